@@ -248,7 +248,6 @@ async def _web_place(web: WebOptions, root: Path, console: Console) -> WebPlace:
 
 def _web(place: WebPlace, near: tuple[str, int], root: Path, console: Console) -> AbstractAsyncContextManager[None]:
     from p2ptrain.cli.inputs import checked
-    from p2ptrain.core.world import LoopClock
     from roles.web.serving import serving_web
 
     async def create(client: SeedClient, name: str, label: str, profile: Profile) -> str:
@@ -256,7 +255,7 @@ def _web(place: WebPlace, near: tuple[str, int], root: Path, console: Console) -
             profile = await asyncio.to_thread(checked, profile)
         return await create_job(client, name, label, profile, console)
 
-    return serving_web(place, partial(operator, near, state=root), create, LoopClock())
+    return serving_web(place, partial(operator, near, state=root), create)
 
 
 def _loaded(profile: str, sets: list[str]) -> Profile:

@@ -20,7 +20,7 @@ from wire.address import is_loopback, parse_address
 
 _BEARER = {"www-authenticate": "Bearer"}
 KEY_CHARS = range(16, 513)
-_MAKE_KEY = "make one: python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > FILE; chmod 600 FILE"
+MAKE_KEY = "make one: python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > FILE; chmod 600 FILE"
 
 
 def read_key(path: Path, warn: Callable[[str], None]) -> str:
@@ -37,12 +37,12 @@ def read_key(path: Path, warn: Callable[[str], None]) -> str:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(4096)
     except OSError as error:
-        raise UserError(f"cannot read the API key in {path}: {error.strerror}", remedy=_MAKE_KEY) from error
+        raise UserError(f"cannot read the API key in {path}: {error.strerror}", remedy=MAKE_KEY) from error
     key = content.decode("ascii", "replace").strip()
     if len(key) not in KEY_CHARS or not all("!" <= letter <= "~" for letter in key):
         least, most = KEY_CHARS[0], KEY_CHARS[-1]
         text = f"{path} has no valid API key: one line of {least} to {most} letters, digits and signs, no spaces"
-        raise UserError(text, remedy=_MAKE_KEY)
+        raise UserError(text, remedy=MAKE_KEY)
     if sys.platform != "win32" and mode & (stat.S_IRWXG | stat.S_IRWXO):
         warn(f"other users of this machine may read the API key in {path}: chmod 600 {path}")
     return key
@@ -99,7 +99,8 @@ def _digest(key: bytes) -> bytes:
 def _names_here(text: str, names: Collection[str]) -> bool:
     with suppress(P2PTrainError):
         host = parse_address(text.lower())[0]
-        return is_loopback(host) or (bool(names) and (host in names or _is_ip(host)))
+        named = host in names or f"*.{host.partition('.')[2]}" in names or _is_ip(host)
+        return is_loopback(host) or (bool(names) and named)
     return False
 
 

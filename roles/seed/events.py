@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgpack
 
-from p2ptrain.core.errors import DeadlineExceeded
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError
 from p2ptrain.core.world import Clock
 from roles.seed.peers import clipped
 from roles.seed.store import Records, Store
@@ -41,7 +41,7 @@ class Subscription:
         self._dirty: dict[str, dict[str, None]] = {topic: {} for topic in STATE_TOPICS}
         self._rows: dict[str, deque[Map]] = {"metrics": deque(), "events": deque(), "recoveries": deque()}
         self._news = asyncio.Event()
-        self._behind = False
+        self._problem: P2PTrainError | None = None
 
     def touch(self, topic: str, ids: Iterable[str]) -> None:
         self._dirty[topic].update(dict.fromkeys(ids))
@@ -50,24 +50,36 @@ class Subscription:
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
             queue = self._rows[_TOPICS[type(row)]]
-            self._behind |= len(queue) >= MAX_ROWS
-            if not self._behind:
-                queue.append(row.to_map())
+            if len(queue) >= MAX_ROWS:
+                text = f"the subscriber is more than {MAX_ROWS} rows behind"
+                self.end(DeadlineExceeded(text, remedy="connect again"))
+                return
+            queue.append(row.to_map())
+        self._news.set()
+
+    def end(self, problem: P2PTrainError) -> None:
+        """Have ``rounds`` raise ``problem``."""
+        self._problem = problem
         self._news.set()
 
     async def run(self, connection: Connection) -> None:
         """Send updates until cancelled. Raises ``DeadlineExceeded`` if the reader is too slow, ``ConnectionLost``."""
+        async for updates in self.rounds():
+            for update in updates:
+                connection.send(update)
+                await connection.flush(timeout_s=PATIENCE_S)
+
+    async def rounds(self) -> AsyncIterator[Iterator[Update]]:
+        """Yield what is new, once there is something. Raises ``DeadlineExceeded`` as ``run``, and as ``end`` says."""
         while True:
             await self._news.wait()
             self._news.clear()
-            if self._behind:
-                raise DeadlineExceeded(f"the subscriber is more than {MAX_ROWS} rows behind", remedy="connect again")
-            for update in self._drain():
-                connection.send(update)
-                await connection.flush(timeout_s=PATIENCE_S)
+            if self._problem is not None:
+                raise self._problem.with_traceback(None)
+            yield self.drain()
             await asyncio.sleep(INTERVAL_S)  # collect further changes
 
-    def _drain(self) -> Iterator[Update]:
+    def drain(self) -> Iterator[Update]:
         for topic in STATE_TOPICS:
             ids, self._dirty[topic] = self._dirty[topic], {}
             found = {item_id: self._render(topic, item_id) for item_id in ids}
@@ -91,6 +103,10 @@ class Subscriptions:
     def add(self, row: Row) -> None:
         for feed in self._feeds:
             feed.add((row,))
+
+    def end(self, problem: P2PTrainError) -> None:
+        for feed in self._feeds:
+            feed.end(problem)
 
     @contextmanager
     def open(self) -> Iterator[Subscription]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +20,6 @@ from starlette.websockets import WebSocket
 
 from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.texts import shortened
-from p2ptrain.core.world import Clock
-from roles.background import Background
 from roles.http.access import Keys, refuse_pages
 from roles.http.answers import (
     HEADERS,
@@ -31,12 +28,13 @@ from roles.http.answers import (
     Problem,
     json_response,
     read_body,
+    read_model,
     shutting_down,
     tell,
 )
-from roles.web.endpoints import READ, ROOT, Call, CreateJob, Endpoint, Given, Page, openapi
+from roles.web.endpoints import READ, ROOT, AfterStep, Call, CreateJob, Endpoint, Given, Page, openapi, read_query
 from roles.web.experiments import Experiments
-from roles.web.feed import Feed, records_of
+from roles.web.feed import Feed
 from roles.web.page import page_answer
 from roles.web.prometheus import CONTENT_TYPE, exposition
 from roles.web.routes import ENDPOINTS
@@ -47,17 +45,23 @@ from wire.records import JobInfo, PeerInfo, ServingInfo
 OPEN_PATHS = frozenset({f"{ROOT}/openapi.json", f"{ROOT}/docs"})
 STREAM = f"{ROOT}/metrics/stream/{{job}}"
 KEPT_ANSWERS = 1024
-KEPT_ANSWERS_S = 3600.0
-"""How many answers to requests with an Idempotency-Key are kept, and how long."""
+"""How many answers to requests with an Idempotency-Key are kept."""
 _KEY_PREFIX = "bearer."
 
-_STATUS = {
+_REFUSED = {
     **dict.fromkeys(("unknown-checkpoint", "unknown-experiment", "unknown-job", "unknown-peer", "unknown-ticket"), 404),
     **dict.fromkeys(("bad-parameter", "bad-shape", "bad-spec"), 422),
     **dict.fromkeys(("failed", "unreachable"), 502),
     RefusalCode.FULL: 503,
 }
 """Code of a refusal → status; 409 for all others."""
+_FAILED: list[tuple[type[P2PTrainError], int, str]] = [
+    (UserError, 422, "invalid_value"),
+    (DeadlineExceeded, 504, "timeout"),
+    (NetworkError, 503, "seed_unreachable"),
+    (ProtocolError, 502, "protocol"),
+    (P2PTrainError, 500, "failed"),
+]
 
 
 def problem_of(error: Exception) -> Problem:
@@ -66,66 +70,49 @@ def problem_of(error: Exception) -> Problem:
         return error
     if not isinstance(error, P2PTrainError):
         return Problem(500, "internal error; the seed's terminal has the details", code="internal_error")
-    status, code = 500, "failed"
-    match error:
-        case Refused():
-            status, code = _STATUS.get(error.code, 409), error.code
-        case UserError():
-            status, code = 422, "invalid_value"
-        case DeadlineExceeded():
-            status, code = 504, "timeout"
-        case NetworkError():
-            status, code = 503, "seed_unreachable"
-        case ProtocolError():
-            status, code = 502, "protocol"
+    if isinstance(error, Refused):
+        status, code = _REFUSED.get(error.code, 409), error.code
+    else:
+        status, code = next((status, code) for kind, status, code in _FAILED if isinstance(error, kind))
+    message, remedy = shortened(error.message, 1000), shortened(error.remedy, 1000)
     again = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
-    return Problem(
-        status, shortened(error.message, 1000), code=code, remedy=shortened(error.remedy, 1000), headers=again
-    )
+    return Problem(status, message, code=code, remedy=remedy, headers=again)
 
 
 class Repeats:
     """Answers to requests with an Idempotency-Key, so that each is carried out once. Failures are not kept.
 
-    A request that comes while the first one is under way gets the same answer.
+    A request that comes while the first one is under way gets the same answer; it is carried out though nobody waits.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._kept: OrderedDict[str, tuple[float, bytes, asyncio.Future[Response]]] = OrderedDict()
-        self._work = Background()
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[bytes, asyncio.Task[Response]]] = {}
 
-    async def answer(self, key: str, request: bytes, carry_out: Callable[[], Any]) -> Response:
+    async def answer(
+        self, key: str, request: bytes, carry_out: Callable[[], Coroutine[Any, Any, Response]]
+    ) -> Response:
         """``request``: what must be the same. Raises ``Problem`` if it is not, and what ``carry_out`` raises."""
-        now, digest = self._clock.now(), hashlib.sha256(request).digest()
-        if key in self._kept:
-            _, before, future = self._kept[key]
-            if before != digest:
-                text = "this Idempotency-Key was used for another request"
-                raise Problem(422, text, code="idempotency_key_reused", remedy="use a new key for each request")
-        else:
-            oldest = next(iter(self._kept.values()), None)
-            if oldest is not None and (oldest[0] < now - KEPT_ANSWERS_S or len(self._kept) >= KEPT_ANSWERS):
-                self._kept.popitem(last=False)
-            future = asyncio.get_running_loop().create_future()
-            self._kept[key] = (now, digest, future)
-            self._work.start(self._carried_out(key, future, carry_out), "idempotent request")
-        return await asyncio.shield(future)
+        digest = hashlib.sha256(request).digest()
+        if key not in self._kept:
+            while len(self._kept) >= KEPT_ANSWERS:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = digest, asyncio.create_task(carry_out(), name="idempotent request")
+            self._kept[key][1].add_done_callback(partial(self._ended, key))
+        before, task = self._kept[key]
+        if before != digest:
+            text = "this Idempotency-Key was used for another request"
+            raise Problem(422, text, code="idempotency_key_reused", remedy="use a new key for each request")
+        return await asyncio.shield(task)
 
-    async def _carried_out(self, key: str, future: asyncio.Future[Response], carry_out: Callable[[], Any]) -> None:
-        try:
-            future.set_result(await carry_out())
-        except Exception as error:  # for whoever waits  # noqa: BLE001
-            future.set_exception(error)
-            future.exception()  # nobody may wait any more
-        finally:
-            if not future.done():
-                future.cancel()
-            if future.cancelled() or future.exception() is not None:
-                self._kept.pop(key, None)
+    def _ended(self, key: str, task: asyncio.Task[Response]) -> None:
+        if (task.cancelled() or task.exception() is not None) and self._kept.get(key, (b"", None))[1] is task:
+            del self._kept[key]
 
     async def stop(self) -> None:
-        await self._work.stop()
+        if under_way := [task for _, task in self._kept.values() if not task.done()]:
+            for task in under_way:
+                task.cancel()
+            await asyncio.wait(under_way)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +133,9 @@ class Access:
         refuse_pages(headers, remedy, own_only=True, names=self.names)
         if self.keys is None or path in OPEN_PATHS or not path.startswith((ROOT, "/metrics")):
             return
-        shown = next((f"Bearer {name.removeprefix(_KEY_PREFIX)}" for name in subprotocols if _KEY_PREFIX in name), "")
+        shown = next(
+            (f"Bearer {name.removeprefix(_KEY_PREFIX)}" for name in subprotocols if name.startswith(_KEY_PREFIX)), ""
+        )
         if self.keys.permit(headers.get("authorization", "") or shown) == READ != permit:
             raise Problem(403, "this key may only read", code="read_only", remedy="use the operator key")
 
@@ -155,19 +144,12 @@ class WebApp:
     """The application.
 
     Args:
-        create_job: see ``CreateJob``. experiments: None: it carries out none.
+        create_job: see ``CreateJob``.
     """
 
-    def __init__(
-        self,
-        feed: Feed,
-        access: Access,
-        create_job: CreateJob,
-        clock: Clock,
-        experiments: Experiments | None = None,
-    ) -> None:
+    def __init__(self, feed: Feed, access: Access, create_job: CreateJob, experiments: Experiments) -> None:
         self._feed, self._access, self._create_job, self._experiments = feed, access, create_job, experiments
-        self._repeats = Repeats(clock)
+        self._repeats = Repeats()
         self._streams = 0
         self._stopping = False
         self._document: dict[str, Any] = {}
@@ -213,9 +195,9 @@ class WebApp:
 
     async def _endpoint(self, methods: Mapping[str, Endpoint], request: Request) -> Response:
         endpoint = methods["GET" if request.method == "HEAD" else request.method]
-        query = endpoint.read_query(request.query_params.multi_items())
+        query = read_query(endpoint.query, request.query_params.multi_items())
         raw = await read_body(request)
-        body = endpoint.read_body(raw)
+        body = None if endpoint.body is None else read_model(endpoint.body, raw or b"{}")
         carry_out = partial(self._carry_out, endpoint, request, query, body)
         key = request.headers.get("idempotency-key")
         if endpoint.method != "POST" or key is None:
@@ -243,8 +225,8 @@ class WebApp:
 
     async def _prometheus(self, request: Request) -> Response:
         client = await self._feed.client()
-        jobs, peers = records_of(self._feed, JobInfo, "jobs"), records_of(self._feed, PeerInfo, "peers")
-        text = exposition(await client.cluster(), jobs, peers, records_of(self._feed, ServingInfo, "serving"))
+        of = self._feed.records
+        text = exposition(await client.cluster(), of(JobInfo), of(PeerInfo), of(ServingInfo))
         return Response(text, 200, HEADERS | {"content-type": CONTENT_TYPE})
 
     async def _page(self, request: Request) -> Response:
@@ -259,21 +241,15 @@ class WebApp:
             if self._streams >= MOST_STREAMS:
                 again = {"retry-after": str(RETRY_AFTER_S)}
                 raise Problem(503, f"{MOST_STREAMS} streams are open, the limit", code="overloaded", headers=again)
-            after_step = _step_of(socket.query_params.get("after_step", "-1"))
+            query = read_query(AfterStep, socket.query_params.multi_items())
             job, _ = await (await self._feed.client()).job(socket.path_params["job"])
         except P2PTrainError as error:
             raise problem_of(error) from error
         self._streams += 1
         try:
-            await serve_stream(socket, self._feed, job.id, after_step)
+            await serve_stream(socket, self._feed, job, query.after_step)
         finally:
             self._streams -= 1
-
-
-def _step_of(text: str) -> int:
-    if not text.removeprefix("-").isdecimal() or not text.isascii() or not -1 <= int(text[:20]) <= 2**53:
-        raise Problem(400, "after_step must be a whole number from -1 on", code="invalid_value", param="after_step")
-    return int(text)
 
 
 async def _told(request: Request, error: Exception) -> Response:

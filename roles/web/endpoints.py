@@ -4,14 +4,14 @@ OpenAPI document are made from this declaration."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from configs.schema import Profile
 from p2ptrain import __version__
-from roles.http.answers import Problem, invalid, read_model
+from roles.http.answers import Problem, invalid
 from roles.web.feed import Feed
 from wire.client import SeedClient
 from wire.schema import Record
@@ -39,6 +39,26 @@ class Paging(Given):
     after: str = Field(default="", max_length=256, description="`next` of the answer before this one.")
 
 
+class AfterStep(Given):
+    after_step: int = Field(default=-1, ge=-1, le=2**53, description="Rows after this step; -1: from the first one.")
+
+
+G = TypeVar("G", bound=Given)
+
+
+def read_query(schema: type[G], given: Sequence[tuple[str, str]]) -> G:
+    """Raises ``Problem``."""
+    values: dict[str, str] = {}
+    for name, value in given:
+        if name in values:
+            raise Problem(400, f"{name[:64]} is given twice", code="invalid_value", param=name[:64])
+        values[name] = value
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """A part of a list. ``next``: what names the following part; None: there is none."""
@@ -57,7 +77,7 @@ class Call:
     path: dict[str, str]
     query: Any
     body: Any
-    experiments: Experiments | None = None
+    experiments: Experiments
 
 
 Handle = Callable[[Call], Awaitable[Record | Page]]
@@ -71,7 +91,6 @@ class Endpoint:
         path: after ``ROOT``, such as ``training/jobs/{job}``.
         about: one sentence for people, and more after a blank line.
         answer: the record of the answer; of its items, if it is ``listed``.
-        errors: statuses that it may answer besides those that every endpoint may answer.
     """
 
     method: str
@@ -83,25 +102,6 @@ class Endpoint:
     query: type[Given] = Given
     body: type[Given] | None = None
     status: int = 200
-    errors: tuple[int, ...] = ()
-
-    @property
-    def permit(self) -> str:
-        return READ if self.method == "GET" else OPERATE
-
-    def read_query(self, given: Sequence[tuple[str, str]]) -> Given:
-        """Raises ``Problem``."""
-        names = [name for name, _ in given]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise Problem(400, f"{twice[:64]} is given twice", code="invalid_value", param=twice[:64])
-        try:
-            return self.query.model_validate(dict(given))
-        except ValidationError as error:
-            raise invalid(error) from None
-
-    def read_body(self, body: bytes) -> Given | None:
-        """Raises ``Problem``."""
-        return None if self.body is None else read_model(self.body, body or b"{}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,36 +129,30 @@ _ABOUT_ERRORS = {
     422: "The values contradict each other, or the Idempotency-Key was used for another request.",
     502: "A peer that was asked for it could not do it, or gave no answer.",
     503: "The seed does not answer, or too many requests are under way.",
+    504: "It took too long.",
 }
-_ALWAYS = (400, 401, 403, 503)
 _IDEMPOTENCY = {
     "name": "Idempotency-Key",
     "in": "header",
     "schema": {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]+$"},
-    "description": "The same key with the same request is carried out once, and answered alike for an hour.",
+    "description": "The same key with the same request is carried out once, and answered alike.",
 }
-
-
-@dataclass(slots=True)
-class _Schemas:
-    """Schemas of the document, by name."""
-
-    named: dict[str, Any] = field(default_factory=dict)
-
-    def of(self, kind: Any, mode: Any = "serialization") -> dict[str, Any]:
-        name = kind.__name__.lstrip("_")
-        if name not in self.named:
-            schema = TypeAdapter(kind).json_schema(mode=mode, ref_template="#/components/schemas/{model}")
-            self.named |= schema.pop("$defs", {}) | {name: schema}
-        return {"$ref": f"#/components/schemas/{name}"}
 
 
 def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of these endpoints."""
-    schemas, paths = _Schemas(), dict[str, Any]()
-    error = {"content": {"application/json": {"schema": schemas.of(_Errors)}}}
+    schemas, paths = dict[str, Any](), dict[str, Any]()
+
+    def schema_of(kind: Any, mode: Any = "serialization") -> dict[str, Any]:
+        name = kind.__name__.lstrip("_")
+        if name not in schemas:
+            schema = TypeAdapter(kind).json_schema(mode=mode, ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}) | {name: schema})
+        return {"$ref": f"#/components/schemas/{name}"}
+
+    error = {"content": {"application/json": {"schema": schema_of(_Errors)}}}
     for endpoint in endpoints:
-        answer = schemas.of(endpoint.answer)
+        answer = schema_of(endpoint.answer)
         if endpoint.listed:
             items = {"items": {"type": "array", "items": answer}, "next": {"type": ["string", "integer", "null"]}}
             answer = {"type": "object", "properties": items, "required": ["items", "next"]}
@@ -167,20 +161,16 @@ def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
             "operationId": endpoint.handle.__name__,
             "tags": [endpoint.path.partition("/")[0]],
             "summary": first,
-            "description": f"{more}\n\nNeeds a key to {endpoint.permit}.".strip(),
+            "description": f"{more}\n\nNeeds a key to {READ if endpoint.method == 'GET' else OPERATE}.".strip(),
             "parameters": list(_parameters(endpoint)),
             "responses": {
                 str(endpoint.status): {"description": "Done.", "content": {"application/json": {"schema": answer}}},
-                **{
-                    str(status): {"description": _ABOUT_ERRORS[status], **error}
-                    for status in sorted({*_ALWAYS, *endpoint.errors})
-                },
-                "default": {"description": "Any other error.", **error},
+                **{str(status): {"description": about, **error} for status, about in _ABOUT_ERRORS.items()},
             },
             "security": [{"key": []}, {}],
         }
         if endpoint.body is not None:
-            content = {"application/json": {"schema": schemas.of(endpoint.body, "validation")}}
+            content = {"application/json": {"schema": schema_of(endpoint.body, "validation")}}
             needs = any(item.is_required() for item in endpoint.body.model_fields.values())
             operation["requestBody"] = {"content": content, "required": needs}
         paths.setdefault(f"{ROOT}/{endpoint.path}", {})[endpoint.method.lower()] = operation
@@ -189,7 +179,7 @@ def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         "info": {"title": "p2ptrain", "version": __version__, "description": _ABOUT},
         "paths": paths,
         "components": {
-            "schemas": dict(sorted(schemas.named.items())),
+            "schemas": dict(sorted(schemas.items())),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }

@@ -149,14 +149,8 @@ class Axes(Given):
     y: str = Field(default="", max_length=256, description="Axis of the condition; empty: the first.")
 
 
-def _of(call: Call) -> Experiments:
-    if call.experiments is None:
-        raise Refused("unavailable", "this API carries out no experiments")
-    return call.experiments
-
-
 async def list_experiments(call: Call) -> Page:
-    infos = _of(call).infos
+    infos = call.experiments.infos
     return Page([infos[name] for name in sorted(infos)])
 
 
@@ -170,19 +164,19 @@ async def create_experiment(call: Call) -> ExperimentInfo:
         raise ConfigError(f"{place} is not TOML: {error}", remedy="see https://toml.io for the syntax") from None
     plan = await asyncio.to_thread(plan_of, document, place, None)
     peers = [peer for peer in await call.client.peers() if peer.state not in ABSENT_STATES]
-    return _of(call).begin(plan, document, sum("worker" in peer.roles for peer in peers))
+    return call.experiments.begin(plan, document, sum("worker" in peer.roles for peer in peers))
 
 
 async def get_experiment(call: Call) -> ExperimentInfo:
-    _of(call).directory(call.path["experiment"])
-    return _of(call).infos[call.path["experiment"]]
+    call.experiments.directory(call.path["experiment"])
+    return call.experiments.infos[call.path["experiment"]]
 
 
 async def analyze_experiment(call: Call) -> Comparison:
     from roles.experiments.analysis import Analysis
     from roles.experiments.results import load
 
-    directory = _of(call).directory(call.path["experiment"])
+    directory = call.experiments.directory(call.path["experiment"])
     found = await asyncio.to_thread(load, directory)
     return Comparison(Analysis.of(found, call.body.x, call.body.y).to_json())
 
@@ -194,9 +188,8 @@ _BEGINS = (
 )
 ENDPOINTS = [
     Endpoint("GET", "experiments", "All experiments.", ExperimentInfo, list_experiments, listed=True),
-    Endpoint("POST", "experiments", _BEGINS, ExperimentInfo, create_experiment, body=ExperimentRequest, status=201,
-             errors=(409, 422)),
-    Endpoint("GET", _ONE, "One experiment.", ExperimentInfo, get_experiment, errors=(404,)),
+    Endpoint("POST", "experiments", _BEGINS, ExperimentInfo, create_experiment, body=ExperimentRequest, status=201),
+    Endpoint("GET", _ONE, "One experiment.", ExperimentInfo, get_experiment),
     Endpoint("POST", f"{_ONE}/analyze", "Compare the results: means with 95 % confidence intervals, and conclusions.",
-             Comparison, analyze_experiment, body=Axes, errors=(404, 422)),
+             Comparison, analyze_experiment, body=Axes),
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field
@@ -14,9 +14,8 @@ from configs.loader import describe, load_settings, shipped
 from configs.schema import Profile
 from p2ptrain.core.errors import ConfigError, Refused
 from roles.http.answers import Problem
-from roles.web.endpoints import MOST_ITEMS, Call, Endpoint, Given, Handle, Page, Paging
+from roles.web.endpoints import MOST_ITEMS, AfterStep, Call, Endpoint, Given, Handle, Page, Paging
 from roles.web.experiments import ENDPOINTS as EXPERIMENTS
-from roles.web.feed import records_of
 from wire.address import how_to_join
 from wire.messages import GpuInfo, RefusalCode
 from wire.records import (
@@ -68,7 +67,7 @@ class Removal(Given):
 
 
 async def list_jobs(call: Call) -> Page:
-    return _page(call, records_of(call.feed, JobInfo, "jobs"), lambda job: (job.created_at, job.id))
+    return _page(call, call.feed.records(JobInfo), lambda job: (job.created_at, job.id))
 
 
 async def create_job(call: Call) -> JobInfo:
@@ -83,7 +82,7 @@ async def create_job(call: Call) -> JobInfo:
     elif profile.drafter.layers:
         profile = profile.alone()
     job = await call.create_job(call.client, name, label[:64], profile)
-    await call.feed.until(lambda: call.feed.record("jobs", job) is not None)
+    await call.feed.until("jobs", job, there=True)
     return (await call.client.job(job))[0]
 
 
@@ -96,7 +95,7 @@ async def delete_job(call: Call) -> JobInfo:
     verb = "forget" if call.query.forget else "cancel"
     await call.client.tell_job(info.id, verb)
     if verb == "forget":
-        await call.feed.until(lambda: call.feed.record("jobs", info.id) is None)
+        await call.feed.until("jobs", info.id, there=False)
         return info
     return (await call.client.job(info.id))[0]
 
@@ -114,25 +113,19 @@ async def get_settings(call: Call) -> Settings:
     return Settings(info.profile, Profile.from_spec_untrusted(spec).model_dump(mode="json"))
 
 
-async def _told(call: Call, verb: str, already: frozenset[str]) -> JobInfo:
-    """Tell the job. A request that is repeated finds it in one of the states ``already``, and does nothing."""
-    info, _ = await call.client.job(call.path["job"])
-    if info.state in already:
-        return info
-    await call.client.tell_job(info.id, verb)
-    return (await call.client.job(info.id))[0]
+def tell_job(verb: str, *already: str) -> Handle:
+    """A handler that tells a job. A request that is repeated finds it in one of the states ``already``, and does
+    nothing."""
 
+    async def handle(call: Call) -> JobInfo:
+        info, _ = await call.client.job(call.path["job"])
+        if info.state in already:
+            return info
+        await call.client.tell_job(info.id, verb)
+        return (await call.client.job(info.id))[0]
 
-async def pause_job(call: Call) -> JobInfo:
-    return await _told(call, "pause", frozenset({"paused"}))
-
-
-async def resume_job(call: Call) -> JobInfo:
-    return await _told(call, "resume", frozenset({"queued", "waiting", "forming", "running"}))
-
-
-async def save_job(call: Call) -> JobInfo:
-    return await _told(call, "save", frozenset())
+    handle.__name__ = f"{verb}_job"
+    return handle
 
 
 class Newest(Given):
@@ -171,7 +164,7 @@ class Removed(Record):
 
 
 async def list_nodes(call: Call) -> Page:
-    return _page(call, records_of(call.feed, PeerInfo, "peers"), lambda peer: (peer.joined_at, peer.id))
+    return _page(call, call.feed.records(PeerInfo), lambda peer: (peer.joined_at, peer.id))
 
 
 async def invite_node(call: Call) -> Invitation:
@@ -205,7 +198,7 @@ class GpuStatus(GpuInfo):
 
 
 async def list_gpus(call: Call) -> Page:
-    peers = sorted(records_of(call.feed, PeerInfo, "peers"), key=lambda peer: (peer.joined_at, peer.id))
+    peers = sorted(call.feed.records(PeerInfo), key=lambda peer: (peer.joined_at, peer.id))
     return Page([GpuStatus(**gpu.to_map(), node=peer.id, node_name=peer.name) for peer in peers for gpu in peer.gpus])
 
 
@@ -229,7 +222,7 @@ class ClusterSummary(Record):
 
 
 async def summarise_cluster(call: Call) -> ClusterSummary:
-    peers, jobs = records_of(call.feed, PeerInfo, "peers"), records_of(call.feed, JobInfo, "jobs")
+    peers, jobs = call.feed.records(PeerInfo), call.feed.records(JobInfo)
     there = [peer for peer in peers if peer.state not in ABSENT_STATES]
     gpus = [gpu for peer in there for gpu in peer.gpus]
     loads = [gpu.load for gpu in gpus if gpu.load is not None]
@@ -259,15 +252,14 @@ async def list_events(call: Call) -> Page:
 
 
 async def list_serving(call: Call) -> Page:
-    return _page(call, records_of(call.feed, ServingInfo, "serving"), lambda item: item.id)
+    return _page(call, call.feed.records(ServingInfo), lambda item: item.id)
 
 
 # ------------------------------------------------------------------------------------------------ metrics, checkpoints
 
 
-class MetricPaging(Given):
+class MetricPaging(AfterStep):
     limit: int = Field(default=MOST_ITEMS, ge=1, le=MOST_ITEMS, description="Longest list in an answer.")
-    after_step: int = Field(default=-1, ge=-1, le=2**53, description="Rows after this step; -1: from the first one.")
 
 
 async def list_metrics(call: Call) -> Page:
@@ -277,14 +269,14 @@ async def list_metrics(call: Call) -> Page:
 
 async def list_checkpoints(call: Call) -> Page:
     job = (await call.client.job(call.path["job"]))[0].id
-    found = [item for item in records_of(call.feed, CheckpointInfo, "checkpoints") if item.job == job]
+    found = [item for item in call.feed.records(CheckpointInfo) if item.job == job]
     return _page(call, found, lambda item: (item.created_at, item.id))
 
 
 async def delete_checkpoint(call: Call) -> Removed:
     ident = call.path["checkpoint"]
     await call.client.delete_checkpoint(ident)
-    await call.feed.until(lambda: call.feed.record("checkpoints", ident) is None)
+    await call.feed.until("checkpoints", ident, there=False)
     return Removed(ident)
 
 
@@ -311,9 +303,8 @@ async def list_profiles(call: Call) -> Page:
     return Page([ProfileInfo(name, describe(path)) for name, path in shipped().items()])
 
 
+_GOING = ("queued", "waiting", "forming", "running")
 _JOB, _CHECKPOINT = "training/jobs/{job}", "checkpoints/{checkpoint}"
-_NAMED = (404, 409)
-"""Errors of a request that names something: there is no such thing, or several; or it is in a wrong state."""
 _CREATES = "Create a job. It starts when enough workers are ready."
 _CANCELS = (
     "Cancel a job; its checkpoints stay.\n\nOf a job that is over it is refused, so the request may be repeated. With "
@@ -325,43 +316,32 @@ _METRICS = "The rows of a job's steps. `next` is the `after_step` of the followi
 _EVENTS = "The event log. `next` is the `after_id` of later ones."
 
 
-def _get(path: str, about: str, answer: type[Record], handle: Handle, query: type[Given] = Given) -> Endpoint:
-    return Endpoint("GET", path, about, answer, handle, query=query, errors=_NAMED if "{" in path else ())
-
-
 def _list(path: str, about: str, item: type[Record], handle: Handle, query: type[Given] = Paging) -> Endpoint:
-    listed = replace(_get(path, about, item, handle, query), listed=True)
-    return replace(listed, errors=tuple({*listed.errors, 409})) if query is Paging else listed
-
-
-def _job(verb: str, about: str, handle: Handle) -> Endpoint:
-    return Endpoint("PUT", f"{_JOB}/{verb}", about, JobInfo, handle, errors=_NAMED)
+    return Endpoint("GET", path, about, item, handle, listed=True, query=query)
 
 
 ENDPOINTS: list[Endpoint] = [
     _list("training/profiles", "The profiles that ship.", ProfileInfo, list_profiles, Given),
     _list("training/jobs", "All jobs, oldest first.", JobInfo, list_jobs),
-    Endpoint("POST", "training/jobs", _CREATES, JobInfo, create_job, body=JobRequest, status=201, errors=(409, 422)),
-    _get(_JOB, "One job.", JobInfo, get_job),
-    Endpoint("DELETE", _JOB, _CANCELS, JobInfo, delete_job, query=Removal, errors=_NAMED),
-    _get(f"{_JOB}/settings", "All settings of a job.", Settings, get_settings),
-    _job("pause", "Stop a job at the next step.", pause_job),
-    _job("resume", "Let a paused job go on.", resume_job),
-    _job("save", "Write a checkpoint after the step that runs now.", save_job),
+    Endpoint("POST", "training/jobs", _CREATES, JobInfo, create_job, body=JobRequest, status=201),
+    Endpoint("GET", _JOB, "One job.", JobInfo, get_job),
+    Endpoint("DELETE", _JOB, _CANCELS, JobInfo, delete_job, query=Removal),
+    Endpoint("GET", f"{_JOB}/settings", "All settings of a job.", Settings, get_settings),
+    Endpoint("PUT", f"{_JOB}/pause", "Stop a job at the next step.", JobInfo, tell_job("pause", "paused")),
+    Endpoint("PUT", f"{_JOB}/resume", "Let a paused job go on.", JobInfo, tell_job("resume", *_GOING)),
+    Endpoint("PUT", f"{_JOB}/save", "Write a checkpoint after the step that runs now.", JobInfo, tell_job("save")),
     _list(f"{_JOB}/recoveries", "The newest interruptions, oldest first.", RecoveryInfo, list_recoveries, Newest),
     _list("cluster/nodes", "All peers.", PeerInfo, list_nodes),
-    Endpoint("POST", "cluster/nodes", _INVITES, Invitation, invite_node, body=NodeRequest, status=201, errors=(409,)),
-    Endpoint("DELETE", "cluster/nodes/{node}", "Evict a peer for good.", Removed, evict_node, errors=_NAMED),
+    Endpoint("POST", "cluster/nodes", _INVITES, Invitation, invite_node, body=NodeRequest, status=201),
+    Endpoint("DELETE", "cluster/nodes/{node}", "Evict a peer for good.", Removed, evict_node),
     _list("cluster/gpu-status", "Every GPU of every node, as it was a second ago.", GpuStatus, list_gpus, Given),
-    _get("metrics/cluster/summary", "The cluster in figures.", ClusterSummary, summarise_cluster),
+    Endpoint("GET", "metrics/cluster/summary", "The cluster in figures.", ClusterSummary, summarise_cluster),
     _list("metrics/jobs/{job}", _METRICS, MetricRow, list_metrics, MetricPaging),
     _list("events", _EVENTS, EventInfo, list_events, EventPaging),
     _list("serving", "What verifiers and drafters serve.", ServingInfo, list_serving),
     _list("checkpoints/jobs/{job}", "The checkpoints of a job, oldest first.", CheckpointInfo, list_checkpoints),
-    Endpoint("DELETE", _CHECKPOINT, "Delete a checkpoint.", Removed, delete_checkpoint, errors=(404, 409, 502)),
-    Endpoint(
-        "POST", f"{_CHECKPOINT}/restore", _RESTORES, JobInfo, restore_checkpoint, body=Restoring, errors=(404, 409, 502)
-    ),
+    Endpoint("DELETE", _CHECKPOINT, "Delete a checkpoint.", Removed, delete_checkpoint),
+    Endpoint("POST", f"{_CHECKPOINT}/restore", _RESTORES, JobInfo, restore_checkpoint, body=Restoring),
     *EXPERIMENTS,
 ]
 """All endpoints of the API."""

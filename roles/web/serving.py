@@ -10,7 +10,8 @@ import asyncio
 import secrets
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+import string
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,9 @@ from pathlib import Path
 
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import StorageError, UserError
-from p2ptrain.core.world import Clock, World
+from p2ptrain.core.world import World
 from roles.background import Background
-from roles.http.access import Keys, read_key
+from roles.http.access import MAKE_KEY, Keys, read_key
 from roles.http.server import serving
 from roles.seed.authority import Authority
 from roles.web.app import Access, WebApp
@@ -32,6 +33,7 @@ from wire.credentials import SERVER_LIFETIME_S, server_names
 from wire.transport import TcpNetwork
 
 KEY_BYTES = 32
+_KEY_LETTERS = frozenset(f"{string.ascii_letters}{string.digits}-._~")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +86,21 @@ async def web_place(
     sock = await TcpNetwork(user_timeout_s=60.0).bound(options.host, options.port, option="--http")
     try:
         near = is_loopback(sock.getsockname()[0])
-        given = [options.read_key, options.operator_key]
         files: tuple[Path, ...] = ()
-        if not near or any(given):
+        if not near or options.read_key or options.operator_key:
             files = tuple(
-                path or _made(directory / f"http-{word}.key", world)
-                for path, word in zip(given, (READ, OPERATE), strict=True)
+                given or _made(directory / f"http-{permit}.key", world)
+                for permit, given in ((READ, options.read_key), (OPERATE, options.operator_key))
             )
-        keys = [read_key(path, warn) for path in files]
-        if len(set(keys)) < len(keys):
+        keys = {read_key(path, warn): permit for path, permit in zip(files, (READ, OPERATE), strict=False)}
+        if len(keys) < len(files):
             raise UserError("the read key and the operator key are the same", remedy="give two different ones")
+        if not set("".join(keys)) <= _KEY_LETTERS:
+            text = "a key has signs that a browser cannot send for the stream: use letters, digits and -._~ only"
+            raise UserError(text, remedy=MAKE_KEY)
         tls: ssl.SSLContext | None = None
         certify: Callable[[], None] | None = None
-        allowed: Collection[str] = names
+        allowed, shown = names, names[0]
         if near and options.certificate is None:
             allowed = ()
         else:
@@ -104,12 +108,12 @@ async def web_place(
             tls.minimum_version = ssl.TLSVersion.TLSv1_2
             if options.certificate is not None:
                 allowed = _loaded(tls, options.certificate, options.certificate_key)
+                shown = next((name for name in [shown, *allowed] if name in allowed and "*" not in name), shown)
             else:
                 certify = partial(_certify, tls, directory / "authority", names, world)
-        keys_ = Keys(dict(zip(keys, (READ, OPERATE), strict=True))) if keys else None
-        scheme = "http" if tls is None else "https"
-        url = f"{scheme}://{format_address(names[0], sock.getsockname()[1])}"
-        return WebPlace(sock, url, directory, Access(keys_, {name.lower() for name in allowed}), files, tls, certify)
+        url = f"{'http' if tls is None else 'https'}://{format_address(shown, sock.getsockname()[1])}"
+        access = Access(Keys(keys) if keys else None, {name.lower() for name in allowed})
+        return WebPlace(sock, url, directory, access, files, tls, certify)
     except BaseException:
         sock.close()
         raise
@@ -143,10 +147,10 @@ def _certify(tls: ssl.SSLContext, directory: Path, names: Sequence[str], world: 
 
 
 @asynccontextmanager
-async def serving_web(place: WebPlace, connect: Connect, create_job: CreateJob, clock: Clock) -> AsyncIterator[None]:
+async def serving_web(place: WebPlace, connect: Connect, create_job: CreateJob) -> AsyncIterator[None]:
     """Answer HTTP while the body runs. ``connect``: connects to the seed as an operator. Raises ``StorageError``."""
     feed, experiments, beside = Feed(connect), Experiments(place.directory / "experiments", connect), Background()
-    app = WebApp(feed, place.access, create_job, clock, experiments)
+    app = WebApp(feed, place.access, create_job, experiments)
     beside.start(feed.run(), "web feed")
     try:
         if place.certify is not None:

@@ -14,7 +14,6 @@ import pytest
 import pytest_asyncio
 
 from configs.schema import Profile
-from p2ptrain.core.world import LoopClock
 from roles.web.app import Access, WebApp
 from roles.web.experiments import Experiments
 from roles.web.feed import Feed
@@ -86,7 +85,7 @@ async def api_of(root: Path, *, encrypted: bool = False) -> AsyncIterator[Api]:
     feed = Feed(cluster.operator)
     running = asyncio.create_task(feed.run())
     experiments = Experiments(root / "experiments", cluster.operator)
-    app = WebApp(feed, Access(), create, LoopClock(), experiments)
+    app = WebApp(feed, Access(), create, experiments)
     try:
         async with experiments.serving():
             yield Api(cluster, feed, app)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost
-from p2ptrain.core.world import LoopClock
 from roles.background import Background
 from roles.http.server import serving
 from roles.web.app import Access, WebApp
@@ -105,7 +104,7 @@ async def endpoint(seed: DemoSeed, sock: socket.socket) -> AsyncIterator[str]:
     feed, beside, experiments = Feed(connect), Background(), Experiments(Path("nowhere"), connect)
     experiments.infos["rates"] = ExperimentInfo("rates", "running", 5, 12, "lr=0.01, repeat 2: step 40 of 100", 420.0)
     beside.start(feed.run(), "web feed")
-    app = WebApp(feed, Access(), refuse, LoopClock(), experiments)
+    app = WebApp(feed, Access(), refuse, experiments)
     try:
         async with serving(app, sock, websockets=True):
             host, port = sock.getsockname()[:2]

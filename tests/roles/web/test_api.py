@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.core.world import LoopClock
 from roles.http.access import Keys
 from roles.http.answers import Problem, json_response
 from roles.web import app as web_app
 from roles.web.app import Access, Repeats
-from roles.web.endpoints import OPERATE, READ
+from roles.web.endpoints import OPERATE, READ, AfterStep, read_query
 from tests.roles.in_process import DEADLINE_S
 
 from .conftest import LOCAL, Api, api_of
@@ -121,7 +120,7 @@ async def test_how_a_machine_joins(api: Api, tmp_path: Path) -> None:
 
 
 READER, OPERATOR = "read-key-read-key-read", "operator-key-operator-key"
-GUARDED = Access(Keys({READER: READ, OPERATOR: OPERATE}), {"seed.example.org"})
+GUARDED = Access(Keys({READER: READ, OPERATOR: OPERATE}), {"seed.example.org", "*.lab.example.org"})
 
 
 @pytest.mark.parametrize(
@@ -141,6 +140,8 @@ GUARDED = Access(Keys({READER: READ, OPERATOR: OPERATE}), {"seed.example.org"})
         ("GET", "/docs.html", {}, 200),
         ("GET", "/", {}, 200),
         ("GET", "/", {"host": "evil.example"}, 403),
+        ("GET", "/", {"host": "a.lab.example.org"}, 200),  # the certificate has a wildcard
+        ("GET", "/", {"host": "a.b.lab.example.org"}, 403),
         ("GET", "/", {"host": "192.0.2.7:8443"}, 200),  # a page cannot rename an address
         ("GET", "/", {"origin": "https://evil.example"}, 403),
         ("GET", "/", {"origin": "https://seed.example.org:9"}, 403),  # another server of that machine
@@ -148,7 +149,7 @@ GUARDED = Access(Keys({READER: READ, OPERATOR: OPERATE}), {"seed.example.org"})
     ],
 )
 async def test_who_may_use_it(api: Api, method: str, path: str, headers: dict[str, str], status: int) -> None:
-    guarded = Api(api.cluster, api.feed, web_app.WebApp(api.feed, GUARDED, api.app._create_job, LoopClock()))
+    guarded = Api(api.cluster, api.feed, web_app.WebApp(api.feed, GUARDED, api.app._create_job, api.app._experiments))
     given, content, answered = await guarded.ask(method, path, headers={"host": "seed.example.org"} | headers)
     assert given == status
     assert READER not in str(content)
@@ -176,9 +177,18 @@ async def test_a_request_is_carried_out_once(api: Api) -> None:
     assert (await api.ask("POST", "training/jobs", LONG, LOCAL | {"idempotency-key": "with space"}))[0] == 400
 
 
+@pytest.mark.parametrize(
+    "query", ["after_step=1&after_step=1", f"after_step={'0' * 19}5{'9' * 30}", "step=1", "after_step=-2"]
+)
+async def test_a_stream_is_not_begun_with_a_query_that_cannot_be(query: str) -> None:
+    with pytest.raises(Problem) as caught:
+        read_query(AfterStep, [(name, value) for name, _, value in (part.partition("=") for part in query.split("&"))])
+    assert caught.value.status == 400
+
+
 async def test_answers_are_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_app, "KEPT_ANSWERS", 2)
-    repeats, done = Repeats(LoopClock()), list[str]()
+    repeats, done = Repeats(), list[str]()
 
     async def work(name: str) -> Any:
         done.append(name)

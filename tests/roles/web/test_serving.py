@@ -31,7 +31,7 @@ async def served(cluster: Cluster, options: WebOptions, *names: str) -> AsyncIte
     directory = cluster.root / "seed"
     place = await web_place(options, directory, names or ("127.0.0.1", "localhost"), world=WORLD, warn=print)
     try:
-        async with serving_web(place, cluster.operator, create, WORLD.clock):
+        async with serving_web(place, cluster.operator, create):
             yield place, place.url
     finally:
         place.sock.close()
@@ -74,12 +74,16 @@ async def test_what_cannot_be_used_is_refused_before_anything_starts(cluster: Cl
     key = tmp_path / "key"
     key.write_text("a-key-of-a-person-who-gives-it-twice")
     key.chmod(0o600)
+    base64 = tmp_path / "base64"
+    base64.write_text("q83vEjRWeJCrze8SNFZ4kKvN7/g=")
+    base64.chmod(0o600)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for options, part in (
             (WebOptions("127.0.0.1", taken.getsockname()[1]), "in use"),
             (WebOptions("127.0.0.1", 0, certificate=key), "cannot use the certificate"),
             (WebOptions("127.0.0.1", 0, read_key=key, operator_key=key), "are the same"),
             (WebOptions("127.0.0.1", 0, read_key=tmp_path / "none", operator_key=key), "cannot read the API key"),
+            (WebOptions("127.0.0.1", 0, read_key=base64, operator_key=key), "a browser cannot send"),
         ):
             with pytest.raises(UserError, match=part):
                 async with served(cluster, options):

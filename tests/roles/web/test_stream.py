@@ -8,6 +8,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,12 +16,12 @@ from websockets.asyncio.client import connect
 from websockets.typing import Subprotocol
 
 from p2ptrain.core.errors import ConnectionLost
-from p2ptrain.core.world import LoopClock
 from roles.http import server
 from roles.http.server import serving
-from roles.web import feed as feeds
+from roles.seed import events
 from roles.web import stream
 from roles.web.app import Access, WebApp
+from roles.web.experiments import Experiments
 from roles.web.feed import Feed
 from roles.web.stream import follow
 from wire.client import SeedClient
@@ -48,9 +49,9 @@ class Seed:
     def say(self, topic: str, *items: Any) -> None:
         self._said.put_nowait(Update(topic, [item if isinstance(item, dict) else item.to_map() for item in items]))
 
-    def commit(self, *steps: int, wall: float = 0.0) -> None:
+    def commit(self, *steps: int, generation: int = 0) -> None:
         """Record these steps, and tell of them."""
-        rows = [MetricRow(JOB, step, wall) for step in steps]
+        rows = [MetricRow(JOB, step, 0.0, generation=generation) for step in steps]
         self.rows |= {row.step: row for row in rows}
         self.say("metrics", *rows)
 
@@ -93,7 +94,7 @@ class Reader:
         self.reading = asyncio.Event()
         self.reading.set()
         self._news = asyncio.Event()
-        self.task = asyncio.create_task(follow(feed, JOB, after_step, self._send))
+        self.task = asyncio.create_task(follow(feed, RUNNING, after_step, self._send))
 
     async def _send(self, text: str) -> None:
         await self.reading.wait()
@@ -116,8 +117,8 @@ class Reader:
 
 @asynccontextmanager
 async def following(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Seed, Feed, Callable[..., Reader]]]:
-    monkeypatch.setattr(stream, "INTERVAL_S", 0.0)
-    monkeypatch.setattr(feeds, "PAGE_ROWS", 7)
+    monkeypatch.setattr(events, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(stream, "PAGE_ROWS", 7)
     seed, readers = Seed(), list[Reader]()
 
     @asynccontextmanager
@@ -162,9 +163,8 @@ async def test_the_snapshot_then_what_changes(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("recorded", [0, 5, 30])
 @pytest.mark.parametrize("after", [-1, 0, 3, 12, 33])
 async def test_no_step_is_left_out_or_repeated(monkeypatch: pytest.MonkeyPatch, recorded: int, after: int) -> None:
-    """Steps are on record before a reader comes, are told of while it reads the record, and are dropped from memory."""
-    monkeypatch.setattr(feeds, "KEPT_ROWS", 10)
-    async with following(monkeypatch) as (seed, feed, reader):
+    """Steps are on record before a reader comes, and are told of while it reads the record."""
+    async with following(monkeypatch) as (seed, _, reader):
         seed.rows |= {step: MetricRow(JOB, step, 0.0) for step in range(1, recorded + 1)}
         seed.begin()
         one = reader(after)
@@ -174,11 +174,9 @@ async def test_no_step_is_left_out_or_repeated(monkeypatch: pytest.MonkeyPatch, 
                 await asyncio.sleep(0)
         await one.until(lambda: one.steps[-1:] == [40])
         assert one.steps == list(range(max(after, 0) + 1, 41))
-        assert len(feed.rows["metrics", JOB].kept) <= 10
 
 
 async def test_a_slow_reader_gets_the_newest_state_and_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "KEPT_ROWS", 10)
     async with following(monkeypatch) as (seed, _, reader):
         seed.begin()
         slow, fast = reader(), reader()
@@ -199,16 +197,16 @@ async def test_a_slow_reader_gets_the_newest_state_and_every_step(monkeypatch: p
 async def test_a_job_that_goes_back_repeats_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     async with following(monkeypatch) as (seed, _, reader):
         seed.begin()
-        seed.commit(*range(1, 9), wall=1.0)
+        seed.commit(*range(1, 9), generation=1)
         one = reader()
         await one.until(lambda: one.steps[-1:] == [8])
-        seed.commit(5, 6, wall=2.0)
+        seed.commit(5, 6, generation=2)
         await one.until(lambda: one.steps[-1:] == [6])
         assert one.steps == [1, 2, 3, 4, 5, 6, 7, 8, 5, 6]
 
 
 async def test_a_reader_is_told_when_the_seed_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "AGAIN_S", 0.0)
+    monkeypatch.setattr("roles.web.feed.AGAIN_S", 0.0)
     async with following(monkeypatch) as (seed, _, reader):
         seed.begin()
         one = reader()
@@ -218,11 +216,13 @@ async def test_a_reader_is_told_when_the_seed_is_lost(monkeypatch: pytest.Monkey
         assert "seed" in str(one.task.exception())
 
 
-async def test_a_reader_that_never_reads_is_cut_off_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_never_reads_is_cut_off_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(server, "SEND_S", 0.1)
     async with following(monkeypatch) as (seed, feed, _):
         seed.begin()
-        app = WebApp(feed, Access(), create, LoopClock())
+        app = WebApp(feed, Access(), create, Experiments(tmp_path, feed._connect))
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             port, path = listening.getsockname()[1], f"/api/v1/metrics/stream/{JOB}"
