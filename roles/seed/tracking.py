@@ -4,43 +4,73 @@ A tracker reads rows by a cursor, which is stored in the job's record after the 
 the records, not in memory, while a writer is slow or fails, and a restarted seed goes on where it was. Each tracker has
 a thread of its own: one that hangs delays neither the seed nor the others.
 
-Rows are written in order of their steps. A tracker waits up to ``GAP_S`` for a missing one, which a member may report
-late. That a job went back to an earlier step is seen in its views: one that is newer than the row at the cursor began
-before that row.
+Rows are written in order of their steps. A missing one is waited for up to ``GAP_S``: a member that was cut off reports
+it late. That a job went back to an earlier step is seen in its views: one that is newer than the row at the cursor
+began before that row.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.schema import Profile
-from p2ptrain.core.errors import P2PTrainError, Refused, UserError
+from p2ptrain.core.errors import P2PTrainError, StorageError
 from p2ptrain.core.threads import Thread
-from roles.background import Background
 from roles.seed.store import Records
-from roles.track.points import Point, Run, figures_of, values_of
-from roles.track.writers import KEYS, WRITERS, Writer, check
-from wire.records import MetricRow
+from roles.track.writers import KEYS, WRITERS, Point, Run, Writer, check
+from wire.records import JobInfo, MetricRow, PeerInfo, ServingInfo
 
 if TYPE_CHECKING:
     from roles.seed.jobs import JobController
     from roles.seed.server import Seed
 
 EVERY_S = 1.0
-BATCH = 500
-"""Most rows that a writer gets at a time."""
-GAP_S = 10.0
+BATCH = 40
+"""Most rows that a writer gets at a time. Their values and the figures are less than 1000, MLflow's limit."""
+GAP_S = 30.0
 STUCK_S = 120.0
-"""A call of a writer that takes longer is reported, and ended if the writer can."""
+"""A call of a writer that takes longer is reported."""
 RETRY_S = 30.0
 LEAVE_S = 1.0
 """How long a stopping seed waits for its writers."""
+MAX_NODES = 64
+"""Members of a job with figures of their own: those with the lowest ranks."""
+_NAMES = {"loss": "train/loss", "val_loss": "val/loss"}
+_COLUMNS = [item.name for item in dataclasses.fields(MetricRow) if item.name not in ("job", "step", "wall")]
+
+
+def values_of(row: MetricRow) -> dict[str, float]:
+    return _known({_NAMES.get(name, name): getattr(row, name) for name in _COLUMNS})
+
+
+def figures_of(job: JobInfo, peers: Sequence[PeerInfo], serving: Sequence[ServingInfo]) -> dict[str, float]:
+    """The present figures that belong to no step: of the job's members, and of the first verifier."""
+    found: dict[str, float | None] = {}
+    members = [peer for peer in peers if peer.id in job.members[:MAX_NODES]]
+    for peer in members:
+        found[f"node/{peer.id}/memory"] = peer.memory_bytes or None
+        found[f"node/{peer.id}/staleness"] = peer.staleness if peer.accepted else None
+    if accepted := sum(peer.accepted for peer in members):
+        found["staleness"] = sum(peer.staleness * peer.accepted for peer in members) / accepted
+    for score in job.scores[:MAX_NODES]:
+        found |= {f"node/{score.peer}/distance": score.distance, f"node/{score.peer}/excluded": score.excluded}
+    stats = next((info.stats for info in serving if info.role == "verifier"), {})
+    found["infer/latency_ms_per_token"] = stats.get("token_ms")
+    if "alpha" in stats and "token_ms" in stats:
+        found |= {"spec/alpha": stats["alpha"], "spec/s_per_token": stats["token_ms"] / 1e3}
+    return _known(found)
+
+
+def _known(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,94 +84,96 @@ class Cursor:
     ended: bool = False
 
 
-def rows_after(records: Records, job: str, cursor: Cursor) -> tuple[Cursor, list[MetricRow]]:
-    """The next rows, and the cursor before them, which is moved back if the job went back. On the store's thread."""
+def rows_after(records: Records, job: str, cursor: Cursor, late: float) -> tuple[Cursor, list[MetricRow]]:
+    """The next rows, and the cursor before them, which is moved back if the job went back. On the store's thread.
+
+    ``late``: Unix seconds. Rows that were recorded later than that wait for those of earlier steps.
+    """
     began = [step for generation, step, _ in records.begins(job) if generation > cursor.generation]
     if began and min(began) < cursor.step:
         cursor = dataclasses.replace(cursor, step=min(began), run=cursor.run + 1)
-    return cursor, records.metrics(job, cursor.step, BATCH)
+    rows, step = list[MetricRow](), cursor.step
+    for row in records.metrics(job, cursor.step, BATCH):
+        if row.step > step + 1 and row.wall > late:
+            break
+        rows.append(row)
+        step = row.step
+    return cursor, rows
 
 
 class Tracker:
     """Copies one job to one place."""
 
-    def __init__(self, trackers: Trackers, controller: JobController, name: str, profile: Profile) -> None:
-        self._trackers, self._seed, self._controller = trackers, trackers.seed, controller
-        self._name, self._profile = name, profile
+    def __init__(self, trackers: Trackers, controller: JobController, name: str) -> None:
+        self._trackers, self._seed, self._controller, self._name = trackers, trackers.seed, controller, name
         self._cursor = Cursor(*controller.record.tracked.get(name, ()))
         self._thread: Thread | None = None
         self._writer: Writer | None = None
-        self._gap_at: float | None = None
-        self._retry_at = 0.0
         self._told = ""
-        self.busy = False
 
     @property
-    def due(self) -> bool:
-        waiting = self._controller.live or not self._cursor.ended
-        return waiting and not self.busy and self._seed.world.clock.now() >= self._retry_at
+    def wanted(self) -> bool:
+        known = self._controller.id in self._seed.controllers  # it may be forgotten
+        return known and (self._controller.live or not self._cursor.ended)
 
-    async def catch_up(self, *, leave: bool = False) -> None:
-        """Write all rows that there are. ``leave``: then end, for the seed stops."""
-        self.busy = True
+    async def run(self) -> None:
+        """Copy until the job has ended or the seed stops. Raises ``StorageError``."""
+        stopping = self._trackers.stopping
+        leave = False
+        while self.wanted and not leave:
+            leave = stopping.is_set()
+            wait_s = await self.catch_up(leave=leave)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), wait_s)
+        if self._thread is not None:
+            self._thread.close()
+
+    async def catch_up(self, *, leave: bool = False) -> float:
+        """Write all rows that there are, and return in how many seconds to look again. ``leave``: the seed stops."""
         try:
             while await self._write_some(leave=leave):
                 pass
             if leave:
                 await self._end("")
-            self._told = ""
+        except StorageError:  # of the seed's own records: it cannot go on without them
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises: the seed goes on
             self._tell(error)
-            self._retry_at = self._seed.world.clock.now() + RETRY_S
-            if self._writer is not None:
-                self._writer.abandon()
-            self._writer = None
-        finally:
-            self.busy = False
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
+            with suppress(Exception):
+                await self._end("")
+            return RETRY_S
+        self._told = ""
+        return EVERY_S
 
     async def _write_some(self, *, leave: bool) -> bool:
         """Write the next rows. False if there are no more of them now."""
-        ended = "" if self._controller.live else self._controller.core.state  # read before the rows
-        before, rows = await self._seed.store.call(rows_after, self._controller.id, self._cursor)
+        controller = self._controller
+        ended = "" if controller.live else controller.core.state  # read before the rows
+        late = math.inf if leave and ended else self._seed.world.clock.wall() - GAP_S
+        before, rows = await self._seed.store.call(rows_after, controller.id, self._cursor, late)
         if before != self._cursor:
             await self._end("")
             await self._keep(before)
-        rows = [row for place, row in enumerate(rows) if row.step == rows[0].step + place]  # up to a missing one
-        if self._is_missing(rows[0].step - 1 if rows else self._controller.core.known_step) and not (leave and ended):
-            return False
         if rows:
             await self._begin()
             points = [Point(row.step, row.wall, values_of(row)) for row in rows]
             peers, serving = self._seed.peer_infos(), self._seed.services.infos()
-            points[-1].values.update(figures_of(self._controller.info(), peers, serving))
+            points[-1].values.update(figures_of(controller.info(), peers, serving))
             await self._call(lambda writer: writer.write(points))
             generation = max(self._cursor.generation, *(row.generation or 0 for row in rows))
             await self._keep(Cursor(rows[-1].step, generation, self._cursor.run))
-            self._gap_at = None
-        elif ended and not self._cursor.ended:
+        elif ended and (self._cursor.step >= controller.core.known_step or (controller.record.finished_at or 0) < late):
             if self._cursor.step:
                 await self._begin()
             await self._end(ended)
             await self._keep(dataclasses.replace(self._cursor, ended=True))
         return bool(rows)
 
-    def _is_missing(self, step: int) -> bool:
-        """Whether a row up to this step is missing, and may still come from a member."""
-        if step <= self._cursor.step:
-            self._gap_at = None
-            return False
-        now = self._seed.world.clock.now()
-        self._gap_at = now if self._gap_at is None else self._gap_at
-        return now < self._gap_at + GAP_S
-
     async def _begin(self) -> None:
-        if self._writer is not None:
+        profile, record, number = self._controller.profile, self._controller.record, self._cursor.run
+        if self._writer is not None or profile is None:
             return
-        track, record, number = self._profile.track, self._controller.record, self._cursor.run
+        track = profile.track
         check(self._name, track, self._trackers.environ)
         root = Path(track.directory) if track.directory else self._trackers.directory
         run = Run(
@@ -149,7 +181,7 @@ class Tracker:
             job=record.id,
             name=record.name if number == 1 else f"{record.name} ({number})",
             tags={"strategy": record.strategy, "profile": Path(record.profile).stem[:64]},
-            config=self._profile.model_dump(),
+            config=profile.model_dump(),
             after_step=self._cursor.step,
             directory=root / f"{re.sub(r'[^A-Za-z0-9_-]', '_', record.name)}-{record.id}",
         )
@@ -158,8 +190,10 @@ class Tracker:
 
     async def _end(self, state: str) -> None:
         if self._writer is not None:
-            await self._call(lambda writer: writer.end(state))
-        self._writer = None
+            try:
+                await self._call(lambda writer: writer.end(state))
+            finally:
+                self._writer = None
 
     async def _call(self, call: Callable[[Writer], None]) -> None:
         writer = self._writer
@@ -169,7 +203,6 @@ class Tracker:
         done, _ = await asyncio.wait([working], timeout=STUCK_S)
         if not done:
             self._tell(P2PTrainError(f"it has not answered for {STUCK_S:g} s"))
-            writer.abandon()
         await working  # its rows may still be written: until then no others are
 
     async def _keep(self, cursor: Cursor) -> None:
@@ -201,39 +234,32 @@ class Trackers:
     def __init__(self, seed: Seed, directory: Path, environ: Mapping[str, str]) -> None:
         self.seed, self.directory, self.writers = seed, directory, WRITERS
         self.environ = {name: value.strip() for name, value in environ.items()}  # a key from a file ends with a newline
-        self._trackers: dict[tuple[str, str], Tracker] = {}
-        self._tasks = Background()
+        self.stopping = asyncio.Event()
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def check(self, profile: Profile) -> None:
         """Raise ``Refused`` if the seed cannot write to what a new job's profile names."""
         for name in profile.track.to:
-            try:
-                check(name, profile.track, self.environ)
-            except UserError as problem:
-                raise Refused("bad-spec", problem.message, remedy=problem.remedy) from problem
+            check(name, profile.track, self.environ)
 
     async def run(self) -> None:
-        """Look for new rows until cancelled."""
+        """Track jobs until cancelled. Raises ``StorageError``."""
         while True:
             for controller in self.seed.controllers.values():
-                if (profile := controller.profile) is not None:
-                    for name in profile.track.to:
-                        if (controller.id, name) not in self._trackers:
-                            self._trackers[controller.id, name] = Tracker(self, controller, name, profile)
-            for (job, to), tracker in list(self._trackers.items()):
-                if job not in self.seed.controllers and not tracker.busy:  # it was forgotten
-                    tracker.close()
-                    del self._trackers[job, to]
-                elif tracker.due:
-                    self._tasks.start(tracker.catch_up(), "track")
+                for name in controller.profile.track.to if controller.profile else ():
+                    tracker = Tracker(self, controller, name)
+                    if tracker.wanted and (controller.id, name) not in self._tasks:
+                        self._tasks[controller.id, name] = asyncio.create_task(tracker.run(), name="track")
+            for key in [key for key, task in self._tasks.items() if task.done()]:
+                self._tasks.pop(key).result()
             await asyncio.sleep(EVERY_S)
 
     async def close(self) -> None:
         """Write what is left, within ``LEAVE_S``. A writer that needs longer goes on from its cursor next time."""
-        for tracker in self._trackers.values():
-            if not tracker.busy:
-                self._tasks.start(tracker.catch_up(leave=True), "track")
-        await self._tasks.settle(timeout_s=LEAVE_S)
-        await self._tasks.stop()
-        for tracker in self._trackers.values():
-            tracker.close()
+        self.stopping.set()
+        if tasks := list(self._tasks.values()):
+            done, late = await asyncio.wait(tasks, timeout=LEAVE_S)
+            for task in late:
+                task.cancel()
+            for task in done:
+                task.result()

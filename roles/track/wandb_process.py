@@ -1,16 +1,17 @@
 """The process that speaks with W&B for one job. It reads lines of JSON: the arguments of ``wandb.init``, then lists of
-[step, wall, values], then perhaps "done". It answers each with "" or the problem. At the end of its input it finishes
-the run, within ``FINISH_S``."""
+[step, wall, values]; an empty one says that the job is done. It answers each with a line: the problem, if there is one.
+At the end of its input it finishes the run. It dies if it waits for W&B for longer than ``STUCK_S``."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
-import threading
+from contextlib import suppress
 from typing import Any
 
-FINISH_S = 60.0
+STUCK_S, FINISH_S = 120, 60
 
 
 def main() -> None:
@@ -20,25 +21,21 @@ def main() -> None:
     run: Any = None
     exit_code = 1
     for line in sys.stdin:
-        problem = ""
+        faulthandler.dump_traceback_later(STUCK_S, exit=True)
+        problem, message = "", json.loads(line)
         try:
-            message = json.loads(line)
-            if isinstance(message, dict):
+            if run is None:
                 run = _begun(message)
-            elif isinstance(message, list):
+            else:
+                exit_code = 1 if message else 0
                 for step, wall, values in message:
                     run.log({**values, "_timestamp": wall}, step=step)
-            else:
-                exit_code = 0
         except Exception as error:  # noqa: BLE001 - told to the seed
-            problem = f"{type(error).__name__}: {error}"
-        try:
-            print(json.dumps(problem), file=answers, flush=True)
-        except OSError:
-            break  # the seed is gone
-    late = threading.Timer(FINISH_S + 5, os._exit, [1])
-    late.daemon = True
-    late.start()
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
+        faulthandler.cancel_dump_traceback_later()
+        with suppress(OSError):  # the seed may be gone
+            print(problem, file=answers, flush=True)
+    faulthandler.dump_traceback_later(FINISH_S + 5, exit=True)
     if run is not None:
         run.finish(exit_code=exit_code)
 

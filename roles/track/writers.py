@@ -15,34 +15,55 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 from configs.schema import Track
-from p2ptrain.core.errors import P2PTrainError, UserError
-from roles.track.points import Point, Run
+from p2ptrain.core.errors import P2PTrainError, Refused
 
 KEYS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 """Variables of the environment whose values are secret."""
 REQUEST_S = 20.0
 """Longest wait for an answer of MLflow's server."""
 MAX_ANSWER_BYTES = 1 << 20
-MAX_METRICS, MAX_PARAMS, MAX_PARAM = 1000, 100, 500
-"""What a request to MLflow may hold, and the length of a value."""
+MAX_PARAMS, MAX_PARAM = 100, 500
+"""How many parameters a request to MLflow may hold, and the length of a value."""
+
+
+class Point(NamedTuple):
+    """The values of one step. ``wall``: Unix seconds at which the seed recorded it."""
+
+    step: int
+    wall: float
+    values: dict[str, float]
+
+
+class Run(NamedTuple):
+    """A job as trackers see it, with its profile, and the directory for its files."""
+
+    id: str  # the job's; with a number behind it after the job went back to an earlier step
+    job: str
+    name: str
+    tags: dict[str, str]
+    config: dict[str, dict[str, Any]]
+    after_step: int  # the last step that is written already: what a tracker has beyond it is void
+    directory: Path
 
 
 def check(name: str, track: Track, environ: Mapping[str, str]) -> None:
-    """Raise ``UserError`` if the seed's machine lacks what a tracker needs."""
-    text, remedy = f"track.to = {name!r} needs", f"or leave {name!r} out of track.to"
+    """Raise ``Refused`` if the seed's machine lacks what a tracker needs."""
+    lacks, remedy = "", "set it and start the seed again"
     if name in ("wandb", "tensorboard") and find_spec(name) is None:
-        remedy = f"on the seed's machine: pip install 'p2ptrain[{name}]', {remedy}"
-        raise UserError(f"{text} the package {name}, which the seed does not have", remedy=remedy)
-    if name == "wandb" and not track.offline and not environ.get("WANDB_API_KEY"):
-        text += " a key, and there is no WANDB_API_KEY in the seed's environment"
-        raise UserError(text, remedy="set it and start the seed again, or set track.offline = true")
-    if name == "mlflow" and not re.fullmatch(r"https?://[^@/\s]+(/[^@\s]*)?", environ.get("MLFLOW_TRACKING_URI", "")):
-        text += " a server, and MLFLOW_TRACKING_URI in the seed's environment is no http address without a password"
-        raise UserError(text, remedy=f"set it, such as to http://127.0.0.1:5000, and start the seed again, {remedy}")
+        lacks, remedy = f"the package {name}", f"on the seed's machine: pip install 'p2ptrain[{name}]'"
+    elif name == "wandb" and not track.offline and not environ.get("WANDB_API_KEY"):
+        lacks, remedy = "WANDB_API_KEY in its environment", f"{remedy}, or set track.offline = true"
+    elif name == "mlflow" and not re.fullmatch(r"https?://[^@/\s]+(/[^@\s]*)?", environ.get("MLFLOW_TRACKING_URI", "")):
+        lacks = "MLFLOW_TRACKING_URI in its environment: an address such as http://127.0.0.1:5000, without a password"
+    if lacks:
+        text = f"track.to = {name!r}: the seed lacks {lacks}"
+        raise Refused("bad-spec", text, remedy=f"{remedy}, or leave {name!r} out of track.to")
 
 
 class Writer:
@@ -60,10 +81,7 @@ class Writer:
         """When it returns, the points are on the disk, or with the other program."""
 
     def end(self, state: str) -> None:
-        """``state``: of a job that has ended; empty: the seed stops, and goes on with the run later."""
-
-    def abandon(self) -> None:
-        """End a call that hangs, if possible. Any thread may call it."""
+        """``state``: of a job that has ended; empty: the writer failed, or the seed goes on with the run later."""
 
 
 class JsonLines(Writer):
@@ -141,7 +159,8 @@ class MlFlow(Writer):
         made = self._ask("runs/create", experiment_id=experiment, run_name=run.name, tags=_pairs(tags))
         self._run = made["run"]["info"]["run_id"]
         config = {f"{table}.{key}": value for table, fields in run.config.items() for key, value in fields.items()}
-        self._log("params", _pairs(config), MAX_PARAMS)
+        for start in range(0, len(config), MAX_PARAMS):
+            self._ask("runs/log-batch", run_id=self._run, params=_pairs(config)[start : start + MAX_PARAMS])
 
     def write(self, points: Sequence[Point]) -> None:
         metrics = [
@@ -149,15 +168,11 @@ class MlFlow(Writer):
             for point in points
             for name, value in point.values.items()
         ]
-        self._log("metrics", metrics, MAX_METRICS)
+        self._ask("runs/log-batch", run_id=self._run, metrics=metrics)
 
     def end(self, state: str) -> None:
         if status := {"done": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}.get(state):
             self._ask("runs/update", run_id=self._run, status=status)
-
-    def _log(self, kind: str, items: Sequence[Any], most: int) -> None:
-        for start in range(0, len(items), most):
-            self._ask("runs/log-batch", run_id=self._run, **{kind: items[start : start + most]})
 
     def _ask(self, method: str, **body: Any) -> Any:
         from http.client import HTTPException
@@ -190,11 +205,13 @@ class WandB(Writer):
     """Weights & Biases, in a process of its own (``roles.track.wandb_process``): its threads, its output and the time
     that it takes to load, to upload or to give up do not concern the seed. The process gets the seed's environment."""
 
-    _process: subprocess.Popen[bytes] | None = None
+    _process: Any
+    _log: Path
 
     def begin(self, run: Run) -> None:
         super().begin(run)
-        with (run.directory / "wandb.log").open("ab") as log:
+        self._log = run.directory / "wandb.log"
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "roles.track.wandb_process"],
                 stdin=subprocess.PIPE,
@@ -208,29 +225,21 @@ class WandB(Writer):
         self._tell({**place, "id": run.id, "name": run.name, "group": run.job, "tags": tags, "config": run.config})
 
     def write(self, points: Sequence[Point]) -> None:
-        self._tell([[point.step, point.wall, point.values] for point in points])
+        self._tell(points)
 
     def end(self, state: str) -> None:
         """Do not wait: the process uploads what is left, and ends, even after the seed."""
         if state == "done":
-            self._tell("done")
-        assert self._process is not None
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    def abandon(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+            self._tell([])
+        self._process.stdout.close()
+        self._process.stdin.close()
 
     def _tell(self, message: Any) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        self._process.stdin.flush()
-        if problem := json.loads(self._process.stdout.readline() or '"its process ended; see wandb.log"'):
-            raise P2PTrainError(str(problem))
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        if (answer := self._process.stdout.readline().decode()) != "\n":
+            raise P2PTrainError(answer.strip() or "its process ended", remedy=f"see {self._log}")
 
 
 WRITERS: dict[str, Callable[[Track, Mapping[str, str]], Writer]] = {

@@ -15,17 +15,16 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import Refused
+from p2ptrain.core.errors import DiskFull, Refused
 from p2ptrain.core.threads import RealThreads
 from ring.view import View
 from roles.seed import tracking
 from roles.seed.store import JobRecord, Records, Store
-from roles.seed.tracking import BATCH, GAP_S, Tracker, Trackers
-from roles.track.points import Point, Run
-from roles.track.writers import Writer
+from roles.seed.tracking import BATCH, EVERY_S, GAP_S, MAX_NODES, RETRY_S, Tracker, Trackers
+from roles.track.writers import Point, Run, Writer
 from tests.roles.in_process import DEADLINE_S, Cluster
 from wire.memory import MemoryNetwork
-from wire.records import JobInfo, MetricRow, PeerInfo
+from wire.records import JobInfo, MemberScore, MetricRow, PeerInfo, ServingInfo
 
 KEY = "a-secret-key\tof-forty-characters-0123456"
 PROFILE = Profile.model_validate({"track": {"to": ["jsonl"], "offline": True}})
@@ -66,7 +65,7 @@ class Controller:
     def __init__(self, store: Store) -> None:
         self.id, self.profile, self.live = "job1", PROFILE, True
         self.core = SimpleNamespace(state="running", known_step=0)
-        self.record = JobRecord("job1", "tiny", "tiny", "sync", 2, 4, 100, 2, 1e9)
+        self.record = JobRecord("job1", "tiny", "tiny", "sync", 2, 4, 100, 2, 1e9, finished_at=1e9 + 9)
         self._store = store
 
     def info(self) -> JobInfo:
@@ -83,12 +82,12 @@ class Desk:
     """A tracker of a job, and the job's records."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.now, self.events, self.notes = store, 100.0, [], Notes()
+        self.store, self.now, self.events, self.notes = store, 1e9, [], Notes()
         self.controller = Controller(store)
         peer = PeerInfo("w1", "one", ["worker"], "cpu", "training", "h:1", 1e9, memory_bytes=7)
         seed = SimpleNamespace(
             store=store,
-            world=SimpleNamespace(clock=SimpleNamespace(now=lambda: self.now), threads=RealThreads()),
+            world=SimpleNamespace(clock=SimpleNamespace(wall=lambda: self.now), threads=RealThreads()),
             controllers={"job1": self.controller},
             peer_infos=lambda: [peer],
             services=SimpleNamespace(infos=list),
@@ -100,7 +99,7 @@ class Desk:
 
     def restart(self) -> None:
         """The seed starts again, with the record that it has stored."""
-        self.tracker = Tracker(self.all, cast(Any, self.controller), "jsonl", PROFILE)
+        self.tracker = Tracker(self.all, cast(Any, self.controller), "jsonl")
 
     def add(self, *steps: int, generation: int = 1) -> None:
         for step in steps:
@@ -119,7 +118,8 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
     await store.call(Records.add_job, made.controller.record, "{}")
     await made.view(1, 0)
     yield made
-    made.tracker.close()
+    if made.tracker._thread is not None:
+        made.tracker._thread.close()
     await store.close()
 
 
@@ -161,7 +161,7 @@ async def test_a_row_that_comes_late_is_waited_for_but_not_for_ever(desk: Desk) 
     assert desk.notes.steps == [1, 2, 3]
     desk.add(5)
     await desk.tracker.catch_up()
-    desk.now += GAP_S
+    desk.now = 1e9 + 5 + GAP_S
     await desk.tracker.catch_up()
     assert desk.notes.steps == [1, 2, 3, 5]
 
@@ -175,7 +175,7 @@ async def test_a_job_that_is_done_ends_its_run_once_all_rows_are_there(desk: Des
     await desk.tracker.catch_up()
     assert (desk.notes.steps, desk.notes.ends) == ([1, 2], ["done"])
     desk.restart()
-    assert not desk.tracker.due
+    assert not desk.tracker.wanted
 
 
 async def test_a_seed_that_stops_after_its_job_waits_for_no_row(desk: Desk) -> None:
@@ -189,16 +189,59 @@ async def test_a_writer_that_fails_is_reported_once_without_keys_and_gets_the_ro
     desk.add(1, 2)
     desk.notes.refuses = f"the key {KEY} is wrong, {KEY.encode()}"
     for _ in range(2):
-        await desk.tracker.catch_up()
-        assert not desk.tracker.due, "it waits"
-        desk.now += 60
+        assert await desk.tracker.catch_up() == RETRY_S
     (event,) = desk.events
     assert event.startswith(
         "job tiny is not written to jsonl: ValueError: the key (WANDB_API_KEY) is wrong, b'(WANDB_API_KEY)'; the"
     )
     desk.notes.refuses = ""
-    await desk.tracker.catch_up()
+    assert await desk.tracker.catch_up() == EVERY_S
     assert desk.notes.steps == [1, 2]
+
+
+async def test_a_seed_whose_records_cannot_be_written_does_not_go_on(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(records: Records, rows: Sequence[object]) -> None:
+        raise DiskFull("no room")
+
+    monkeypatch.setattr(Records, "add_rows", full)
+    monkeypatch.setattr(tracking, "EVERY_S", 0.0)
+    desk.add(1)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(DiskFull):
+            await desk.all.run()
+    monkeypatch.undo()
+
+
+async def test_a_job_that_is_forgotten_leaves_no_thread(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "EVERY_S", 0.001)
+    others = set(threading.enumerate())
+    desk.add(1)
+    looking = asyncio.create_task(desk.all.run())
+    async with asyncio.timeout(DEADLINE_S):
+        assert await asyncio.to_thread(desk.notes.writes.wait, DEADLINE_S)
+        (tracked,) = desk.all._tasks.values()
+        (thread,) = (thread for thread in set(threading.enumerate()) - others if thread.name == "track")
+        desk.all.seed.controllers.clear()
+        await tracked
+        await asyncio.to_thread(thread.join, DEADLINE_S)
+    looking.cancel()
+    assert not thread.is_alive()
+
+
+def test_a_batch_is_within_mlflow_s_limit() -> None:
+    peers = [
+        PeerInfo(f"w{n}", "n", ["worker"], "cpu", "training", "h:1", 1e9, memory_bytes=7, accepted=1) for n in range(99)
+    ]
+    scores = [MemberScore(peer.id, 1, 1, 0.5) for peer in peers]
+    job = JobInfo("j", "n", "p", "sync", "running", 1e9, 9, members=[peer.id for peer in peers], scores=scores)
+    serving = ServingInfo(
+        id="v", name="v", role="verifier", host="h", port=1, model="m", stats={"alpha": 0.5, "token_ms": 20.0}
+    )
+    figures = tracking.figures_of(job, peers, [serving])
+    assert len(figures) == 4 * MAX_NODES + 4
+    assert BATCH * len(tracking._COLUMNS) + len(figures) <= 1000
 
 
 async def test_a_writer_that_hangs_holds_few_rows_and_no_stopping_seed(
@@ -237,7 +280,7 @@ async def test_the_seed_tracks_a_job_and_refuses_one_that_it_cannot_track(
                     await operator.create_job("no", "tiny", spec)
             monkeypatch.setattr("roles.track.writers.find_spec", lambda name: None)
             spec = Profile.model_validate(tables | {"track": {"to": ["tensorboard"]}}).to_spec()
-            with pytest.raises(Refused, match="needs the package tensorboard") as caught:
+            with pytest.raises(Refused, match="the seed lacks the package tensorboard") as caught:
                 await operator.create_job("no", "tiny", spec)
             assert "pip install 'p2ptrain[tensorboard]'" in caught.value.remedy
             spec = Profile.model_validate(tables | {"track": {"to": ["jsonl"]}}).to_spec()
