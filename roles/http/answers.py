@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 RETRY_AFTER_S = 2
 """Wait that is suggested to a client when all places are taken: a text takes seconds."""
@@ -122,6 +123,29 @@ def wrong(param: str, message: str) -> Problem:
 def shutting_down() -> Problem:
     again = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
     return Problem(503, "this endpoint is shutting down: try again later", code=STOPPING, headers=again)
+
+
+async def while_wanted(receive: Receive, work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> None:
+    """Run ``work``; cancel it if its client leaves. Raises what it raises, and ``Problem`` if the endpoint stops."""
+    task = asyncio.create_task(work, name="answer a client")
+    left = asyncio.create_task(_left(receive), name="wait for a client to leave")
+    stops = asyncio.create_task(stopping.wait(), name="wait for the end of all")
+    tasks: set[asyncio.Task[Any]] = {task, left, stops}
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in tasks:
+            one.cancel()
+        await asyncio.wait(tasks)
+    if not task.cancelled():
+        task.result()
+    elif stops.done() and not stops.cancelled():
+        raise shutting_down()
+
+
+async def _left(receive: Receive) -> None:
+    while not (await receive())["type"].endswith(".disconnect"):
+        pass
 
 
 def tell(error: Exception) -> None:

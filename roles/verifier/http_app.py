@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import random
 import secrets
-from collections.abc import Coroutine
 from typing import Any
 
 from starlette.applications import Starlette
@@ -33,6 +32,7 @@ from roles.http.answers import (
     read_body,
     shutting_down,
     tell,
+    while_wanted,
 )
 from roles.verifier.asking import TextService, Writing
 from roles.verifier.http_requests import Request, problem_of, read_chat, read_completion
@@ -81,7 +81,7 @@ class HttpApp:
         self.service, self._clock, self._random = service, clock, random
         self._keys = None if key is None else Keys({key: "write"})
         self._pages_refused = local and key is None
-        self._stopping = asyncio.Event()
+        self.stopping = asyncio.Event()
         self._closing = Background()
         routes = [
             Route(_HEALTH, self._health, methods=["GET"]),
@@ -106,7 +106,7 @@ class HttpApp:
 
     def stop(self) -> None:
         """End all texts under way and tell their clients. Refuse new requests."""
-        self._stopping.set()
+        self.stopping.set()
 
     async def settle(self, *, timeout_s: float) -> None:
         await self._closing.settle(timeout_s=timeout_s)
@@ -115,7 +115,7 @@ class HttpApp:
     # access
 
     def _let_in(self, request: HttpRequest) -> None:
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             raise shutting_down()
         if self._pages_refused:
             refuse_pages(request.headers, "to allow it, start the endpoint with an API key")
@@ -151,24 +151,6 @@ class HttpApp:
     async def close(self, writing: Writing) -> None:
         await asyncio.wait({self._closing.start(writing.close(), "close a writing")})
 
-    async def while_wanted(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``; cancel it if its client leaves. Raises what it raises, and ``Problem`` if the endpoint
-        stops."""
-        task = asyncio.create_task(work, name="write a text")
-        left = asyncio.create_task(_left(receive), name="wait for a client to leave")
-        stopping = asyncio.create_task(self._stopping.wait(), name="wait for the end of all")
-        tasks: set[asyncio.Task[Any]] = {task, left, stopping}
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in tasks:
-                one.cancel()
-            await asyncio.wait(tasks)
-        if not task.cancelled():
-            task.result()
-        elif stopping.done() and not stopping.cancelled():
-            raise shutting_down()
-
 
 class _Reply:
     """The answer to one request, an ASGI application. Its client may leave at any point. ``created``: Unix seconds."""
@@ -181,7 +163,7 @@ class _Reply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._streamed(send) if self._asked.stream else self._whole(scope, receive, send)
         try:
-            await self._app.while_wanted(receive, work)
+            await while_wanted(receive, work, self._app.stopping)
         except Exception as error:
             if not self._began:
                 raise
@@ -272,11 +254,6 @@ def _left_out(writing: Writing) -> dict[str, str]:
 
 async def _send(send: Send, said: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": said, "more_body": more})
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _told(request: HttpRequest, error: Exception) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,14 +151,10 @@ class WebApp:
         self._feed, self._access, self._create_job, self._experiments = feed, access, create_job, experiments
         self._repeats = Repeats()
         self._streams = 0
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._document: dict[str, Any] = {}
-        by_path: dict[str, dict[str, Endpoint]] = {}
-        for each in ENDPOINTS:
-            by_path.setdefault(each.path, {})[each.method] = each
         routes: list[Any] = [
-            Route(f"{ROOT}/{path}", partial(self._endpoint, methods), methods=[*methods])
-            for path, methods in by_path.items()
+            Route(f"{ROOT}/{each.path}", partial(self._endpoint, each), methods=[each.method]) for each in ENDPOINTS
         ]
         routes += [
             Route(f"{ROOT}/openapi.json", self._openapi, methods=["GET"]),
@@ -173,7 +169,7 @@ class WebApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if self._stopping:
+            if self._stopping.is_set():
                 raise shutting_down()
             permit = READ if scope.get("method", "GET") in ("GET", "HEAD") else ""
             self._access.judge(Headers(scope=scope), scope["path"], permit, scope.get("subprotocols", ()))
@@ -187,14 +183,13 @@ class WebApp:
             tell(error)
 
     async def stop(self) -> None:
-        """Refuse new requests."""
-        self._stopping = True
+        """End the streams, and refuse new requests."""
+        self._stopping.set()
         await self._repeats.stop()
 
     # ---------------------------------------------------------------------------------------------------------- routes
 
-    async def _endpoint(self, methods: Mapping[str, Endpoint], request: Request) -> Response:
-        endpoint = methods["GET" if request.method == "HEAD" else request.method]
+    async def _endpoint(self, endpoint: Endpoint, request: Request) -> Response:
         query = read_query(endpoint.query, request.query_params.multi_items())
         raw = await read_body(request)
         body = None if endpoint.body is None else read_model(endpoint.body, raw or b"{}")
@@ -238,16 +233,16 @@ class WebApp:
 
     async def _stream(self, socket: WebSocket) -> None:
         try:
-            if self._streams >= MOST_STREAMS:
-                again = {"retry-after": str(RETRY_AFTER_S)}
-                raise Problem(503, f"{MOST_STREAMS} streams are open, the limit", code="overloaded", headers=again)
             query = read_query(AfterStep, socket.query_params.multi_items())
             job, _ = await (await self._feed.client()).job(socket.path_params["job"])
         except P2PTrainError as error:
             raise problem_of(error) from error
+        if self._streams >= MOST_STREAMS:
+            again = {"retry-after": str(RETRY_AFTER_S)}
+            raise Problem(503, f"{MOST_STREAMS} streams are open, the limit", code="overloaded", headers=again)
         self._streams += 1
         try:
-            await serve_stream(socket, self._feed, job, query.after_step)
+            await serve_stream(socket, self._feed, job, query.after_step, self._stopping)
         finally:
             self._streams -= 1
 

@@ -104,22 +104,11 @@ class Endpoint:
     status: int = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Error(Record):
-    """What went wrong, what to do about it, and a stable word for programs. ``param``: the parameter at fault."""
-
-    message: str
-    remedy: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Errors(Record):
-    error: Error
-
-
+_ERROR = {
+    "type": "object",
+    "description": "What went wrong, what to do about it, and a stable word for programs.",
+    "properties": {name: {"type": ["string", "null"]} for name in ("message", "remedy", "type", "param", "code")},
+}
 _ABOUT_ERRORS = {
     400: "The request is not valid.",
     401: "A key is required: `Authorization: Bearer KEY`. On the loopback none is.",
@@ -150,7 +139,7 @@ def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
             schemas.update(schema.pop("$defs", {}) | {name: schema})
         return {"$ref": f"#/components/schemas/{name}"}
 
-    error = {"content": {"application/json": {"schema": schema_of(_Errors)}}}
+    error = {"content": {"application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}}}}}
     for endpoint in endpoints:
         answer = schema_of(endpoint.answer)
         if endpoint.listed:

@@ -16,7 +16,6 @@ from p2ptrain.core.errors import ConfigError, Refused
 from roles.http.answers import Problem
 from roles.web.endpoints import MOST_ITEMS, AfterStep, Call, Endpoint, Given, Handle, Page, Paging
 from roles.web.experiments import ENDPOINTS as EXPERIMENTS
-from wire.address import how_to_join
 from wire.messages import GpuInfo, RefusalCode
 from wire.records import (
     ABSENT_STATES,
@@ -38,15 +37,13 @@ R = TypeVar("R", bound=Record)
 def _page(call: Call, records: Sequence[R], order: Callable[[R], Any]) -> Page:
     """The part of a list that is asked for. The id of its last record names the next part."""
     ordered, query = sorted(records, key=order), call.query
-    ids = [getattr(record, "id", "") for record in ordered]
-    begin = 0
-    if query.after:
-        if query.after not in ids:
-            text = "what `after` names is not in the list any more"
-            raise Problem(409, text, code="stale_cursor", param="after", remedy="begin again without it")
-        begin = ids.index(query.after) + 1
-    items = ordered[begin : begin + query.limit]
-    return Page(items, ids[begin + len(items) - 1] if begin + len(items) < len(ordered) else None)
+    ids = ["", *(getattr(record, "id", "") for record in ordered)]
+    if query.after not in ids:
+        text = "what `after` names is not in the list any more"
+        raise Problem(409, text, code="stale_cursor", param="after", remedy="begin again without it")
+    begin = ids.index(query.after)
+    end = begin + query.limit
+    return Page(ordered[begin:end], ids[end] if end < len(ordered) else None)
 
 
 # ---------------------------------------------------------------------------------------------------------------- jobs
@@ -169,20 +166,16 @@ async def list_nodes(call: Call) -> Page:
 
 async def invite_node(call: Call) -> Invitation:
     asked: NodeRequest = call.body
+    ticket: TicketInfo | None = None
     try:
-        ticket, text = await call.client.new_ticket(asked.role, asked.expires_s, asked.uses, asked.host)
+        ticket, where = await call.client.new_ticket(asked.role, asked.expires_s, asked.uses, asked.host)
     except Refused as refusal:
         if refusal.code != RefusalCode.NOT_ENCRYPTED:
             raise
-        address = (await call.client.cluster()).address
-        role = "" if asked.role == "worker" else asked.role
-        return Invitation(f"p2ptrain tui {address}" if role == "operator" else how_to_join(address, role))
-    command = f"p2ptrain join {text}"
-    if asked.role == "operator":
-        command = f"p2ptrain tui {text}"
-    elif asked.role != "worker":
-        command += f" --role {asked.role} --model DIR"
-    return Invitation(command, ticket, text)
+        where = (await call.client.cluster()).address
+    command = f"p2ptrain {'tui' if asked.role == 'operator' else 'join'} {where}"
+    more = f" --role {asked.role} --model DIR" if asked.role in ("verifier", "drafter") else ""
+    return Invitation(command + more, ticket, where if ticket else None)
 
 
 async def evict_node(call: Call) -> Removed:

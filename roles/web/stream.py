@@ -13,7 +13,7 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from p2ptrain.core.errors import P2PTrainError
-from roles.http.answers import Problem, json_bytes
+from roles.http.answers import Problem, json_bytes, while_wanted
 from roles.web.feed import Feed
 from wire.records import JobInfo
 from wire.schema import Record
@@ -71,27 +71,13 @@ async def follow(feed: Feed, job: JobInfo, after_step: int, send: Callable[[str]
                     await tell(topic, items)
 
 
-async def serve_stream(socket: WebSocket, feed: Feed, job: JobInfo, after_step: int) -> None:
+async def serve_stream(socket: WebSocket, feed: Feed, job: JobInfo, after_step: int, stopping: asyncio.Event) -> None:
     """Serve one reader until it leaves. What it says is ignored."""
     offered = socket.scope.get("subprotocols", [])
     await socket.accept(subprotocol=SUBPROTOCOL if SUBPROTOCOL in offered else None)
-    following = asyncio.create_task(follow(feed, job, after_step, socket.send_text), name="stream")
-    listening = asyncio.create_task(_until_left(socket), name="wait for a reader to leave")
     try:
-        await asyncio.wait({following, listening}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (following, listening):
-            task.cancel()
-        await asyncio.wait({following, listening})
-    if following.cancelled():
-        return
-    error = following.exception()
-    if isinstance(error, Problem | P2PTrainError):
-        await socket.close(TRY_AGAIN, error.message[:100])
-    elif error is not None and not isinstance(error, WebSocketDisconnect):
-        raise error
-
-
-async def _until_left(socket: WebSocket) -> None:
-    while (await socket.receive())["type"] != "websocket.disconnect":
+        await while_wanted(socket.receive, follow(feed, job, after_step, socket.send_text), stopping)
+    except WebSocketDisconnect:
         pass
+    except (Problem, P2PTrainError) as error:
+        await socket.close(TRY_AGAIN, error.message[:100])
