@@ -17,9 +17,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from configs.schema import Profile
 from p2ptrain.core.errors import P2PTrainError, StorageError
@@ -73,8 +72,7 @@ def _known(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
+class Cursor(NamedTuple):
     """How far a tracker is: the last step written, the newest generation among its rows, the number of its run, which
     grows when the job goes back, and whether the tracker knows that the job has ended."""
 
@@ -91,7 +89,7 @@ def rows_after(records: Records, job: str, cursor: Cursor, late: float) -> tuple
     """
     began = [step for generation, step, _ in records.begins(job) if generation > cursor.generation]
     if began and min(began) < cursor.step:
-        cursor = dataclasses.replace(cursor, step=min(began), run=cursor.run + 1)
+        cursor = cursor._replace(step=min(began), run=cursor.run + 1)
     rows, step = list[MetricRow](), cursor.step
     for row in records.metrics(job, cursor.step, BATCH):
         if row.step > step + 1 and row.wall > late:
@@ -104,8 +102,9 @@ def rows_after(records: Records, job: str, cursor: Cursor, late: float) -> tuple
 class Tracker:
     """Copies one job to one place."""
 
-    def __init__(self, trackers: Trackers, controller: JobController, name: str) -> None:
-        self._trackers, self._seed, self._controller, self._name = trackers, trackers.seed, controller, name
+    def __init__(self, trackers: Trackers, controller: JobController, name: str, profile: Profile) -> None:
+        self._trackers, self._seed, self._controller = trackers, trackers.seed, controller
+        self._name, self._profile = name, profile
         self._cursor = Cursor(*controller.record.tracked.get(name, ()))
         self._thread: Thread | None = None
         self._writer: Writer | None = None
@@ -155,25 +154,24 @@ class Tracker:
             await self._end("")
             await self._keep(before)
         if rows:
-            await self._begin()
+            writer = await self._begun()
             points = [Point(row.step, row.wall, values_of(row)) for row in rows]
             peers, serving = self._seed.peer_infos(), self._seed.services.infos()
             points[-1].values.update(figures_of(controller.info(), peers, serving))
-            await self._call(lambda writer: writer.write(points))
+            await self._call(lambda: writer.write(points))
             generation = max(self._cursor.generation, *(row.generation or 0 for row in rows))
             await self._keep(Cursor(rows[-1].step, generation, self._cursor.run))
         elif ended and (self._cursor.step >= controller.core.known_step or (controller.record.finished_at or 0) < late):
             if self._cursor.step:
-                await self._begin()
+                await self._begun()
             await self._end(ended)
-            await self._keep(dataclasses.replace(self._cursor, ended=True))
+            await self._keep(self._cursor._replace(ended=True))
         return bool(rows)
 
-    async def _begin(self) -> None:
-        profile, record, number = self._controller.profile, self._controller.record, self._cursor.run
-        if self._writer is not None or profile is None:
-            return
-        track = profile.track
+    async def _begun(self) -> Writer:
+        if (writer := self._writer) is not None:
+            return writer
+        track, record, number = self._profile.track, self._controller.record, self._cursor.run
         check(self._name, track, self._trackers.environ)
         root = Path(track.directory) if track.directory else self._trackers.directory
         run = Run(
@@ -181,33 +179,30 @@ class Tracker:
             job=record.id,
             name=record.name if number == 1 else f"{record.name} ({number})",
             tags={"strategy": record.strategy, "profile": Path(record.profile).stem[:64]},
-            config=profile.model_dump(),
+            config=self._profile.model_dump(),
             after_step=self._cursor.step,
             directory=root / f"{re.sub(r'[^A-Za-z0-9_-]', '_', record.name)}-{record.id}",
         )
-        self._writer = self._trackers.writers[self._name](track, self._trackers.environ)
-        await self._call(lambda writer: writer.begin(run))
+        writer = self._writer = self._trackers.writers[self._name](track, self._trackers.environ)
+        await self._call(lambda: writer.begin(run))
+        return writer
 
     async def _end(self, state: str) -> None:
-        if self._writer is not None:
-            try:
-                await self._call(lambda writer: writer.end(state))
-            finally:
-                self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            await self._call(lambda: writer.end(state))
 
-    async def _call(self, call: Callable[[Writer], None]) -> None:
-        writer = self._writer
-        assert writer is not None
+    async def _call(self, call: Callable[[], None]) -> None:
         self._thread = self._thread or self._seed.world.threads.start("track")
-        working = self._thread.submit(lambda: call(writer))
-        done, _ = await asyncio.wait([working], timeout=STUCK_S)
-        if not done:
+        working = self._thread.submit(call)
+        await asyncio.wait([working], timeout=STUCK_S)
+        if not working.done():
             self._tell(P2PTrainError(f"it has not answered for {STUCK_S:g} s"))
         await working  # its rows may still be written: until then no others are
 
     async def _keep(self, cursor: Cursor) -> None:
         self._cursor = cursor
-        await self._controller.keep_tracked(self._name, dataclasses.astuple(cursor))
+        await self._controller.keep_tracked(self._name, cursor)
 
     def _tell(self, error: Exception) -> None:
         """Note why nothing is written, once for each reason in a row, without keys."""
@@ -245,9 +240,10 @@ class Trackers:
     async def run(self) -> None:
         """Track jobs until cancelled. Raises ``StorageError``."""
         while True:
-            for controller in self.seed.controllers.values():
-                for name in controller.profile.track.to if controller.profile else ():
-                    tracker = Tracker(self, controller, name)
+            tracked = [(item, item.profile) for item in self.seed.controllers.values() if item.profile is not None]
+            for controller, profile in tracked:
+                for name in profile.track.to:
+                    tracker = Tracker(self, controller, name, profile)
                     if tracker.wanted and (controller.id, name) not in self._tasks:
                         self._tasks[controller.id, name] = asyncio.create_task(tracker.run(), name="track")
             for key in [key for key, task in self._tasks.items() if task.done()]:

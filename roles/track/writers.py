@@ -111,7 +111,7 @@ class JsonLines(Writer):
 
 
 class TensorBoard(Writer):
-    """Event files, in TensorBoard's own format: one from each ``begin`` on."""
+    """Event files, in TensorBoard's own format: one from each ``begin`` on. Its own writer shows tracebacks."""
 
     _file: BinaryIO
 
@@ -232,7 +232,8 @@ class WandB(Writer):
         if state == "done":
             self._tell([])
         self._process.stdout.close()
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # it has died, and not read all
+            self._process.stdin.close()
 
     def _tell(self, message: Any) -> None:
         with suppress(BrokenPipeError):

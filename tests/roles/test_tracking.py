@@ -99,7 +99,7 @@ class Desk:
 
     def restart(self) -> None:
         """The seed starts again, with the record that it has stored."""
-        self.tracker = Tracker(self.all, cast(Any, self.controller), "jsonl")
+        self.tracker = Tracker(self.all, cast(Any, self.controller), "jsonl", PROFILE)
 
     def add(self, *steps: int, generation: int = 1) -> None:
         for step in steps:
