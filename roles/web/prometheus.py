@@ -7,21 +7,26 @@ Every series belongs to the seed, to a job or to a peer, and there are at most s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import TypeVar, cast
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 from wire.records import FINISHED_STATES, ClusterInfo, JobInfo, PeerInfo, ServingInfo
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_JOBS, MAX_PEERS, MAX_SERVING = 50, 256, 64
 """Of the jobs, those that have not ended come first, then the newest."""
 MAX_LABEL = 64
 """Longest value of a label, in characters."""
 
 R = TypeVar("R", JobInfo, PeerInfo, ServingInfo)
-Value = tuple[str, Callable[[R], float | None]]
+Value = Callable[[R], float | None]
 
-JOBS: dict[str, Value[JobInfo]] = {
+JOBS: dict[str, tuple[str, Value[JobInfo]]] = {
     "p2ptrain_job_step": ("Last committed step.", lambda job: job.step),
     "p2ptrain_job_steps_planned": ("Steps of the whole job.", lambda job: job.steps_total),
     "p2ptrain_job_members": ("Members of the ring.", lambda job: len(job.members)),
@@ -32,14 +37,17 @@ JOBS: dict[str, Value[JobInfo]] = {
     "p2ptrain_job_gradient_norm": ("L2 norm of the last step's gradient.", lambda job: job.grad_norm),
     "p2ptrain_job_tokens_per_second": ("Tokens trained per second.", lambda job: job.tokens_per_s),
     "p2ptrain_job_step_seconds": ("Duration of the last step.", lambda job: _seconds(job.step_ms)),
-    "p2ptrain_job_compute_seconds": ("Time that it computed (first member).", lambda job: _seconds(job.compute_ms)),
+    "p2ptrain_job_compute_seconds": (
+        "Time of it that its first member computed.",
+        lambda job: _seconds(job.compute_ms),
+    ),
     "p2ptrain_job_communicate_seconds": ("Time that it communicated.", lambda job: _seconds(job.communicate_ms)),
     "p2ptrain_job_wait_seconds": ("Time that it waited for members.", lambda job: _seconds(job.wait_ms)),
     "p2ptrain_job_privacy_epsilon": ("Privacy spent by a private job.", lambda job: job.epsilon),
     "p2ptrain_job_tokens_total": ("Tokens trained; falls if the job goes back.", lambda job: job.tokens_total),
     "p2ptrain_job_trained_seconds_total": ("Duration of all committed steps.", lambda job: job.trained_s),
 }
-PEERS: dict[str, Value[PeerInfo]] = {
+PEERS: dict[str, tuple[str, Value[PeerInfo]]] = {
     "p2ptrain_peer_heartbeat_age_seconds": ("Time since the seed heard of it.", lambda peer: peer.heartbeat_age_s),
     "p2ptrain_peer_round_trip_seconds": ("Round trip to the seed.", lambda peer: _seconds(peer.rtt_ms)),
     "p2ptrain_peer_memory_bytes": ("Memory of its process.", lambda peer: peer.memory_bytes or None),
@@ -55,7 +63,7 @@ PEERS: dict[str, Value[PeerInfo]] = {
     "p2ptrain_peer_gradients_accepted_total": ("Gradients that were used (server).", lambda peer: peer.accepted),
     "p2ptrain_peer_gradients_refused_total": ("Gradients that were too old (server).", lambda peer: peer.refused),
 }
-SERVING: dict[str, Value[ServingInfo]] = {
+SERVING: dict[str, tuple[str, Value[ServingInfo]]] = {
     "p2ptrain_serving_sessions": ("Open sessions.", lambda info: info.sessions),
     "p2ptrain_serving_tokens_per_second": ("Tokens written per second.", lambda info: info.stats.get("tokens_per_s")),
     "p2ptrain_serving_token_seconds": ("Time per token.", lambda info: _seconds(info.stats.get("token_ms"))),
@@ -67,54 +75,50 @@ SERVING: dict[str, Value[ServingInfo]] = {
 
 def exposition(
     cluster: ClusterInfo, jobs: Sequence[JobInfo], peers: Sequence[PeerInfo], serving: Sequence[ServingInfo]
-) -> str:
-    """The page's text, in Prometheus' format 0.0.4. Values that are unknown are left out."""
+) -> bytes:
+    """The page's text. Values that are unknown are left out."""
     newest = sorted(jobs, key=lambda job: (job.state not in FINISHED_STATES, job.created_at), reverse=True)
-    jobs, peers, serving = newest[:MAX_JOBS], peers[:MAX_PEERS], serving[:MAX_SERVING]
-    about = {"cluster": cluster.cluster_id, "version": cluster.version}
-    trained = [_named("job", job) | {"profile": job.profile, "strategy": job.strategy} for job in jobs]
-    machines = [_named("peer", peer) | {"role": ",".join(peer.roles), "device": peer.device} for peer in peers]
-    families = (
-        _family("p2ptrain_seed_info", "The seed.", [(about, 1)]),
-        _family("p2ptrain_seed_start_time_seconds", "When the seed started.", [({}, cluster.started_at)]),
-        _family("p2ptrain_seed_peers", "Connected peers.", [({}, cluster.peers)]),
-        _family("p2ptrain_seed_jobs", "Jobs, with those that have ended.", [({}, cluster.jobs)]),
-        _family("p2ptrain_job_info", "A job.", [(labels, 1) for labels in trained]),
-        _family(
-            "p2ptrain_job_state", "State of a job.", [(_named("job", job) | {"state": job.state}, 1) for job in jobs]
-        ),
-        *_families("job", JOBS, jobs),
-        _family("p2ptrain_peer_info", "A peer.", [(labels, 1) for labels in machines]),
-        _family(
-            "p2ptrain_peer_state", "State of a peer.", [(_named("peer", p) | {"state": p.state}, 1) for p in peers]
-        ),
-        *_families("peer", PEERS, peers),
-        *_families("peer", SERVING, serving),
-    )
-    return "".join(families)
+    page = _page(cluster, newest[:MAX_JOBS], peers[:MAX_PEERS], serving[:MAX_SERVING])
+    return generate_latest(cast(Collector, SimpleNamespace(collect=lambda: page)))
 
 
-def _named(kind: str, record: JobInfo | PeerInfo | ServingInfo) -> dict[str, str]:
-    return {kind: record.id, "name": record.name}
+def _page(
+    cluster: ClusterInfo, jobs: Sequence[JobInfo], peers: Sequence[PeerInfo], serving: Sequence[ServingInfo]
+) -> Iterator[Metric]:
+    yield _labelled("p2ptrain_seed_info", "The seed.", [{"cluster": cluster.cluster_id, "version": cluster.version}])
+    yield GaugeMetricFamily("p2ptrain_seed_start_time_seconds", "When the seed started.", value=cluster.started_at)
+    yield GaugeMetricFamily("p2ptrain_seed_peers", "Connected peers.", value=cluster.peers)
+    yield GaugeMetricFamily("p2ptrain_seed_jobs", "Jobs, with those that have ended.", value=cluster.jobs)
+    told = [{"job": job.id, "name": job.name, "profile": job.profile, "strategy": job.strategy} for job in jobs]
+    yield _labelled("p2ptrain_job_info", "A job.", told)
+    told = [{"job": job.id, "name": job.name, "state": job.state} for job in jobs]
+    yield _labelled("p2ptrain_job_state", "State of a job.", told)
+    yield from _families(JOBS, jobs, "job")
+    told = [{"peer": peer.id, "name": peer.name, "role": ",".join(peer.roles), "device": peer.device} for peer in peers]
+    yield _labelled("p2ptrain_peer_info", "A peer.", told)
+    told = [{"peer": peer.id, "name": peer.name, "state": peer.state} for peer in peers]
+    yield _labelled("p2ptrain_peer_state", "State of a peer.", told)
+    yield from _families(PEERS, peers, "peer")
+    yield from _families(SERVING, serving, "peer")
 
 
-def _families(kind: str, table: dict[str, Value[R]], records: Sequence[R]) -> list[str]:
-    return [
-        _family(name, text, [(_named(kind, record), value_of(record)) for record in records])
-        for name, (text, value_of) in table.items()
-    ]
+def _families(table: dict[str, tuple[str, Value[R]]], records: Sequence[R], kind: str) -> Iterator[Metric]:
+    for name, (text, value_of) in table.items():
+        made = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = made(name, text, labels=[kind, "name"])
+        for record in records:
+            value = value_of(record)
+            if value is not None and math.isfinite(value):
+                family.add_metric([record.id[:MAX_LABEL], record.name[:MAX_LABEL]], value)
+        yield family
 
 
-def _family(name: str, text: str, samples: Iterable[tuple[dict[str, str], float | None]]) -> str:
-    lines = [f"# HELP {name} {text}", f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
-    for labels, value in samples:
-        if value is not None and math.isfinite(value):
-            shown = (f'{label}="{said[:MAX_LABEL].translate(_ESCAPES)}"' for label, said in labels.items())
-            lines.append(f"{name}{{{','.join(shown)}}} {float(value)!r}")
-    return "\n".join(lines) + "\n"
-
-
-_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+def _labelled(name: str, text: str, labels: Sequence[dict[str, str]]) -> Metric:
+    """A gauge of constant value 1, whose labels say something."""
+    family = GaugeMetricFamily(name, text, labels=list(labels[0]) if labels else [])
+    for values in labels:
+        family.add_metric([value[:MAX_LABEL] for value in values.values()], 1.0)
+    return family
 
 
 def _seconds(value_ms: float | None) -> float | None:

@@ -33,7 +33,7 @@ SERVING = ServingInfo(
 
 
 def _read(jobs: list[JobInfo], peers: list[PeerInfo], serving: list[ServingInfo]) -> dict[str, Metric]:
-    text = exposition(CLUSTER, jobs, peers, serving)
+    text = exposition(CLUSTER, jobs, peers, serving).decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
@@ -66,7 +66,7 @@ def test_there_are_at_most_so_many_series_and_a_label_is_no_longer_than_that() -
 
 
 def test_each_query_of_the_dashboard_is_about_a_metric_that_there_is() -> None:
-    lines = exposition(CLUSTER, [], [], []).splitlines()
+    lines = exposition(CLUSTER, [], [], []).decode().splitlines()
     known = {line.split()[2] for line in lines if line.startswith("# TYPE ")}
     text = DASHBOARD.read_text()
     panels = [panel for panel in json.loads(text)["panels"] if panel["type"] != "row"]
