@@ -8,13 +8,13 @@ limits; ``ring.order.step_s`` has the same exchange for equal links. Validation 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
 from p2ptrain.core.errors import ResourceError, UserError
-from p2ptrain.core.footprint import shard_training_bytes
+from p2ptrain.core.footprint import LOCAL_FACTOR, shard_training_bytes
 from p2ptrain.core.texts import human_bytes
 from ring.codecs import codec_named
 from ring.codecs.choice import NEARLY_BEST, STATED_ERROR
@@ -37,9 +37,6 @@ from wire.emulate import LinkPreset
 
 BACKWARD = 2 / 3
 """The backward pass as a part of a micro-batch's time."""
-LOCAL_COPIES = (
-    1.75  # copied from compute.local.LOCAL_FACTOR, which a seed's process must not load; a test compares them
-)
 HANDED = 5
 """Ways across a link that a message and the arrays after it take: offer, answer, message, answer, arrays."""
 SERVED_COPIES = 2
@@ -58,14 +55,12 @@ class Calibration:
         micro_batch_s: forward and backward pass of a micro-batch of the whole model.
         update_s: the rest of a step of one member alone: hash, vote, clipping, and the optimizer, of the whole model.
         base_bytes: memory of a worker beside what the formulas of ``core.footprint`` count.
-        codecs: name → seconds to encode, and to decode, an element.
     """
 
     micro_batch_s: float
     update_s: float
     flops: float
     base_bytes: int = 0
-    codecs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,35 +198,25 @@ class _Step:
             return self.way.widened * size_bytes
         return codec_named(self.way.codec).encoded_bytes(max(size_bytes // 4, 1))
 
-    def codec_s(self, numel: float, size: int) -> float:
-        """Seconds that a member of a ring encodes and decodes: each element once, and what arrives in both phases."""
-        encode_s, decode_s = self.measured.codecs.get(self.way.codec, (0.0, 0.0))
-        decoded = 2 * (size - 1) / size + (self.way.codec != "fp32" and codec_named(self.way.codec).feedback)
-        return numel * (encode_s + decoded * decode_s) * self.slowest
-
     def ring_s(self, ids: Sequence[str], size_bytes: int, *, buckets: int = 1) -> tuple[float, float]:
         """Seconds of an all-reduce of so many bytes of fp32, and of a step's small gathers, in a ring of these
         members."""
-        size, cluster = len(ids), self.cluster
+        size, links = len(ids), self.cluster.links
         if size < 2:
             return 0.0, 0.0
-        links = {pair: link for pair, link in cluster.links.items() if pair[0] in ids and pair[1] in ids}
         made, ways = plan_ring(ids, links, self.way.ring, size_bytes), LinkCosts(links, ids)
         numel = max(size_bytes // 4 // buckets, 1)
-        block = 1 if self.way.codec == "fp32" else codec_named(self.way.codec).block_numel
-        stripes = cut(
-            numel, 4, members=size, lanes=made.streams, sub_chunk_bytes=made.sub_chunk_bytes, block_numel=block
-        )
+        stripes = cut(numel, 4, members=size, lanes=made.streams, sub_chunk_bytes=made.sub_chunk_bytes)
         start, stop, piece, _ = stripes[0]
         chunk = -(-(stop - start) // size)
-        alone = 1 if cluster.emulated else len(stripes)  # streams that share a link's rate
         edges = [ways.between(made.order[one], made.order[other], 1.0) for one, other in steps(range(size))]
         latency_s = sum(latency_s for latency_s, _ in edges) / size
-        byte_s, coded_s = alone * max(byte_s for _, byte_s in edges), self.codec_s(numel, size) / (2 * size - 2)
-        chunk_s = max(byte_s * self.encoded_bytes(4 * chunk), coded_s)
-        piece_s = byte_s * self.encoded_bytes(4 * min(piece, chunk)) + coded_s * min(piece / chunk, 1.0)
+        # Streams share a link's rate, but not an emulated one's.
+        byte_s = max(byte_s for _, byte_s in edges) * (1 if self.cluster.emulated else len(stripes))
+        chunk_s, piece_s = (byte_s * self.encoded_bytes(4 * each) for each in (chunk, min(piece, chunk)))
         if piece_s + latency_s > chunk_s:  # the link pauses after each chunk
-            chunk_s, piece_s = (max(each_s - byte_s * cluster.burst_bytes, 0.0) for each_s in (chunk_s, piece_s))
+            burst_s = byte_s * self.cluster.burst_bytes
+            chunk_s, piece_s = max(chunk_s - burst_s, 0.0), max(piece_s - burst_s, 0.0)
         reduce_s = all_reduce_s(size, latency_s, chunk_s=chunk_s, piece_s=piece_s, buckets=buckets)
         return reduce_s, gathers_s(size, latency_s)
 
@@ -295,7 +280,7 @@ def _summed(step: _Step) -> Prediction:
         reduce_s, sent = reduce_s * size / 2, float((size - 1) * size_bytes)
     early_s = min(BACKWARD * step.measured.micro_batch_s * step.slowest, reduce_s) * (1 - 1 / way.buckets)
     hidden_s = compute_s if way.overlap else 0.0 if is_local else early_s
-    factor = LOCAL_COPIES if is_local else 1.0
+    factor = LOCAL_FACTOR if is_local else 1.0
     return step.done(
         [step.whole_bytes(one, factor) + way.vectors * way.trained_bytes for one in members],
         compute_s=compute_s,
@@ -312,9 +297,8 @@ def _served(step: _Step) -> Prediction:
     server, workers = cluster.members[0], slowed(cluster.members[1:])  # the server computes little
     links = LinkCosts(cluster.links, [one.id for one in cluster.members])
     gradient, state = step.encoded_bytes(way.trained_bytes), step.state_bytes
-    encode_s, decode_s = (each * way.trained_bytes / 4 for each in measured.codecs.get(way.codec, (0.0, 0.0)))
-    made_s = way.buffer * decode_s + measured.update_s  # by the server, for a version
-    unit_s, cycles_s, moved_s = step.training.micro_batches / way.buffer * measured.micro_batch_s + encode_s, [], 0.0
+    made_s = measured.update_s  # by the server, for a version
+    unit_s, cycles_s, moved_s = step.training.micro_batches / way.buffer * measured.micro_batch_s, [], 0.0
     for one in workers:
         there_s, push_s = links.between(one.id, server.id, gradient)
         back_s, pull_s = links.between(server.id, one.id, state)
@@ -400,13 +384,8 @@ def recommended(found: Sequence[Prediction], error_budget: float) -> Prediction 
     ``error_budget``: a codec with a larger error is not recommended, but fp32.
     """
     able = [one for one in found if one.way.codec == "fp32" or STATED_ERROR[one.way.codec] <= error_budget]
-
-    def first(among: Sequence[Prediction]) -> Prediction | None:
-        most = max((one.tokens_per_s for one in among), default=0.0)
-        return next((one for one in among if one.tokens_per_s * NEARLY_BEST >= most), None)
-
-    exact = first([one for one in able if one.way.strategy in EXACT])
-    other = first([one for one in able if one.way.strategy not in EXACT])
-    if exact is None or other is None:
-        return exact or other
-    return other if other.tokens_per_s > CHANGES_RESULT * exact.tokens_per_s else exact
+    exact = [one for one in able if one.way.strategy in EXACT]
+    enough = CHANGES_RESULT * max((one.tokens_per_s for one in exact), default=0.0)
+    among = [one for one in able if one.way.strategy not in EXACT and one.tokens_per_s > enough] or exact
+    most = max((one.tokens_per_s for one in among), default=0.0)
+    return next((one for one in among if one.tokens_per_s * NEARLY_BEST >= most), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -11,54 +12,44 @@ from configs.loader import complaint, read_toml
 from configs.schema import Table
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.texts import size_of
-from ring.order import LinkQuality
 from ring.prediction import Cluster, quality_of
 from ring.training_costs import CandidateWorker
 from wire.emulate import preset_named
 
-REMEDY = "docs/explain.md has an example of such a file"
+MOST = 256
 
 
-class Way(Table):
-    preset: str = ""
-    rtt_ms: float = Field(default=0.0, ge=0, le=60_000)
-    mbit: float = Field(default=0.0, ge=0, le=1e7)
-
-    def quality(self) -> LinkQuality:
-        if self.preset:
-            return quality_of(preset_named(self.preset))
-        return LinkQuality(self.rtt_ms / 2e3, 1e6 * self.mbit or None)
-
-
-class Between(Way):
+class Between(Table):
     members: list[str] = Field(min_length=2, max_length=2)
+    link: str
 
 
 class Member(Table):
     name: str = Field(min_length=1, max_length=64)
-    gflops: float = Field(gt=0, le=1e9)
+    gflops: float = Field(ge=1e-3, le=1e9)
     memory: str = ""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda|mps)$")
-    count: int = Field(default=1, ge=1, le=256)
+    count: int = Field(default=1, ge=1, le=MOST)
 
 
 class File(Table):
-    link: Way = Way()
-    member: list[Member] = Field(min_length=1, max_length=256)
+    link: str
+    member: list[Member] = Field(min_length=1, max_length=MOST)
     between: list[Between] = Field(default=[], max_length=4096)
 
 
 def read(path: Path) -> Cluster:
     """Raises ``ConfigError``, which names the place in the file."""
     _, document = read_toml(path, "cluster")
+    remedy = "docs/explain.md has an example of such a file"
     try:
         return _cluster(File.model_validate(document))
     except ValidationError as error:
         details: Any = error.errors(include_url=False)[0]
         place = ".".join(str(part + 1) if isinstance(part, int) else part for part in details["loc"])
-        raise ConfigError(f"{path}: {place} {complaint(details)}", remedy=REMEDY) from None
+        raise ConfigError(f"{path}: {place} {complaint(details)}", remedy=remedy) from None
     except UserError as error:
-        raise ConfigError(f"{path}: {error.message}", remedy=error.remedy or REMEDY) from None
+        raise ConfigError(f"{path}: {error.message}", remedy=error.remedy or remedy) from None
 
 
 def _cluster(file: File) -> Cluster:
@@ -68,12 +59,14 @@ def _cluster(file: File) -> Cluster:
         for name in ([one.name] if one.count == 1 else [f"{one.name}-{number + 1}" for number in range(one.count)])
     ]
     names = [one.id for one in members]
+    if len(names) > MOST:
+        raise UserError(f"{len(names)} members are more than {MOST}")
     if len(set(names)) < len(names):
         raise UserError(f"there are two members {next(name for name in names if names.count(name) > 1)}")
-    links = {(one, other): file.link.quality() for one in names for other in names if one != other}
+    links = dict.fromkeys(permutations(names, 2), quality_of(preset_named(file.link)))
     for way in file.between:
         one, other = way.members
         if (one, other) not in links:
             raise UserError(f"{one} and {other} are not two members", remedy=f"members are {', '.join(names[:8])}")
-        links = links | dict.fromkeys([(one, other), (other, one)], way.quality())
+        links |= dict.fromkeys([(one, other), (other, one)], quality_of(preset_named(way.link)))
     return Cluster(tuple(members), links)

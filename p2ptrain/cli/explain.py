@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -15,18 +16,18 @@ from p2ptrain.cli.bench.report import Report
 from p2ptrain.cli.bench.runner import Bench, conduct
 from p2ptrain.cli.inputs import DownloadOption
 from p2ptrain.cli.local_cluster import threads_each
-from p2ptrain.cli.measuring import Measured, measure
+from p2ptrain.cli.measuring import MOST_AT_ONCE, measure
 from p2ptrain.cli.model_sizes import shape_of
 from p2ptrain.cli.output import print_json, print_table, printable
 from p2ptrain.cli.placement import print_plan, to_json
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, LinkOption, SeedOption, SetOption, ask, run
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, LinkOption, SeedOption, SetOption, ask, run, seed_option
 from p2ptrain.compute.gradients import bucket_bounds
 from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, UserError
 from p2ptrain.core.texts import human_bytes
 from ring.codecs import CODECS
 from ring.codecs.choice import STATED_ERROR
 from ring.order import LinkQuality, RingOptions
-from ring.prediction import Calibration, Cluster, Prediction, Way, predict, quality_of, recommended
+from ring.prediction import EXACT, Calibration, Cluster, Prediction, Way, predict, quality_of, recommended
 from ring.training_costs import CandidateWorker, ModelShape
 from wire.emulate import preset_named
 from wire.records import ABSENT_STATES
@@ -42,14 +43,6 @@ RARE, MOST_INNER = 0.1, 512
 """Share of a step that ``local`` waits for the network at most, if the profile does not say how many inner steps; and
 how many of these a worker makes at most."""
 ROWS, LEAST_ROWS = 200, 5  # newest steps that medians are taken of
-
-COSTS = {
-    "sync": "losses do not depend on the workers",
-    "sharded": "losses do not depend on the workers, but every layer travels for every micro-batch",
-    "pipeline": "losses do not depend on the workers, but these wait while the pipeline fills and empties",
-    "server": "staleness: gradients are of older versions, so the same tokens may teach less",
-}
-DRIFT = "staleness: the workers' copies drift apart between exchanges, so the same tokens may teach less"
 
 
 def explain(
@@ -91,12 +84,32 @@ def explain(
             raise UserError("--job has its own settings", remedy="leave --set out")
         _show_job(job, seed, workers, link, cluster, as_json=as_json)
         return
-    own, sets = _loaded(profile, sets, download=download)
-    local = not (cluster or seed) or workers > 0
-    where = (workers or own.job.workers) if local else read(cluster) if cluster else of_seed(seed)
+    from configs.loader import load
+    from p2ptrain.cli.inputs import checked
+
+    own = checked(load(profile, os.environ, sets).profile, download=download).alone()
+    sets = [*sets, f"model.path={own.model.path}"] if own.model.path else sets  # a model that was fetched
+    if workers or not (cluster or seed):
+        where: int | Cluster = workers or own.job.workers
+        do = ["up", "--profile", profile, "--workers", str(where), *(["--link", link] if link else [])]
+    else:
+        where, do = read(cluster) if cluster else of_seed(seed), ["jobs", "create", "--profile", profile]
     measured, members = calibrated(own, where, link or own.link.preset)
     found, refused = _all_ways(profile, sets, own, members, measured)
-    _show(found, refused, own, profile, members, as_json=as_json)
+    best = recommended(found, own.ring.error_budget)
+    reasons = _reasons(best) if best else ["nothing can be recommended: no way is possible"]
+    if best:
+        for setting in (*sets, *best.way.settings):
+            do += ["--set", setting]
+        reasons.append(f"do: p2ptrain {shlex.join(do)}{seed_option(seed) if do[0] == 'jobs' else ''}")
+    if as_json:
+        there = {"members": [asdict(one) for one in members.members], "ways": [one.to_map() for one in found]}
+        print_json({**there, "refused": refused, "recommended": best.to_map() if best else None, "reasons": reasons})
+        return
+    _print_ways(found)
+    for strategy, why in refused.items():
+        typer.echo(f"{strategy} is impossible: {printable(why)}")
+    typer.echo("\n" + "\n".join(map(printable, reasons)))
 
 
 def show_one(profile: Profile, where: int | Cluster, link: str = "", *, as_json: bool) -> None:
@@ -110,15 +123,6 @@ def show_one(profile: Profile, where: int | Cluster, link: str = "", *, as_json:
         print_plan(*one.plan)
         typer.echo()
     _print_ways([one])
-
-
-def _loaded(profile: str, sets: list[str], *, download: bool) -> tuple[Profile, list[str]]:
-    """The profile, and the overrides that make it, with the directory of a model that was fetched."""
-    from configs.loader import load
-    from p2ptrain.cli.inputs import checked
-
-    own = checked(load(profile, os.environ, sets).profile, download=download).alone()
-    return own, [*sets, f"model.path={own.model.path}"] if own.model.path else sets
 
 
 # --------------------------------------------------------------------------------------------------------- the clusters
@@ -136,10 +140,10 @@ def calibrated(profile: Profile, where: int | Cluster, link: str = "") -> tuple[
     if link:
         preset_named(link)  # fail here, not after the measurements
     workers = where if isinstance(where, int) else 1
-    threads, cores = profile.device.threads or threads_each(workers), os.cpu_count() or 1
-    if workers != where:
-        threads = 1  # as speeds are measured: a thread's, times their number
-    made: list[Measured] = []
+    workers = where if isinstance(where, int) else 1
+    # Of a worker elsewhere a thread's speed is known, and how many it has.
+    threads = (profile.device.threads or threads_each(workers)) if isinstance(where, int) else 1
+    made: list[tuple[Calibration, LinkQuality | None]] = []
 
     async def work(bench: Bench) -> None:
         made.append(await measure(bench, profile, workers, threads))
@@ -147,16 +151,16 @@ def calibrated(profile: Profile, where: int | Cluster, link: str = "") -> tuple[
     run(conduct(Report("explain", "", "", str), work), children=True)
     if not made:
         raise typer.Exit(EXIT_INTERRUPTED)
-    (told,) = made
-    each_bytes = part_bytes(profile.device.kind) // workers
-    here = equal_members(workers, each_bytes, told.flops * threads, link, told.loopback, told.flops * cores)
-    flops = told.flops * min(threads, cores / told.members)
-    figures = Calibration(told.micro_batch_s, told.update_s, flops, codecs=told.codecs)
+    ((told, loopback),) = made
+    each_bytes, cores = part_bytes(profile.device.kind) // workers, os.cpu_count() or 1
+    here = equal_members(workers, each_bytes, told.flops * threads, link, loopback, told.flops * cores)
     # What a member held was a whole model, and no copy of it for a checkpoint.
-    one = replace(here, members=(replace(here.members[0], memory_bytes=0),))
+    flops = told.flops * min(threads, cores / min(workers, MOST_AT_ONCE))
+    figures = replace(told, flops=flops, base_bytes=0)
     way = replace(way_of(profile, shape_here(profile), 1), strategy="sync", vectors=0)
+    one = replace(here, members=(replace(here.members[0], memory_bytes=0),))
     held_bytes = predict(way, one, figures).memory_bytes - 3 * way.trained_bytes
-    figures = replace(figures, base_bytes=max(told.peak_bytes - held_bytes, 0))
+    figures = replace(figures, base_bytes=max(told.base_bytes - held_bytes, 0))
     return figures, here if isinstance(where, int) else where
 
 
@@ -187,7 +191,8 @@ def of_seed(seed: str, among: Sequence[str] = ()) -> Cluster:
     there = [peer for peer in peers if peer.state not in ABSENT_STATES and (not among or peer.id in among)]
     if not any(peer.flops for peer in there):
         text = "no worker is connected to the seed, or none has measured its speed"
-        raise UserError(text, remedy="start some: p2ptrain join; or describe them: --workers N, --cluster FILE")
+        do = "start some: p2ptrain join; or predict without them: p2ptrain explain --workers N, or --cluster FILE"
+        raise UserError(text, remedy=do)
     typical = statistics.median(peer.flops for peer in there if peer.flops)
     members = []
     for peer in there:
@@ -243,7 +248,8 @@ def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence
 def _all_ways(
     name: str, sets: Sequence[str], own: Profile, cluster: Cluster, measured: Calibration
 ) -> tuple[list[Prediction], dict[str, str]]:
-    """Every strategy with every codec, in the order of preference; and why other strategies are impossible."""
+    """Every strategy with every codec that makes a difference, in the order of preference; and why other strategies are
+    impossible."""
     from configs.loader import load
 
     workers, refused = len(cluster.members), dict.fromkeys(("sharded", "pipeline"), "it needs 2 workers")
@@ -261,7 +267,8 @@ def _all_ways(
                 continue
             if strategy not in LOCAL or best.exposed_s <= RARE * best.compute_s:
                 break
-        if best is not None:
+        plain = [one for one in found if one.way.strategy == strategy and one.way.codec == "fp32"]
+        if best is not None and not (plain and best.step_s == plain[0].step_s):
             found.append(best)
     possible = {one.way.strategy for one in found}
     return found, {strategy: why for strategy, why in refused.items() if strategy not in possible}
@@ -288,64 +295,31 @@ def _variants(strategy: str, own: Profile, workers: int) -> Iterator[list[str]]:
 # ----------------------------------------------------------------------------------------------------------- the output
 
 
-def _show(
-    found: list[Prediction], refused: dict[str, str], own: Profile, name: str, cluster: Cluster, *, as_json: bool
-) -> None:
-
-    budget, workers = own.ring.error_budget, len(cluster.members)
-    best = recommended(found, budget)
-    reasons = _reasons(best, found, name, workers) if best else ["nothing can be recommended: no way is possible"]
-    if as_json:
-        there = {"members": [asdict(one) for one in cluster.members], "ways": [one.to_map() for one in found]}
-        print_json({**there, "refused": refused, "recommended": best.to_map() if best else None, "reasons": reasons})
-        return
-    rates = {(one.way.strategy, one.way.codec): f"{one.tokens_per_s:,.0f}" for one in found}
-    able = [strategy for strategy in STRATEGIES if any(strategy == known for known, _ in rates)]
-    typer.echo(f"predicted tokens/s of {name} with {workers} worker{'s' * (workers != 1)}\n")
-    rows = [(strategy, *(rates.get((strategy, codec), "-") for codec in CODECS)) for strategy in able]
-    print_table(("STRATEGY", *CODECS), rows, right=CODECS)
-    typer.echo()
-    chosen = [recommended([one for one in found if one.way.strategy == strategy], budget) for strategy in able]
-    _print_ways([one for one in chosen if one])
-    for strategy, why in refused.items():
-        typer.echo(f"{strategy} is impossible: {printable(why)}")
-    typer.echo("\n" + "\n".join(reasons))
-
-
 def _print_ways(ways: Sequence[Prediction]) -> None:
-    columns = ("STRATEGY", "CODEC", "STEP", "COMPUTE", "EXCHANGE", "WAITS", "MEMORY", "SENT/STEP", "SENT/S", "BOUND")
+    columns = ("STRATEGY", "CODEC", "TOKENS/S", "STEP", "COMPUTE", "EXCHANGE", "WAITS", "MEMORY", "SENT/STEP", "SENT/S")
     rows = []
     for one in ways:
         times = [_seconds(each) for each in (one.step_s, one.compute_s + one.update_s, one.exchange_s, one.exposed_s)]
         sizes = [human_bytes(one.memory_bytes), human_bytes(one.sent_bytes), human_bytes(one.sent_bytes / one.step_s)]
-        rows.append((one.way.strategy, one.way.codec, *times, *sizes, one.bound))
-    print_table(columns, rows, right=columns[2:-1], less=("EXCHANGE", "SENT/S"))
+        rows.append((one.way.strategy, one.way.codec, f"{one.tokens_per_s:,.0f}", *times, *sizes))
+    print_table(columns, rows, right=columns[2:], less=("EXCHANGE", "SENT/S"))
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
-def _reasons(best: Prediction, found: Sequence[Prediction], name: str, workers: int) -> list[str]:
-    """Why this way is recommended, what it costs, and what another would give, in sentences."""
-    strategy, codec, rate = best.way.strategy, best.way.codec, best.tokens_per_s
+def _reasons(best: Prediction) -> list[str]:
+    """Why this way is recommended, and what it costs, in sentences."""
+    strategy, codec, waits = best.way.strategy, best.way.codec, 100 * best.exposed_s / best.step_s
     bounds = "the links bound it" if best.bound == "link" else "computing bounds it"
-    told = [
-        f"recommended: {strategy} with {codec}: {_seconds(best.step_s)} a step, {rate:,.0f} tokens/s",
-        f"why: a step waits {100 * best.exposed_s / best.step_s:.0f} % of its time for the network, so {bounds}",
-    ]
-    plain = [one for one in found if one.way.codec == "fp32" != codec and one.way.strategy == strategy]
-    told += [f"  with fp32 it would make {one.tokens_per_s:,.0f} tokens/s" for one in plain]
-    if others := [one for one in found if one.way.strategy != strategy]:
-        other = max(others, key=lambda one: one.tokens_per_s)
-        times = f"{other.tokens_per_s / rate:.2f} times as many tokens/s"
-        told.append(
-            f"  {other.way.strategy} with {other.way.codec} would make {times}; {COSTS.get(other.way.strategy, DRIFT)}"
-        )
+    cost = "staleness, so the same tokens may teach less" if strategy not in EXACT else "learns as one worker would"
     loss = f"; {codec} errs by up to {100 * STATED_ERROR[codec]:.2g} % in an exchange" if codec != "fp32" else ""
-    told.append(f"cost: {COSTS.get(strategy, DRIFT)}{loss}")
-    sets = "".join(f" --set {setting}" for setting in best.way.settings)
-    return [*told, f"do: p2ptrain up --profile {name} --workers {workers}{sets}"]
+    return [
+        f"recommended: {strategy} with {codec}: {_seconds(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s",
+        f"why: a step waits {waits:.0f} % of its time for the network, so {bounds}",
+        f"cost: {cost}{loss}",
+    ]
 
 
 def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None, *, as_json: bool) -> None:
@@ -372,22 +346,23 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
     typical = statistics.mean if info.strategy == "server" else statistics.median
     peers = [peer for peer in ask(seed, lambda client: client.peers()) if peer.id in info.members]
     figures = {
-        "step_s": (one.step_s, typical([(row.step_ms or 0.0) / 1e3 for row in timed]), _seconds),
-        "tokens_per_s": (one.tokens_per_s, typical([row.tokens_per_s or 0.0 for row in timed]), "{:,.0f}".format),
-        "memory_bytes": (one.memory_bytes, max((peer.memory_bytes for peer in peers), default=0), human_bytes),
+        "step_s": (one.step_s, typical([(row.step_ms or 0.0) / 1e3 for row in timed])),
+        "tokens_per_s": (one.tokens_per_s, typical([row.tokens_per_s or 0.0 for row in timed])),
+        "memory_bytes": (one.memory_bytes, max((peer.memory_bytes for peer in peers), default=0)),
     }
     table = {
-        key: {"predicted": told, "measured": seen, "error_percent": 100 * (told / seen - 1)} if seen else {}
-        for key, (told, seen, _) in figures.items()
+        key: {"predicted": told, "measured": seen, "error_percent": 100 * (told / seen - 1)}
+        for key, (told, seen) in figures.items()
+        if seen  # the members of a job that has ended are gone
     }
     if as_json:
         print_json({"job": info.id, "steps": len(timed), **table})
         return
     how = f"{info.strategy} with {one.way.codec}, {size} members, {len(timed)} steps"
     typer.echo(f"job {printable(info.name)}: {how}\n")
+    forms = {"step_s": _seconds, "tokens_per_s": "{:,.0f}".format, "memory_bytes": human_bytes}
     rows = [
-        (key, form(told), form(seen), f"{table[key]['error_percent']:+.0f} %")
-        for key, (told, seen, form) in figures.items()
-        if table[key]
+        (key, forms[key](row["predicted"]), forms[key](row["measured"]), f"{row['error_percent']:+.0f} %")
+        for key, row in table.items()
     ]
     print_table(("", "PREDICTED", "MEASURED", "ERROR"), rows, right=("PREDICTED", "MEASURED", "ERROR"))

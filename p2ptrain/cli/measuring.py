@@ -1,4 +1,4 @@
-"""Measures on this machine what ``ring.prediction`` needs: a micro-batch, an update, codecs, and the loopback.
+"""Measures on this machine what ``ring.prediction`` needs: a micro-batch, an update, and the loopback.
 
 Each member is a process of its own, and all are measured at the same time, so that they share cores and memory as
 workers do.
@@ -10,14 +10,11 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ring.codecs import CODECS, codec_named
 from ring.local import LocalMember, local_view
 from ring.order import LinkQuality
+from ring.prediction import Calibration
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -28,7 +25,6 @@ MOST_AT_ONCE = 4
 MICRO_BATCHES = 2
 STEPS, WARM_STEPS, ENOUGH_S = 12, 2, 2.0
 """Of each member: steps that are measured, at most, and before; after so many seconds three are enough."""
-PIECE_NUMEL = 1 << 18
 SMALL_BYTES, LARGE_BYTES = 256, 8 << 20
 
 Answer = dict[str, Any]
@@ -37,34 +33,19 @@ Answer = dict[str, Any]
 # -------------------------------------------------------------------------------------------------------- the conductor
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Medians over the members; ``flops`` is a thread's. See ``ring.prediction.Calibration``.
+async def measure(bench: Bench, profile: Profile, workers: int, threads: int) -> tuple[Calibration, LinkQuality | None]:
+    """Measure the profile's model with ``workers`` members, each with so many threads. Raises ``P2PTrainError``.
 
-    Attributes:
-        members, threads: that were measured at once, and threads of each.
-        loopback: between two of them; None for one member.
+    Returns medians over the members, of which ``flops`` is a thread's and ``base_bytes`` all that a member's process
+    held at most; and the link between two of them, None for one member.
     """
-
-    members: int
-    threads: int
-    micro_batch_s: float
-    update_s: float
-    flops: float
-    peak_bytes: int
-    codecs: dict[str, tuple[float, float]]
-    loopback: LinkQuality | None
-
-
-async def measure(bench: Bench, profile: Profile, workers: int, threads: int) -> Measured:
-    """Measure the profile's model with ``workers`` members, each with so many threads. Raises ``P2PTrainError``."""
     from p2ptrain.cli.bench.network import RingPlan, form_ring
 
     count, tables = min(workers, MOST_AT_ONCE), profile.model_dump()
-    tables["job"] |= {"strategy": "sync", "workers": 1}
+    tables["job"] |= {"strategy": "sync", "workers": 1, "exact": False}
     tables["batch"]["micro_batches"] = MICRO_BATCHES
-    tables |= {"robust": {}, "ring": {}, "federated": {}, "privacy": {}, "validation": {"every": 0}}
-    tables["pipeline"] = {}
+    tables |= {name: {} for name in ("robust", "ring", "federated", "privacy", "pipeline")}
+    tables["validation"] = {"every": 0}
     spec = type(profile).model_validate(tables).to_spec()
     async with bench.members(count, threads=threads) as members:
         bench.progress("measuring the loopback")
@@ -72,20 +53,10 @@ async def measure(bench: Bench, profile: Profile, workers: int, threads: int) ->
         loopback = await _loopback(members) if count > 1 else None
         bench.progress("loading torch, the model and the data, and training some steps")
         told = await members.all("alone", spec=spec, threads=threads, seconds=ENOUGH_S)
-
-    def median(key: str) -> float:
-        return float(statistics.median(each[key] for each in told))
-
-    shared = max(count * threads / (os.cpu_count() or 1), 1.0) if threads == 1 else 1.0
-    codecs = {name: tuple(map(statistics.median, zip(*(one["codecs"][name] for one in told), strict=True)))
-              for name in told[0]["codecs"]}  # fmt: skip
-    figures = (
-        shared * median("micro_batch_s"),
-        shared * median("update_s"),
-        median("flops") / threads,
-        int(median("peak_bytes")),
-    )
-    return Measured(count, threads, *figures, codecs, loopback)
+    names = ("micro_batch_s", "update_s", "flops", "peak_bytes")
+    micro_batch_s, update_s, flops, peak_bytes = (statistics.median(each[name] for each in told) for name in names)
+    shared = max(count / (os.cpu_count() or 1), 1.0) if threads == 1 else 1.0
+    return Calibration(shared * micro_batch_s, shared * update_s, flops / threads, int(peak_bytes)), loopback
 
 
 async def _loopback(members: Members) -> LinkQuality:
@@ -126,7 +97,6 @@ async def alone(local: LocalMember, spec: str, threads: int) -> Answer:
         "update_s": statistics.median(rests_s),
         "peak_bytes": _peak_bytes(),
         "flops": compute_flops("cpu", threads),
-        "codecs": {name: _codec_s(name) for name in CODECS if name != "fp32"},
     }
 
 
@@ -138,18 +108,3 @@ def _peak_bytes() -> int:
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most
-
-
-def _codec_s(name: str) -> tuple[float, float]:
-    """Seconds to encode and to decode an element."""
-    codec = codec_named(name)
-    values = np.random.default_rng(1).standard_normal(PIECE_NUMEL, np.float32)
-    encoded, times_s = np.empty(codec.encoded_bytes(PIECE_NUMEL), np.uint8), list[tuple[float, float]]()
-    for _ in range(5):
-        began = time.perf_counter()
-        codec.encode(values, encoded)
-        between = time.perf_counter()
-        codec.decode(encoded, values)
-        times_s.append((between - began, time.perf_counter() - between))
-    encode_s, decode_s = (statistics.median(each) / PIECE_NUMEL for each in zip(*times_s, strict=True))
-    return encode_s, decode_s

@@ -39,9 +39,6 @@ MIXING = 0.5
 SCALARS = 3
 """Elements of a contribution behind the parameters: its weight, the number of its losses, and their sum."""
 
-LOCAL_FACTOR = 1.75
-"""Memory for what trains, beside that of summed gradients: 7 arrays instead of 4 or 5."""
-
 
 @dataclass(frozen=True, slots=True)
 class LocalSpec:

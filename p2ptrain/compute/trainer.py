@@ -55,7 +55,7 @@ from p2ptrain.compute.fedex import ExactAverage
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, square_sum, trained
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, build_rows, check_shard_memory, lost_members_told
 from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, OnFinal, bucket_bounds
-from p2ptrain.compute.local import LOCAL_FACTOR, LocalSpec, LocalSteps
+from p2ptrain.compute.local import LocalSpec, LocalSteps
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
 from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.process_group import Operations
@@ -67,6 +67,7 @@ from p2ptrain.compute.tuning import ALL_OF_IT, Tuning, TuningSpec
 from p2ptrain.compute.update import CLIPPED_FACTOR, ClippedGradients, PlainGradients, SummedGradients, Update
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ResourceError, StorageError
+from p2ptrain.core.footprint import LOCAL_FACTOR
 from p2ptrain.core.training import Applied, Blob, FilePlan
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}

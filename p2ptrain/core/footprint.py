@@ -14,6 +14,8 @@ from typing import Any
 HOST_COPIES = 5
 DEVICE_COPIES = 4
 """Arrays of the size of the weights that train on the compute device: on a CPU, on an accelerator."""
+LOCAL_FACTOR = 1.75
+"""Memory for what trains with ``local``, beside that of summed gradients: 7 arrays instead of 4 or 5."""
 BASE_COPIES = {"fp32": 1.0, "bf16": 0.5, "nf4": 0.14}
 """What a frozen weight takes, by ``lora.base``, as a share of fp32. NF4 has 4 bits, and a scale for each 64 weights."""
 GATHERED = 5

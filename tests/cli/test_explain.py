@@ -9,21 +9,21 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.cli.cluster_file import read
-from p2ptrain.cli.measuring import Measured
 from p2ptrain.core.errors import ConfigError
 from ring.codecs import CODECS
 from ring.order import LinkQuality
+from ring.prediction import Calibration
 from wire.records import JobInfo, LinkInfo, MetricRow, PeerInfo
 
 from .conftest import Command
 
 MIB = 1 << 20
-TOLD = Measured(2, 1, 0.05, 0.004, 5e10, 480 * MIB, dict.fromkeys(CODECS[1:], (1e-9, 1e-9)), LinkQuality(1e-4, 1e10))
+TOLD = Calibration(0.05, 0.004, 5e10, 480 * MIB), LinkQuality(1e-4, 1e10)
 
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def at_once(*_: Any) -> Measured:
+    async def at_once(*_: Any) -> tuple[Calibration, LinkQuality]:
         return TOLD
 
     monkeypatch.setattr("p2ptrain.cli.explain.measure", at_once)
@@ -66,10 +66,14 @@ def test_the_workers_of_a_seed_are_taken_as_they_measured_themselves(command: Co
     sync = next(way for way in shown["ways"] if (way["strategy"], way["codec"]) == ("sync", "fp32"))
     assert sync["compute_s"] == pytest.approx(max(5 * 0.05 * 5e10 / 1e11, 3 * 0.05))  # 5 and 3 of 8 micro-batches
     assert sync["exchange_s"] > 8 * 3e6 / 1e7
+    told = command("explain", "--seed", fake_seed.address, "--set", "optimizer.lr=1e-3", "--json").json["reasons"][-1]
+    assert told.startswith("do: p2ptrain jobs create --profile tiny --set optimizer.lr=1e-3")  # not on this machine
     fake_seed.answers["peers.list"] = {"peers": [], "total": 0}
     outcome = command("explain", "--seed", fake_seed.address)
     assert outcome.code == 2
     assert "no worker is connected" in outcome.err
+    outcome = command("jobs", "create", "--profile", "sharded", "--dry-run")
+    assert "p2ptrain explain --workers N" in outcome.err
 
 
 def test_a_job_is_shown_beside_its_prediction(command: Command, fake_seed: Any) -> None:
@@ -94,7 +98,7 @@ def test_a_job_is_shown_beside_its_prediction(command: Command, fake_seed: Any) 
 
 
 GOOD = """
-link = {preset = "wan"}
+link = "wan"
 [[member]]
 name = "attic"
 gflops = 50
@@ -105,8 +109,7 @@ gflops = 100.0
 count = 2
 [[between]]
 members = ["lab-1", "lab-2"]
-rtt_ms = 0.2
-mbit = 1000
+link = "0.2ms-1000mbit"
 """
 
 
@@ -126,11 +129,13 @@ def test_a_file_describes_a_cluster(command: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("member = 1", "member must be a valid list"),
-        ("[[member]]\nname = 'a'", "member.1.gflops"),
+        ("link = 'wan'\nmember = 1", "member must be a valid list"),
+        ("link = 'wan'\n[[member]]\nname = 'a'", "member.1.gflops"),
         (GOOD.replace('"lab-2"]', '"cellar"]'), "lab-1 and cellar are not two members"),
         (GOOD.replace('"lab"', '"attic-1"').replace('"attic"\n', '"attic-1-1"\n'), "two members attic-1-1"),
         (GOOD.replace("wan", "van"), "no link preset 'van'"),
+        (GOOD.replace("gflops = 50", "gflops = 1e-320"), "member.1.gflops must be greater than or equal to 0.001"),
+        (GOOD.replace("count = 2", "count = 256"), "257 members are more than 256"),
         (GOOD.replace("8GiB", "much"), "'much' is not a size"),
         ("[[member", ":1: not TOML"),
     ],

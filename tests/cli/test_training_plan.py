@@ -9,7 +9,6 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.cli import up_cluster
 from p2ptrain.cli.explain import equal_members, shape_here, way_of
-from p2ptrain.cli.measuring import Measured
 from p2ptrain.cli.placement import prediction, short
 from p2ptrain.core.errors import Refused, ResourceError
 from ring.prediction import Calibration, predict
@@ -103,8 +102,8 @@ def test_a_plan_that_is_none_is_refused(command: Command, fake_seed: Any, answer
 
 
 def test_up_divides_this_machine_and_starts_nothing(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def measured(*_: Any) -> Measured:
-        return Measured(2, 1, 0.05, 0.004, 5e10, 480 * MIB, {}, None)
+    async def measured(*_: Any) -> tuple[Calibration, None]:
+        return Calibration(0.05, 0.004, 5e10, 480 * MIB), None
 
     monkeypatch.setattr("p2ptrain.cli.explain.measure", measured)
     monkeypatch.setattr(up_cluster, "part_bytes", lambda device: 128 * MIB)
