@@ -129,41 +129,35 @@ def _show_plan(plan: Plan, directory: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"directory": str(directory), "runs": runs, "most_s": most_s, "likely_s": likely_s})
         return
-    columns = [*plan.axes, "repeat", "workers", "steps", "tokens"]
+    columns = [name.upper() for name in (*plan.axes, "repeat", "workers", "steps", "tokens")]
     table = [[it if isinstance(it, str) else f"{it:,}" for it in run.values()] for run in runs]
-    print_table([name.upper() for name in columns], table, right=[name.upper() for name in columns[len(plan.axes) :]])
-    tokens = sum(run["tokens"] for run in runs)
-    typer.echo(f"{len(runs)} of {len(plan.runs)} runs are left, of {tokens:,} tokens")
-    typer.echo(f"at most {human_seconds(most_s)}: a run may take {human_seconds(plan.limit_s)} (limit)")
-    if likely_s is not None:
-        typer.echo(
-            f"about {human_seconds(likely_s)} and the starts, by the mean of the {len(rows)} runs in {directory}"
-        )
+    print_table(columns, table, right=columns[len(plan.axes) :])
+    likely = "" if likely_s is None else f"; about {human_seconds(likely_s)} by the mean of the runs before"
+    typer.echo(f"{len(runs)} of {len(plan.runs)} runs are left, of {sum(run['tokens'] for run in runs):,} tokens")
+    typer.echo(f"they may take {human_seconds(most_s)} by the limit{likely}, and the starts of workers")
 
 
 async def _conduct(results: Results, *, simulated: bool, quiet: bool) -> bool:
     """Carry out the runs that are left. Returns whether all are over; False after Ctrl+C."""
     from p2ptrain.cli.output import human_seconds, number
     from p2ptrain.cli.stopping import stoppable, unless_stopped
-    from roles.experiments.run import Progress, carry_out
+    from roles.experiments.run import carry_out
     from roles.experiments.simulated import simulator
 
     console, stop = stoppable()
     console.quiet = quiet
 
-    def show(at: Progress) -> None:
-        left = "" if at.left_s is None else f"  {human_seconds(at.left_s)} left"
-        text = f"run {at.number} of {at.total}: {at.run}, repeat {at.run.repeat}  {at.text}{left}"
-        console.progress(text, every_s=5.0)
+    def show(text: str, left_s: float | None) -> None:
+        console.progress(text + ("" if left_s is None else f"  {human_seconds(left_s)} left"), every_s=5.0)
 
     def tell(row: Row) -> None:
+        cell = ", ".join(f"{axis} = {row[axis]}" for axis in results.plan.axes)
+        loss, speed = number(row["val_loss"] or row["loss"]), number(row["tokens_per_s"], ",.0f")
+        level, what = "info", f"{human_seconds(row['duration_s'] or 0.0)}, {speed} tokens/s, loss {loss}"
+        if row["state"] != "done":
+            level, what = "warning", f"{row['state']}: {row['reason']}"
         if not quiet:
-            cell = ", ".join(f"{axis} = {row[axis]}" for axis in results.plan.axes)
-            loss, speed = number(row["val_loss"] or row["loss"]), number(row["tokens_per_s"], ",.0f")
-            figures = f"{human_seconds(row['duration_s'] or 0.0)}, {speed} tokens/s, loss {loss}"
-            is_done = row["state"] == "done"
-            what = figures if is_done else f"{row['state']}: {row['reason']}"
-            console.event("info" if is_done else "warning", f"{cell}, repeat {row['repeat']:.0f}: {what}")
+            console.event(level, f"{cell}, repeat {row['repeat']:.0f}: {what}")
 
     local = LocalWorkers(results, console)
     execute: Execute = simulator(results.plan) if simulated else local
@@ -194,20 +188,19 @@ class LocalWorkers:
             show("workers start")
             await self._begin(run.machine)
         assert self._cluster is not None
-        work, needed = self._measured(run, show), [self._cluster.seed, *self._cluster.peers.values()]
+        needed = [self._cluster.seed, *self._cluster.peers.values()]
         try:
-            result = await LocalCluster.while_alive(work, needed=needed)
+            result = await LocalCluster.while_alive(self._measured(self._cluster, run, show), needed=needed)
         except JobFailed as error:  # a process ended
             result = Result(failure(error.message), f"{error.message}; {error.remedy}")
         if result.state != DONE:
             await self.end()
         return result
 
-    async def _measured(self, run: Run, show: Show) -> Result:
+    async def _measured(self, cluster: LocalCluster, run: Run, show: Show) -> Result:
         from roles.experiments.run import measure
 
-        assert self._cluster is not None
-        client = await self._cluster.connect()
+        client = await cluster.connect()
         try:
             return await measure(client, run, self._plan, show)
         finally:

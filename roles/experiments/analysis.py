@@ -161,7 +161,7 @@ class Analysis:
         found = self.found
         told = [f"{len(found.rows)} of {found.planned} runs have a result{' (simulated)' * found.simulated}."]
         told += [f"Not done: {cell.name()}: {trouble}." for cell in self.cells if (trouble := cell.trouble())]
-        tokens = sorted({row["tokens"] for row in found.rows if row["state"] == DONE})
+        tokens = sorted({row["tokens"] or 0.0 for row in found.rows if row["state"] == DONE})
         if len(tokens) == 1:
             told.append(f"All runs trained on the same number of tokens, {tokens[0]:,.0f}.")
         elif tokens:
@@ -209,8 +209,8 @@ class Analysis:
             }
             for cell in self.cells
         ]
-        found = self.found
-        facts = {"name": found.name, "simulated": found.simulated, "planned": found.planned, "runs": len(found.rows)}
+        name, runs = self.found.grid["name"], len(self.found.rows)
+        facts = {"name": name, "simulated": self.found.simulated, "planned": self.found.planned, "runs": runs}
         return facts | {"x": self.x, "y": self.y, "cells": cells, "conclusions": self.conclusions()}
 
 

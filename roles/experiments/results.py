@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +56,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The results of a directory. ``axes``: axis → its labels. ``planned``: number of runs."""
+    """The results of a directory. ``grid``: the document. ``axes``: axis → its labels. ``planned``: number of runs."""
 
-    name: str
+    grid: dict[str, Any]
     axes: dict[str, list[str]]
     targets: list[float]
     simulated: bool
@@ -91,8 +91,8 @@ class Results:
         except BaseException:
             lock.close()
             raise
-        grid = {"name": plan.grid.name, "axes": plan.axes, "loss_targets": plan.grid.loss_targets}
-        self._write(GRID, json.dumps(grid | {"simulated": simulated, "planned": len(plan.runs)}, indent=1))
+        told = {"grid": plan.grid.model_dump(), "axes": plan.axes, "planned": len(plan.runs), "simulated": simulated}
+        self._write(GRID, json.dumps(told, indent=1))
 
     def missing(self) -> list[Run]:
         return [run for run in self.plan.runs if run.id not in self.rows]
@@ -134,18 +134,17 @@ def load(directory: Path) -> Found:
     if not path.is_file():
         raise UserError(f"{directory} holds no experiment", remedy="name the directory of `p2ptrain experiment run`")
     try:
-        grid = json.loads(RealDisk().read(path, max_bytes=MAX_FILE_BYTES))
-        axes = {str(axis): [str(label) for label in labels] for axis, labels in grid["axes"].items()}
-        targets = [float(target) for target in grid["loss_targets"]]
+        told = json.loads(RealDisk().read(path, max_bytes=MAX_FILE_BYTES))
+        axes = {str(axis): [str(label) for label in labels] for axis, labels in told["axes"].items()}
+        grid, targets = dict(told["grid"]), [float(target) for target in told["grid"]["loss_targets"]]
+        found = Found(grid, axes, targets, bool(told["simulated"]), int(told["planned"]), [], directory)
         rows = _read_csv(directory / RESULTS, ("repeat", *FIGURES, *map(time_to, targets)))
         for row in rows:
             if not row.get("run") or not row.get("state") or any(row.get(it) not in axes[it] for it in axes):
                 raise ValueError(f"{RESULTS} has a row without a run, a state or a known value of each axis")
-        rows = list({row["run"]: row for row in rows}.values())  # a row that a person copied counts once
-        simulated, planned = bool(grid["simulated"]), int(grid["planned"])
+        return replace(found, rows=list({row["run"]: row for row in rows}.values()))  # a copied row counts once
     except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
         raise StorageError(f"{directory} is damaged: {error}", remedy="use another directory") from None
-    return Found(str(grid["name"]), axes, targets, simulated, planned, rows, directory)
 
 
 def _csv(rows: Iterable[Iterable[object]]) -> str:

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -34,28 +34,24 @@ Execute = Callable[[Run, Show], Awaitable[Result]]
 """Carries out a run. Its errors end the experiment."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far an experiment is. ``left_s``: None before a run of this start has ended."""
-
-    number: int
-    total: int
-    run: Run
-    text: str
-    left_s: float | None
-
-
 async def carry_out(
-    results: Results, execute: Execute, on_progress: Callable[[Progress], None], on_row: Callable[[Row], None]
+    results: Results,
+    execute: Execute,
+    on_progress: Callable[[str, float | None], object],
+    on_row: Callable[[Row], None],
 ) -> None:
-    """Carry out the runs that have no result yet. Raises what ``execute`` raises, and ``StorageError``."""
+    """Carry out the runs that have no result yet. Raises what ``execute`` raises, and ``StorageError``.
+
+    ``on_progress``: called with what happens, and the seconds that are left; None before a run has ended.
+    """
     missing, total, began = results.missing(), len(results.plan.runs), time.monotonic()
     for done, run in enumerate(missing):
         left = len(missing) - done
         left_s = (time.monotonic() - began) / done * left if done else None
+        about = f"run {total - left + 1} of {total}: {run}, repeat {run.repeat}"
 
-        def show(text: str, at: Progress = Progress(total - left + 1, total, run, "", left_s)) -> None:
-            on_progress(replace(at, text=text))
+        def show(text: str, about: str = about, left_s: float | None = left_s) -> None:
+            on_progress(f"{about}: {text}", left_s)
 
         show("begins")
         on_row(results.add(run, await execute(run, show)))
@@ -68,33 +64,27 @@ async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Resul
         NetworkError: the seed is lost.
         UserError: its workers did not become ready.
     """
-    name, limit_s = f"{plan.grid.name}-{run.id}", plan.limit_s
+    name = f"{plan.grid.name}-{run.id}"
     for job in await client.jobs():
         if job.name == name and job.state not in FINISHED_STATES:  # of a run that was interrupted
             await client.tell_job(job.id, "cancel")
-    followed = _Followed(run, await client.clock() - asyncio.get_running_loop().time(), show)
+    followed = _Followed(client, run, await client.clock() - asyncio.get_running_loop().time(), show)
     for peer in await client.peers():
         followed.take(peer)
     try:
         followed.job = await client.create_job(name, "experiment", run.profile.to_spec())
     except Refused as refusal:
         return Result("refused", refusal.message)
-    reader = asyncio.create_task(followed.read(client), name="news")
-    try:
-        await followed.until(lambda: followed.phase != "queued", None)
-        has_begun = await followed.until(lambda: followed.phase != "waiting", START_S)
-        in_time = has_begun and await followed.until(lambda: followed.phase == "over", limit_s)
-        late = f"it was {followed.state}"
-        if not followed.over:
-            with suppress(Refused):  # it has just ended
-                await client.tell_job(followed.job, "cancel")
-        await followed.until(lambda: followed.settled, SETTLE_S)
-    finally:
-        reader.cancel()
-        await asyncio.wait({reader})
+    await followed.until(_WAITING, None)
+    has_begun = await followed.until(_BEGUN, START_S)
+    in_time = has_begun and await followed.until(_OVER, plan.limit_s)
+    late = f"it was {followed.state}"
+    with suppress(Refused):  # it has ended
+        await client.tell_job(followed.job, "cancel")
     if not has_begun:
         text = f"{run}: its job did not begin within {START_S:g} s: {late}"
         raise UserError(text, remedy="start the workers that are missing, and then the experiment again")
+    await followed.until(_SETTLED, SETTLE_S)
     info, _ = await client.job(followed.job)
     rows = [row async for row in client.all_metrics(info.id)]
     recoveries = len(await client.recoveries(info.id, RECOVERIES))
@@ -109,7 +99,7 @@ async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Resul
     if info.state == "done":
         return Result(DONE, info.reason, figures, curve)
     if not in_time:
-        return Result("time-limit", f"{late} after {limit_s:g} s", figures, curve)
+        return Result("time-limit", f"{late} after {plan.limit_s:g} s", figures, curve)
     reason = followed.trouble or info.reason or info.state
     return Result(failure(reason), reason, figures, curve)
 
@@ -122,6 +112,10 @@ def failure(reason: str) -> str:
     return "diverged" if "not finite" in lower else "failed"
 
 
+_QUEUED, _WAITING, _BEGUN, _OVER, _SETTLED = range(5)
+"""Phases of a job: behind another job; for workers; it had a view; no step is to come; all bytes are reported."""
+
+
 class _Followed:
     """What the seed said of a job and its workers.
 
@@ -132,10 +126,9 @@ class _Followed:
         trouble: why a worker cannot go on; empty: all can. state: of the job, and why.
     """
 
-    def __init__(self, run: Run, offset_s: float, show: Show) -> None:
+    def __init__(self, client: SeedClient, run: Run, offset_s: float, show: Show) -> None:
         self.job, self.trouble, self.state = "", "", "waiting"
-        self._run, self._offset_s, self._show = run, offset_s, show
-        self._news, self._lost = asyncio.Event(), list[P2PTrainError]()
+        self._client, self._run, self._offset_s, self._show = client, run, offset_s, show
         self._info: JobInfo | None = None
         self._peers: dict[str, PeerInfo] = {}
         self._ours, self._active = set[str](), set[str]()  # the job's workers; those that were seen at work
@@ -144,47 +137,28 @@ class _Followed:
         self._sent = [(0.0, 0)]  # time on the seed's clock, bytes of all workers
 
     @property
-    def phase(self) -> str:
-        """``queued`` behind another job, ``waiting`` for workers, ``begun``, or ``over``: no step is to come."""
+    def phase(self) -> int:
         info = self._info
-        if self.trouble or (info is not None and info.state in FINISHED_STATES):
-            return "over"
-        return "queued" if info is None or info.state == "queued" else "begun" if info.started_at else "waiting"
+        if info is None or info.state == "queued":
+            return _QUEUED
+        if info.state in FINISHED_STATES:
+            # Each was idle before, too: so it must have been seen at work, or have sent something, unless it was alone.
+            told = self._active >= self._ours or len(self._ours) == 1 or not info.step
+            states = {self._peers[peer].state for peer in self._ours if peer in self._peers}
+            return _SETTLED if told and states <= {"idle", *ABSENT_STATES} else _OVER
+        return _OVER if self.trouble else _WAITING if info.started_at is None else _BEGUN
 
-    @property
-    def over(self) -> bool:
-        return self._info is not None and self._info.state in FINISHED_STATES
-
-    @property
-    def settled(self) -> bool:
-        """Whether the job is over and all workers have reported what they sent. Each was idle before, too: so it must
-        have been seen at work, or have sent something, unless it was alone."""
-        states = {self._peers[peer].state for peer in self._ours if peer in self._peers}
-        told = self._active >= self._ours or len(self._ours) == 1 or self._info is None or not self._info.step
-        return self.over and told and states <= {"idle", *ABSENT_STATES}
-
-    async def read(self, client: SeedClient) -> None:
-        try:
-            async for records in client.news():
-                for record in records:
-                    self.take(record)
-                self._news.set()
-        except P2PTrainError as error:
-            self._lost.append(error)
-            self._news.set()
-
-    async def until(self, test: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until ``test`` is true, so long at most; return whether it is. Raises what ended ``read``."""
-        try:
+    async def until(self, phase: int, seconds: float | None) -> bool:
+        """Wait for a phase or a later one, so long at most; return whether it came. Raises ``NetworkError``."""
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not test():
-                    if self._lost:
-                        raise self._lost[0]
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            return False
-        return True
+                if self.phase < phase:
+                    async for records in self._client.news():
+                        for record in records:
+                            self.take(record)
+                        if self.phase >= phase:
+                            break
+        return self.phase >= phase
 
     def take(self, item: Record) -> None:
         match item:

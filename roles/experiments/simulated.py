@@ -36,20 +36,13 @@ from wire.emulate import EmulatedNetwork, preset_named
 from wire.memory import MemoryNetwork, run_virtual
 
 STRATEGIES = ("sync", "local", "federated", "server")
-_SHOWN = {"data": {"sequence_tokens"}} | dict.fromkeys(
-    ("batch", "checkpoint", "federated", "job", "link", "local", "membership", "model", "ring", "robust", "server",
-     "validation"), True
-)  # fmt: skip
-"""Settings that may change times or bytes here."""
 SEED, PORT, VOCAB = "127.0.0.1", 7700, 256
 
 
 def check_plan(plan: Plan, place: str) -> None:
-    """Raise ``ConfigError`` if an axis varies what a simulation does not show, or a job cannot be simulated."""
-    seen = dict[str, Run]()
+    """Raise ``ConfigError`` if a job cannot be simulated."""
     for run in plan.runs:
         profile, machine = run.profile, run.machine
-        twin = seen.setdefault(f"{profile.model_dump_json(include=_SHOWN)} {machine.straggler}", run)
         wrong = ""
         if profile.job.strategy not in STRATEGIES or profile.data.private:
             wrong = f"{run}: only {', '.join(STRATEGIES)} are simulated, with shared data"
@@ -57,8 +50,6 @@ def check_plan(plan: Plan, place: str) -> None:
             wrong = f"{run}: the size of its model is not known; that of a new one of {', '.join(LLAMAS)} is"
         elif machine.attack:
             wrong = f"{run}: attacks show in losses, which a simulation does not have"
-        elif twin is not run:
-            wrong = f"{twin} and {run} are the same in a simulation, but for losses"
         if wrong:
             raise ConfigError(f"{place}: {wrong}", remedy="change that, or run without --simulated")
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomli
 from pydantic import Field
 
-from p2ptrain.core.disk import RealDisk, write_atomic
+from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, P2PTrainError, Refused
 from roles.background import Background
 from roles.web.endpoints import Call, Endpoint, Given, Page
@@ -24,9 +24,7 @@ from wire.schema import Record
 if TYPE_CHECKING:
     from roles.experiments.grid import Plan, Run
     from roles.experiments.results import Result, Results
-    from roles.experiments.run import Progress, Show
-
-REQUEST = "request.json"
+    from roles.experiments.run import Show
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +56,8 @@ class Experiments:
 
     def __init__(self, root: Path, connect: Connect) -> None:
         self._root, self._connect = root, connect
-        self._work = Background()
+        self._work = Background()  # one task at most
         self.infos: dict[str, ExperimentInfo] = {}
-        self.running = ""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -71,14 +68,14 @@ class Experiments:
         finally:
             await self._work.stop()
 
-    def directory(self, name: str) -> Path:
-        """Raises ``Refused``."""
+    def find(self, name: str) -> tuple[ExperimentInfo, Path]:
+        """An experiment and its directory. Raises ``Refused``."""
         if name not in self.infos:
             raise Refused("unknown-experiment", f"there is no experiment {name[:64]!r}", remedy="list them")
-        return self._root / name
+        return self.infos[name], self._root / name
 
-    def begin(self, plan: Plan, document: dict[str, Any], workers: int) -> ExperimentInfo:
-        """``document``: of the plan. ``workers``: that there are. Raises ``Refused``, ``UserError``."""
+    def begin(self, plan: Plan, workers: int) -> ExperimentInfo:
+        """``workers``: that there are. Raises ``Refused``, ``UserError``."""
         from roles.experiments.results import Results
 
         for run in plan.runs:
@@ -89,52 +86,46 @@ class Experiments:
             if machine.workers > workers:
                 text = f"the grid: {run} needs {machine.workers} workers, and there are {workers}"
                 raise Refused("too-few", text, remedy="start more with p2ptrain join")
-        if self.running:
-            raise Refused("busy", f"experiment {self.running} is running", remedy="wait until it is done")
-        name = plan.grid.name
-        results = Results(self._root / name, plan)
-        write_atomic(RealDisk(), self._root / name / REQUEST, json.dumps(document).encode())
-        self.infos[name] = ExperimentInfo(name, "running", len(results.rows), len(plan.runs))
-        self.running = name
-        self._work.start(self._carry_out(results), f"experiment {name}")
-        return self.infos[name]
+        if self._work:
+            raise Refused("busy", "another experiment is running", remedy="wait until it is done")
+        results = Results(self._root / plan.grid.name, plan)
+        info = self._tell(results, "running")
+        self._work.start(self._carry_out(results), f"experiment {info.id}")
+        return info
 
     async def _go_on(self) -> None:
         from roles.experiments.grid import plan_of
-        from roles.experiments.results import Results
+        from roles.experiments.results import Results, load
 
-        disk = RealDisk()
-        for name in disk.list_dir(self._root):
+        for name in RealDisk().list_dir(self._root):
             try:
-                request = json.loads(disk.read(self._root / name / REQUEST, max_bytes=1 << 20))
-                results = Results(self._root / name, await asyncio.to_thread(plan_of, request, name, None))
-            except (P2PTrainError, ValueError):
+                plan = await asyncio.to_thread(plan_of, load(self._root / name).grid, name, None)
+                results = Results(self._root / name, plan)
+            except P2PTrainError:
                 continue  # not one of ours, or of another release
-            self.running = name
             await self._carry_out(results)
 
     async def _carry_out(self, results: Results) -> None:
         from roles.experiments.run import carry_out, measure
 
-        plan = results.plan
-        name, planned = plan.grid.name, len(plan.runs)
-
         async def execute(run: Run, show: Show) -> Result:
             async with self._connect() as client:
-                return await measure(client, run, plan, show)
+                return await measure(client, run, results.plan, show)
 
-        def at(now: Progress) -> None:
-            text = f"{now.run}, repeat {now.run.repeat}: {now.text}"
-            self.infos[name] = ExperimentInfo(name, "running", now.number - 1, planned, text, now.left_s)
-
+        state, why = "interrupted", "it ended unexpectedly; see the log of the seed"
         try:
-            await carry_out(results, execute, at, lambda row: None)
-            self.infos[name] = ExperimentInfo(name, "done", planned, planned)
+            await carry_out(results, execute, partial(self._tell, results, "running"), lambda row: None)
+            state, why = "done", ""
         except P2PTrainError as error:
-            self.infos[name] = ExperimentInfo(name, "interrupted", len(results.rows), planned, error.message)
+            why = f"{error.message}; {error.remedy}"
         finally:
-            self.running = ""
+            self._tell(results, state, why)
             results.close()
+
+    def _tell(self, results: Results, state: str, text: str = "", left_s: float | None = None) -> ExperimentInfo:
+        name, planned = results.plan.grid.name, len(results.plan.runs)
+        info = self.infos[name] = ExperimentInfo(name, state, len(results.rows), planned, text, left_s)
+        return info
 
 
 # ----------------------------------------------------------------------------------------------------------- endpoints
@@ -150,8 +141,7 @@ class Axes(Given):
 
 
 async def list_experiments(call: Call) -> Page:
-    infos = call.experiments.infos
-    return Page([infos[name] for name in sorted(infos)])
+    return Page([info for _, info in sorted(call.experiments.infos.items())])
 
 
 async def create_experiment(call: Call) -> ExperimentInfo:
@@ -164,19 +154,18 @@ async def create_experiment(call: Call) -> ExperimentInfo:
         raise ConfigError(f"{place} is not TOML: {error}", remedy="see https://toml.io for the syntax") from None
     plan = await asyncio.to_thread(plan_of, document, place, None)
     peers = [peer for peer in await call.client.peers() if peer.state not in ABSENT_STATES]
-    return call.experiments.begin(plan, document, sum("worker" in peer.roles for peer in peers))
+    return call.experiments.begin(plan, sum("worker" in peer.roles for peer in peers))
 
 
 async def get_experiment(call: Call) -> ExperimentInfo:
-    call.experiments.directory(call.path["experiment"])
-    return call.experiments.infos[call.path["experiment"]]
+    return call.experiments.find(call.path["experiment"])[0]
 
 
 async def analyze_experiment(call: Call) -> Comparison:
     from roles.experiments.analysis import Analysis
     from roles.experiments.results import load
 
-    directory = call.experiments.directory(call.path["experiment"])
+    _, directory = call.experiments.find(call.path["experiment"])
     found = await asyncio.to_thread(load, directory)
     return Comparison(Analysis.of(found, call.body.x, call.body.y).to_json())
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scipy import stats
 
 from p2ptrain.core.errors import UserError
 from roles.experiments.analysis import MEASURES, Analysis, Estimate, t_quantile
@@ -33,18 +33,16 @@ ROWS = [
 
 
 def found(rows: list[Row] = ROWS, axes: dict[str, list[str]] | None = None) -> Found:
-    return Found("a<b", axes or {"context": ["64", "128"], "batch": ["4", "8"]}, [2.0], False, 8, rows, Path("/none"))
-
-
-def test_intervals_are_those_of_scipy() -> None:
-    for freedom in (*range(1, 41), 100, 1000):
-        assert t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-4)
-    values = [2.0, 2.2, 2.1, 2.6]
-    estimate = Estimate.of(values)
-    low, high = stats.t.interval(0.95, 3, loc=sum(values) / 4, scale=stats.sem(values))
-    assert (estimate.mean - (estimate.half or 0), estimate.mean + (estimate.half or 0)) == pytest.approx(
-        (low, high), rel=1e-5
+    return Found(
+        {"name": "a<b"}, axes or {"context": ["64", "128"], "batch": ["4", "8"]}, [2.0], False, 8, rows, Path("/none")
     )
+
+
+def test_intervals_are_those_of_student() -> None:
+    known = {1: 12.7062, 2: 4.30265, 10: 2.22814, 20: 2.08596, 21: 2.07961, 30: 2.04227, 60: 2.00030, 1000: 1.96234}
+    assert {freedom: t_quantile(freedom) for freedom in known} == pytest.approx(known, rel=1e-4)
+    estimate = Estimate.of([2.0, 2.2, 2.1, 2.6])  # stats.t.interval(0.95, 3, loc=2.225, scale=stats.sem(values))
+    assert (estimate.mean, estimate.half) == pytest.approx((2.225, 0.418485), rel=1e-4)
     assert Estimate.of([1.0]) == Estimate(1.0, None, 1)
 
 
@@ -83,11 +81,20 @@ def test_axes_that_do_not_exist_are_refused() -> None:
         Analysis.of(found([]))
 
 
-def test_the_report_needs_nothing_else() -> None:
-    for axes in (None, {"context": ["64", "128"]}):
-        text = page(Analysis.of(found(axes=axes)))
+def test_the_report_shows_any_label_and_needs_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "curves").mkdir()
+    rows = []
+    for name in ("$<b>\\frac$", "seconds"):
+        rows.append(row(name, "4", 1, val_loss=2.0, sent_bytes=0.0))
+        curve = "step,time_s,tokens,sent_bytes,loss,val_loss\n1,0.5,10,100,3,\n2,1.5,20,900,2,2\n"
+        (tmp_path / "curves" / f"{len(rows)}.csv").write_text(curve)
+        rows[-1]["run"] = f"{len(rows)}"
+    one = {"context": ["$<b>\\frac$", "seconds"]}
+    for axes, directory, pictures in ((one | {"batch": ["4"]}, tmp_path, 3), (one, tmp_path / "none", 1)):
+        text = page(Analysis.of(replace(found(rows, axes), directory=directory)))
         assert "a&lt;b" in text
         assert "<script" not in text
+        assert "<b>" not in text
         sources = re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"' >)]+)", text)
-        assert len(sources) >= 3
+        assert len(sources) == pictures  # a map, and curves against seconds and bytes
         assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)

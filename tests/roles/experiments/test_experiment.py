@@ -120,7 +120,7 @@ async def carried_out(directory: Path, made: Plan, *, stop_after: int = 99) -> l
 
     results = Results(directory, made, simulated=True)
     try:
-        await carry_out(results, execute, lambda at: None, lambda row: None)
+        await carry_out(results, execute, lambda text, left_s: None, lambda row: None)
     except UserError:
         assert len(ran) == stop_after
     finally:

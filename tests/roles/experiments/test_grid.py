@@ -83,7 +83,7 @@ def test_a_wrong_grid_is_refused_with_what_is_wrong(text: str, named: str) -> No
 
 @pytest.mark.parametrize(
     "text",
-    ["[axes]\n'optimizer.lr' = [1e-3, 2e-3]", "[set]\nattack = 'noise'\n[axes]\n'job.steps' = [2]",
+    ["[set]\nattack = 'noise'\n[axes]\n'job.steps' = [2]",
      "[axes.s]\np = {job.strategy = 'pipeline', pipeline.stages = 2}"],
 )  # fmt: skip
 def test_a_simulation_refuses_what_it_cannot_show(text: str) -> None:
