@@ -171,10 +171,16 @@ class Tracker:
     async def _begun(self) -> Writer:
         if (writer := self._writer) is not None:
             return writer
-        track, record, number = self._profile.track, self._controller.record, self._cursor.run
-        check(self._name, track, self._trackers.environ)
-        root = Path(track.directory) if track.directory else self._trackers.directory
-        run = Run(
+        track, environ, run = self._profile.track, self._trackers.environ, self._run()
+        check(self._name, track, environ)
+        writer = self._writer = self._trackers.writers[self._name](track, environ)
+        await self._call(lambda: writer.begin(run))
+        return writer
+
+    def _run(self) -> Run:
+        directory, record, number = self._profile.track.directory, self._controller.record, self._cursor.run
+        root = Path(directory).expanduser() if directory else self._trackers.directory
+        return Run(
             id=record.id if number == 1 else f"{record.id}-{number}",
             job=record.id,
             name=record.name if number == 1 else f"{record.name} ({number})",
@@ -183,9 +189,6 @@ class Tracker:
             after_step=self._cursor.step,
             directory=root / f"{re.sub(r'[^A-Za-z0-9_-]', '_', record.name)}-{record.id}",
         )
-        writer = self._writer = self._trackers.writers[self._name](track, self._trackers.environ)
-        await self._call(lambda: writer.begin(run))
-        return writer
 
     async def _end(self, state: str) -> None:
         writer, self._writer = self._writer, None
