@@ -216,7 +216,7 @@ async def _serve(
                     stack.enter_context(announced(near, root))
                 try:
                     if place is not None:
-                        await stack.enter_async_context(_web(place, near, root, console))
+                        await stack.enter_async_context(_web(place, bound, near, root, console))
                     _tell(console, bound, port, root, tickets, place, as_json)
                     await unless_stopped(stop, _first_job(near, root, first_job, console))
                 except P2PTrainError:
@@ -246,12 +246,14 @@ async def _web_place(web: WebOptions, root: Path, console: Console) -> WebPlace:
     return await web_place(web, root / "seed", names, world=real_world(TcpNetwork()), warn=warn)
 
 
-def _web(place: WebPlace, near: tuple[str, int], root: Path, console: Console) -> AbstractAsyncContextManager[None]:
+def _web(
+    place: WebPlace, bound: str, near: tuple[str, int], root: Path, console: Console
+) -> AbstractAsyncContextManager[None]:
     from p2ptrain.cli.inputs import checked
     from roles.web.serving import serving_web
 
     async def create(client: SeedClient, name: str, label: str, profile: Profile) -> str:
-        if is_loopback(near[0]):  # otherwise each worker reads its own disk
+        if is_loopback(bound):  # otherwise each worker reads its own disk
             profile = await asyncio.to_thread(checked, profile)
         return await create_job(client, name, label, profile, console)
 

@@ -158,10 +158,10 @@ class WebApp:
         ]
         routes += [
             Route(f"{ROOT}/openapi.json", self._openapi, methods=["GET"]),
-            Route(f"{ROOT}/docs", self._docs, methods=["GET"]),
+            Route(f"{ROOT}/docs", _docs, methods=["GET"]),
             WebSocketRoute(STREAM, self._stream),
             Route("/metrics", self._prometheus, methods=["GET"]),
-            Route("/{path:path}", self._page, methods=["GET"]),
+            Route("/{path:path}", _page, methods=["GET"]),
         ]
         handlers: dict[Any, Any] = {Problem: _told, P2PTrainError: _told, Exception: _told, **NOT_HANDLED}
         self._app = Starlette(routes=routes, exception_handlers=handlers)
@@ -215,21 +215,11 @@ class WebApp:
         self._document = self._document or await asyncio.to_thread(openapi, ENDPOINTS)
         return json_response(self._document)
 
-    async def _docs(self, request: Request) -> Response:
-        return Response(None, 302, {"location": "../../docs.html"})
-
     async def _prometheus(self, request: Request) -> Response:
         client = await self._feed.client()
         of = self._feed.records
         text = exposition(await client.cluster(), of(JobInfo), of(PeerInfo), of(ServingInfo))
         return Response(text, 200, HEADERS | {"content-type": CONTENT_TYPE})
-
-    async def _page(self, request: Request) -> Response:
-        answer = page_answer(request.url.path, request.headers)
-        if answer is None:
-            text = f"there is no {request.method} {request.url.path}"[:100]
-            raise Problem(404, f"{text} here", code="unknown_url")
-        return answer
 
     async def _stream(self, socket: WebSocket) -> None:
         try:
@@ -249,3 +239,11 @@ class WebApp:
 
 async def _told(request: Request, error: Exception) -> Response:
     return problem_of(error).response()
+
+
+async def _docs(request: Request) -> Response:
+    return Response(None, 302, {"location": "../../docs.html"})
+
+
+async def _page(request: Request) -> Response:
+    return page_answer(request.url.path, request.headers)

@@ -3,7 +3,8 @@ OpenAPI document are made from this declaration."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -174,17 +175,14 @@ def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     }
 
 
-def _parameters(endpoint: Endpoint) -> Sequence[dict[str, Any]]:
-    names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
-    text = {"type": "string", "minLength": 1}
-    found: list[dict[str, Any]] = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
-    query = endpoint.query.model_json_schema()
-    for name, schema in query.get("properties", {}).items():
+def _parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
+    for name in re.findall(r"{(\w+)}", endpoint.path):
+        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    for name, schema in endpoint.query.model_json_schema().get("properties", {}).items():
         about = schema.pop("description", "")
-        found.append({"name": name, "in": "query", "required": False, "schema": schema, "description": about})
+        yield {"name": name, "in": "query", "required": False, "schema": schema, "description": about}
     if endpoint.method == "POST":
-        found.append(_IDEMPOTENCY)
-    return found
+        yield _IDEMPOTENCY
 
 
 _ABOUT = (

@@ -9,6 +9,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import PurePosixPath
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 _TYPES = {
@@ -48,10 +49,10 @@ def page_files() -> dict[str, tuple[bytes, dict[str, str]]]:
     return found
 
 
-def page_answer(path: str, given: Mapping[str, str]) -> Response | None:
-    """The answer to a request for the file at ``path``; None if there is none. ``given``: the request's headers."""
+def page_answer(path: str, given: Mapping[str, str]) -> Response:
+    """The answer to a request for the file at ``path``, with the headers ``given``. Raises ``HTTPException``."""
     if path not in page_files():
-        return None
+        raise HTTPException(404)
     content, headers = page_files()[path]
     if given.get("if-none-match") == headers["etag"]:
         return Response(None, 304, headers)

@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from starlette.exceptions import HTTPException
 
 from roles.web.page import page_answer, page_files
 from tests.roles.web.browser import CHROMIUM, browsing
@@ -34,17 +35,16 @@ def test_files_are_answered_with_their_type_a_policy_and_from_the_cache_of_a_bro
     types = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".png": "image/png"}
     for path in page_files():
         answer = page_answer(path, {})
-        assert answer is not None
         assert answer.headers["content-type"].startswith(types.get(Path(path).suffix, "")), path
         assert "script-src 'self'" in answer.headers["content-security-policy"]
         assert answer.headers["x-content-type-options"] == "nosniff"
         again = page_answer(path, {"if-none-match": answer.headers["etag"]})
-        assert again is not None
         assert (again.status_code, again.body) == (304, b"")
         assert page_answer(path, {"if-none-match": 'W/"other"'}).status_code == 200
     assert page_answer("/", {})
-    assert page_answer("/uplot/LICENSE", {}) is None
-    assert page_answer("/../app.py", {}) is None
+    for path in ("/uplot/LICENSE", "/../app.py"):
+        with pytest.raises(HTTPException):
+            page_answer(path, {})
     assert "MIT" in (files("roles.web.page") / "uplot" / "LICENSE").read_text()
 
 

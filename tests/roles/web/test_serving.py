@@ -7,14 +7,17 @@ import socket
 import ssl
 import stat
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
+from configs.loader import load_settings
+from p2ptrain.cli import seed as command
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.world import real_world
 from roles.web.serving import WebOptions, WebPlace, serving_web, web_place
@@ -88,6 +91,20 @@ async def test_what_cannot_be_used_is_refused_before_anything_starts(cluster: Cl
             with pytest.raises(UserError, match=part):
                 async with served(cluster, options):
                     pass
+
+
+@pytest.mark.parametrize(("bound", "refused"), [("127.0.0.1", True), ("0.0.0.0", False)])
+async def test_paths_are_checked_unless_workers_are_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, bound: str, refused: bool
+) -> None:
+    async def created(*given: Any) -> str:
+        return "job"
+
+    monkeypatch.setattr(command, "create_job", created)
+    monkeypatch.setattr("roles.web.serving.serving_web", lambda place, connect, create: create)
+    make = cast(Any, command._web(cast(Any, None), bound, ("127.0.0.1", 1), Path(), cast(Any, None)))
+    with pytest.raises(UserError, match="does not exist") if refused else nullcontext():
+        assert await make(None, "mine", "tiny", load_settings("tiny", {"data.path": "/only/on/workers"})) == "job"
 
 
 async def test_its_document_says_what_it_does(cluster: Cluster) -> None:
