@@ -43,7 +43,7 @@ class Feed:
         self._client: SeedClient | None = None
         self._ready.clear()
         self.changed = asyncio.Event()
-        self._records: dict[str, dict[str, Record]] = {topic: {} for topic in STATE_TOPICS}
+        self._records: dict[str, dict[str, tuple[Record, dict[str, Any]]]] = {topic: {} for topic in STATE_TOPICS}
         self._subscriptions = Subscriptions(self._rendered)
 
     async def run(self) -> None:
@@ -93,7 +93,7 @@ class Feed:
                 self._subscriptions.add(record)
             else:
                 ident = getattr(record, "id", "")
-                self._records[topic][ident] = record
+                self._records[topic][ident] = record, record.to_map()
                 self._subscriptions.touch(topic, ident)
         if topic == "events":  # the seed sends its log after all records, and the log is never empty
             self._ready.set()
@@ -104,7 +104,7 @@ class Feed:
 
     def records(self, kind: type[R]) -> list[R]:
         [topic] = [topic for topic in STATE_TOPICS if TOPICS[topic] is kind]
-        return [record for record in self._records[topic].values() if isinstance(record, kind)]
+        return [record for record, _ in self._records[topic].values() if isinstance(record, kind)]
 
     async def until(self, topic: str, ident: str, *, there: bool) -> None:
         """Wait for a record to come or go, for ``SEEN_S`` at most: so whoever made a change finds it in the next
@@ -123,5 +123,4 @@ class Feed:
             yield news
 
     def _rendered(self, topic: str, ident: str) -> dict[str, Any] | None:
-        record = self._records[topic].get(ident)
-        return record.to_map() if record is not None else None
+        return self._records[topic].get(ident, (None, None))[1]
