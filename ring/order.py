@@ -191,7 +191,7 @@ def step_s(
     """
     rate_bps = link.bandwidth_bps or math.inf
     reduce_s = all_reduce_s(members, link.latency_s, chunk_s=8 * total_bytes / members / rate_bps)
-    return compute_s + exposed_s(reduce_s, gathers_s(members, link.latency_s), overlapped_s) / updates
+    return compute_s + (max(reduce_s - overlapped_s, 0.0) + gathers_s(members, link.latency_s)) / updates
 
 
 def all_reduce_s(
@@ -215,11 +215,6 @@ def all_reduce_s(
 def gathers_s(members: int, latency_s: float) -> float:
     """Seconds of a step's small all-gathers."""
     return SMALL_GATHERS * (members - 1) * latency_s
-
-
-def exposed_s(reduce_s: float, gathered_s: float, overlapped_s: float) -> float:
-    """The seconds that a step waits for an all-reduce and the small all-gathers after it."""
-    return max(reduce_s - overlapped_s, 0.0) + gathered_s
 
 
 # ----------------------------------------------------------------------------------------------- plan of a whole ring

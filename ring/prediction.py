@@ -25,7 +25,6 @@ from ring.order import (
     Links,
     RingOptions,
     all_reduce_s,
-    exposed_s,
     gathers_s,
     plan_ring,
     steps,
@@ -39,8 +38,6 @@ BACKWARD = 2 / 3
 """The backward pass as a part of a micro-batch's time."""
 HANDED = 5
 """Ways across a link that a message and the arrays after it take: offer, answer, message, answer, arrays."""
-SERVED_COPIES = 2
-"""Copies of the state at a server: the one that is sent, and the next."""
 CHANGES_RESULT = 1.5
 """How many times as fast a strategy must be that changes what is learned, to be recommended instead of an exact one."""
 EXACT = ("sync", "sharded", "pipeline")
@@ -251,13 +248,9 @@ class _Step:
         """Raises ``ResourceError`` if a member lacks the memory for what it ``needs``, in bytes."""
         for one, need_bytes in zip(self.members, needs, strict=True):
             if 0 < one.memory_bytes < need_bytes:
-                parts = self.training.stages
-                what = f"each of {parts} shards" if parts > 1 else one.name
-                do = "split the model: job.strategy = 'sharded' or 'pipeline'"
-                if parts > 1:
-                    do = "set sharded.shards higher, sharded.accumulate = false or device.gradient_checkpointing = true"
-                offers = f"a worker may use {human_bytes(one.memory_bytes)}"
-                raise ResourceError(f"{what} needs about {human_bytes(need_bytes)}, and {offers}", remedy=do)
+                text = f"{one.name} needs about {human_bytes(need_bytes)}, and may use {human_bytes(one.memory_bytes)}"
+                do = "split the model, or split it further: job.strategy = 'sharded' or 'pipeline'"
+                raise ResourceError(text, remedy=f"{do}; or set device.gradient_checkpointing = true")
         memory_bytes, step_s = self.measured.base_bytes + max(needs), compute_s + update_s + exposed_s
         return Prediction(self.way, step_s, compute_s, update_s, exchange_s, exposed_s, memory_bytes, sent)
 
@@ -286,7 +279,7 @@ def _summed(step: _Step) -> Prediction:
         compute_s=compute_s,
         update_s=step.measured.update_s * step.slowest,
         exchange_s=reduce_s + gathered_s,
-        exposed_s=exposed_s(reduce_s, gathered_s, hidden_s),
+        exposed_s=max(reduce_s - hidden_s, 0.0) + gathered_s,
         sent=sent,
     )
 
@@ -310,7 +303,8 @@ def _served(step: _Step) -> Prediction:
     step_s = max(1 / rate, made_s, 0.0 if cluster.emulated else way.buffer * moved_s)
     compute_s = min(step_s * unit_s * max(map(step.pace, workers)) / max(cycles_s), step_s - made_s)
     vectors = way.vectors or way.buffer * (way.buffer > 1)
-    beside = SERVED_COPIES * state + len(workers) * gradient + vectors * way.trained_bytes
+    # Two copies of the state: the one that is sent, and the next.
+    beside = 2 * state + len(workers) * gradient + vectors * way.trained_bytes
     return step.done(
         [step.whole_bytes(server) + beside, *(step.whole_bytes(one) + state for one in workers)],
         compute_s=compute_s,

@@ -38,7 +38,7 @@ import numpy as np
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import GPIPE
 from p2ptrain.core.texts import human_bytes
-from ring.order import LinkCosts, Links
+from ring.order import LinkCosts, Links, all_reduce_s
 from ring.placement import MOST_PEERS, Array, CostTable, best_chain, cut_places, spans
 from ring.schedule import Costs, Schedule, extended, simulate
 from ring.training_costs import CandidateWorker, Training, achieved
@@ -99,17 +99,15 @@ class _Hops:
         there, back = self.there(ones, others), self.back(ones, others)
         return sum(there) + sum(back), max(there[1], back[1])
 
-    def _slowest(self, ones: Group, others: Group, size_bytes: int) -> tuple[float, float]:
+    def _slowest(self, ones: Group, others: Group, size_bytes: float) -> tuple[float, float]:
         ways = [self._ways.between(one.id, other.id, size_bytes) for one, other in zip(ones, others, strict=True)]
         return max(latency_s for latency_s, _ in ways), max(bytes_s for _, bytes_s in ways)
 
     def ring_s(self, members: Group, size_bytes: int) -> float:
-        count = len(members)
-        if count < 2:
+        if len(members) < 2:
             return 0.0
-        hops = zip(members, [*members[1:], members[0]], strict=True)
-        ways = [self._ways.between(one.id, other.id, 2 * (count - 1) / count * size_bytes) for one, other in hops]
-        return max(bytes_s for _, bytes_s in ways) + 2 * (count - 1) * max(latency_s for latency_s, _ in ways)
+        latency_s, chunk_s = self._slowest(members, (*members[1:], members[0]), size_bytes / len(members))
+        return all_reduce_s(len(members), latency_s, chunk_s=chunk_s)
 
 
 def _with_speeds(there: Sequence[CandidateWorker]) -> list[CandidateWorker]:

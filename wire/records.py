@@ -96,11 +96,11 @@ class PeerInfo(Record):
     staleness: float = 0.0
     most_staleness: int = 0
     group: str = ""
-    flops: float = 0.0
-    part_bytes: int = 0
-    cores: int = 0
-    threads: int = 0
-    sent_bytes: int = 0
+    flops: Annotated[int, Bound(0, 10**18)] = 0
+    part_bytes: Count = 0
+    cores: Count = 0
+    threads: Count = 0
+    sent_bytes: Count = 0
 
 
 FINISHED_STATES = frozenset({"done", "cancelled", "failed"})

@@ -7,6 +7,7 @@ import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -137,9 +138,9 @@ def calibrated(profile: Profile, where: int | Cluster, link: str = "") -> tuple[
     """
     from p2ptrain.cli.up_cluster import part_bytes
 
+    shape = shape_here(profile)  # fail here, not after the measurements
     if link:
-        preset_named(link)  # fail here, not after the measurements
-    workers = where if isinstance(where, int) else 1
+        preset_named(link)
     workers = where if isinstance(where, int) else 1
     # Of a worker elsewhere a thread's speed is known, and how many it has.
     threads = (profile.device.threads or threads_each(workers)) if isinstance(where, int) else 1
@@ -157,7 +158,7 @@ def calibrated(profile: Profile, where: int | Cluster, link: str = "") -> tuple[
     # What a member held was a whole model, and no copy of it for a checkpoint.
     flops = told.flops * min(threads, cores / min(workers, MOST_AT_ONCE))
     figures = replace(told, flops=flops, base_bytes=0)
-    way = replace(way_of(profile, shape_here(profile), 1), strategy="sync", vectors=0)
+    way = replace(way_of(profile, shape, 1), strategy="sync", vectors=0)
     one = replace(here, members=(replace(here.members[0], memory_bytes=0),))
     held_bytes = predict(way, one, figures).memory_bytes - 3 * way.trained_bytes
     figures = replace(figures, base_bytes=max(told.base_bytes - held_bytes, 0))
@@ -184,11 +185,11 @@ def equal_members(
     return Cluster(tuple(there), links, emulated=True, burst_bytes=preset.burst_bytes if preset else 0)
 
 
-def of_seed(seed: str, among: Sequence[str] = ()) -> Cluster:
-    """The workers that are connected to a seed; of a job's members ``among``, if any. Raises ``UserError``."""
+def of_seed(seed: str, among: Sequence[str] | None = None) -> Cluster:
+    """The workers that are connected to a seed; only those ``among`` a job's members. Raises ``UserError``."""
     links = ask(seed, lambda client: client.links())  # the workers measure their speed before
     peers = [peer for peer in ask(seed, lambda client: client.peers()) if peer.roles == ["worker"]]
-    there = [peer for peer in peers if peer.state not in ABSENT_STATES and (not among or peer.id in among)]
+    there = [peer for peer in peers if peer.state not in ABSENT_STATES and (among is None or peer.id in among)]
     if not any(peer.flops for peer in there):
         text = "no worker is connected to the seed, or none has measured its speed"
         do = "start some: p2ptrain join; or predict without them: p2ptrain explain --workers N, or --cluster FILE"
@@ -248,14 +249,14 @@ def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence
 def _all_ways(
     name: str, sets: Sequence[str], own: Profile, cluster: Cluster, measured: Calibration
 ) -> tuple[list[Prediction], dict[str, str]]:
-    """Every strategy with every codec that makes a difference, in the order of preference; and why other strategies are
-    impossible."""
+    """Every strategy with every codec that differs from the one before, in the order of preference; and why other
+    strategies are impossible."""
     from configs.loader import load
 
     workers, refused = len(cluster.members), dict.fromkeys(("sharded", "pipeline"), "it needs 2 workers")
     refused["federated"] = "it needs data.private = true"
     found: list[Prediction] = []
-    for strategy, codec in ((strategy, codec) for strategy in STRATEGIES for codec in CODECS):
+    for strategy, codec in product(STRATEGIES, CODECS):
         best: Prediction | None = None
         for more in _variants(strategy, own, workers):
             settings = [*more, *[f"ring.codec={codec}"] * (codec != own.ring.codec)]
@@ -267,8 +268,7 @@ def _all_ways(
                 continue
             if strategy not in LOCAL or best.exposed_s <= RARE * best.compute_s:
                 break
-        plain = [one for one in found if one.way.strategy == strategy and one.way.codec == "fp32"]
-        if best is not None and not (plain and best.step_s == plain[0].step_s):
+        if best and (strategy, best.step_s) not in [(one.way.strategy, one.step_s) for one in found[-1:]]:
             found.append(best)
     possible = {one.way.strategy for one in found}
     return found, {strategy: why for strategy, why in refused.items() if strategy not in possible}

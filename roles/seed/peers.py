@@ -228,7 +228,7 @@ class Link:
             refused=whole(stats.get("refused")),
             staleness=stats.get("staleness", 0.0),
             most_staleness=whole(stats.get("most_staleness")),
-            flops=self.flops or 0.0,
+            flops=int(self.flops or 0),
             part_bytes=self.peer.memory_bytes,
             cores=whole(self.hello.capabilities.get("cores"), 1 << 16),
             threads=whole(self.hello.capabilities.get("threads"), 1 << 16),

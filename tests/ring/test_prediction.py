@@ -122,7 +122,7 @@ def test_memory_counts_copies_of_the_weights_and_what_does_not_fit_is_refused() 
     gathered = predict(way(vectors=5), cluster(5), MEASURED)
     assert gathered.memory_bytes == 8 * MODEL + kept + 5 * MODEL
     assert gathered.sent_bytes == 4 * MODEL
-    with pytest.raises(ResourceError, match=r"w0 needs about .*, and a worker may use 1"):
+    with pytest.raises(ResourceError, match=r"w0 needs about .*, and may use 1"):
         predict(way(), cluster(2, memory_bytes=1 << 20), MEASURED)
 
 
