@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,9 +57,17 @@ def check_plan(plan: Plan, place: str) -> None:
 
 def simulator(plan: Plan) -> Execute:
     async def simulate(run: Run, show: Show) -> Result:
-        # Its loop needs a thread of its own. Of the loss, which is a stand-in's, nothing is shown.
-        work = _simulated(run, plan, lambda text: show(text.partition("  loss")[0]))
-        return await asyncio.to_thread(run_virtual, work)
+        stopped = threading.Event()
+
+        def say(text: str) -> None:
+            if stopped.is_set():
+                raise asyncio.CancelledError
+            show(text.partition("  loss")[0])  # of a stand-in
+
+        try:
+            return await asyncio.to_thread(run_virtual, _simulated(run, plan, say))  # its loop needs a thread
+        finally:
+            stopped.set()
 
     return simulate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,27 @@ async def test_a_refused_job_is_a_result(cluster: Cluster, monkeypatch: pytest.M
     monkeypatch.setattr("wire.client.SeedClient.create_job", refuse)
     result = await measured(cluster, plan({"job.steps": [6]}), stand_in)
     assert (result.state, result.reason) == ("refused", "not this one")
+
+
+async def test_a_simulation_that_is_cancelled_ends_at_its_next_step() -> None:
+    made, shown, began = plan({"link.preset": ["lan"]}), list[str](), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def show(text: str) -> None:
+        shown.append(text)
+        if text.startswith("step 1/"):
+            asyncio.run_coroutine_threadsafe(stop(), loop).result()  # the simulation's thread waits for it
+
+    async def stop() -> None:
+        task.cancel()
+        began.set()
+        await asyncio.wait({task})
+
+    task = asyncio.create_task(simulator(made)(made.runs[0], show))
+    await began.wait()
+    await loop.shutdown_default_executor()
+    assert task.cancelled()
+    assert shown[-1] == "step 1/6"
 
 
 # ------------------------------------------------------------------------------------------------- the whole experiment
