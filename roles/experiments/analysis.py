@@ -59,9 +59,6 @@ class Measure:
     in_words: bool = False
     less_is_better: bool = True
 
-    def shown(self, estimate: Estimate) -> str:
-        return self.show(estimate.mean) + (f" ± {self.show(estimate.half)}" if estimate.half is not None else "")
-
 
 MEASURES = (
     Measure("val_loss", "validation loss", "{:.3f}".format, in_words=True),
@@ -95,8 +92,9 @@ class Cell:
     def shown(self, measure: Measure) -> str:
         if (estimate := self.estimate(measure)) is None:
             return "-"
-        some = f", {estimate.count} of {len(self.done)}" if estimate.count < len(self.done) else ""
-        return measure.shown(estimate) + some
+        half = "" if estimate.half is None else f" ± {measure.show(estimate.half)}"
+        some = f", {estimate.count} of {len(self.done)}" * (estimate.count < len(self.done))
+        return measure.show(estimate.mean) + half + some
 
     def trouble(self) -> str:
         """What became of the runs that are not done, such as ``out-of-memory (2)``; empty if all are."""

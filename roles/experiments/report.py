@@ -47,6 +47,7 @@ def page(analysis: Analysis) -> str:
         cells = (f"<{tag}{' class=axis' * (n < axes)}>{html.escape(it)}</{tag}>" for n, it in enumerate(row))
         body += f"<tr>{''.join(cells)}</tr>"
     maps = [*product(analysis.others(), analysis.measures)]
+    left_out = f" The first {MOST_PICTURES} of {len(maps)}." * (len(maps) > MOST_PICTURES)
     curves = "".join(_curves(analysis))
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
@@ -54,15 +55,10 @@ def page(analysis: Analysis) -> str:
         f"<h2>Conclusions</h2><ul>{''.join(f'<li>{html.escape(it)}</li>' for it in analysis.conclusions())}</ul>"
         "<h2>Cells</h2><p>Means over the runs of a cell that are done, ± half of the 95 % confidence interval (by "
         f"Student's t); without ±, there is one run.</p><div><table>{body}</table></div><h2>Maps</h2><p>Lighter is "
-        f"better. Red: no run of the cell is done, or none reached the loss.{_left_out(len(maps))}</p>"
+        f"better. Red: no run of the cell is done, or none reached the loss.{left_out}</p>"
         f"{''.join(_heatmap(analysis, *it) for it in maps[:MOST_PICTURES])}"
         f"{'<h2>Curves</h2><p>A line for each run.</p>' * bool(curves)}{curves}</html>"
     )
-
-
-def _left_out(pictures: int) -> str:
-    more = " --x and --y choose other axes." if pictures > MOST_PICTURES else ""
-    return more and f" The first {MOST_PICTURES} of {pictures}.{more}"
 
 
 def _picture(figure: Any, text: str) -> str:
@@ -89,7 +85,7 @@ def _heatmap(analysis: Analysis, other: dict[str, str], measure: Measure) -> str
     for cell in cells:
         row, column = down.index(cell.labels[analysis.y]), across.index(cell.labels.get(analysis.x, ""))
         if (estimate := cell.estimate(measure)) is not None:
-            values[row, column], texts[row, column] = estimate.mean, measure.shown(estimate).replace(" ± ", "\n± ")
+            values[row, column], texts[row, column] = estimate.mean, cell.shown(measure).replace(" ± ", "\n± ")
         else:  # seaborn writes nothing there
             text = cell.trouble().replace(" (", "\n(") or "not reached"
             axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", color="#a02020", fontsize=8)
