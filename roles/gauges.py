@@ -118,17 +118,15 @@ def _gpu_reader() -> Callable[[], list[GpuInfo]] | None:
     library, handles = found
     names = [_name_of(library, handle) for handle in handles]
 
-    def ask(question: Callable[[], Any]) -> Any:
-        """The answer; None if this GPU gives none, as some lack a sensor."""
-        with contextlib.suppress(library.NVMLError):
-            return question()
-        return None
-
     def read_one(index: int, handle: Any) -> GpuInfo:
-        rates = ask(lambda: library.nvmlDeviceGetUtilizationRates(handle))
-        memory = ask(lambda: library.nvmlDeviceGetMemoryInfo(handle))
-        heat = ask(lambda: library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU))
-        power_mw = ask(lambda: library.nvmlDeviceGetPowerUsage(handle))
+        def ask(sensor: str, *more: Any) -> Any:
+            """What it says; None if this GPU lacks it."""
+            with contextlib.suppress(library.NVMLError):
+                return getattr(library, f"nvmlDeviceGet{sensor}")(handle, *more)
+            return None
+
+        rates, memory = ask("UtilizationRates"), ask("MemoryInfo")
+        heat, power_mw = ask("Temperature", library.NVML_TEMPERATURE_GPU), ask("PowerUsage")
         return GpuInfo(
             index,
             names[index],

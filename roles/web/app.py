@@ -32,13 +32,13 @@ from roles.http.answers import (
     shutting_down,
     tell,
 )
-from roles.web.endpoints import READ, ROOT, AfterStep, Call, CreateJob, Endpoint, Given, Page, openapi, read_query
+from roles.web.endpoints import READ, ROOT, AfterStep, Call, CreateJob, Endpoint, Given, Page, read_query
 from roles.web.experiments import Experiments
 from roles.web.feed import Feed
 from roles.web.page import page_answer
 from roles.web.prometheus import CONTENT_TYPE, exposition
-from roles.web.routes import ENDPOINTS
-from roles.web.stream import MOST_STREAMS, serve_stream
+from roles.web.routes import ENDPOINTS, document
+from roles.web.stream import serve_stream
 from wire.messages import RefusalCode
 from wire.records import JobInfo, PeerInfo, ServingInfo
 
@@ -150,9 +150,7 @@ class WebApp:
     def __init__(self, feed: Feed, access: Access, create_job: CreateJob, experiments: Experiments) -> None:
         self._feed, self._access, self._create_job, self._experiments = feed, access, create_job, experiments
         self._repeats = Repeats()
-        self._streams = 0
         self._stopping = asyncio.Event()
-        self._document: dict[str, Any] = {}
         routes: list[Any] = [
             Route(f"{ROOT}/{each.path}", partial(self._endpoint, each), methods=[each.method]) for each in ENDPOINTS
         ]
@@ -212,8 +210,7 @@ class WebApp:
 
     async def _openapi(self, request: Request) -> Response:
         # Not before somebody asks, and in a thread: it takes some tenths of a second.
-        self._document = self._document or await asyncio.to_thread(openapi, ENDPOINTS)
-        return json_response(self._document)
+        return json_response(await asyncio.to_thread(document))
 
     async def _prometheus(self, request: Request) -> Response:
         client = await self._feed.client()
@@ -227,14 +224,7 @@ class WebApp:
             job, _ = await (await self._feed.client()).job(socket.path_params["job"])
         except P2PTrainError as error:
             raise problem_of(error) from error
-        if self._streams >= MOST_STREAMS:
-            again = {"retry-after": str(RETRY_AFTER_S)}
-            raise Problem(503, f"{MOST_STREAMS} streams are open, the limit", code="overloaded", headers=again)
-        self._streams += 1
-        try:
-            await serve_stream(socket, self._feed, job, query.after_step, self._stopping)
-        finally:
-            self._streams -= 1
+        await serve_stream(socket, self._feed, job, query.after_step, self._stopping)
 
 
 async def _told(request: Request, error: Exception) -> Response:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field
@@ -14,7 +15,7 @@ from configs.loader import describe, load_settings, shipped
 from configs.schema import Profile
 from p2ptrain.core.errors import ConfigError, Refused
 from roles.http.answers import Problem
-from roles.web.endpoints import MOST_ITEMS, AfterStep, Call, Endpoint, Given, Handle, Page, Paging
+from roles.web.endpoints import MOST_ITEMS, AfterStep, Call, Endpoint, Given, Handle, Page, Paging, openapi
 from roles.web.experiments import ENDPOINTS as EXPERIMENTS
 from wire.messages import GpuInfo, RefusalCode
 from wire.records import (
@@ -338,3 +339,8 @@ ENDPOINTS: list[Endpoint] = [
     *EXPERIMENTS,
 ]
 """All endpoints of the API."""
+
+
+@cache
+def document() -> dict[str, Any]:
+    return openapi(ENDPOINTS)

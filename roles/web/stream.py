@@ -18,7 +18,6 @@ from roles.web.feed import Feed
 from wire.records import JobInfo
 from wire.schema import Record
 
-MOST_STREAMS = 128
 PAGE_ROWS = 100
 """Rows of the record in one message."""
 SUBPROTOCOL = "p2ptrain.v1"

@@ -236,7 +236,7 @@ async def test_a_reader_that_never_reads_is_cut_off_and_the_others_go_on(
                 deaf.connect(("127.0.0.1", port))
                 deaf.sendall(UPGRADE.format(path).encode())
                 steps, told = list[int](), 0
-                while app._streams == 2 or told < 1000:  # two of them from the first steps on
+                while len(feed._subscriptions._feeds) == 2 or told < 1000:  # two of them from the first steps on
                     seed.commit(*range(told + 1, told + 51))
                     told += 50
                     while steps[-1:] != [told]:
