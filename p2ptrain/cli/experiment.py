@@ -186,7 +186,7 @@ class LocalWorkers:
         if self._cluster is None or self._machine != run.machine:
             await self.end()
             show("workers start")
-            await self._begin(run.machine)
+            await self._begin(run)
         assert self._cluster is not None
         needed = [*self._cluster.peers.values()]
         try:
@@ -206,16 +206,19 @@ class LocalWorkers:
         finally:
             await client.close()
 
-    async def _begin(self, machine: Machine) -> None:
+    async def _begin(self, run: Run) -> None:
+        from p2ptrain.cli.inputs import own_texts
         from p2ptrain.cli.local_cluster import LocalCluster, threads_each
 
-        self._cluster, self._machine = LocalCluster(self._root), machine
+        self._cluster, self._machine = LocalCluster(self._root), run.machine
+        machine, texts = run.machine, own_texts(run.profile, run.machine.workers, [])
         await self._cluster.start_seed()
         for number in range(1, machine.workers + 1):
             options = ["--threads", str(machine.threads or threads_each(machine.workers))]
             options += ["--link", machine.link] * bool(machine.link)
             if machine.straggler > 1 and number == machine.workers:
                 options += ["--straggler", f"{machine.straggler:g}"]
+            options += ["--data", texts[number - 1]] if texts else []
             attack = machine.attack_of(number)
             program = ("p2ptrain.cli.chaos.attacker", attack) if attack else ("p2ptrain",)
             await self._cluster.start_peer(f"worker-{number}", number, *options, program=program)

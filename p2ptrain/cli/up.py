@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.inputs import DownloadOption, checked
+from p2ptrain.cli.inputs import DownloadOption, checked, own_texts
 from p2ptrain.cli.local_cluster import LOOPBACK, free_port, is_free
 from p2ptrain.cli.running import announced, default_state_dir
 from p2ptrain.cli.runtime import (
@@ -159,7 +159,7 @@ def up(
     if loaded.stages > 1:
         _check_fits(loaded, workers)
     port = _free(port)
-    texts = _texts(loaded, workers, data)
+    texts = own_texts(loaded, workers, data)
     plan = Plan(
         profile, loaded, workers, root, port, new, link or loaded.link.preset, place, keys, texts, straggler, web
     )
@@ -184,25 +184,6 @@ def up(
 def _free(port: int) -> int:
     """``port``; of 0: the one that `p2ptrain tui` uses if it is free, else any."""
     return port or (DEFAULT_PORT if is_free(DEFAULT_PORT) else free_port())
-
-
-def _texts(profile: Profile, workers: int, data: list[str]) -> tuple[str, ...]:
-    """The text of each worker, if each has its own. Private data of 'stdlib' is a package of it for each worker."""
-    from p2ptrain.core.text_files import STDLIB, STDLIB_PARTS, find_files
-
-    if not profile.data.private:
-        if data:
-            raise UserError("--data is for private data", remedy="add --set data.private=true, or set data.path")
-        return ()
-    if not data and profile.data.path == STDLIB:
-        data = [f"{STDLIB}/{STDLIB_PARTS[index % len(STDLIB_PARTS)]}" for index in range(workers)]
-    if len(data) not in (0, workers):
-        raise UserError(
-            f"{workers} workers and {len(data)} texts", remedy=f"give --data {workers} times, or not at all"
-        )
-    for path in data:
-        find_files(path, profile.data.format)  # fail here, not in each worker
-    return tuple(data)
 
 
 def _profile(name: str, sets: list[str], workers: int) -> Profile:

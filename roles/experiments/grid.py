@@ -61,6 +61,8 @@ class Machine(Table):
     """Preset of the emulated link between them; empty: the network as it is."""
     threads: int
     """Of each; 0: the machine's cores are shared."""
+    private: bool
+    """Whether each has its own text."""
     straggler: float = Field(default=1.0, ge=1, le=100)
     """The last worker computes so many times slower: a number from 1 to 100."""
     attack: str = Field(default="", pattern=f"^({'|'.join(ATTACKS)})?$")
@@ -193,6 +195,7 @@ def _run(
         where, "loss_targets are of validations, and there are none", remedy, is_timed and not profile.validation.every
     )
     given = {"workers": job.workers, "link": profile.link.preset, "threads": profile.device.threads}
+    given |= {"private": profile.data.private}
     machine = _valid(Machine, given | own | ({} if own.get("attack") else {"attackers": 0}), where)
     remedy = f"job.workers = {job.workers}: at most {job.workers - 1}, so that one is honest"
     _refuse(where, f"attackers = {machine.attackers}", remedy, machine.attackers >= job.workers)

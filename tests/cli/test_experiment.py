@@ -1,0 +1,77 @@
+"""The processes that an experiment starts on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.cli.experiment import LocalWorkers
+from p2ptrain.cli.output import Console
+from p2ptrain.core.errors import ConnectionLost, JobFailed
+from roles.experiments.grid import plan_of
+from roles.experiments.results import Result, Results
+
+
+class Recorded:
+    """Stands for ``LocalCluster``: it only records what it is told to start. ``fails``: how the next run ends."""
+
+    made: list[Recorded]
+    fails: Exception | None = None
+
+    def __init__(self, root: Path) -> None:
+        self.seed, self.peers = "seed", dict[str, Any]()
+        self.made.append(self)
+
+    async def start_seed(self) -> None:
+        """Nothing to wait for."""
+
+    async def start_peer(self, name: str, slot: int, *options: str, program: Any) -> None:
+        self.peers[name] = [*options, *program[1:]]
+
+    async def joined(self, names: list[str]) -> None:
+        assert names == list(self.peers)
+
+    async def end(self) -> None:
+        """Nothing runs."""
+
+    @classmethod
+    async def while_alive(cls, work: Any, *, needed: list[Any]) -> Result:
+        work.close()
+        assert needed == list(cls.made[-1].peers.values())  # the end of the seed is no result
+        if cls.fails is not None:
+            raise cls.fails
+        return Result("done")
+
+
+async def test_what_is_started_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.cli.local_cluster.LocalCluster", Recorded)
+    Recorded.made, Recorded.fails = [], None
+    fixed = {"job": {"workers": 2}, "device.threads": 1}
+    own = {"data.private": True, "job.strategy": "federated"}
+    kinds = {
+        "a": {"straggler": 4, "link.preset": "wan"},
+        "b": {"attack": "noise"},
+        "c": own,
+        "d": {},
+        "e": {"job.steps": 7},
+    }
+    made = plan_of({"name": "x", "set": fixed, "axes": {"kind": kinds}}, "grid", None)
+    results = Results(tmp_path, made)
+    workers, runs = LocalWorkers(results, Console()), {run.cell["kind"]: run for run in made.runs}
+    for kind in "abcde":
+        assert (await workers(runs[kind], lambda text: None)).state == "done"
+    threads = ["--threads", "1"]
+    assert [[*cluster.peers.values()] for cluster in Recorded.made] == [
+        [[*threads, "--link", "wan"], [*threads, "--link", "wan", "--straggler", "4"]],
+        [threads, [*threads, "noise"]],
+        [[*threads, "--data", "stdlib/asyncio"], [*threads, "--data", "stdlib/email"]],
+        [threads, threads],  # of d and e
+    ]
+    Recorded.fails = JobFailed("worker-1 ended: it was killed by SIGKILL", remedy="look")
+    assert (await workers(runs["e"], lambda text: None)).state == "out-of-memory"
+    Recorded.fails = ConnectionLost("the seed is gone")
+    with pytest.raises(ConnectionLost):
+        await workers(runs["e"], lambda text: None)
+    results.close()
