@@ -8,9 +8,9 @@ So only the slowest edge's transfer counts, while all hops count, one after the 
 
     seconds = max over edges of 2(n-1)/n B / bandwidth   +   2(n-1)/n  sum over edges of latency
 
-A step also makes ``SMALL_GATHERS`` all-gathers of little, n-1 hops each. ``step_s`` predicts a step on equal edges;
-``docs/scaling.md`` has it beside the simulator. ``all_reduce_s`` also knows pieces and buckets: with chunks of many
-pieces an edge is never idle, and all hops but the last one cost nothing.
+A step also makes ``SMALL_GATHERS`` all-gathers of little, n-1 hops each; ``docs/scaling.md`` has the sum beside the
+simulator. ``all_reduce_s`` also knows pieces and buckets: with chunks of many pieces an edge is never idle, and all
+hops but the last one cost nothing.
 
 The order is a heuristic. It goes from each member to the nearest remaining one. Then it reverses stretches as long as
 that makes the circle cheaper (2-opt; Croes 1958). ``ring.placement`` orders the peers of a chain by the same two steps.
@@ -172,28 +172,6 @@ def best_order(
     return tuple(members[index] for index in circle), seconds, joined_s
 
 
-def step_s(
-    members: int,
-    link: LinkQuality,
-    total_bytes: float,
-    compute_s: float,
-    *,
-    updates: int = 1,
-    overlapped_s: float = 0.0,
-) -> float:
-    """Predict the seconds of one update of a member, in a ring of alike members and links.
-
-    Args:
-        total_bytes: of the reduced array, as it is encoded.
-        compute_s: to compute one update.
-        updates: updates between two exchanges, H of ``local``; 1 for other strategies.
-        overlapped_s: computing during which the exchange may run.
-    """
-    rate_bps = link.bandwidth_bps or math.inf
-    reduce_s = all_reduce_s(members, link.latency_s, chunk_s=8 * total_bytes / members / rate_bps)
-    return compute_s + (max(reduce_s - overlapped_s, 0.0) + gathers_s(members, link.latency_s)) / updates
-
-
 def all_reduce_s(
     members: int, latency_s: float, *, chunk_s: float, piece_s: float = math.inf, buckets: int = 1
 ) -> float:
@@ -210,11 +188,6 @@ def all_reduce_s(
         return 0.0
     each_s = (rounds - 1) * max(chunk_s, min(piece_s, chunk_s) + latency_s) + chunk_s
     return buckets * each_s + latency_s
-
-
-def gathers_s(members: int, latency_s: float) -> float:
-    """Seconds of a step's small all-gathers."""
-    return SMALL_GATHERS * (members - 1) * latency_s
 
 
 # ----------------------------------------------------------------------------------------------- plan of a whole ring

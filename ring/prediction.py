@@ -20,12 +20,12 @@ from ring.codecs import codec_named
 from ring.codecs.choice import NEARLY_BEST, STATED_ERROR
 from ring.collectives import cut
 from ring.order import (
+    SMALL_GATHERS,
     LinkCosts,
     LinkQuality,
     Links,
     RingOptions,
     all_reduce_s,
-    gathers_s,
     plan_ring,
     steps,
 )
@@ -215,7 +215,7 @@ class _Step:
             burst_s = byte_s * self.cluster.burst_bytes
             chunk_s, piece_s = max(chunk_s - burst_s, 0.0), max(piece_s - burst_s, 0.0)
         reduce_s = all_reduce_s(size, latency_s, chunk_s=chunk_s, piece_s=piece_s, buckets=buckets)
-        return reduce_s, gathers_s(size, latency_s)
+        return reduce_s, SMALL_GATHERS * (size - 1) * latency_s
 
     def whole_bytes(self, member: CandidateWorker, factor: float = 1.0) -> int:
         """Memory of a member with the whole model, and with the copy of the state that a checkpoint is made from."""

@@ -1,4 +1,4 @@
-"""The prediction of a step: against sums by hand, against ``step_s``, and what is recommended on two clusters."""
+"""The prediction of a step: against sums by hand and the page's formula, and what is recommended on two clusters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
-from ring.order import LinkQuality, RingOptions, step_s
+from ring.order import LinkQuality, RingOptions
 from ring.prediction import Calibration, Cluster, Prediction, Way, predict, quality_of, recommended
 from ring.training_costs import CandidateWorker, ModelShape, Training
 from wire.emulate import preset_named
@@ -20,6 +20,13 @@ MODEL = 4 * LAYER
 """Bytes of the weights."""
 MEASURED = Calibration(0.1, 0.01, 1e9)
 NEAR, FAR = LinkQuality(1e-4, 1e9), LinkQuality(0.02, 1e7)
+
+
+def step_s(size: int, link: LinkQuality, size_bytes: float, compute_s: float, *, updates: int = 1) -> float:
+    """The formula of docs/scaling.md: the seconds of an update, of which an exchange follows so many."""
+    assert link.bandwidth_bps
+    round_s = 8 * size_bytes / size / link.bandwidth_bps + link.latency_s
+    return compute_s + 2 * (size - 1) * (round_s + link.latency_s) / updates
 
 
 def way(strategy: str = "sync", *, stages: int = 1, replicas: int = 1, micro_batches: int = 8, **more: Any) -> Way:

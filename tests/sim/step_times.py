@@ -14,13 +14,14 @@ from unittest import mock
 
 from configs.schema import Profile
 from p2ptrain.core.footprint import ModelSizes
-from ring.order import LinkQuality, RingOptions, step_s
+from ring.order import LinkQuality, RingOptions
 from ring.prediction import Calibration, Cluster, Way, predict, quality_of
 from ring.training_costs import CandidateWorker, ModelShape, Training
 from roles.sim import machine
 from roles.sim.cluster import SEED, Simulation
 from roles.sim.machine import SimLoop
 from roles.sim.watching import watched
+from tests.ring.test_prediction import step_s
 from wire.emulate import EmulatedNetwork, LinkPreset, preset_named
 from wire.memory import MemoryNetwork
 
