@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 from websockets.typing import Subprotocol
 
 from p2ptrain.core.errors import ConnectionLost
@@ -245,7 +246,11 @@ async def test_a_reader_that_never_reads_is_cut_off_and_the_others_go_on(
                 assert steps == list(range(1, told + 1))
                 deaf.settimeout(DEADLINE_S)
                 assert await asyncio.to_thread(_received, deaf) < 1 << 20
-        await app.stop()
+                await app.stop()
+                with pytest.raises(ConnectionClosed) as ended:
+                    _ = [text async for text in other]
+                assert ended.value.rcvd is not None
+                assert (ended.value.rcvd.code, "shutting down" in ended.value.rcvd.reason) == (1013, True)
 
 
 def _received(deaf: socket.socket) -> int:
