@@ -345,24 +345,18 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
     # A server's versions come in groups, so a median of theirs tells little.
     typical = statistics.mean if info.strategy == "server" else statistics.median
     peers = [peer for peer in ask(seed, lambda client: client.peers()) if peer.id in info.members]
-    figures = {
-        "step_s": (one.step_s, typical([(row.step_ms or 0.0) / 1e3 for row in timed])),
-        "tokens_per_s": (one.tokens_per_s, typical([row.tokens_per_s or 0.0 for row in timed])),
-        "memory_bytes": (one.memory_bytes, max((peer.memory_bytes for peer in peers), default=0)),
-    }
-    table = {
-        key: {"predicted": told, "measured": seen, "error_percent": 100 * (told / seen - 1)}
-        for key, (told, seen) in figures.items()
-        if seen  # the members of a job that has ended are gone
-    }
+    memory_bytes = max((peer.memory_bytes for peer in peers), default=0)
+    figures = [
+        ("step_s", one.step_s, typical([(row.step_ms or 0.0) / 1e3 for row in timed]), _seconds),
+        ("tokens_per_s", one.tokens_per_s, typical([row.tokens_per_s or 0.0 for row in timed]), "{:,.0f}".format),
+        ("memory_bytes", one.memory_bytes, memory_bytes, human_bytes),
+    ]
+    known = [(*each, 100 * (each[1] / each[2] - 1)) for each in figures if each[2]]
     if as_json:
+        table = {key: {"predicted": told, "measured": seen, "error_percent": off} for key, told, seen, _, off in known}
         print_json({"job": info.id, "steps": len(timed), **table})
         return
     how = f"{info.strategy} with {one.way.codec}, {size} members, {len(timed)} steps"
     typer.echo(f"job {printable(info.name)}: {how}\n")
-    forms = {"step_s": _seconds, "tokens_per_s": "{:,.0f}".format, "memory_bytes": human_bytes}
-    rows = [
-        (key, forms[key](row["predicted"]), forms[key](row["measured"]), f"{row['error_percent']:+.0f} %")
-        for key, row in table.items()
-    ]
+    rows = [(key, form(told), form(seen), f"{off:+.0f} %") for key, told, seen, form, off in known]
     print_table(("", "PREDICTED", "MEASURED", "ERROR"), rows, right=("PREDICTED", "MEASURED", "ERROR"))
