@@ -183,6 +183,7 @@ def _run(
     place: str,
 ) -> Run:
     where = f"{place}: {', '.join(f'{axis} = {label}' for axis, label in cell.items())}"
+    _refuse(where, "base is no setting", "name it outside of [set] and [axes]", "base" in settings)
     own = {key: settings[key] for key in _MACHINES if key in settings}
     values = {key: value for key, value in settings.items() if key not in own}
     try:

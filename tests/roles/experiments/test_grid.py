@@ -66,6 +66,8 @@ def test_every_value_meets_every_other_and_repeats_differ_in_their_seed() -> Non
         ("limit = '0s'\n[axes]\n'job.steps' = [3]", "limit is 0 s"),
         ("set.job.seed = 4\n[axes]\n'job.steps' = [3]", "seed and repeats"),
         ("[axes]\njob = {}", "no axes"),
+        ("set.base = 'tiny'\n[axes]\n'job.steps' = [3]", "base is no setting"),
+        ("[axes]\nbase = ['tiny', 'small']", "base is no setting"),
         ("[axes.state]\na = {}\nb = {'job.steps' = 3}", "such a column"),
         ('[axes.a]\n"b\\n" = {}', "printable"),
         ("[axes.'']\nb = {}", "printable"),
