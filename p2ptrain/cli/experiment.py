@@ -188,10 +188,12 @@ class LocalWorkers:
             show("workers start")
             await self._begin(run)
         assert self._cluster is not None
-        needed = [*self._cluster.peers.values()]
+        needed = [self._cluster.seed, *self._cluster.peers.values()]
         try:
             result = await LocalCluster.while_alive(self._measured(self._cluster, run, show), needed=needed)
-        except JobFailed as error:  # a worker ended; the end of the seed is no result
+        except JobFailed as error:  # a process ended; the end of the seed is no result
+            if self._cluster.seed.process.returncode is not None:
+                raise
             result = Result(failure(error.message), f"{error.message}; {error.remedy}")
         if result.state != DONE:
             await self.end()

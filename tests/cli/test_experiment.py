@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from p2ptrain.cli.experiment import LocalWorkers
 from p2ptrain.cli.output import Console
-from p2ptrain.core.errors import ConnectionLost, JobFailed
+from p2ptrain.core.errors import JobFailed
 from roles.experiments.grid import plan_of
 from roles.experiments.results import Result, Results
 
@@ -21,7 +22,7 @@ class Recorded:
     fails: Exception | None = None
 
     def __init__(self, root: Path) -> None:
-        self.seed, self.peers = "seed", dict[str, Any]()
+        self.seed, self.peers = SimpleNamespace(process=SimpleNamespace(returncode=None)), dict[str, Any]()
         self.made.append(self)
 
     async def start_seed(self) -> None:
@@ -39,7 +40,7 @@ class Recorded:
     @classmethod
     async def while_alive(cls, work: Any, *, needed: list[Any]) -> Result:
         work.close()
-        assert needed == list(cls.made[-1].peers.values())  # the end of the seed is no result
+        assert needed == [cls.made[-1].seed, *cls.made[-1].peers.values()]
         if cls.fails is not None:
             raise cls.fails
         return Result("done")
@@ -71,7 +72,11 @@ async def test_what_is_started_for_each_run(tmp_path: Path, monkeypatch: pytest.
     ]
     Recorded.fails = JobFailed("worker-1 ended: it was killed by SIGKILL", remedy="look")
     assert (await workers(runs["e"], lambda text: None)).state == "out-of-memory"
-    Recorded.fails = ConnectionLost("the seed is gone")
-    with pytest.raises(ConnectionLost):
+    assert (await workers(runs["e"], lambda text: None)).state == "out-of-memory"
+    assert len(Recorded.made) == 5  # what is left of a run that is not done is not used again
+    Recorded.fails = None
+    assert (await workers(runs["e"], lambda text: None)).state == "done"
+    Recorded.fails, Recorded.made[-1].seed.process.returncode = JobFailed("seed ended"), -9
+    with pytest.raises(JobFailed, match="seed ended"):  # no result
         await workers(runs["e"], lambda text: None)
     results.close()
