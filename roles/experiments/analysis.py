@@ -214,9 +214,8 @@ class Analysis:
 
 def _ratio(worse: float, better: float) -> str:
     """``worse`` relative to ``better``."""
-    low, high = sorted((worse, better))
-    if low <= 0:
-        return f"{high - low:.3g} apart"
-    if high / low >= 2:
-        return f"{high / low:.1f} times {'as much' if worse > better else 'less'}"
+    if min(worse, better) <= 0:
+        return f"{abs(worse - better):.3g} apart"
+    if worse >= 2 * better:
+        return f"{worse / better:.1f} times as much"
     return f"{100 * abs(worse / better - 1):.1f} % {'more' if worse > better else 'less'}"
