@@ -72,7 +72,7 @@ def test_each_condition_has_its_best_choice() -> None:
     assert "With context = 128: validation loss: least with batch = 4" in words
     assert "3.0 times as much" in words
     fast = [row(batch, "4", 1, tokens_per_s=speed) for batch, speed in (("64", 1000.0), ("128", 4000.0))]
-    assert "75.0 % less" in "\n".join(Analysis.of(found(fast)).conclusions())
+    assert "75.0 % less" in "\n".join(Analysis.of(found(fast, {"context": ["64", "128"]})).conclusions())
 
 
 def test_axes_that_do_not_exist_are_refused() -> None:
