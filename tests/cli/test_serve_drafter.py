@@ -73,7 +73,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return engine, 512
 
     monkeypatch.setattr(targets, "load_whole_engine", load)
-    monkeypatch.setattr(serving, "_prepare_torch", lambda threads: None)
+    monkeypatch.setattr(serving, "_prepare_torch", lambda directory, threads: None)
     (tmp_path / "small").mkdir()
     Tokenizer.of_bytes().save(tmp_path / "small")
     return tmp_path / "small"

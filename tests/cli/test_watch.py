@@ -137,7 +137,7 @@ def test_metrics_are_read_page_by_page(command: Command, fake_seed: Any, monkeyp
         return await read(connection, request)
 
     monkeypatch.setattr(fake_seed, "_answer", answer)
-    monkeypatch.setattr("p2ptrain.cli.watch.PAGE", 4)
+    monkeypatch.setattr("wire.client.PAGE", 4)
     fake_seed.answers["jobs.show"] = {"job": JOB.to_map(), "spec": "{}"}
     table = list(csv.DictReader(command("jobs", "metrics", "tiny", "--csv").out.splitlines()))
     assert [row["step"] for row in table] == [str(row.step) for row in ROWS]
