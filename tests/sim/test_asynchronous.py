@@ -12,7 +12,7 @@ FOUND = {
     "bound": (6, "versions"),
     "weight": (0, "versions"),
     "numbers": (0, "versions"),
-    "lost": (16, "nothing saved is taken back"),
+    "lost": (18, "nothing saved is taken back"),
 }
 WITHIN = 60
 
