@@ -55,8 +55,7 @@ async def measure(bench: Bench, profile: Profile, workers: int, threads: int) ->
         told = await members.all("alone", spec=spec, threads=threads, seconds=ENOUGH_S)
     names = ("micro_batch_s", "update_s", "flops", "peak_bytes")
     micro_batch_s, update_s, flops, peak_bytes = (statistics.median(each[name] for each in told) for name in names)
-    shared = max(count / (os.cpu_count() or 1), 1.0) if threads == 1 else 1.0
-    return Calibration(shared * micro_batch_s, shared * update_s, flops / threads, int(peak_bytes)), loopback
+    return Calibration(micro_batch_s, update_s, flops / threads, int(peak_bytes)), loopback
 
 
 async def _loopback(members: Members) -> LinkQuality:
@@ -83,13 +82,9 @@ async def alone(local: LocalMember, spec: str, threads: int) -> Answer:
     await training.train(RING, 0, WARM_STEPS)
     passes_s, rests_s, began = list[float](), list[float](), time.monotonic()
     for step in range(WARM_STEPS, WARM_STEPS + STEPS):
-        cpu_s = time.process_time()
         answer = await training.train(RING, step, 1)
-        cpu_s, took_s = time.process_time() - cpu_s, answer["seconds"][0]
-        # Of one thread the time on a processor, so that other programs do not count; several also wait for one another.
-        busy = min(cpu_s / took_s, 1.0) if threads == 1 else 1.0
-        passes_s.append(busy * answer["computed_s"] / MICRO_BATCHES)
-        rests_s.append(busy * (took_s - answer["computed_s"]))
+        passes_s.append(answer["computed_s"] / MICRO_BATCHES)
+        rests_s.append(answer["seconds"][0] - answer["computed_s"])
         if time.monotonic() - began > ENOUGH_S and len(passes_s) >= 3:
             break
     return {
