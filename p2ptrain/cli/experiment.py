@@ -159,7 +159,7 @@ async def _conduct(results: Results, *, simulated: bool, quiet: bool) -> bool:
         if not quiet:
             console.event(level, f"{cell}, repeat {row['repeat']:.0f}: {what}")
 
-    local = LocalWorkers(results, console)
+    local = LocalWorkers(results.plan, results.directory / CLUSTER, console)
     execute: Execute = simulator(results.plan) if simulated else local
     try:
         await unless_stopped(stop, carry_out(results, execute, show, tell))
@@ -173,8 +173,9 @@ class LocalWorkers:
     """Carries out runs on a seed and workers of this machine. They stay as long as the next run needs the same ones and
     nothing went wrong."""
 
-    def __init__(self, results: Results, console: Console) -> None:
-        self._plan, self._root, self._console = results.plan, (results.directory / CLUSTER).absolute(), console
+    def __init__(self, plan: Plan, root: Path, console: Console) -> None:
+        """``root``: directory of the processes' state."""
+        self._plan, self._root, self._console = plan, root.absolute(), console
         self._cluster: LocalCluster | None = None
         self._machine: Machine | None = None
 

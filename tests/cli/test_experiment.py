@@ -12,7 +12,7 @@ from p2ptrain.cli.experiment import LocalWorkers
 from p2ptrain.cli.output import Console
 from p2ptrain.core.errors import JobFailed
 from roles.experiments.grid import plan_of
-from roles.experiments.results import Result, Results
+from roles.experiments.results import Result
 
 
 class Recorded:
@@ -59,8 +59,7 @@ async def test_what_is_started_for_each_run(tmp_path: Path, monkeypatch: pytest.
         "e": {"job.steps": 7},
     }
     made = plan_of({"name": "x", "set": fixed, "axes": {"kind": kinds}}, "grid", None)
-    results = Results(tmp_path, made)
-    workers, runs = LocalWorkers(results, Console()), {run.cell["kind"]: run for run in made.runs}
+    workers, runs = LocalWorkers(made, tmp_path, Console()), {run.cell["kind"]: run for run in made.runs}
     for kind in "abcde":
         assert (await workers(runs[kind], lambda text: None)).state == "done"
     threads = ["--threads", "1"]
@@ -79,4 +78,3 @@ async def test_what_is_started_for_each_run(tmp_path: Path, monkeypatch: pytest.
     Recorded.fails, Recorded.made[-1].seed.process.returncode = JobFailed("seed ended"), -9
     with pytest.raises(JobFailed, match="seed ended"):  # no result
         await workers(runs["e"], lambda text: None)
-    results.close()
