@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from pathlib import PureWindowsPath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -427,8 +428,8 @@ class Track(Table):
     'wandb': Weights & Biases. Needs `pip install 'p2ptrain[wandb]'`, and WANDB_API_KEY in the seed's environment
     unless offline. 'mlflow': the server at MLFLOW_TRACKING_URI in the seed's environment."""
     directory: Text = ""
-    """Directory on the seed's machine for the files, with one directory in it for each job. Empty: 'track' beside the
-    seed's records."""
+    """Directory for the files, with one directory in it for each job. It is made in 'track' beside the seed's records,
+    and cannot be elsewhere. Empty: 'track' itself."""
     project: str = Field(default="p2ptrain", pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     """Project of W&B; experiment of MLflow."""
     offline: bool = False
@@ -567,6 +568,11 @@ def _check(profile: Profile) -> None:
         remedy = "pipeline.recompute = true instead of device.gradient_checkpointing"
         why = "the parts of a split model have a setting of their own"
         raise _conflict(profile, "device.gradient_checkpointing", "job.strategy", why=why, remedy=remedy)
+    place = PureWindowsPath(profile.track.directory)  # knows drives, and takes \ for / everywhere
+    if place.anchor or not all(part.strip(" .") for part in place.parts) or profile.track.directory.startswith("~"):
+        why = "a job may write to the seed's own directory of tracked files only"
+        remedy = "a relative path without '..' and '~', such as 'mine'; it is made in that directory"
+        raise _conflict(profile, "track.directory", why=why, remedy=remedy)
     _check_lora(profile)
     if profile.robust.rule:
         _check_robust(profile)

@@ -178,8 +178,8 @@ class Tracker:
         return writer
 
     def _run(self) -> Run:
-        directory, record, number = self._profile.track.directory, self._controller.record, self._cursor.run
-        root = Path(directory).expanduser() if directory else self._trackers.directory
+        record, number = self._controller.record, self._cursor.run
+        root = self._trackers.directory / self._profile.track.directory  # stays in it: see ``configs.schema``
         return Run(
             id=record.id if number == 1 else f"{record.id}-{number}",
             job=record.id,
@@ -225,7 +225,7 @@ class Trackers:
     """All trackers of a seed.
 
     Args:
-        directory: for the files of jobs without ``track.directory``.
+        directory: for all files; ``track.directory`` is in it.
         environ: the environment with the trackers' keys. They are never recorded or logged.
     """
 

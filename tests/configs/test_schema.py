@@ -132,6 +132,18 @@ def test_a_split_that_cannot_be_is_refused(job: dict[str, Any], pipeline: dict[s
 
 
 @pytest.mark.parametrize(
+    "directory", ["/etc", "..", "../x", "a/../../x", "~", "~root/x", "C:x", "\\\\host\\x", "a\\..\\x", "a/.. /x"]
+)
+def test_a_job_cannot_choose_where_on_the_seed_s_machine_its_files_are(directory: str) -> None:
+    for inside in ("", "mine", "a/b.c/d"):
+        assert Profile.model_validate({"track": {"directory": inside}}).track.directory == inside
+    with pytest.raises(ValidationError, match="the seed's own directory of tracked files only"):
+        Profile.model_validate({"track": {"directory": directory}})
+    with pytest.raises(ProtocolError, match="the whole profile"):
+        Profile.from_spec_untrusted(_spec(track={"directory": directory}))
+
+
+@pytest.mark.parametrize(
     ("job", "said"),
     [
         ({"strategy": "pipeline"}, "data.private = True, job.strategy = 'pipeline'"),

@@ -27,7 +27,7 @@ from wire.memory import MemoryNetwork
 from wire.records import JobInfo, MemberScore, MetricRow, PeerInfo, ServingInfo
 
 KEY = "a-secret-key\tof-forty-characters-0123456"
-PROFILE = Profile.model_validate({"track": {"to": ["jsonl"], "offline": True, "directory": "~/runs"}})
+PROFILE = Profile.model_validate({"track": {"to": ["jsonl"], "offline": True, "directory": "runs"}})
 
 
 class Notes(Writer):
@@ -94,7 +94,7 @@ class Desk:
             services=SimpleNamespace(infos=list),
             note=lambda level, kind, text, job: self.events.append(text),
         )
-        self.all = Trackers(cast(Any, seed), Path(), {"WANDB_API_KEY": KEY + "\n"})
+        self.all = Trackers(cast(Any, seed), Path("track"), {"WANDB_API_KEY": KEY + "\n"})
         self.all.writers = {"jsonl": lambda track, environ: self.notes}
         self.restart()
 
@@ -133,7 +133,7 @@ async def test_a_restarted_seed_goes_on_after_the_last_row_that_was_written(desk
     await desk.tracker.catch_up()
     assert desk.notes.steps == [1, 2, 3, 4, 5], desk.events
     assert desk.notes.runs == [("job1", 0), ("job1", 3)]
-    assert desk.notes.directory == Path.home() / "runs" / "tiny-job1"
+    assert desk.notes.directory == Path("track") / "runs" / "tiny-job1"
     assert desk.notes.last is not None
     assert desk.notes.last == Point(5, 1e9 + 5, {"train/loss": 2.0, "generation": 1.0, "node/w1/memory": 7.0})
 

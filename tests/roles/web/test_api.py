@@ -54,6 +54,7 @@ async def test_a_job_from_its_creation_to_its_end(api: Api) -> None:
         ({"set": {"job.stps": 1}}, 422, "did you mean job.steps"),
         ({"set": {"job.steps": "many"}}, 422, "must be a whole number"),
         ({"set": {"optimizer.lr": 1e999}}, 422, "must be a finite number"),
+        ({"set": {"track.directory": "../mine"}}, 422, "a relative path without '..' and '~'"),
         ({"steps": 5}, 400, "steps"),
         (b"{", 400, "not JSON"),
         ({"drafter": True}, 422, "has no drafter"),
