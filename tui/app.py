@@ -23,7 +23,7 @@ from tui.format import GONE, SLOWEST, SPENT_LOOKS, Span
 from tui.model import Link, Phase
 from tui.panels import EventsPanel, Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
 from tui.serving import ServingPanel
-from tui.source import SeedAccess, SeedSource, Source
+from tui.source import Connect, SeedSource, Source
 from tui.tables import CheckpointsPanel, JobsPanel, PeersPanel
 from tui.theme import DARK, THEMES, Palette
 from wire.records import JobInfo
@@ -398,5 +398,5 @@ _DONE = {
 }
 
 
-def run_tui(way: SeedAccess, address: str) -> None:
-    P2PTrainApp(SeedSource(way, address)).run()
+def run_tui(connect: Connect, address: str) -> None:
+    P2PTrainApp(SeedSource(connect, address)).run()

@@ -47,6 +47,7 @@ MAX_VALIDATIONS = 1000
 R = TypeVar("R", bound=Record)
 _GOING = frozenset({"peers", "jobs", "checkpoints", "parts", "serving"})
 """Topics whose records have text ids, and can be removed."""
+_TOPIC_OF = {kind: topic for topic, kind in TOPICS.items()}
 
 
 class Phase(StrEnum):
@@ -76,9 +77,8 @@ class Link:
     remedy: str = ""
 
 
-def _parse(kind: type[R], item: object) -> R:
-    """The record in ``item`` with clean texts. Raises ``ProtocolError``."""
-    record = kind.from_map_untrusted(item)
+def _clean(record: R) -> R:
+    """The record with clean texts. Raises ``ProtocolError``."""
     changes: dict[str, Any] = {}
     for entry in dataclasses.fields(record):
         value = getattr(record, entry.name)
@@ -86,7 +86,7 @@ def _parse(kind: type[R], item: object) -> R:
             changes[entry.name] = printable(value)
         elif isinstance(value, list):
             if len(value) > MAX_RECORDS:
-                raise ProtocolError(f"{kind.__name__}.{entry.name} is not a short list")
+                raise ProtocolError(f"{type(record).__name__}.{entry.name} is not a short list")
             changes[entry.name] = [printable(part) if isinstance(part, str) else part for part in value]
     return dataclasses.replace(record, **changes) if changes else record
 
@@ -187,6 +187,7 @@ class Store:
     serving: dict[str, ServingInfo] = field(default_factory=dict)
     versions: Counter[str] = field(default_factory=Counter)
     malformed: int = 0
+    _untold: dict[str, set[str]] = field(default_factory=dict)
     _paces: dict[str, deque[tuple[float, float]]] = field(default_factory=dict)
 
     # ------------------------------------------------------------------------------------------------------- updates
@@ -201,21 +202,24 @@ class Store:
         for item in items:
             try:
                 if topic == kind:
-                    self._take(topic, _parse(TOPICS[topic], item), now)
+                    self.take(TOPICS[topic].from_map_untrusted(item), now)
                 else:
                     self._drop(kind, item)
             except ProtocolError as error:
                 self.malformed += 1
                 bad = error
-        self.versions[kind] += 1
         if bad is not None:
             self.versions["link"] += 1
             raise ProtocolError(f"a malformed item in an update of {printable(topic, 40)}: {bad.message}")
 
-    def replace(self, topic: str, items: Iterable[object], now: float) -> None:
-        """As ``apply``, for a complete list of one topic: records that it lacks are removed."""
-        getattr(self, topic).clear()
-        self.apply(topic, items, now)
+    def begin(self) -> None:
+        """Expect all records anew, up to ``settle``. It removes those that were not told again."""
+        self._untold = {topic: set(getattr(self, topic)) for topic in _GOING}
+
+    def settle(self) -> None:
+        for topic, gone in self._untold.items():
+            self.apply(f"{topic}-gone", [{"id": id_} for id_ in gone], 0.0)
+        self._untold = {}
 
     def set_link(self, link: Link) -> None:
         self.link = link
@@ -226,7 +230,11 @@ class Store:
         since = now if self.link.phase is Phase.LIVE else self.link.since
         self.set_link(Link(Phase.LOST, since, retry_at, None, printable(error.message), printable(error.remedy)))
 
-    def _take(self, topic: str, record: Any, now: float) -> None:
+    def take(self, told: Record, now: float) -> None:
+        """Keep one record. Raises ``ProtocolError`` if it is too large."""
+        record: Any = _clean(told)
+        topic = _TOPIC_OF[type(record)]
+        self.versions[topic] += 1
         if isinstance(record, ClusterInfo):
             self._enter(record)
         elif isinstance(record, MetricRow):
@@ -247,6 +255,7 @@ class Store:
                     _put(self._paces, record.id, deque(maxlen=MAX_PACES), MAX_RECORDS)
                 self._paces[record.id].append((now, record.stats.get("tokens_per_s", 0.0)))
             _put(getattr(self, topic), record.id, record, MAX_RECORDS)
+            self._untold.get(topic, set()).discard(record.id)
             if isinstance(record, PeerInfo):
                 _put(self.peers_seen, record.id, now, MAX_RECORDS)
 
@@ -264,6 +273,7 @@ class Store:
         if not isinstance(item, dict) or not isinstance(item.get("id"), str):
             raise ProtocolError("a removed item has no id")
         getattr(self, kind).pop(item["id"], None)
+        self.versions[kind] += 1
 
     # ------------------------------------------------------------------------------------------------------- reading
 

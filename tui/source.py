@@ -1,30 +1,31 @@
 """Feeds the store from the seed, over one operator connection that is dialled again when it ends.
 
-Order on every connection: ``subscribe`` first, then the lists, then the updates that queued up meanwhile. So no change
-is missed, and a newer update always follows a stale one. Histories are fetched page by page beside the live updates;
-``model.Series`` takes rows in any order.
+A seed tells a subscriber all its records, then its log, which is never empty, and then each change. Older events and
+the history of the job in view are fetched beside that; ``model.Series`` takes rows in any order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.texts import printable
-from p2ptrain.core.world import LoopClock, Network
-from tui.model import Link, Phase, Store
+from p2ptrain.core.world import LoopClock
+from tui.model import MAX_EVENTS, Link, Phase, Store
 from wire.client import SeedClient
 
-CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 10.0
 PING_S = 5.0
 """Interval of requests that show whether a silent seed is still there."""
-PAGE = 200
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 10.0
+
+Connect = Callable[[], AbstractAsyncContextManager[SeedClient]]
+"""Opens an operator's connection to the seed. Raises ``P2PTrainError``."""
 
 
 class Source(Protocol):
@@ -41,29 +42,6 @@ class Source(Protocol):
         """Fetch the history of this job."""
 
 
-class SeedAccess(Protocol):
-    """How to reach the seed, and how to keep the right to do so."""
-
-    async def connect(self) -> SeedClient:
-        """Dial the seed. Raises ``P2PTrainError``."""
-
-    async def keep_fresh(self, client: SeedClient) -> None:
-        """Renew over this connection the credentials for the next one, until cancelled. Raises ``P2PTrainError``."""
-
-
-class PlainAccess:
-    """Access without encryption, on a network without authentication."""
-
-    def __init__(self, network: Network, host: str, port: int) -> None:
-        self._network, self._host, self._port = network, host, port
-
-    async def connect(self) -> SeedClient:
-        return await SeedClient.connect(self._network, self._host, self._port, name="tui", timeout_s=CONNECT_TIMEOUT_S)
-
-    async def keep_fresh(self, client: SeedClient) -> None:
-        await client.connection.closed.wait()
-
-
 def backoff_s(attempt: int) -> float:
     return float(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempt, 16)))
 
@@ -71,10 +49,10 @@ def backoff_s(attempt: int) -> float:
 class SeedSource:
     """The real source, owned by the task that calls ``run``. ``address``: of the seed, for messages."""
 
-    def __init__(self, way: SeedAccess, address: str) -> None:
+    def __init__(self, connect: Connect, address: str) -> None:
         self.store = Store()
         self.address = address
-        self._way = way
+        self._connect = connect
         self._clock = LoopClock()
         self._client: SeedClient | None = None
         self._watched = ""
@@ -97,7 +75,7 @@ class SeedSource:
                 f"there is no connection to the seed at {self.address}",
                 remedy="it is dialled again automatically; try again when the header says live",
             )
-        return await self._ask(method, **params)
+        return await self._client.request(method, params, timeout_s=REQUEST_TIMEOUT_S)
 
     async def run(self) -> None:
         self.store.set_link(Link(Phase.CONNECTING, since=self._clock.now()))
@@ -114,123 +92,74 @@ class SeedSource:
             self.store.set_link(dataclasses.replace(self.store.link, retry_at=None))
 
     async def _one_connection(self) -> P2PTrainError:
-        try:
-            client = await self._way.connect()
-        except P2PTrainError as error:
-            return error
-        self._client = client
         problem: P2PTrainError = ConnectionLost(f"the seed at {self.address} ended the connection")
+        known = max(self.store.events, default=0)
         try:
-            await self._ask("subscribe")
-            await self._load_lists()
-            self.store.set_link(Link(Phase.LIVE, since=self._clock.now(), rtt_ms=self.store.link.rtt_ms))
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._follow(client))
-                tasks.create_task(self._keep_asking())
-                tasks.create_task(self._load_events())
-                tasks.create_task(self._load_histories())
-                tasks.create_task(self._way.keep_fresh(client))
+            async with self._connect() as client:
+                self._client = client
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._follow(client))
+                    tasks.create_task(self._keep_asking(client))
+                    tasks.create_task(self._load_events(client, known))
+                    tasks.create_task(self._load_histories(client))
         except* P2PTrainError as errors:
             problem = first_error(errors)
         finally:
             self._client = None
             self._note_how_far()
-            await client.close()
         return problem
 
-    # ------------------------------------------------------------------------------------------------------- updates
-
     async def _follow(self, client: SeedClient) -> None:
+        await client.request("subscribe", timeout_s=REQUEST_TIMEOUT_S)
+        self.store.begin()
         async for update in client.updates():
-            self._apply(update.topic, update.items)
-        raise ConnectionLost(f"the seed at {self.address} ended the updates")
-
-    def _apply(self, topic: str, items: list[Any], *, whole: bool = False) -> None:
-        """Apply an update. A malformed item is counted and reported; the other items are still worth showing."""
-        try:
-            (self.store.replace if whole else self.store.apply)(topic, items, self._clock.now())
-        except ProtocolError as error:
-            self._note(error)
+            try:
+                self.store.apply(update.topic, update.items, self._clock.now())
+            except ProtocolError as error:  # it is counted; the other items are still worth showing
+                self._note(error)
+            if update.topic == "events" and self.store.link.phase is not Phase.LIVE:
+                self.store.settle()
+                self.store.set_link(Link(Phase.LIVE, since=self._clock.now(), rtt_ms=self.store.link.rtt_ms))
 
     def _note(self, error: P2PTrainError) -> None:
         link = dataclasses.replace(self.store.link, problem=printable(error.message), remedy=printable(error.remedy))
         self.store.set_link(link)
 
-    # --------------------------------------------------------------------------------------------- requests of the TUI
-
-    async def _ask(self, method: str, **params: Any) -> dict[str, Any]:
-        assert self._client is not None
-        return await self._client.request(method, params, timeout_s=REQUEST_TIMEOUT_S)
-
-    async def _page(self, method: str, key: str, **params: Any) -> list[Any]:
-        items = (await self._ask(method, **params)).get(key)
-        if not isinstance(items, list):
-            raise ProtocolError(f"the answer to {method} has no list of {key}")
-        return items
-
-    async def _ask_cluster(self) -> None:
-        asked_at = self._clock.now()
-        info = await self._ask("cluster.info")
-        rtt_ms = (self._clock.now() - asked_at) * 1000
-        self._apply("cluster", [info.get("cluster", info)])
-        self.store.set_link(dataclasses.replace(self.store.link, rtt_ms=rtt_ms))
-
-    async def _keep_asking(self) -> None:
+    async def _keep_asking(self, client: SeedClient) -> None:
         while True:
+            asked_at = self._clock.now()
+            await client.request("probe.clock", timeout_s=REQUEST_TIMEOUT_S)
+            rtt_ms = (self._clock.now() - asked_at) * 1000
+            self.store.set_link(dataclasses.replace(self.store.link, rtt_ms=rtt_ms))
             await asyncio.sleep(PING_S)
-            await self._ask_cluster()
 
-    async def _load_lists(self) -> None:
-        await self._ask_cluster()
-        for topic in ("peers", "jobs", "checkpoints"):
-            self._apply(topic, await self._page(f"{topic}.list", topic), whole=True)
-        for topic in ("parts", "serving"):
-            try:
-                self._apply(topic, await self._page(f"{topic}.list", topic), whole=True)
-            except Refused as error:  # an older seed has no such list
-                self._note(error)
+    # ------------------------------------------------------------------------------------------------------ histories
 
-    async def _load_events(self) -> None:
-        async for _ in self._pages("events.list", "events", "id", "after_id", max(self.store.events, default=0)):
-            pass  # ``_pages`` applies each page
+    async def _load_events(self, client: SeedClient, known: int) -> None:
+        *_, newest = await client.events(-1, 1)
+        async for event in client.all_events(max(known, newest.id - MAX_EVENTS)):
+            self.store.take(event, self._clock.now())
 
-    async def _load_histories(self) -> None:
+    async def _load_histories(self, client: SeedClient) -> None:
         while True:
             self._watch_changed.clear()
             if self._watched and self._watched not in self._synced:
-                await self._load_history(self._watched)
+                await self._load_history(client, self._watched)
             else:
                 await self._watch_changed.wait()
 
-    async def _load_history(self, job: str) -> None:
-        generation, after = self._resume.get(job, (0, 0))
+    async def _load_history(self, client: SeedClient, job: str) -> None:
+        generation, after = self._resume.get(job, (0, -1))
         known = self.store.jobs.get(job)
         if known is None or known.generation != generation:
-            after = 0  # it may have been restored from a checkpoint meanwhile
-        async for last in self._pages("metrics.history", "rows", "step", "after_step", after, job=job):
-            self._resume[job] = (known.generation if known else 0, last)
+            after = -1  # it may have been restored from a checkpoint meanwhile
+        try:
+            async for row in client.all_metrics(job, after):
+                self.store.take(row, self._clock.now())
+                self._resume[job] = (known.generation if known else 0, row.step)
+        except Refused as error:  # the job was forgotten
+            self._note(error)
         self._synced.add(job)
-
-    async def _pages(
-        self, method: str, items_key: str, place_key: str, after_key: str, after: int, **params: Any
-    ) -> AsyncIterator[int]:
-        topic = {"rows": "metrics"}.get(items_key, items_key)
-        least = 1 if topic == "events" else PAGE  # of any page but the last; long events fill one sooner
-        while True:
-            try:
-                items = await self._page(method, items_key, **params, **{after_key: after, "limit": PAGE})
-            except Refused as error:
-                self._note(error)
-                return
-            self._apply(topic, [{**params, **item} if isinstance(item, dict) else item for item in items])
-            if len(items) < least:
-                return
-            places = [item.get(place_key) for item in items if isinstance(item, dict)]
-            last = max((place for place in places if isinstance(place, int)), default=after)
-            if last <= after:  # else it would be requested for ever
-                raise ProtocolError(f"a page of {len(items)} items does not go beyond {place_key} {after}")
-            after = last
-            yield after
 
     def _note_how_far(self) -> None:
         for job in self._synced:

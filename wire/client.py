@@ -95,7 +95,7 @@ class PendingCalls:
 R = TypeVar("R", bound=Record)
 
 PAGE = 200
-"""Rows of metrics in one answer."""
+"""Rows of metrics, or events, in one answer."""
 SILENCE_S = 15.0
 """After this many seconds without a frame the client probes the seed, which has as long again to answer."""
 MAX_UPDATES = 1024
@@ -221,17 +221,26 @@ class SeedClient:
             raise ProtocolError("the seed sent metrics that are not in order of step")
         return rows
 
-    async def all_metrics(self, job: str) -> AsyncIterator[MetricRow]:
-        """All steps of a job that are on record, in order."""
-        after = -1
-        while page := await self.metrics(job, after, PAGE):
+    async def all_metrics(self, job: str, after_step: int = -1) -> AsyncIterator[MetricRow]:
+        """All later steps of a job that are on record, in order."""
+        while page := await self.metrics(job, after_step, PAGE):
             for row in page:
                 yield row
-            after = page[-1].step
+            after_step = page[-1].step
 
     async def events(self, after_id: int, limit: int) -> list[EventInfo]:
         """The next events; for a negative ``after_id``, so many of the newest ones."""
-        return await self._records(EventInfo, "events.list", "events", after_id=after_id, limit=limit)
+        found = await self._records(EventInfo, "events.list", "events", after_id=after_id, limit=limit)
+        if any(later <= earlier for earlier, later in pairwise([after_id, *(event.id for event in found)])):
+            raise ProtocolError("the seed sent events that are not in order")
+        return found
+
+    async def all_events(self, after_id: int) -> AsyncIterator[EventInfo]:
+        """All later events, in order."""
+        while page := await self.events(after_id, PAGE):
+            for event in page:
+                yield event
+            after_id = page[-1].id
 
     # ---------------------------------------------------------------------------------------- checkpoints and tickets
 

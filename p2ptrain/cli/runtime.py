@@ -147,13 +147,26 @@ async def open_operator(
 
 @asynccontextmanager
 async def operator(seed: str | tuple[str, int], *, state: Path | None = None) -> AsyncIterator[SeedClient]:
-    """An operator's connection to the seed; the end of the block closes it."""
+    """An operator's connection to the seed; the end of the block closes it. Within the block the operator's certificate
+    is renewed in time."""
     access, client = await open_operator(seed, state=state)
+    renewing = asyncio.create_task(_keep_fresh(access, client), name="renew")
     try:
         await access.freshen(client.request)
         yield client
     finally:
+        renewing.cancel()
+        await asyncio.wait({renewing})
         await client.close()
+
+
+async def _keep_fresh(access: Access, client: SeedClient) -> None:
+    from p2ptrain.core.errors import P2PTrainError
+
+    try:
+        await access.keep_fresh(client.request)
+    except P2PTrainError as problem:  # the next connection tries again
+        client.connection.abort(problem)
 
 
 def ask(seed: str, question: Callable[[SeedClient], Awaitable[T]]) -> T:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import Annotated
 
 import typer
 
-from p2ptrain.cli.runtime import DEFAULT_SEED, SEED_HELP, SEED_VARIABLE, at_terminal, open_operator
+from p2ptrain.cli.runtime import DEFAULT_SEED, SEED_HELP, SEED_VARIABLE, at_terminal, operator
 from p2ptrain.core.errors import UserError
-
-if TYPE_CHECKING:
-    from p2ptrain.cli.access import Access
-    from wire.client import SeedClient
 
 
 def tui(
@@ -33,20 +30,4 @@ def tui(
     from p2ptrain.cli.access import read_target, shown_address
     from tui.app import run_tui
 
-    run_tui(OperatorAccess(seed), shown_address(read_target(seed)))
-
-
-class OperatorAccess:
-    """Connects ``tui.source`` to the seed that the user gave: an address, a ticket, or a file."""
-
-    def __init__(self, seed: str) -> None:
-        self._seed = seed
-        self._access: Access | None = None
-
-    async def connect(self) -> SeedClient:
-        self._access, client = await open_operator(self._seed)
-        return client
-
-    async def keep_fresh(self, client: SeedClient) -> None:
-        assert self._access is not None, "it is connected"
-        await self._access.keep_fresh(client.request)
+    run_tui(partial(operator, seed), shown_address(read_target(seed)))

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ import typer
 from p2ptrain.cli.inputs import is_model
 from p2ptrain.cli.local_cluster import LOOPBACK, Child, LocalCluster, end_all, threads_each
 from p2ptrain.cli.output import Console, number, print_json, print_pairs
-from p2ptrain.cli.runtime import DEFAULT_PORT, create_job
+from p2ptrain.cli.runtime import DEFAULT_PORT, create_job, operator
 from p2ptrain.cli.watch import JobProgress, Summary, newest_saved, summed_up
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
 from wire.address import format_address
@@ -550,10 +551,9 @@ class View:
 
     def __init__(self, port: int) -> None:
         from tui.app import P2PTrainApp
-        from tui.source import PlainAccess, SeedSource
-        from wire.transport import TcpNetwork
+        from tui.source import SeedSource
 
-        self.app = P2PTrainApp(SeedSource(PlainAccess(TcpNetwork(), LOOPBACK, port), f"{LOOPBACK}:{port}"))
+        self.app = P2PTrainApp(SeedSource(partial(operator, (LOOPBACK, port)), f"{LOOPBACK}:{port}"))
 
     async def show(self, work: asyncio.Task[Any]) -> bool:
         """Show the view until the user leaves it. Returns whether that was by Ctrl+C. The view reports the end of

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
 from p2ptrain.core.errors import P2PTrainError
 from tests.tui.demo import DemoCluster
-from tui.source import PlainAccess, SeedSource
+from tui.source import SeedSource
+from wire.client import SeedClient
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
 from wire.memory import MemoryNetwork, VirtualClockLoop
@@ -36,7 +39,7 @@ class FakeSeed:
         asked: methods and parameters, in order.
         answers: method → what to answer in place of the true result: a result, or (code, message, remedy) of a refusal.
         silent: methods that are never answered.
-        before_answer: called with each method before it is answered.
+        before_records: called before a subscriber is told all records.
     """
 
     def __init__(self, network: MemoryNetwork, cluster: DemoCluster) -> None:
@@ -44,7 +47,7 @@ class FakeSeed:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.answers: dict[str, dict[str, Any] | tuple[str, str, str]] = {}
         self.silent: set[str] = set()
-        self.before_answer: Callable[[str], None] = lambda method: None
+        self.before_records: Callable[[], None] = lambda: None
         self.viewers: list[Connection] = []
         self.problems: list[P2PTrainError] = []
         self.refuse: Refuse | None = None
@@ -78,7 +81,6 @@ class FakeSeed:
         while True:
             request = await connection.expect(Request, timeout_s=3600)
             self.asked.append((request.method, request.params))
-            self.before_answer(request.method)
             if request.method in self.silent:
                 continue
             answer = self.answers.get(request.method) or self._answer(request.method, request.params)
@@ -87,32 +89,24 @@ class FakeSeed:
                 continue
             connection.send(Response(request.id, answer))
             if request.method == "subscribe":
+                self.before_records()
+                for update in self.cluster.told():
+                    connection.send(update)
                 self.viewers.append(connection)
 
     def _answer(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         cluster, limit = self.cluster, params.get("limit", 0)
-        jobs = [cluster.job(), *cluster.other_jobs()]
         match method:
             case "subscribe":
                 return {}
-            case "cluster.info":
-                return cluster.cluster().to_map()
-            case "peers.list":
-                return {"peers": [peer.to_map() for peer in cluster.peers()]}
-            case "parts.list":
-                return {"parts": [part.to_map() for part in cluster.parts()]}
-            case "serving.list":
-                return {"serving": [info.to_map() for info in cluster.serving()]}
-            case "jobs.list":
-                return {"jobs": [job.to_map() for job in jobs]}
-            case "checkpoints.list":
-                return {"checkpoints": [item.to_map() for item in cluster.checkpoints()]}
+            case "probe.clock":
+                return {"wall": 0.0}
             case "events.list":
                 cluster.event_id = 0
-                events = [event.to_map() for event in cluster.events() if event.id > params["after_id"]]
+                events = [event.to_map() for event in cluster.events()][params["after_id"] :]  # ids count from 1
                 return {"events": events[:limit]}
             case "metrics.history":
-                steps = range(params["after_step"] + 1, cluster.step + 1) if params["job"] == "j1" else range(0)
+                steps = range(max(params["after_step"], 0) + 1, cluster.step + 1) if params["job"] == "j1" else range(0)
                 return {"rows": [cluster.row(step).to_map() for step in steps[:limit]]}
             case _:
                 return {"job": params["job"]}
@@ -125,11 +119,19 @@ Play = Callable[[FakeSeed, SeedSource], Awaitable[None]]
 def watch() -> Callable[[Play], None]:
     """Runs a scenario with a started seed and a running source, on virtual time: back-off costs nothing."""
 
+    @asynccontextmanager
+    async def connected(network: MemoryNetwork) -> AsyncIterator[SeedClient]:
+        client = await SeedClient.connect(network, "seed", 7337, name="tui")
+        try:
+            yield client
+        finally:
+            await client.close()
+
     async def scenario(play: Play) -> None:
         network = MemoryNetwork()
         seed = FakeSeed(network, DemoCluster(6))
         await seed.start()
-        source = SeedSource(PlainAccess(network, "seed", 7337), "seed:7337")
+        source = SeedSource(partial(connected, network), "seed:7337")
         running = asyncio.get_running_loop().create_task(source.run())
         try:
             async with asyncio.timeout(600):

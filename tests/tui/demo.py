@@ -302,6 +302,12 @@ class DemoCluster:
             _update("serving", self.serving()),
         ]
 
+    def told(self) -> list[Update]:
+        """What a seed tells a subscriber first: the records, then the newest rows, then its log."""
+        told = {update.topic: update.items for update in self.everything()}
+        told["metrics"], log = told["metrics"][-50:], told.pop("events")
+        return [*(Update(topic, items) for topic, items in told.items()), Update("events", log[-3:])]
+
     def peers(self) -> list[PeerInfo]:
         return [
             *(self.peer(index) for index in range(self.size)),

@@ -14,6 +14,7 @@ from tests.tui.demo_serving import drafters, verifier
 from tests.tui.invariants import check_store
 from tui.app import ConfirmScreen, HelpScreen, P2PTrainApp
 from tui.chains import how_to_split
+from tui.model import Store
 from tui.panels import HeaderBar, RingPanel, TrainingPanel
 from tui.tables import CheckpointsPanel, JobsPanel, LiveTable, PeersPanel
 from tui.theme import DARK, LIGHT
@@ -53,6 +54,10 @@ class Stage:
 
     def notices(self) -> list[str]:
         return [f"{notice.title}: {notice.message}" for notice in self.app._notifications]
+
+
+def forget(store: Store, topic: str) -> None:
+    store.apply(f"{topic}-gone", [{"id": id_} for id_ in list(getattr(store, topic))], 0.0)
 
 
 @asynccontextmanager
@@ -209,7 +214,7 @@ async def test_empty_panels_say_what_to_do():
     async with staged(WIDE, peers=0) as stage:
         assert how_to_join("192.168.1.20:7337") in stage.text("#peers")
         for topic in ("jobs", "checkpoints", "parts"):
-            stage.source.store.replace(topic, [], 0.0)
+            forget(stage.source.store, topic)
         await stage.settle()
         for selector, told in (
             ("#jobs", "no jobs yet"),
@@ -261,10 +266,10 @@ async def test_chains_take_the_place_of_the_ring_where_a_person_asks_for_them_or
         assert "[b]new[/b]" in stage.text("#chains")
         await stage.press("2")
         assert stage.shown() == {"ring", "training", "peers", "jobs", "checkpoints", "events"}
-        stage.source.store.replace("jobs", [], 0.0)
+        forget(stage.source.store, "jobs")
         await stage.press("1")
         assert "chains" in stage.shown()
-        stage.source.store.replace("parts", [], 0.0)
+        forget(stage.source.store, "parts")
         await stage.settle()
         assert "ring" in stage.shown()
         assert "chains" not in stage.shown()
@@ -292,7 +297,7 @@ async def test_verifiers_take_the_place_of_the_ring_where_a_person_asks_for_them
         for told in ("× as fast as alone (45.7 ms)", "3.84 tokens a pass", "27% wasted", "11.4 B a token"):
             assert told in text
         await stage.press("1", "end")
-        stage.source.store.replace("jobs", [], 0.0)
+        forget(stage.source.store, "jobs")
         await stage.settle()
         assert "serving" in stage.shown()
         await stage.press("2")

@@ -60,7 +60,10 @@ def test_everything_a_seed_tells_is_kept():
     for topic, gone in (("jobs", "j0"), ("checkpoints", store.checkpoints_in_order("j1")[0].id)):
         store.apply(f"{topic}-gone", [{"id": gone}], 0.0)
         assert gone not in getattr(store, topic)
-    store.replace("peers", [peer.to_map()], 5.0)
+    store.begin()
+    store.apply("peers", [peer.to_map()], 5.0)
+    assert len(store.peers) == 6, "what was known stays until all is told again"
+    store.settle()
     assert list(store.peers) == ["peer0"]
     store.apply("cluster", [cluster_of(6, cluster_id="other")], 2.0)
     assert not any([store.peers, store.jobs, store.series, store.events, store.checkpoints, store.parts])
@@ -136,7 +139,9 @@ def test_those_that_serve_come_and_go_and_are_bounded():
     check_store(store)
     assert len(store.serving) == MAX_RECORDS
     assert store.serving["v100"].model == "?[31mred"
-    store.replace("serving", [one], 1.0)
+    store.begin()
+    store.apply("serving", [one], 1.0)
+    store.settle()
     assert list(store.serving) == ["verifier"]
     store.apply("cluster", [cluster_of(6, cluster_id="another")], 1.0)
     assert store.serving == {}

@@ -10,7 +10,8 @@ import pytest
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
 from tests.tui.invariants import check_store
 from tui.model import Phase
-from tui.source import LONGEST_RETRY_S, PAGE, PING_S, REQUEST_TIMEOUT_S, SeedSource, backoff_s
+from tui.source import LONGEST_RETRY_S, PING_S, REQUEST_TIMEOUT_S, SeedSource, backoff_s
+from wire.client import PAGE
 from wire.messages import Refuse
 
 
@@ -32,20 +33,19 @@ def test_backoff_grows_to_its_limit():
     assert delays[-1] == LONGEST_RETRY_S
 
 
-def test_it_subscribes_before_it_lists_so_that_nothing_falls_between(watch):
+def test_what_a_subscriber_is_told_is_all_and_older_events_are_fetched(watch):
     async def play(seed, source):
         await live(source)
-        methods = [method for method, _ in seed.asked]
-        assert methods[0] == "subscribe"
-        assert set(methods[1:5]) == {"cluster.info", "peers.list", "jobs.list", "checkpoints.list"}
         assert len(source.store.peers) == 6
         assert source.store.cluster is not None
-        assert source.store.link.rtt_ms is not None
+        await until(source, lambda: source.store.link.rtt_ms is not None)
+        await until(source, lambda: len(source.store.events) == 7)
+        assert {method for method, _ in seed.asked} == {"subscribe", "probe.clock", "events.list"}
 
     watch(play)
 
 
-def test_everything_is_listed_and_followed_and_an_older_seed_has_less(watch):
+def test_everything_is_told_and_followed(watch):
     async def play(seed, source):
         seed.cluster.serves = True
         await live(source)
@@ -57,26 +57,20 @@ def test_everything_is_listed_and_followed_and_an_older_seed_has_less(watch):
         seed.tell("serving-gone", [{"id": "nils"}])
         await until(source, lambda: "nils" not in source.store.serving)
 
-    async def play_old(seed, source):
-        for method in ("parts.list", "serving.list"):
-            seed.answers[method] = ("unknown-method", f"there is no request '{method}'", "")
-        await live(source)
-        assert source.store.serving == source.store.parts == {}
-        assert len(source.store.peers) == 6
-
     watch(play)
-    watch(play_old)
 
 
-def test_an_update_sent_while_the_lists_are_loading_is_kept(watch):
+def test_what_was_known_stays_until_the_seed_has_told_everything_again(watch):
     async def play(seed, source):
-        def tell(method: str) -> None:
-            if method == "checkpoints.list":  # after peers.list was answered
-                seed.tell("peers-gone", [{"id": "peer5"}])
-
-        seed.before_answer = tell
         await live(source)
-        await until(source, lambda: "peer5" not in source.store.peers)
+        await seed.stop()
+        await until(source, lambda: source.store.link.phase is Phase.LOST)
+        seed.cluster.size = 5
+        kept: list[int] = []
+        seed.before_records = lambda: kept.append(len(source.store.peers))
+        await seed.start()
+        await live(source)
+        assert (kept, len(source.store.peers)) == ([6], 5)
 
     watch(play)
 
@@ -87,7 +81,7 @@ def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(watch):
         source.watch("j1")
         await until(source, lambda: "j1" in source._synced)
         pages = [params["after_step"] for method, params in seed.asked if method == "metrics.history"]
-        assert pages == [0, PAGE, 2 * PAGE, 3 * PAGE]
+        assert pages == [-1, PAGE, 2 * PAGE, 3 * PAGE, 640]
         await seed.stop()
         await until(source, lambda: source.store.link.phase is Phase.LOST)
         with pytest.raises(ConnectionLost):
@@ -106,7 +100,7 @@ def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(watch):
         await live(source)
         await until(source, lambda: source.store.series["j1"].last_step == 940)
         pages = [params["after_step"] for method, params in seed.asked if method == "metrics.history"]
-        assert pages == [640, 840]
+        assert pages == [640, 840, 940]
         assert len(source.store.series["j1"].rows) == 940
         assert len(source.store.peers) == 5
 
@@ -159,7 +153,7 @@ def test_a_seed_that_falls_silent_is_lost(watch):
         await live(source)
         now = asyncio.get_running_loop().time
         silent_at = now()
-        seed.silent |= {"cluster.info", "subscribe"}
+        seed.silent |= {"probe.clock", "subscribe"}
         await until(source, lambda: source.store.link.phase is Phase.LOST)
         assert now() - silent_at < PING_S + REQUEST_TIMEOUT_S + 1
 
