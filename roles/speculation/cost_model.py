@@ -128,7 +128,7 @@ def choose(
     *,
     line_s: float,
     most_loss_s: float,
-) -> tuple[float, int, float]:
+) -> tuple[int, float]:
     """Choose for how many drafts the next pass waits. A pass with ``k`` drafts is worth
 
         E(k) - rate * (wait + pass_s(k)) + alpha^(k+1) * rate * line_s
@@ -136,7 +136,7 @@ def choose(
     A pass without drafts, which waits for nothing, is always one of the choices.
 
     Returns:
-        Worth in tokens, number of drafts, and the wait in seconds.
+        Number of drafts, and the wait in seconds.
 
     Args:
         waits_s: seconds until one draft is there, two, and so on; 0: it is there now.
@@ -145,7 +145,7 @@ def choose(
         most_loss_s: time that may be lost against a plain step if no draft is right.
     """
     line = rate * line_s * alpha
-    best = 1.0 - rate * pass_s(0) + line, 0, 0.0
+    most_worth, best = 1.0 - rate * pass_s(0) + line, (0, 0.0)
     right = expected = 1.0
     for drafts, wait_s in enumerate(waits_s, 1):
         cost_s = wait_s + pass_s(drafts)
@@ -154,8 +154,8 @@ def choose(
         right *= alpha
         expected += right
         worth = expected - rate * cost_s + right * line
-        if worth > best[0]:
-            best = worth, drafts, wait_s
+        if worth > most_worth:
+            most_worth, best = worth, (drafts, wait_s)
     return best
 
 

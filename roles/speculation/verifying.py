@@ -11,7 +11,6 @@ positions that the text has already, are compared with the text, and the line is
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
@@ -113,8 +112,8 @@ class Verifying:
         self._cached = min(cached, len(ids) - 1)  # valid positions in the target's cache
         self._pass: Run | None = None  # under way
         self._guide: int | None = None  # the drafter whose drafts it contains
-        self._lines: dict[int, Line] = {}  # by drafter
-        self._active_drafter: int | None = None  # the drafter that drafts; the others rest
+        self._line: Line | None = None  # of the drafter, of which there is one at a time
+        self._drafter = 0
         self._idle_since = 0.0
         self._waited_s = 0.0  # before the pass under way
         self._due: float | None = None
@@ -152,7 +151,7 @@ class Verifying:
             case DrafterReady():
                 return self._ready(event, now)
             case DrafterLost(drafter):
-                return self._lost(drafter, now)
+                self._lost(drafter, now)
             case Drafted():
                 return self._drafted(event, now)
             case Signal.CANCEL:
@@ -168,8 +167,7 @@ class Verifying:
         if self._began:
             self._began = False
             self._model.sessions -= 1
-            for line in self._lines.values():
-                self._works(line, now)
+            self._works(now)
 
     def next_deadline(self) -> float | None:
         return self._due
@@ -179,59 +177,48 @@ class Verifying:
     def _ready(self, event: DrafterReady, now: float) -> list[VerifierInstruction]:
         if not self._prompt <= event.known <= len(self._text):
             raise ValueError(f"a drafter's session began with {event.known} of {len(self._text)} tokens")
-        line = self._lines[event.drafter] = Line(event.known, self.opening_depth, event.model, now)
-        out = self._review(now)
-        return out if out or event.known == len(self._text) else [self._tell(event.drafter, line, now)]
+        self._drafter, self._line = event.drafter, Line(event.known, self.opening_depth, event.model, now)
+        return self._tells(now)
 
     def _drafted(self, event: Drafted, now: float) -> list[VerifierInstruction]:
-        line = self._lines.get(event.drafter)
-        if line is None:
+        line = self._line
+        if line is None or event.drafter != self._drafter:
             return []
         if not all(0 <= token < self._vocab_size for token in event.tokens):
             fault = "a token is not in the model's vocabulary"
         else:
             fault = line.receive_untrusted(event.epoch, event.position, event.tokens, self._text, now)
         if fault:
-            return [Drop(event.drafter, fault), *self._lost(event.drafter, now)]
+            self._lost(event.drafter, now)
+            return [Drop(event.drafter, fault)]
         self.stats.drafted += len(event.tokens)
         self.stats.wasted += line.wasted
         line.wasted = 0
         return []
 
-    def _lost(self, drafter: int, now: float) -> list[VerifierInstruction]:
-        if (line := self._lines.pop(drafter, None)) is not None:
-            self._works(line, now)
-        return self._review(now)
-
-    def _review(self, now: float) -> list[VerifierInstruction]:
-        step_s = self._model.step_s
-        cost_s = {drafter: line.model.token_s(step_s) for drafter, line in self._lines.items()}
-        best = min(cost_s, key=lambda drafter: cost_s[drafter], default=None)
-        if best is not None and self._active_drafter in cost_s and cost_s[best] > 0.9 * cost_s[self._active_drafter]:
-            best = self._active_drafter
-        self._active_drafter = best
-        out: list[VerifierInstruction] = []
-        for drafter, line in self._lines.items():
-            if bool(line.depth) != (drafter == best and not self._model.resting):
-                out.append(self._tell(drafter, line, now))
-        return out
+    def _lost(self, drafter: int, now: float) -> None:
+        if drafter == self._drafter:
+            self._works(now)
+            self._line = None
 
     def _tells(self, now: float) -> list[VerifierInstruction]:
-        out = self._review(now)
-        for drafter, line in self._lines.items():  # a resting drafter gets the text, too, 32 tokens at a time
-            if len(self._text) - line.told >= (1 if line.depth else 32):
-                out.append(self._tell(drafter, line, now))
-        return out
-
-    def _tell(self, drafter: int, line: Line, now: float) -> SendVerdict:
-        self._works(line, now)
-        depth = line.model.depth if drafter == self._active_drafter and not self._model.resting else 0
+        """The verdict that is due: on new text, or that the drafter shall rest or draft again."""
+        line = self._line
+        if line is None:
+            return []
+        # A resting drafter gets the text, too, 32 tokens at a time.
+        untold, rests = len(self._text) - line.told, not line.depth
+        if rests == self._model.resting and untold < (32 if rests else 1):
+            return []
+        self._works(now)
+        depth = 0 if self._model.resting else line.model.depth
         number, start, right = line.verdict(len(self._text), depth, now)
-        return SendVerdict(drafter, number, start, tuple(self._text[start:]), depth, right)
+        return [SendVerdict(self._drafter, number, start, tuple(self._text[start:]), depth, right)]
 
-    def _works(self, line: Line, now: float) -> None:
-        """Tell the cost model how long this drafter may still compute: the verdict must reach it, and its draft end."""
-        if line.depth:
+    def _works(self, now: float) -> None:
+        """Tell the cost model how long the drafter may still compute: the verdict must reach it, and its draft end."""
+        line = self._line
+        if line is not None and line.depth:
             self._model.works_until(now + line.model.latency_s + min(2 * line.model.draft.seconds, 1.0))
 
     # -------------------------------------------------------------------------------------------------------- passes
@@ -244,41 +231,35 @@ class Verifying:
             ids = tuple(self._text[self._cached : stop])
             self._pass = Run(self._cached, ids, int(stop == self._prompt), 0, prefill=True)
             return [self._pass]
-        count, wait_s, self._guide = self._choose(now)
+        count, wait_s = self._choose(now)
         if wait_s > 0:
             self._due = now + wait_s
             return []
-        drafts = () if self._guide is None else tuple(islice(self._lines[self._guide].ahead, count))
+        drafts = tuple(islice(self._line.ahead, count)) if self._line is not None else ()
+        self._guide = self._drafter if drafts else None
         self._waited_s = now - self._idle_since
         self.stats.wait_s += self._waited_s
         sample_index = len(self._text) - self._prompt
         self._pass = Run(len(self._text) - 1, (self._text[-1], *drafts), len(drafts) + 1, sample_index)
         return [self._pass]
 
-    def _choose(self, now: float) -> tuple[int, float, int | None]:
-        passes = self._model.passes
-        best: tuple[int, float, int | None] = 0, 0.0, None
-        if not passes.known:
-            return best
-        most_worth = -math.inf
+    def _choose(self, now: float) -> tuple[int, float]:
+        """How many drafts the next pass takes, and how long it waits for them."""
+        passes, line = self._model.passes, self._line
+        if not passes.known or line is None:
+            return 0, 0.0
         size, between_s = len(self._text), self._between.seconds
         room = min(self._stop - size - 1, self._most_drafts, passes.most_drafts)
         step_s = passes.seconds(0) + between_s
         tokens, seconds = self._rate
-        rate = max(1 / step_s, tokens / seconds if seconds else 0.0)
-        since_s = now - self._idle_since
-        for drafter, line in self._lines.items():
-            worth, drafts, wait_s = choose(
-                line.waits_s(size, room, now),
-                line.model.alpha,
-                lambda drafts: passes.seconds(drafts) + between_s,
-                rate,
-                line_s=min(1.1 * step_s, line.anew_s),
-                most_loss_s=self._model.most_loss_s - since_s,
-            )
-            if worth > most_worth:
-                most_worth, best = worth, (drafts, wait_s, drafter)
-        return best
+        return choose(
+            line.waits_s(size, room, now),
+            line.model.alpha,
+            lambda drafts: passes.seconds(drafts) + between_s,
+            max(1 / step_s, tokens / seconds if seconds else 0.0),
+            line_s=min(1.1 * step_s, line.anew_s),
+            most_loss_s=self._model.most_loss_s - (now - self._idle_since),
+        )
 
     def _passed(self, event: PassDone, now: float) -> list[VerifierInstruction]:
         run, self._pass = self._pass, None
@@ -300,7 +281,7 @@ class Verifying:
             self.right_of[self._guide] += accepted
         self._idle_since = now
         self.stats.tokens += len(fresh)
-        for line in self._lines.values():
+        if (line := self._line) is not None:
             line.grew(fresh)
             self.stats.wasted += line.wasted
             line.wasted = 0
@@ -318,7 +299,7 @@ class Verifying:
         between_s = min(max(since_s - self._waited_s - took_s, 0.0), step_s) if model.sessions <= 1 else 0.0
         self._between.add(between_s)
         self._rate = 0.9 * self._rate[0] + tokens, 0.9 * self._rate[1] + max(since_s, 1e-6)
-        if self._lines:
+        if self._line is not None:
             model.passed(drafts, tokens, between_s + self._waited_s + took_s, began_at=now - took_s)
 
     def _grow(self, samples: Sequence[int]) -> tuple[int, ...]:
@@ -347,5 +328,5 @@ class Verifying:
     def validate(self) -> None:
         assert self._prompt <= len(self._text) <= self._stop
         assert self.ended or len(self._text) < self._stop
-        for line in self._lines.values():
-            line.validate(len(self._text))
+        if self._line is not None:
+            self._line.validate(len(self._text))

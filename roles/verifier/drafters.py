@@ -1,8 +1,7 @@
 """The drafters of a verifier's sessions, as the seed lists them.
 
-A session is opened at the best two drafters, ranked by the cost model by which its core selects the one that drafts.
-The other one follows the text, and takes over when the first is lost. A new drafter is used by sessions that have fewer
-than two.
+A session is opened at the best drafter, as the cost model ranks them. When that drafter is lost or refuses, another one
+gets the session. A new drafter is used by sessions that have none.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from roles.speculation.events import DrafterLost, DrafterReady, DrafterState, Se
 from roles.verifier.drafter_link import Connected, DrafterFacts, DrafterLink, DraftSession, Opening, Tokens
 from wire.text_messages import MAX_DRAFTERS, DrafterAt
 
-DRAFTERS = 2
-"""Most drafters of one session."""
 USUAL_PASS_S = 0.05
 """Assumed time of a verifier's pass, for the comparison of drafters."""
 
@@ -108,54 +105,54 @@ class Drafters:
 
 
 class SessionDrafters:
-    """The drafters of one session, by numbers that are never reused in it. Its methods neither block nor raise."""
+    """The drafters of one session, one at a time, by numbers that are never reused in it. Its methods neither block nor
+    raise."""
 
     def __init__(self, drafters: Drafters, opening: Opening, on_event: Callable[[DrafterState], None]) -> None:
         self._drafters, self._opening, self._on_event = drafters, opening, on_event
         self._last = 0  # number of the newest drafter
-        self._open: dict[int, DraftSession] = {}  # by drafter
+        self._session: DraftSession | None = None
         self._tried: set[DrafterLink] = set()  # each link is asked once per session
         self._were_ready: list[DraftSession] = []
         self._closed = False
 
     def fill(self) -> None:
-        for link in self._drafters.best():
-            if self._closed or len(self._open) >= DRAFTERS:
-                return
-            if link not in self._tried:
-                self._tried.add(link)
-                self._last += 1
-                self._open[self._last] = link.open(self._last, self._opening, self._take)
+        link = next((link for link in self._drafters.best() if link not in self._tried), None)
+        if link is not None and self._session is None and not self._closed:
+            self._tried.add(link)
+            self._last += 1
+            self._session = link.open(self._last, self._opening, self._take)
 
     def _take(self, event: DrafterState) -> None:
         if self._closed:
             return
+        assert self._session is not None
         match event:
-            case DrafterReady(drafter):
-                self._were_ready.append(self._open[drafter])
-            case DrafterLost(drafter):
-                link = self._open.pop(drafter).link
+            case DrafterReady():
+                self._were_ready.append(self._session)
+            case DrafterLost():
+                link, self._session = self._session.link, None
                 if not link.there:  # otherwise the drafter refused this session
                     self._tried.discard(link)
                 asyncio.get_running_loop().call_soon(self.fill)
         self._on_event(event)
 
     def tell(self, tell: SendVerdict) -> None:
-        if (session := self._open.get(tell.drafter)) is not None:
-            session.tell(tell)
+        if self._session is not None:
+            self._session.tell(tell)
 
-    def drop(self, drafter: int, reason: str) -> None:
-        if (session := self._open.get(drafter)) is not None:
-            session.link.drop(ProtocolError(f"it sent invalid drafts: {reason}"))
+    def drop(self, reason: str) -> None:
+        if self._session is not None:
+            self._session.link.drop(ProtocolError(f"it sent invalid drafts: {reason}"))
 
     def facts(self) -> list[DrafterFacts]:
         """Facts of every drafter that ever became ready in this session, also after ``close``."""
         return [session.facts() for session in self._were_ready]
 
     def close(self) -> None:
-        """Close the sessions at all drafters. No event comes any more. May be called twice."""
+        """Close the session at its drafter. No event comes any more. May be called twice."""
         if not self._closed:
             self._closed = True
             self._drafters.sessions.discard(self)
-            for session in self._open.values():
-                session.link.close(session)
+            if self._session is not None:
+                self._session.link.close(self._session)

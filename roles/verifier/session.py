@@ -143,8 +143,8 @@ class TextSession(Pieces):
                 self._asked.set()
             case ev.SendVerdict() if self._drafting is not None:
                 self._drafting.tell(instruction)
-            case ev.Drop(drafter, reason) if self._drafting is not None:
-                self._drafting.drop(drafter, reason)
+            case ev.Drop(reason=reason) if self._drafting is not None:
+                self._drafting.drop(reason)
             case ev.Give(tokens):
                 self._give(tokens)
             case ev.Finished(reason):

@@ -299,8 +299,8 @@ async def write(
                     loop.call_later(took_s, passed, item, took_s)
                 case SendVerdict() if drafting is not None:
                     drafting.tell(item)
-                case Drop(drafter, reason) if drafting is not None:
-                    drafting.drop(drafter, reason)
+                case Drop(reason=reason) if drafting is not None:
+                    drafting.drop(reason)
                 case Give(tokens=new):
                     made += new
                 case Finished() if drafting is not None:

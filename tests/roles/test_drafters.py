@@ -124,11 +124,7 @@ def test_whom_the_seed_tells_of_is_dialled_and_who_is_gone_is_not_waited_for() -
     run_virtual(main())
 
 
-def test_a_session_that_runs_is_joined_by_a_drafter_that_comes_and_goes_on_without_one_that_goes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("roles.verifier.drafters.DRAFTERS", 1)
-
+def test_a_session_that_runs_is_joined_by_a_drafter_that_comes_and_goes_on_without_one_that_goes() -> None:
     async def main() -> None:
         scene = Scene(one_way_ms=5)
         first, second = (scene.host(f"d{number}", Wobbly(1.0)) for number in range(2))

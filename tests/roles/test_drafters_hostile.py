@@ -79,9 +79,7 @@ def says_what_is_wrong(stream: int, verdict: VerdictReceived | None, number: int
 
 
 @pytest.mark.parametrize("says", [says_by_chance(1), says_what_is_wrong])
-def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roles.verifier.drafters.DRAFTERS", 1)
-
+def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says) -> None:
     async def main() -> None:
         network = MemoryNetwork()
         liar = Liar("bad", network.at("bad"), says)

@@ -86,7 +86,7 @@ class Drafter:
 
 
 class Speculation(RuleBasedStateMachine):
-    """A verifier with drafters that are good, bad, lost, or talk nonsense. Everything may take any time."""
+    """A verifier whose drafters, one at a time, are good, bad, lost, or talk nonsense. Everything may take any time."""
 
     @initialize(
         length=st.integers(1, 40),
@@ -171,7 +171,7 @@ class Speculation(RuleBasedStateMachine):
 
     @rule(alpha=st.sampled_from([0.0, 0.5, 0.9, 1.0]), seed=st.integers(0, 3), gaps=st.booleans(), again=st.booleans())
     def joins(self, alpha: float, seed: int, gaps: bool, again: bool) -> None:
-        if len(self.drafters) >= 3:
+        if self.drafters:
             return
         number = next(n for n in range(100) if n not in self.drafters) if again else len(self.numbers) + 50
         history = self.core.history
@@ -182,6 +182,8 @@ class Speculation(RuleBasedStateMachine):
 
     @rule()
     def joins_in_nonsense(self) -> None:
+        if self.drafters:
+            return
         number = 1000 + len(self.numbers)
         self.drafters[number] = Drafter(None, 0.0, 0, gaps=False)
         self.numbers[number] = 0
@@ -289,7 +291,8 @@ class Speculation(RuleBasedStateMachine):
                     run, drafter.running = drafter.running, None
                     self.drafts(number, drafter, RunDone(tuple(target(p) for p in drafter.model.run(run))))
             if drafter.core and not self.ended:
-                line = self.core._lines[number]
+                line = self.core._line
+                assert line is not None
                 assert line.told == drafter.core.known
                 assert line.number == drafter.core.number
                 assert tuple(drafter.core._ids[: line.told]) == self.core.history[: line.told]

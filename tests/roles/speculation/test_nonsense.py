@@ -31,7 +31,8 @@ def verifier() -> Verifying:
     core.handle(DrafterReady(1, len(PROMPT), DrafterModel()), 0.0)
     core.handle(PassDone((4,), 0.1), 0.1)
     core.handle(PassDone((5,), 0.1), 0.2)
-    line = core._lines[1]
+    line = core._line
+    assert line is not None
     assert (line.told, line.number) == (5, 2)
     return core
 

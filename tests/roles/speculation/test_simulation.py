@@ -63,14 +63,6 @@ def test_a_drafter_that_dies_is_hardly_missed() -> None:
         assert outcome.gaps[0] <= 2 * PASS_S
 
 
-def test_the_better_of_two_is_used_and_the_other_costs_little() -> None:
-    good, bad = DrafterSetting(0.8, DRAFT_S, 0.0), DrafterSetting(0.4, DRAFT_S, 0.2)
-    both = [simulate(Setting(order, constant(PASS_S), 1000)) for order in ((good, bad), (bad, good))]
-    for outcome in both:
-        assert outcome.token_s < 0.022
-        assert outcome.token_bytes < 20
-
-
 @pytest.mark.parametrize("slowed", [0.1, 0.5, 1.5])
 def test_a_drafter_that_slows_the_verifier_down_costs_little(slowed: float) -> None:
     """They share processors: that its drafts are right is not enough."""

@@ -169,8 +169,8 @@ class _Drafting:
         queue = self._inbox[tell.drafter]
         asyncio.get_running_loop().call_later(self._source.latency_s, queue.put_nowait, told)
 
-    def drop(self, drafter: int, reason: str) -> None:
-        self._source.dropped.append((drafter, reason))
+    def drop(self, reason: str) -> None:
+        self._source.dropped.append(reason)
 
     def facts(self) -> list[DrafterFacts]:
         latency_s = self._source.latency_s
