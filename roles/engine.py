@@ -19,8 +19,9 @@ from p2ptrain.core.training import Applied, Blob, FilePlan
 from ring.chain import Payload
 
 __all__ = [
-    "WHOLE", "Applied", "Blob", "BuildPart", "Engine", "OnFinal", "PartBuilder", "PartEngine", "PartSpec", "Pass",
-    "Payload", "PipelineEngine", "PrivateEngine", "Ran", "Sampling", "ShardedEngine", "Stage", "StageEngine",
+    "WHOLE", "Applied", "Blob", "BuildPart", "Engine", "OnFinal", "PartBuilder", "PartSpec", "Pass",
+    "Payload", "PipelineEngine", "PrivateEngine", "Ran", "Sampling", "ShardedEngine", "SlottedEngine", "Stage",
+    "StageEngine",
 ]  # fmt: skip
 
 
@@ -147,16 +148,20 @@ class Engine(Protocol):
         """Load a checkpoint with the files of ``checkpoint_files``. Raises ``StorageError`` if it does not fit."""
 
 
-class PartEngine(Protocol):
-    """The passes of a part of a model. The first stage reads the data, the last one computes the loss.
+class PipelineEngine(Engine, Protocol):
+    """A trainable part of a split model. The first stage reads the data, the last one computes the loss.
 
     Attributes:
         activation_bytes: size of the activations for the next stage, the same on all stages.
         gradient_bytes: size of the gradient for the previous stage, the same on all stages.
+        layers: (start, stop, total): it has layers [start, stop) of ``total``.
+        in_flight: number of micro-batches between forward and backward that fit into memory; 0: any number.
     """
 
     activation_bytes: int
     gradient_bytes: int
+    layers: tuple[int, int, int]
+    in_flight: int
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
         """Run micro-batch ``index`` of step ``step`` through the part, and keep what its backward needs.
@@ -173,12 +178,13 @@ class PartEngine(Protocol):
             ProtocolError: ``inputs`` are no activations. The previous stage counts as lost.
         """
 
-    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
+    def backward(self, index: int, gradient: Payload | None, on_final: OnFinal | None = None) -> Payload | None:
         """Add the micro-batch's gradients to those of the step, and free what ``forward`` kept.
 
         Args:
             gradient: of the loss with respect to the result of ``forward``, shape (gradient_bytes,); None on the last
                 stage. The caller reuses the buffer, as with ``inputs``.
+            on_final: as in ``micro_batch``.
 
         Returns:
             the gradient with respect to the inputs, under the rules of ``forward``'s result; None on the first stage.
@@ -186,21 +192,6 @@ class PartEngine(Protocol):
         Raises:
             ProtocolError: ``gradient`` is no gradient. The next stage counts as lost.
         """
-
-
-class PipelineEngine(Engine, PartEngine, Protocol):
-    """A trainable part of a split model.
-
-    Attributes:
-        layers: (start, stop, total): it has layers [start, stop) of ``total``.
-        in_flight: number of micro-batches between forward and backward that fit into memory; 0: any number.
-    """
-
-    layers: tuple[int, int, int]
-    in_flight: int
-
-    def backward(self, index: int, gradient: Payload | None, on_final: OnFinal | None = None) -> Payload | None:
-        """See ``PartEngine.backward``; ``on_final`` as in ``micro_batch``."""
 
     def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float, int]:
         """Run validation micro-batch ``index``. Returns the activations for the next stage; and on the last stage the
@@ -221,6 +212,13 @@ class PrivateEngine(Engine, Protocol):
     def use_noise(self, std: float, key: bytes) -> None:
         """Add noise of this standard deviation, from this secret key, to the next contribution. An empty key: the next
         contribution is zero. Without another call all later ones are, too: no key is used twice."""
+
+
+class SlottedEngine(Engine, Protocol):
+    """A model whose members' LoRA adapters are averaged exactly (``compute.fedex``)."""
+
+    def use_slot(self, slot: int) -> None:
+        """Contribute in this slot from now on. Members that take part in the same step have different ones."""
 
 
 class ShardedEngine(Engine, Protocol):

@@ -375,9 +375,9 @@ class Trainer:
             self._host.copy_(self._summed)  # blocks until the device is done
 
     def use_slot(self, slot: int) -> None:
-        """For exact averages: contribute in this slot (``compute.fedex``)."""
-        if isinstance(self._update, ExactAverage):
-            self._update.slot = slot
+        """See ``roles.engine.SlottedEngine``."""
+        assert isinstance(self._update, ExactAverage)
+        self._update.slot = slot
 
     def use_noise(self, std: float, key: bytes) -> None:
         """See ``roles.engine.PrivateEngine``."""

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from configs.schema import Profile
 from p2ptrain.compute.gradients import OnFinal
@@ -30,20 +30,17 @@ from ring.links import Topology
 from ring.schedule import Kind, Operation, Schedule, extended, forwards, one_f_one_b
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
-from roles.engine import PartEngine, Payload, PipelineEngine
-from roles.strategies.federated import share_rule, slots
+from roles.engine import Payload, PipelineEngine
 from roles.strategies.interface import ConnectPeers, Factory, StageLoad
 from roles.strategies.robust import RobustStrategy
 from roles.strategies.secure import SecureStrategy
 from roles.strategies.server import ServerStrategy
 from roles.strategies.sharded import ShardedStrategy
-from roles.strategies.slots import SlotStrategy
 from roles.strategies.staged import StagedStrategy
 from roles.strategies.sync import SyncStrategy
 
-T = TypeVar("T")
-
-
+Pass = Callable[[int, Payload | None], Payload | None]
+"""Takes the number of a micro-batch in the step, from 0, and a neighbour's payload. Returns that for the other one."""
 QUEUED = 2  # operations on the compute thread: the running one and the next
 
 
@@ -53,13 +50,12 @@ class StageStep:
 
     Attributes:
         step_s: from the first operation's turn to the last payload's departure.
-        forward_s, backward_s: total on the compute thread, as the event loop sees it.
+        computed_s: total on the compute thread, as the event loop sees it.
         waited_s: the thread was idle because the next payload had not arrived.
     """
 
     step_s: float = 0.0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
+    computed_s: float = 0.0
     waited_s: float = 0.0
 
 
@@ -71,29 +67,20 @@ class StageRunner:
     after every operation.
     """
 
-    def __init__(
-        self,
-        engine: PartEngine,
-        chain: Chain,
-        compute: ComputeThread,
-        *,
-        on_work: Callable[[], None] = lambda: None,
-    ) -> None:
-        sizes = (engine.activation_bytes, engine.gradient_bytes)
-        if sizes != (chain.activation_bytes, chain.gradient_bytes):
-            raise ValueError(f"the engine's payload sizes {sizes} differ from the chain's")
-        self._engine, self._chain, self._compute = engine, chain, compute
+    def __init__(self, chain: Chain, compute: ComputeThread, *, on_work: Callable[[], None] = lambda: None) -> None:
+        self._chain, self._compute = chain, compute
         self._on_work, self._clock = on_work, LoopClock().now
         self._problem: BaseException | None = None  # the first error, which ended the step and the chain
         self._failed = False  # on the compute thread: its queued calls are skipped
         self._queued = 0
         self._ended_at = 0.0  # when the last call on the thread ended
 
-    async def run(self, step: int, schedule: Schedule, *, patience_s: float) -> StageStep:
-        """Run forward and backward passes of all micro-batches of ``step``.
+    async def run(self, schedule: Schedule, forward: Pass, backward: Pass, *, patience_s: float) -> StageStep:
+        """Run forward and backward passes of all micro-batches of one step.
 
         Args:
             schedule: the same on all stages.
+            forward, backward: called on the compute thread.
             patience_s: see ``Chain.receive``.
 
         Raises:
@@ -102,7 +89,7 @@ class StageRunner:
         """
         chain = self._chain
         chain.begin(schedule)
-        self._step, self._spent = step, StageStep()
+        self._passes, self._spent = {Kind.FORWARD: forward, Kind.BACKWARD: backward}, StageStep()
         began = self._idle_since = self._clock()
         under_way: deque[asyncio.Task[None]] = deque()
         try:
@@ -134,18 +121,14 @@ class StageRunner:
         if self._problem is None:
             self._problem = error
         what = error.message if isinstance(error, P2PTrainError) else "it was interrupted"
-        self._chain.abandon(f"this stage gave up step {self._step + 1}: {what}")  # has no effect on a broken chain
+        self._chain.abandon(f"this stage gave up the step: {what}")  # has no effect on a broken chain
 
     async def _operate(self, operation: Operation, payload: Payload | None) -> None:
         """Run one operation when the thread is free, and send its result."""
         kind, index = operation.kind, operation.index
         try:
-            if kind is Kind.FORWARD:
-                made, took_s = await self._on_thread(self._engine.forward, self._step, index, payload)
-                self._spent.forward_s += took_s
-            else:
-                made, took_s = await self._on_thread(self._engine.backward, index, payload)
-                self._spent.backward_s += took_s
+            made, took_s = await self._on_thread(self._passes[kind], index, payload)
+            self._spent.computed_s += took_s
             self._chain.release(kind, payload)
             if made is not None:
                 self._chain.send(kind, index, made)
@@ -162,8 +145,9 @@ class StageRunner:
         self._chain.progress += 1
         self._on_work()
 
-    async def _on_thread(self, function: Callable[..., T], *args: Any) -> tuple[T, float]:
-        call, queued_at = asyncio.ensure_future(self._compute.run(self._unless_failed, function, *args)), self._clock()
+    async def _on_thread(self, run: Pass, index: int, payload: Payload | None) -> tuple[Payload | None, float]:
+        call = asyncio.ensure_future(self._compute.run(self._unless_failed, run, index, payload))
+        queued_at = self._clock()
         if not self._queued:
             self._spent.waited_s += queued_at - self._idle_since
         self._queued += 1
@@ -181,51 +165,17 @@ class StageRunner:
             if not self._queued:
                 self._idle_since = self._clock()
 
-    def _unless_failed(self, function: Callable[..., T], *args: Any) -> T:
+    def _unless_failed(self, run: Pass, index: int, payload: Payload | None) -> Payload | None:
         if self._failed:
             raise ConnectionLost("the step was given up")
         try:
-            return function(*args)
+            return run(index, payload)
         except BaseException:
             self._failed = True
             raise
 
 
 GPIPE = "gpipe"
-
-
-class _Share:
-    """A replica's micro-batches of one step, for a ``StageRunner``, which counts from 0."""
-
-    def __init__(self, engine: PipelineEngine, first: int, count: int, front_final: OnFinal) -> None:
-        self.activation_bytes, self.gradient_bytes = engine.activation_bytes, engine.gradient_bytes
-        self._engine, self._first, self._last = engine, first, count - 1
-        self._front_final = front_final
-
-    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
-        return self._engine.forward(step, self._first + index, inputs)
-
-    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
-        on_final = self._front_final if index == self._last else None
-        return self._engine.backward(self._first + index, gradient, on_final)
-
-
-class _HeldOut:
-    """Validation micro-batches from ``first`` on, counted from 0. ``total``, ``targets``: sum of the losses, and number
-    of targets, on the last stage."""
-
-    def __init__(self, engine: PipelineEngine, first: int) -> None:
-        self.activation_bytes, self.gradient_bytes = engine.activation_bytes, engine.gradient_bytes
-        self.total, self.targets = 0.0, 0
-        self._engine, self._first = engine, first
-
-    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
-        payload, loss, targets = self._engine.validation_forward(self._first + index, inputs)
-        self.total, self.targets = self.total + loss, self.targets + targets
-        return payload
-
-    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
-        raise NotImplementedError("validation has no backward passes")
 
 
 class PipelineStrategy(StagedStrategy):
@@ -271,10 +221,16 @@ class PipelineStrategy(StagedStrategy):
         self._unit_s = 0.0
         if not count or front_final is None:
             return
-        runner = self._runner(_Share(self._part, first, count, front_final))
-        spent = await runner.run(step, self._schedule(count), patience_s=self._patience_s)
-        self._unit_s = (spent.forward_s + spent.backward_s) / count
-        part = self._part
+        part, last = self._part, first + count - 1
+
+        def forward(index: int, inputs: Payload | None) -> Payload | None:
+            return part.forward(step, first + index, inputs)
+
+        def backward(index: int, gradient: Payload | None) -> Payload | None:
+            return part.backward(first + index, gradient, front_final if first + index == last else None)
+
+        spent = await self._run(self._schedule(count), forward, backward)
+        self._unit_s = spent.computed_s / count
         both_ways_bytes = part.activation_bytes + part.gradient_bytes if self._next else 0
         self._load = StageLoad(
             *part.layers,
@@ -300,17 +256,25 @@ class PipelineStrategy(StagedStrategy):
             self._period_s = min(self._period_s, slowest_s)  # longer times have other causes
 
     async def validate(self, first: int, count: int) -> tuple[float, int]:
-        total, targets = 0.0, 0
+        total, targets = 0.0, 0  # those of the last stage
+
+        def forward(start: int, index: int, inputs: Payload | None) -> Payload | None:
+            nonlocal total, targets
+            payload, loss, number = self._part.validation_forward(start + index, inputs)
+            total, targets = total + loss, targets + number
+            return payload
+
+        def backward(index: int, gradient: Payload | None) -> Payload | None:
+            raise NotImplementedError("validation has no backward passes")
+
         for start in range(first, first + count, self._ahead):
-            held_out = _HeldOut(self._part, start)
-            number = min(self._ahead, first + count - start)
-            schedule = forwards(self._replica_chain.stages, number)
-            await self._runner(held_out).run(-1, schedule, patience_s=self._patience_s)
-            total, targets = total + held_out.total, targets + held_out.targets
+            schedule = forwards(self._replica_chain.stages, min(self._ahead, first + count - start))
+            await self._run(schedule, partial(forward, start), backward)
         return total, targets
 
-    def _runner(self, engine: _Share | _HeldOut) -> StageRunner:
-        return StageRunner(engine, self._replica_chain, self._compute, on_work=self._progress)
+    async def _run(self, schedule: Schedule, forward: Pass, backward: Pass) -> StageStep:
+        runner = StageRunner(self._replica_chain, self._compute, on_work=self._progress)
+        return await runner.run(schedule, forward, backward, patience_s=self._patience_s)
 
     def _schedule(self, count: int) -> Schedule:
         chain, most = self._replica_chain, self._max_in_flight
@@ -339,8 +303,6 @@ def strategy_of(profile: Profile) -> Factory:
             micro_batches=profile.batch.micro_batches,
             outlier_factor=profile.guard.outlier_factor,
         )
-    if slots(profile):
-        return partial(SlotStrategy, rule=share_rule(profile))
     if profile.robust.rule:
         return partial(RobustStrategy, robust=profile.robust, micro_batches=profile.batch.micro_batches)
     if profile.job.strategy == "sharded":

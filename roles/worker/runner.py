@@ -52,9 +52,9 @@ from ring.transaction import (
 )
 from ring.view import View
 from roles.background import started_in
-from roles.engine import WHOLE, Engine, PrivateEngine, Stage
+from roles.engine import WHOLE, Engine, PrivateEngine, SlottedEngine, Stage
 from roles.snapshots import Snapshots, state_bytes
-from roles.strategies.federated import share_rule
+from roles.strategies.federated import share_rule, slots
 from roles.strategies.interface import Strategy
 from roles.strategies.server import ServerStrategy
 from roles.worker.boundary import BoundaryWork
@@ -483,6 +483,10 @@ class JobRunner:
         began = self._context.world.clock.now()
         if self._budget is not None:
             await self._spend(self._budget, session.size)
+        if slots(self.profile):
+            taken = sum(map(bool, self.core.shares.counts[: session.rank]))  # by members before this one
+            slotted = cast(SlottedEngine, self._ready_engine())
+            await self._context.compute.run(slotted.use_slot, taken if count else 0)  # without a share it adds zeros
         if self._asynchronous:
             await self._publish()
         with self.clock.phase("compute"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from p2ptrain.compute.fedex import ExactAverage
 from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import ModelSpec
 from p2ptrain.compute.trainer import Trainer
@@ -44,7 +45,8 @@ def members(text: Path, base: Path, count: int = 3, *, slots: int = 3, freeze_a:
 def play(trainers: list[Trainer], step: int) -> None:
     """One round."""
     for slot, (trainer, (first, count)) in enumerate(zip(trainers, SHARES, strict=True)):
-        trainer.use_slot(slot)
+        if isinstance(trainer._update, ExactAverage):
+            trainer.use_slot(slot)
         trainer.begin_step(step, first, count)
         for index in range(first, first + count):
             trainer.micro_batch(step, index)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from p2ptrain.core.world import Network
 from ring.local import LocalMember
 from ring.schedule import Schedule, extended, gpipe, one_f_one_b
 from roles.compute_thread import ComputeFailed, ComputeThread
-from roles.engine import PartEngine, Payload
+from roles.engine import Payload
 from roles.strategies.pipeline import StageRunner, StageStep
 from tests.ring.local import local_chain
 from wire.memory import MemoryNetwork
@@ -29,14 +29,23 @@ LAYERS = 6
 CUTS = {1: [0, 6], 2: [0, 2, 6], 3: [0, 3, 4, 6], 4: [0, 1, 3, 5, 6]}
 
 
+class Stage:
+    """A part, and what runs its steps."""
+
+    def __init__(self, part: ArithmeticPart, runner: StageRunner) -> None:
+        self.part, self.runner = part, runner
+
+    async def run(self, step: int, schedule: Schedule, *, patience_s: float) -> StageStep:
+        forward = partial(self.part.forward, step)
+        return await self.runner.run(schedule, forward, self.part.backward, patience_s=patience_s)
+
+
 @asynccontextmanager
-async def runners(
-    members: Sequence[LocalMember], engines: Sequence[PartEngine], **arguments: Any
-) -> AsyncIterator[list[StageRunner]]:
+async def runners(members: Sequence[LocalMember], engines: Sequence[ArithmeticPart]) -> AsyncIterator[list[Stage]]:
     threads = [ComputeThread() for _ in members]
     try:
         yield [
-            StageRunner(engine, member.chain, thread, **arguments)
+            Stage(engine, StageRunner(member.chain, thread))
             for member, engine, thread in zip(members, engines, threads, strict=True)
         ]
     finally:
@@ -44,7 +53,7 @@ async def runners(
             thread.close()
 
 
-async def all_run(stages: Sequence[StageRunner], step: int, schedule: Schedule) -> list[StageStep]:
+async def all_run(stages: Sequence[Stage], step: int, schedule: Schedule) -> list[StageStep]:
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         tasks = [group.create_task(stage.run(step, schedule, patience_s=30)) for stage in stages]
     return [task.result() for task in tasks]
@@ -241,4 +250,4 @@ async def test_a_step_that_is_given_up_ends_the_chain() -> None:
         finally:
             held.let_go.set()
         assert [type(end) for end in ends] == [ConnectionLost, ConnectionLost, asyncio.CancelledError]
-        assert "gave up step 1" in members[2].chain.broken.result().cause.message
+        assert "gave up the step" in members[2].chain.broken.result().cause.message

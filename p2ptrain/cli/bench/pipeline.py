@@ -6,6 +6,7 @@ The stages only take time. They are processes in a real chain over emulated link
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from p2ptrain.cli.bench.report import Case, Contender, Report, human_size, milliseconds, per_cent
 from p2ptrain.cli.bench.runner import Answer, Bench, Members, interleave
@@ -119,6 +120,7 @@ class StageMember:
         self._compute = ComputeThread()
         self._local: LocalMember | None = None
         self._runner: StageRunner | None = None
+        self._part: TimedPart | None = None
         self._step = 0
 
     async def listen(self, rtt_ms: float) -> Answer:
@@ -132,7 +134,7 @@ class StageMember:
     async def form(self, ports: list[int], forward_s: float, backward_s: float, payload_bytes: int) -> Answer:
         """Form the chain. Returns the measured round trip of each hop, with payloads."""
         assert self._local is not None
-        part = TimedPart(
+        part = self._part = TimedPart(
             self._stage,
             self._stages,
             forward_s=forward_s,
@@ -147,15 +149,17 @@ class StageMember:
             gradient_bytes=part.gradient_bytes,
             timeout_s=60.0,
         )
-        self._runner = StageRunner(part, chain, self._compute)
+        self._runner = StageRunner(chain, self._compute)
         return {"round_trips_s": list(chain.round_trips_s)}
 
     async def run(self, name: str, micro_batches: int, warm_ups: list[int]) -> Answer:
         """Run one step. Returns its seconds, and those that this stage computed."""
         assert self._runner is not None, "no chain was formed"
+        assert self._part is not None
         self._step += 1
-        spent = await self._runner.run(self._step, Schedule(name, micro_batches, tuple(warm_ups)), patience_s=120.0)
-        return {"seconds": spent.step_s, "computed_s": spent.forward_s + spent.backward_s}
+        schedule, forward = Schedule(name, micro_batches, tuple(warm_ups)), partial(self._part.forward, self._step)
+        spent = await self._runner.run(schedule, forward, self._part.backward, patience_s=120.0)
+        return {"seconds": spent.step_s, "computed_s": spent.computed_s}
 
     async def leave(self) -> Answer:
         """Leave the chain, after the last step of all stages."""
