@@ -219,18 +219,10 @@ def of_session(hello: Hello) -> tuple[str, int]:
 
 
 class ForwardRequests:
-    """The sessions of a worker's stages. They take turns; one request is computed at a time.
+    """The sessions of a worker's stages. They take turns; one request is computed at a time."""
 
-    ``on_change`` is called when a session begins or ends, and after each request.
-    """
-
-    def __init__(
-        self,
-        context: PeerContext,
-        cache: PartCache,
-        on_change: Callable[[], None],
-    ) -> None:
-        self._context, self._cache, self._on_change = context, cache, on_change
+    def __init__(self, context: PeerContext, cache: PartCache) -> None:
+        self._context, self._cache = context, cache
         self._compute, self._now = context.compute, context.world.clock.now
         self.sessions: dict[tuple[str, int], StageSession] = {}
         self._turns: Turns[StageSession] = Turns()
@@ -272,7 +264,6 @@ class ForwardRequests:
             raise
         caller.line.silence_s = min(caller.line.silence_s, request.silence_s)
         part.next = request.next.peer if request.next else ""
-        self._on_change()
 
     async def resume(self, caller: Caller, request: ResumeRequest) -> int:
         """Begin a new epoch. Returns the number of positions that are kept here, at most ``request.keep``.
@@ -312,7 +303,6 @@ class ForwardRequests:
         # Queued at once, so that it runs before a new ``open`` of the same session.
         closing = self._compute.submit(session.part.engine.close, session.id)
         self._background.start(_ended(closing), "close session")
-        self._on_change()
 
     def close_all_of(self, caller: Caller) -> None:
         for session in [each for each in self.sessions.values() if each.caller is caller]:
@@ -410,7 +400,6 @@ class ForwardRequests:
                 self._turns.add(session)
             session.changed.set()
             await self._compute_one(session, work, payload)
-            self._on_change()
 
     async def _compute_one(self, session: StageSession, work: ForwardRequest, payload: bytearray) -> None:
         began = self._now()
@@ -461,7 +450,6 @@ class ForwardRequests:
         """Drop the last references on the compute thread, where a device frees its memory."""
         while parts:
             await self._compute.run(_let_go, parts)
-            self._on_change()
 
     async def _changed(self, session: StageSession) -> None:
         session.changed.clear()

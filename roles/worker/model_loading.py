@@ -313,8 +313,11 @@ class Loader:
         need_bytes = builder.weights_bytes + request.positions * builder.cache_position_bytes
         me = object()
         try:
-            # Reserve everything before the first byte is received, so that no load fails late for lack of room.
-            await self._make_room(me, need_bytes, f"{what} and {request.positions} positions of sessions")
+            # Before the first byte is received, so that no load fails late for lack of room; and before parts are
+            # unloaded, because others ask for memory meanwhile.
+            gone = self._cache.make_room(need_bytes, f"{what} and {request.positions} positions of sessions")
+            self._cache.reserve(me, need_bytes)
+            await self._unload(gone)
             own = await self._own(request.path)
             read_bytes, received_bytes = await self._place_all(builder, wanted, own, receiver, on_bytes)
             engine = await self._compute.run(builder.finish)
@@ -323,16 +326,6 @@ class Loader:
         part = Part(new_id(), request.model, request.title, spec, engine, self._now())
         self._cache.parts[part.id] = part
         return part, read_bytes, received_bytes
-
-    async def _make_room(self, who: object, need_bytes: int, what: str) -> None:
-        """Reserve room for ``who`` before parts are unloaded, because others ask for memory meanwhile."""
-        self._cache.release(who)
-        gone = self._cache.check_number()
-        try:
-            gone += self._cache.make_room(need_bytes, what)
-            self._cache.reserve(who, need_bytes)
-        finally:
-            await self._unload(gone)
 
     async def _place_all(
         self,

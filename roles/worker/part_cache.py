@@ -100,7 +100,7 @@ class PartCache:
 
         Args:
             what: the need, in words.
-            keep: a part that stays in any case.
+            keep: a part that stays in any case. None: the room is for one more, and its place is needed, too.
 
         Raises:
             Refused: there is no such room even without all idle parts; nothing was forgotten.
@@ -110,12 +110,15 @@ class PartCache:
             key=lambda part: part.idle_since,
         )
         left = self.limit_bytes - sum(part.bytes for part in self.parts.values()) - sum(self._reserved.values())
+        places = MAX_PARTS - len(self.parts) - len(self._reserved) - (keep is None)
         going: list[Part] = []
         for part in idle:
-            if left >= need_bytes:
+            if left >= need_bytes and places >= 0:
                 break
             going.append(part)
-            left += part.bytes
+            left, places = left + part.bytes, places + 1
+        if places < 0:
+            raise Refused(FULL, f"this worker holds {MAX_PARTS} parts, all in use", remedy="try another worker")
         if left < need_bytes:
             raise Refused(
                 MEMORY,
@@ -132,17 +135,6 @@ class PartCache:
 
     def release(self, who: Hashable) -> None:
         self._reserved.pop(who, None)
-
-    def check_number(self) -> list[Part]:
-        """Forget and return a part if ``MAX_PARTS`` leaves no place for one more; loads count. Raises ``Refused``."""
-        if len(self.parts) + len(self._reserved) < MAX_PARTS:
-            return []
-        idle = [part for part in self.parts.values() if not part.users]
-        if not idle:
-            raise Refused(FULL, f"this worker holds {MAX_PARTS} parts, all in use", remedy="try another worker")
-        oldest = min(idle, key=lambda part: part.idle_since)
-        del self.parts[oldest.id]
-        return [oldest]
 
     def leave(self, part: Part, user: Hashable, now: float) -> None:
         part.users.discard(user)

@@ -36,7 +36,7 @@ from roles.worker.context import PeerContext
 from roles.worker.forward_requests import Caller, ForwardRequests, of_session
 from roles.worker.links import Prober, targets_untrusted, to_result
 from roles.worker.model_loading import SENDER, Loader, ModelReceiver, OnBytes, give
-from roles.worker.part_cache import IDLE_S, MAX_PARTS, Part, PartCache
+from roles.worker.part_cache import MAX_PARTS, Part, PartCache
 from roles.worker.stage_requests import (
     CloseRequest,
     FreeRequest,
@@ -122,7 +122,7 @@ class Stages:
         self._shown, self._training = shown, training
         self._now = context.world.clock.now
         self.cache = PartCache(holding.limit_bytes)
-        self.works = ForwardRequests(context, self.cache, self.changed)
+        self.works = ForwardRequests(context, self.cache)
         self._disk = context.world.threads.start("model files")
         self._hasher = context.world.threads.start("model digests")  # apart, because hashing takes minutes
         self._loader = Loader(
@@ -140,8 +140,7 @@ class Stages:
         self._sender_came = asyncio.Condition()
         self._recipients = 0
         self._stream_bps = 0.0
-        self._news = asyncio.Event()
-        self._told_busy = False
+        self._told = list[HeldPart]()
 
     # --------------------------------------------------------------------------------------------------- for the worker
 
@@ -155,8 +154,7 @@ class Stages:
         self._hasher.close()
 
     def seed_up(self) -> None:
-        if self.cache.parts:
-            self._tell()
+        self._told = []
 
     async def job_assigned(self) -> None:
         """Unload idle parts for a job if the device's free memory is less than half of the limit for parts."""
@@ -218,7 +216,6 @@ class Stages:
                 self.works.close_all_of(client)
                 for part in client.parts:
                     self.cache.leave(part, client, self._now())
-                self.changed()
 
     async def _heard(self, client: _Client, message: Message) -> None:
         match message:
@@ -308,7 +305,6 @@ class Stages:
                 gone = self.cache.make_room(need_bytes, f"{request.positions} positions of sessions", keep=part)
                 self._hold(client, part)
                 await self.works.unload(gone)
-        self.changed()
         engine = part.engine
         return {
             "part": part.id,
@@ -417,27 +413,16 @@ class Stages:
     # ------------------------------------------------------------------------------------------------------- reporting
 
     async def _tend(self) -> None:
-        """Report the parts to the seed when they change, and every second while requests run. Unload idle parts."""
+        """Every second, unload idle parts, and report the parts to the seed if they changed."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._nothing_to_do_s()):
-                    await self._news.wait()
-            self._news.clear()
             await self.works.unload(self.cache.expired(self._now()))
             self._tell()
             await asyncio.sleep(TELL_S)
 
-    def _nothing_to_do_s(self) -> float | None:
-        if self._told_busy:
-            return 0.0
-        due = [part.idle_since + IDLE_S - self._now() for part in self.cache.parts.values() if not part.users]
-        return max(0.0, min(due)) if due else None
-
-    def changed(self) -> None:
-        self._news.set()
-
     def _tell(self) -> None:
         now = self._now()
         held = [self.cache.told(part, now, self.works.count(part)) for part in self.cache.parts.values()]
-        self._told_busy = any(part.busy for part in held)
-        self._context.say(PartsHeld([*self._training(), *held][:MAX_PARTS]))
+        parts = [*self._training(), *held][:MAX_PARTS]
+        if parts != self._told:
+            self._told = parts
+            self._context.say(PartsHeld(parts))

@@ -87,7 +87,7 @@ class Worker(MemberProcess):
         strategies: Callable[[Profile], Factory] = strategy_of,
     ) -> None:
         super().__init__(world, identity, options, notify=notify, membership=membership)
-        self._warm_up, self._on_step = warm_up, on_step
+        self._warm_up = warm_up
         self._inbound = Inbound()
         self._sink = ProbeResponder()
         self._compute = ComputeThread(world.threads)
@@ -111,7 +111,7 @@ class Worker(MemberProcess):
             build_engine=build_engine,
             build_part=build_part,
             strategies=strategies,
-            on_step=self._stepped,
+            on_step=on_step,
         )
         self._prober = Prober(self._context)
         self._stages: Stages | None = None
@@ -223,8 +223,6 @@ class Worker(MemberProcess):
                 runner.reports.tell_ledger()
                 self._retire(runner)
                 self._runner = None
-                if self._stages is not None:
-                    self._stages.changed()  # the seed still lists the stage that trained here
 
     def _retire(self, runner: JobRunner) -> None:
         self._sent_before += runner.totals()[1]
@@ -268,11 +266,6 @@ class Worker(MemberProcess):
         what = f"{stage} of the model" if stage.split else "the model"
         self._notify_person("info", "building", f"building {what} of job {message.job}")
         self._job_task = self._tasks.create_task(self._runner.run(), name=f"job {message.job}")
-
-    def _stepped(self, applied: int, total: int, values: dict[str, float]) -> None:
-        self._on_step(applied, total, values)
-        if self._stages is not None and self._runner is not None and self._runner.stage.split:
-            self._stages.changed()
 
     async def _answer(self, request: Request) -> None:
         try:
