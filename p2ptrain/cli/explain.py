@@ -218,8 +218,8 @@ def shape_here(profile: Profile) -> ModelShape:
 
 def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence[str] = ()) -> Way:
     """The profile's way to train with so many workers."""
-    from roles.seed.jobs import of_profile
     from roles.strategies.federated import slots
+    from roles.training_shape import of_profile
 
     job, ring, gathers = profile.job, profile.ring, bool(profile.robust.rule)
     training = of_profile(profile, shape)

@@ -144,7 +144,7 @@ def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
     from datetime import datetime
 
     from p2ptrain.core.disk import RealDisk
-    from roles.seed import restore
+    from roles.seed.run import restore
 
     found = restore(RealDisk(), directory, root / "seed")
     made = datetime.fromtimestamp(found.wall).astimezone().isoformat(sep=" ", timespec="seconds")
@@ -181,7 +181,7 @@ async def _serve(
 ) -> None:
     from p2ptrain.cli.stopping import stoppable, unless_stopped
     from p2ptrain.core.world import real_world
-    from roles.seed import run_seed
+    from roles.seed.run import run_seed
     from wire.transport import TcpNetwork
 
     console, stop = stoppable(with_parent=with_parent)

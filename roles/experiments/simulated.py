@@ -27,7 +27,7 @@ from roles.experiments.results import Result
 from roles.experiments.run import Execute, Show, measure
 from roles.identity import claim
 from roles.member import MemberOptions
-from roles.seed import run_seed
+from roles.seed.run import run_seed
 from roles.sim.cluster import SimClock
 from roles.sim.machine import MachineDisk, Process
 from roles.stand_in import StandInEngine

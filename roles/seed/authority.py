@@ -276,7 +276,6 @@ class AuthorityState:
             tickets = [
                 TicketRecord(**item | {"secret": base64.b64decode(item["secret"], validate=True)})
                 for item in document["tickets"]
-                if item["role"] != "seed"  # from a release with standby seeds
             ]
             members = {peer_id: Member(**item) for peer_id, item in document["members"].items()}
             evicted = {str(peer_id): str(name) for peer_id, name in document["evicted"].items()}

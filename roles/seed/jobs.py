@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError, Refused
-from p2ptrain.core.footprint import BASE_COPIES
 from ring import coordination as co
 from ring.coordination import ENDED, Peer, Phase
 from ring.coordinator import Coordinator
@@ -26,12 +25,12 @@ from ring.order import LinkQuality, RingOptions, known_link
 from ring.recovery import Recorder
 from ring.replicas import newest_kept
 from ring.token import ShareRule
-from ring.training_costs import ModelShape, Training
 from ring.view import View
 from roles.seed.ledger import Ledger
 from roles.seed.peers import MAX_WHOLE, Link, announced_to, clipped, ring_beats, seen_from, whole
 from roles.seed.store import JobRecord, Records
 from roles.strategies.federated import least_members, share_rule
+from roles.training_shape import training_of
 from wire.job_messages import (
     Assign,
     CatchUp,
@@ -64,41 +63,6 @@ def seen_for(device: str, peer: Peer) -> Peer:
     if device == "cpu" and not peer.on_host:
         return replace(peer, memory_bytes=0, flops=0.0, on_host=True)
     return peer
-
-
-def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()) -> Training | None:
-    """A job split by layers as placement sees it; None if it is not, or the model's sizes are not known.
-
-    ``cuts``: the planned cuts; if empty, those of the profile.
-    """
-    try:
-        known = ModelShape.from_map_untrusted(shape) if shape else None
-    except ProtocolError:
-        return None
-    if known is None or profile is None or profile.pipeline.stages < 2:
-        return None
-    return of_profile(profile, known, cuts)
-
-
-def of_profile(profile: Profile, known: ModelShape, cuts: Sequence[int] = ()) -> Training:
-    """What a job trains, whether it is split or not. ``cuts``: as in ``training_of``."""
-    split, data, batch = profile.pipeline, profile.data, profile.batch
-    return Training(
-        known,
-        stages=profile.stages,
-        replicas=profile.job.workers // profile.stages,
-        tokens=batch.micro_batch_sequences * data.sequence_tokens,
-        sequence_tokens=data.sequence_tokens,
-        micro_batches=batch.micro_batches,
-        schedule=split.schedule,
-        activations=split.activations,
-        recompute=split.recompute,
-        max_in_flight=split.max_in_flight,
-        cuts=tuple(cuts or split.cuts),
-        # A layer of n weights, about square, has adapters of 2 rank n / width.
-        trained=min(1.0, 2 * profile.lora.rank / known.width) if profile.lora.rank else 1.0,
-        held=BASE_COPIES[profile.lora.base] if profile.lora.rank else 0.0,
-    )
 
 
 def in_shards(spec: str, shards: int) -> str:
@@ -196,10 +160,8 @@ class JobController:
         self.stages = self._profile.stages if self._profile else 1
         self._asynchronous = self._profile is not None and self._profile.job.strategy == "server"
         minted_below = self._seed.minted_below  # the highest that an earlier term may have minted
-        if view is not None and view.stages not in (0, self.stages):
+        if view is not None and view.stages != self.stages:
             minted_below, view = max(minted_below, view.generation), None  # its members held other parts
-        elif view is not None:
-            view = replace(view, stages=self.stages)
         self._row, self._val_loss = history.row, history.val_loss
         self._mean_ms, self._timed = history.step_ms
         past = co.StoredJob(

@@ -153,7 +153,7 @@ def head(db: sqlite3.Connection, job: str) -> LedgerHead | None:
 
 
 def rows(db: sqlite3.Connection, job: str, after_step: int, limit: int) -> list[LedgerRow]:
-    sql = """SELECT step, generation, digest, counts, coalesce(made_of, x'') FROM ledger WHERE job = ? AND step > ?
+    sql = """SELECT step, generation, digest, counts, made_of FROM ledger WHERE job = ? AND step > ?
         ORDER BY step LIMIT ?"""
     return [LedgerRow(*found) for found in db.execute(sql, (job, after_step, limit))]
 

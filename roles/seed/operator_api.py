@@ -25,11 +25,12 @@ from ring.coordination import ENDED, Phase
 from ring.order import known_link
 from ring.training_costs import CandidateWorker, ModelShape
 from roles.seed.events import first_that_fit, newest_that_fit
-from roles.seed.jobs import SETTLE_S, NewLayout, in_shards, seen_for, training_of
+from roles.seed.jobs import SETTLE_S, NewLayout, in_shards, seen_for
 from roles.seed.links import Survey
 from roles.seed.peers import NAME_CHARS, Link, clipped, did_you_mean
 from roles.seed.serving import part_infos
 from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
+from roles.training_shape import training_of
 from wire.connection import Connection
 from wire.enrol import RENEW
 from wire.job_messages import MAX_STAGES

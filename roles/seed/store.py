@@ -42,7 +42,7 @@ RECOVERIES_KEPT = 2_000
 FLUSH_S = 0.2
 MAX_PENDING = 4096
 """Rows that may wait to be written. A sender of more rows waits for the disk."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FILE_NAME, LOCK_NAME = "seed.sqlite3", "seed.lock"
 TERM_FACT = "term"
 
@@ -65,9 +65,6 @@ CREATE TABLE IF NOT EXISTS recoveries ({", ".join(_RECOVERY_COLUMNS)}, PRIMARY K
 CREATE TABLE IF NOT EXISTS checkpoints ({", ".join(_CHECKPOINT_COLUMNS)}, PRIMARY KEY (id)) WITHOUT ROWID;
 {ledger.SCHEMA}
 """
-
-
-_VIEW_COLUMNS = "job, generation, step, lineage, members, square_sum, stages"  # an older release's table has more
 
 
 def _insertion(table: str, columns: list[str]) -> str:
@@ -130,19 +127,6 @@ class Records:
                 text = f"{path} was written by another release (schema {version}, not {SCHEMA_VERSION})"
                 raise StorageError(text, remedy="use the release that wrote it, or another --state")
             self._db.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
-            for table, wanted in (
-                ("checkpoints", _CHECKPOINT_COLUMNS),
-                ("metrics", _METRIC_COLUMNS),
-                ("views", ["stages"]),
-                ("ledger", ["made_of"]),
-            ):
-                columns = {row[1] for row in self._db.execute(f"PRAGMA table_info({table})")}
-                for name in [name for name in wanted if name not in columns]:  # written by an older release
-                    self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name}")
-            # An older release's ids: those of whole models of split jobs had a suffix, those of parts had none.
-            parts = "stage IS NOT NULL AND id NOT LIKE '%@part%'"
-            self._db.execute(f"UPDATE checkpoints SET id = id || '@part' || stage WHERE {parts}")  # noqa: S608 - ours
-            self._db.execute("UPDATE checkpoints SET id = replace(id, '@whole', '') WHERE id LIKE '%@whole'")
         self._path = path
 
     def close(self) -> None:
@@ -201,9 +185,9 @@ class Records:
         Returns whether the ledger begins anew with the view (``ledger.view_began``).
         """
         members = json.dumps([dataclasses.astuple(member) for member in view.members])
-        row = (view.job, view.generation, view.step, view.lineage, members, view.square_sum, view.stages)
+        row = (view.job, view.generation, view.step, view.lineage, view.square_sum, members, view.stages)
         with self._transaction():
-            self._db.execute(f"INSERT INTO views ({_VIEW_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)  # noqa: S608
+            self._db.execute("INSERT INTO views VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             self._save(job)
             self._db.execute("DELETE FROM metrics WHERE job = ? AND step > ?", (view.job, view.step))
             departs = ledger.view_began(self._db, view)
@@ -213,17 +197,15 @@ class Records:
         return departs
 
     def last_view(self, job: str) -> View | None:
-        """The newest view. ``stages``: 0 if an older release stored it, which knew one number per job."""
-        sql = f"SELECT {_VIEW_COLUMNS} FROM views WHERE job = ? ORDER BY generation DESC LIMIT 1"  # noqa: S608
-        for row in self._rows(sql, job):
-            members = tuple(MemberRecord(*values) for values in json.loads(row[4]))
-            return View(row[0], row[1], row[2], row[3], members, row[5], stages=row[6] or 0)
+        for row in self._rows("SELECT * FROM views WHERE job = ? ORDER BY generation DESC LIMIT 1", job):
+            members = tuple(MemberRecord(*values) for values in json.loads(row[5]))
+            return View(row[0], row[1], row[2], row[3], members, row[4], stages=row[6])
         return None
 
     def views(self, job: str, after_generation: int, limit: int) -> list[ViewBegan]:
         sql = "SELECT generation, step, lineage, members, stages FROM views WHERE job = ? AND generation > ?"
         return [
-            ViewBegan(generation, step, lineage, [str(member[0]) for member in json.loads(members)], stages or 0)
+            ViewBegan(generation, step, lineage, [str(member[0]) for member in json.loads(members)], stages)
             for generation, step, lineage, members, stages in self._rows(
                 f"{sql} ORDER BY generation LIMIT ?", job, after_generation, limit
             )

@@ -17,8 +17,8 @@ from roles.attacker import attacking
 from roles.engine import WHOLE, Engine, Stage
 from roles.identity import claim
 from roles.member import MemberOptions
-from roles.seed import ledger, restore, run_seed
-from roles.seed.run import COPY_NAME, keep_copy
+from roles.seed import ledger
+from roles.seed.run import COPY_NAME, keep_copy, restore, run_seed
 from roles.sim.machine import ATTACKER, PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
 from roles.sim.observer import Observer
 from roles.strategies.pipeline import strategy_of

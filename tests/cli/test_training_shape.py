@@ -17,7 +17,7 @@ from p2ptrain.compute.part import Part, layer_sizes
 from p2ptrain.compute.stage import StageSpec, check_training_memory, kept_bytes
 from p2ptrain.core.errors import ResourceError
 from ring.training_costs import ModelShape
-from roles.seed.jobs import training_of
+from roles.training_shape import training_of
 from roles.worker.build import training_spec
 from tests.compute.families import make
 

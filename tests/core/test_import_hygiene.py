@@ -68,7 +68,7 @@ def loaded_by(code: str) -> set[str]:
         ("import wire.client, wire.transport, wire.emulate", HEAVY | SCREEN | {"pydantic", "rich"}),
         ("command('bench', '--help')", HEAVY | SCREEN | {"numpy", "rich", "wire", "uvloop"}),
         ("import ring.collectives, ring.coordinator, ring.session", HEAVY | SCREEN | {"pydantic", "rich"}),
-        ("import roles.seed", HEAVY | SCREEN | WEB),
+        ("import roles.seed.run", HEAVY | SCREEN | WEB),
         ("import tui.app", HEAVY | WEB),
         ("import roles.verifier.asking", HEAVY | SCREEN | WEB | {"pydantic"}),
         ("import roles.verifier.http", HEAVY | SCREEN),

@@ -21,7 +21,7 @@ from p2ptrain.core.world import LoopClock, Network, World
 from roles.engine import Engine, Stage
 from roles.identity import Identity, claim
 from roles.member import MemberOptions, ServingMember
-from roles.seed import run_seed
+from roles.seed.run import run_seed
 from roles.stand_in import StandInEngine
 from roles.strategies.interface import Factory
 from roles.strategies.pipeline import strategy_of

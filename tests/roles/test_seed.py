@@ -22,8 +22,9 @@ from p2ptrain.core.world import LoopClock, World
 from ring.coordination import Peer
 from ring.replicas import records
 from ring.view import View
-from roles.seed import events, run_seed
+from roles.seed import events
 from roles.seed.peers import announced_to
+from roles.seed.run import run_seed
 from roles.seed.store import Records
 from wire.client import SeedClient
 from wire.connection import Connection
@@ -750,7 +751,7 @@ def test_a_loopback_address_is_told_on_the_seeds_machine_only() -> None:
 WEIGH = """
 import asyncio, pathlib, random, sys, psutil
 from p2ptrain.core.world import real_world
-from roles.seed import run_seed
+from roles.seed.run import run_seed
 from wire.client import SeedClient
 from wire.transport import TcpNetwork
 async def main():

@@ -82,16 +82,6 @@ def test_a_forgotten_job_leaves_nothing_behind_but_the_diary(kept: Records) -> N
     assert kept.last_view("j2") is not None
 
 
-def test_the_ids_of_an_older_release_name_what_they_are_of(kept: Records, tmp_path: Path) -> None:
-    for name, stage in (("j1@9@p", 0), ("j1@9@p@whole", None)):
-        kept.add_checkpoint(CheckpointInfo(name, "j1", 9, "/c", "p", "p", "d", 5, 1.0, stage=stage))
-    kept.close()
-    for _ in range(2):
-        again = Records(tmp_path / "seed.sqlite3")
-        assert {item.id: item.stage for item in again.checkpoints()} == {"j1@9@p": None, "j1@9@p@part0": 0}
-        again.close()
-
-
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1])
 def test_a_number_that_sqlite_does_not_hold_is_a_storage_error(kept: Records, value: int) -> None:
     with pytest.raises(StorageError):
@@ -183,20 +173,3 @@ async def test_a_full_queue_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     crowded.append(store.crowded)
     assert crowded == [False, True, False]
     await store.close()
-
-
-def test_a_store_of_an_older_release_is_read_on(tmp_path: Path) -> None:
-    path = tmp_path / "old.sqlite3"
-    old = sqlite3.connect(path)
-    old.execute(
-        "CREATE TABLE checkpoints (id, job, step, path, peer_id, peer_name, digest, size_bytes, created_at, val_loss,"
-        " PRIMARY KEY (id)) WITHOUT ROWID"
-    )
-    old.execute("INSERT INTO checkpoints VALUES ('j1@9@p', 'j1', 9, '/c', 'p', 'p', 'd', 5, 1.0, NULL)")
-    old.execute("PRAGMA user_version = 1")
-    old.commit()
-    old.close()
-    kept = Records(path)
-    kept.add_checkpoint(CheckpointInfo("j1@9@q", "j1", 9, "/c", "q", "q", "d", 5, 2.0, stage=1))
-    assert [(item.peer_id, item.stage) for item in kept.checkpoints()] == [("p", None), ("q", 1)]
-    kept.close()
