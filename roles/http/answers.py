@@ -8,8 +8,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
@@ -146,23 +145,3 @@ async def while_wanted(receive: Receive, work: Coroutine[Any, Any, None], stoppi
 async def _left(receive: Receive) -> None:
     while not (await receive())["type"].endswith(".disconnect"):
         pass
-
-
-def tell(error: Exception) -> None:
-    """Report a defect to whoever runs this process."""
-    loop = asyncio.get_running_loop()
-    loop.call_exception_handler({"message": "an HTTP request failed", "exception": error})
-
-
-async def client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
-
-
-async def not_routed(request: Request, error: HTTPException) -> Response:
-    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "")
-    asked = f"{request.method} {request.url.path}"[:100]
-    return Problem(error.status_code, f"there is no {asked} here", code=code, headers=error.headers).response()
-
-
-NOT_HANDLED: dict[Any, Any] = {HTTPException: not_routed, ClientDisconnect: client_left}
-"""Exception handlers that every application has."""

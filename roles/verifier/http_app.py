@@ -12,7 +12,7 @@ import random
 import secrets
 from typing import Any
 
-from starlette.applications import Starlette
+from starlette.requests import HTTPConnection
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -23,17 +23,8 @@ from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Clock
 from roles.background import Background
 from roles.http.access import Keys, refuse_pages
-from roles.http.answers import (
-    HEADERS,
-    NOT_HANDLED,
-    Problem,
-    json_bytes,
-    json_response,
-    read_body,
-    shutting_down,
-    tell,
-    while_wanted,
-)
+from roles.http.answers import HEADERS, Problem, json_bytes, json_response, read_body, shutting_down, while_wanted
+from roles.http.app import JsonApp, tell
 from roles.verifier.asking import TextService, Writing
 from roles.verifier.http_requests import Request, problem_of, read_chat, read_completion
 
@@ -66,7 +57,7 @@ def usage_of(prompt: int, new: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-class HttpApp:
+class HttpApp(JsonApp):
     """The application.
 
     Args:
@@ -81,7 +72,6 @@ class HttpApp:
         self.service, self._clock, self._random = service, clock, random
         self._keys = None if key is None else Keys({key: "write"})
         self._pages_refused = local and key is None
-        self.stopping = asyncio.Event()
         self._closing = Background()
         routes = [
             Route(_HEALTH, self._health, methods=["GET"]),
@@ -90,23 +80,7 @@ class HttpApp:
             Route("/v1/completions", self._write, methods=["POST"]),
             Route(_CHAT, self._write, methods=["POST"]),
         ]
-        handlers: dict[Any, Any] = {Problem: _told, P2PTrainError: _told, Exception: _told, **NOT_HANDLED}
-        self._app = Starlette(routes=routes, exception_handlers=handlers)
-        self._app.router.redirect_slashes = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http"
-        try:
-            self._let_in(HttpRequest(scope))
-            await self._app(scope, receive, send)
-        except Problem as problem:
-            await problem.response()(scope, receive, send)
-        except Exception as error:  # a defect; Starlette has answered the client  # noqa: BLE001
-            tell(error)
-
-    def stop(self) -> None:
-        """End all texts under way and tell their clients. Refuse new requests."""
-        self.stopping.set()
+        super().__init__(routes)
 
     async def settle(self, *, timeout_s: float) -> None:
         await self._closing.settle(timeout_s=timeout_s)
@@ -114,13 +88,14 @@ class HttpApp:
 
     # access
 
-    def _let_in(self, request: HttpRequest) -> None:
-        if self.stopping.is_set():
-            raise shutting_down()
+    def let_in(self, asked: HTTPConnection) -> None:
         if self._pages_refused:
-            refuse_pages(request.headers, "to allow it, start the endpoint with an API key")
-        if self._keys is not None and request.url.path != _HEALTH:
-            self._keys.permit(request.headers.get("authorization", ""))
+            refuse_pages(asked.headers, "to allow it, start the endpoint with an API key")
+        if self._keys is not None and asked.scope["path"] != _HEALTH:
+            self._keys.permit(asked.headers.get("authorization", ""))
+
+    def problem_of(self, error: P2PTrainError) -> Problem:
+        return problem_of(error)
 
     # routes
 
@@ -170,7 +145,7 @@ class _Reply:
             if not isinstance(error, P2PTrainError | Problem):
                 tell(error)
             # No [DONE]: the text is incomplete.
-            await _send(send, event(problem_of(error).as_json()), more=False)
+            await _send(send, event(self._app.problem(error).as_json()), more=False)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         texts: list[tuple[str, str]] = []
@@ -254,7 +229,3 @@ def _left_out(writing: Writing) -> dict[str, str]:
 
 async def _send(send: Send, said: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": said, "more_body": more})
-
-
-async def _told(request: HttpRequest, error: Exception) -> Response:
-    return problem_of(error).response()

@@ -64,12 +64,7 @@ NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Parameters that would change the text → values that request nothing, and why others are refused."""
 
 
-def problem_of(error: Exception) -> Problem:
-    """The ``Problem`` for ``error``. Unexpected errors show no details."""
-    if isinstance(error, Problem):
-        return error
-    if not isinstance(error, P2PTrainError):
-        return Problem(500, "internal error; the verifier's terminal has the details", code="internal_error")
+def problem_of(error: P2PTrainError) -> Problem:
     message = f"{error.message}: {error.remedy}" if error.remedy else error.message
     if isinstance(error, TooLong):
         return Problem(400, message, code="context_length_exceeded")

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from starlette.datastructures import QueryParams
 
 from configs.schema import Profile
 from p2ptrain import __version__
-from roles.http.answers import Problem, invalid
+from roles.http.answers import invalid
 from roles.web.feed import Feed
 from wire.client import SeedClient
 from wire.schema import Record
@@ -24,6 +25,7 @@ ROOT = "/api/v1"
 READ, OPERATE = "read", "operate"
 """What a key permits. GET needs the first one, all other methods the second one."""
 MOST_ITEMS = 200
+IDEMPOTENCY_KEY = "[!-~]{1,128}"
 
 CreateJob = Callable[[SeedClient, str, str, Profile], Awaitable[str]]
 """Creates a job from its name, its label and its profile on a seed, and returns its id."""
@@ -47,15 +49,11 @@ class AfterStep(Given):
 G = TypeVar("G", bound=Given)
 
 
-def read_query(schema: type[G], given: Sequence[tuple[str, str]]) -> G:
-    """Raises ``Problem``."""
-    values: dict[str, str] = {}
-    for name, value in given:
-        if name in values:
-            raise Problem(400, f"{name[:64]} is given twice", code="invalid_value", param=name[:64])
-        values[name] = value
+def read_query(schema: type[G], given: QueryParams) -> G:
+    """Raises ``Problem``. A parameter that is given twice is a list, which none may be."""
+    lists = {name: given.getlist(name) for name in given}
     try:
-        return schema.model_validate(values)
+        return schema.model_validate({name: values if values[1:] else values[0] for name, values in lists.items()})
     except ValidationError as error:
         raise invalid(error) from None
 
@@ -67,18 +65,21 @@ class Page:
     items: Sequence[Record]
     next: str | int | None = None
 
+    def to_map(self) -> dict[str, Any]:
+        return {"items": [item.to_map() for item in self.items], "next": self.next}
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One request. ``path``: the parameters in its path. ``query`` and ``body``: as its endpoint declares them."""
 
     feed: Feed
-    client: SeedClient
     create_job: CreateJob
+    experiments: Experiments
+    client: SeedClient
     path: dict[str, str]
     query: Any
     body: Any
-    experiments: Experiments
 
 
 Handle = Callable[[Call], Awaitable[Record | Page]]
@@ -121,32 +122,26 @@ _ABOUT_ERRORS = {
     503: "The seed does not answer, or too many requests are under way.",
     504: "It took too long.",
 }
-_IDEMPOTENCY = {
-    "name": "Idempotency-Key",
-    "in": "header",
-    "schema": {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]+$"},
-    "description": "The same key with the same request is carried out once, and answered alike.",
-}
+_ABOUT = (
+    "Training jobs, workers, checkpoints and metrics of one cluster. A job is named by its id, by the beginning of it, "
+    f"or by its name. `GET {ROOT}/metrics/stream/{{job}}?after_step=N` opens a WebSocket: a snapshot, `ready`, updates."
+)
 
 
 def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of these endpoints."""
-    schemas, paths = dict[str, Any](), dict[str, Any]()
-
-    def schema_of(kind: Any, mode: Any = "serialization") -> dict[str, Any]:
-        name = kind.__name__.lstrip("_")
-        if name not in schemas:
-            schema = TypeAdapter(kind).json_schema(mode=mode, ref_template="#/components/schemas/{model}")
-            schemas.update(schema.pop("$defs", {}) | {name: schema})
-        return {"$ref": f"#/components/schemas/{name}"}
-
-    error = {"content": {"application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}}}}}
+    kinds: dict[Any, Any] = {each.answer: "serialization" for each in endpoints}
+    kinds |= {each.body: "validation" for each in endpoints if each.body is not None}
+    adapters = [(kind, mode, TypeAdapter(kind)) for kind, mode in kinds.items()]
+    refs, schemas = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
+    paths = dict[str, Any]()
     for endpoint in endpoints:
-        answer = schema_of(endpoint.answer)
+        answer = refs[endpoint.answer, "serialization"]
         if endpoint.listed:
             items = {"items": {"type": "array", "items": answer}, "next": {"type": ["string", "integer", "null"]}}
             answer = {"type": "object", "properties": items, "required": ["items", "next"]}
         first, _, more = endpoint.about.partition("\n\n")
+        error = {"type": "object", "properties": {"error": _ERROR}}
         operation: dict[str, Any] = {
             "operationId": endpoint.handle.__name__,
             "tags": [endpoint.path.partition("/")[0]],
@@ -154,25 +149,22 @@ def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
             "description": f"{more}\n\nNeeds a key to {READ if endpoint.method == 'GET' else OPERATE}.".strip(),
             "parameters": list(_parameters(endpoint)),
             "responses": {
-                str(endpoint.status): {"description": "Done.", "content": {"application/json": {"schema": answer}}},
-                **{str(status): {"description": about, **error} for status, about in _ABOUT_ERRORS.items()},
+                str(endpoint.status): {"description": "Done.", **_json(answer)},
+                **{str(status): {"description": about, **_json(error)} for status, about in _ABOUT_ERRORS.items()},
             },
             "security": [{"key": []}, {}],
         }
         if endpoint.body is not None:
-            content = {"application/json": {"schema": schema_of(endpoint.body, "validation")}}
             needs = any(item.is_required() for item in endpoint.body.model_fields.values())
-            operation["requestBody"] = {"content": content, "required": needs}
+            operation["requestBody"] = {"required": needs, **_json(refs[endpoint.body, "validation"])}
         paths.setdefault(f"{ROOT}/{endpoint.path}", {})[endpoint.method.lower()] = operation
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "p2ptrain", "version": __version__, "description": _ABOUT},
-        "paths": paths,
-        "components": {
-            "schemas": dict(sorted(schemas.items())),
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-    }
+    components = {"schemas": schemas["$defs"], "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    about = {"title": "p2ptrain", "version": __version__, "description": _ABOUT}
+    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": components}
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": schema}}}
 
 
 def _parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
@@ -180,12 +172,8 @@ def _parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
         yield {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     for name, schema in endpoint.query.model_json_schema().get("properties", {}).items():
         about = schema.pop("description", "")
-        yield {"name": name, "in": "query", "required": False, "schema": schema, "description": about}
+        yield {"name": name, "in": "query", "schema": schema, "description": about}
     if endpoint.method == "POST":
-        yield _IDEMPOTENCY
-
-
-_ABOUT = (
-    "Training jobs, workers, checkpoints and metrics of one cluster. A job is named by its id, by the beginning of it, "
-    f"or by its name. `GET {ROOT}/metrics/stream/{{job}}?after_step=N` opens a WebSocket: a snapshot, `ready`, updates."
-)
+        about = "The same key with the same request is carried out once, and answered alike."
+        schema = {"type": "string", "pattern": f"^{IDEMPOTENCY_KEY}$"}
+        yield {"name": "Idempotency-Key", "in": "header", "schema": schema, "description": about}

@@ -24,7 +24,7 @@ from roles.background import Background
 from roles.http.access import MAKE_KEY, Keys, read_key
 from roles.http.server import serving
 from roles.seed.authority import Authority
-from roles.web.app import Access, WebApp
+from roles.web.app import WebApp
 from roles.web.endpoints import OPERATE, READ, CreateJob
 from roles.web.experiments import Experiments
 from roles.web.feed import Connect, Feed
@@ -54,7 +54,7 @@ class WebPlace:
 
     Attributes:
         url: where a browser reaches it. directory: the seed's.
-        key_files: of the two keys, for people to look at; empty if none is needed.
+        keys, names: see ``WebApp``. key_files: of the two keys, for people to look at; empty if none is needed.
         tls: None: it is not encrypted.
         certify: loads a new certificate of the run's authority into ``tls``; None if a person gave one. Blocking.
     """
@@ -62,7 +62,8 @@ class WebPlace:
     sock: socket.socket
     url: str
     directory: Path
-    access: Access
+    keys: Keys | None
+    names: set[str]
     key_files: tuple[Path, ...]
     tls: ssl.SSLContext | None
     certify: Callable[[], None] | None
@@ -100,20 +101,17 @@ async def web_place(
             raise UserError(text, remedy=MAKE_KEY)
         tls: ssl.SSLContext | None = None
         certify: Callable[[], None] | None = None
-        allowed, shown = names, names[0]
-        if near and options.certificate is None:
-            allowed = ()
-        else:
+        allowed, shown = set[str](), names[0]
+        if not near or options.certificate is not None:
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             tls.minimum_version = ssl.TLSVersion.TLSv1_2
-            if options.certificate is not None:
-                allowed = _loaded(tls, options.certificate, options.certificate_key)
-                shown = next((name for name in [shown, *allowed] if name in allowed and "*" not in name), shown)
-            else:
-                certify = partial(_certify, tls, directory / "authority", names, world)
+            allowed, certify = {name.lower() for name in names}, partial(_certify, tls, directory, names, world)
+        if tls is not None and options.certificate is not None:
+            given, certify = _loaded(tls, options.certificate, options.certificate_key), None
+            shown = next((name for name in [shown, *given] if name in given and "*" not in name), shown)
+            allowed = set(given)
         url = f"{'http' if tls is None else 'https'}://{format_address(shown, sock.getsockname()[1])}"
-        access = Access(Keys(keys) if keys else None, {name.lower() for name in allowed})
-        return WebPlace(sock, url, directory, access, files, tls, certify)
+        return WebPlace(sock, url, directory, Keys(keys) if keys else None, allowed, files, tls, certify)
     except BaseException:
         sock.close()
         raise
@@ -142,7 +140,7 @@ def _loaded(context: ssl.SSLContext, certificate: Path, key: Path | None) -> lis
 def _certify(tls: ssl.SSLContext, directory: Path, names: Sequence[str], world: World) -> None:
     """Raises ``StorageError``."""
     now = world.clock.wall()
-    authority = Authority.open(world.disk, directory, name="seed", now=now)
+    authority = Authority.open(world.disk, directory / "authority", name="seed", now=now)
     tls.load_cert_chain(authority.http_credentials(names, now))
 
 
@@ -150,7 +148,7 @@ def _certify(tls: ssl.SSLContext, directory: Path, names: Sequence[str], world: 
 async def serving_web(place: WebPlace, connect: Connect, create_job: CreateJob) -> AsyncIterator[None]:
     """Answer HTTP while the body runs. ``connect``: connects to the seed as an operator. Raises ``StorageError``."""
     feed, experiments, beside = Feed(connect), Experiments(place.directory / "experiments", connect), Background()
-    app = WebApp(feed, place.access, create_job, experiments)
+    app = WebApp(feed, create_job, experiments, place.keys, place.names)
     beside.start(feed.run(), "web feed")
     try:
         if place.certify is not None:
@@ -160,7 +158,7 @@ async def serving_web(place: WebPlace, connect: Connect, create_job: CreateJob) 
             try:
                 yield
             finally:
-                await app.stop()
+                app.stop()
     finally:
         await beside.stop()
 

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from configs.schema import Profile
-from roles.web.app import Access, WebApp
+from roles.web.app import WebApp
 from roles.web.experiments import Experiments
 from roles.web.feed import Feed
 from tests.roles.in_process import DEADLINE_S, Cluster
@@ -32,6 +32,7 @@ async def create(client: SeedClient, name: str, label: str, profile: Profile) ->
 class Api:
     cluster: Cluster
     feed: Feed
+    experiments: Experiments
     app: WebApp
 
     async def ask(
@@ -48,10 +49,10 @@ class Api:
             "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
         }
         sent: list[Any] = []
-        told = iter([{"type": "http.request", "body": body}])
+        told = [{"type": "http.request", "body": body}]
 
         async def receive() -> Any:
-            return next(told, {"type": "http.disconnect"})
+            return told.pop() if told else await asyncio.Event().wait()  # it stays
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -61,7 +62,7 @@ class Api:
         content = b"".join(message.get("body", b"") for message in sent)
         given = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
         is_json = given.get("content-type") == "application/json"
-        return sent[0]["status"], json.loads(content) if is_json else content.decode(), given
+        return sent[0]["status"], json.loads(content) if is_json else content.decode("latin-1"), given
 
     async def done(self, method: str, path: str, said: Any = None, status: int = 200) -> Any:
         given, content, _ = await self.ask(method, path, said)
@@ -85,12 +86,12 @@ async def api_of(root: Path, *, encrypted: bool = False) -> AsyncIterator[Api]:
     feed = Feed(cluster.operator)
     running = asyncio.create_task(feed.run())
     experiments = Experiments(root / "experiments", cluster.operator)
-    app = WebApp(feed, Access(), create, experiments)
+    app = WebApp(feed, create, experiments)
     try:
         async with experiments.serving():
-            yield Api(cluster, feed, app)
+            yield Api(cluster, feed, experiments, app)
     finally:
-        await app.stop()
+        app.stop()
         running.cancel()
         await asyncio.wait({running})
         await cluster.close()

@@ -17,7 +17,7 @@ from typing import Any
 from p2ptrain.core.errors import ConnectionLost
 from roles.background import Background
 from roles.http.server import serving
-from roles.web.app import Access, WebApp
+from roles.web.app import WebApp
 from roles.web.experiments import ExperimentInfo, Experiments
 from roles.web.feed import Feed
 from tests.tui.demo import DemoCluster
@@ -104,12 +104,12 @@ async def endpoint(seed: DemoSeed, sock: socket.socket) -> AsyncIterator[str]:
     feed, beside, experiments = Feed(connect), Background(), Experiments(Path("nowhere"), connect)
     experiments.infos["rates"] = ExperimentInfo("rates", "running", 5, 12, "lr=0.01, repeat 2: step 40 of 100", 420.0)
     beside.start(feed.run(), "web feed")
-    app = WebApp(feed, Access(), refuse, experiments)
+    app = WebApp(feed, refuse, experiments)
     try:
         async with serving(app, sock, websockets=True):
             host, port = sock.getsockname()[:2]
             yield f"http://{host}:{port}"
-            await app.stop()
+            app.stop()
     finally:
         await beside.stop()
 

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.datastructures import QueryParams
 
 from roles.http.access import Keys
 from roles.http.answers import Problem, json_response
 from roles.web import app as web_app
-from roles.web.app import Access, Repeats
+from roles.web.app import Repeats
 from roles.web.endpoints import OPERATE, READ, AfterStep, read_query
 from tests.roles.in_process import DEADLINE_S
 
-from .conftest import LOCAL, Api, api_of
+from .conftest import LOCAL, Api, api_of, create
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -121,7 +122,7 @@ async def test_how_a_machine_joins(api: Api, tmp_path: Path) -> None:
 
 
 READER, OPERATOR = "read-key-read-key-read", "operator-key-operator-key"
-GUARDED = Access(Keys({READER: READ, OPERATOR: OPERATE}), {"seed.example.org", "*.lab.example.org"})
+KEYS, NAMES = Keys({READER: READ, OPERATOR: OPERATE}), {"seed.example.org", "*.lab.example.org"}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,8 @@ GUARDED = Access(Keys({READER: READ, OPERATOR: OPERATE}), {"seed.example.org", "
     ],
 )
 async def test_who_may_use_it(api: Api, method: str, path: str, headers: dict[str, str], status: int) -> None:
-    guarded = Api(api.cluster, api.feed, web_app.WebApp(api.feed, GUARDED, api.app._create_job, api.app._experiments))
+    app = web_app.WebApp(api.feed, create, api.experiments, KEYS, NAMES)
+    guarded = Api(api.cluster, api.feed, api.experiments, app)
     given, content, answered = await guarded.ask(method, path, headers={"host": "seed.example.org"} | headers)
     assert given == status
     assert READER not in str(content)
@@ -183,7 +185,7 @@ async def test_a_request_is_carried_out_once(api: Api) -> None:
 )
 async def test_a_stream_is_not_begun_with_a_query_that_cannot_be(query: str) -> None:
     with pytest.raises(Problem) as caught:
-        read_query(AfterStep, [(name, value) for name, _, value in (part.partition("=") for part in query.split("&"))])
+        read_query(AfterStep, QueryParams(query))
     assert caught.value.status == 400
 
 

@@ -38,7 +38,7 @@ async def test_an_experiment_runs_is_analyzed_and_goes_on_after_a_restart(tmp_pa
         assert (status, said["error"]["code"]) == (409, "too-few")
         for _ in range(2):
             await api.cluster.join().joined.wait()
-        experiments = api.app._experiments
+        experiments = api.experiments
         begun = await api.done("POST", "experiments", {"grid": GRID}, status=201)
         assert (begun["id"], begun["state"], begun["planned"]) == ("small", "running", 2)
         status, said, _ = await api.ask("POST", "experiments", {"grid": GRID | {"name": "other"}})

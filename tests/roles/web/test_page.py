@@ -8,43 +8,54 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from starlette.exceptions import HTTPException
 
-from roles.web.page import page_answer, page_files
+from roles.web.page import TYPES
 from tests.roles.web.browser import CHROMIUM, browsing
 from tests.roles.web.demo import DemoSeed, endpoint
+
+from .conftest import LOCAL, Api
 
 _STEP = "document.querySelector('#tiles dd').textContent"
 _LINK = "document.getElementById('link-text')?.textContent"
 
 
+def page_files() -> dict[str, bytes]:
+    """Path → content of all that is served; ``/`` is the page itself."""
+    root = Path(str(files("roles.web.page")))
+    found = {f"/{file.relative_to(root).as_posix()}": file.read_bytes() for file in root.rglob("*.*")}
+    served = {path: content for path, content in found.items() if Path(path).suffix in TYPES}
+    return served | {"/": served.pop("/index.html")}
+
+
 def test_the_page_needs_nothing_from_elsewhere() -> None:
-    for path in page_files():
-        content = page_files()[path][0].decode("latin-1")
-        foreign = set(re.findall(r"(?:https?:|wss?:)?//[\w.-]+\.[a-z]+[^\s\"')]*", content))
+    for path, content in page_files().items():
+        foreign = set(re.findall(r"(?:https?:|wss?:)?//[\w.-]+\.[a-z]+[^\s\"')]*", content.decode("latin-1")))
         assert foreign <= {"http://www.w3.org/2000/svg", "https://github.com/leeoniya/uPlot"}, path  # only names
-    page = page_files()["/"][0].decode()
+    page = page_files()["/"].decode()
     linked = re.findall(r'(?:src|href)="([^#"]+)"', page)
-    shell = page_files()["/sw.js"][0].decode()
+    shell = page_files()["/sw.js"].decode()
     assert {f"/{path}" for path in linked} <= set(page_files())
     assert all(path.strip("/") in shell for path in page_files() if path not in ("/", "/sw.js")), "it opens offline"
     assert not re.search(r"<style|<script>|\son\w+=|\sstyle=", page), "the policy forbids inline code"
 
 
-def test_files_are_answered_with_their_type_a_policy_and_from_the_cache_of_a_browser() -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_files_are_answered_with_their_type_a_policy_and_from_the_cache_of_a_browser(api: Api) -> None:
     types = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".png": "image/png"}
-    for path in page_files():
-        answer = page_answer(path, {})
-        assert answer.headers["content-type"].startswith(types.get(Path(path).suffix, "")), path
-        assert "script-src 'self'" in answer.headers["content-security-policy"]
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        again = page_answer(path, {"if-none-match": answer.headers["etag"]})
-        assert (again.status_code, again.body) == (304, b"")
-        assert page_answer(path, {"if-none-match": 'W/"other"'}).status_code == 200
-    assert page_answer("/", {})
-    for path in ("/uplot/LICENSE", "/../app.py"):
-        with pytest.raises(HTTPException):
-            page_answer(path, {})
+    for path, content in page_files().items():
+        status, _, headers = await api.ask("GET", path, headers=LOCAL | {"accept-encoding": "gzip"})
+        assert status == 200, path
+        assert headers["content-type"].startswith(types.get(Path(path).suffix, "")), path
+        assert "script-src 'self'" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        if Path(path).suffix in (".js", ".css", ".html") and len(content) > 500:
+            assert (headers["content-encoding"], headers["vary"].lower()) == ("gzip", "accept-encoding")
+        again = await api.ask("GET", path, headers=LOCAL | {"if-none-match": headers["etag"]})
+        assert again[:2] == (304, "")
+        assert (await api.ask("GET", path, headers=LOCAL | {"if-none-match": 'W/"other"'}))[0] == 200
+    for path in ("/uplot/LICENSE", "/../app.py", "/__init__.py", "/uplot", "/none.js"):
+        status, content, _ = await api.ask("GET", path)
+        assert (status, content["error"]["code"]) == (404, "unknown_url")
     assert "MIT" in (files("roles.web.page") / "uplot" / "LICENSE").read_text()
 
 

@@ -21,7 +21,7 @@ from roles.http import server
 from roles.http.server import serving
 from roles.seed import events
 from roles.web import stream
-from roles.web.app import Access, WebApp
+from roles.web.app import WebApp
 from roles.web.experiments import Experiments
 from roles.web.feed import Feed
 from roles.web.stream import follow
@@ -223,7 +223,7 @@ async def test_a_reader_that_never_reads_is_cut_off_and_the_others_go_on(
     monkeypatch.setattr(server, "SEND_S", 0.1)
     async with following(monkeypatch) as (seed, feed, _):
         seed.begin()
-        app = WebApp(feed, Access(), create, Experiments(tmp_path, feed._connect))
+        app = WebApp(feed, create, Experiments(tmp_path, feed._connect))
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             port, path = listening.getsockname()[1], f"/api/v1/metrics/stream/{JOB}"
@@ -246,7 +246,7 @@ async def test_a_reader_that_never_reads_is_cut_off_and_the_others_go_on(
                 assert steps == list(range(1, told + 1))
                 deaf.settimeout(DEADLINE_S)
                 assert await asyncio.to_thread(_received, deaf) < 1 << 20
-                await app.stop()
+                app.stop()
                 with pytest.raises(ConnectionClosed) as ended:
                     _ = [text async for text in other]
                 assert ended.value.rcvd is not None
