@@ -1,8 +1,9 @@
-"""Requests and answers: numbered calls over any connection, and an operator's typed client of a seed."""
+"""Requests and answers: numbered calls over any connection, and the operators' typed requests to a seed."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -102,35 +103,10 @@ MAX_UPDATES = 1024
 """Updates that may wait for a viewer. More end the connection, because dropping one would leave a wrong picture."""
 
 
-class SeedClient:
-    """Operator connection to a seed.
+class SeedRequests(ABC):
+    """The operators' requests to a seed, typed. All of them raise as ``request``."""
 
-    Attributes:
-        welcome: the seed's answer to the handshake.
-        connection: the connection underneath, for bulk probes.
-    """
-
-    def __init__(self, connection: Connection, welcome: Welcome, *, silence_s: float = SILENCE_S) -> None:
-        self.connection = connection
-        self.welcome = welcome
-        self._silence_s = silence_s
-        self._calls = PendingCalls()
-        self._updates: deque[Update] = deque()
-        self._news = asyncio.Event()
-        self._lost: ConnectionLost | None = None
-        self._receiver = asyncio.get_running_loop().create_task(self._receive_all(), name="wire.client.receive")
-
-    @classmethod
-    async def connect(
-        cls, network: Network, host: str, port: int, *, name: str, peer_id: str = "", timeout_s: float = 5.0
-    ) -> Self:
-        """Dial a seed as an operator. Raises as ``wire.handshake.dial``.
-
-        On an encrypted network ``peer_id`` must be the one in this operator's certificate.
-        """
-        hello = local_hello(peer_id=peer_id or new_id(), name=name, roles=[], purpose="operator")
-        return cls(*await dial(network, host, port, hello, timeout_s=timeout_s, expect_role="seed"))
-
+    @abstractmethod
     async def request(
         self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float = 20.0
     ) -> dict[str, Any]:
@@ -144,8 +120,6 @@ class SeedClient:
             DeadlineExceeded: no answer came in time; the connection stays open.
             ConnectionLost: the connection ended.
         """
-        send, whom = self.connection.send, "the seed"
-        return await self._calls.ask(send, method, params or {}, whom=whom, timeout_s=timeout_s, named=False)
 
     # ------------------------------------------------------------------------------- who is there, and what is served
 
@@ -274,10 +248,52 @@ class SeedClient:
         """Revoke a ticket, by the start of its id, and all certificates issued for it."""
         return TicketInfo.from_map_untrusted(await self._value("tickets.revoke", "ticket", id=ticket))
 
-    # ------------------------------------------------------------------------------------------- updates and the clock
+    # -------------------------------------------------------------------------------------------------------- the clock
 
     async def clock(self) -> float:
         return float(await self._value("probe.clock", "wall", float))
+
+    async def _value(self, method: str, key: str, kind: type = dict, **params: Any) -> Any:
+        return _checked(await self.request(method, params), key, kind)
+
+    async def _records(self, kind: type[R], method: str, key: str, **params: Any) -> list[R]:
+        return _records(kind, await self.request(method, params), key)
+
+
+class SeedClient(SeedRequests):
+    """Operator connection to a seed.
+
+    Attributes:
+        welcome: the seed's answer to the handshake.
+        connection: the connection underneath, for bulk probes.
+    """
+
+    def __init__(self, connection: Connection, welcome: Welcome, *, silence_s: float = SILENCE_S) -> None:
+        self.connection = connection
+        self.welcome = welcome
+        self._silence_s = silence_s
+        self._calls = PendingCalls()
+        self._updates: deque[Update] = deque()
+        self._news = asyncio.Event()
+        self._lost: ConnectionLost | None = None
+        self._receiver = asyncio.get_running_loop().create_task(self._receive_all(), name="wire.client.receive")
+
+    @classmethod
+    async def connect(
+        cls, network: Network, host: str, port: int, *, name: str, peer_id: str = "", timeout_s: float = 5.0
+    ) -> Self:
+        """Dial a seed as an operator. Raises as ``wire.handshake.dial``.
+
+        On an encrypted network ``peer_id`` must be the one in this operator's certificate.
+        """
+        hello = local_hello(peer_id=peer_id or new_id(), name=name, roles=[], purpose="operator")
+        return cls(*await dial(network, host, port, hello, timeout_s=timeout_s, expect_role="seed"))
+
+    async def request(
+        self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float = 20.0
+    ) -> dict[str, Any]:
+        send, whom = self.connection.send, "the seed"
+        return await self._calls.ask(send, method, params or {}, whom=whom, timeout_s=timeout_s, named=False)
 
     async def news(self) -> AsyncIterator[list[Record]]:
         """Subscribe, and yield the records of one update at a time; of those that are gone, an empty list.
@@ -288,12 +304,6 @@ class SeedClient:
         async for update in self.updates():
             kind = TOPICS.get(update.topic)
             yield [kind.from_map_untrusted(item) for item in update.items] if kind is not None else []
-
-    async def _value(self, method: str, key: str, kind: type = dict, **params: Any) -> Any:
-        return _checked(await self.request(method, params), key, kind)
-
-    async def _records(self, kind: type[R], method: str, key: str, **params: Any) -> list[R]:
-        return _records(kind, await self.request(method, params), key)
 
     async def updates(self) -> AsyncIterator[Update]:
         """Yield updates after ``request("subscribe")``, for one reader. Always ends with ``ConnectionLost``."""

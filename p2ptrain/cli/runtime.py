@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.cli.access import Access
     from p2ptrain.cli.output import Console
-    from wire.client import SeedClient
+    from wire.client import SeedClient, SeedRequests
     from wire.records import CheckpointInfo
 
 T = TypeVar("T")
@@ -187,7 +187,7 @@ def newest_of(checkpoints: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
     return max(checkpoints, key=lambda item: (item.stage is None, item.step), default=None)
 
 
-async def create_job(client: SeedClient, name: str, label: str, profile: Profile, console: Console) -> str:
+async def create_job(client: SeedRequests, name: str, label: str, profile: Profile, console: Console) -> str:
     """Create a job, with what its placement needs to know of a split model, and say so."""
     from p2ptrain.cli.model_sizes import shape_of
 

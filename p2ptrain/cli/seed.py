@@ -32,9 +32,10 @@ from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:
     from configs.schema import Profile
+    from roles.seed.server import Seed
     from roles.web.serving import WebOptions, WebPlace
     from wire.address import Ticket
-    from wire.client import SeedClient
+    from wire.client import SeedRequests
 
 
 def seed(
@@ -187,6 +188,7 @@ async def _serve(
     console, stop = stoppable(with_parent=with_parent)
     place = await _web_place(web, root, console) if web is not None else None
     tickets: list[Ticket] = []
+    seeds: list[Seed] = []
     address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(
         run_seed(
@@ -199,6 +201,7 @@ async def _serve(
             on_ticket=tickets.append,
             backup_dir=backup_dir,
             tracker_environ=os.environ,
+            on_seed=seeds.append,
             on_ready=address.set_result,
             on_alarm=partial(console.event, "error"),
             stop=stop,
@@ -216,7 +219,7 @@ async def _serve(
                     stack.enter_context(announced(near, root))
                 try:
                     if place is not None:
-                        await stack.enter_async_context(_web(place, bound, near, root, console))
+                        await stack.enter_async_context(_web(place, seeds[0], bound, near, root, console))
                     _tell(console, bound, port, root, tickets, place, as_json)
                     await unless_stopped(stop, _first_job(near, root, first_job, console))
                 except P2PTrainError:
@@ -247,17 +250,17 @@ async def _web_place(web: WebOptions, root: Path, console: Console) -> WebPlace:
 
 
 def _web(
-    place: WebPlace, bound: str, near: tuple[str, int], root: Path, console: Console
+    place: WebPlace, seed: Seed, bound: str, near: tuple[str, int], root: Path, console: Console
 ) -> AbstractAsyncContextManager[None]:
     from p2ptrain.cli.inputs import checked
     from roles.web.serving import serving_web
 
-    async def create(client: SeedClient, name: str, label: str, profile: Profile) -> str:
+    async def create(client: SeedRequests, name: str, label: str, profile: Profile) -> str:
         if is_loopback(bound):  # otherwise each worker reads its own disk
             profile = await asyncio.to_thread(checked, profile)
         return await create_job(client, name, label, profile, console)
 
-    return serving_web(place, partial(operator, near, state=root), create)
+    return serving_web(place, seed, partial(operator, near, state=root), create)
 
 
 def _loaded(profile: str, sets: list[str]) -> Profile:

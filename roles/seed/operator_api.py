@@ -158,7 +158,7 @@ _SLOW = frozenset({"links.list", "checkpoints.restore", "checkpoints.delete", "j
 class OperatorApi:
     def __init__(self, seed: Seed) -> None:
         self._seed = seed
-        self._methods: dict[str, Callable[[Params, Connection], Awaitable[Result]]] = {
+        self._methods: dict[str, Callable[[Params, Any], Awaitable[Result]]] = {
             "cluster.info": self._cluster_info,
             "links.list": self._links_list,
             "peers.list": self._peers_list,
@@ -226,7 +226,8 @@ class OperatorApi:
         with suppress(ConnectionLost):  # ``serve`` sees the loss too
             connection.send(response)
 
-    async def answer(self, request: Request, connection: Connection) -> Response:
+    async def answer(self, request: Request, connection: Connection | None = None) -> Response:
+        """``connection``: None if it comes from this process, which asks nothing about a connection."""
         if request.method == "subscribe":
             return Response(request.id, {})  # it is subscribed already
         method = self._methods.get(request.method)
@@ -242,13 +243,7 @@ class OperatorApi:
 
     async def _watch(self, connection: Connection) -> None:
         seed = self._seed
-        with seed.subscriptions.open() as feed:
-            feed.touch("cluster", [""])
-            feed.touch("peers", [info.id for info in seed.peer_infos()])
-            feed.touch("jobs", seed.controllers)
-            feed.touch("checkpoints", seed.checkpoints.known)
-            feed.touch("parts", [part.id for part in part_infos(seed.links.values())])
-            feed.touch("serving", [info.id for info in seed.services.infos()])
+        with seed.watching() as feed:
             feed.add(seed.event_log.recent)
             live = [controller.id for controller in seed.controllers.values() if controller.live]
             for job in (live or list(seed.controllers)[-1:])[:4]:

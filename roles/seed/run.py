@@ -218,6 +218,7 @@ async def run_seed(
     on_ticket: Callable[[Ticket], None] = lambda ticket: None,
     backup_dir: Path | None = None,
     tracker_environ: Mapping[str, str] | None = None,
+    on_seed: Callable[[Seed], None] = lambda seed: None,
     on_ready: Callable[[tuple[str, int]], None],
     on_alarm: Callable[[str], None] = lambda text: None,
     stop: asyncio.Event,
@@ -230,6 +231,7 @@ async def run_seed(
         on_ticket: called with the ticket to show, before the seed is ready.
         backup_dir: where a backup is kept up to date; None for no backup.
         tracker_environ: the environment for ``[track]``, with its keys; None: no job is tracked.
+        on_seed: called with the seed, for what else of this process uses it, before it is ready.
         on_ready: called with the address that the seed listens on.
         on_alarm: called with what the person at this machine has to know at once.
 
@@ -254,6 +256,7 @@ async def run_seed(
             world = dataclasses.replace(world, network=network)
         seed = await Seed.open(world, store, name=name, authority=authority, ticket_host=ticket_host or "127.0.0.1")
         seed.on_alarm = on_alarm
+        on_seed(seed)
         trackers: Trackers | None = None
         if tracker_environ is not None:
             trackers = Trackers(seed, state_dir / "track", tracker_environ)

@@ -7,12 +7,13 @@ peer is refused at once, with a remedy, instead of breaking a ring later.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 from configs.schema import Profile
 from p2ptrain import __version__
-from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import World
 from ring import coordination as co
@@ -22,7 +23,7 @@ from roles.background import started_in
 from roles.seed.authority import Authority
 from roles.seed.checkpoints import Catalogue
 from roles.seed.enrolment import EnrolmentPolicy
-from roles.seed.events import EventLog, Map, Subscriptions
+from roles.seed.events import EventLog, Map, Subscription, Subscriptions
 from roles.seed.jobs import History, JobController, history
 from roles.seed.links import Survey
 from roles.seed.operator_api import OperatorApi
@@ -38,7 +39,7 @@ from roles.seed.peers import (
     say,
     say_last,
 )
-from roles.seed.serving import ASKED_BY_VERIFIERS, Services, infos_of
+from roles.seed.serving import ASKED_BY_VERIFIERS, Services, infos_of, part_infos
 from roles.seed.store import TERM_FACT, JobRecord, Records, Store
 from wire.address import format_address, is_loopback, to_dial
 from wire.chain_messages import PartsHeld
@@ -58,7 +59,7 @@ from wire.messages import (
     Response,
     Welcome,
 )
-from wire.records import ClusterInfo, PeerInfo
+from wire.records import ClusterInfo, JobInfo, PeerInfo
 from wire.text_messages import Serving
 
 
@@ -207,7 +208,7 @@ class Seed:
         self.tasks: asyncio.TaskGroup | None = None
         self.gate = EnrolmentPolicy(authority, world.clock, ticket_host, self.note)
         self.acceptor = Acceptor(self)
-        self._operator_api = OperatorApi(self)
+        self.operator_api = OperatorApi(self)
         self.services = Services(self.links, self._served)
         self.survey = Survey(world.clock, self.links, self._measured_links)
         self.minted_below = term << TERM_BITS  # generations up to this one may be of an earlier term
@@ -249,6 +250,7 @@ class Seed:
         for connection in [link.connection for link in self.links.values()] + list(self.acceptor.operators):
             if not connection.closed.is_set() and connection.close_cause is None:
                 say(connection, last_word)
+        self.subscriptions.end(ConnectionLost("the seed is stopping", remedy="connect again when it is back"))
 
     # ------------------------------------------------------------------------------------------------------ connections
 
@@ -265,7 +267,7 @@ class Seed:
         elif hello.purpose == "operator":
             self.acceptor.operators.add(connection)
             try:
-                await self._operator_api.serve(connection)
+                await self.operator_api.serve(connection)
             except P2PTrainError as problem:
                 say_last(connection, problem)
                 raise
@@ -342,7 +344,7 @@ class Seed:
             case Response():
                 link.calls.answered(message)
             case Request() if link.role == "verifier" and message.method in ASKED_BY_VERIFIERS:
-                link.say(await self._operator_api.answer(message, link.connection))
+                link.say(await self.operator_api.answer(message, link.connection))
             case Request():
                 link.say(await self.gate.answer(message, link.connection))
             case Serving() if link.role in ("verifier", "drafter"):
@@ -563,6 +565,9 @@ class Seed:
             len(self.controllers),
         )
 
+    def job_infos(self) -> list[JobInfo]:
+        return [controller.info() for controller in self.controllers.values()]
+
     def peer_infos(self) -> list[PeerInfo]:
         now = self.world.clock.now()
         return [self._peer_info(link, now) for link in [*self.links.values(), *self._lost.values()]]
@@ -578,6 +583,18 @@ class Seed:
         stage = (controller.stage_of(link.id), controller.stages) if controller else (None, 1)
         paused = controller is not None and controller.core.phase is co.Phase.PAUSED
         return link.info(now, view, edge, shares, *stage, paused=paused)
+
+    @contextmanager
+    def watching(self) -> Iterator[Subscription]:
+        """A subscription to all records of state, and to all changes within the block."""
+        with self.subscriptions.open() as feed:
+            feed.touch("cluster", [""])
+            feed.touch("peers", [info.id for info in self.peer_infos()])
+            feed.touch("jobs", self.controllers)
+            feed.touch("checkpoints", self.checkpoints.known)
+            feed.touch("parts", [part.id for part in part_infos(self.links.values())])
+            feed.touch("serving", [info.id for info in self.services.infos()])
+            yield feed
 
     def render(self, topic: str, item_id: str) -> Map | None:
         if topic == "cluster":

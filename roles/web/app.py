@@ -13,25 +13,28 @@ from typing import Any
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route, WebSocketRoute
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.texts import shortened
 from roles.http.access import Keys, refuse_pages
-from roles.http.answers import HEADERS, RETRY_AFTER_S, Problem, json_response, read_body, read_model
+from roles.http.answers import HEADERS, RETRY_AFTER_S, Problem, json_response, read_body, read_model, while_wanted
 from roles.http.app import JsonApp
+from roles.seed.server import Seed
 from roles.web.endpoints import IDEMPOTENCY_KEY, READ, ROOT, AfterStep, Call, CreateJob, Endpoint, read_query
 from roles.web.experiments import Experiments
-from roles.web.feed import Feed
 from roles.web.page import page
 from roles.web.prometheus import CONTENT_TYPE, exposition
 from roles.web.routes import ENDPOINTS, document
-from roles.web.stream import serve_stream
+from roles.web.stream import follow
+from wire.client import SeedRequests
 from wire.messages import RefusalCode
-from wire.records import JobInfo, PeerInfo, ServingInfo
 
 _WITHOUT_KEY = (f"{ROOT}/openapi.json", f"{ROOT}/docs")
 _KEY_PREFIX = "bearer."
+SUBPROTOCOL = "p2ptrain.v1"
+TRY_AGAIN = 1013
+"""Close code: the seed is away for a moment."""
 KEPT_ANSWERS = 1024
 """How many answers to requests with an Idempotency-Key are kept."""
 
@@ -81,14 +84,16 @@ class WebApp(JsonApp):
 
     def __init__(
         self,
-        feed: Feed,
+        seed: Seed,
+        client: SeedRequests,
         create_job: CreateJob,
         experiments: Experiments,
         keys: Keys | None = None,
         names: Collection[str] = (),
     ) -> None:
-        self._feed, self._keys, self._names, self._repeats = feed, keys, names, Repeats()
-        self._call = partial(Call, feed, create_job, experiments)
+        self._seed, self._client, self._keys, self._names = seed, client, keys, names
+        self._call = partial(Call, seed, client, create_job, experiments)
+        self._repeats = Repeats()
         declared = [
             Route(f"{ROOT}/{each.path}", partial(self._endpoint, each), methods=[each.method]) for each in ENDPOINTS
         ]
@@ -138,7 +143,7 @@ class WebApp(JsonApp):
         body = None if endpoint.body is None else read_model(endpoint.body, raw or b"{}")
 
         async def carry_out() -> Response:
-            answer = await endpoint.handle(self._call(await self._feed.client(), request.path_params, query, body))
+            answer = await endpoint.handle(self._call(request.path_params, query, body))
             return json_response(answer.to_map(), status=endpoint.status)
 
         key = request.headers.get("idempotency-key")
@@ -154,12 +159,19 @@ class WebApp(JsonApp):
         return json_response(await asyncio.to_thread(document))
 
     async def _prometheus(self, request: Request) -> Response:
-        client = await self._feed.client()
-        of = self._feed.records
-        text = exposition(await client.cluster(), of(JobInfo), of(PeerInfo), of(ServingInfo))
+        seed = self._seed
+        text = exposition(seed.cluster_info(), seed.job_infos(), seed.peer_infos(), seed.services.infos())
         return Response(text, 200, HEADERS | {"content-type": CONTENT_TYPE})
 
     async def _stream(self, socket: WebSocket) -> None:
+        """Serve one reader until it leaves. What it says is ignored."""
         query = read_query(AfterStep, socket.query_params)
-        job, _ = await (await self._feed.client()).job(socket.path_params["job"])
-        await serve_stream(socket, self._feed, job, query.after_step, self.stopping)
+        job, _ = await self._client.job(socket.path_params["job"])
+        await socket.accept(subprotocol=SUBPROTOCOL if SUBPROTOCOL in socket.scope["subprotocols"] else None)
+        following = follow(self._seed, self._client, job, query.after_step, socket.send_text)
+        try:
+            await while_wanted(socket.receive, following, self.stopping)
+        except WebSocketDisconnect:
+            pass
+        except (Problem, P2PTrainError) as error:
+            await socket.close(TRY_AGAIN, error.message[:100])

@@ -14,8 +14,8 @@ from starlette.datastructures import QueryParams
 from configs.schema import Profile
 from p2ptrain import __version__
 from roles.http.answers import invalid
-from roles.web.feed import Feed
-from wire.client import SeedClient
+from roles.seed.server import Seed
+from wire.client import SeedRequests
 from wire.schema import Record
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ READ, OPERATE = "read", "operate"
 MOST_ITEMS = 200
 IDEMPOTENCY_KEY = "[!-~]{1,128}"
 
-CreateJob = Callable[[SeedClient, str, str, Profile], Awaitable[str]]
+CreateJob = Callable[[SeedRequests, str, str, Profile], Awaitable[str]]
 """Creates a job from its name, its label and its profile on a seed, and returns its id."""
 
 
@@ -71,12 +71,16 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request. ``path``: the parameters in its path. ``query`` and ``body``: as its endpoint declares them."""
+    """One request. ``client`` changes what ``seed`` shows.
 
-    feed: Feed
+    Attributes:
+        path: the parameters in its path. query, body: as its endpoint declares them.
+    """
+
+    seed: Seed
+    client: SeedRequests
     create_job: CreateJob
     experiments: Experiments
-    client: SeedClient
     path: dict[str, str]
     query: Any
     body: Any
@@ -119,7 +123,7 @@ _ABOUT_ERRORS = {
     409: "It is in a state in which this cannot be done.",
     422: "The values contradict each other, or the Idempotency-Key was used for another request.",
     502: "A peer that was asked for it could not do it, or gave no answer.",
-    503: "The seed does not answer, or too many requests are under way.",
+    503: "The seed stops, or too many requests are under way.",
     504: "It took too long.",
 }
 _ABOUT = (

@@ -1,4 +1,4 @@
-"""The endpoints of the HTTP API, over the one typed client of a seed (``wire.client.SeedClient``)."""
+"""The endpoints of the HTTP API: they read the records of the seed, and send it the requests of operators."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Removal(Given):
 
 
 async def list_jobs(call: Call) -> Page:
-    return _page(call, call.feed.records(JobInfo), lambda job: (job.created_at, job.id))
+    return _page(call, call.seed.job_infos(), lambda job: (job.created_at, job.id))
 
 
 async def create_job(call: Call) -> JobInfo:
@@ -80,7 +80,6 @@ async def create_job(call: Call) -> JobInfo:
     elif profile.drafter.layers:
         profile = profile.alone()
     job = await call.create_job(call.client, name, label[:64], profile)
-    await call.feed.until("jobs", job, there=True)
     return (await call.client.job(job))[0]
 
 
@@ -93,7 +92,6 @@ async def delete_job(call: Call) -> JobInfo:
     verb = "forget" if call.query.forget else "cancel"
     await call.client.tell_job(info.id, verb)
     if verb == "forget":
-        await call.feed.until("jobs", info.id, there=False)
         return info
     return (await call.client.job(info.id))[0]
 
@@ -162,7 +160,7 @@ class Removed(Record):
 
 
 async def list_nodes(call: Call) -> Page:
-    return _page(call, call.feed.records(PeerInfo), lambda peer: (peer.joined_at, peer.id))
+    return _page(call, call.seed.peer_infos(), lambda peer: (peer.joined_at, peer.id))
 
 
 async def invite_node(call: Call) -> Invitation:
@@ -173,7 +171,7 @@ async def invite_node(call: Call) -> Invitation:
     except Refused as refusal:
         if refusal.code != RefusalCode.NOT_ENCRYPTED:
             raise
-        where = (await call.client.cluster()).address
+        where = call.seed.cluster_info().address
     command = f"p2ptrain {'tui' if asked.role == 'operator' else 'join'} {where}"
     more = f" --role {asked.role} --model DIR" if asked.role in ("verifier", "drafter") else ""
     return Invitation(command + more, ticket, where if ticket else None)
@@ -192,7 +190,7 @@ class GpuStatus(GpuInfo):
 
 
 async def list_gpus(call: Call) -> Page:
-    peers = sorted(call.feed.records(PeerInfo), key=lambda peer: (peer.joined_at, peer.id))
+    peers = sorted(call.seed.peer_infos(), key=lambda peer: (peer.joined_at, peer.id))
     return Page([GpuStatus(**gpu.to_map(), node=peer.id, node_name=peer.name) for peer in peers for gpu in peer.gpus])
 
 
@@ -216,12 +214,12 @@ class ClusterSummary(Record):
 
 
 async def summarise_cluster(call: Call) -> ClusterSummary:
-    peers, jobs = call.feed.records(PeerInfo), call.feed.records(JobInfo)
+    peers, jobs = call.seed.peer_infos(), call.seed.job_infos()
     there = [peer for peer in peers if peer.state not in ABSENT_STATES]
     gpus = [gpu for peer in there for gpu in peer.gpus]
     loads = [gpu.load for gpu in gpus if gpu.load is not None]
     return ClusterSummary(
-        await call.client.cluster(),
+        call.seed.cluster_info(),
         dict(Counter(peer.state for peer in peers)),
         dict(Counter(job.state for job in jobs)),
         math.fsum(job.tokens_per_s or 0.0 for job in jobs if job.state == "running"),
@@ -246,7 +244,7 @@ async def list_events(call: Call) -> Page:
 
 
 async def list_serving(call: Call) -> Page:
-    return _page(call, call.feed.records(ServingInfo), lambda item: item.id)
+    return _page(call, call.seed.services.infos(), lambda item: item.id)
 
 
 # ------------------------------------------------------------------------------------------------ metrics, checkpoints
@@ -263,14 +261,13 @@ async def list_metrics(call: Call) -> Page:
 
 async def list_checkpoints(call: Call) -> Page:
     job = (await call.client.job(call.path["job"]))[0].id
-    found = [item for item in call.feed.records(CheckpointInfo) if item.job == job]
+    found = [item for item in call.seed.checkpoints.known.values() if item.job == job]
     return _page(call, found, lambda item: (item.created_at, item.id))
 
 
 async def delete_checkpoint(call: Call) -> Removed:
     ident = call.path["checkpoint"]
     await call.client.delete_checkpoint(ident)
-    await call.feed.until("checkpoints", ident, there=False)
     return Removed(ident)
 
 

@@ -24,10 +24,11 @@ from roles.background import Background
 from roles.http.access import MAKE_KEY, Keys, read_key
 from roles.http.server import serving
 from roles.seed.authority import Authority
+from roles.seed.server import Seed
 from roles.web.app import WebApp
 from roles.web.endpoints import OPERATE, READ, CreateJob
 from roles.web.experiments import Experiments
-from roles.web.feed import Connect, Feed
+from roles.web.feed import Connect, LocalRequests
 from wire.address import format_address, is_loopback
 from wire.credentials import SERVER_LIFETIME_S, server_names
 from wire.transport import TcpNetwork
@@ -145,11 +146,10 @@ def _certify(tls: ssl.SSLContext, directory: Path, names: Sequence[str], world: 
 
 
 @asynccontextmanager
-async def serving_web(place: WebPlace, connect: Connect, create_job: CreateJob) -> AsyncIterator[None]:
+async def serving_web(place: WebPlace, seed: Seed, connect: Connect, create_job: CreateJob) -> AsyncIterator[None]:
     """Answer HTTP while the body runs. ``connect``: connects to the seed as an operator. Raises ``StorageError``."""
-    feed, experiments, beside = Feed(connect), Experiments(place.directory / "experiments", connect), Background()
-    app = WebApp(feed, create_job, experiments, place.keys, place.names)
-    beside.start(feed.run(), "web feed")
+    experiments, beside = Experiments(place.directory / "experiments", connect), Background()
+    app = WebApp(seed, LocalRequests(seed), create_job, experiments, place.keys, place.names)
     try:
         if place.certify is not None:
             await asyncio.to_thread(place.certify)

@@ -22,6 +22,7 @@ from roles.engine import Engine, Stage
 from roles.identity import Identity, claim
 from roles.member import MemberOptions, ServingMember
 from roles.seed.run import run_seed
+from roles.seed.server import Seed
 from roles.stand_in import StandInEngine
 from roles.strategies.interface import Factory
 from roles.strategies.pipeline import strategy_of
@@ -132,6 +133,7 @@ class Cluster:
         self.network = network
         self.encrypted = encrypted
         self.tickets: list[Ticket] = []
+        self.seeds: list[Seed] = []  # the last one runs
         self.peers: list[Peer] = []
         self.address = (HOST, 0)
         self._seed: asyncio.Task[None] | None = None
@@ -165,6 +167,7 @@ class Cluster:
                 ticket_host=HOST if self.encrypted else "",
                 on_ticket=self.tickets.append,
                 tracker_environ=self.tracker_environ,
+                on_seed=self.seeds.append,
                 on_ready=ready.set_result,
                 stop=self._seed_stop,
             )

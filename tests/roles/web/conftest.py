@@ -16,22 +16,21 @@ import pytest_asyncio
 from configs.schema import Profile
 from roles.web.app import WebApp
 from roles.web.experiments import Experiments
-from roles.web.feed import Feed
+from roles.web.feed import LocalRequests
 from tests.roles.in_process import DEADLINE_S, Cluster
-from wire.client import SeedClient
+from wire.client import SeedRequests
 from wire.memory import MemoryNetwork
 
 LOCAL = {"host": "127.0.0.1"}
 
 
-async def create(client: SeedClient, name: str, label: str, profile: Profile) -> str:
+async def create(client: SeedRequests, name: str, label: str, profile: Profile) -> str:
     return await client.create_job(name, label, profile.to_spec())
 
 
 @dataclass
 class Api:
     cluster: Cluster
-    feed: Feed
     experiments: Experiments
     app: WebApp
 
@@ -71,30 +70,33 @@ class Api:
 
     async def until(self, path: str, fits: Any) -> Any:
         """Ask until the answer fits; something changes meanwhile."""
+        content = None
         async with asyncio.timeout(DEADLINE_S):
-            while True:
-                changed = self.feed.changed
-                if fits(content := await self.done("GET", path)):
-                    return content
-                await changed.wait()
+            with self.cluster.seeds[-1].watching() as news:
+                async for changes in news.rounds():
+                    list(changes)
+                    if fits(content := await self.done("GET", path)):
+                        break
+        return content
 
 
 @asynccontextmanager
 async def api_of(root: Path, *, encrypted: bool = False) -> AsyncIterator[Api]:
     cluster = Cluster(root, MemoryNetwork(), encrypted=encrypted)
     await cluster.start_seed()
-    feed = Feed(cluster.operator)
-    running = asyncio.create_task(feed.run())
     experiments = Experiments(root / "experiments", cluster.operator)
-    app = WebApp(feed, create, experiments)
+    app = app_of(cluster, experiments)
     try:
         async with experiments.serving():
-            yield Api(cluster, feed, experiments, app)
+            yield Api(cluster, experiments, app)
     finally:
         app.stop()
-        running.cancel()
-        await asyncio.wait({running})
         await cluster.close()
+
+
+def app_of(cluster: Cluster, experiments: Experiments, *access: Any) -> WebApp:
+    seed = cluster.seeds[-1]
+    return WebApp(seed, LocalRequests(seed), create, experiments, *access)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

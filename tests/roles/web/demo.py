@@ -7,28 +7,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import copy
 import socket
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from p2ptrain.core.errors import ConnectionLost
-from roles.background import Background
 from roles.http.server import serving
+from roles.seed.events import STATE_TOPICS, Subscription, Subscriptions
 from roles.web.app import WebApp
 from roles.web.experiments import ExperimentInfo, Experiments
-from roles.web.feed import Feed
 from tests.tui.demo import DemoCluster
 from wire.messages import Update
-from wire.records import ClusterInfo, EventInfo, JobInfo, MetricRow, RecoveryInfo
+from wire.records import TOPICS, EventInfo, JobInfo, MetricRow, RecoveryInfo
 
 TICK_S = 0.25
 
 
 class DemoSeed:
-    """A ``SeedClient``, as far as the endpoint uses one.
+    """A seed, and the requests to it, as far as the endpoint uses them.
 
     Attributes:
         told: job and verb of each request to a job.
@@ -39,44 +37,44 @@ class DemoSeed:
         self.demo = DemoCluster(peers, serving=True)
         self.told: list[tuple[str, str]] = []
         self.fetched: list[int] = []
-        self._news: asyncio.Queue[Update | None] = asyncio.Queue()
+        self.subscriptions = Subscriptions(lambda topic, ident: self._records[topic].get(ident))
+        self._records: dict[str, dict[str, dict[str, Any]]] = {topic: {} for topic in STATE_TOPICS}
+        self._take(self.demo.everything())
 
-    @asynccontextmanager
-    async def connect(self) -> AsyncIterator[DemoSeed]:
-        self._news = asyncio.Queue()
-        everything = [update for update in self.demo.everything() if update.topic != "metrics"]
-        for update in sorted(everything, key=lambda update: update.topic == "events"):  # as a seed: the log is last
-            self._news.put_nowait(update)
-        yield copy.copy(self)  # another connection is another client
+    def _take(self, updates: list[Update]) -> None:
+        for update in updates:
+            for item in update.items:
+                if update.topic in STATE_TOPICS:
+                    self._records[update.topic][str(item.get("id"))] = item
+                    self.subscriptions.touch(update.topic, str(item.get("id")))
+                elif kind := TOPICS.get(update.topic):
+                    self.subscriptions.add(cast(Any, kind.from_map_untrusted(item)))
+
+    @contextmanager
+    def watching(self) -> Iterator[Subscription]:
+        with self.subscriptions.open() as news:
+            for topic, records in self._records.items():
+                news.touch(topic, records)
+            yield news
 
     def tick(self) -> None:
         """One more step."""
-        for update in self.demo.tick():
-            self._news.put_nowait(update)
+        self._take(self.demo.tick())
 
     def lose(self) -> None:
-        """The connection between the endpoint and the seed ends."""
-        self._news.put_nowait(None)
+        """The streams end, as those of a seed that stops."""
+        self.subscriptions.end(ConnectionLost("the seed is gone"))
 
-    async def request(self, method: str) -> dict[str, Any]:
-        assert method == "subscribe"
-        return {}
-
-    async def updates(self) -> AsyncIterator[Update]:
-        while (update := await self._news.get()) is not None:
-            yield update
-        raise ConnectionLost("the seed is gone")
-
-    async def cluster(self) -> ClusterInfo:
-        return self.demo.cluster()
+    def job_infos(self) -> list[JobInfo]:
+        return [self.demo.job(), *self.demo.other_jobs()]
 
     async def job(self, job: str) -> tuple[JobInfo, str]:
-        return next(item for item in [self.demo.job(), *self.demo.other_jobs()] if item.id == job), "{}"
+        return next(item for item in self.job_infos() if item.id == job), "{}"
 
     async def tell_job(self, job: str, verb: str) -> str:
         self.told.append((job, verb))
         self.demo.state = {"pause": "paused", "resume": "running", "cancel": "cancelled"}.get(verb, self.demo.state)
-        self._news.put_nowait(Update("jobs", [self.demo.job().to_map()]))
+        self._take([Update("jobs", [self.demo.job().to_map()])])
         return job
 
     async def metrics(self, job: str, after_step: int, limit: int) -> list[MetricRow]:
@@ -98,20 +96,13 @@ async def endpoint(seed: DemoSeed, sock: socket.socket) -> AsyncIterator[str]:
     async def refuse(*given: Any) -> str:
         raise ConnectionLost("the demo creates no jobs")
 
-    def connect() -> AbstractAsyncContextManager[Any]:
-        return seed.connect()
-
-    feed, beside, experiments = Feed(connect), Background(), Experiments(Path("nowhere"), connect)
+    experiments = Experiments(Path("nowhere"), cast(Any, None))
     experiments.infos["rates"] = ExperimentInfo("rates", "running", 5, 12, "lr=0.01, repeat 2: step 40 of 100", 420.0)
-    beside.start(feed.run(), "web feed")
-    app = WebApp(feed, refuse, experiments)
-    try:
-        async with serving(app, sock, websockets=True):
-            host, port = sock.getsockname()[:2]
-            yield f"http://{host}:{port}"
-            app.stop()
-    finally:
-        await beside.stop()
+    app = WebApp(cast(Any, seed), cast(Any, seed), refuse, experiments)
+    async with serving(app, sock, websockets=True):
+        host, port = sock.getsockname()[:2]
+        yield f"http://{host}:{port}"
+        app.stop()
 
 
 async def _show(peers: int, port: int) -> None:

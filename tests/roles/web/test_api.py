@@ -14,9 +14,8 @@ from roles.http.answers import Problem, json_response
 from roles.web import app as web_app
 from roles.web.app import Repeats
 from roles.web.endpoints import OPERATE, READ, AfterStep, read_query
-from tests.roles.in_process import DEADLINE_S
 
-from .conftest import LOCAL, Api, api_of, create
+from .conftest import LOCAL, Api, api_of, app_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -151,8 +150,7 @@ KEYS, NAMES = Keys({READER: READ, OPERATOR: OPERATE}), {"seed.example.org", "*.l
     ],
 )
 async def test_who_may_use_it(api: Api, method: str, path: str, headers: dict[str, str], status: int) -> None:
-    app = web_app.WebApp(api.feed, create, api.experiments, KEYS, NAMES)
-    guarded = Api(api.cluster, api.feed, api.experiments, app)
+    guarded = Api(api.cluster, api.experiments, app_of(api.cluster, api.experiments, KEYS, NAMES))
     given, content, answered = await guarded.ask(method, path, headers={"host": "seed.example.org"} | headers)
     assert given == status
     assert READER not in str(content)
@@ -210,16 +208,12 @@ async def test_answers_are_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> 
     assert done == ["fails", "fails", "a", "b", "c", "a"]
 
 
-async def test_the_seed_is_away_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roles.web.feed.AGAIN_S", 0.01)
+async def test_a_seed_that_stops_answers_that_it_does(tmp_path: Path) -> None:
     async with api_of(tmp_path) as api:
-        await asyncio.wait_for(api.feed._ready.wait(), DEADLINE_S)
-        await api.done("GET", "training/jobs")
-        changed = api.feed.changed
+        await api.done("POST", "training/jobs", LONG | {"name": "mine"}, 201)
         await api.cluster.stop_seed()
-        await changed.wait()
-        status, content, headers = await api.ask("GET", "training/jobs")
+        status, content, headers = await api.ask("GET", "training/jobs/mine")
         assert (status, content["error"]["code"], headers["retry-after"]) == (503, "seed_unreachable", "2")
-        await api.cluster.start_seed(api.cluster.address[1])
-        await asyncio.wait_for(api.feed._ready.wait(), DEADLINE_S)
-        await api.done("GET", "training/jobs")
+        api.app.stop()
+        status, content, headers = await api.ask("GET", "training/jobs")
+        assert (status, content["error"]["code"], headers["retry-after"]) == (503, "stopping", "2")

@@ -34,7 +34,7 @@ async def served(cluster: Cluster, options: WebOptions, *names: str) -> AsyncIte
     directory = cluster.root / "seed"
     place = await web_place(options, directory, names or ("127.0.0.1", "localhost"), world=WORLD, warn=print)
     try:
-        async with serving_web(place, cluster.operator, create):
+        async with serving_web(place, cluster.seeds[-1], cluster.operator, create):
             yield place, place.url
     finally:
         place.sock.close()
@@ -101,8 +101,8 @@ async def test_paths_are_checked_unless_workers_are_elsewhere(
         return "job"
 
     monkeypatch.setattr(command, "create_job", created)
-    monkeypatch.setattr("roles.web.serving.serving_web", lambda place, connect, create: create)
-    make = cast(Any, command._web(cast(Any, None), bound, ("127.0.0.1", 1), Path(), cast(Any, None)))
+    monkeypatch.setattr("roles.web.serving.serving_web", lambda place, seed, connect, create: create)
+    make = cast(Any, command._web(cast(Any, None), cast(Any, None), bound, ("127.0.0.1", 1), Path(), cast(Any, None)))
     with pytest.raises(UserError, match="does not exist") if refused else nullcontext():
         assert await make(None, "mine", "tiny", load_settings("tiny", {"data.path": "/only/on/workers"})) == "job"
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,13 +19,11 @@ from p2ptrain.core.errors import ConnectionLost
 from roles.http import server
 from roles.http.server import serving
 from roles.seed import events
+from roles.seed.events import Subscription, Subscriptions
 from roles.web import stream
 from roles.web.app import WebApp
 from roles.web.experiments import Experiments
-from roles.web.feed import Feed
 from roles.web.stream import follow
-from wire.client import SeedClient
-from wire.messages import Update
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo
 
 from .conftest import create
@@ -41,38 +38,37 @@ DEADLINE_S = 20.0
 
 
 class Seed:
-    """A seed's client, and the seed. ``rows``: the metrics on record."""
+    """A seed, and the requests to it, as far as the stream uses them. ``rows``: the metrics on record."""
 
     def __init__(self) -> None:
         self.rows: dict[int, MetricRow] = {}
-        self._said: asyncio.Queue[Update | None] = asyncio.Queue()
-
-    def say(self, topic: str, *items: Any) -> None:
-        self._said.put_nowait(Update(topic, [item if isinstance(item, dict) else item.to_map() for item in items]))
+        self.records: dict[str, dict[str, Any]] = {"jobs": {JOB: RUNNING}, "peers": {}}
+        self.subscriptions = Subscriptions(self._render)
 
     def commit(self, *steps: int, generation: int = 0) -> None:
         """Record these steps, and tell of them."""
-        rows = [MetricRow(JOB, step, 0.0, generation=generation) for step in steps]
-        self.rows |= {row.step: row for row in rows}
-        self.say("metrics", *rows)
+        for step in steps:
+            self.rows[step] = MetricRow(JOB, step, 0.0, generation=generation)
+            self.subscriptions.add(self.rows[step])
 
-    def begin(self) -> None:
-        self.say("jobs", RUNNING)
-        self.say("events", EventInfo(1, 0.0, "info", "seed-started", "here"))
+    def tell_peer(self, name: str, step: int = 0) -> None:
+        self.records["peers"][name] = PeerInfo(name, name, ["worker"], "", "training", "", 0.0, step=step)
+        self.subscriptions.touch("peers", name)
 
-    def end(self) -> None:
-        self._said.put_nowait(None)
+    def forget(self, job: str) -> None:
+        del self.records["jobs"][job]
+        self.subscriptions.touch("jobs", job)
 
-    # what the feed uses of ``SeedClient``
+    def _render(self, topic: str, ident: str) -> dict[str, Any] | None:
+        record = self.records[topic].get(ident)
+        return None if record is None else record.to_map()
 
-    async def request(self, method: str) -> dict[str, Any]:
-        assert method == "subscribe"
-        return {}
-
-    async def updates(self) -> AsyncIterator[Update]:
-        while (update := await self._said.get()) is not None:
-            yield update
-        raise ConnectionLost("the seed is gone")
+    @contextmanager
+    def watching(self) -> Iterator[Subscription]:
+        with self.subscriptions.open() as news:
+            for topic, records in self.records.items():
+                news.touch(topic, records)
+            yield news
 
     async def job(self, job: str) -> tuple[JobInfo, str]:
         return RUNNING, ""
@@ -90,12 +86,12 @@ class Seed:
 class Reader:
     """A reader of the stream. While ``reading`` is not set it takes nothing."""
 
-    def __init__(self, feed: Feed, after_step: int = -1) -> None:
+    def __init__(self, seed: Any, after_step: int = -1) -> None:
         self.messages: list[dict[str, Any]] = []
         self.reading = asyncio.Event()
         self.reading.set()
         self._news = asyncio.Event()
-        self.task = asyncio.create_task(follow(feed, RUNNING, after_step, self._send))
+        self.task = asyncio.create_task(follow(seed, seed, RUNNING, after_step, self._send))
 
     async def _send(self, text: str) -> None:
         await self.reading.wait()
@@ -117,45 +113,36 @@ class Reader:
 
 
 @asynccontextmanager
-async def following(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Seed, Feed, Callable[..., Reader]]]:
+async def following(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Seed, Callable[..., Reader]]]:
     monkeypatch.setattr(events, "INTERVAL_S", 0.0)
     monkeypatch.setattr(stream, "PAGE_ROWS", 7)
     seed, readers = Seed(), list[Reader]()
 
-    @asynccontextmanager
-    async def connected() -> AsyncIterator[SeedClient]:
-        yield cast(SeedClient, copy.copy(seed))
-
-    feed = Feed(connected)
-    running = asyncio.create_task(feed.run())
-
     def reader(after_step: int = -1) -> Reader:
-        readers.append(Reader(feed, after_step))
+        readers.append(Reader(seed, after_step))
         return readers[-1]
 
     try:
-        yield seed, feed, reader
+        yield seed, reader
     finally:
-        tasks = [running, *(each.task for each in readers)]
-        for task in tasks:
+        for task in (each.task for each in readers):
             task.cancel()
-        await asyncio.wait(tasks)
+            await asyncio.wait({task})
 
 
 async def test_the_snapshot_then_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with following(monkeypatch) as (seed, _, reader):
+    async with following(monkeypatch) as (seed, reader):
         seed.commit(1, 2, 3)
-        seed.begin()
         first = reader()
         await first.until(lambda: bool(first.messages) and first.messages[-1]["topic"] == "ready")
         assert [message["topic"] for message in first.messages] == ["jobs", "metrics", "events", "ready"]
         assert (first.steps, first.of("ready")) == ([1, 2, 3], [])
         del first.messages[:]
-        seed.say("metrics", MetricRow("another", 9, 0.0))
+        seed.subscriptions.add(MetricRow("another", 9, 0.0))
         for name in ("a", "b"):
-            seed.say("peers", PeerInfo(name, name, ["worker"], "", "idle", "", 0.0))
+            seed.tell_peer(name)
             await first.until(lambda name=name: [peer["id"] for peer in first.of("peers")][-1:] == [name])
-        seed.say("jobs-gone", {"id": JOB})
+        seed.forget(JOB)
         await first.until(lambda: first.of("jobs-gone") != [])
         said = [(message["topic"], [item["id"] for item in message["items"]]) for message in first.messages]
         assert said == [("peers", ["a"]), ("peers", ["b"]), ("jobs-gone", [JOB])]
@@ -165,9 +152,8 @@ async def test_the_snapshot_then_what_changes(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("after", [-1, 0, 3, 12, 33])
 async def test_no_step_is_left_out_or_repeated(monkeypatch: pytest.MonkeyPatch, recorded: int, after: int) -> None:
     """Steps are on record before a reader comes, and are told of while it reads the record."""
-    async with following(monkeypatch) as (seed, _, reader):
+    async with following(monkeypatch) as (seed, reader):
         seed.rows |= {step: MetricRow(JOB, step, 0.0) for step in range(1, recorded + 1)}
-        seed.begin()
         one = reader(after)
         for step in range(recorded + 1, 41):
             seed.commit(step)
@@ -178,13 +164,12 @@ async def test_no_step_is_left_out_or_repeated(monkeypatch: pytest.MonkeyPatch, 
 
 
 async def test_a_slow_reader_gets_the_newest_state_and_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with following(monkeypatch) as (seed, _, reader):
-        seed.begin()
+    async with following(monkeypatch) as (seed, reader):
         slow, fast = reader(), reader()
         await asyncio.gather(*(each.until(lambda each=each: each.of("jobs") != []) for each in (slow, fast)))
         slow.reading.clear()
         for step in range(1, 61):
-            seed.say("peers", PeerInfo("p", "p", ["worker"], "", "training", "", 0.0, step=step))
+            seed.tell_peer("p", step)
             seed.commit(step)
             await fast.until(lambda step=step: fast.steps[-1:] == [step])
         assert len(fast.of("peers")) > 30
@@ -196,8 +181,7 @@ async def test_a_slow_reader_gets_the_newest_state_and_every_step(monkeypatch: p
 
 
 async def test_a_job_that_goes_back_repeats_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with following(monkeypatch) as (seed, _, reader):
-        seed.begin()
+    async with following(monkeypatch) as (seed, reader):
         seed.commit(*range(1, 9), generation=1)
         one = reader()
         await one.until(lambda: one.steps[-1:] == [8])
@@ -206,13 +190,11 @@ async def test_a_job_that_goes_back_repeats_its_steps(monkeypatch: pytest.Monkey
         assert one.steps == [1, 2, 3, 4, 5, 6, 7, 8, 5, 6]
 
 
-async def test_a_reader_is_told_when_the_seed_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roles.web.feed.AGAIN_S", 0.0)
-    async with following(monkeypatch) as (seed, _, reader):
-        seed.begin()
+async def test_a_reader_is_told_when_the_seed_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with following(monkeypatch) as (seed, reader):
         one = reader()
         await one.until(lambda: one.of("jobs") != [])
-        seed.end()
+        seed.subscriptions.end(ConnectionLost("the seed is stopping"))
         await asyncio.wait({one.task}, timeout=DEADLINE_S)
         assert "seed" in str(one.task.exception())
 
@@ -221,9 +203,9 @@ async def test_a_reader_that_never_reads_is_cut_off_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(server, "SEND_S", 0.1)
-    async with following(monkeypatch) as (seed, feed, _):
-        seed.begin()
-        app = WebApp(feed, create, Experiments(tmp_path, feed._connect))
+    async with following(monkeypatch) as (seed, _):
+        requests = cast(Any, seed)
+        app = WebApp(requests, requests, create, Experiments(tmp_path, cast(Any, None)))
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             port, path = listening.getsockname()[1], f"/api/v1/metrics/stream/{JOB}"
@@ -237,7 +219,7 @@ async def test_a_reader_that_never_reads_is_cut_off_and_the_others_go_on(
                 deaf.connect(("127.0.0.1", port))
                 deaf.sendall(UPGRADE.format(path).encode())
                 steps, told = list[int](), 0
-                while len(feed._subscriptions._feeds) == 2 or told < 1000:  # two of them from the first steps on
+                while len(seed.subscriptions._feeds) == 2 or told < 1000:  # two of them from the first steps on
                     seed.commit(*range(told + 1, told + 51))
                     told += 50
                     while steps[-1:] != [told]:
