@@ -1,8 +1,9 @@
 """Predicts what a step costs on given members: seconds, memory and bytes, for each strategy and codec. Pure.
 
-What is measured, on one machine with the real model, is a ``Calibration``. A member of another speed needs
-``flops / its flops`` times as long. Workers of one host share its cores. docs/explain.md has the formulas, units and
-limits; ``ring.order.step_s`` has the same exchange for equal links. Validation and checkpoints are not part of a step.
+What is measured, on one machine with the real model, is a ``Calibration`` of each strategy. A member of another speed
+needs ``flops / its flops`` times as long. Workers of one host share its cores. docs/explain.md has the formulas, units
+and limits; ``ring.order.step_s`` has the same exchange for equal links. Validation and checkpoints are not part of a
+step.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ BACKWARD = 2 / 3
 """The backward pass as a part of a micro-batch's time."""
 HANDED = 5
 """Ways across a link that a message and the arrays after it take: offer, answer, message, answer, arrays."""
+MOST_FACTOR = 64.0
+"""Times as long as a whole model's in ``sync`` that a strategy's engine takes at most."""
 CHANGES_RESULT = 1.5
 """How many times as fast a strategy must be that changes what is learned, to be recommended instead of an exact one."""
 EXACT = ("sync", "sharded", "pipeline")
@@ -46,11 +49,11 @@ EXACT = ("sync", "sharded", "pipeline")
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured on a machine that computes ``flops``, while as many members computed as train there.
+    """What a strategy's engine took on a machine that computes ``flops``, while as many members computed as train.
 
     Attributes:
         micro_batch_s: forward and backward pass of a micro-batch of the whole model.
-        update_s: the rest of a step of one member alone: hash, vote, clipping, and the optimizer, of the whole model.
+        update_s: the rest of a step without the network: hash, vote, clipping, and the optimizer, of the whole model.
         base_bytes: memory of a worker beside what the formulas of ``core.footprint`` count.
     """
 
@@ -168,6 +171,21 @@ def slowed(members: Sequence[CandidateWorker]) -> list[CandidateWorker]:
 def predict(way: Way, cluster: Cluster, measured: Calibration) -> Prediction:
     """Raises ``ResourceError`` or ``UserError`` if the members are too few, or lack the memory."""
     return _STRATEGIES[way.strategy](_Step(way, cluster, measured))
+
+
+def fitted(way: Way, cluster: Cluster, known: Calibration, step_s: float) -> Calibration:
+    """``known`` with both times scaled so that ``predict`` says ``step_s`` for ``way``. Raises as ``predict``."""
+
+    def scaled(factor: float) -> Calibration:
+        return replace(known, micro_batch_s=factor * known.micro_batch_s, update_s=factor * known.update_s)
+
+    low, high = 0.0, 1.0
+    while high < MOST_FACTOR and predict(way, cluster, scaled(high)).step_s < step_s:
+        low, high = high, 2 * high
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (middle, high) if predict(way, cluster, scaled(middle)).step_s < step_s else (low, middle)
+    return scaled(high)
 
 
 class _Step:

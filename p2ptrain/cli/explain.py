@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.bench.report import Report
-from p2ptrain.cli.bench.runner import Bench, conduct
 from p2ptrain.cli.inputs import DownloadOption
-from p2ptrain.cli.local_cluster import threads_each
-from p2ptrain.cli.measuring import MOST_AT_ONCE, measure
+from p2ptrain.cli.measuring import PASSES, measure
 from p2ptrain.cli.model_sizes import shape_of
 from p2ptrain.cli.output import print_json, print_table, printable
 from p2ptrain.cli.placement import print_plan, to_json
@@ -28,15 +25,27 @@ from p2ptrain.core.texts import human_bytes
 from ring.codecs import CODECS
 from ring.codecs.choice import STATED_ERROR
 from ring.order import LinkQuality, RingOptions
-from ring.prediction import EXACT, Calibration, Cluster, Prediction, Way, predict, quality_of, recommended
+from ring.prediction import (
+    EXACT,
+    Calibration,
+    Cluster,
+    Prediction,
+    Way,
+    fitted,
+    predict,
+    quality_of,
+    recommended,
+)
 from ring.training_costs import CandidateWorker, ModelShape
 from wire.emulate import preset_named
-from wire.records import ABSENT_STATES
+from wire.records import ABSENT_STATES, LinkInfo
 
 if TYPE_CHECKING:
     from configs.schema import Profile
 
 
+MOST_AT_ONCE = 4
+"""Workers that are measured at once. More of them share the cores in proportion."""
 STRATEGIES = ("sync", "sharded", "pipeline", "server", "local", "federated")
 """In the order of preference."""
 LOCAL = ("local", "federated")
@@ -95,7 +104,7 @@ def explain(
         do = ["up", "--profile", profile, "--workers", str(where), *(["--link", link] if link else [])]
     else:
         where, do = read(cluster) if cluster else of_seed(seed), ["jobs", "create", "--profile", profile]
-    measured, members = calibrated(own, where, link or own.link.preset)
+    measured, members = calibrated(own, where, STRATEGIES, link or own.link.preset, quiet=as_json)
     found, refused = _all_ways(profile, sets, own, members, measured)
     best = recommended(found, own.ring.error_budget)
     reasons = _reasons(best) if best else ["nothing can be recommended: no way is possible"]
@@ -115,8 +124,8 @@ def explain(
 
 def show_one(profile: Profile, where: int | Cluster, link: str = "", *, as_json: bool) -> None:
     """Show the prediction for a profile as it is, for a dry run. ``where``: as for ``calibrated``."""
-    measured, members = calibrated(profile, where, link)
-    one = predict(way_of(profile, shape_here(profile), len(members.members)), members, measured)
+    measured, members = calibrated(profile, where, [profile.job.strategy], link, quiet=as_json)
+    one = _predicted(way_of(profile, shape_here(profile), len(members.members)), members, measured)
     if as_json:
         print_json(one.to_map() | (to_json(*one.plan) if one.plan else {}))
         return
@@ -129,40 +138,47 @@ def show_one(profile: Profile, where: int | Cluster, link: str = "", *, as_json:
 # --------------------------------------------------------------------------------------------------------- the clusters
 
 
-def calibrated(profile: Profile, where: int | Cluster, link: str = "") -> tuple[Calibration, Cluster]:
-    """Measure the model here, and return the cluster with that.
+def calibrated(
+    profile: Profile, where: int | Cluster, strategies: Sequence[str], link: str = "", *, quiet: bool = False
+) -> tuple[dict[str, Calibration], Cluster]:
+    """Measure the strategies here; return each one's calibration, and the cluster.
 
     Args:
-        where: so many workers of this machine, which are measured at the same time; or a cluster.
-        link: preset of the emulated link between them; empty: the loopback.
+        where: so many workers of this machine; or a cluster.
+        link: preset of the emulated link between workers of this machine; empty: the loopback.
     """
     from p2ptrain.cli.up_cluster import part_bytes
 
     shape = shape_here(profile)  # fail here, not after the measurements
     if link:
         preset_named(link)
-    workers = where if isinstance(where, int) else 1
-    # Of a worker elsewhere a thread's speed is known, and how many it has.
-    threads = (profile.device.threads or threads_each(workers)) if isinstance(where, int) else 1
-    made: list[tuple[Calibration, LinkQuality | None]] = []
-
-    async def work(bench: Bench) -> None:
-        made.append(await measure(bench, profile, workers, threads))
-
-    run(conduct(Report("explain", "", "", str), work), children=True)
-    if not made:
+    count = min(where, MOST_AT_ONCE) if isinstance(where, int) else min(2, os.cpu_count() or 1)
+    told = run(measure(profile, count, list(map(_like, strategies)), quiet=quiet), children=True)
+    if told is None:
         raise typer.Exit(EXIT_INTERRUPTED)
-    ((told, loopback),) = made
-    each_bytes, cores = part_bytes(profile.device.kind) // workers, os.cpu_count() or 1
-    here = equal_members(workers, each_bytes, told.flops * threads, link, loopback, told.flops * cores)
-    # What a member held was a whole model, and no copy of it for a checkpoint.
-    flops = told.flops * min(threads, cores / min(workers, MOST_AT_ONCE))
-    figures = replace(told, flops=flops, base_bytes=0)
-    way = replace(way_of(profile, shape, 1), strategy="sync", vectors=0)
-    one = replace(here, members=(replace(here.members[0], memory_bytes=0),))
-    held_bytes = predict(way, one, figures).memory_bytes - 3 * way.trained_bytes
-    figures = replace(figures, base_bytes=max(told.base_bytes - held_bytes, 0))
-    return figures, here if isinstance(where, int) else where
+    flops = statistics.median(peer.flops for peer in told.workers)
+    loopback = _typical(told.links)
+    unlimited = equal_members(count, 0, flops, "", loopback)
+    known, found = Calibration(0.0, 0.0, flops), dict[str, Calibration]()
+    for strategy, (short, figures) in told.jobs.items():
+        way, step_s = way_of(short, shape, count), figures["step_ms"] / 1e3
+        if strategy == "sync":
+            known = replace(known, micro_batch_s=figures["compute_ms"] / 1e3 / PASSES)
+            before = predict(way, unlimited, known)
+            # What a worker held was a whole model, and no copy of it for a checkpoint.
+            base_bytes = max(int(figures["memory_bytes"]) - before.memory_bytes + 3 * way.trained_bytes, 0)
+            known = replace(known, update_s=max(step_s - before.step_s, 0.0), base_bytes=base_bytes)
+        found[strategy] = fitted(way, unlimited, known, step_s)
+    if not isinstance(where, int):
+        return found, where
+    return found, equal_members(where, part_bytes(profile.device.kind) // where, flops, link, loopback, flops * count)
+
+
+def _typical(links: Sequence[LinkInfo]) -> LinkQuality | None:
+    """A link with the medians; None if there is none."""
+    rates = [link.bandwidth_bps for link in links if link.bandwidth_bps]
+    latencies = [link.latency_s for link in links]
+    return LinkQuality(statistics.median(latencies), statistics.median(rates) if rates else None) if links else None
 
 
 def equal_members(
@@ -247,7 +263,7 @@ def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence
 
 
 def _all_ways(
-    name: str, sets: Sequence[str], own: Profile, cluster: Cluster, measured: Calibration
+    name: str, sets: Sequence[str], own: Profile, cluster: Cluster, measured: dict[str, Calibration]
 ) -> tuple[list[Prediction], dict[str, str]]:
     """Every strategy with every codec that differs from the one before, in the order of preference; and why other
     strategies are impossible."""
@@ -262,7 +278,7 @@ def _all_ways(
             settings = [*more, *[f"ring.codec={codec}"] * (codec != own.ring.codec)]
             try:
                 tried = load(name, os.environ, [*sets, f"job.workers={workers}", *settings]).profile.alone()
-                best = predict(way_of(tried, shape_here(tried), workers, settings), cluster, measured)
+                best = _predicted(way_of(tried, shape_here(tried), workers, settings), cluster, measured)
             except P2PTrainError as problem:
                 refused[strategy] = problem.message
                 continue
@@ -272,6 +288,16 @@ def _all_ways(
             found.append(best)
     possible = {one.way.strategy for one in found}
     return found, {strategy: why for strategy, why in refused.items() if strategy not in possible}
+
+
+def _predicted(way: Way, cluster: Cluster, measured: dict[str, Calibration]) -> Prediction:
+    """A strategy that could not be measured counts as ``sync``. Raises as ``predict``."""
+    return predict(way, cluster, measured.get(_like(way.strategy), measured["sync"]))
+
+
+def _like(strategy: str) -> str:
+    """The strategy that is measured in its place."""
+    return "local" if strategy == "federated" else strategy
 
 
 def _variants(strategy: str, own: Profile, workers: int) -> Iterator[list[str]]:
@@ -336,12 +362,12 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
         raise UserError(text, remedy="wait until it has trained some steps")
     profile = Profile.from_spec_untrusted(spec)
     where = workers or (read(cluster) if cluster else of_seed(seed, info.members))
-    measured, members = calibrated(profile, where, link or profile.link.preset)
+    measured, members = calibrated(profile, where, [info.strategy], link or profile.link.preset, quiet=as_json)
     if len(members.members) != size:
         text = f"the newest steps of job {info.name} had {size} members, and {len(members.members)} are described"
         raise UserError(text, remedy=f"give --workers {size} (of this machine), or --cluster FILE")
     way = way_of(profile, shape_here(profile), size)
-    one = predict(replace(way, codec=info.codec or way.codec), members, measured)
+    one = _predicted(replace(way, codec=info.codec or way.codec), members, measured)
     # A server's versions come in groups, so a median of theirs tells little.
     typical = statistics.mean if info.strategy == "server" else statistics.median
     peers = [peer for peer in ask(seed, lambda client: client.peers()) if peer.id in info.members]

@@ -1,105 +1,117 @@
-"""Measures on this machine what ``ring.prediction`` needs: a micro-batch, an update, and the loopback.
+"""Trains some steps with each strategy on this machine: the times that ``ring.prediction`` begins with.
 
-Each member is a process of its own, and all are measured at the same time, so that they share cores and memory as
-workers do.
+The steps are those of real workers, one job after another, so they share cores and memory as in training.
 """
 
 from __future__ import annotations
 
-import os
-import statistics
-import sys
-import time
-from typing import TYPE_CHECKING, Any
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ring.local import LocalMember, local_view
-from ring.order import LinkQuality
-from ring.prediction import Calibration
+from p2ptrain.cli.local_cluster import LOOPBACK, LocalCluster, threads_each
+from p2ptrain.cli.runtime import operator
+from p2ptrain.cli.stopping import stoppable, unless_stopped
+from p2ptrain.core.errors import JobFailed
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from p2ptrain.cli.bench.runner import Bench, Members
+    from wire.records import LinkInfo, PeerInfo
 
-MOST_AT_ONCE = 4
-"""Members that are measured at once. More workers share the cores in proportion."""
-MICRO_BATCHES = 2
-STEPS, WARM_STEPS, ENOUGH_S = 12, 2, 2.0
-"""Of each member: steps that are measured, at most, and before; after so many seconds three are enough."""
-SMALL_BYTES, LARGE_BYTES = 256, 8 << 20
-
-Answer = dict[str, Any]
+STEPS, PASSES, MOST_S = 14, 2, 20.0
+"""Of each job: steps, micro-batches of a worker in a step, and its longest time."""
 
 
-# -------------------------------------------------------------------------------------------------------- the conductor
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What some workers of this machine are, and what a step took them.
 
-
-async def measure(bench: Bench, profile: Profile, workers: int, threads: int) -> tuple[Calibration, LinkQuality | None]:
-    """Measure the profile's model with ``workers`` members, each with so many threads. Raises ``P2PTrainError``.
-
-    Returns medians over the members, of which ``flops`` is a thread's and ``base_bytes`` all that a member's process
-    held at most; and the link between two of them, None for one member.
+    Attributes:
+        jobs: strategy → the profile that was trained, and its figures (``roles.experiments.results.FIGURES``).
     """
-    from p2ptrain.cli.bench.network import RingPlan, form_ring
 
-    count, tables = min(workers, MOST_AT_ONCE), profile.model_dump()
-    tables["job"] |= {"strategy": "sync", "workers": 1, "exact": False}
-    tables["batch"]["micro_batches"] = MICRO_BATCHES
-    tables |= {name: {} for name in ("robust", "ring", "federated", "privacy", "pipeline")}
-    tables["validation"] = {"every": 0}
-    spec = type(profile).model_validate(tables).to_spec()
-    async with bench.members(count, threads=threads) as members:
-        bench.progress("measuring the loopback")
-        await form_ring(bench, members, RingPlan())
-        loopback = await _loopback(members) if count > 1 else None
-        bench.progress("loading torch, the model and the data, and training some steps")
-        told = await members.all("alone", spec=spec, threads=threads, seconds=ENOUGH_S)
-    names = ("micro_batch_s", "update_s", "flops", "peak_bytes")
-    micro_batch_s, update_s, flops, peak_bytes = (statistics.median(each[name] for each in told) for name in names)
-    return Calibration(micro_batch_s, update_s, flops / threads, int(peak_bytes)), loopback
+    workers: list[PeerInfo]
+    links: list[LinkInfo]
+    jobs: dict[str, tuple[Profile, dict[str, float]]]
 
 
-async def _loopback(members: Members) -> LinkQuality:
-    """From the time of a small all-reduce, which takes n - 1 hops, and of a large one."""
-    size, took_s = len(members), list[float]()
-    for size_bytes in (SMALL_BYTES, LARGE_BYTES):
-        await members.all("prepare", dtype="float32", numel=size_bytes // 4, codec="fp32", piece_bytes=1)
-        samples = [await members.all("sample", contender="ring", repeat=4) for _ in range(7)]
-        took_s.append(statistics.median(max(answer["seconds"] for answer in sample) for sample in samples))
-    latency_s, large_s = took_s[0] / (size - 1), took_s[1]
-    return LinkQuality(latency_s, 8 * 2 * (size - 1) / size * LARGE_BYTES / max(large_s - latency_s, 1e-6))
+async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, quiet: bool) -> Measured | None:
+    """Train with so many workers; None after Ctrl+C.
+
+    Args:
+        strategies: besides ``sync``. One that these workers cannot train is left out.
+
+    Raises:
+        P2PTrainError: a process ended, or ``sync`` cannot be trained.
+    """
+    names, threads = [f"worker-{number}" for number in range(1, workers + 1)], profile.device.threads
+    console, stop = stoppable()
+    console.quiet = quiet
+    with tempfile.TemporaryDirectory(prefix="p2ptrain-explain-", ignore_cleanup_errors=True) as root:
+        cluster = LocalCluster(Path(root))
+
+        async def work() -> Measured:
+            console.progress(cluster.workers_start(workers))
+            await cluster.start_seed()
+            for number, name in enumerate(names, 1):
+                options = ["--threads", str(threads or threads_each(workers)), "--device", profile.device.kind]
+                await cluster.start_peer(name, number, *options)
+            await cluster.joined(names)
+            training = _trained(cluster, profile, workers, strategies, console.progress)
+            return await LocalCluster.while_alive(training, needed=[cluster.seed, *cluster.peers.values()])
+
+        try:
+            return await unless_stopped(stop, work())
+        finally:
+            await cluster.end()
+            console.finish()
 
 
-# ------------------------------------------------------------------------------------------------------------ a member
+async def _trained(
+    cluster: LocalCluster, profile: Profile, workers: int, strategies: Sequence[str], show: Callable[[str], None]
+) -> Measured:
+    from pydantic import ValidationError
+
+    from roles.experiments.grid import Grid, Machine, Plan, Run
+    from roles.experiments.run import measure as run_job
+
+    async with operator((LOOPBACK, cluster.port), state=cluster.root) as client:
+        show("the workers measure their speed and their links")
+        links = await client.links()
+        peers = [peer for peer in await client.peers() if peer.roles == ["worker"]]
+    found = Measured(peers, links, {})
+    for strategy in dict.fromkeys(("sync", *strategies)):
+        try:
+            brief = short(profile, strategy, workers)
+        except ValidationError:  # such as one that needs two workers
+            continue
+        machine = Machine(workers=workers, link="", threads=0, private=False)
+        run = Run(strategy, {"strategy": strategy}, {}, 1, brief, machine)
+        plan = Plan(Grid(name="explain", axes={"strategy": [strategy]}), {}, [run], MOST_S)
+        async with operator((LOOPBACK, cluster.port), state=cluster.root) as client:
+            result = await run_job(client, run, plan, partial(_show, show, strategy))
+        if result.figures.get("step_ms"):
+            found.jobs[strategy] = brief, {name: value or 0.0 for name, value in result.figures.items()}
+        elif strategy == "sync":
+            raise JobFailed(f"no step of sync could be trained: {result.reason}", remedy="mend that, and try again")
+    return found
 
 
-async def alone(local: LocalMember, spec: str, threads: int) -> Answer:
-    """Train some steps in a ring of one. Returns medians in seconds: of a micro-batch, and of the rest of a step."""
-    from p2ptrain.cli.bench.training import RING, Training
-    from p2ptrain.compute.device import compute_flops
-
-    session = await local.form(local_view({local.peer_id: 1}))
-    training = await Training.build(spec, session, threads=threads)
-    await training.train(RING, 0, WARM_STEPS)
-    passes_s, rests_s, began = list[float](), list[float](), time.monotonic()
-    for step in range(WARM_STEPS, WARM_STEPS + STEPS):
-        answer = await training.train(RING, step, 1)
-        passes_s.append(answer["computed_s"] / MICRO_BATCHES)
-        rests_s.append(answer["seconds"][0] - answer["computed_s"])
-        if time.monotonic() - began > ENOUGH_S and len(passes_s) >= 3:
-            break
-    return {
-        "micro_batch_s": statistics.median(passes_s),
-        "update_s": statistics.median(rests_s),
-        "peak_bytes": _peak_bytes(),
-        "flops": compute_flops("cpu", threads),
-    }
+def short(profile: Profile, strategy: str, workers: int) -> Profile:
+    """The profile of a short job of a strategy, without what only some strategies know. Raises ``ValidationError``."""
+    tables = profile.model_dump()
+    tables["job"] |= {"strategy": strategy, "workers": workers, "exact": False, "steps": STEPS}
+    tables["batch"]["micro_batches"] = PASSES * workers
+    tables |= {name: {} for name in ("robust", "ring", "federated", "privacy", "track", "link", "checkpoint")}
+    tables |= {"validation": {"every": 0}, "checkpoint": {"every": 0}}
+    tables["data"]["private"] = False
+    tables["sharded"]["shards"], tables["server"]["buffer"] = 2, 1
+    tables["pipeline"] |= {"stages": 2 if strategy == "pipeline" else 0, "cuts": []}
+    return type(profile).model_validate(tables)
 
 
-def _peak_bytes() -> int:
-    """The most memory that this process had so far; 0 where the system does not tell."""
-    if os.name != "posix":
-        return 0
-    import resource
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
+def _show(show: Callable[[str], None], strategy: str, text: str) -> None:
+    show(f"measuring {strategy}: {text}")

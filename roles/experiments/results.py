@@ -22,8 +22,8 @@ DONE = "done"
 KEYS = ("run", "repeat", "random_seed", "state", "reason")
 """Columns besides the axes, the settings and what the runs measure."""
 FIGURES = (
-    "duration_s", "steps", "tokens", "tokens_per_s", "step_ms", "sent_bytes", "loss", "best_loss", "val_loss",
-    "best_val_loss", "memory_bytes", "recoveries", "rejected", "epsilon",
+    "duration_s", "steps", "tokens", "tokens_per_s", "step_ms", "compute_ms", "sent_bytes", "loss", "best_loss",
+    "val_loss", "best_val_loss", "memory_bytes", "recoveries", "rejected", "epsilon",
 )  # fmt: skip
 """Columns that the runs measure; docs/experiments.md explains them. Times to losses follow."""
 POINT = ("step", "time_s", "tokens", "sent_bytes", "loss", "val_loss")

@@ -214,6 +214,7 @@ class _Followed:
         losses = [row.loss for row in rows if row.loss is not None]
         val_losses = [row.val_loss for row in rows if row.val_loss is not None]
         steps, times_ms = rows[-1].step if rows else 0, [row.step_ms for row in rows if row.step_ms]
+        computed_ms = [row.compute_ms for row in rows if row.compute_ms]
         duration_s, tokens = (curve[-1][1] if curve else None) or 0.0, steps * self._run.step_tokens
         return {
             "duration_s": duration_s,
@@ -221,6 +222,7 @@ class _Followed:
             "tokens": tokens,
             "tokens_per_s": round(tokens / duration_s, 1) if duration_s else None,
             "step_ms": round(median(times_ms), 2) if times_ms else None,
+            "compute_ms": round(median(computed_ms), 2) if computed_ms else None,
             "sent_bytes": self._sent[-1][1] if self._ours else None,
             "loss": losses[-1] if losses else None,
             "best_loss": min(losses, default=None),

@@ -101,11 +101,8 @@ def test_a_plan_that_is_none_is_refused(command: Command, fake_seed: Any, answer
     assert command("jobs", "create", *SPLIT, "--dry-run").code == 4
 
 
+@pytest.mark.usefixtures("measured_at_once")
 def test_up_divides_this_machine_and_starts_nothing(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def measured(*_: Any) -> tuple[Calibration, None]:
-        return Calibration(0.05, 0.004, 5e10, 480 * MIB), None
-
-    monkeypatch.setattr("p2ptrain.cli.explain.measure", measured)
     monkeypatch.setattr(up_cluster, "part_bytes", lambda device: 128 * MIB)
     shown = command("up", "--workers", "2", *SPLIT, "--dry-run", "--json").json
     assert [stage["limit_bytes"] for stage in shown["stages"]] == [64 * MIB] * 2

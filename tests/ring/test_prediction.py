@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
 from ring.order import LinkQuality, RingOptions
-from ring.prediction import Calibration, Cluster, Prediction, Way, predict, quality_of, recommended
+from ring.prediction import Calibration, Cluster, Prediction, Way, fitted, predict, quality_of, recommended
 from ring.training_costs import CandidateWorker, ModelShape, Training
 from wire.emulate import preset_named
 
@@ -68,6 +68,15 @@ def test_buckets_travel_while_the_last_backward_pass_runs() -> None:
     assert early.exchange_s == pytest.approx(4 * (chunk_s + 0.02 + chunk_s) + 0.02 + 2 * 0.02)
     assert early.exchange_s - early.exposed_s == pytest.approx(0.75 * 0.2 / 3)
     assert plain.exchange_s == plain.exposed_s
+
+
+@pytest.mark.parametrize("strategy", ["sync", "local", "server", "sharded", "pipeline"])
+def test_a_fitted_calibration_predicts_the_step_that_was_measured(strategy: str) -> None:
+    split = strategy in ("sharded", "pipeline")
+    asked, pair = way(strategy, stages=2 if split else 1, micro_batches=4), cluster(2)
+    own = fitted(asked, pair, MEASURED, 0.9)
+    assert predict(asked, pair, own).step_s == pytest.approx(0.9, rel=1e-3)
+    assert own.update_s / own.micro_batch_s == pytest.approx(MEASURED.update_s / MEASURED.micro_batch_s)
 
 
 def test_a_codec_saves_bytes() -> None:

@@ -254,12 +254,6 @@ class Member:
         act: Callable[..., Awaitable[Answer]] = getattr(self._stage, part)
         return await act(**arguments)
 
-    async def alone(self, *, spec: str, threads: int) -> Answer:
-        """Train some steps without the other members; see ``cli.measuring``."""
-        from p2ptrain.cli.measuring import alone
-
-        return await alone(LocalMember(peer_id(self.rank), TcpNetwork()), spec, threads)
-
     async def generate(self, *, part: str, **arguments: Any) -> Answer:
         """Carry out the order ``part`` of the generation benchmark."""
         from p2ptrain.cli.bench.generate import Side
