@@ -5,6 +5,8 @@ The steps are those of real workers, one job after another, so they share cores 
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from configs.schema import Profile
     from wire.records import LinkInfo, PeerInfo
 
-STEPS, PASSES, MOST_S = 14, 2, 20.0
+STEPS, PASSES, MOST_S = 10, 2, 30.0
 """Of each job: steps, micro-batches of a worker in a step, and its longest time."""
 
 
@@ -50,24 +52,25 @@ async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, 
     names, threads = [f"worker-{number}" for number in range(1, workers + 1)], profile.device.threads
     console, stop = stoppable()
     console.quiet = quiet
-    with tempfile.TemporaryDirectory(prefix="p2ptrain-explain-", ignore_cleanup_errors=True) as root:
-        cluster = LocalCluster(Path(root))
+    cluster = LocalCluster(Path(tempfile.mkdtemp(prefix="p2ptrain-explain-")))  # kept after a failure, for its logs
 
-        async def work() -> Measured:
-            console.progress(cluster.workers_start(workers))
-            await cluster.start_seed()
-            for number, name in enumerate(names, 1):
-                options = ["--threads", str(threads or threads_each(workers)), "--device", profile.device.kind]
-                await cluster.start_peer(name, number, *options)
-            await cluster.joined(names)
-            training = _trained(cluster, profile, workers, strategies, console.progress)
-            return await LocalCluster.while_alive(training, needed=[cluster.seed, *cluster.peers.values()])
+    async def work() -> Measured:
+        console.progress(cluster.workers_start(workers))
+        await cluster.start_seed()
+        for number, name in enumerate(names, 1):
+            options = ["--threads", str(threads or threads_each(workers)), "--device", profile.device.kind]
+            await cluster.start_peer(name, number, *options)
+        await cluster.joined(names)
+        training = _trained(cluster, profile, workers, strategies, console.progress)
+        return await LocalCluster.while_alive(training, needed=[cluster.seed, *cluster.peers.values()])
 
-        try:
-            return await unless_stopped(stop, work())
-        finally:
-            await cluster.end()
-            console.finish()
+    try:
+        told = await unless_stopped(stop, work())
+    finally:
+        await cluster.end()
+        console.finish()
+    await asyncio.to_thread(shutil.rmtree, cluster.root, ignore_errors=True)
+    return told
 
 
 async def _trained(
@@ -96,7 +99,8 @@ async def _trained(
         if result.figures.get("step_ms"):
             found.jobs[strategy] = brief, {name: value or 0.0 for name, value in result.figures.items()}
         elif strategy == "sync":
-            raise JobFailed(f"no step of sync could be trained: {result.reason}", remedy="mend that, and try again")
+            text = f"no step of 2 micro-batches could be trained within {MOST_S:g} s: {result.reason}"
+            raise JobFailed(text, remedy="close other programs, or set a smaller batch.micro_batch_sequences")
     return found
 
 
