@@ -4,7 +4,7 @@ import { Charts } from "./charts.js";
 import { announce, byId, confirmed, fill, h, notify, openDialog, setText } from "./dom.js";
 import { Feed, Problem, ask, setKey } from "./feed.js";
 import * as format from "./format.js";
-import { Panels, shown, verbsOf } from "./panels.js";
+import { Panels, verbsOf } from "./panels.js";
 import { Ring } from "./ring.js";
 import { Store } from "./store.js";
 
@@ -169,7 +169,8 @@ async function analyse(experiment) {
   const place = byId("analysis");
   place.hidden = false;
   byId("experiments").append(place);
-  place.replaceChildren(h("h3", {}, text(experiment.id)), shown({ conclusions: summary.conclusions, ...summary }));
+  const items = summary.conclusions.map((conclusion) => h("li", {}, text(conclusion, 1000)));
+  place.replaceChildren(h("h3", {}, text(experiment.id)), h("ul", {}, items));
   place.scrollIntoView({ block: "nearest" });
 }
 
@@ -199,7 +200,6 @@ function drawNow() {
   drawTiles(job);
   drawCharts();
   ring.update(job, store.peers);
-  drawOutside(job);
   panels.update(job, byId("filter").value);
   tellChanges(job);
 }
@@ -283,16 +283,6 @@ function drawTiles(job) {
   Object.values(tiles).forEach((said, index) => setText(place.children[index].lastElementChild, said));
   byId("progress").value = job?.steps_total ? job.step / job.steps_total : 0;
   setText(document.querySelector("title"), job ? `${text(job.name, 40)}: step ${format.whole(job.step)}` : "p2ptrain");
-}
-
-function drawOutside(job) {
-  const members = new Set(job?.members);
-  const outside = store.peersInOrder().filter((peer) => !members.has(peer.id)).slice(0, 8);
-  const said = outside.map((peer) => `${text(peer.name, 40)} (${text(peer.state, 20)})`).join(", ");
-  const cuts = job?.cuts.length ? `, cut before the layers ${job.cuts.join(", ")}` : "";
-  const split = job?.stages > 1 ? `${job.stages} stages${cuts}; the numbers are the stages.` : "";
-  const none = job && !members.size ? "The job has no members now." : "";
-  setText(byId("outside"), [none || split, said && `Not in the ring: ${said}.`].filter(Boolean).join(" "));
 }
 
 const told = { link: "connecting", job: "", state: "" };

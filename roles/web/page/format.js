@@ -68,9 +68,6 @@ export function clock(wall) {
   return at.toDateString() === new Date().toDateString() ? time : `${at.toLocaleDateString("en-CA")} ${time}`;
 }
 
-/** The words of a field's name: `val_loss` → `val loss`. */
-export const words = (name) => text(name, 60).replaceAll("_", " ");
-
 // Colour role → state → symbol. Colour alone carries no meaning: the state's name stands beside it.
 const LOOKS = {
   good: { training: "●", serving: "◆", running: "▶", done: "✓" },

@@ -8,7 +8,7 @@ import { isFinished } from "./store.js";
 const PHASES = ["detect", "agree", "form", "transfer", "commit"];
 const MOST_SHOWN = 200; // rows of a table
 
-const { UNKNOWN, isFigure, text, words } = format;
+const { UNKNOWN, isFigure, text } = format;
 const column = (label, value, kind) => ({ label, value, class: kind });
 const number = (label, value) => column(label, value, "number");
 
@@ -66,41 +66,6 @@ function spread(items) {
   if (!times.length) return "";
   const at = (part) => format.millis(1000 * times[Math.max(0, Math.ceil(part * times.length) - 1)]);
   return `${format.plural(times.length, "interruption")}: median ${at(0.5)}, 99th percentile ${at(0.99)}`;
-}
-
-/** A record without records in it; a mean with its confidence interval becomes a text. */
-function flat(record) {
-  const fields = Object.entries(record).flatMap(([name, value]) => {
-    if (value === null || typeof value !== "object" || Array.isArray(value)) return [[name, value]];
-    if (isFigure(value.mean)) return [[name, `${figureText(value.mean)} ± ${figureText(value.half_95)}`]];
-    return Object.entries(flat(value));
-  });
-  return Object.fromEntries(fields);
-}
-
-/** Any JSON value as elements: records become lists of pairs, lists of records tables. */
-export function shown(value) {
-  if (value === null || typeof value !== "object") return figureText(value);
-  if (!Array.isArray(value)) {
-    const pair = ([name, item]) => [h("dt", {}, words(name)), h("dd", {}, shown(item))];
-    return h("dl", { class: "pairs" }, Object.entries(flat(value)).flatMap(pair));
-  }
-  const items = value.slice(0, MOST_SHOWN);
-  const isTable = items.some((item) => item !== null && typeof item === "object");
-  if (!isTable) return h("ul", {}, items.map((item) => h("li", {}, figureText(item))));
-  const rows = items.map((item) => flat(item ?? {}));
-  const fields = [...new Set(rows.flatMap(Object.keys))].slice(0, 24);
-  const head = h("tr", {}, fields.map((field) => h("th", { scope: "col" }, words(field))));
-  const cells = (row) => fields.map((field) => h("td", { "data-label": words(field) }, figureText(row[field])));
-  const body = h("tbody", {}, rows.map((row) => h("tr", {}, cells(row))));
-  return h("div", { class: "scroll", tabindex: 0 }, h("table", {}, h("thead", {}, head), body));
-}
-
-const short = new Intl.NumberFormat("en-US", { maximumSignificantDigits: 4 });
-
-function figureText(value) {
-  if (isFigure(value)) return Number.isInteger(value) ? format.whole(value) : short.format(value);
-  return value === null || value === undefined ? UNKNOWN : text(Array.isArray(value) ? value.join(", ") : value, 500);
 }
 
 export class Panels {

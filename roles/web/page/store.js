@@ -66,7 +66,6 @@ export class Store {
   peers = new Map();
   jobs = new Map();
   checkpoints = new Map();
-  parts = new Map();
   serving = new Map();
   events = new Map();
   recoveries = new Map();
@@ -118,7 +117,7 @@ export class Store {
   }
 
   #endSnapshot() {
-    for (const kind of ["peers", "jobs", "checkpoints", "parts", "serving"]) {
+    for (const kind of ["peers", "jobs", "checkpoints", "serving"]) {
       const ids = this.#snapshot?.get(kind);
       for (const id of this.#snapshot ? [...this[kind].keys()] : []) if (!ids?.has(id)) this[kind].delete(id);
     }
@@ -128,7 +127,7 @@ export class Store {
 
   #enter(cluster) {
     if (cluster && this.cluster && cluster.cluster_id !== this.cluster.cluster_id) {
-      for (const kind of ["peers", "jobs", "checkpoints", "parts", "serving", "events"]) this[kind].clear();
+      for (const kind of ["peers", "jobs", "checkpoints", "serving", "events"]) this[kind].clear();
       this.choose("");
     }
     this.cluster = cluster ?? this.cluster;
