@@ -15,14 +15,14 @@ import asyncio
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from configs.schema import Profile
 from p2ptrain.core.errors import P2PTrainError, StorageError
-from p2ptrain.core.threads import Thread
 from roles.seed.store import Records
 from roles.track.writers import KEYS, WRITERS, Point, Run, Writer, check
 from wire.records import JobInfo, MetricRow, PeerInfo, ServingInfo
@@ -35,8 +35,6 @@ EVERY_S = 1.0
 BATCH = 40
 """Most rows that a writer gets at a time. Their values and the figures are less than 1000, MLflow's limit."""
 GAP_S = 30.0
-STUCK_S = 120.0
-"""A call of a writer that takes longer is reported."""
 RETRY_S = 30.0
 LEAVE_S = 1.0
 """How long a stopping seed waits for its writers."""
@@ -82,6 +80,10 @@ class Cursor(NamedTuple):
     ended: bool = False
 
 
+def cursor_of(controller: JobController, tracker: str) -> Cursor:
+    return Cursor(*controller.record.tracked.get(tracker, ()))
+
+
 def rows_after(records: Records, job: str, cursor: Cursor, late: float) -> tuple[Cursor, list[MetricRow]]:
     """The next rows, and the cursor before them, which is moved back if the job went back. On the store's thread.
 
@@ -100,40 +102,34 @@ def rows_after(records: Records, job: str, cursor: Cursor, late: float) -> tuple
 
 
 class Tracker:
-    """Copies one job to one place."""
+    """Copies one job to one place, with a thread of its own."""
 
     def __init__(self, trackers: Trackers, controller: JobController, name: str, profile: Profile) -> None:
         self._trackers, self._seed, self._controller = trackers, trackers.seed, controller
-        self._name, self._profile = name, profile
-        self._cursor = Cursor(*controller.record.tracked.get(name, ()))
-        self._thread: Thread | None = None
+        self._name, self._profile, self._cursor = name, profile, cursor_of(controller, name)
+        self._thread = self._seed.world.threads.start("track")
         self._writer: Writer | None = None
         self._told = ""
 
-    @property
-    def wanted(self) -> bool:
-        known = self._controller.id in self._seed.controllers  # it may be forgotten
-        return known and (self._controller.live or not self._cursor.ended)
-
     async def run(self) -> None:
-        """Copy until the job has ended or the seed stops. Raises ``StorageError``."""
-        stopping = self._trackers.stopping
-        leave = False
-        while self.wanted and not leave:
-            leave = stopping.is_set()
-            wait_s = await self.catch_up(leave=leave)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), wait_s)
-        if self._thread is not None:
+        """Copy until the job has ended or is forgotten, or the seed stops. Raises ``StorageError``."""
+        stopping, leave = self._trackers.stopping, False
+        try:
+            while not leave and self._trackers.wanted(self._controller, self._name):
+                leave = stopping.is_set()
+                wait_s = await self.catch_up()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(stopping.wait(), wait_s)
+            with suppress(Exception):
+                await self._end("")
+        finally:
             self._thread.close()
 
-    async def catch_up(self, *, leave: bool = False) -> float:
-        """Write all rows that there are, and return in how many seconds to look again. ``leave``: the seed stops."""
+    async def catch_up(self) -> float:
+        """Write all rows that there are, and return in how many seconds to look again."""
         try:
-            while await self._write_some(leave=leave):
+            while await self._write_some():
                 pass
-            if leave:
-                await self._end("")
         except StorageError:  # of the seed's own records: it cannot go on without them
             raise
         except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises: the seed goes on
@@ -144,38 +140,37 @@ class Tracker:
         self._told = ""
         return EVERY_S
 
-    async def _write_some(self, *, leave: bool) -> bool:
+    async def _write_some(self) -> bool:
         """Write the next rows. False if there are no more of them now."""
-        controller = self._controller
+        controller, stopping = self._controller, self._trackers.stopping.is_set()
         ended = "" if controller.live else controller.core.state  # read before the rows
-        late = math.inf if leave and ended else self._seed.world.clock.wall() - GAP_S
+        late = math.inf if stopping and ended else self._seed.world.clock.wall() - GAP_S
         before, rows = await self._seed.store.call(rows_after, controller.id, self._cursor, late)
         if before != self._cursor:
             await self._end("")
-            await self._keep(before)
+            self._cursor = before
         if rows:
-            writer = await self._begun()
             points = [Point(row.step, row.wall, values_of(row)) for row in rows]
             peers, serving = self._seed.peer_infos(), self._seed.services.infos()
             points[-1].values.update(figures_of(controller.info(), peers, serving))
-            await self._call(lambda: writer.write(points))
-            generation = max(self._cursor.generation, *(row.generation or 0 for row in rows))
-            await self._keep(Cursor(rows[-1].step, generation, self._cursor.run))
-        elif ended and (self._cursor.step >= controller.core.known_step or (controller.record.finished_at or 0) < late):
-            if self._cursor.step:
+            writer = await self._begun()
+            await self._thread.submit(lambda: writer.write(points))
+            generation = max(before.generation, *(row.generation or 0 for row in rows))
+            await self._keep(Cursor(rows[-1].step, generation, before.run))
+        elif ended and (before.step >= controller.core.known_step or (controller.record.finished_at or 0) < late):
+            if before.step:
                 await self._begun()
             await self._end(ended)
-            await self._keep(self._cursor._replace(ended=True))
+            await self._keep(before._replace(ended=True))
         return bool(rows)
 
     async def _begun(self) -> Writer:
-        if (writer := self._writer) is not None:
-            return writer
-        track, environ, run = self._profile.track, self._trackers.environ, self._run()
-        check(self._name, track, environ)
-        writer = self._writer = self._trackers.writers[self._name](track, environ)
-        await self._call(lambda: writer.begin(run))
-        return writer
+        if self._writer is None:
+            track, environ = self._profile.track, self._trackers.environ
+            check(self._name, track, environ)
+            self._writer = self._trackers.writers[self._name](track, environ)
+            await self._thread.submit(partial(self._writer.begin, self._run()))
+        return self._writer
 
     def _run(self) -> Run:
         record, number = self._controller.record, self._cursor.run
@@ -193,15 +188,7 @@ class Tracker:
     async def _end(self, state: str) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            await self._call(lambda: writer.end(state))
-
-    async def _call(self, call: Callable[[], None]) -> None:
-        self._thread = self._thread or self._seed.world.threads.start("track")
-        working = self._thread.submit(call)
-        await asyncio.wait([working], timeout=STUCK_S)
-        if not working.done():
-            self._tell(P2PTrainError(f"it has not answered for {STUCK_S:g} s"))
-        await working  # its rows may still be written: until then no others are
+            await self._thread.submit(lambda: writer.end(state))
 
     async def _keep(self, cursor: Cursor) -> None:
         self._cursor = cursor
@@ -240,14 +227,18 @@ class Trackers:
         for name in profile.track.to:
             check(name, profile.track, self.environ)
 
+    def wanted(self, controller: JobController, name: str) -> bool:
+        known = controller.id in self.seed.controllers  # it may be forgotten
+        return known and (controller.live or not cursor_of(controller, name).ended)
+
     async def run(self) -> None:
         """Track jobs until cancelled. Raises ``StorageError``."""
         while True:
             tracked = [(item, item.profile) for item in self.seed.controllers.values() if item.profile is not None]
             for controller, profile in tracked:
                 for name in profile.track.to:
-                    tracker = Tracker(self, controller, name, profile)
-                    if tracker.wanted and (controller.id, name) not in self._tasks:
+                    if (controller.id, name) not in self._tasks and self.wanted(controller, name):
+                        tracker = Tracker(self, controller, name, profile)
                         self._tasks[controller.id, name] = asyncio.create_task(tracker.run(), name="track")
             for key in [key for key, task in self._tasks.items() if task.done()]:
                 self._tasks.pop(key).result()

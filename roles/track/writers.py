@@ -116,20 +116,16 @@ class TensorBoard(Writer):
     _file: BinaryIO
 
     def begin(self, run: Run) -> None:
-        from tensorboard.compat.proto.event_pb2 import SessionLog
-
         super().begin(run)
         self._file = (run.directory / f"events.out.tfevents.{time.time():.6f}.p2ptrain").open("wb")
         self._add(wall_time=time.time(), file_version="brain.Event:2")
         # TensorBoard forgets what an earlier file has from this step on.
-        self._add(step=run.after_step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._add(step=run.after_step + 1, session_log={"status": "START"})
 
     def write(self, points: Sequence[Point]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         for point in points:
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
-            self._add(step=point.step, wall_time=point.wall, summary=Summary(value=values))
+            values = [{"tag": name, "simple_value": value} for name, value in point.values.items()]
+            self._add(step=point.step, wall_time=point.wall, summary={"value": values})
         self._file.flush()
 
     def end(self, state: str) -> None:

@@ -96,11 +96,15 @@ class Desk:
         )
         self.all = Trackers(cast(Any, seed), Path("track"), {"WANDB_API_KEY": KEY + "\n"})
         self.all.writers = {"jsonl": lambda track, environ: self.notes}
-        self.restart()
+        self.tracker = self._tracker()
+
+    def _tracker(self) -> Tracker:
+        return Tracker(self.all, cast(Any, self.controller), "jsonl", PROFILE)
 
     def restart(self) -> None:
         """The seed starts again, with the record that it has stored."""
-        self.tracker = Tracker(self.all, cast(Any, self.controller), "jsonl", PROFILE)
+        self.tracker._thread.close()
+        self.tracker = self._tracker()
 
     def add(self, *steps: int, generation: int = 1) -> None:
         for step in steps:
@@ -119,8 +123,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
     await store.call(Records.add_job, made.controller.record, "{}")
     await made.view(1, 0)
     yield made
-    if made.tracker._thread is not None:
-        made.tracker._thread.close()
+    made.tracker._thread.close()
     await store.close()
 
 
@@ -176,14 +179,14 @@ async def test_a_job_that_is_done_ends_its_run_once_all_rows_are_there(desk: Des
     desk.add(2)
     await desk.tracker.catch_up()
     assert (desk.notes.steps, desk.notes.ends) == ([1, 2], ["done"])
-    desk.restart()
-    assert not desk.tracker.wanted
+    assert not desk.all.wanted(cast(Any, desk.controller), "jsonl")
 
 
 async def test_a_seed_that_stops_after_its_job_waits_for_no_row(desk: Desk) -> None:
     desk.add(1, 3)
     desk.controller.ends("done", 4)
-    await desk.tracker.catch_up(leave=True)
+    desk.all.stopping.set()
+    await desk.tracker.catch_up()
     assert (desk.notes.steps, desk.notes.ends) == ([1, 3], ["done"])
 
 
