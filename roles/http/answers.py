@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -25,10 +26,11 @@ HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 """Headers of every answer: browsers shall not guess the type, and caches shall not keep it."""
 
 
+@dataclass(eq=False)
 class Problem(Exception):
     """An error that a client receives.
 
-    Args:
+    Attributes:
         status: HTTP status.
         message: text for people.
         remedy: what they can do; empty if ``message`` says it.
@@ -36,19 +38,13 @@ class Problem(Exception):
         param: the parameter at fault, if any.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str = "",
-        param: str = "",
-        remedy: str = "",
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.param, self.remedy = status, message, code, param, remedy
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    _: KW_ONLY
+    code: str = ""
+    param: str = ""
+    remedy: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -68,7 +64,7 @@ def json_bytes(said: Mapping[str, Any]) -> bytes:
 
 
 def json_response(said: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(json_bytes(said), status, HEADERS | dict(headers or {}), media_type="application/json")
+    return Response(json_bytes(said), status, {**HEADERS, **(headers or {})}, media_type="application/json")
 
 
 async def read_body(request: Request) -> bytes:

@@ -64,7 +64,9 @@ class JsonApp(ABC):
             return Response(status_code=499)
         if isinstance(error, HTTPException):
             text = f"there is no {request.method} {request.url.path[:100]} here"
-            error = Problem(error.status_code, text, code=_NOT_ROUTED.get(error.status_code, ""), headers=error.headers)
+            error = Problem(
+                error.status_code, text, code=_NOT_ROUTED.get(error.status_code, ""), headers=error.headers or {}
+            )
         return self.problem(error).response()
 
 

@@ -23,10 +23,10 @@ from roles.http.app import JsonApp
 from roles.seed.server import Seed
 from roles.web.endpoints import IDEMPOTENCY_KEY, READ, ROOT, AfterStep, Call, CreateJob, Endpoint, read_query
 from roles.web.experiments import Experiments
+from roles.web.feed import follow
 from roles.web.page import page
 from roles.web.prometheus import CONTENT_TYPE, exposition
 from roles.web.routes import ENDPOINTS, document
-from roles.web.stream import follow
 from wire.client import SeedRequests
 from wire.messages import RefusalCode
 

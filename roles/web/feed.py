@@ -1,17 +1,34 @@
-"""How the HTTP API asks the seed in whose process it runs."""
+"""What the HTTP API gets of the seed in whose process it runs: answers to requests, and the stream of one job.
+
+A reader of ``metrics/stream/{job}`` is sent a snapshot, ``ready``, and then what changes: at most ten updates a second,
+each with the newest state only. The server of ``roles.http`` cuts off one that does not read, as any client; one that
+falls too far behind is closed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, Refused
+from roles.http.answers import json_bytes
 from roles.seed.server import Seed
 from wire.client import SeedClient, SeedRequests
 from wire.messages import Request
+from wire.records import JobInfo
 
 Connect = Callable[[], AbstractAsyncContextManager[SeedClient]]
+
+PAGE_ROWS = 100
+"""Rows of the record in one message."""
+NO_ROW = (-1, -1)
+_PLACES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "metrics": lambda row: (row["generation"] or 0, row["step"]),
+    "recoveries": lambda row: row["number"],
+    "events": lambda row: row["id"],
+}
+"""Topic → the place of a row among its kind, which only grows. A job that goes back does so in a new generation."""
 
 
 class LocalRequests(SeedRequests):
@@ -29,3 +46,36 @@ class LocalRequests(SeedRequests):
         if answer.error_code:
             raise Refused(answer.error_code, answer.error_message, remedy=answer.error_remedy)
         return answer.result
+
+
+async def follow(
+    seed: Seed, client: SeedRequests, job: JobInfo, after_step: int, send: Callable[[str], Awaitable[None]]
+) -> None:
+    """Send messages for ever. Raises ``P2PTrainError``: the reader is too slow, or the seed stops."""
+    last: dict[str, Any] = {"metrics": NO_ROW, "recoveries": -1, "events": -1}
+
+    def is_new(topic: str, item: dict[str, Any]) -> bool:
+        """Whether the reader lacks this row, which may have been on record already when it came."""
+        if (topic != "events" and item["job"] != job.id) or (place := _PLACES[topic](item)) <= last[topic]:
+            return False
+        last[topic] = place
+        return True
+
+    async def tell(topic: str, items: Iterable[dict[str, Any]]) -> None:
+        if news := [item for item in items if topic not in _PLACES or is_new(topic, item)]:
+            await send(json_bytes({"topic": topic, "items": news}).decode())
+
+    with seed.watching() as feed:
+        for update in list(feed.drain()):
+            await tell(update.topic, update.items)
+        while rows := await client.metrics(job.id, after_step, PAGE_ROWS):
+            after_step = rows[-1].step
+            await tell("metrics", (row.to_map() for row in rows))
+        if last["metrics"] == NO_ROW:
+            last["metrics"] = job.generation, after_step
+        await tell("recoveries", [row.to_map() for row in await client.recoveries(job.id, PAGE_ROWS)])
+        await tell("events", [row.to_map() for row in await client.events(-PAGE_ROWS, PAGE_ROWS)])
+        await send('{"topic":"ready","items":[]}')
+        async for updates in feed.rounds():
+            for update in updates:
+                await tell(update.topic, update.items)

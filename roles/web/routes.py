@@ -77,8 +77,6 @@ async def create_job(call: Call) -> JobInfo:
         if not profile.drafter.layers:
             raise ConfigError(f"the profile {label} has no drafter", remedy="set drafter.layers, or choose pair")
         profile, name = profile.of_drafter(), asked.name or f"{label}-drafter"
-    elif profile.drafter.layers:
-        profile = profile.alone()
     job = await call.create_job(call.client, name, label[:64], profile)
     return (await call.client.job(job))[0]
 
@@ -88,12 +86,9 @@ async def get_job(call: Call) -> JobInfo:
 
 
 async def delete_job(call: Call) -> JobInfo:
-    info, _ = await call.client.job(call.path["job"])
-    verb = "forget" if call.query.forget else "cancel"
-    await call.client.tell_job(info.id, verb)
-    if verb == "forget":
-        return info
-    return (await call.client.job(info.id))[0]
+    info = await get_job(call)
+    await call.client.tell_job(info.id, "forget" if call.query.forget else "cancel")
+    return info if call.query.forget else (await call.client.job(info.id))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +109,7 @@ def tell_job(verb: str, *already: str) -> Handle:
     nothing."""
 
     async def handle(call: Call) -> JobInfo:
-        info, _ = await call.client.job(call.path["job"])
+        info = await get_job(call)
         if info.state in already:
             return info
         await call.client.tell_job(info.id, verb)
@@ -260,7 +255,7 @@ async def list_metrics(call: Call) -> Page:
 
 
 async def list_checkpoints(call: Call) -> Page:
-    job = (await call.client.job(call.path["job"]))[0].id
+    job = (await get_job(call)).id
     found = [item for item in call.seed.checkpoints.known.values() if item.job == job]
     return _page(call, found, lambda item: (item.created_at, item.id))
 

@@ -33,7 +33,6 @@ from wire.address import format_address, is_loopback
 from wire.credentials import SERVER_LIFETIME_S, server_names
 from wire.transport import TcpNetwork
 
-KEY_BYTES = 32
 _KEY_LETTERS = frozenset(f"{string.ascii_letters}{string.digits}-._~")
 
 
@@ -65,7 +64,7 @@ class WebPlace:
     directory: Path
     keys: Keys | None
     names: set[str]
-    key_files: tuple[Path, ...]
+    key_files: list[Path]
     tls: ssl.SSLContext | None
     certify: Callable[[], None] | None
 
@@ -88,13 +87,11 @@ async def web_place(
     sock = await TcpNetwork(user_timeout_s=60.0).bound(options.host, options.port, option="--http")
     try:
         near = is_loopback(sock.getsockname()[0])
-        files: tuple[Path, ...] = ()
-        if not near or options.read_key or options.operator_key:
-            files = tuple(
-                given or _made(directory / f"http-{permit}.key", world)
-                for permit, given in ((READ, options.read_key), (OPERATE, options.operator_key))
-            )
-        keys = {read_key(path, warn): permit for path, permit in zip(files, (READ, OPERATE), strict=False)}
+        files = {READ: options.read_key, OPERATE: options.operator_key}
+        if near and not any(files.values()):
+            files.clear()
+        places = [given or _made(directory / f"http-{permit}.key", world) for permit, given in files.items()]
+        keys = {read_key(path, warn): permit for permit, path in zip(files, places, strict=True)}
         if len(keys) < len(files):
             raise UserError("the read key and the operator key are the same", remedy="give two different ones")
         if not set("".join(keys)) <= _KEY_LETTERS:
@@ -112,7 +109,7 @@ async def web_place(
             shown = next((name for name in [shown, *given] if name in given and "*" not in name), shown)
             allowed = set(given)
         url = f"{'http' if tls is None else 'https'}://{format_address(shown, sock.getsockname()[1])}"
-        return WebPlace(sock, url, directory, Keys(keys) if keys else None, allowed, files, tls, certify)
+        return WebPlace(sock, url, directory, Keys(keys) if keys else None, allowed, places, tls, certify)
     except BaseException:
         sock.close()
         raise
@@ -122,7 +119,7 @@ def _made(path: Path, world: World) -> Path:
     """The file of a key; it is made if there is none."""
     if path.name not in world.disk.list_dir(path.parent):
         world.disk.make_dir(path.parent)
-        write_atomic(world.disk, path, f"{secrets.token_urlsafe(KEY_BYTES)}\n".encode(), private=True)
+        write_atomic(world.disk, path, f"{secrets.token_urlsafe(32)}\n".encode(), private=True)
     return path
 
 

@@ -20,10 +20,10 @@ from roles.http import server
 from roles.http.server import serving
 from roles.seed import events
 from roles.seed.events import Subscription, Subscriptions
-from roles.web import stream
+from roles.web import feed
 from roles.web.app import WebApp
 from roles.web.experiments import Experiments
-from roles.web.stream import follow
+from roles.web.feed import follow
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo
 
 from .conftest import create
@@ -115,7 +115,7 @@ class Reader:
 @asynccontextmanager
 async def following(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Seed, Callable[..., Reader]]]:
     monkeypatch.setattr(events, "INTERVAL_S", 0.0)
-    monkeypatch.setattr(stream, "PAGE_ROWS", 7)
+    monkeypatch.setattr(feed, "PAGE_ROWS", 7)
     seed, readers = Seed(), list[Reader]()
 
     def reader(after_step: int = -1) -> Reader:
