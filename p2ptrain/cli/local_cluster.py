@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import (
     ConnectionLost,
-    DeadlineExceeded,
     JobFailed,
     NetworkError,
     P2PTrainError,
@@ -359,7 +358,6 @@ class JobObserver:
         self.names: dict[str, str] = {}
         self.joined_rtt_ms: dict[tuple[str, float], float] = {}
         self._connect = connect
-        self._client: SeedClient | None = None
         self._seen_rows: set[tuple[int, int]] = set()
         self._last_event = 0
         self._news = asyncio.Event()
@@ -401,12 +399,6 @@ class JobObserver:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    async def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send a request. Raises ``P2PTrainError``; ``DeadlineExceeded`` without a connection to the seed."""
-        if self._client is None:
-            raise DeadlineExceeded("no connection to the seed")
-        return await self._client.request(method, params)
-
     async def run(self, job: str) -> None:
         while True:
             try:
@@ -414,7 +406,6 @@ class JobObserver:
             except P2PTrainError:
                 await asyncio.sleep(AGAIN_S)
                 continue
-            self._client = client
             try:
                 async for records in client.news():
                     for item in records:
@@ -423,7 +414,6 @@ class JobObserver:
             except P2PTrainError:
                 await asyncio.sleep(AGAIN_S)
             finally:
-                self._client = None
                 await client.close()
 
     def take(self, job: str, item: Record, now: float) -> None:

@@ -13,26 +13,28 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from configs.schema import Profile
+from p2ptrain.cli.audit import audit
 from p2ptrain.cli.chaos import judge
 from p2ptrain.cli.chaos.judge import Action, InjectedFault, Report, Verdict
 from p2ptrain.cli.chaos.proxy import Proxy
 from p2ptrain.cli.local_cluster import LOOPBACK, Child, JobObserver, LocalCluster, Row, free_port, threads_each
 from p2ptrain.cli.output import Console
-from p2ptrain.cli.stopping import stop_on_signals
+from p2ptrain.cli.runtime import operator
+from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
 from p2ptrain.core.checkpoints import CheckpointStore, verify_checkpoint
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError
 from ring.detector import beat_defaults
 from roles.seed.events import INTERVAL_S
+from wire.client import SeedClient
 
 PATIENCE_S = 180.0
 """Time limit for a step, or for all workers to be members again. The seed waits 30 s for a silent peer, and as long for
@@ -68,10 +70,6 @@ class Plan:
 
     def attack_of(self, number: int) -> str:
         return self.attack if number > self.workers - self.attackers else ""
-
-
-class Stopped(Exception):
-    """The user pressed Ctrl+C."""
 
 
 def kinds_here() -> tuple[str, ...]:
@@ -159,6 +157,9 @@ class Cluster:
     _sessions: set[int] = field(default_factory=set)
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
 
+    def operator(self) -> AbstractAsyncContextManager[SeedClient]:
+        return operator((LOOPBACK, self.local.port), state=self.local.root)
+
     async def start_seed(self) -> None:
         self._watch(await self.local.start_seed())
 
@@ -176,8 +177,6 @@ class Cluster:
         attack, target = self.attack_of(number), self._target(place)
         program = ("p2ptrain.cli.chaos.attacker", attack) if attack else ("p2ptrain",)
         place.child = await self.local.start_peer(place.name, number, *options, target=target, program=program)
-        if self.closing:  # ``let_go`` ran while the process was starting
-            place.child.ask_to_leave()
         self._watch(place.child)
 
     def _target(self, place: WorkerSlot) -> str:
@@ -258,7 +257,6 @@ class Faults:
     cluster: Cluster
     observer: JobObserver
     console: Console
-    stop: asyncio.Event
     done: list[InjectedFault] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -300,7 +298,7 @@ class Faults:
 
     @property
     def _over(self) -> bool:
-        return self.stop.is_set() or self.observer.finished or bool(self.stuck)
+        return self.observer.finished or bool(self.stuck)
 
     async def _pause(self, seconds: float) -> None:
         await self.observer.until(lambda: self._over, max(seconds, 0.0))
@@ -368,9 +366,8 @@ class Faults:
         await cluster.kill(cluster.local.seed)
         self._tell(injected)
         await self._pause(action.lasts_s)
-        if not self.stop.is_set():
-            await cluster.start_seed()
-            await observer.until(lambda: self._over or (bool(observer.members) and observer.step > before), PATIENCE_S)
+        await cluster.start_seed()
+        await observer.until(lambda: self._over or (bool(observer.members) and observer.step > before), PATIENCE_S)
 
     async def _hurt(self, action: Action, place: WorkerSlot, injected: InjectedFault) -> None:
         assert place.child is not None
@@ -404,8 +401,6 @@ class Faults:
                 await self._save()
         self._tell(injected)
         await self._pause(action.lasts_s)
-        if self.stop.is_set():
-            return  # ``Cluster.let_go`` ends the faults
         if action.kind == "kill":
             await self.cluster.start_worker(place.number)
         if action.kind == "corrupt" and place.data.damaged == damaged:
@@ -414,7 +409,8 @@ class Faults:
 
     async def _save(self) -> None:
         with suppress(P2PTrainError):
-            await self.observer.ask("jobs.save", job=self.observer.job.id if self.observer.job else "")
+            async with self.cluster.operator() as client:
+                await client.tell_job(self.observer.job.id if self.observer.job else "", "save")
 
     async def _recovery(self, injected: InjectedFault, first_row: int) -> None:
         rows = self.observer.rows
@@ -504,7 +500,7 @@ async def command(name: str, *arguments: str) -> Verdict:
 async def conduct(plan: Plan, report: Report) -> None:
     """Carry out the plan and fill the report. Raises ``P2PTrainError`` if the cluster cannot be started."""
     console, stop = Console(), asyncio.Event()
-    run = Run(plan, report, console, stop)
+    run = Run(plan, report, console)
 
     def leave(text: str) -> None:
         for cluster in run.clusters:  # at once, because a second Ctrl+C may end this process
@@ -513,9 +509,9 @@ async def conduct(plan: Plan, report: Report) -> None:
 
     stop_on_signals(stop, leave)
     try:
-        await run.all()
-    except Stopped:
-        report.notes.append("interrupted: the checks at the end of the run were skipped")
+        await unless_stopped(stop, run.all())
+        if not report.complete:
+            report.notes.append("interrupted: the checks at the end of the run were skipped")
     finally:
         for cluster in run.clusters:
             await cluster.end()
@@ -523,8 +519,8 @@ async def conduct(plan: Plan, report: Report) -> None:
 
 
 class Run:
-    def __init__(self, plan: Plan, report: Report, console: Console, stop: asyncio.Event) -> None:
-        self.plan, self.report, self._console, self._stop = plan, report, console, stop
+    def __init__(self, plan: Plan, report: Report, console: Console) -> None:
+        self.plan, self.report, self._console = plan, report, console
         self.clusters: list[Cluster] = []
 
     async def all(self) -> None:
@@ -532,7 +528,7 @@ class Run:
         async with self._cluster(plan.root) as (cluster, observer, job):
             if not plan.attack:  # else each step is attacked, and the job may be short
                 await self._undisturbed(observer)
-            faults = Faults(cluster, observer, self._console, self._stop)
+            faults = Faults(cluster, observer, self._console)
             begin_s = now()
             actions = judge.schedule(plan.seed, workers=plan.workers, kinds=plan.kinds)
             try:
@@ -540,24 +536,13 @@ class Run:
             finally:
                 report.injected_faults, report.seconds, report.steps = faults.done, now() - begin_s, observer.step
                 report.steps_per_s = judge.steps_per_s(observer.rows, begin_s, now())
-            self._go_on()
             step = await self._common_checkpoint(cluster, observer, faults)
-            name = "the ledger covers every sample once"
-            audit = Verdict(name, None, "checked only without --tls")
-            if not plan.tls:
-                audit = await command(name, "jobs", "audit", job, "--seed", cluster.local.address, "--json")
-            last = observer.step  # the job continues while its record is read
-            once = judge.every_step_once(await self._recorded(observer, job), last)
-            self._go_on()
+            recorded = await self._recorded(cluster, observer, job)
         if plan.attack and observer.job is not None:
             wrong = [observer.id_of(place.name) for place in cluster.places.values() if plan.attack_of(place.number)]
             report.attack = judge.Attack.of(plan.attack, observer.job, observer.names, wrong)
-        await self._judged(cluster, observer, faults, [once, audit], job, step)
-        report.complete = not self._stop.is_set()
-
-    def _go_on(self) -> None:
-        if self._stop.is_set():
-            raise Stopped
+        await self._judged(cluster, observer, faults, recorded, job, step)
+        report.complete = True
 
     @asynccontextmanager
     async def _cluster(self, root: Path) -> AsyncIterator[tuple[Cluster, JobObserver, str]]:
@@ -572,38 +557,30 @@ class Run:
         order = {"name": name, "profile": name, "spec": plan.profile.to_spec()}
         job = str((await client.request("jobs.create", order))["job"])
         await client.close()
-        tasks = {asyncio.create_task(observer.run(job)), asyncio.create_task(_then(self._stop.wait(), observer.wake))}
+        observing = asyncio.create_task(observer.run(job))
         try:
             for number in range(1, plan.workers + 1):
                 await cluster.start_worker(number)
             self._console.event("info", local.workers_start(plan.workers))
             remedy = f"the logs are in {local.logs}"
-            if not await observer.until(lambda: self._over(cluster) or _whole(cluster, observer), PATIENCE_S):
+            if not await observer.until(lambda: bool(cluster.exits) or _whole(cluster, observer), PATIENCE_S):
                 raise JobFailed("the workers did not form a ring", remedy=remedy)
-            self._go_on()
             if cluster.exits:
                 raise JobFailed(cluster.exits[0], remedy=remedy)
             yield cluster, observer, job
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            observing.cancel()
+            await asyncio.wait({observing})
             await cluster.end()
 
-    def _over(self, cluster: Cluster) -> bool:
-        return self._stop.is_set() or bool(cluster.exits)
-
     async def _undisturbed(self, observer: JobObserver) -> None:
-        """Measure the speed without faults. Raises ``Stopped``, ``JobFailed``."""
+        """Measure the speed without faults. Raises ``JobFailed``."""
         first = observer.step + 3  # the first steps load kernels and pages
-        await observer.until(lambda: self._stop.is_set() or observer.step >= first, PATIENCE_S)
+        await observer.until(lambda: observer.step >= first, PATIENCE_S)
         begin_s, step = now(), observer.step
         self._console.event("info", "all workers are in the ring; measuring steps without faults first")
-        await observer.until(
-            lambda: self._stop.is_set() or observer.finished or observer.step >= step + BASELINE_STEPS, PATIENCE_S
-        )
-        await observer.until(self._stop.is_set, BASELINE_S - (now() - begin_s))
-        self._go_on()
+        await observer.until(lambda: observer.finished or observer.step >= step + BASELINE_STEPS, PATIENCE_S)
+        await asyncio.sleep(max(0.0, BASELINE_S - (now() - begin_s)))
         if observer.step <= step:
             raise JobFailed(f"no step was committed within {PATIENCE_S:.0f} s before the first fault")
         rate = self.report.baseline_steps_per_s = judge.steps_per_s(observer.rows, begin_s, observer.rows[-1].at_s)
@@ -611,9 +588,7 @@ class Run:
 
     async def _common_checkpoint(self, cluster: Cluster, observer: JobObserver, faults: Faults) -> int:
         self._console.event("info", "no more faults; waiting for all workers and for a checkpoint from each of them")
-        if not await observer.until(
-            lambda: self._stop.is_set() or observer.finished or _whole(cluster, observer), PATIENCE_S
-        ):
+        if not await observer.until(lambda: observer.finished or _whole(cluster, observer), PATIENCE_S):
             faults.stuck.append(f"some workers were not members {PATIENCE_S:.0f} s after the last fault")
             return 0
         after, names = observer.step, {place.name for place in cluster.places.values()}
@@ -623,18 +598,22 @@ class Run:
             done = observer.job.steps_total if observer.finished and observer.job else 0
             return max((step for step in steps if names <= observer.holders(step)), default=done)
 
-        if not await observer.until(lambda: self._stop.is_set() or common() > 0, PATIENCE_S):
+        if not await observer.until(lambda: common() > 0, PATIENCE_S):
             faults.stuck.append(f"no checkpoint from all workers within {PATIENCE_S:.0f} s after step {after}")
-        self._go_on()
         return common()
 
-    async def _recorded(self, observer: JobObserver, job: str) -> list[int]:
-        steps, after = list[int](), 0
-        with suppress(P2PTrainError):  # the check reports rows that could not be read
-            while rows := (await observer.ask("metrics.history", job=job, after_step=after, limit=200))["rows"]:
-                steps += [int(row["step"]) for row in rows]
-                after = steps[-1]
-        return steps
+    async def _recorded(self, cluster: Cluster, observer: JobObserver, job: str) -> list[Verdict]:
+        """Judge what the seed has on record of the job."""
+        try:
+            async with cluster.operator() as client:
+                found = await audit(client, job, self.plan.profile, lambda step, of: None)
+                last = observer.step  # the job continues while its record is read
+                steps = [row.step async for row in client.all_metrics(job)]
+        except P2PTrainError as problem:
+            return [Verdict("the seed's record can be read", False, problem.message)]
+        faults = [f"step {found.fault.step}: {found.fault.text}"] if found.fault else []
+        faults += ["steps are missing"] if observer.finished and found.steps < last else []
+        return [judge.every_step_once(steps, last), judge.none_of("the ledger covers every sample once", faults)]
 
     async def _judged(
         self, cluster: Cluster, observer: JobObserver, faults: Faults, seen: list[Verdict], job: str, step: int
@@ -685,8 +664,7 @@ class Run:
         root = self.plan.root / "undisturbed"
         patience_s = PATIENCE_S + 4 * step / (self.report.baseline_steps_per_s or 1.0)
         async with self._cluster(root) as (cluster, observer, job):
-            await observer.until(lambda: self._over(cluster) or bool(observer.holders(step)), patience_s)
-            self._go_on()
+            await observer.until(lambda: bool(cluster.exits) or bool(observer.holders(step)), patience_s)
             holders = observer.holders(step)
         alone = await asyncio.to_thread(saved, root, job, step, sorted(holders))
         if not alone.states:
@@ -703,8 +681,3 @@ def _whole(cluster: Cluster, observer: JobObserver) -> bool:
 def _unless(damaging: bool, verdict: Verdict) -> Verdict:
     """Replace the verdict by "not checked" if bytes were damaged on links without encryption."""
     return Verdict(verdict.name, None, "not checked on plain TCP with damaged bytes") if damaging else verdict
-
-
-async def _then(awaited: Coroutine[Any, Any, object], act: Callable[[], None]) -> None:
-    await awaited
-    act()
