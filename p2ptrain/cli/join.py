@@ -34,7 +34,7 @@ from p2ptrain.cli.text_options import WithBareSplit, check_dtype
 if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.cli.island import IslandOptions
-    from p2ptrain.cli.joining import Found, Joining, ProcessContext, ServeOptions
+    from p2ptrain.cli.joining import Found, JoinOptions, ProcessContext
     from p2ptrain.compute.device import Device
     from p2ptrain.compute.island import Island
     from roles.engine import Engine
@@ -187,7 +187,7 @@ def join(
     """
     from p2ptrain.cli.access import read_targets
     from p2ptrain.cli.island import follow, island_options
-    from p2ptrain.cli.joining import Joining, ServeOptions, served
+    from p2ptrain.cli.joining import JoinOptions, served
     from p2ptrain.core.errors import UserError
     from p2ptrain.core.texts import size_of
 
@@ -206,11 +206,11 @@ def join(
     memory_bytes = size_of(memory) if memory else 0
     if 0 < memory_bytes < LEAST_MEMORY_BYTES:
         raise UserError(f"--memory {memory} is too small", remedy="add a unit, such as 4GiB")
-    joining = Joining(
+    options = JoinOptions(
         role=role,
         targets=targets,
-        name=name,
         root=(state or default_state_dir()).absolute(),  # other machines show the paths of checkpoints
+        name=name,
         slot=slot,
         host=host,
         port=port,
@@ -218,62 +218,54 @@ def join(
         device=device,
         threads=threads,
         memory_bytes=memory_bytes,
-        data=data,
+        dtype=dtype,
         link=link,
         straggler=straggler,
-        with_parent=with_parent,
-        wait_s=math.inf if wait is None else wait,
-    )
-    serve_options = ServeOptions(
-        role=role,
-        model=None,
-        device=device,
-        threads=threads,
-        memory_bytes=memory_bytes,
+        data=data,
         sessions=sessions,
         split=split,
         http=host_and_port("--http", http, "such as 127.0.0.1:8000, where programs reach it"),
         api_keys=api_keys,
-        dtype=dtype,
+        wait_s=math.inf if wait is None else wait,
+        with_parent=with_parent,
     )
-    serve_options = _checked(serve_options, model, download=download)
-    main = _work(joining, island) if role == "worker" else served(joining, serve_options)
-    run(main, children=island is not None)
+    options = _checked(options, model, download=download)
+    run(_work(options, island) if role == "worker" else served(options), children=island is not None)
 
 
-def _checked(serve_options: ServeOptions, model: str, *, download: bool) -> ServeOptions:
+def _checked(options: JoinOptions, model: str, *, download: bool) -> JoinOptions:
     """Check the options of the role, and find the model. Raises ``UserError``."""
     from dataclasses import replace
 
     from p2ptrain.cli.text_options import newest_in
     from p2ptrain.core.errors import UserError
 
-    role = serve_options.role
-    of_both = {"--model": bool(model), "--sessions": bool(serve_options.sessions), "--dtype": bool(serve_options.dtype)}
-    of_verifiers = {"--split": serve_options.split is not None, "--http": serve_options.http is not None}
-    of_verifiers["--api-key-file"] = serve_options.api_keys is not None
+    role = options.role
+    of_both = {"--model": bool(model), "--sessions": bool(options.sessions), "--dtype": bool(options.dtype)}
+    of_verifiers = {"--split": options.split is not None, "--http": options.http is not None}
+    of_verifiers["--api-key-file"] = options.api_keys is not None
     given = of_verifiers if role == "drafter" else of_both | of_verifiers if role == "worker" else {}
     if extra := next((option for option, is_given in given.items() if is_given), None):
         meant = "verifier" if extra in of_verifiers else "drafter, or verifier"
         raise UserError(f"{extra} is not for a {role}", remedy=f"add --role {meant}, or leave it out")
     if role == "worker":
-        return serve_options
-    device, memory_bytes, threads = serve_options.device, serve_options.memory_bytes, serve_options.threads
+        return options
+    device, memory_bytes, threads = options.device, options.memory_bytes, options.threads
     of_workers = {"--device": bool(device), "--memory": bool(memory_bytes), "--threads": bool(threads)}
     extra = next((option for option, is_given in of_workers.items() if is_given), None)
-    if serve_options.split is not None and extra is not None:
+    if options.split is not None and extra is not None:
         raise UserError(
             f"{extra} does not apply to a verifier with --split: workers compute its model",
             remedy=f"leave it out, and give it to the workers: p2ptrain join {extra} ...",
         )
-    check_http(serve_options.http, serve_options.api_keys)
-    if serve_options.api_keys is not None:
+    check_http(options.http, options.api_keys)
+    if options.api_keys is not None:
         from roles.http.access import read_key
 
-        read_key(serve_options.api_keys, lambda _: None)  # fail early; a warning about its mode comes later
+        read_key(options.api_keys, lambda _: None)  # fail early; a warning about its mode comes later
     if not model:
         raise UserError(f"a {role} needs a model", remedy="name its directory with --model")
-    return replace(serve_options, model=newest_in(Path(model), download=download))
+    return replace(options, model=newest_in(Path(model), download=download))
 
 
 def _check_device(kind: str) -> None:
@@ -312,13 +304,13 @@ def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | Non
     return host, port
 
 
-async def _work(joining: Joining, island: IslandOptions | None) -> None:
+async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
     from p2ptrain.cli.island import LeadIsland
     from p2ptrain.cli.joining import member_options, stay, world_of
     from roles.worker.build import engine_builder, holding, island_builder, no_stage, stage_builder, warm_up, with_data
     from roles.worker.worker import Worker
 
-    device, threads, memory_bytes = joining.device, joining.threads, joining.memory_bytes
+    device, threads, memory_bytes = options.device, options.threads, options.memory_bytes
     parts = holding(device=device, threads=threads, memory_bytes=memory_bytes) if island is None else None
     build_part = stage_builder(device=device, threads=threads, memory_bytes=memory_bytes)
 
@@ -333,14 +325,14 @@ async def _work(joining: Joining, island: IslandOptions | None) -> None:
             said["device"] = formed[0].label
 
         def build(profile: Profile) -> Engine:
-            own = with_data(profile, joining.data)
+            own = with_data(profile, options.data)
             with here.console.during(lambda: f"reading {own.data.path} and building the model"):
                 return build_engine(own)
 
         return Worker(
-            world_of(joining, found),
+            world_of(options, found),
             here.identity,
-            member_options(joining, found, **said),
+            member_options(options, found, **said),
             build_engine=build,
             build_part=build_part if formed is None else no_stage,
             warm_up=warm_up,
@@ -353,10 +345,10 @@ async def _work(joining: Joining, island: IslandOptions | None) -> None:
         )
 
     if island is None:
-        await stay(joining, worker)
+        await stay(options, worker)
         return
-    lead = LeadIsland(island, joining.root / "logs")
+    lead = LeadIsland(island, options.root / "logs")
     try:
-        await stay(joining, lambda here, found: lead.member(here, partial(worker, here, found)))
+        await stay(options, lambda here, found: lead.member(here, partial(worker, here, found)))
     finally:
         await lead.close()

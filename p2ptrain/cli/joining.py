@@ -1,12 +1,12 @@
 """What every ``p2ptrain join`` does, whatever its role: it claims a slot, finds its seed, and stays.
 
-``join`` reads the options into a ``Joining``. It then runs ``stay`` with a worker, or ``served`` for the other roles.
+``join`` reads the options into ``JoinOptions``. It then runs ``stay`` with a worker, or ``served`` for the other roles.
 The work of a verifier and a drafter is a coroutine in ``serving``::
 
-    async def serve(member: ServingMember, serve_options: ServeOptions, console: Console) -> None
+    async def serve(member: ServingMember, options: JoinOptions, console: Console) -> None
 
 It is the member's program (``roles.member``). It starts when the seed has accepted the process for the first time. When
-the process leaves, it is cancelled and must end within a few seconds. It loads the model of ``serve_options`` and
+the process leaves, it is cancelled and must end within a few seconds. It loads the model of ``options`` and
 registers what it answers (``member.answer``) and serves (``member.serves``). If it cannot, it raises ``P2PTrainError``,
 which ends the process. ``console`` shows progress to the user; ``member.notify`` also tells the seed.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,63 +40,49 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104 - members on other machines must reach this
 
 
 @dataclass(frozen=True, slots=True)
-class Joining:
-    """The common options of all roles; see ``join``.
+class JoinOptions:
+    """The options of ``join``. One that is not given is empty, 0 or None.
 
     Attributes:
+        role: ``worker``, ``verifier`` or ``drafter``.
+        model: directory of the checkpoint that a verifier or a drafter serves.
         targets: seeds, in the order in which they are tried.
-        root: the state directory, absolute. name: empty: the machine's. slot: None: the first free one.
-        host: empty: an address that the seed can reach. advertise: ("", 0): not given.
-        device, threads, memory_bytes: empty or 0: not given.
-        link: preset of an emulated link; empty: none.
+        root: the state directory, absolute. name: default: the machine's. slot: default: the first free one.
+        host: where to listen; default: where the seed can reach it. advertise: what others dial.
+        device: ``auto``, ``cpu``, ``cuda:1``, ...; default: the best one. threads: of the CPU; default: a good number.
+        memory_bytes: limit for models, their parts and caches.
+        dtype: of weights, caches and arithmetic: ``fp32``, ``bf16`` or ``fp16``; default: what the model says.
+        link: preset of an emulated link.
         straggler: computes so many times slower; 1: as fast as it can.
-        wait_s: how long to wait for a seed that does not answer; ``inf``: for ever.
-        data: a worker's own text for private jobs; empty: the job's.
-    """
-
-    role: str
-    targets: list[Ticket | tuple[str, int]]
-    name: str
-    root: Path
-    slot: int | None
-    host: str
-    port: int
-    advertise: tuple[str, int]
-    device: str
-    threads: int
-    memory_bytes: int
-    link: str
-    with_parent: bool
-    wait_s: float = math.inf
-    data: str = ""
-    straggler: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """What a verifier or a drafter serves, and with what.
-
-    Attributes:
-        role: ``verifier`` or ``drafter``.
-        model: directory of a checkpoint.
-        device: ``auto``, ``cpu``, ``cuda:1``, ...; empty: the best one. threads: of the CPU; 0: a good number.
-        memory_bytes: limit for the model and its caches; 0: no limit.
-        sessions: most sessions at a time; 0: the usual number.
+        data: a worker's own text for private jobs; default: the job's.
+        sessions: most sessions at a time; default: the usual number.
         split: of a verifier: number of stages over workers; 0: the fastest number; None: the whole model is here.
-        http: of a verifier: (host, port) for HTTP; None: no HTTP. api_keys: file with the keys that it accepts.
-        dtype: of weights, caches and arithmetic: ``fp32``, ``bf16`` or ``fp16``; empty: what the model says.
+        http: of a verifier: where it answers HTTP. api_keys: file with the keys that it accepts.
+        wait_s: how long to wait for a seed that does not answer; ``inf``: for ever.
     """
 
     role: str
-    model: Path | None
+    model: Path | None = None
+    targets: Sequence[Ticket | tuple[str, int]] = ()
+    root: Path = Path()
+    name: str = ""
+    slot: int | None = None
+    host: str = ""
+    port: int = 0
+    advertise: tuple[str, int] = ("", 0)
     device: str = ""
     threads: int = 0
     memory_bytes: int = 0
+    dtype: str = ""
+    link: str = ""
+    straggler: float = 1.0
+    data: str = ""
     sessions: int = 0
     split: int | None = None
     http: tuple[str, int] | None = None
     api_keys: Path | None = None
-    dtype: str = ""
+    wait_s: float = math.inf
+    with_parent: bool = False
 
 
 class Running(Protocol):
@@ -128,7 +114,7 @@ class ProcessContext:
 Make: TypeAlias = "Callable[[ProcessContext, Found], Running]"
 
 
-async def stay(joining: Joining, make: Make) -> None:
+async def stay(options: JoinOptions, make: Make) -> None:
     """Claim a slot, find the seed, and run what ``make`` returns until Ctrl+C.
 
     ``make`` is called again if the seed needs this process to listen elsewhere, or to join afresh.
@@ -147,24 +133,24 @@ async def stay(joining: Joining, make: Make) -> None:
     from roles.seed_link import may_pass, until_reached
     from wire.messages import RefusalCode
 
-    console, stop = stoppable(with_parent=joining.with_parent)
-    base, role, targets = _network(joining.link), joining.role, joining.targets
-    identity = claim(RealDisk(), joining.root, role=role, name=joining.name, slot=joining.slot)
+    console, stop = stoppable(with_parent=options.with_parent)
+    base, role, targets = _network(options.link), options.role, options.targets
+    identity = claim(RealDisk(), options.root, role=role, name=options.name, slot=options.slot)
     here = ProcessContext(identity, console, stop)
     places = [place_of(target) for target in targets]
     console.event("info", f"{role} {identity.name} ({identity.peer_id}) joins {', '.join(map(shown_address, targets))}")
-    caller = Caller(role, identity.directory / "credentials", [joining.root, default_state_dir()], identity.peer_id)
-    listen_host, afresh = joining.host, False
+    caller = Caller(role, identity.directory / "credentials", [options.root, default_state_dir()], identity.peer_id)
+    listen_host, afresh = options.host, False
     clock = LoopClock()
     began = clock.now()
 
     def wait_s(problem: P2PTrainError) -> float:
         waited_s = clock.now() - began
-        if not may_pass(problem) or waited_s >= joining.wait_s:
+        if not may_pass(problem) or waited_s >= options.wait_s:
             return 0.0
         text = f"waiting for the seed, {human_seconds(waited_s)}: {problem.message}; Ctrl+C gives up"
         console.progress(text, every_s=max(waited_s, 1.0))  # in a file the lines become rarer
-        return joining.wait_s - waited_s
+        return options.wait_s - waited_s
 
     try:
         while True:
@@ -176,7 +162,7 @@ async def stay(joining: Joining, make: Make) -> None:
             if access is None:
                 break
             others = tuple(place for place in places if place != (access.host, access.port))
-            listen = (listen_host or usual_host(access.host), joining.port)
+            listen = (listen_host or usual_host(access.host), options.port)
             try:
                 await make(here, Found(access, listen, others, wait_s)).run(stop)
                 break
@@ -195,48 +181,48 @@ async def stay(joining: Joining, make: Make) -> None:
     console.event("info", "left")
 
 
-async def served(joining: Joining, serve_options: ServeOptions) -> None:
+async def served(options: JoinOptions) -> None:
     """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``, for invalid options before it joins."""
     from p2ptrain.cli.serving import check, serve
 
-    await check(serve_options)
+    await check(options)
     from roles.member import ServingMember
 
     def member(here: ProcessContext, found: Found) -> ServingMember:
         async def program(member: ServingMember) -> None:
-            await serve(member, serve_options, here.console)
+            await serve(member, options, here.console)
 
         return ServingMember(
-            world_of(joining, found),
+            world_of(options, found),
             here.identity,
-            member_options(joining, found),
+            member_options(options, found),
             program=program,
             notify=here.notify,
             membership=found.access.member,
         )
 
-    await stay(joining, member)
+    await stay(options, member)
 
 
-def world_of(joining: Joining, found: Found) -> World:
+def world_of(options: JoinOptions, found: Found) -> World:
     from p2ptrain.core.threads import SlowThreads
     from p2ptrain.core.world import real_world
 
     world = real_world(found.access.network)
-    return replace(world, threads=SlowThreads(world.threads, joining.straggler)) if joining.straggler > 1 else world
+    return replace(world, threads=SlowThreads(world.threads, options.straggler)) if options.straggler > 1 else world
 
 
-def member_options(joining: Joining, found: Found, **more: Scalar) -> MemberOptions:
+def member_options(options: JoinOptions, found: Found, **more: Scalar) -> MemberOptions:
     """``more``: capabilities besides those of the machine."""
     from roles.member import MemberOptions
     from roles.worker.build import capabilities
 
     return MemberOptions(
-        role=joining.role,
+        role=options.role,
         seed=(found.access.host, found.access.port),
         listen=found.listen,
-        advertise=joining.advertise,
-        capabilities=capabilities(joining.device) | more,
+        advertise=options.advertise,
+        capabilities=capabilities(options.device) | more,
         others=found.others,
         wait_s=found.wait_s,
     )

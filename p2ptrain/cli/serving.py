@@ -20,7 +20,7 @@ from p2ptrain.core.errors import ConfigError, NetworkError, ResourceError, UserE
 from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.joining import ServeOptions
+    from p2ptrain.cli.joining import JoinOptions
     from p2ptrain.cli.output import Console
     from p2ptrain.cli.text_options import SplitOptions
     from p2ptrain.compute.text import ChatFormat, ModelText
@@ -42,23 +42,23 @@ AGAIN_LOOKS = 15
 """After this many looks the same workers are tried again: they may have freed memory, or be reachable now."""
 
 
-async def check(serve_options: ServeOptions) -> None:
+async def check(options: JoinOptions) -> None:
     """Before joining, refuse HTTP or a model that cannot be served. Raises ``UserError``, ``ResourceError``."""
-    if serve_options.http is not None:
+    if options.http is not None:
         from roles.verifier.http import check_place
 
-        await check_place(*serve_options.http, serve_options.api_keys)
-    assert serve_options.model is not None
-    cache_bytes(serve_options.memory_bytes, serve_options.model, serve_options.dtype)
-    if serve_options.split is not None:
+        await check_place(*options.http, options.api_keys)
+    assert options.model is not None
+    cache_bytes(options.memory_bytes, options.model, options.dtype)
+    if options.split is not None:
         from p2ptrain.cli.model_sizes import config_text
 
-        config_text(serve_options.model, serve_options.split)
+        config_text(options.model, options.split)
 
 
-async def serve(member: ServingMember, serve_options: ServeOptions, console: Console) -> None:
+async def serve(member: ServingMember, options: JoinOptions, console: Console) -> None:
     """Serve until cancelled. Raises ``P2PTrainError``."""
-    await (_verify if serve_options.role == "verifier" else _draft)(member, serve_options, console)
+    await (_verify if options.role == "verifier" else _draft)(member, options, console)
 
 
 def model_name(directory: Path) -> str:
@@ -72,17 +72,15 @@ def model_name(directory: Path) -> str:
 # ---------------------------------------------------------------------------------------------------------- verifier
 
 
-async def _verify(member: ServingMember, serve_options: ServeOptions, console: Console) -> None:
+async def _verify(member: ServingMember, options: JoinOptions, console: Console) -> None:
     from roles.compute_thread import ComputeThread
 
-    directory, sessions = serve_options.model, serve_options.sessions or USUAL_SESSIONS
+    directory, sessions = options.model, options.sessions or USUAL_SESSIONS
     assert directory is not None
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
         stack.callback(compute.close)
-        text, form, weights = await compute.run(
-            _prepared, directory, serve_options.threads, whole=serve_options.split is None
-        )
+        text, form, weights = await compute.run(_prepared, directory, options.threads, whole=options.split is None)
 
         from p2ptrain.cli.split import TYPICAL_POSITIONS, within
         from roles.chain.peer import Context
@@ -100,10 +98,10 @@ async def _verify(member: ServingMember, serve_options: ServeOptions, console: C
             notify=member.notify,
             role="verifier",
         )
-        if serve_options.split is None:
-            opened = _whole_target(member, serve_options, directory, compute, sessions, console)
+        if options.split is None:
+            opened = _whole_target(member, options, directory, compute, sessions, console)
         else:
-            opened = split_target(member, context, serve_options, text, sessions, console)
+            opened = split_target(member, context, options, text, sessions, console)
         target = await stack.enter_async_context(opened)
         digest = text.tokenizer.digest
         drafters = Drafters(context, Tokens(target.vocab_size, digest))
@@ -116,14 +114,12 @@ async def _verify(member: ServingMember, serve_options: ServeOptions, console: C
             model=model_name(directory),
             created=int(file_of(directory, "config.json").stat().st_mtime),
             drafters=drafters,
-            options=ServiceOptions(
-                sessions=sessions, positions=0 if serve_options.split is None else TYPICAL_POSITIONS
-            ),
+            options=ServiceOptions(sessions=sessions, positions=0 if options.split is None else TYPICAL_POSITIONS),
             on_change=member.changed,
         )
         stack.push_async_callback(lambda: within(LEAVE_S, service.close()))
         await service.warm_up()
-        http = await _http(stack, member, serve_options, service)
+        http = await _http(stack, member, options, service)
         member.on_drafters(drafters.here)
         member.answer("generate", partial(serve_texts, service))
         member.serves(partial(_serving, service, target, digest, weights, http))
@@ -166,7 +162,7 @@ def _prepare_torch(directory: Path, threads: int) -> None:
 @asynccontextmanager
 async def _whole_target(
     member: ServingMember,
-    serve_options: ServeOptions,
+    options: JoinOptions,
     directory: Path,
     compute: ComputeThread,
     sessions: int,
@@ -176,7 +172,7 @@ async def _whole_target(
     from roles.verifier.targets import WholeTarget, load_whole_engine
 
     engine, context = await load_whole_engine(
-        directory, compute, device=serve_options.device or "auto", dtype=serve_options.dtype, on_bytes=console.loading
+        directory, compute, device=options.device or "auto", dtype=options.dtype, on_bytes=console.loading
     )
     console.clear()
     target = WholeTarget(
@@ -186,7 +182,7 @@ async def _whole_target(
         label=directory.name,
         context=context,
         max_sessions=2 * sessions + 1,  # running ones, and ones kept for the next question
-        cache_bytes=cache_bytes(serve_options.memory_bytes, directory, engine.encoding, engine.weights_bytes),
+        cache_bytes=cache_bytes(options.memory_bytes, directory, engine.encoding, engine.weights_bytes),
     )
     try:
         yield target
@@ -223,7 +219,7 @@ def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "", weights_byt
 async def split_target(
     member: ServingMember,
     context: Context,
-    serve_options: ServeOptions,
+    options: JoinOptions,
     text: ModelText,
     sessions: int,
     console: Console,
@@ -237,12 +233,12 @@ async def split_target(
     from roles.chain.client import PoolUpdater
     from roles.verifier.targets import ChainTarget
 
-    assert serve_options.model is not None
+    assert options.model is not None
     positions = sessions * conversation_positions(text)
-    chain = await _awaited_chain(member, context, serve_options, console, serve_options.model, positions)
+    chain = await _awaited_chain(member, context, options, console, options.model, positions)
     pool_updater = Background()
     try:
-        target = ChainTarget(chain, label=serve_options.model.name, context=text.context)
+        target = ChainTarget(chain, label=options.model.name, context=text.context)
         pool_updater.start(PoolUpdater(chain, member.ask).run(), "recruiting")
         try:
             yield target
@@ -256,7 +252,7 @@ async def split_target(
 async def _awaited_chain(
     member: ServingMember,
     context: Context,
-    serve_options: ServeOptions,
+    options: JoinOptions,
     console: Console,
     directory: Path,
     positions: int,
@@ -279,22 +275,22 @@ async def _awaited_chain(
                 await asyncio.sleep(LOOK_S)
 
     said, model, config = "", None, config_text(directory)
-    options = SplitOptions(serve_options.split or None, serve_options.dtype)
+    stages = SplitOptions(options.split or None, options.dtype)
     while True:
         workers = await known()
         pool: WorkerPool | None = None
         try:
             if workers:
                 pool = await WorkerPool.connect(context, workers)
-                await measured(pool, config, options)
+                await measured(pool, config, stages)
                 if model is None:
                     console.progress(f"reading the files of {directory}")  # the first time it hashes them
                     model = await local_model(context, directory)
                     console.clear()
-            if pool is None or model is None or len(workers) < (serve_options.split or 1):
-                there = f"{len(workers)} of {serve_options.split} workers joined" if workers else "no worker has joined"
+            if pool is None or model is None or len(workers) < (options.split or 1):
+                there = f"{len(workers)} of {options.split} workers joined" if workers else "no worker has joined"
                 raise UserError(f"{there} to hold a part of the model", remedy="start some: p2ptrain join")
-            chain = await _loaded_by(pool, options, console, model, positions)
+            chain = await _loaded_by(pool, stages, console, model, positions)
         except BaseException as problem:
             if pool is not None:
                 await within(LEAVE_S, pool.close())
@@ -328,10 +324,8 @@ async def _loaded_by(pool: WorkerPool, options: SplitOptions, console: Console, 
     return await load(pool, model, plan, console)
 
 
-async def _http(
-    stack: AsyncExitStack, member: ServingMember, serve_options: ServeOptions, service: VerifierService
-) -> str:
-    if serve_options.http is None:
+async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptions, service: VerifierService) -> str:
+    if options.http is None:
         return ""
     from p2ptrain.cli.access import shown_host
     from roles.http.access import read_key
@@ -339,9 +333,9 @@ async def _http(
     from wire.address import format_address
 
     key = None
-    if serve_options.api_keys is not None:
-        key = read_key(serve_options.api_keys, lambda text: member.notify("warning", "api-key", text))
-    host, port = await stack.enter_async_context(serving_http(service, *serve_options.http, key, world=member.world))
+    if options.api_keys is not None:
+        key = read_key(options.api_keys, lambda text: member.notify("warning", "api-key", text))
+    host, port = await stack.enter_async_context(serving_http(service, *options.http, key, world=member.world))
     return f"http://{format_address(shown_host(host), port)}/v1"
 
 
@@ -368,19 +362,19 @@ def _serving(service: VerifierService, target: Target, tokenizer: str, weights: 
 # ----------------------------------------------------------------------------------------------------------- drafter
 
 
-async def _draft(member: ServingMember, serve_options: ServeOptions, console: Console) -> None:
+async def _draft(member: ServingMember, options: JoinOptions, console: Console) -> None:
     from roles.compute_thread import ComputeThread
     from roles.drafter.drafter import MAX_SESSIONS, Drafter
 
     compute = ComputeThread(member.world.threads)
     try:
-        assert serve_options.model is not None
-        serves = await _small_model(serve_options.model, serve_options, compute, console)
+        assert options.model is not None
+        serves = await _small_model(options.model, options, compute, console)
         drafter = Drafter(
             member.world,
             compute,
             serves,
-            most_sessions=serve_options.sessions or MAX_SESSIONS,
+            most_sessions=options.sessions or MAX_SESSIONS,
             tell=lambda text: console.event("info", text),
         )
         member.answer("draft", drafter.serve, judge=drafter.decide)
@@ -394,17 +388,15 @@ async def _draft(member: ServingMember, serve_options: ServeOptions, console: Co
         compute.close()
 
 
-async def _small_model(
-    directory: Path, serve_options: ServeOptions, compute: ComputeThread, console: Console
-) -> Serves:
+async def _small_model(directory: Path, options: JoinOptions, compute: ComputeThread, console: Console) -> Serves:
     from p2ptrain.compute.tokenizer import Tokenizer
     from roles.drafter.drafter import Serves
     from roles.verifier import targets
 
     tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything
-    await compute.run(_prepare_torch, directory, serve_options.threads)
+    await compute.run(_prepare_torch, directory, options.threads)
     engine, context = await targets.load_whole_engine(
-        directory, compute, device=serve_options.device or "auto", dtype=serve_options.dtype, on_bytes=console.loading
+        directory, compute, device=options.device or "auto", dtype=options.dtype, on_bytes=console.loading
     )
-    limit_bytes = cache_bytes(serve_options.memory_bytes, directory, engine.encoding, engine.weights_bytes)
+    limit_bytes = cache_bytes(options.memory_bytes, directory, engine.encoding, engine.weights_bytes)
     return Serves(engine, model_name(directory), context or 0, tokenizer.digest, limit_bytes)

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining
 from p2ptrain.cli.island import IslandOptions
-from p2ptrain.cli.joining import Found, Joining, ProcessContext, ServeOptions
+from p2ptrain.cli.joining import Found, JoinOptions, ProcessContext
 from p2ptrain.cli.output import Console
 from p2ptrain.core.errors import ResourceError, Unreachable, UserError
 from wire.connection import Connection
@@ -38,30 +38,30 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Joining, ServeOptions | None]]:
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[JoinOptions]:
     """What a command would have begun."""
-    found: list[tuple[Joining, ServeOptions | None]] = []
+    found: list[JoinOptions] = []
 
-    async def served(of: Joining, serve_options: ServeOptions) -> None:
-        found.append((of, serve_options))
+    async def served(of: JoinOptions) -> None:
+        assert of.role != "worker"
+        found.append(of)
 
-    async def work(of: Joining, island: IslandOptions | None) -> None:
-        found.append((of, None))
+    async def work(of: JoinOptions, island: IslandOptions | None) -> None:
+        assert of.role == "worker"
+        found.append(of)
 
     monkeypatch.setattr(joining, "served", served)
     monkeypatch.setattr(command_of, "_work", work)
     return found
 
 
-def test_a_worker_is_what_nobody_names(command: Command, begun: list[tuple[Joining, ServeOptions | None]]) -> None:
+def test_a_worker_is_what_nobody_names(command: Command, begun: list[JoinOptions]) -> None:
     assert command("join").code == 0
-    ((of, serve_options),) = begun
-    assert (of.role, of.targets, of.advertise, serve_options) == ("worker", [("127.0.0.1", 7337)], ("", 0), None)
+    (of,) = begun
+    assert (of.role, of.targets, of.advertise) == ("worker", [("127.0.0.1", 7337)], ("", 0))
 
 
-def test_a_verifier_and_its_options(
-    command: Command, begun: list[tuple[Joining, ServeOptions | None]], model: Path, tmp_path: Path
-) -> None:
+def test_a_verifier_and_its_options(command: Command, begun: list[JoinOptions], model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a secret of 16".replace(" ", "-") + "--\n")
     outcome = command(
@@ -71,33 +71,35 @@ def test_a_verifier_and_its_options(
         "--dtype", "fp32", "--straggler", "5",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
-    ((of, serve_options),) = begun
-    assert serve_options == ServeOptions(
-        "verifier", model, "cpu", 2, 1 << 30, 3, None, ("127.0.0.1", 8000), keys, "fp32"
-    )
-    assert (of.targets, of.name, of.advertise, of.link, of.slot, of.straggler) == (
-        [("10.0.0.7", 7337)],
-        "big",
-        ("10.0.0.8", 99),
-        "20ms",
-        4,
-        5.0,
+    (of,) = begun
+    assert of == JoinOptions(
+        "verifier",
+        model,
+        targets=[("10.0.0.7", 7337)],
+        root=of.root,
+        name="big",
+        slot=4,
+        advertise=("10.0.0.8", 99),
+        device="cpu",
+        threads=2,
+        memory_bytes=1 << 30,
+        dtype="fp32",
+        link="20ms",
+        straggler=5.0,
+        sessions=3,
+        http=("127.0.0.1", 8000),
+        api_keys=keys,
     )
     command("join", "--role", "verifier", "--model", model, "--split", "2", "--http", "[::1]:8000")
-    assert begun[-1][1] == ServeOptions("verifier", model, split=2, http=("::1", 8000))
+    assert (begun[-1].model, begun[-1].split, begun[-1].http) == (model, 2, ("::1", 8000))
     command("join", "--role", "verifier", "--model", model, "--split", "--dtype", "bf16")
-    assert begun[-1][1] == ServeOptions("verifier", model, split=0, dtype="bf16")
+    assert (begun[-1].split, begun[-1].http, begun[-1].dtype) == (0, None, "bf16")
 
 
-def test_a_drafter_and_its_model(
-    command: Command, begun: list[tuple[Joining, ServeOptions | None]], model: Path
-) -> None:
+def test_a_drafter_and_its_model(command: Command, begun: list[JoinOptions], model: Path) -> None:
     command("join", "--role", "drafter", "--model", model.parent / "model")
     command("join", "--role", "drafter", "--model", model, "--dtype", "fp16")
-    assert [serve_options for _, serve_options in begun] == [
-        ServeOptions("drafter", model),
-        ServeOptions("drafter", model, dtype="fp16"),
-    ]
+    assert [(of.role, of.model, of.dtype) for of in begun] == [("drafter", model, ""), ("drafter", model, "fp16")]
 
 
 @pytest.mark.parametrize(
@@ -149,17 +151,17 @@ def test_nonsense_is_told_with_a_remedy(command: Command, arguments: list[str], 
 
 async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: Path, tmp_path: Path) -> None:
     root = tmp_path / "state"
-    of = Joining("verifier", [("127.0.0.1", 1)], "", root, None, "", 0, ("", 0), "", 0, 0, "", False)
+    of = JoinOptions("verifier", model, targets=[("127.0.0.1", 1)], root=root)
     with pytest.raises(UserError, match="needs an API key"):
-        await joining.served(of, ServeOptions("verifier", model, http=("0.0.0.0", 0)))
+        await joining.served(replace(of, http=("0.0.0.0", 0)))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
-        await joining.served(of, ServeOptions("verifier", model, http=taken.getsockname()[:2]))
+        await joining.served(replace(of, http=taken.getsockname()[:2]))
     save_file({"weight": np.zeros(1250, np.float32)}, model / "model.safetensors")
     with pytest.raises(ResourceError, match="but --memory is"):
-        await joining.served(of, ServeOptions("verifier", model, memory_bytes=4000))
+        await joining.served(replace(of, memory_bytes=4000))
     save_file({"weight": np.zeros(1250, np.float16)}, model / "model.safetensors")
     with pytest.raises(ResourceError, match="in fp32, but --memory is"):
-        await joining.served(of, ServeOptions("verifier", model, memory_bytes=4000, dtype="fp32"))
+        await joining.served(replace(of, memory_bytes=4000, dtype="fp32"))
     assert not root.exists()
 
 
@@ -187,7 +189,7 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(tmp_path: Path, monkeyp
         pass
 
     monkeypatch.setattr(Console, "progress", progress)
-    of = Joining("drafter", [("127.0.0.1", port)], "", tmp_path, None, "", 0, ("", 0), "", 0, 0, "", False)
+    of = JoinOptions("drafter", targets=[("127.0.0.1", port)], root=tmp_path)
     with pytest.raises(Unreachable):
         await joining.stay(replace(of, wait_s=0.0), make)
     assert said == made == []

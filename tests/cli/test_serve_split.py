@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from p2ptrain.cli import serving as serving_module
-from p2ptrain.cli.joining import ServeOptions
+from p2ptrain.cli.joining import JoinOptions
 from p2ptrain.cli.output import Console
 from p2ptrain.compute.model import build_model, load_model
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -73,20 +73,20 @@ class Served:
     def __init__(self, cluster: Cluster, model: Path, split: int | None = 2, dtype: str = "") -> None:
         self.cluster, self._model = cluster, model
         self.workers: dict[str, Peer] = {}
-        serve_options = ServeOptions("verifier", model, split=split, dtype=dtype)
-        self.verifier = self._serve("verifier", serving_module.serve, serve_options)
+        options = JoinOptions("verifier", model, split=split, dtype=dtype)
+        self.verifier = self._serve("verifier", serving_module.serve, options)
         self.drafter: Peer | None = None
         self.client: VerifierClient
 
-    def _serve(self, role: str, serve: Any, serve_options: ServeOptions) -> Peer:
+    def _serve(self, role: str, serve: Any, options: JoinOptions) -> Peer:
         async def program(member: ServingMember) -> None:
-            await serve(member, serve_options, Console(quiet=True))
+            await serve(member, options, Console(quiet=True))
 
         return self.cluster.serve(role, program)
 
     def draft(self) -> None:
-        serve_options = ServeOptions("drafter", self._model, device="cpu", threads=1)
-        self.drafter = self._serve("drafter", serving_module.serve, serve_options)
+        options = JoinOptions("drafter", self._model, device="cpu", threads=1)
+        self.drafter = self._serve("drafter", serving_module.serve, options)
 
     def told(self, kind: str) -> int:
         return len(self.said(kind))
