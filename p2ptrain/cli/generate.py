@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 PROMPTS_BYTES = 1 << 24  # a larger file is most likely not a file of prompts
-COMPARED_TOKENS = 16  # with fewer tokens one late token would decide the speed
-ROUNDING = (
-    "which can happen if two tokens are almost equally likely: a pass over several positions rounds differently from "
-    "a step, in bf16 far more than in fp32"
-)
 
 app = new_typer()
 
@@ -45,12 +40,6 @@ def generate(
         str, typer.Option("--prompts", metavar="FILE", help="File of prompts, one per line; -: standard input.")
     ] = "",
     max_new_tokens: TokensOption = 200,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare", help="With a verifier: write each text also without drafters, and compare the times."
-        ),
-    ] = False,
     sessions: Annotated[
         int,
         typer.Option("--sessions", metavar="N", min=0, max=8, help="Prompts processed at once; 0: automatic."),
@@ -74,7 +63,7 @@ def generate(
     \b
     Examples:
       p2ptrain generate "Once upon a time" --stats
-      p2ptrain generate --prompts prompts.txt --compare --json --seed 192.168.1.20
+      p2ptrain generate --prompts prompts.txt --no-speculation --json --seed 192.168.1.20
       p2ptrain generate "def main(" --checkpoint ./step-00000400
       p2ptrain generate "import " --job tiny --temperature 0 --tokens 80
       p2ptrain generate "def f(x):" -c ./step-00000400 --stop "\\ndef " --stop "\\nclass "
@@ -85,19 +74,14 @@ def generate(
       p2ptrain generate --prompts prompts.txt --sessions 4 --split --job tiny --json
     """
     asked = _prompts(prompt, prompts)
-    options.check("generate", compare=compare)
+    options.check("generate")
 
     with Console(quiet=options.as_json).during(lambda: "starting"):
         from p2ptrain.cli.text import local_directory
 
-    # A whole model writes one text at a time. Compared texts also run one at a time, to have the verifier alone.
-    usual = 1 if compare or not (options.by_verifier or options.split is not None) else 4
-    at_once = 1 if compare else min(sessions or usual, len(asked))
-    run(
-        _generate(
-            GenerateRequest(asked, bool(prompt), max_new_tokens, at_once, compare, options), local_directory(options)
-        )
-    )
+    usual = 4 if options.by_verifier or options.split is not None else 1  # a whole model writes one text at a time
+    request = GenerateRequest(asked, bool(prompt), max_new_tokens, min(sessions or usual, len(asked)), options)
+    run(_generate(request, local_directory(options)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +92,6 @@ class GenerateRequest:
     is_one: bool
     max_new_tokens: int
     at_once: int
-    compare: bool
     options: TextOptions
 
     def check(self, text: ModelText) -> int:
@@ -127,15 +110,13 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A text, its figures, and the same text without drafters (None if not requested)."""
+    """A text and its figures."""
 
     answer: Answer
     stats: dict[str, Any] = field(default_factory=dict)
-    alone: Written | None = None
 
     def as_map(self) -> dict[str, Any]:
-        alone = {} if self.alone is None else {"alone": self.alone.as_map()}
-        return asdict(self.answer) | {"stats": self.stats} | alone
+        return asdict(self.answer) | {"stats": self.stats}
 
 
 async def _generate(request: GenerateRequest, directory: Path | None) -> None:
@@ -195,7 +176,7 @@ class Texts:
     async def _worker(self) -> None:
         while (index := self._next) < len(self._request.prompts):
             self._next += 1
-            self.whole[index] = await self._one(index)
+            self.whole[index] = await self._text(index)
             while self._showing in self.whole:  # then show the texts that waited for it
                 self._shown.end()
                 self._showing += 1
@@ -204,15 +185,7 @@ class Texts:
                     if piece := self._behind.pop(self._showing, ""):
                         self._shown.piece(piece)
 
-    async def _one(self, index: int) -> Written:
-        speculate = not self._request.options.no_speculation
-        if not self._request.compare:
-            return await self._text(index, speculate=speculate, shown=True)
-        first = index % 2 == 0  # the second run has warm caches, so the order alternates
-        runs = {each: await self._text(index, speculate=each, shown=each == first) for each in (first, not first)}
-        return Written(runs[True].answer, runs[True].stats, runs[False])
-
-    async def _text(self, index: int, *, speculate: bool, shown: bool) -> Written:
+    async def _text(self, index: int) -> Written:
         from p2ptrain.cli.text import Answer
         from roles.verifier.asking import TextRequest
 
@@ -222,15 +195,14 @@ class Texts:
             max_new_tokens=asked.max_new_tokens,
             sampling=asked.options.sampling,
             stop=asked.options.stops,
-            speculate=speculate,
+            speculate=not asked.options.no_speculation,
         )
         answer, began = Answer(request.prompt), time.perf_counter()
         writing = await self._source.service.write(request)
         try:
             async for piece in writing:
                 answer.take(piece, time.perf_counter() - began)
-                if shown:
-                    self._piece(index, piece.text)
+                self._piece(index, piece.text)
             answer.ended = writing.ended
         except BaseException:
             self.broken[index] = Written(answer)
@@ -252,52 +224,14 @@ class Texts:
 
     def _tell(self, seconds: float) -> None:
         options, texts = self._request.options, [self.whole[index] for index in range(len(self.whole))]
-        compared = compare(texts) if self._request.compare else None
         if options.as_json:
-            print_json(self._document() | self._source.facts() | ({} if compared is None else {"compared": compared}))
+            print_json(self._document() | self._source.facts())
             return
         if options.stats:
             self._source.show_stats([text.stats for text in texts])
-        if compared is not None:
-            typer.echo()
-            typer.echo(compared_text(compared))
-            seconds = sum(text.answer.seconds for text in texts)
         tokens = sum(text.answer.tokens for text in texts)
         speed = f"{tokens / max(seconds, 1e-9):.1f} tokens/s"
         typer.echo(f"({tokens} token{'s' if tokens != 1 else ''}, {speed}, {self._source.label})", err=True)
-
-
-def compare(texts: list[Written]) -> dict[str, Any]:
-    """Compare the texts with and without drafters, by time per token.
-
-    The first token is left out: its pass over the prompt costs the same. ``accepted``: number of drafts that were used.
-    """
-
-    def token_ms(runs: list[Answer]) -> float | None:
-        tokens = sum(run.tokens - 1 for run in runs if run.tokens > 1)
-        spent_s = sum(run.seconds - run.first_s for run in runs if run.tokens > 1)
-        return 1e3 * spent_s / tokens if tokens >= COMPARED_TOKENS else None
-
-    drafted = token_ms([text.answer for text in texts])
-    alone = token_ms([text.alone.answer for text in texts if text.alone is not None])
-    return {
-        "times": alone / drafted if alone is not None and drafted else None,
-        "token_ms": drafted,
-        "alone_token_ms": alone,
-        "accepted": sum(taken for text in texts if isinstance(taken := text.stats.get("accepted"), int)),
-        "same_text": all(text.alone is None or text.alone.answer.text == text.answer.text for text in texts),
-    }
-
-
-def compared_text(compared: dict[str, Any]) -> str:
-    """The result of ``compare`` in words."""
-    same = "the same text" if compared["same_text"] else f"the texts differ, {ROUNDING}"
-    if compared["times"] is None:
-        return f"{same}; they are too short to compare times"
-    pace = f"{compared['token_ms']:.1f} ms a token, alone {compared['alone_token_ms']:.1f} ms; {same}"
-    if not compared["accepted"]:
-        return f"no draft was accepted, so both are the verifier alone: {pace}"
-    return f"{compared['times']:.2f} times as fast as the verifier alone: {pace}"
 
 
 class Shown:

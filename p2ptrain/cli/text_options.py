@@ -153,7 +153,7 @@ class TextOptions:
     def split_options(self) -> SplitOptions:
         return SplitOptions(self.split or None, self.dtype, self.wire, self.positions)
 
-    def check(self, command: str, *, compare: bool = False) -> None:
+    def check(self, command: str) -> None:
         """Refuse invalid combinations, before anything is read or requested. Raises ``UserError``."""
         _ = self.sampling, self.stops
         check_dtype(self.dtype)
@@ -162,7 +162,7 @@ class TextOptions:
         of_split: dict[str, object] = {"wire": self.wire, "positions": self.positions, "dry-run": self.dry_run}
         if self.by_verifier:
             of_split["dtype"] = self.dtype
-        of_verifier = {"verifier": self.verifier, "no-speculation": self.no_speculation, "compare": compare}
+        of_verifier = {"verifier": self.verifier, "no-speculation": self.no_speculation}
         if not self.by_verifier and (extra := next((name for name, value in of_verifier.items() if value), None)):
             remedy = "leave out --checkpoint, --job and --split"
             raise UserError(f"--{extra} does not work with --checkpoint, --job or --split", remedy=remedy)
@@ -173,8 +173,6 @@ class TextOptions:
         if self.device != "auto" and (self.by_verifier or self.split is not None):
             text = f"--device {self.device} does not apply: a verifier, or workers, compute the model"
             raise UserError(text, remedy="leave it out, and give it to them: p2ptrain join --device ...")
-        if compare and self.no_speculation:
-            raise UserError("--compare needs drafters", remedy="leave out --no-speculation")
 
 
 def takes_text_options(command: Callable[..., None]) -> Callable[..., None]:

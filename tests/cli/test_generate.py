@@ -162,7 +162,7 @@ async def test_texts_are_shown_in_order_however_they_end(capsys: pytest.CaptureF
     service, held = ScriptedService(), ScriptedWriting(["first"], held_at=0)
     writings = {"a": held, "b": ScriptedWriting(["second"]), "c": ScriptedWriting(["third"])}
     service.script = lambda asked: writings[asked.prompt]
-    order = GenerateRequest(list(writings), False, 50, 3, False, TextOptions())
+    order = GenerateRequest(list(writings), False, 50, 3, TextOptions())
     writing = asyncio.create_task(Texts(Source(service, "here", "", {}), order, Shown(quiet=False)).write())
     await writings["c"].closed.wait()
     assert capsys.readouterr().out == "", "what is behind waits"
@@ -176,7 +176,7 @@ async def test_a_text_that_fails_ends_all_and_programs_get_what_had_come(capsys:
     writings = {"a": ScriptedWriting(["on"], fails=lost), "b": ScriptedWriting(held_at=0)}
     service.script = lambda asked: writings[asked.prompt]
     for as_json in (False, True):
-        order = GenerateRequest(["a", "b"], False, 50, 2, False, TextOptions(as_json=as_json))
+        order = GenerateRequest(["a", "b"], False, 50, 2, TextOptions(as_json=as_json))
         with pytest.raises(ConnectionLost, match="box1 is lost"):
             await Texts(Source(service, "here", "", {"checkpoint": "here"}), order, Shown(quiet=as_json)).write()
         assert all(writing.closed.is_set() for writing in writings.values())

@@ -18,7 +18,6 @@ import pytest
 import typer
 
 from p2ptrain.cli import text as text_module
-from p2ptrain.cli.generate import ROUNDING
 from p2ptrain.cli.output import Console
 from p2ptrain.cli.stopping import LEAVING
 from p2ptrain.core.errors import ConnectionLost
@@ -148,18 +147,6 @@ def test_sampled_with_drafters_or_without_it_is_the_same(command: Command, at: l
     assert verifier.drafters.opened == 1
 
 
-def test_compared_with_the_verifier_alone(command: Command, at: list[str], verifier: Verifier) -> None:
-    verifier.target.pass_s = 0.005
-    outcome = command("generate", PROMPT, *at, "-n", "60", "--compare", "--json")
-    compared = outcome.json["compared"]
-    assert compared["times"] > 0  # how fast is for the simulation to say
-    assert compared["same_text"]
-    assert outcome.json["alone"]["stats"]["drafters"] == []
-    assert outcome.json["alone"]["text"] == outcome.json["text"] == text_of(reference(PROMPT, 60))
-    assert compared["accepted"] > 0
-    assert " times as fast as the verifier alone" in command("generate", PROMPT, *at, "-n", "60", "--compare").out
-
-
 def test_a_text_that_was_interrupted(
     command: Command, at: list[str], verifier: Verifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,17 +171,6 @@ def test_a_text_that_was_interrupted(
     assert outcome.out == f"{shown}{LEAVING}\n"
 
 
-def test_two_texts_that_rounding_parts(command: Command, at: list[str], verifier: Verifier) -> None:
-    verifier.target.before = lambda count: verifier.target.stage._layers.__setitem__(
-        0, verifier.target.stage._layers[0] + count
-    )
-    outcome = command("generate", PROMPT, *at, "-n", "20", "--compare", "--json")
-    assert outcome.code == 0
-    assert not outcome.json["compared"]["same_text"]
-    assert outcome.json["alone"]["text"] != outcome.json["text"]
-    assert f"the texts differ, {ROUNDING}" in command("generate", PROMPT, *at, "-n", "20", "--compare").out
-
-
 def test_nobody_is_there(command: Command, fake_seed: Any) -> None:
     fake_seed.answers["serving.list"] = {"serving": []}
     fake_seed.answers["peers.list"] = {"peers": []}
@@ -213,8 +189,6 @@ def test_nobody_is_there(command: Command, fake_seed: Any) -> None:
     ("arguments", "said"),
     [
         (["generate", "x", "-c", "d", "--verifier", "v"], "--verifier does not work with --checkpoint"),
-        (["generate", "x", "--job", "j", "--compare"], "--compare does not work with --checkpoint"),
-        (["generate", "x", "--compare", "--no-speculation"], "--compare needs drafters"),
         (["chat", "--split", "--job", "j", "--no-speculation"], "--no-speculation does not work with --checkpoint"),
         (["generate", "x", "--device", "cuda"], "a verifier, or workers, compute the model"),
         (["chat", "--device", "cpu"], "a verifier, or workers, compute the model"),
