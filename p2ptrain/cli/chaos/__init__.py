@@ -60,9 +60,6 @@ def chaos(
     attackers: Annotated[
         int, typer.Option("--attackers", metavar="N", min=1, max=31, help="With --attack: number of those workers.")
     ] = 1,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Use exact mode; compare the final state with an undisturbed run's.")
-    ] = False,
     tls: Annotated[bool, typer.Option("--tls", help="Encrypt all connections, as between different machines.")] = False,
     state: Annotated[
         Path | None,
@@ -89,7 +86,7 @@ def chaos(
       p2ptrain chaos --kinds kill --faults 200
       p2ptrain chaos --kinds seed --faults 50
       p2ptrain chaos --kinds none --duration 30m --workers 8
-      p2ptrain chaos --exact --tls --duration 10m --random-seed 7
+      p2ptrain chaos --tls --duration 10m --random-seed 7
       p2ptrain chaos --attack sign-flip --profile robust --workers 7
       p2ptrain chaos --attack alie --attackers 2 --workers 11 --profile robust --set robust.byzantine=2
     """
@@ -110,7 +107,7 @@ def chaos(
     chosen = kinds_of(kinds, tls=tls, here=kinds_here())
     if faults and not chosen:
         raise UserError("--faults does not work with --kinds none", remedy="give --duration instead")
-    loaded = _profile(profile, sets, workers, exact=exact, attacked=bool(attack))
+    loaded = _profile(profile, sets, workers, attacked=bool(attack))
     root = Path(tempfile.mkdtemp(prefix="p2ptrain-chaos-")) if state is None else state.absolute()
     if root.is_dir() and any(root.iterdir()):
         raise UserError(f"{root} is not empty", remedy="name another directory: a run needs an empty one")
@@ -124,7 +121,6 @@ def chaos(
         duration_s=seconds_of(duration or (ATTACK_DURATION if attack else DURATION), "--duration"),
         seed=seed,
         tls=tls,
-        exact=exact or loaded.job.exact,
         attack=attack,
         attackers=attackers,
     )
@@ -144,7 +140,7 @@ def chaos(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _profile(name: str, sets: list[str], workers: int, *, exact: bool, attacked: bool) -> Profile:
+def _profile(name: str, sets: list[str], workers: int, *, attacked: bool) -> Profile:
     """Load the profile, with this command's values for settings that the user did not choose."""
     from configs.loader import is_shipped, load
 
@@ -157,7 +153,6 @@ def _profile(name: str, sets: list[str], workers: int, *, exact: bool, attacked:
     }
     mine = [f"{key}={value}" for key, value in wanted.items() if is_shipped(loaded.sources[key])]
     mine += [f"checkpoint.copies={workers}"]  # the end of the run compares the state of all workers
-    mine += ["job.exact=true"] if exact else []
     made = load(name, os.environ, [*sets, *mine]).profile
     if made.job.workers > workers:
         raise UserError(

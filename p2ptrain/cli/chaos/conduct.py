@@ -51,7 +51,6 @@ class Plan:
 
     Attributes:
         count: number of faults, one at a time; 0: as many as start within ``duration_s``.
-        exact: the job uses exact sums, and its result is compared with that of an undisturbed run.
         attack: what the last ``attackers`` workers do (``roles.attacker``); empty: nothing.
     """
 
@@ -64,7 +63,6 @@ class Plan:
     duration_s: float
     seed: int
     tls: bool
-    exact: bool
     attack: str = ""
     attackers: int = 0
 
@@ -648,29 +646,11 @@ class Run:
         if found.newest is not None:
             checkpoint = ("--checkpoint", str(found.newest), "--tokens", "1")
             report.verdicts.append(await command("a checkpoint loads", "generate", "def ", *checkpoint))
-        if plan.exact:
-            report.verdicts.append(_unless(damaging, await self._as_undisturbed(found, step)))
         if damaging:
             report.notes.append(
                 "plain TCP does not detect damaged bytes: all workers may sum and apply the same damaged byte, so the "
                 "run only checks that their states stay equal; with --tls it checks everything"
             )
-
-    async def _as_undisturbed(self, found: Saved, step: int) -> Verdict:
-        name = "the state is that of an undisturbed run"
-        if not found.states:
-            return Verdict(name, False, "there is no state to compare")
-        self._console.event("info", f"an undisturbed run of the same job to step {step}, to compare")
-        root = self.plan.root / "undisturbed"
-        patience_s = PATIENCE_S + 4 * step / (self.report.baseline_steps_per_s or 1.0)
-        async with self._cluster(root) as (cluster, observer, job):
-            await observer.until(lambda: bool(cluster.exits) or bool(observer.holders(step)), patience_s)
-            holders = observer.holders(step)
-        alone = await asyncio.to_thread(saved, root, job, step, sorted(holders))
-        if not alone.states:
-            return Verdict(name, False, f"the undisturbed run did not get to step {step}: {'; '.join(cluster.exits)}")
-        hurt = {"with faults": next(iter(found.states.values()))}
-        return judge.same(name, hurt | {f"undisturbed {holder}": state for holder, state in alone.states.items()})
 
 
 def _whole(cluster: Cluster, observer: JobObserver) -> bool:
