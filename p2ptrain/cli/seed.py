@@ -60,9 +60,6 @@ def seed(
     tls: Annotated[
         bool, typer.Option("--tls", help="Also encrypt the loopback; all else is always encrypted.")
     ] = False,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Do not encrypt. Only on the loopback, where that is the default.")
-    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Write one line of JSON when it listens: event, host, port, tls, http.")
     ] = False,
@@ -116,7 +113,7 @@ def seed(
       p2ptrain seed --host 0.0.0.0 --http 0.0.0.0:8443
     """
     root = (state or default_state_dir()).absolute()
-    encrypted = _is_encrypted(host, tls=tls, insecure=insecure)
+    encrypted = tls or not is_loopback(host)
     first_job = None if no_job or restore is not None else (profile, _loaded(profile, sets))
     if restore is not None:
         encrypted = _restore(restore.absolute(), root, encrypted=encrypted)
@@ -156,16 +153,6 @@ def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
         err=True,
     )
     return encrypted or found.encrypted
-
-
-def _is_encrypted(host: str, *, tls: bool, insecure: bool) -> bool:
-    near = is_loopback(host)
-    if insecure and tls:
-        raise UserError("--insecure and --tls exclude each other", remedy="leave one of them out")
-    if insecure and not near:
-        text = f"--insecure is for the loopback: on {host} others could read and change the traffic"
-        raise UserError(text, remedy="leave it out: the encryption sets itself up, and other machines join by a ticket")
-    return tls or not near
 
 
 async def _serve(

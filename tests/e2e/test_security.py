@@ -93,23 +93,9 @@ async def test_a_cluster_with_tls_from_ticket_to_eviction(machine: Machine, tmp_
     assert sum(ticket in line for process in machine.processes for line in process.lines) == 1, "it can be found"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--host", "0.0.0.0", "--insecure"), "--insecure is for the loopback"),
-        (("--tls", "--insecure"), "exclude each other"),
-    ],
-)
-async def test_what_a_seed_refuses(machine: Machine, arguments: tuple[str, ...], says: str) -> None:
-    code, said = await machine.run("seed", *arguments, "--state", str(machine.root))
-    assert code == 2
-    assert says in said
-    assert "→" in said
-
-
 async def test_a_plain_seed_wants_no_ticket(machine: Machine, tmp_path: Path) -> None:
     home = Home(machine, tmp_path / "home")
-    seed = await home.start("seed", "--no-job", "--port", "0", "--insecure")
+    seed = await home.start("seed", "--no-job", "--port", "0")
     address = (await seed.until(r"p2ptrain join (\S+)$"))[1]
     assert "/" not in address
     other = await home.start("seed", "--tls", "--no-job", "--port", "0", "--state", str(tmp_path / "other"))
