@@ -90,9 +90,6 @@ class LeadIsland:
         self._formed: tuple[Island, Device] | None = None
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def member(self, here: ProcessContext, make: Make) -> Running:
-        return _Member(self, here, make)
-
     async def run(self, here: ProcessContext, make: Make, stop: asyncio.Event) -> None:
         """Be the worker of ``make`` until ``stop`` is set, as long as all processes live. Raises ``P2PTrainError``."""
         from p2ptrain.cli.local_cluster import LocalCluster
@@ -106,7 +103,7 @@ class LeadIsland:
             self._formed = self._formed or await unless_stopped(stop, RealThreads().start("island").submit(form))
             if self._formed is None:
                 return
-            running = asyncio.ensure_future(make(self._formed).run(stop))
+            running = asyncio.ensure_future(make(self._formed)(stop))
             try:
                 await asyncio.wait({running, self._lost}, return_when=asyncio.FIRST_COMPLETED)
                 if self._lost.done():
@@ -161,16 +158,6 @@ class LeadIsland:
         if self._formed is not None and not self._lost.done():
             await RealThreads().start("island").submit(self._formed[0].end)
         await end_all(self._children)
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    island: LeadIsland
-    here: ProcessContext
-    make: Make
-
-    async def run(self, stop: asyncio.Event) -> None:
-        await self.island.run(self.here, self.make, stop)
 
 
 async def follow(options: IslandOptions, *, with_parent: bool) -> None:

@@ -34,11 +34,10 @@ from p2ptrain.cli.text_options import WithBareSplit, check_dtype
 if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.cli.island import IslandOptions
-    from p2ptrain.cli.joining import Found, JoinOptions, ProcessContext
+    from p2ptrain.cli.joining import Found, JoinOptions, ProcessContext, Running
     from p2ptrain.compute.device import Device
     from p2ptrain.compute.island import Island
     from roles.engine import Engine
-    from roles.worker.worker import Worker
     from wire.messages import Scalar
 
 ROLES = ("worker", "verifier", "drafter")
@@ -314,7 +313,7 @@ async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
     parts = holding(device=device, threads=threads, memory_bytes=memory_bytes) if island is None else None
     build_part = stage_builder(device=device, threads=threads, memory_bytes=memory_bytes)
 
-    def worker(here: ProcessContext, found: Found, formed: tuple[Island, Device] | None = None) -> Worker:
+    def worker(here: ProcessContext, found: Found, formed: tuple[Island, Device] | None = None) -> Running:
         """``formed``: an island, and the device of this process in it."""
         build_engine = engine_builder(device=device, threads=threads)
         if formed is not None:
@@ -342,13 +341,13 @@ async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
             ),
             membership=found.access.member,
             holding=parts,
-        )
+        ).run
 
     if island is None:
         await stay(options, worker)
         return
     lead = LeadIsland(island, options.root / "logs")
     try:
-        await stay(options, lambda here, found: lead.member(here, partial(worker, here, found)))
+        await stay(options, lambda here, found: partial(lead.run, here, partial(worker, here, found)))
     finally:
         await lead.close()

@@ -16,11 +16,11 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from wire.address import is_loopback
 
@@ -85,10 +85,6 @@ class JoinOptions:
     with_parent: bool = False
 
 
-class Running(Protocol):
-    async def run(self, stop: asyncio.Event) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """A way to the seed, and where to listen. ``others``: seeds to try if this one stays away."""
@@ -111,6 +107,8 @@ class ProcessContext:
         self.console.event(level, text)
 
 
+Running: TypeAlias = "Callable[[asyncio.Event], Coroutine[Any, Any, None]]"
+"""Runs until the event is set."""
 Make: TypeAlias = "Callable[[ProcessContext, Found], Running]"
 
 
@@ -164,7 +162,7 @@ async def stay(options: JoinOptions, make: Make) -> None:
             others = tuple(place for place in places if place != (access.host, access.port))
             listen = (listen_host or usual_host(access.host), options.port)
             try:
-                await make(here, Found(access, listen, others, wait_s)).run(stop)
+                await make(here, Found(access, listen, others, wait_s))(stop)
                 break
             except Refused as refusal:
                 if refusal.code == RefusalCode.LOOPBACK_ONLY and not listen_host:
@@ -188,7 +186,7 @@ async def served(options: JoinOptions) -> None:
     await check(options)
     from roles.member import ServingMember
 
-    def member(here: ProcessContext, found: Found) -> ServingMember:
+    def member(here: ProcessContext, found: Found) -> Running:
         async def program(member: ServingMember) -> None:
             await serve(member, options, here.console)
 
@@ -199,7 +197,7 @@ async def served(options: JoinOptions) -> None:
             program=program,
             notify=here.notify,
             membership=found.access.member,
-        )
+        ).run
 
     await stay(options, member)
 

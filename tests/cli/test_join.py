@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining
 from p2ptrain.cli.island import IslandOptions
-from p2ptrain.cli.joining import Found, JoinOptions, ProcessContext
+from p2ptrain.cli.joining import Found, JoinOptions, ProcessContext, Running
 from p2ptrain.cli.output import Console
 from p2ptrain.core.errors import ResourceError, Unreachable, UserError
 from wire.connection import Connection
@@ -174,13 +174,12 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(tmp_path: Path, monkeyp
         said.append(text)
         waits.set()
 
-    class Peer:
-        async def run(self, stop: asyncio.Event) -> None:
-            pass
+    async def running(stop: asyncio.Event) -> None:
+        pass
 
-    def make(_: ProcessContext, found: Found) -> Peer:
+    def make(_: ProcessContext, found: Found) -> Running:
         made.append(found)
-        return Peer()
+        return running
 
     async def decide(hello: Hello, connection: Connection) -> Welcome:
         return local_welcome(peer_id="seed", name="seed", wall=0.0)
