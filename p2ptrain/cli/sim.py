@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import secrets
-import sys
-import time
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from p2ptrain.cli.output import human_seconds, print_json, print_table
+from p2ptrain.cli.output import PLAIN_S, Console, human_seconds, print_json, print_table
 from p2ptrain.cli.runtime import JsonOption, check_one_of
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
     from roles.sim.run import Summary, Verdict
 
-SHOW_EVERY_S = 0.5
 VIOLATED = 1
 STRATEGIES = ("sync", "local", "federated", "private", "server")
 
@@ -90,28 +87,25 @@ def sim(
         typer.echo(f"schedules {first} to {first + schedules - 1}")
     options: dict[str, Any] = {"peers": workers, "kinds": kinds, "mutation": mutation, "stages": stages}
     options |= {"strategy": strategy, "rule": rule}
-    shown_at = 0.0
+    console = Console()
 
     def show(verdict: Verdict, summary: Summary) -> None:
-        nonlocal shown_at
         if timeline and not as_json:
             typer.echo(f"schedule {verdict.number}, {verdict.peers} machines, fingerprint {verdict.fingerprint}")
             for at_s, text in verdict.timeline:
                 typer.echo(f"{at_s:10.3f} s  {text}")
             typer.echo(verdict.text or "everything holds")
-        elif sys.stderr.isatty() and time.monotonic() - shown_at > SHOW_EVERY_S:
-            shown_at = time.monotonic()
+        else:
             left_s = (schedules - summary.schedules) * summary.real_s / summary.schedules
             text = f"{summary.schedules}/{schedules}, {human_seconds(left_s)} left"
-            typer.echo(f"\r{text}, {len(summary.violations)} violations   ", err=True, nl=False)
+            console.progress(f"{text}, {len(summary.violations)} violations", every_s=PLAIN_S)
 
     summary, interrupted, numbers = Summary(), False, range(first, first + schedules)
     try:
         run_batch(numbers, jobs=processes, on_verdict=show, summary=summary, verbose=timeline, **options)
     except KeyboardInterrupt:
         interrupted = True
-    if shown_at:
-        typer.echo("\r" + " " * 70 + "\r", err=True, nl=False)
+    console.clear()
     _report(summary, options, as_json=as_json)
     if interrupted:
         typer.echo(f"interrupted after {summary.schedules} of {schedules} schedules", err=True)

@@ -1,16 +1,26 @@
-"""``p2ptrain status`` and ``p2ptrain logs``."""
+"""``p2ptrain status``, ``p2ptrain tui`` and ``p2ptrain logs``."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from p2ptrain.cli.output import Console, human_seconds, human_time, print_json, print_pairs, printable
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, operator, run
+from p2ptrain.cli.runtime import (
+    DEFAULT_SEED,
+    SEED_HELP,
+    SEED_VARIABLE,
+    JsonOption,
+    SeedOption,
+    at_terminal,
+    operator,
+    run,
+)
 from p2ptrain.core.errors import UserError
 from wire.address import how_to_join
 from wire.records import FINISHED_STATES, ClusterInfo, EventInfo, JobInfo, PeerInfo
@@ -104,6 +114,28 @@ def attention(
         found.append("the workers have no job: p2ptrain jobs create")
     recent = [event for event in events if event.level != "info" and now - event.wall < RECENT_S]
     return found + [f"{human_seconds(max(now - event.wall, 0))} ago: {event.text}" for event in reversed(recent)]
+
+
+def tui(
+    seed: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="[SEED]", help=SEED_HELP)] = DEFAULT_SEED,
+) -> None:
+    """Watch a cluster full-screen, and pause, resume, save or cancel its jobs. Leaving the view stops nothing.
+
+    \b
+    Examples:
+      p2ptrain tui
+      p2ptrain tui 192.168.1.20:7337/EJd0…
+      p2ptrain tui --state ./run
+    """
+    if not at_terminal():
+        raise UserError(
+            "the full-screen view needs a terminal, and there is no terminal here",
+            remedy="for scripts there are `p2ptrain jobs list --json` and `p2ptrain peers list --json`",
+        )
+    from p2ptrain.cli.access import read_target, shown_address
+    from tui.app import run_tui
+
+    run_tui(partial(operator, seed), shown_address(read_target(seed)))
 
 
 def logs(

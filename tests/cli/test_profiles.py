@@ -70,7 +70,7 @@ def test_tui_is_given_the_address(
     module = ModuleType("tui.app")
     module.run_tui = run_tui  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tui.app", module)
-    monkeypatch.setattr("p2ptrain.cli.tui.at_terminal", lambda: True)
+    monkeypatch.setattr("p2ptrain.cli.status.at_terminal", lambda: True)
     monkeypatch.setenv("P2PTRAIN_SEED", variable)
     assert command("tui", *arguments).code == 0
     assert seen == [format_address(host, port)]
