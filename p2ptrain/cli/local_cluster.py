@@ -232,6 +232,17 @@ class LocalCluster:
         self.peers[name] = child
         return child
 
+    async def start_workers(self, count: int, *options: str, straggler: float = 1.0, texts: Sequence[str] = ()) -> None:
+        """Start workers with these options of ``join``; returns before they have joined. Raises ``StorageError``.
+
+        Args:
+            straggler: the last one computes so many times slower. texts: of each worker, for private data.
+        """
+        for number in range(1, count + 1):
+            own = ["--straggler", f"{straggler:g}"] * (straggler > 1 and number == count)
+            own += ["--data", texts[number - 1]] if texts else []
+            await self.start_peer(f"worker-{number}", number, *options, *own)
+
     async def connect(self) -> SeedClient:
         from p2ptrain.cli.runtime import open_operator
 

@@ -189,12 +189,15 @@ class Run:
         if not self._jobs:
             return
         memory = str(part_bytes(plan.profile.device.kind) // plan.workers)
-        for index in range(1, plan.workers + 1):
-            options = ["--threads", plan.threads(plan.workers), "--memory", memory]
-            options += ["--link", plan.link] * bool(plan.link)
-            options += ["--data", plan.texts[index - 1]] if plan.texts else []
-            options += ["--straggler", f"{plan.straggler:g}"] * (plan.straggler > 1 and index == plan.workers)
-            self._workers.append(await self.cluster.start_peer(f"worker-{index}", index, *options))
+        options = [
+            "--threads",
+            plan.threads(plan.workers),
+            "--memory",
+            memory,
+            *["--link", plan.link] * bool(plan.link),
+        ]
+        await self.cluster.start_workers(plan.workers, *options, straggler=plan.straggler, texts=plan.texts)
+        self._workers = list(self.cluster.peers.values())
         self._say("info", self.cluster.workers_start(plan.workers))
 
     async def _job_for(self, name: str, profile: Profile, begun: Mapping[str, str]) -> str:
@@ -494,8 +497,7 @@ async def hold(plan: SplitPlan, *, as_json: bool) -> None:
         await cluster.start_seed()
         if cluster.url:
             console.event("info", f"watch in a browser: {cluster.url}")
-        for index in range(1, plan.workers + 1):
-            await cluster.start_peer(f"worker-{index}", index, *plan.options())
+        await cluster.start_workers(plan.workers, *plan.options())
         console.event("info", cluster.workers_start(plan.workers))
         await cluster.joined(list(cluster.peers))
         workers = list(cluster.peers.values())

@@ -29,6 +29,18 @@ def human_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.1f} TiB"
 
 
+def human_duration(seconds: float) -> str:
+    """Three digits and a unit: ``61.2 µs``, ``1.31 s``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= factor:
+            return f"{three_digits(seconds / factor)} {unit}"
+    return f"{three_digits(seconds * 1e6)} µs"
+
+
+def three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
 def layers_text(start: int, stop: int) -> str:
     """``0–11`` for the layers [0, 12), ``3`` for the layers [3, 4)."""
     return f"{start}–{stop - 1}" if stop - start > 1 else str(start)

@@ -11,7 +11,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.texts import human_bytes, human_duration
 from roles.experiments.results import DONE, Found, Row, time_to
 
 _T = (
@@ -45,10 +45,6 @@ class Estimate:
         return cls(mean(values), half, count)
 
 
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:,.0f} ms" if value < 1 else f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
-
-
 @dataclass(frozen=True, slots=True)
 class Measure:
     """A column of the results that is compared. ``in_words``: also in the conclusions."""
@@ -64,7 +60,7 @@ MEASURES = (
     Measure("val_loss", "validation loss", "{:.3f}".format, in_words=True),
     Measure("loss", "training loss", "{:.3f}".format),
     Measure("tokens_per_s", "tokens/s", "{:,.0f}".format, in_words=True, less_is_better=False),
-    Measure("step_ms", "time of a step (median)", lambda value: _seconds(value / 1e3)),
+    Measure("step_ms", "time of a step (median)", lambda value: human_duration(value / 1e3)),
     Measure("sent_bytes", "bytes sent", human_bytes, in_words=True),
     Measure("memory_bytes", "memory of a worker", human_bytes),
     Measure("recoveries", "recoveries", "{:.1f}".format),
@@ -135,7 +131,9 @@ class Analysis:
             labels = {axis: row[axis] for axis in axes}
             cells.setdefault(tuple(labels.values()), Cell(labels)).rows.append(row)
         ordered = [cells[labels] for labels in itertools.product(*found.axes.values()) if labels in cells]
-        targets = [Measure(time_to(it), f"time to a validation loss of {it:g}", _seconds, True) for it in found.targets]
+        targets = [
+            Measure(time_to(it), f"time to a validation loss of {it:g}", human_duration, True) for it in found.targets
+        ]
         known = [row for row in found.rows if row["state"] == DONE]
         measures = [it for it in (*targets, *MEASURES) if any(row[it.name] for row in known)]  # not unknown nor all 0
         return cls(found, x, y, ordered, measures)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +21,6 @@ from p2ptrain.cli.bench.report import (
     Case,
     Contender,
     Report,
-    check_targets,
     human_rate,
 )
 from p2ptrain.cli.bench.sockets import SocketRing, Traffic, make_credentials
@@ -76,41 +73,31 @@ async def test_contenders_take_turns_in_going_first_and_the_first_round_does_not
 # ------------------------------------------------------------------------------------------------------------ report
 
 
-def test_reports_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_shown_to_people_and_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
     contenders = {"ring": Contender("this ring", [0.5, 0.25], {"losses": [1.0]}), "gloo": Contender("Gloo", [1.0])}
     case = Case("1 MiB", 1 << 20, contenders, {"factor": 2.5, "missing": None})
     report = Report("allreduce", "a title", "bytes", human_rate, {"peers": 2}, [case], complete=False)
     report.columns = {"factor": ("FACTOR", "{:.1f}×".format), "missing": ("MISSING", str)}
     report.notes = ["a note"]
-    json_to, csv_to = (str(tmp_path / name) for name in ("a.json", "a.csv"))
-    check_targets([json_to, csv_to])
-    report.publish([json_to, csv_to], as_json=False)
+    report.print()
     said = capsys.readouterr().out
     assert "interrupted" in said
     assert re.search(r"1 MiB\s+this ring\s+0\.0028 G\s+375 ms\s+250–500 ms\s+2\s+2\.5×\s+-", said)
     assert "▇" in said
     assert "· a note" in said
     assert max(len(line) for line in said.splitlines()[3:]) <= 80
-    document = json.loads((tmp_path / "a.json").read_text())
+    document = report.to_json()
     assert (document["complete"], document["settings"]) == (False, {"peers": 2})
     found = document["results"][0]["contenders"]["ring"]
     assert (found["median_s"], found["samples"], found["losses"]) == (0.375, 2, [1.0])
     assert found["bytes_per_s"] == (1 << 20) / 0.375
     assert {"cores", "system", "python", "torch", "date", "command", "load"} <= set(document["origin"])
-    with (tmp_path / "a.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["contender"], float(row["seconds"])) for row in rows] == [
-        ("ring", 0.5),
-        ("ring", 0.25),
-        ("gloo", 1.0),
-    ]
 
 
-def test_a_report_of_nothing_is_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_of_nothing_has_no_picture() -> None:
     report = Report("x", "", "bytes", human_rate)
     assert report.picture() == ""
-    report.publish([], as_json=True)
-    assert json.loads(capsys.readouterr().out)["results"] == []
+    assert report.to_json()["results"] == []
 
 
 # ------------------------------------------------------------------------------------------------------------ sockets
@@ -186,7 +173,7 @@ SECONDS = {"ring": (0.010, 0.020), "gloo": (0.040, 0.030), "sockets": (0.005, 0.
 
 
 async def allreduce(members: FakeMembers, *, rounds: int = 4, **ring: Any) -> Report:
-    plan = AllReducePlan(2, [1 << 20], "float32", 4, RingPlan(**ring), rounds, 1 << 18)
+    plan = AllReducePlan(2, [1 << 20], "float32", 4, RingPlan(**ring), rounds)
     report = plan.report()
     await measure_allreduce(a_bench(members), plan, report)
     return report
@@ -272,8 +259,8 @@ class IdealMembers:
         return [answer] + [{"seconds": 99.0, "round_trips_s": []} | answer] * (self.stages - 1)
 
 
-async def pipeline(stages: int = 2, *, slower: float = 1.0, rtts: Sequence[float], **changes: Any) -> Report:
-    plan = PipelinePlan(stages, 16, list(rtts), 0.04, 0.08, 2, 1 << 20, **changes)
+async def pipeline(stages: int = 2, *, slower: float = 1.0, rtts: Sequence[float]) -> Report:
+    plan = PipelinePlan(stages, 16, list(rtts), 0.04, 0.08, 2, 1 << 20)
     report = plan.report()
     await measure_pipeline(a_bench(IdealMembers(stages, slower)), plan, report)
     return report
@@ -297,7 +284,7 @@ async def test_a_schedule_that_is_too_slow_is_told() -> None:
 
 def a_generation(**changes: Any) -> GeneratePlan:
     values: dict[str, Any] = {"verifier": "", "drafter": "", "stages": 0, "round_trips_ms": [0.0], "alphas": [0.8]}
-    values |= {"pass_s": 0.05, "draft_s": 0.005, "tokens": 8, "texts": 2, "together": 0, "kill": False, "threads": 1}
+    values |= {"pass_s": 0.05, "draft_s": 0.005, "tokens": 8, "texts": 2, "threads": 1}
     return GeneratePlan(**(values | changes))
 
 
@@ -360,7 +347,6 @@ def test_a_generation_is_held_against_its_goals() -> None:
         (("allreduce", "--codec", "int9"), "no codec is named 'int9'"),
         (("allreduce", "--codec", "int8", "--elements", "float64"), "is for float32"),
         (("allreduce", "--link", "moon"), "no link preset 'moon'"),
-        (("allreduce", "--output", "/nowhere/a.csv"), "not a path for a file"),
         (("step", "--workers", "9"), "9 workers cannot share the 8 micro-batches"),
         (("step", "--profile", "none-such"), "none-such"),
         (("generate", "--draft-model", "/nowhere"), "--draft-model works only with --model"),
@@ -382,7 +368,7 @@ def test_a_bad_argument_is_refused_before_anything_starts(
     ("arguments", "words"),
     [
         (("allreduce", "--sizes", "4K,900G"), r"2 peers with tensors of 921,600 MiB need [\d.]+ GiB, [\d.]+ GiB are f"),
-        (("pipeline", "--payload", "900G"), "payloads of 900 GiB need"),
+        (("pipeline", "--payload", "900G"), "payloads of 900.0 GiB need"),
     ],
 )
 def test_memory_that_is_not_there(command: Command, arguments: tuple[str, ...], words: str) -> None:

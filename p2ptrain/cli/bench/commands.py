@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.commands import new_typer
+from p2ptrain.cli.output import print_json
 from p2ptrain.cli.runtime import JsonOption, LinkOption, ProfileOption, SetOption, check_one_of, run
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 
@@ -25,10 +26,6 @@ app = new_typer(
 SIZES, LINK_SIZES = "4K,64K,1M,16M,64M,256M", "64K,1M,4M"
 """Default sizes of the tensor without and with ``--link``. 4M takes about half a second at 100 Mbit/s."""
 
-OutputOption = Annotated[
-    list[str],
-    typer.Option("--output", metavar="FILE", help="Also write a file: .csv has a row per sample, others are JSON."),
-]
 WorkersOption = Annotated[int, typer.Option("--workers", "-w", metavar="N", min=2, max=16, help="Number of workers.")]
 ThreadsOption = Annotated[
     int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each process.")
@@ -56,18 +53,11 @@ def allreduce(
     codec: CodecOption = "fp32",
     link: LinkOption = "",
     tls: TlsOption = False,
-    streams: Annotated[
-        int, typer.Option("--streams", metavar="N", min=1, max=16, help="Connections to each neighbour.")
-    ] = 1,
-    sub_chunk: Annotated[
-        str, typer.Option("--sub-chunk", metavar="SIZE", help="Bytes sent as one piece; default: automatic.")
-    ] = "",
     rounds: RoundsOption = 0,
     backend: Annotated[
         str,
         typer.Option("--backend", metavar="NAME", help="torch: measure the ring as torch.distributed's backend p2p."),
     ] = "ring",
-    output: OutputOption = [],  # noqa: B006 - Typer copies it
     as_json: JsonOption = False,
 ) -> None:
     """Compare the ring with torch's Gloo and with plain sockets.
@@ -88,7 +78,7 @@ def allreduce(
     from ring.dtypes import storage_dtype
 
     _check_names(link, codec)
-    _check_backend(backend, plain=not (link or tls or codec != "fp32" or streams > 1 or sub_chunk))
+    _check_backend(backend, plain=not (link or tls or codec != "fp32"))
     try:
         item_bytes = storage_dtype(dtype).itemsize
     except ValueError as error:
@@ -99,16 +89,11 @@ def allreduce(
     chosen = sorted({size_of(part) for part in listed.split(",") if part.strip()})
     if not chosen or any(size_bytes % item_bytes for size_bytes in chosen):
         raise UserError(f"--sizes {listed}: a size is not a whole number of {dtype} elements", remedy="such as 64K,1M")
-    sub_chunk_bytes = size_of(sub_chunk) if sub_chunk else 0
-    if sub_chunk and (sub_chunk_bytes % 8 or not 1 << 10 <= sub_chunk_bytes <= 64 << 20):
-        text = f"a sub-chunk of {sub_chunk_bytes} bytes is not a multiple of 8 from 1K to 64M"
-        raise UserError(text, remedy="such as 256K")
     need_bytes = workers * (MEMBER_BYTES + 3 * chosen[-1])  # a member's own tensor, and two that Gloo keeps
     check_fits(f"{workers} peers with tensors of {chosen[-1] / 2**20:,.0f} MiB", need_bytes)
-    ring = RingPlan(link, tls, streams, sub_chunk_bytes, codec)
-    pieces = sub_chunk_bytes or 512 << 10  # no other size was faster
-    plan = AllReducePlan(workers, chosen, dtype, item_bytes, ring, rounds, pieces, backend == "torch")
-    _measure(plan.report(), lambda bench, report: measure_allreduce(bench, plan, report), output, as_json)
+    ring = RingPlan(link, tls, codec=codec)
+    plan = AllReducePlan(workers, chosen, dtype, item_bytes, ring, rounds, backend == "torch")
+    _measure(plan.report(), lambda bench, report: measure_allreduce(bench, plan, report), as_json)
 
 
 @app.command()
@@ -120,16 +105,12 @@ def step(
         int, typer.Option("--steps", metavar="N", min=1, max=100_000, help="Measured steps of each contender.")
     ] = 40,
     sets: SetOption = [],  # noqa: B006 - Typer copies it
-    codec: Annotated[
-        str, typer.Option("--codec", metavar="NAME", help="Encoding of gradients; default: the profile's.")
-    ] = "",
     link: LinkOption = "",
     tls: TlsOption = False,
     backend: Annotated[
         str,
         typer.Option("--backend", metavar="NAME", help="torch: also DDP and FSDP2 on torch.distributed's backend p2p."),
     ] = "ring",
-    output: OutputOption = [],  # noqa: B006 - Typer copies it
     as_json: JsonOption = False,
 ) -> None:
     """Compare training steps with those of torch's DDP.
@@ -142,7 +123,7 @@ def step(
     Examples:
       p2ptrain bench step
       p2ptrain bench step --profile small --steps 20
-      p2ptrain bench step --codec int8 --link wan
+      p2ptrain bench step --set ring.codec=int8 --link wan
       p2ptrain bench step --backend torch
     """
     from configs.loader import load
@@ -150,7 +131,7 @@ def step(
     from p2ptrain.cli.bench.training import StepPlan, measure_steps
 
     loaded = load(profile, os.environ, sets).profile
-    codec = codec or loaded.ring.codec.replace("auto", "fp32")  # "auto" needs measured links
+    codec = loaded.ring.codec.replace("auto", "fp32")  # "auto" needs measured links
     _check_names(link, codec)
     _check_backend(backend, plain=not (link or tls))
     micro_batches = loaded.batch.micro_batches
@@ -161,7 +142,7 @@ def step(
         )
     ring = RingPlan(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
     plan = StepPlan(loaded, Path(profile).stem, workers, threads, steps, ring, backend == "torch")
-    _measure(plan.report(), lambda bench, report: measure_steps(bench, plan, report), output, as_json)
+    _measure(plan.report(), lambda bench, report: measure_steps(bench, plan, report), as_json)
 
 
 @app.command()
@@ -179,7 +160,6 @@ def local(
     codec: CodecOption = "int4",
     link: LinkOption = "80ms-100mbit",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
-    output: OutputOption = [],  # noqa: B006 - Typer copies it
     as_json: JsonOption = False,
 ) -> None:
     """Compare the strategy 'local' with 'sync' over a slow link.
@@ -204,13 +184,12 @@ def local(
         raise UserError(f"{profile} has the strategy {loaded.job.strategy!r}", remedy="choose --profile local")
     name = Path(profile).stem
     plan = LocalPlan(loaded, name, workers, inner_steps, compute_ms / 1e3, steps, link, codec)
-    _measure(plan.report(), lambda bench, report: measure_local(bench, plan, report), output, as_json)
+    _measure(plan.report(), lambda bench, report: measure_local(bench, plan, report), as_json)
 
 
 @app.command()
 def link(
     rounds: RoundsOption = 0,
-    output: OutputOption = [],  # noqa: B006 - Typer copies it
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine's sockets, with and without TLS.
@@ -223,7 +202,7 @@ def link(
     """
     from p2ptrain.cli.bench.network import link_report, measure_link
 
-    _measure(link_report(), lambda bench, report: measure_link(bench, rounds, report), output, as_json)
+    _measure(link_report(), lambda bench, report: measure_link(bench, rounds, report), as_json)
 
 
 @app.command()
@@ -245,11 +224,6 @@ def pipeline(
     payload: Annotated[
         str, typer.Option("--payload", metavar="SIZE", help="Size of a micro-batch's activations or gradients.")
     ] = "1M",
-    max_in_flight: Annotated[
-        int,
-        typer.Option("--max-in-flight", metavar="N", min=0, help="Micro-batches per stage, except GPipe; 0: no limit."),
-    ] = 0,
-    output: OutputOption = [],  # noqa: B006 - Typer copies it
     as_json: JsonOption = False,
 ) -> None:
     """Compare pipeline schedules over slow links.
@@ -261,21 +235,19 @@ def pipeline(
     \b
     Examples:
       p2ptrain bench pipeline
-      p2ptrain bench pipeline --stages 4 --rtt 0,80 --steps 5 --output pipeline.json
-      p2ptrain bench pipeline --rtt 200 --max-in-flight 3
+      p2ptrain bench pipeline --stages 4 --rtt 0,80 --steps 5 --json > pipeline.json
     """
     from p2ptrain.cli.bench.pipeline import PipelinePlan, measure_pipeline
-    from p2ptrain.cli.bench.report import human_size
     from p2ptrain.cli.bench.runner import PLAIN_BYTES, check_fits, numbers_of
-    from p2ptrain.core.texts import size_of
+    from p2ptrain.core.texts import human_bytes, size_of
 
     payload_bytes, round_trips_ms = size_of(payload), numbers_of(rtt, "--rtt", 9999)
-    what = f"{stages} stages with {micro_batches} payloads of {human_size(payload_bytes)}"
+    what = f"{stages} stages with {micro_batches} payloads of {human_bytes(payload_bytes)}"
     need_bytes = stages * (PLAIN_BYTES + 2 * micro_batches * payload_bytes)  # all of a step may wait, out and in
     check_fits(what, need_bytes)
     times_s = (forward_ms / 1e3, backward_ms / 1e3)
-    plan = PipelinePlan(stages, micro_batches, round_trips_ms, *times_s, steps, payload_bytes, max_in_flight)
-    _measure(plan.report(), lambda bench, report: measure_pipeline(bench, plan, report), output, as_json)
+    plan = PipelinePlan(stages, micro_batches, round_trips_ms, *times_s, steps, payload_bytes)
+    _measure(plan.report(), lambda bench, report: measure_pipeline(bench, plan, report), as_json)
 
 
 @app.command()
@@ -303,14 +275,7 @@ def generate(
         int, typer.Option("--tokens", "-n", metavar="N", min=8, max=10_000, help="New tokens per text.")
     ] = 128,
     texts: Annotated[int, typer.Option("--texts", metavar="N", min=1, max=1000, help="Texts per contender.")] = 4,
-    together: Annotated[
-        int, typer.Option("--together", metavar="N", min=0, max=16, help="Also measure N texts at once; 0: do not.")
-    ] = 0,
-    kill: Annotated[
-        bool, typer.Option("--kill", help="Also kill the drafter, or N of 2 N workers, during a text.")
-    ] = False,
     threads: ThreadsOption = 1,
-    output: OutputOption = [],  # noqa: B006 - Typer copies it
     as_json: JsonOption = False,
 ) -> None:
     """Measure texts with a far drafter, and of a split model.
@@ -323,9 +288,9 @@ def generate(
     \b
     Examples:
       p2ptrain bench generate
-      p2ptrain bench generate --alpha .6,.9 --rtt 40 --kill
-      p2ptrain bench generate --split 3 --rtt 0,20 --kill
-      p2ptrain bench generate --model big/ --draft-model small/ --rtt 0,20 --together 8
+      p2ptrain bench generate --alpha .6,.9 --rtt 40
+      p2ptrain bench generate --split 3 --rtt 0,20
+      p2ptrain bench generate --model big/ --draft-model small/ --rtt 0,20
     """
     from p2ptrain.cli.bench.generate import GeneratePlan, check_models, measure_generate
     from p2ptrain.cli.bench.runner import numbers_of
@@ -341,11 +306,9 @@ def generate(
         draft_ms / 1e3,
         tokens,
         texts,
-        together,
-        kill,
         threads,
     )
-    _measure(plan.report(), lambda bench, report: measure_generate(bench, plan, report), output, as_json)
+    _measure(plan.report(), lambda bench, report: measure_generate(bench, plan, report), as_json)
 
 
 @app.command(hidden=True)
@@ -363,15 +326,12 @@ def member(
 def _measure(
     report: Report,
     work: Callable[[Bench, Report], Coroutine[Any, Any, None]],
-    outputs: list[str],
     as_json: bool,
 ) -> None:
-    from p2ptrain.cli.bench.report import check_targets
     from p2ptrain.cli.bench.runner import conduct
 
-    check_targets(outputs)
     run(conduct(report, lambda bench: work(bench, report)), children=True)
-    report.publish(outputs, as_json=as_json)
+    print_json(report.to_json()) if as_json else report.print()
     if not report.complete:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -390,5 +350,5 @@ def _check_backend(backend: str, *, plain: bool) -> None:
     if backend == "torch" and not plain:
         raise UserError(
             "--backend torch measures plain near connections only",
-            remedy="leave out --link, --tls, --codec, --streams and --sub-chunk",
+            remedy="leave out --link, --tls and --codec",
         )

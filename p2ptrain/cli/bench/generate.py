@@ -12,27 +12,26 @@ import asyncio
 import http.client
 import json
 import os
-import signal
 import time
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cli.bench.report import Case, Contender, Report, milliseconds, times
+from p2ptrain.cli.bench.report import Case, Contender, Report, times
 from p2ptrain.cli.bench.runner import Answer, Bench
 from p2ptrain.cli.inputs import is_model
 from p2ptrain.cli.local_cluster import LOOPBACK, LocalCluster, free_port
 from p2ptrain.core.errors import JobFailed, NetworkError, UserError
+from p2ptrain.core.texts import human_duration
 from roles.timed_model import text_after, write_timed_model
 
 # Round trip → goal for the time per token, for alpha .8, a pass of 50 ms and a draft of 5 ms.
 GOALS_MS = {0.0: 20.0, 20.0: 22.5, 80.0: 31.5, 200.0: 42.5}
 NEVER_SLOWER = 1.05
-HOP_GOAL_S, MEND_GOAL_S = 2e-3, 2.0
-"""For a split model: the time of a hop besides its link, and the pause in a text after the loss of a stage."""
+HOP_GOAL_S = 2e-3
+"""For a split model: the time of a hop besides its link."""
 PROMPTS = ("import os", "class Node:", "def read_file(path):", "for key, value in", "raise ValueError(")
 
 
@@ -45,8 +44,6 @@ class GeneratePlan:
         drafter: a smaller model's directory; empty: one that takes ``draft_s`` and is right as often as an alpha says,
             or none if the verifier is real.
         stages: workers that hold the verifier's model; 0: it is not split.
-        together: additionally measure so many texts at once; 0: do not.
-        kill: kill the drafter, or N of 2 N workers one after another, in the middle of a text.
     """
 
     verifier: str
@@ -58,8 +55,6 @@ class GeneratePlan:
     draft_s: float
     tokens: int
     texts: int
-    together: int
-    kill: bool
     threads: int
 
     @property
@@ -90,13 +85,11 @@ class GeneratePlan:
         drafter = Path(self.drafter).name or f"one that takes {1e3 * self.draft_s:g} ms"
         title = f"generate · {name}{split}" + (f" · drafter: {drafter}" if self.drafts else "")
         report = Report("generate", title, "tokens", "{:.1f}".format, asdict(self))
-        report.columns = {"faster": ("FASTER", times), "goal_s": ("GOAL", milliseconds)}
+        report.columns = {"faster": ("FASTER", times), "goal_s": ("GOAL", human_duration)}
         if self.is_timed:
-            report.columns["synchronous_s"] = ("IN TURNS", milliseconds)
+            report.columns["synchronous_s"] = ("IN TURNS", human_duration)
         if self.stages:
-            report.columns["rest_a_hop_s"] = ("REST A HOP", milliseconds)
-        if self.together:
-            report.columns["together_per_s"] = (f"{self.together} AT ONCE", "{:.1f}/s".format)
+            report.columns["rest_a_hop_s"] = ("REST A HOP", human_duration)
         report.notes.append(
             "time per token, from the request to the last; faster: than the verifier alone; every text was compared"
         )
@@ -117,15 +110,9 @@ class Text:
         """Time per token. It includes the pass over the prompt, as that of transformers does."""
         return (self.came_s[-1] - self.asked_s) / max(1, self.tokens)
 
-    def pause_s(self, since_s: float) -> float:
-        return max((later - before for before, later in pairwise(self.came_s) if later > since_s), default=0.0)
 
-
-def ask(port: int, body: Answer, on_piece: Callable[[int], None] = lambda number: None) -> Text:
-    """Request one text over HTTP. Blocks. ``on_piece`` is called with the number of pieces that have arrived.
-
-    Raises ``JobFailed``, ``NetworkError``.
-    """
+def ask(port: int, body: Answer) -> Text:
+    """Request one text over HTTP. Blocks. Raises ``JobFailed``, ``NetworkError``."""
     text = Text(asked_s=time.perf_counter())
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=120.0)
@@ -145,7 +132,6 @@ def ask(port: int, body: Answer, on_piece: Callable[[int], None] = lambda number
             if piece := "".join(choice.get("text", "") for choice in event.get("choices", ())):
                 text.text += piece
                 text.came_s.append(time.perf_counter())
-                on_piece(len(text.came_s))
     except (OSError, http.client.HTTPException) as error:
         raise NetworkError(f"a text broke off: {error}") from error
     finally:
@@ -162,20 +148,13 @@ class Peers:
         self.cluster, self.plan, self._port = cluster, plan, port
         self.model = ""
 
-    async def write(
-        self, number: int, speculate: str, tokens: int = 0, on_piece: Callable[[int], None] = lambda number: None
-    ) -> Text:
+    async def write(self, number: int, speculate: str, tokens: int = 0) -> Text:
         """Request text ``number``: even ones greedily; with real models odd ones are sampled."""
         prompt = f"TEXT {number}: " if self.plan.is_timed else PROMPTS[number % len(PROMPTS)]
         drawn = {"temperature": 0.8, "seed": number} if number % 2 and not self.plan.is_timed else {"temperature": 0}
         body = {"model": self.model, "prompt": prompt, "max_tokens": tokens or self.plan.tokens, **drawn}
-        work = asyncio.to_thread(ask, self._port, body | {"speculate": speculate}, on_piece)
+        work = asyncio.to_thread(ask, self._port, body | {"speculate": speculate})
         return await self.cluster.while_alive(work, needed=[self.cluster.seed, self.cluster.peers["verifier"]])
-
-    async def together(self, texts: int) -> float:
-        made = await asyncio.gather(*(self.write(number, "auto") for number in range(texts)))
-        began_s, ended_s = min(text.asked_s for text in made), max(text.came_s[-1] for text in made)
-        return sum(text.tokens for text in made) / (ended_s - began_s)
 
 
 @asynccontextmanager
@@ -187,8 +166,7 @@ async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], rou
     try:
         await cluster.start_seed()
         threads = ["--threads", str(plan.threads)]
-        for number in range(1, plan.stages * (2 if plan.kill else 1) + 1):  # a spare for each that is killed
-            await cluster.start_peer(f"worker-{number}", number, *threads, *link)
+        await cluster.start_workers(plan.stages, *threads, *link)
         if "drafter" in models:
             options = ("--role", "drafter", "--model", str(models["drafter"]), *threads, *link)
             await cluster.start_peer("drafter", 1, *options)
@@ -233,14 +211,6 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: Report) -> 
             report.cases.append(case)
             await _texts(bench, peers, case, rival.get("transformers", []))
             _conclude(plan, report, case)
-            if plan.together:
-                case.facts["together_per_s"] = await peers.together(plan.together)
-            if plan.kill:
-                case.facts["kills"] = [
-                    await _kill(bench, peers, case, victim)
-                    for victim in [f"worker-{number}" for number in range(1, peers.plan.stages + 1)] or ["drafter"]
-                ]
-                report.notes += [_told(kill, case.label) for kill in case.facts["kills"]]
 
 
 def _timed_models(root: Path, plan: GeneratePlan, alpha: float) -> dict[str, Path]:
@@ -301,35 +271,9 @@ def _conclude(plan: GeneratePlan, report: Report, case: Case) -> None:
         facts["rest_a_hop_s"] = rest_s = (case.contenders["alone"].median_s - whole_s - link_s) / hops
         verdict = "reached" if rest_s <= HOP_GOAL_S else "not reached"
         report.notes.append(
-            f"{case.label}: apart from computing and links a hop takes {milliseconds(rest_s)}; goal "
-            f"{milliseconds(HOP_GOAL_S)}: {verdict}"
+            f"{case.label}: apart from computing and links a hop takes {human_duration(rest_s)}; goal "
+            f"{human_duration(HOP_GOAL_S)}: {verdict}"
         )
-
-
-async def _kill(bench: Bench, peers: Peers, case: Case, victim: str) -> Answer:
-    bench.progress(f"{case.label}: {victim} is killed")
-    plan, child, killed_s = peers.plan, peers.cluster.peers[victim], 0.0
-    undisturbed = await peers.write(0, "auto")
-
-    def on_piece(number: int) -> None:
-        nonlocal killed_s
-        if number == max(1, len(undisturbed.came_s) // 2):
-            killed_s = time.perf_counter()
-            os.kill(child.process.pid, signal.SIGKILL)
-
-    text = await peers.write(0, "auto", on_piece=on_piece)
-    alone_s = case.contenders["alone"].median_s if case.contenders["alone"].seconds else text.token_s
-    prefill_s = undisturbed.came_s[0] - undisturbed.asked_s
-    found: Answer = {"victim": victim, "alike": text.text == undisturbed.text, "pause_s": text.pause_s(killed_s)}
-    found["limit_s"] = MEND_GOAL_S + prefill_s if plan.stages else 2 * alone_s
-    found["held"] = found["alike"] and found["pause_s"] <= found["limit_s"]
-    return found
-
-
-def _told(kill: Answer, label: str) -> str:
-    text = "the same text" if kill["alike"] else "ANOTHER TEXT"
-    limit = f"at most {milliseconds(kill['limit_s'])}: {'held' if kill['held'] else 'not held'}"
-    return f"{label}: {kill['victim']} was killed: {text}, a pause of {milliseconds(kill['pause_s'])}; {limit}"
 
 
 class Side:  # the orders that need torch

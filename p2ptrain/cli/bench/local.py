@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from configs.schema import Profile
 from p2ptrain.cli.bench.network import RingPlan, form_ring
-from p2ptrain.cli.bench.report import Case, Contender, Report, human_duration, human_size, per_cent, times
+from p2ptrain.cli.bench.report import Case, Contender, Report, per_cent, times
 from p2ptrain.cli.bench.runner import Answer, Bench
+from p2ptrain.core.texts import human_bytes, human_duration
 from roles.stand_in import StandInEngine
 
 STEP_S = 60.0  # a slow step, for deadlines
@@ -51,7 +52,7 @@ class LocalPlan:
         report = Report("local", title, "tokens", "{:,.0f}".format, settings)
         report.columns = {
             "computing": ("COMPUTING", per_cent),
-            "sent_bytes": ("SENT A STEP", human_size),
+            "sent_bytes": ("SENT A STEP", human_bytes),
         }
         return report
 

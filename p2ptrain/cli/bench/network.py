@@ -7,14 +7,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from p2ptrain.cli.bench.report import Case, Contender, Report, human_rate, human_size, per_cent, times
+from p2ptrain.cli.bench.report import Case, Contender, Report, human_rate, per_cent, times
 from p2ptrain.cli.bench.runner import Answer, Bench, Members, interleave, repeats_for
 from p2ptrain.cli.bench.sockets import make_credentials, peer_id
 from p2ptrain.core.errors import JobFailed
+from p2ptrain.core.texts import human_bytes
 from wire.emulate import preset_named
 
 BUDGET_S = 60.0
 """For the rounds of a whole run. Together with start, warm-up and checks it stays below 90 s."""
+PIECE_BYTES = 512 << 10
+"""Of the plain sockets' sends and receives. No other size was faster."""
 EPSILON = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
 
 
@@ -78,7 +81,6 @@ class AllReducePlan:
 
     Attributes:
         rounds: rounds of each size; 0: as many as the time allows.
-        piece_bytes: size of the plain sockets' sends and receives.
         torch: measure the ring as the backend p2p of torch.distributed.
     """
 
@@ -88,7 +90,6 @@ class AllReducePlan:
     item_bytes: int
     ring: RingPlan
     rounds: int
-    piece_bytes: int
     torch: bool = False
 
     @property
@@ -157,14 +158,14 @@ async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: Report) -
             await connect_sockets(bench, members, "sockets", tls=ring.tls)
             report.notes.append(
                 "sockets: the same bytes between the same processes, from one tensor into another, sent and received "
-                f"at the same time in pieces of {human_size(plan.piece_bytes)}; there is no answer, so this "
+                f"at the same time in pieces of {human_bytes(PIECE_BYTES)}; there is no answer, so this "
                 "limit does not include a small tensor's round trips"
             )
         report.notes.append("a time is that of the slowest member, after a barrier; bytes are those of the tensor")
         began = time.monotonic()
         for number, size_bytes in enumerate(plan.sizes):
             budget_s = (BUDGET_S - (time.monotonic() - began)) / (len(plan.sizes) - number)
-            case = Case(human_size(size_bytes), size_bytes, {name: Contender(title) for name, title in titles.items()})
+            case = Case(human_bytes(size_bytes), size_bytes, {name: Contender(title) for name, title in titles.items()})
             await _size(bench, members, plan, report, case, budget_s)
         worst = max(case.facts["relative_errors"][plan.ours] for case in report.cases)
         report.notes.append(
@@ -179,7 +180,7 @@ async def _size(
     size_bytes = int(case.amount)
     deadline_s = plan.operation_s(size_bytes)
     bench.progress(f"{case.label}: warming up")
-    how: Answer = {"dtype": plan.dtype, "codec": plan.ring.codec, "piece_bytes": plan.piece_bytes}
+    how: Answer = {"dtype": plan.dtype, "codec": plan.ring.codec, "piece_bytes": PIECE_BYTES}
     await members.all("prepare", numel=size_bytes // plan.item_bytes, seconds=deadline_s, **how)
     repeat = 1
 
@@ -251,5 +252,5 @@ async def measure_link(bench: Bench, rounds: int, report: Report) -> None:
 
             # In samples of 40 ms start and end are negligible. All contenders move the same bytes.
             how["total_bytes"] = max(1, math.floor(0.04 / await sample("plain one-way") * 64)) * piece_bytes
-            case = Case(human_size(piece_bytes), how["total_bytes"], contenders, {"buffer_bytes": piece_bytes})
+            case = Case(human_bytes(piece_bytes), how["total_bytes"], contenders, {"buffer_bytes": piece_bytes})
             await interleave(report, case, sample, rounds=rounds, budget_s=4.0, progress=bench.progress)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from p2ptrain.cli.bench.report import Case, Contender, Report, human_size, milliseconds, per_cent
+from p2ptrain.cli.bench.report import Case, Contender, Report, per_cent
 from p2ptrain.cli.bench.runner import Answer, Bench, Members, interleave
 from p2ptrain.cli.bench.sockets import peer_id
+from p2ptrain.core.texts import human_bytes, human_duration
 from p2ptrain.core.world import Network
 from ring.local import LocalMember, local_view
 from ring.schedule import Costs, Schedule, extended, gpipe, one_f_one_b, simulate
@@ -35,7 +36,6 @@ class PipelinePlan:
     backward_s: float
     steps: int
     payload_bytes: int
-    max_in_flight: int = 0
 
     @property
     def busy_s(self) -> float:
@@ -43,20 +43,19 @@ class PipelinePlan:
 
     def schedules(self, round_trips_s: list[float]) -> dict[str, Schedule]:
         """Contender → its schedule, for the measured round trips of the hops."""
-        caps = [self.max_in_flight] * self.stages if self.max_in_flight else []
         period_s = self.forward_s + self.backward_s
         return {
-            "extended": extended(self.micro_batches, round_trips_s, period_s, max_in_flight=caps),
-            "1f1b": one_f_one_b(self.stages, self.micro_batches, max_in_flight=caps),
+            "extended": extended(self.micro_batches, round_trips_s, period_s),
+            "1f1b": one_f_one_b(self.stages, self.micro_batches),
             "gpipe": gpipe(self.stages, self.micro_batches),
         }
 
     def report(self) -> Report:
         work = f"{self.micro_batches} micro-batches of {1e3 * self.forward_s:g} + {1e3 * self.backward_s:g} ms"
-        title = f"pipeline · {self.stages} stages · {work} · payloads of {human_size(self.payload_bytes)}"
+        title = f"pipeline · {self.stages} stages · {work} · payloads of {human_bytes(self.payload_bytes)}"
         report = Report("pipeline", title, "busy", "{:.3f}".format, asdict(self))
         report.columns = {
-            "found_s": ("FOUND", milliseconds),
+            "found_s": ("FOUND", human_duration),
             "ideal": ("IDEAL", lambda found: "/".join(f"{part:.3f}" for part in found)),
             "reached": ("EXTENDED OF IDEAL", per_cent),
         }

@@ -1,10 +1,7 @@
-"""The results of a benchmark: a table and a picture for people, JSON and CSV for programs."""
+"""The results of a benchmark: a table and a picture for people, JSON for programs."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import os
 import platform
 import shlex
@@ -15,15 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import psutil
 import typer
 
 import p2ptrain
-from p2ptrain.cli.output import print_json, print_table, printable
-from p2ptrain.core.errors import StorageError, UserError
+from p2ptrain.cli.output import print_table, printable
+from p2ptrain.core.texts import human_duration, three_digits
 from wire.records import percentile
 
 Shown = Callable[[Any], str]
@@ -160,28 +156,7 @@ class Report:
         text: str = plotext.build()
         return text if sys.stdout.isatty() else str(plotext.uncolorize(text))
 
-    def csv(self) -> str:
-        """One row a sample."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["benchmark", "case", "contender", "sample", "seconds", f"{self.unit}_per_s"])
-        for case in self.cases:
-            for name, each in case.contenders.items():
-                for number, seconds in enumerate(each.seconds):
-                    writer.writerow([self.benchmark, case.label, name, number, seconds, case.amount / seconds])
-        return text.getvalue()
-
-    def publish(self, outputs: Sequence[str], *, as_json: bool) -> None:
-        """Print the report, and write the files. Raises ``StorageError``."""
-        print_json(self.to_json()) if as_json else self._print()
-        for name in outputs:
-            text = self.csv() if name.endswith(".csv") else json.dumps(self.to_json(), indent=2) + "\n"
-            try:
-                Path(name).write_text(text, "utf-8")
-            except OSError as error:
-                raise StorageError(f"cannot write {name}: {error.strerror}", remedy="choose another") from error
-
-    def _print(self) -> None:
+    def print(self) -> None:
         typer.secho(self.title, bold=True)
         made = origin()
         torch = f" · torch {self.torch}" if self.torch else ""
@@ -198,14 +173,6 @@ class Report:
         for note in self.notes:
             for line in textwrap.wrap(note, screen_columns() - 2, initial_indent="· ", subsequent_indent="  "):
                 typer.echo(line)
-
-
-def check_targets(outputs: Sequence[str]) -> None:
-    """Check the output files before anything is measured. Raises ``UserError``."""
-    for name in outputs:
-        path = Path(name)
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise UserError(f"--output {name}: this is not a path for a file", remedy="name a file in a directory")
 
 
 def origin() -> dict[str, Any]:
@@ -237,25 +204,10 @@ def screen_columns() -> int:
     return min(120, shutil.get_terminal_size((80, 24)).columns) if sys.stdout.isatty() else 80
 
 
-def human_size(size_bytes: int) -> str:
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):  # such as "4 KiB"
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:.4g} {unit}"
-    return f"{size_bytes} B"
-
-
-def human_duration(seconds: float) -> str:
-    """Three digits and a unit: ``61.2 µs``, ``1.31 s``."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= factor:
-            return f"{_three(seconds / factor)} {unit}"
-    return f"{_three(seconds * 1e6)} µs"
-
-
 def human_spread(low_s: float, high_s: float) -> str:
     """Both ends in the unit of the upper one: ``55–80.1 µs``."""
     number, _, unit = human_duration(high_s).partition(" ")
-    return f"{_three(low_s / {'s': 1.0, 'ms': 1e-3, 'µs': 1e-6}[unit])}–{number} {unit}"
+    return f"{three_digits(low_s / {'s': 1.0, 'ms': 1e-3, 'µs': 1e-6}[unit])}–{number} {unit}"
 
 
 def human_rate(bytes_per_s: float) -> str:
@@ -269,14 +221,6 @@ def times(factor: float) -> str:
 
 def per_cent(part: float) -> str:
     return f"{100 * part:.1f} %"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
-
-
-def _three(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def mean(values: Sequence[float]) -> float:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from configs.schema import Profile
 from p2ptrain.cli.bench.network import RingPlan, form_ring, open_gloo
-from p2ptrain.cli.bench.report import Case, Contender, Report, human_duration, human_size, mean, per_cent, times
+from p2ptrain.cli.bench.report import Case, Contender, Report, mean, per_cent, times
 from p2ptrain.cli.bench.runner import Answer, Bench, Members
 from p2ptrain.core.errors import JobFailed
+from p2ptrain.core.texts import human_bytes, human_duration
 from ring.session import RingSession
 from ring.token import Flag, Token, difference, first_lineage, next_lineage
 from ring.view import shares
@@ -124,7 +125,7 @@ def conclude(report: Report, case: Case) -> None:
     facts["hidden"] = max(0.0, 1 - waited_s / under_way_s) if under_way_s else None
     notes = [
         f"communication: a step waits {human_duration(mean(ours.facts['exposed_s']))} for the ring after its backward "
-        f"pass; {human_size(facts['reduce_bytes'])} a step; hidden: the part that overlaps the backward pass"
+        f"pass; {human_bytes(facts['reduce_bytes'])} a step; hidden: the part that overlaps the backward pass"
     ]
     if (cost := facts["exact_to_usual_step"]) is not None:
         notes.append(f"exact sums: a step takes {cost:.2f} times as long as in the usual mode")

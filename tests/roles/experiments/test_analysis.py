@@ -56,7 +56,7 @@ def test_cells_and_words_follow_from_the_numbers() -> None:
     assert "same number of tokens, 1,000" in words
     best = made.to_json()["cells"][0]["measures"]["seconds_to_2"]
     assert best == {"mean": 10.0, "half_95": None, "runs": 1}
-    assert made.cells[0].shown(made.measures[0]) == "10 s, 1 of 3"
+    assert made.cells[0].shown(made.measures[0]) == "10.0 s, 1 of 3"
     # 2.1 ± 0.248 and 1.55 ± 0.635 overlap, although the samples do not.
     assert re.search(r"Validation loss: least with context = 128.*35.5 % more.*overlaps context = 64, batch = 4", words)
     apart = ROWS + [row("128", "4", n, val_loss=1.5 + n / 100) for n in range(3, 9)]
