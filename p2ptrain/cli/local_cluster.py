@@ -15,11 +15,13 @@ import socket
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from p2ptrain.cli.runtime import open_operator, operator
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import (
     ConnectionLost,
@@ -243,9 +245,10 @@ class LocalCluster:
             own += ["--data", texts[number - 1]] if texts else []
             await self.start_peer(f"worker-{number}", number, *options, *own)
 
-    async def connect(self) -> SeedClient:
-        from p2ptrain.cli.runtime import open_operator
+    def operator(self) -> AbstractAsyncContextManager[SeedClient]:
+        return operator((LOOPBACK, self.port), state=self.root)
 
+    async def connect(self) -> SeedClient:
         return (await open_operator((LOOPBACK, self.port), state=self.root))[1]
 
     async def joined(self, names: Collection[str]) -> None:
@@ -261,9 +264,8 @@ class LocalCluster:
 
         async def work() -> dict[str, R]:
             nonlocal there
-            client = await self.connect()
             try:
-                async with asyncio.timeout(THERE_S):
+                async with asyncio.timeout(THERE_S), self.operator() as client:
                     async for records in client.news():
                         newest.update({item.id: item for item in records if isinstance(item, kind)})
                         there = {key(item): item for item in newest.values()}
@@ -273,8 +275,6 @@ class LocalCluster:
             except TimeoutError:
                 text = f"{' and '.join(sorted(wanted - there.keys()))} did not {what} within {THERE_S:.0f} s"
                 raise JobFailed(text, remedy=f"see the logs in {self.logs}") from None
-            finally:
-                await client.close()
 
         return await self.while_alive(work(), needed=[self.seed, *self.peers.values()])
 
@@ -351,7 +351,7 @@ class JobObserver:
     """Follows a job across restarts of the seed, and keeps what the seed reports with the time of its arrival.
 
     Args:
-        connect: opens an operator's connection.
+        operator: opens an operator's connection.
 
     Attributes:
         rows, views, told: in order of arrival; a repeated row is kept once.
@@ -360,7 +360,7 @@ class JobObserver:
             worker's deadlines from it.
     """
 
-    def __init__(self, connect: Callable[[], Awaitable[SeedClient]]) -> None:
+    def __init__(self, operator: Callable[[], AbstractAsyncContextManager[SeedClient]]) -> None:
         self.job: JobInfo | None = None
         self.rows: list[Row] = []
         self.views: list[Seen] = []
@@ -368,7 +368,7 @@ class JobObserver:
         self.saved: dict[str, CheckpointInfo] = {}
         self.names: dict[str, str] = {}
         self.joined_rtt_ms: dict[tuple[str, float], float] = {}
-        self._connect = connect
+        self._operator = operator
         self._seen_rows: set[tuple[int, int]] = set()
         self._last_event = 0
         self._news = asyncio.Event()
@@ -413,19 +413,13 @@ class JobObserver:
     async def run(self, job: str) -> None:
         while True:
             try:
-                client = await self._connect()
+                async with self._operator() as client:
+                    async for records in client.news():
+                        for item in records:
+                            self.take(job, item, time.monotonic())
+                        self.wake()
             except P2PTrainError:
                 await asyncio.sleep(AGAIN_S)
-                continue
-            try:
-                async for records in client.news():
-                    for item in records:
-                        self.take(job, item, time.monotonic())
-                    self.wake()
-            except P2PTrainError:
-                await asyncio.sleep(AGAIN_S)
-            finally:
-                await client.close()
 
     def take(self, job: str, item: Record, now: float) -> None:
         match item:

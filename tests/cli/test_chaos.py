@@ -220,7 +220,7 @@ def job(generation: int, members: list[str], state: str = "running") -> dict[str
     return known | {"id": "j", "state": state, "generation": generation, "members": members}
 
 
-async def nobody() -> Any:
+def nobody() -> Any:
     raise AssertionError("no seed in this test")
 
 

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,9 +136,6 @@ class Seed:
         for update in self._updates:
             yield update
 
-    async def close(self) -> None:
-        pass
-
 
 async def test_a_peer_that_went_away_again_has_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = LocalCluster(tmp_path, 1)
@@ -145,10 +143,7 @@ async def test_a_peer_that_went_away_again_has_not_joined(tmp_path: Path, monkey
     one, two = (PeerInfo(name, name, ["worker"], "cpu", "idle", "", 0.0) for name in ("one", "two"))
     seed = Seed([one], [replace(one, state="left")], [two])
 
-    async def connect() -> Seed:
-        return seed
-
-    monkeypatch.setattr(cluster, "connect", connect)
+    monkeypatch.setattr(cluster, "operator", lambda: nullcontext(seed))
     await cluster.joined(["one"])
     with pytest.raises(ConnectionLost):
         await cluster.joined(["one", "two"])

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,14 +27,12 @@ from p2ptrain.cli.chaos.judge import Action, InjectedFault, Report, Verdict
 from p2ptrain.cli.chaos.proxy import Proxy
 from p2ptrain.cli.local_cluster import LOOPBACK, Child, JobObserver, LocalCluster, Row, free_port, threads_each
 from p2ptrain.cli.output import Console
-from p2ptrain.cli.runtime import operator
 from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
 from p2ptrain.core.checkpoints import CheckpointStore, verify_checkpoint
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError
 from ring.detector import beat_defaults
 from roles.seed.events import INTERVAL_S
-from wire.client import SeedClient
 
 PATIENCE_S = 180.0
 """Time limit for a step, or for all workers to be members again. The seed waits 30 s for a silent peer, and as long for
@@ -154,9 +152,6 @@ class Cluster:
     _expected: set[int] = field(default_factory=set)  # pids whose end is expected
     _sessions: set[int] = field(default_factory=set)
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
-
-    def operator(self) -> AbstractAsyncContextManager[SeedClient]:
-        return operator((LOOPBACK, self.local.port), state=self.local.root)
 
     async def start_seed(self) -> None:
         self._watch(await self.local.start_seed())
@@ -407,7 +402,7 @@ class Faults:
 
     async def _save(self) -> None:
         with suppress(P2PTrainError):
-            async with self.cluster.operator() as client:
+            async with self.cluster.local.operator() as client:
                 await client.tell_job(self.observer.job.id if self.observer.job else "", "save")
 
     async def _recovery(self, injected: InjectedFault, first_row: int) -> None:
@@ -546,15 +541,13 @@ class Run:
     async def _cluster(self, root: Path) -> AsyncIterator[tuple[Cluster, JobObserver, str]]:
         plan = self.plan
         local, threads = LocalCluster(root, tls=plan.tls), plan.profile.device.threads or threads_each(plan.workers)
-        observer = JobObserver(local.connect)
+        observer = JobObserver(local.operator)
         cluster = Cluster(local, plan.workers, threads, observer.wake, plan.attack_of)
         self.clusters.append(cluster)
         await cluster.start_seed()
-        client = await local.connect()
         name = Path(plan.profile_name).stem
-        order = {"name": name, "profile": name, "spec": plan.profile.to_spec()}
-        job = str((await client.request("jobs.create", order))["job"])
-        await client.close()
+        async with local.operator() as client:
+            job = await client.create_job(name, name, plan.profile.to_spec())
         observing = asyncio.create_task(observer.run(job))
         try:
             for number in range(1, plan.workers + 1):
@@ -603,7 +596,7 @@ class Run:
     async def _recorded(self, cluster: Cluster, observer: JobObserver, job: str) -> list[Verdict]:
         """Judge what the seed has on record of the job."""
         try:
-            async with cluster.operator() as client:
+            async with cluster.local.operator() as client:
                 found = await audit(client, job, self.plan.profile, lambda step, of: None)
                 last = observer.step  # the job continues while its record is read
                 steps = [row.step async for row in client.all_metrics(job)]
