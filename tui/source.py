@@ -58,14 +58,12 @@ class SeedSource:
         self._watched = ""
         self._watch_changed = asyncio.Event()
         self._synced: set[str] = set()  # jobs whose history this connection has fetched
-        self._resume: dict[str, tuple[int, int]] = {}  # job → its generation, and the step to continue from
 
     def watch(self, job: str) -> None:
         if job == self._watched:
             return
         if job not in self.store.series:  # never fetched, or dropped to make room for others
             self._synced.discard(job)
-            self._resume.pop(job, None)
         self._watched = job
         self._watch_changed.set()
 
@@ -106,7 +104,7 @@ class SeedSource:
             problem = first_error(errors)
         finally:
             self._client = None
-            self._note_how_far()
+            self._synced.clear()
         return problem
 
     async def _follow(self, client: SeedClient) -> None:
@@ -149,21 +147,9 @@ class SeedSource:
                 await self._watch_changed.wait()
 
     async def _load_history(self, client: SeedClient, job: str) -> None:
-        generation, after = self._resume.get(job, (0, -1))
-        known = self.store.jobs.get(job)
-        if known is None or known.generation != generation:
-            after = -1  # it may have been restored from a checkpoint meanwhile
         try:
-            async for row in client.all_metrics(job, after):
+            async for row in client.all_metrics(job):
                 self.store.take(row, self._clock.now())
-                self._resume[job] = (known.generation if known else 0, row.step)
         except Refused as error:  # the job was forgotten
             self._note(error)
         self._synced.add(job)
-
-    def _note_how_far(self) -> None:
-        for job in self._synced:
-            if job in self.store.jobs and job in self.store.series:
-                self._resume[job] = (self.store.jobs[job].generation, self.store.series[job].last_step)
-        self._synced.clear()
-        self._resume = {job: place for job, place in self._resume.items() if job in self.store.jobs}

@@ -195,12 +195,13 @@ class SeedRequests(ABC):
             raise ProtocolError("the seed sent metrics that are not in order of step")
         return rows
 
-    async def all_metrics(self, job: str, after_step: int = -1) -> AsyncIterator[MetricRow]:
-        """All later steps of a job that are on record, in order."""
-        while page := await self.metrics(job, after_step, PAGE):
+    async def all_metrics(self, job: str) -> AsyncIterator[MetricRow]:
+        """All steps of a job that are on record, in order."""
+        after = -1
+        while page := await self.metrics(job, after, PAGE):
             for row in page:
                 yield row
-            after_step = page[-1].step
+            after = page[-1].step
 
     async def events(self, after_id: int, limit: int) -> list[EventInfo]:
         """The next events; for a negative ``after_id``, so many of the newest ones."""

@@ -9,7 +9,7 @@ import typer
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import confirm, number, print_json, print_table, printable
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
-from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.texts import human_bytes, layers_text
 from wire.address import how_to_join
 
 if TYPE_CHECKING:
@@ -157,19 +157,15 @@ def _rows(chain: Chain) -> list[tuple[str, ...]]:
     return rows + [_row(name, part, "in no chain") for part in chain.beside]
 
 
-def _layers(start: int, stop: int, layers: int) -> str:
-    return f"{start}-{stop - 1} of {layers}" if stop - start > 1 else f"{start} of {layers}"
-
-
 def _missing(name: str, chain: Chain, gap: Gap) -> tuple[str, ...]:
     why = "no part fits this gap" if gap.held else "nobody holds these layers"
-    return (name, _layers(gap.start, gap.stop, chain.layers), *(["-"] * (len(COLUMNS) - 3)), why)
+    return (name, f"{layers_text(gap.start, gap.stop)} of {chain.layers}", *(["-"] * (len(COLUMNS) - 3)), why)
 
 
 def _row(name: str, part: PartInfo, note: str) -> tuple[str, ...]:
     return (
         name,
-        _layers(part.start, part.stop, part.layers),
+        f"{layers_text(part.start, part.stop)} of {part.layers}",
         part.peer_name,
         part.dtype,
         human_bytes(part.used_bytes),

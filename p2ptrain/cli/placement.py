@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from p2ptrain.cli.output import number, print_table, printable
-from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.texts import human_bytes, layers_text
 from ring.placement import Placement
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
@@ -48,7 +48,7 @@ def print_placement(placement: Placement) -> None:
     rows = [
         (
             stage.peer.name,
-            f"{stage.start}–{stage.stop - 1}" if stage.stop - stage.start > 1 else str(stage.start),
+            layers_text(stage.start, stage.stop),
             human_bytes(stage.weights_bytes),
             human_bytes(stage.cache_bytes),
             human_bytes(stage.peer.memory_bytes),
@@ -99,7 +99,7 @@ def print_plan(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> None:
         (
             str(stage.stage),
             ", ".join(stage.names),
-            f"{stage.start}–{stage.stop - 1}" if stage.stop - stage.start > 1 else str(stage.start),
+            layers_text(stage.start, stage.stop),
             human_bytes(stage.weights_bytes),
             human_bytes(stage.need_bytes),
             human_bytes(stage.limit_bytes) if stage.limit_bytes else "-",

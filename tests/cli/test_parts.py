@@ -47,9 +47,9 @@ def test_parts_for_people(command: Command, fake_seed: Any) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     header, first, last = outcome.out.splitlines()
     assert header.split()[:4] == ["MODEL", "LAYERS", "HELD", "BY"]
-    assert first.split() == ["llama", "0-11", "of", "28", "laptop�[31m", "bfloat16", "3.5", "GiB", "8.0", "GiB", "2",
+    assert first.split() == ["llama", "0–11", "of", "28", "laptop�[31m", "bfloat16", "3.5", "GiB", "8.0", "GiB", "2",
                              "4.21", "62%", "1,234.6", "6.0", "KiB"]  # fmt: skip
-    assert last.split() == ["llama", "12-27", "of", "28", "attic", "bfloat16", "3.5", "GiB", "8.0", "GiB", "2",
+    assert last.split() == ["llama", "12–27", "of", "28", "attic", "bfloat16", "3.5", "GiB", "8.0", "GiB", "2",
                             "9.00", "62%", "1,234.6", "-", "slowest"]  # fmt: skip
     assert fake_seed.asked == [("parts.list", {})]
 
@@ -59,7 +59,7 @@ def test_what_is_missing_and_what_is_left_over_has_a_line(command: Command, fake
     fake_seed.answers["parts.list"] = told(LAST, spare, dataclasses.replace(FIRST, stop=10))
     lines = command("parts").out.splitlines()
     assert [" ".join(line.split()[1:4]) for line in lines[1:]] == [
-        "0-9 of 28", "10-11 of 28", "12-27 of 28", "4 of 28",
+        "0–9 of 28", "10–11 of 28", "12–27 of 28", "4 of 28",
     ]  # fmt: skip
     assert lines[2].rstrip().endswith("nobody holds these layers")
     assert "spare" in lines[4]
