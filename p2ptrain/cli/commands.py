@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
 
@@ -67,37 +64,7 @@ def no_such(kind: str, name: str, near: Sequence[str], path: str) -> UserError:
 def new_typer(**settings: Any) -> typer.Typer:
     """A ``Typer`` with plain help (Rich would double the start-up time). ``main`` handles its errors."""
     fixed: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
-    return _Typer(**fixed, **{"cls": Group, "add_completion": False, **settings})
-
-
-class _Typer(typer.Typer):
-    """Its commands that take a ``seed`` also take ``--state``."""
-
-    def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
-        register = super().command(*args, **settings)
-        return lambda function: register(takes_state(function))
-
-
-def takes_state(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the option ``--state DIR`` to a command with a ``SeedOption``, which then is ``@DIR`` (``access``)."""
-    signature = inspect.signature(command, eval_str=True)
-    if not isinstance(getattr(signature.parameters.get("seed"), "default", None), str):
-        return command
-
-    @wraps(command)
-    def called(*, state: Path | None, **given: Any) -> None:
-        from p2ptrain.cli.runtime import check_state
-
-        command(**given if state is None else given | {"seed": check_state(state, given["seed"])})
-
-    option = Annotated[
-        Path | None, typer.Option("--state", metavar="DIR", help="The --state of a seed that runs here.")
-    ]
-    parameter = inspect.Parameter("state", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
-    parameters = [*signature.parameters.values(), parameter]
-    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {each.name: each.annotation for each in parameters}
-    return called
+    return typer.Typer(**fixed, **{"cls": Group, "add_completion": False, **settings})
 
 
 _RUN, _WATCH, _USE = "Run a cluster", "Watch and control it", "Use it"

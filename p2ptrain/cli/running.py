@@ -93,7 +93,7 @@ def the_running_seed(state: Path | None = None) -> tuple[str, int]:
     if len(found) > 1:
         raise UserError(
             f"{len(found)} seeds of yours run on this machine: {_listed(found)}",
-            remedy="name one of them with --state DIR or --seed ADDRESS",
+            remedy="name one of them: --seed @DIR, its --state, or --seed ADDRESS",
         )
     return found[0].address if found else ("127.0.0.1", DEFAULT_PORT)
 

@@ -206,7 +206,7 @@ def seed_option(seed: str) -> str:
     if seed in ("", os.environ.get(SEED_VARIABLE)):
         return ""
     if seed.startswith("@"):
-        return f" --state {quote(seed[1:])}" if Path(seed[1:]).is_dir() else f" --seed {quote(seed)}"
+        return f" --seed {quote(seed)}"
     return f" --seed {','.join(map(shown_address, read_targets(seed)))}"
 
 
@@ -222,17 +222,6 @@ def is_text(text: str) -> str:
     except UnicodeEncodeError:
         raise typer.BadParameter("it is not UTF-8 text") from None
     return text
-
-
-def check_state(state: Path, seed: str) -> str:
-    """The seed that ``--state`` names. Raises ``UserError`` if there is no directory, or ``--seed`` is typed too."""
-    from p2ptrain.core.errors import UserError
-
-    if seed not in ("", os.environ.get(SEED_VARIABLE)):
-        raise UserError("--seed and --state exclude each other", remedy="leave one of them out")
-    if not state.is_dir():
-        raise UserError(f"--state {state} is no directory", remedy="name the --state of a seed that runs here")
-    return f"@{state}"
 
 
 def not_empty(text: str) -> str:

@@ -298,11 +298,11 @@ def _tell(
             console.event("info", f"its keys, one to read and one for operators, are in: {files}")
         if place.certify is not None:
             console.event("info", f"its certificate is signed by: {root / 'seed' / 'authority' / 'ca.pem'}")
-    only = "" if root == default_state_dir().absolute() else f" --state {quote(str(root))}"
-    console.event("info", f"on this machine, watch with: p2ptrain tui{only}")
+    only = "" if root == default_state_dir().absolute() else quote(f"@{root}")
+    console.event("info", f"on this machine, watch with: p2ptrain tui {only}".rstrip())
     console.event("info", f"on this machine, join with:  p2ptrain join {here}")
     if not is_loopback(host):
-        ticket = f"p2ptrain ticket new --operator{only}"
+        ticket = "p2ptrain ticket new --operator" + f" --seed {only}" * bool(only)
         console.event("info", f"elsewhere, watch with:       p2ptrain tui TICKET   (`{ticket}`, here, prints one)")
         console.event("info", "elsewhere, join with this line, which holds a ticket for workers and is a secret:")
     if tickets:

@@ -125,7 +125,7 @@ def tui(
     Examples:
       p2ptrain tui
       p2ptrain tui 192.168.1.20:7337/EJd0…
-      p2ptrain tui --state ./run
+      p2ptrain tui @./run
     """
     if not at_terminal():
         raise UserError(

@@ -63,7 +63,7 @@ async def watched(seed: str, job: str, console: Console) -> dict[str, Any]:
                 followed = followed or JobProgress(info, console)
                 await _follow(client, followed, console)
                 return summed_up(followed.info.id, followed.info, await newest_saved(client, followed.info.id))
-        except (NetworkError, UserError) as problem:  # with --state, no seed runs there now
+        except (NetworkError, UserError) as problem:  # a UserError: of @DIR, whose seed is away
             if followed is None:
                 raise
             console.progress(f"waiting for the seed: {problem.message}")

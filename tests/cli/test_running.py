@@ -63,13 +63,13 @@ def test_of_several_one_must_be_named(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_commands_ask_it(command: Command, fake_seed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_seed.answers["jobs.list"] = {"jobs": []}
     host, _, port = fake_seed.address.rpartition(":")
-    monkeypatch.setenv("P2PTRAIN_SEED", "127.0.0.1:1")  # a typed --state wins
+    monkeypatch.setenv("P2PTRAIN_SEED", "127.0.0.1:1")  # a typed --seed wins
     with announced((host, int(port)), tmp_path):
-        assert command("jobs", "list", "--state", str(tmp_path), "--json").json == {"jobs": []}
+        assert command("jobs", "list", "--seed", f"@{tmp_path}", "--json").json == {"jobs": []}
         monkeypatch.setenv("P2PTRAIN_SEED", "")
         assert command("jobs", "list", "--json").json == {"jobs": []}
-    outcome = command("jobs", "list", "--state", str(tmp_path), "--seed", "127.0.0.1", "--json")
-    assert (outcome.code, "exclude each other" in outcome.err, list(outcome.json)) == (2, True, ["error"])
+    outcome = command("jobs", "list", "--seed", f"@{tmp_path}", "--json")
+    assert (outcome.code, "no seed of yours" in outcome.err, list(outcome.json)) == (2, True, ["error"])
 
 
 def test_without_peers_the_hint_names_the_address_or_the_ticket(command: Command, fake_seed: Any) -> None:
