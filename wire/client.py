@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Self, TypeVar
@@ -91,6 +91,14 @@ class PendingCalls:
             if not answer.done():
                 error = ConnectionLost(why.message, remedy=why.remedy) if why else ConnectionLost(f"{whom} is gone")
                 answer.set_exception(error)
+
+
+async def answer_to(request: Request, result: Awaitable[dict[str, Any]]) -> Response:
+    try:
+        return Response(request.id, await result)
+    except P2PTrainError as problem:
+        code = problem.code if isinstance(problem, Refused) else "failed"
+        return Response(request.id, {}, code, problem.message, problem.remedy)
 
 
 R = TypeVar("R", bound=Record)

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from roles.background import Background
-from roles.line import QUIET_S, Line
+from roles.line import DIAL_S, QUIET_S, Line
+from roles.seed.peers import host_seen_from
 from wire.address import is_loopback
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartLoading, Sampled
 from wire.client import PendingCalls
@@ -55,6 +56,28 @@ class Context:
     silence_s: float = 2.0
     role: str = "operator"
 
+    async def dial(
+        self, at: PeerAt, purpose: str, *, role: str = "worker", job: str = "", timeout_s: float = DIAL_S
+    ) -> Connection:
+        """Connect to another peer. A loopback address means the seed's machine. Raises as ``wire.handshake.dial``."""
+        hello = local_hello(peer_id=self.peer_id, name=self.name, roles=[self.role], purpose=purpose, job=job)
+        host = self.seed_host if is_loopback(at.host) else at.host
+        connection, _ = await dial(
+            self.world.network, host, at.port, hello, timeout_s=timeout_s, expect_peer=at.peer_id, expect_role=role
+        )
+        return connection
+
+
+class PeerAt(Protocol):
+    """Where a peer is: ``WorkerAt``, or ``DrafterAt``."""
+
+    @property
+    def peer_id(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerAt:
@@ -66,16 +89,9 @@ class WorkerAt:
     port: int
     device: str = ""
 
-    def dialled(self, seed_host: str) -> str:
-        """The host at which this client dials it. A loopback address means the seed's machine."""
-        return seed_host if is_loopback(self.host) else self.host
-
-    def seen_from(self, other: WorkerAt) -> str:
-        """The host that ``other`` dials; empty: the seed's machine."""
-        return "" if is_loopback(self.host) and not is_loopback(other.host) else self.host
-
     def address_for(self, other: WorkerAt) -> dict[str, Any]:
-        return {"peer": self.peer_id, "host": self.seen_from(other), "port": self.port}
+        """The address that ``other`` dials. An empty host: the seed's machine."""
+        return {"peer": self.peer_id, "host": host_seen_from(other.host, self.host), "port": self.port}
 
 
 class Peer:
@@ -112,17 +128,7 @@ class Peer:
     @classmethod
     async def dial(cls, context: Context, worker: WorkerAt, *, timeout_s: float) -> Self:
         """Connect to the worker. Raises as ``wire.handshake.dial``."""
-        hello = local_hello(peer_id=context.peer_id, name=context.name, roles=[context.role], purpose="chain")
-        connection, _ = await dial(
-            context.world.network,
-            worker.dialled(context.seed_host),
-            worker.port,
-            hello,
-            timeout_s=timeout_s,
-            expect_peer=worker.peer_id,
-            expect_role="worker",
-        )
-        return cls(context, worker, connection)
+        return cls(context, worker, await context.dial(worker, "chain", timeout_s=timeout_s))
 
     @property
     def name(self) -> str:

@@ -24,8 +24,6 @@ from roles.model_table import FILE
 from roles.seed.links import measured_untrusted
 from roles.worker.model_loading import ModelReceiver, give
 from wire.address import parse_address
-from wire.connection import Connection
-from wire.handshake import dial, local_hello
 from wire.records import ABSENT_STATES, PeerInfo
 from wire.schema import Bound, Count, Id, Record
 
@@ -84,7 +82,7 @@ async def local_model(context: Context, directory: Path) -> Model:
 @asynccontextmanager
 async def giving(context: Context, source: ModelDirectory, worker: WorkerAt) -> AsyncIterator[None]:
     """Send this client's copy of a model to ``worker`` within the block. Raises as ``wire.handshake.dial``."""
-    connection = await _dialled(context, worker, "give", source.model)
+    connection = await context.dial(worker, "give", job=source.model)
     connection.tune_for_bulk()
     async with _disk(context) as disk:
         task = asyncio.create_task(give(connection, source, disk), name=f"give to {worker.name}")
@@ -101,19 +99,11 @@ async def giving(context: Context, source: ModelDirectory, worker: WorkerAt) -> 
 async def _receiving(context: Context, model: Model) -> AsyncIterator[ModelReceiver]:
     if model.sender is None:
         raise UserError(f"no peer offers {model.name}", remedy="give its directory")
-    connection = await _dialled(context, model.sender, "model", model.id)
+    connection = await context.dial(model.sender, "model", job=model.id)
     async with _disk(context) as disk:
         receiver = ModelReceiver(context.world.clock.now, model.id, disk)
         async with receiver.taking(connection, model.sender.name):
             yield receiver
-
-
-async def _dialled(context: Context, worker: WorkerAt, purpose: str, job: str) -> Connection:
-    hello = local_hello(peer_id=context.peer_id, name=context.name, roles=[context.role], purpose=purpose, job=job)
-    host = worker.dialled(context.seed_host)
-    network = context.world.network
-    connection, _ = await dial(network, host, worker.port, hello, timeout_s=5.0, expect_peer=worker.peer_id)
-    return connection
 
 
 @asynccontextmanager
@@ -419,8 +409,8 @@ class WorkerPool:
         wanted = [self.peers[other].worker for other in others if here < other and (here, other) not in self.links]
         if not wanted:
             return
-        peers = [{"id": each.peer_id, "host": each.seen_from(me.worker), "port": each.port} for each in wanted]
-        params = {"peers": peers, "deadline_s": measure_s - 0.5}  # 0.5 s remain for the answers
+        # 0.5 s remain for the answers.
+        params = {"peers": [each.address_for(me.worker) for each in wanted], "deadline_s": measure_s - 0.5}
         try:
             answer = await me.ask("links.measure", params, timeout_s=measure_s)
             found = measured_untrusted(answer, {each.peer_id for each in wanted})

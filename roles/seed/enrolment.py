@@ -14,12 +14,11 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, R
 from p2ptrain.core.world import Clock
 from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, MAX_USES, ROLES, Authority, TicketRecord
 from roles.seed.operator_api import Params, Result
-from roles.seed.peers import clipped, say
+from roles.seed.peers import say
 from wire.address import NONCE_BYTES, Ticket, format_address, parse_address, to_dial, verify_proof
 from wire.connection import Connection, last_word
-from wire.enrol import RENEW
 from wire.handshake import HANDSHAKE_TIMEOUT_S
-from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, Hello, RefusalCode, Refuse, Request, Response
+from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, Hello, RefusalCode, Refuse
 
 MAX_HOST_CHARS = 255
 SHORTEST_TICKET_S = 1.0
@@ -119,14 +118,6 @@ class EnrolmentPolicy:
             raise ProtocolError("the certificate request is not valid base64") from None
         certificate_der = await authority.renew(identity, csr_der, self._clock.wall())
         return {"certificate": base64.b64encode(certificate_der).decode()}
-
-    async def answer(self, request: Request, connection: Connection) -> Response:
-        try:
-            if request.method != RENEW:
-                raise Refused("unknown-method", f"a worker may not ask for {clipped(request.method, 80)!r}")
-            return Response(request.id, await self.renew(request.params, connection))
-        except Refused as problem:
-            return Response(request.id, {}, problem.code, problem.message, problem.remedy)
 
     # ---------------------------------------------------------------------------------------- what operators may ask
 

@@ -13,13 +13,15 @@ import asyncio
 import math
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.world import Clock
 from ring.order import LinkQuality, Links
 from roles.background import started_in
 from roles.seed.peers import Link, host_seen_from
+from wire.schema import Bound, Id, instance_untrusted
 
 START_S = 2.0
 """Longest wait of a job's start for measurements."""
@@ -30,7 +32,6 @@ FRESH_S = 300.0
 MAX_AT_ONCE = 16
 """Limit of peers in one request. Workers accept no more."""
 MAX_PAIRS = 128 * 128
-MIN_BPS, MAX_BPS = 1e2, 1e14
 
 CAPABILITY = "measures"
 """Capability in the ``Hello`` of a worker that can measure links."""
@@ -151,7 +152,7 @@ class Survey:
 
     async def _ask(self, link: Link, others: Sequence[Link], timeout_s: float) -> None:
         peers = [
-            {"id": other.id, "host": host_seen_from(link.host, other.host), "port": other.port} for other in others
+            {"peer": other.id, "host": host_seen_from(link.host, other.host), "port": other.port} for other in others
         ]
         params = {"peers": peers, "deadline_s": timeout_s - ANSWER_S}
         with suppress(P2PTrainError):
@@ -161,25 +162,24 @@ class Survey:
             self._changed([link.id, *found])
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredLink:
+    peer: Id
+    latency_s: Annotated[float, Bound(0, 60)]
+    bandwidth_bps: Annotated[float, Bound(1e2, 1e14)] | None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLinks:
+    """A worker's answer to ``links.measure``."""
+
+    links: Annotated[list[MeasuredLink], Bound(0, MAX_AT_ONCE)]
+
+
 def measured_untrusted(result: dict[str, Any], asked: Collection[str]) -> dict[str, LinkQuality]:
     """Parse a worker's answer: peer id → quality of the link to it. Raises ``ProtocolError`` if it is invalid."""
-    links = result.get("links")
-    if not isinstance(links, list) or len(links) > len(asked):
-        raise ProtocolError("the answer to links.measure is not a list of at most one link for each peer")
-    found: dict[str, LinkQuality] = {}
-    for item in links:
-        if not isinstance(item, list) or len(item) != 3:
-            raise ProtocolError("a measured link is not a list of a peer, a latency and a bandwidth")
-        peer_id, latency_s, bandwidth_bps = item
-        if not isinstance(peer_id, str) or peer_id not in asked or peer_id in found:
-            raise ProtocolError(f"unrequested or repeated link to peer {str(peer_id)[:40]!r}")
-        if not _within(latency_s, 0, 60.0):
-            raise ProtocolError(f"invalid latency to peer {peer_id}: it must be 0 to 60 s")
-        if bandwidth_bps is not None and not _within(bandwidth_bps, MIN_BPS, MAX_BPS):
-            raise ProtocolError(f"invalid bandwidth to peer {peer_id}: it must be {MIN_BPS:g} to {MAX_BPS:g} bit/s")
-        found[peer_id] = LinkQuality(latency_s, bandwidth_bps)
+    links = instance_untrusted(MeasuredLinks, result, lenient=True).links
+    found = {link.peer: LinkQuality(link.latency_s, link.bandwidth_bps) for link in links}
+    if len(found) < len(links) or not found.keys() <= set(asked):
+        raise ProtocolError("a measured link was not requested, or is repeated")
     return found
-
-
-def _within(value: object, least: float, most: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most

@@ -31,6 +31,7 @@ from roles.seed.peers import NAME_CHARS, Link, clipped, did_you_mean
 from roles.seed.serving import part_infos
 from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
 from roles.training_shape import training_of
+from wire.client import answer_to
 from wire.connection import Connection
 from wire.enrol import RENEW
 from wire.job_messages import MAX_STAGES
@@ -206,9 +207,9 @@ class OperatorApi:
                 request = received.message
                 if not isinstance(request, Request):
                     raise ProtocolError(f"unexpected message {type(request).__name__} from an operator")
-                if request.method == "subscribe" and feed is None:
-                    connection.send(Response(request.id, {}))
-                    feed = asyncio.create_task(self._watch(connection), name="feed")
+                if request.method == "subscribe":
+                    connection.send(Response(request.id))
+                    feed = feed or asyncio.create_task(self._watch(connection), name="feed")
                 elif request.method in _SLOW:  # answers to other requests show the operator that the seed is alive
                     if slow is not None:
                         await slow
@@ -228,18 +229,14 @@ class OperatorApi:
 
     async def answer(self, request: Request, connection: Connection | None = None) -> Response:
         """``connection``: None if it comes from this process, which asks nothing about a connection."""
-        if request.method == "subscribe":
-            return Response(request.id, {})  # it is subscribed already
+        return await answer_to(request, self._result(request, connection))
+
+    async def _result(self, request: Request, connection: Connection | None) -> Result:
         method = self._methods.get(request.method)
-        try:
-            if method is None:
-                raise Refused("unknown-method", f"there is no request {clipped(request.method, 80)!r}"
-                              + did_you_mean(request.method, self._methods))  # fmt: skip
-            return Response(request.id, await method(request.params, connection))
-        except Refused as problem:
-            return Response(request.id, {}, problem.code, problem.message, problem.remedy)
-        except P2PTrainError as problem:
-            return Response(request.id, {}, "failed", problem.message, problem.remedy)
+        if method is None:
+            hint = did_you_mean(request.method, self._methods)
+            raise Refused("unknown-method", f"there is no request {clipped(request.method, 80)!r}{hint}")
+        return await method(request.params, connection)
 
     async def _watch(self, connection: Connection) -> None:
         seed = self._seed

@@ -39,11 +39,12 @@ from roles.seed.peers import (
     say,
     say_last,
 )
-from roles.seed.serving import ASKED_BY_VERIFIERS, Services, infos_of, part_infos
+from roles.seed.serving import ASKED_BY, Services, infos_of, part_infos
 from roles.seed.store import TERM_FACT, JobRecord, Records, Store
 from wire.address import format_address, is_loopback, to_dial
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
+from wire.enrol import RENEW
 from wire.handshake import PERMITTED, dial, local_hello, local_welcome
 from wire.job_messages import CheckpointSaved, LedgerRows, Release, Report, StepMetrics, ViewAnnounced
 from wire.messages import (
@@ -343,10 +344,11 @@ class Seed:
                     await self.store.flush()
             case Response():
                 link.calls.answered(message)
-            case Request() if link.role == "verifier" and message.method in ASKED_BY_VERIFIERS:
-                link.say(await self.operator_api.answer(message, link.connection))
+            case Request() if message.method not in ASKED_BY.get(link.role, {RENEW}):
+                text = f"a {link.role} may not ask for {clipped(message.method, 80)!r}"
+                link.say(Response(message.id, {}, "unknown-method", text))
             case Request():
-                link.say(await self.gate.answer(message, link.connection))
+                link.say(await self.operator_api.answer(message, link.connection))
             case Serving() if link.role in ("verifier", "drafter"):
                 self.services.told(link, message)
             case _ if link.trains:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from p2ptrain.core.errors import ProtocolError
 from roles.seed.peers import NAME_CHARS, Link, clipped, host_seen_from
 from wire.chain_messages import HeldPart, PartsHeld
+from wire.enrol import RENEW
 from wire.messages import EventNotice
 from wire.records import PartInfo, ServingInfo
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
@@ -35,8 +36,9 @@ def _info(peer: str, peer_name: str, part: HeldPart) -> PartInfo:
     return PartInfo(id=f"{peer}/{part.part}", peer=peer, peer_name=peer_name, **asdict(part) | shown)
 
 
-ASKED_BY_VERIFIERS = frozenset({"peers.list", "parts.list", "checkpoints.list", "serving.list"})
-"""Requests that a verifier may make over its link. It may look for workers as an operator does, but change nothing."""
+ASKED_BY = {"verifier": {"peers.list", "parts.list", "checkpoints.list", "serving.list", RENEW}}
+"""Role → requests over its link. A verifier may look for workers as an operator does, but change nothing. Others may
+only renew their certificate."""
 
 
 class Services:

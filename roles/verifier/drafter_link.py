@@ -23,15 +23,13 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.serving import Sampling
 from roles.chain.peer import Context
-from roles.line import DIAL_S, QUIET_S, Line
+from roles.line import QUIET_S, Line
 from roles.speculation.cost_model import Average, DrafterModel
 from roles.speculation.events import Drafted, DrafterLost, DrafterReady, DrafterState, SendVerdict
 from roles.speculation.received import TOO_LONG, drafts_untrusted, packed, refused_untrusted, step_untrusted
 from roles.worker.stage_requests import printable
-from wire.address import is_loopback
 from wire.client import PendingCalls
 from wire.connection import Received
-from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
 from wire.text_messages import DrafterAt, DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict
 
@@ -197,17 +195,7 @@ class DrafterLink:
     async def _connected(self) -> None:
         """Connect, and receive until the connection ends. Raises ``P2PTrainError``: the reason."""
         context, at = self._context, self.at
-        hello = local_hello(peer_id=context.peer_id, name=context.name, roles=["verifier"], purpose="draft")
-        host = context.seed_host if is_loopback(at.host) else at.host
-        connection, _ = await dial(
-            context.world.network,
-            host,
-            at.port,
-            hello,
-            timeout_s=DIAL_S,
-            expect_peer=at.peer_id,
-            expect_role="drafter",
-        )
+        connection = await context.dial(at, "draft", role="drafter")
         line = self.line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
         self._dropped, self._last_stream = None, 0
         problem: P2PTrainError = ConnectionLost("it closed the connection")

@@ -17,7 +17,8 @@ import asyncio
 import statistics
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError
 from ring.order import NEAR_RTT_S, LinkQuality
@@ -26,7 +27,7 @@ from roles.worker.context import PeerContext
 from roles.worker.stage_requests import PeerAddress
 from wire.connection import Connection
 from wire.messages import Hello, Request, Response
-from wire.schema import instance_untrusted
+from wire.schema import Bound, instance_untrusted
 
 PIECE_BYTES = 32 << 10
 PUSH_BYTES = 1 << 20
@@ -99,15 +100,12 @@ class ProbeResponder:
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-def targets_untrusted(params: dict[str, Any]) -> tuple[list[PeerAddress], float]:
-    """Return the targets of ``links.measure`` and its deadline in seconds. Raises ``ProtocolError``."""
-    peers, deadline_s = params.get("peers"), params.get("deadline_s")
-    if not isinstance(peers, list) or not 0 < len(peers) <= MAX_ASKED:
-        raise ProtocolError(f"links.measure needs 1 to {MAX_ASKED} peers")
-    if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= MAX_DEADLINE_S:
-        raise ProtocolError(f"links.measure needs a deadline_s above 0 and up to {MAX_DEADLINE_S:g}")
-    named = [{**item, "peer": item.get("id")} if isinstance(item, dict) else item for item in peers]
-    return [instance_untrusted(PeerAddress, item, lenient=True) for item in named], float(deadline_s)
+@dataclass(frozen=True, slots=True)
+class MeasureLinks:
+    """Request ``links.measure``, of the seed or of a split model's client."""
+
+    peers: Annotated[list[PeerAddress], Bound(1, MAX_ASKED)]
+    deadline_s: Annotated[float, Bound(0, MAX_DEADLINE_S)]
 
 
 class Prober:
@@ -117,6 +115,12 @@ class Prober:
         self._context = context
         self._now = context.world.clock.now
         self._push = asyncio.Lock()  # one push at a time
+
+    async def answer(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Answer ``links.measure``. Raises ``ProtocolError``: invalid parameters."""
+        asked = instance_untrusted(MeasureLinks, params, lenient=True)
+        found = await self.measure(asked.peers, deadline_s=asked.deadline_s)
+        return {"links": [asdict(link) | {"peer": peer_id} for peer_id, link in found.items()]}
 
     async def measure(self, targets: Sequence[PeerAddress], *, deadline_s: float) -> dict[str, LinkQuality]:
         """Return peer id → what was measured within ``deadline_s``. Peers that were not reached are missing.
@@ -208,7 +212,3 @@ def rate_bps(answered: Sequence[float], due_at: float | None = None) -> float | 
     if due_at is not None and (took_s := answered[-1] - due_at) > 0:
         rates = [min(rate, 8 * PIECE_BYTES * len(answered) / took_s) for rate in rates]
     return statistics.median(rates) if rates else None
-
-
-def to_result(found: dict[str, LinkQuality]) -> dict[str, Any]:
-    return {"links": [[peer_id, link.latency_s, link.bandwidth_bps] for peer_id, link in found.items()]}

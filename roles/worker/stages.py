@@ -34,7 +34,7 @@ from roles.line import QUIET_S, Line
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
 from roles.worker.context import PeerContext
 from roles.worker.forward_requests import Caller, ForwardRequests, of_session
-from roles.worker.links import Prober, targets_untrusted, to_result
+from roles.worker.links import Prober
 from roles.worker.model_loading import SENDER, Loader, ModelReceiver, OnBytes, give
 from roles.worker.part_cache import MAX_PARTS, Part, PartCache
 from roles.worker.stage_requests import (
@@ -49,6 +49,7 @@ from roles.worker.stage_requests import (
     request_untrusted,
 )
 from wire.chain_messages import UNKNOWN_SESSION, ForwardRequest, HeldPart, PartLoading, PartsHeld
+from wire.client import answer_to
 from wire.connection import Connection
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
 
@@ -232,18 +233,13 @@ class Stages:
                 raise ProtocolError(f"unexpected message {type(message).__name__} from a client")
 
     async def _answer(self, client: _Client, request: Request) -> None:
-        try:
-            client.say(Response(request.id, await self._requested(client, request.method, request.params)))
-        except P2PTrainError as problem:
-            code = problem.code if isinstance(problem, Refused) else "failed"
-            client.say(Response(request.id, {}, code, problem.message, problem.remedy))
+        client.say(await answer_to(request, self._requested(client, request.method, request.params)))
 
     async def _requested(self, client: _Client, method: str, params: dict[str, Any]) -> dict[str, Any]:
         if method == "part.offer":
             return await self._offer()
         if method == "links.measure":
-            targets, deadline_s = targets_untrusted(params)
-            return to_result(await self._prober.measure(targets, deadline_s=deadline_s))
+            return await self._prober.answer(params)
         match request_untrusted(method, params):
             case LoadRequest() as request:
                 return await self._load(client, request)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 from configs.schema import Checkpoint, Profile
 from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused
@@ -27,13 +27,15 @@ from roles.strategies.pipeline import strategy_of
 from roles.worker.checkpoint_assembler import FileSender, checkpoints_dir
 from roles.worker.checkpoint_store import CheckpointFiles, lineage_of
 from roles.worker.context import Context
-from roles.worker.links import Prober, ProbeResponder, targets_untrusted, to_result
+from roles.worker.links import Prober, ProbeResponder
 from roles.worker.runner import JobRunner
 from roles.worker.stages import PURPOSES, Holding, Stages
+from wire.client import answer_to
 from wire.connection import Connection
 from wire.enrol import Member
 from wire.job_messages import MAX_STAGES, Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
-from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response, Scalar, Welcome
+from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Scalar, Welcome
+from wire.schema import Bound, Count, Id, instance_untrusted
 
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
 JOBS = "jobs"  # directory of the jobs' checkpoints, in a worker's own
@@ -53,12 +55,18 @@ def no_parts(profile: Profile, stage: Stage) -> Engine:
     raise JobFailed(f"this worker cannot hold parts of models, but was assigned {stage}")
 
 
-def _stage_untrusted(params: dict[str, Any]) -> Stage:
-    index, count = params.get("stage", 0), params.get("stages", 1)
-    whole = type(index) is int and type(count) is int
-    if not whole or not 0 <= index < count <= MAX_STAGES:
-        raise ProtocolError(f"invalid stage {str(index)[:20]} of {str(count)[:20]}")
-    return Stage(index, count)
+@dataclass(frozen=True, slots=True)
+class CheckpointRequest:
+    """Parameters of ``checkpoint.verify`` and ``checkpoint.delete``."""
+
+    job: Id
+    step: Count
+    stage: Count = 0
+    stages: Annotated[int, Bound(1, MAX_STAGES)] = 1
+
+    def check(self) -> None:
+        if self.stage >= self.stages:
+            raise ProtocolError(f"invalid stage {self.stage} of {self.stages}")
 
 
 class Worker(MemberProcess):
@@ -268,31 +276,22 @@ class Worker(MemberProcess):
         self._job_task = self._tasks.create_task(self._runner.run(), name=f"job {message.job}")
 
     async def _answer(self, request: Request) -> None:
-        try:
-            result = await self._requested(request)
-            self._link.send(Response(request.id, result))
-        except P2PTrainError as problem:
-            code = problem.code if isinstance(problem, Refused) else "failed"
-            self._link.send(Response(request.id, {}, code, problem.message, problem.remedy))
+        self._link.send(await answer_to(request, self._requested(request)))
 
     async def _requested(self, request: Request) -> dict[str, Any]:
         if request.method == "links.measure":
-            targets, deadline_s = targets_untrusted(request.params)
-            return to_result(await self._prober.measure(targets, deadline_s=deadline_s))
-        job, step = request.params.get("job"), request.params.get("step")
-        if not isinstance(job, str) or not is_id(job) or not isinstance(step, int) or step < 0:
-            raise ProtocolError(f"{request.method[:80]} needs job and step")
-        stage = _stage_untrusted(request.params)
-        checkpoints = self._in_use(job, stage) or self._checkpoints(job, stage, Checkpoint())
-        match request.method:
-            case "checkpoint.verify":
-                entry = await checkpoints.verify(step)
-                return {"step": entry.step, "lineage": lineage_of(entry)}
-            case "checkpoint.delete":
-                if not await checkpoints.delete(step):
-                    raise Refused("not-here", f"{self.name} has no checkpoint of step {step}")
-                return {"deleted": step}
-        raise Refused("unknown-method", f"a worker does not support the request {request.method[:80]!r}")
+            return await self._prober.answer(request.params)
+        if request.method not in ("checkpoint.verify", "checkpoint.delete"):
+            raise Refused("unknown-method", f"a worker does not support the request {request.method[:80]!r}")
+        asked = instance_untrusted(CheckpointRequest, request.params, lenient=True)
+        stage = Stage(asked.stage, asked.stages)
+        checkpoints = self._in_use(asked.job, stage) or self._checkpoints(asked.job, stage, Checkpoint())
+        if request.method == "checkpoint.verify":
+            entry = await checkpoints.verify(asked.step)
+            return {"step": entry.step, "lineage": lineage_of(entry)}
+        if not await checkpoints.delete(asked.step):
+            raise Refused("not-here", f"{self.name} has no checkpoint of step {asked.step}")
+        return {"deleted": asked.step}
 
     def _in_use(self, job: str, stage: Stage) -> CheckpointFiles | None:
         """Return the store of a job that runs here. A second store would delete the first one's unfinished writes."""

@@ -35,8 +35,8 @@ from ring.view import View
 from roles.process_group import Place, _place_untrusted
 from roles.seed.links import measured_untrusted
 from roles.strategies.secure import pair_keys_untrusted
-from roles.worker.links import targets_untrusted
-from roles.worker.worker import _stage_untrusted
+from roles.worker.links import MeasureLinks
+from roles.worker.worker import CheckpointRequest
 from wire.job_messages import CODEC_NAMES, MAX_STAGES, MemberRecord, ViewAnnounced
 from wire.schema import instance_untrusted
 
@@ -115,10 +115,10 @@ _STAGE = st.fixed_dictionaries(
 
 def _check_stage(params: dict[str, Any]) -> None:
     try:
-        stage = _stage_untrusted(params)
+        asked = instance_untrusted(CheckpointRequest, {"job": "a1", "step": 1} | params, lenient=True)
     except ProtocolError:
         return
-    assert 0 <= stage.index < stage.count <= MAX_STAGES
+    assert 0 <= asked.stage < asked.stages <= MAX_STAGES
 
 
 _PLACE = json.dumps(asdict(Place("a", "", 1, "machine"))).encode()
@@ -138,7 +138,7 @@ PLACE = Target(
     ("roles.process_group._place_untrusted",),
     peak_bytes=64 << 10,
 )
-STAGE = Target("stages", _STAGE, _check_stage, ("roles.worker.worker._stage_untrusted",), peak_bytes=64 << 10)
+STAGE = Target("stages", _STAGE, _check_stage, ("wire.schema.instance_untrusted",), peak_bytes=64 << 10)
 
 # ------------------------------------------------------------------------------------------------------------- tokens
 
@@ -306,7 +306,7 @@ CODEC = Target(
 _PORTS = st.integers(1, 65535)
 _PEERS = st.fixed_dictionaries(
     {
-        "id": mostly(st.sampled_from(["a1", "b2", "-"]), FREE),
+        "peer": mostly(st.sampled_from(["a1", "b2", "-"]), FREE),
         "host": mostly(st.just("10.0.0.1"), FREE),
         "port": mostly(_PORTS, FREE),
     }
@@ -319,8 +319,12 @@ _TO_MEASURE = st.fixed_dictionaries(
     },
 )
 _BANDWIDTHS = mostly(st.none() | st.floats(1e6, 1e9), FREE)
-_LINK = st.tuples(mostly(st.sampled_from(["a1", "b2", "c3"]), FREE), mostly(st.floats(0, 1), FREE), _BANDWIDTHS).map(
-    list
+_LINK = st.fixed_dictionaries(
+    {
+        "peer": mostly(st.sampled_from(["a1", "b2", "c3"]), FREE),
+        "latency_s": mostly(st.floats(0, 1), FREE),
+        "bandwidth_bps": _BANDWIDTHS,
+    }
 )
 _MEASURED = st.fixed_dictionaries({}, optional={"links": mostly(st.lists(mostly(_LINK, FREE), max_size=3), FREE)})
 
@@ -328,12 +332,12 @@ _MEASURED = st.fixed_dictionaries({}, optional={"links": mostly(st.lists(mostly(
 def _check_links(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
     params, result = case
     try:
-        targets, deadline_s = targets_untrusted(params)
+        asked = instance_untrusted(MeasureLinks, params, lenient=True)
     except ProtocolError:
         pass
     else:
-        assert 0 < deadline_s < float("inf")
-        assert all(is_id(target.peer) and 0 < target.port < 65536 for target in targets)
+        assert 0 <= asked.deadline_s < float("inf")
+        assert all(is_id(target.peer) and 0 < target.port < 65536 for target in asked.peers)
     try:
         found = measured_untrusted(result, {"a1", "b2"})
     except ProtocolError:
@@ -346,10 +350,7 @@ LINKS = Target(
     "links",
     st.tuples(_TO_MEASURE, _MEASURED),
     _check_links,
-    (
-        "roles.worker.links.targets_untrusted",
-        "roles.seed.links.measured_untrusted",
-    ),
+    ("roles.seed.links.measured_untrusted",),
     peak_bytes=256 << 10,
 )
 

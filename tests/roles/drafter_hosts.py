@@ -241,7 +241,7 @@ async def drafter_hosts(hosts: Sequence[DrafterHost | Liar]) -> AsyncIterator[No
 def around_of(network: Network, notify: Callable[[str, str, str], None] = lambda *notice: None) -> Context:
     """Where a verifier stands."""
     world = World(LoopClock(), network, RealDisk(), random.Random(2), LoopThreads())
-    return Context(world, "verifier", "verifier", "seed", notify=notify)
+    return Context(world, "verifier", "verifier", "seed", notify=notify, role="verifier")
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any, cast
 
 import pytest
@@ -43,7 +44,7 @@ class FakeLink:
             raise ConnectionLost("it never answers") from None
         if self.answer is not None:
             return cast(dict[str, Any], self.answer)
-        return {"links": [[peer["id"], GOOD.latency_s, GOOD.bandwidth_bps] for peer in params["peers"]]}
+        return {"links": [asdict(GOOD) | {"peer": peer["peer"]} for peer in params["peers"]]}
 
 
 class JobController:
@@ -80,7 +81,7 @@ def test_a_worker_is_let_in_when_it_has_measured() -> None:
     assert controller.survey.table.known == {("a", "b"): GOOD, ("a", "c"): GOOD}
     assert controller.touched == [{"a", "b", "c"}]
     (asked,) = controller.links["a"].asked
-    assert [(peer["id"], peer["host"]) for peer in asked["peers"]] == [("b", "10.0.0.1"), ("c", "")]
+    assert [(peer["peer"], peer["host"]) for peer in asked["peers"]] == [("b", "10.0.0.1"), ("c", "")]
     assert asked["deadline_s"] < START_S
 
 
@@ -99,6 +100,9 @@ def test_no_request_is_longer_than_a_worker_takes() -> None:
     surveyed(controller, lambda: controller.survey.view_began("job", sorted(controller.links)), until_s=1000.0)
     assert max(len(asked["peers"]) for link in controller.links.values() for asked in link.asked) == MAX_AT_ONCE
     assert len(controller.survey.table.known) == 3 * MAX_AT_ONCE * (3 * MAX_AT_ONCE - 1)
+
+
+FIELDS = ("peer", "latency_s", "bandwidth_bps")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +127,10 @@ def test_no_request_is_longer_than_a_worker_takes() -> None:
 )
 def test_what_cannot_be_is_not_believed(links: Any) -> None:
     with pytest.raises(ProtocolError):
-        measured_untrusted({"links": links}, {"b", "c"})
+        measured_untrusted(
+            {"links": [dict(zip(FIELDS, link, strict=False)) if isinstance(link, list) else link for link in links]},
+            {"b", "c"},
+        )
 
 
 async def test_a_cluster_measures_its_links_and_says_what_it_makes_of_them(cluster: Cluster) -> None:

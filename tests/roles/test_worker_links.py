@@ -18,9 +18,9 @@ from roles.worker.links import (
     PIECE_BYTES,
     PUSH_BYTES,
     QUIET_S,
+    MeasureLinks,
     Prober,
     ProbeResponder,
-    targets_untrusted,
 )
 from roles.worker.stage_requests import PeerAddress
 from tests.roles.heal_doubles import around_of
@@ -29,6 +29,7 @@ from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Request, Response, Welcome
+from wire.schema import instance_untrusted
 
 
 @dataclass
@@ -165,7 +166,7 @@ def test_who_takes_a_turn_and_does_nothing_keeps_the_others_waiting_for_a_while_
     run_virtual(main())
 
 
-GOOD = {"id": "ab", "host": "h", "port": 1}
+GOOD = {"peer": "ab", "host": "h", "port": 1}
 
 
 @pytest.mark.parametrize(
@@ -174,15 +175,15 @@ GOOD = {"id": "ab", "host": "h", "port": 1}
         {},
         {"peers": [], "deadline_s": 1},
         {"peers": [GOOD] * (MAX_ASKED + 1), "deadline_s": 1},
-        {"peers": [GOOD], "deadline_s": 0},
+        {"peers": [GOOD], "deadline_s": -1},
         {"peers": [GOOD], "deadline_s": float("nan")},
         {"peers": [GOOD], "deadline_s": 1e9},
         {"peers": ["ab"], "deadline_s": 1},
         {"peers": [GOOD | {"port": 0}], "deadline_s": 1},
-        {"peers": [GOOD | {"id": "../x"}], "deadline_s": 1},
+        {"peers": [GOOD | {"peer": "../x"}], "deadline_s": 1},
         {"peers": [GOOD | {"host": "h" * 256}], "deadline_s": 1},
     ],
 )
 def test_a_request_that_cannot_be_is_refused(params: dict[str, object]) -> None:
     with pytest.raises(ProtocolError):
-        targets_untrusted(params)
+        instance_untrusted(MeasureLinks, params, lenient=True)
