@@ -191,7 +191,6 @@ class PipelineStrategy(StagedStrategy):
     def __init__(self, *common: Any, schedule: str, max_in_flight: int, ahead: int) -> None:
         super().__init__(*common)
         self._part = cast(PipelineEngine, self._engine)
-        self._contributed = self._part.contributed_square_sum
         self._wanted, self._max_in_flight, self._ahead = schedule, max_in_flight, ahead
         self._chain: Chain | None = None
         self._pair: RingSession | None = None
@@ -239,6 +238,9 @@ class PipelineStrategy(StagedStrategy):
             token_bytes=both_ways_bytes / part.tokens_per_micro_batch,
             next=self._next,
         )
+
+    def _contributed(self, start: int, stop: int) -> float:
+        return self._part.contributed_square_sum(start, stop)
 
     def stage_load(self) -> StageLoad | None:
         return self._load

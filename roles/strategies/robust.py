@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,7 +23,6 @@ import numpy.typing as npt
 from configs.schema import Robust
 from p2ptrain.compute.robust import Scores, aggregate, middle_of
 from ring.session import RingSession
-from roles.engine import Engine
 from roles.strategies.interface import Contribution
 from roles.strategies.sync import Piece, SyncStrategy
 from wire.job_messages import distance_key, excluded_key
@@ -74,6 +72,7 @@ class RobustStrategy(SyncStrategy):
         self._vectors: npt.NDArray[Any] = np.empty(0, np.float32)
         self._center: npt.NDArray[Any] | None = None
         self._gathered: list[npt.NDArray[Any]] = []
+        self._rows: dict[int, npt.NDArray[Any]] = {}  # this member's, by the start of the range
         self._measured = False
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
@@ -83,8 +82,8 @@ class RobustStrategy(SyncStrategy):
 
             # Nothing may refer to the vectors of the view before: their memory is needed.
             self._vectors, self._gathered, self._center = np.empty(0, np.float32), [], None
+            self._rows = {}
             self._exchange = self._outgoing = None
-            self._contributed = self._engine.partial_square_sum
             what = f"robust.rule = {self._robust.rule!r} with the vectors of {session.size} members"
             check_memory((session.size + keeps_center(self._robust)) * buffer.nbytes, HOST, what)
             self._vectors = np.empty(session.size * buffer.size, buffer.dtype)
@@ -92,12 +91,18 @@ class RobustStrategy(SyncStrategy):
         self._gathered = [
             self._vectors[members * start : members * stop].reshape(members, stop - start) for start, stop in bounds
         ]
-        rows = {start: piece[session.rank] for (start, _), piece in zip(bounds, self._gathered, strict=True)}
-        # Not a method of this class: see ``SyncStrategy``.
-        self._contributed = partial(_contribute, self._engine, rows, self._micro_batches / max(count, 1))
+        self._rows = {start: piece[session.rank] for (start, _), piece in zip(bounds, self._gathered, strict=True)}
+        self._scale = np.float32(self._micro_batches / max(count, 1))
         # Only rank 0 reports, and seldom: it takes a pass over all vectors.
         self._measured = session.rank == 0 and step % MEASURED_EVERY == 0
         await super().compute(step, first, count, session, patience_s=patience_s)
+
+    def _contributed(self, start: int, stop: int) -> float:
+        """Put a final range of the contribution, as if the member had computed the whole step, among the vectors."""
+        part = self._engine.reduce_buffer[start:stop]
+        part *= self._scale
+        self._rows[start][:] = part
+        return super()._contributed(start, stop)
 
     def _pieces_of(self, bounds: Sequence[tuple[int, int]]) -> list[Piece]:
         return [Piece(piece.reshape(-1), gathered=True) for piece in self._gathered]
@@ -114,11 +119,3 @@ class RobustStrategy(SyncStrategy):
         """The norm is that of the whole aggregate (``ring.transaction``): others may tell a wrong one, to stop all."""
         whole = self._engine.partial_square_sum(0, self._engine.reduce_buffer.size)
         return replace(super()._summarize(rank, size, own), part=whole)
-
-
-def _contribute(engine: Engine, rows: dict[int, npt.NDArray[Any]], scale: float, start: int, stop: int) -> float:
-    """Put a final range of the contribution, as if the member had computed the whole step, among the vectors. Returns
-    its squared norm as it goes to the ring."""
-    engine.reduce_buffer[start:stop] *= np.float32(scale)
-    rows[start][:] = engine.reduce_buffer[start:stop]
-    return engine.partial_square_sum(start, stop)

@@ -27,7 +27,6 @@ from p2ptrain.compute.gradients import to_fixed, to_float
 from p2ptrain.compute.noise import KEY_BYTES, keystream
 from p2ptrain.core.errors import JobFailed, ProtocolError
 from ring.session import RingSession
-from roles.engine import Engine
 from roles.strategies.federated import LEAST_MASKED
 from roles.strategies.interface import ConnectPeers
 from roles.strategies.sync import Piece, SyncStrategy
@@ -70,37 +69,16 @@ class Masks:
                 combine(part, block.view(np.int64), out=part)
 
 
-class _Sealed:
-    """A contribution in fixed point, with masks; afterwards the sum. ``masks``, ``members``: of the view."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.array = np.zeros(engine.reduce_buffer.size, np.int64)
-        self.masks = Masks(0, {})
-        self.members = 1
-        self.step = -1
-        self._fits = True
-
-    def seal(self) -> None:
-        values, self._fits = to_fixed(self._engine.reduce_buffer, self.members)
-        self.masks.add(values, self.step)
-        self.array[:] = values  # only masked numbers are ever in memory from which the ring sends
-
-    def measure(self, start: int, stop: int) -> float:
-        """See ``Engine.partial_square_sum``, of what is not masked; also NaN if it is too large for fixed point."""
-        return self._engine.partial_square_sum(start, stop) if self._fits else float("nan")
-
-    def open(self) -> None:
-        self._engine.reduce_buffer[:] = to_float(self.array)
-
-
 class SecureStrategy(SyncStrategy):
     """The exchange of ``sync`` with masks. The module's docstring describes it."""
 
     def __init__(self, *common: Any) -> None:
         super().__init__(*common)
-        self._sealed = _Sealed(self._engine)
-        self._contributed, self._complete = self._sealed.measure, self._sealed.seal
+        # The contribution in fixed point, with masks; afterwards the sum.
+        self._sealed = np.zeros(self._engine.reduce_buffer.size, np.int64)
+        self._masks, self._members = Masks(0, {}), 1  # of the view
+        self._step = -1
+        self._fits = True
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
         if session.size < LEAST_MASKED:
@@ -108,15 +86,27 @@ class SecureStrategy(SyncStrategy):
         secret = X25519PrivateKey.from_private_bytes(session.entropy(KEY_BYTES))
         told = await session.all_gather(secret.public_key().public_bytes_raw())
         label = f"{session.view.job} {session.view.generation} "
-        self._sealed.masks = Masks(session.rank, pair_keys_untrusted(secret, told, session.rank, label))
-        self._sealed.members = session.size
+        self._masks = Masks(session.rank, pair_keys_untrusted(secret, told, session.rank, label))
+        self._members = session.size
 
     async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
-        self._sealed.step = step
+        self._step = step
         await super().compute(step, first, count, session, patience_s=patience_s)
 
+    def _complete(self) -> None:
+        values, self._fits = to_fixed(self._engine.reduce_buffer, self._members)
+        self._masks.add(values, self._step)
+        self._sealed[:] = values  # only masked numbers are ever in memory from which the ring sends
+
+    def _contributed(self, start: int, stop: int) -> float:
+        """Of what is not masked; also NaN if it is too large for fixed point."""
+        return super()._contributed(start, stop) if self._fits else float("nan")
+
     async def _summed(self) -> None:
-        await self._compute.run(self._sealed.open)
+        await self._compute.run(self._open)
+
+    def _open(self) -> None:
+        self._engine.reduce_buffer[:] = to_float(self._sealed)
 
     def _pieces_of(self, bounds: Sequence[tuple[int, int]]) -> list[Piece]:
-        return [Piece(self._sealed.array[start:stop]) for start, stop in bounds]
+        return [Piece(self._sealed[start:stop]) for start, stop in bounds]

@@ -46,17 +46,7 @@ class ShardedStrategy(StagedStrategy):
             await self._compute.run(self._part.micro_batch, step, index, on_final, counts=counts)
             self._progress()
 
-    async def validate(self, first: int, count: int) -> tuple[float, int]:
-        total, targets = 0.0, 0
-        for index, counts in self._passes(first, count):
-            loss, number = await self._compute.run(self._engine.validate, index, 1)
-            if counts:
-                total, targets = total + loss, targets + number
-            self._progress()
-        return total, targets
-
     def _passes(self, first: int, count: int) -> Iterator[tuple[int, bool]]:
-        """This member's passes over the replica's micro-batches: index, and whether it counts."""
         for start in range(0, count, self._shards):
             index = start + self._shard
             yield first + min(index, count - 1), index < count

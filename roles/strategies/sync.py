@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,10 +123,6 @@ def codec_of(session: RingSession) -> Codec | None:
     return None if name == PLAIN else codec_named(name)
 
 
-def _nothing() -> None:
-    """What is in the buffer is what is sent."""
-
-
 class _Outgoing:
     """Releases this member's contribution to one step, on the compute thread.
 
@@ -170,10 +166,6 @@ class SyncStrategy:
         self, engine: Engine, compute: ComputeThread, progress: Callable[[], None], bucket_bytes: int = 0
     ) -> None:
         self._engine = engine
-        # Squared norm of this member's contribution. It is the engine's method, not one of this class: ``_Outgoing``
-        # refers to it, and a reference cycle would keep the model in memory after its job.
-        self._contributed = engine.partial_square_sum
-        self._complete = _nothing
         self._compute = compute
         self._progress = progress
         self._bucket_bytes = bucket_bytes
@@ -226,6 +218,13 @@ class SyncStrategy:
         self.communicating_s = exchange.communicating_s
         return await self._compute.run(self._summarize, session.rank, session.size, self._outgoing.own)
 
+    def _complete(self) -> None:
+        """Called on the compute thread when this member's whole contribution is in the buffer, before any is sent."""
+
+    def _contributed(self, start: int, stop: int) -> float:
+        """Called on the compute thread when a range of this member's contribution is final. Its squared norm."""
+        return self._engine.partial_square_sum(start, stop)
+
     async def _summed(self) -> None:
         """Run between the exchange and the hash of the buffer."""
 
@@ -234,11 +233,16 @@ class SyncStrategy:
 
     async def validate(self, first: int, count: int) -> tuple[float, int]:
         total, targets = 0.0, 0
-        for index in range(first, first + count):
+        for index, counts in self._passes(first, count):
             part, number = await self._compute.run(self._engine.validate, index, 1)
-            total, targets = total + part, targets + number
+            if counts:
+                total, targets = total + part, targets + number
             self._progress()
         return total, targets
+
+    def _passes(self, first: int, count: int) -> Iterable[tuple[int, bool]]:
+        """This member's passes for such a share: the micro-batch's index, and whether it counts."""
+        return ((index, True) for index in range(first, first + count))
 
     def stage_load(self) -> StageLoad | None:
         return None

@@ -176,8 +176,7 @@ class JobRunner:
             self.heal_source.cut("this worker ended")
             self._engine = self._strategy = self.reports.engine = None  # free the memory for the next job
             self.snapshots.close()
-            if self.profile.job.strategy == "sharded":
-                gc.collect()  # FSDP2's modules refer to each other
+            gc.collect()  # a strategy, and the modules of FSDP2, refer to themselves
 
     def release(self) -> None:
         self._released.set()
@@ -331,29 +330,25 @@ class JobRunner:
             self._activity.cancel()
             self._activity = None
         self.heal_source.view_ended(reason)
+        self.bytes_in, self.bytes_out = self.totals()
         sessions, self._session, self._alone, self._beside = self._sessions(), None, None, []
         messages, self.messages = self.messages, None
         if messages is not None:
-            self.bytes_in, self.bytes_out = self.bytes_in + messages.bytes_in, self.bytes_out + messages.bytes_out
             messages.close()
         for session in sessions:
-            self.bytes_in += session.links.bytes_in
-            self.bytes_out += session.links.bytes_out
             session.close()
 
     def _sessions(self) -> list[RingSession | Chain]:
         return [*([self._session] if self._session is not None else []), *self._beside]
 
     def totals(self) -> tuple[int, int]:
-        sessions, messages = self._sessions(), self.messages
+        """Bytes received and sent in this job."""
+        used: list[Any] = [session.links for session in self._sessions()]
+        if self.messages is not None:
+            used.append(self.messages)
         return (
-            self.bytes_in
-            + sum(session.links.bytes_in for session in sessions)
-            + (messages.bytes_in if messages else 0),
-            self.bytes_out
-            + sum(session.links.bytes_out for session in sessions)
-            + (messages.bytes_out if messages else 0),
-        )
+            self.bytes_in + sum(each.bytes_in for each in used), self.bytes_out + sum(each.bytes_out for each in used)
+        )  # fmt: skip
 
     def _did_something(self) -> None:
         self.progress += 1
