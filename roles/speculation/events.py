@@ -14,6 +14,7 @@ class Signal(Enum):
 
     BEGAN = auto()  # the session begins; the first ``Run`` follows
     CANCEL = auto()  # no more tokens are wanted
+    LOST = auto()  # the drafter is gone, or refuses to continue
     TICK = auto()  # ``next_deadline`` has passed
 
 
@@ -30,28 +31,20 @@ class PassDone:
 
 @dataclass(frozen=True, slots=True)
 class DrafterReady:
-    """A drafter has processed the first ``known`` ids of ``Verifying.history``, with which its session was opened.
+    """A drafter has processed the first ``known`` ids of ``Verifying.history``, with which its session was opened. The
+    drafter before it, if there was one, is lost.
 
     ``model``: averages of this drafter; its link writes the latency there.
     """
 
-    drafter: int
     known: int
     model: DrafterModel
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterLost:
-    """The drafter is gone, or refuses to continue."""
-
-    drafter: int
-
-
-@dataclass(frozen=True, slots=True)
 class Drafted:
-    """Unchecked tokens from a drafter, of the line that began with verdict ``epoch``."""
+    """Unchecked tokens from the drafter, of the line that began with verdict ``epoch``."""
 
-    drafter: int
     epoch: int
     position: int
     tokens: tuple[int, ...]
@@ -96,9 +89,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class SendVerdict:
-    """Verifying: a verdict to a drafter. ``right``: drafts accepted before ``start``, since the last verdict."""
+    """Verifying: a verdict to the drafter. ``right``: drafts accepted before ``start``, since the last verdict."""
 
-    drafter: int
     number: int
     start: int
     tokens: tuple[int, ...]
@@ -110,7 +102,6 @@ class SendVerdict:
 class Drop:
     """Verifying: the drafter sent what no correct drafter sends. The core forgets it; its session is to be closed."""
 
-    drafter: int
     reason: str
 
 
@@ -137,6 +128,5 @@ class Send:
     tokens: tuple[int, ...]
 
 
-DrafterState: TypeAlias = "DrafterReady | Drafted | DrafterLost"
-VerifierEvent: TypeAlias = "Signal | PassDone | DrafterState"
+VerifierEvent: TypeAlias = "Signal | PassDone | DrafterReady | Drafted"
 VerifierInstruction: TypeAlias = "Run | SendVerdict | Drop | Give | Finished"

@@ -11,7 +11,6 @@ positions that the text has already, are compared with the text, and the line is
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
@@ -19,7 +18,6 @@ from itertools import islice
 from roles.speculation.cost_model import MOST_DRAFTS, Average, CostModel, choose
 from roles.speculation.events import (
     Drafted,
-    DrafterLost,
     DrafterReady,
     Drop,
     Finished,
@@ -83,7 +81,7 @@ class Verifying:
 
     Attributes:
         ended: why the text ended: ``length``, ``stop``, ``cancelled``; empty while it goes on.
-        stats: sums of this session. right_of: right drafts in passes, by drafter.
+        stats: sums of this session. right: right drafts in passes, by drafter, in the order in which they were ready.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class Verifying:
             raise ValueError("a generation needs a prompt and at least one new token")
         self.ended = ""
         self.stats = Stats()
-        self.right_of = Counter[int]()
+        self.right: list[int] = []
         self._model = model or CostModel()
         self._text = list(ids)
         self._prompt = len(ids)
@@ -111,9 +109,8 @@ class Verifying:
         self._most_drafts = max(1, most_drafts)
         self._cached = min(cached, len(ids) - 1)  # valid positions in the target's cache
         self._pass: Run | None = None  # under way
-        self._guide: int | None = None  # the drafter whose drafts it contains
+        self._guide = 0  # place in ``right`` of the drafter whose drafts it contains
         self._line: Line | None = None  # of the drafter, of which there is one at a time
-        self._drafter = 0
         self._idle_since = 0.0
         self._waited_s = 0.0  # before the pass under way
         self._due: float | None = None
@@ -150,8 +147,8 @@ class Verifying:
                 return self._passed(event, now)
             case DrafterReady():
                 return self._ready(event, now)
-            case DrafterLost(drafter):
-                self._lost(drafter, now)
+            case Signal.LOST:
+                self._lost(now)
             case Drafted():
                 return self._drafted(event, now)
             case Signal.CANCEL:
@@ -177,29 +174,29 @@ class Verifying:
     def _ready(self, event: DrafterReady, now: float) -> list[VerifierInstruction]:
         if not self._prompt <= event.known <= len(self._text):
             raise ValueError(f"a drafter's session began with {event.known} of {len(self._text)} tokens")
-        self._drafter, self._line = event.drafter, Line(event.known, self.opening_depth, event.model, now)
+        self._line = Line(event.known, self.opening_depth, event.model, now)
+        self.right.append(0)
         return self._tells(now)
 
     def _drafted(self, event: Drafted, now: float) -> list[VerifierInstruction]:
         line = self._line
-        if line is None or event.drafter != self._drafter:
+        if line is None:
             return []
         if not all(0 <= token < self._vocab_size for token in event.tokens):
             fault = "a token is not in the model's vocabulary"
         else:
             fault = line.receive_untrusted(event.epoch, event.position, event.tokens, self._text, now)
         if fault:
-            self._lost(event.drafter, now)
-            return [Drop(event.drafter, fault)]
+            self._lost(now)
+            return [Drop(fault)]
         self.stats.drafted += len(event.tokens)
         self.stats.wasted += line.wasted
         line.wasted = 0
         return []
 
-    def _lost(self, drafter: int, now: float) -> None:
-        if drafter == self._drafter:
-            self._works(now)
-            self._line = None
+    def _lost(self, now: float) -> None:
+        self._works(now)
+        self._line = None
 
     def _tells(self, now: float) -> list[VerifierInstruction]:
         """The verdict that is due: on new text, or that the drafter shall rest or draft again."""
@@ -213,7 +210,7 @@ class Verifying:
         self._works(now)
         depth = 0 if self._model.resting else line.model.depth
         number, start, right = line.verdict(len(self._text), depth, now)
-        return [SendVerdict(self._drafter, number, start, tuple(self._text[start:]), depth, right)]
+        return [SendVerdict(number, start, tuple(self._text[start:]), depth, right)]
 
     def _works(self, now: float) -> None:
         """Tell the cost model how long the drafter may still compute: the verdict must reach it, and its draft end."""
@@ -236,7 +233,7 @@ class Verifying:
             self._due = now + wait_s
             return []
         drafts = tuple(islice(self._line.ahead, count)) if self._line is not None else ()
-        self._guide = self._drafter if drafts else None
+        self._guide = len(self.right) - 1
         self._waited_s = now - self._idle_since
         self.stats.wait_s += self._waited_s
         sample_index = len(self._text) - self._prompt
@@ -277,15 +274,14 @@ class Verifying:
             fresh = self._grow(event.tokens[: accepted + 1])
             self._count(len(drafts), accepted, min(event.took_s, now - self._idle_since))
             self._measure(event.took_s, len(drafts), len(fresh), now)
-        if self._guide is not None:
-            self.right_of[self._guide] += accepted
+        if accepted:
+            self.right[self._guide] += accepted
         self._idle_since = now
         self.stats.tokens += len(fresh)
         if (line := self._line) is not None:
             line.grew(fresh)
             self.stats.wasted += line.wasted
             line.wasted = 0
-        self._guide = None
         if self.ended:
             return [Give(fresh), Finished(self.ended)]
         return [Give(fresh), *self._tells(now)]

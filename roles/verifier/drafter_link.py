@@ -25,7 +25,7 @@ from p2ptrain.core.serving import Sampling
 from roles.chain.peer import Context
 from roles.line import QUIET_S, Line
 from roles.speculation.cost_model import Average, DrafterModel
-from roles.speculation.events import Drafted, DrafterLost, DrafterReady, DrafterState, SendVerdict
+from roles.speculation.events import Drafted, DrafterReady, SendVerdict, Signal, VerifierEvent
 from roles.speculation.received import TOO_LONG, drafts_untrusted, packed, refused_untrusted, step_untrusted
 from roles.worker.stage_requests import printable
 from wire.client import PendingCalls
@@ -73,17 +73,17 @@ class DrafterFacts:
     """A drafter of one session, for people and programs.
 
     Attributes:
-        drafter: its number in the session's events. model: its model. latency_ms: one-way latency.
+        model: its model. latency_ms: one-way latency. accepted: its right drafts in passes.
         bytes_in, bytes_out: sizes of the session's message bodies from and to it.
     """
 
-    drafter: int
     peer_id: str
     name: str
     model: str
     latency_ms: float
     bytes_in: int
     bytes_out: int
+    accepted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +99,23 @@ class DraftSession:
     """One text's session at one drafter.
 
     Attributes:
-        drafter: its number in the text. stream: the session's number on the connection.
+        stream: the session's number on the connection.
         ready: the drafter has processed the opening. over: the session has ended.
         drafted: position after the drafts that came last; 0 before the first.
         bytes_in, bytes_out: sizes of message bodies.
     """
 
     def __init__(
-        self, link: DrafterLink, drafter: int, opening: Opening, stream: int, on_event: Callable[[DrafterState], None]
+        self, link: DrafterLink, opening: Opening, stream: int, on_event: Callable[[VerifierEvent], None]
     ) -> None:
-        self.link, self.drafter, self.opening, self.stream, self.on_event = link, drafter, opening, stream, on_event
+        self.link, self.opening, self.stream, self.on_event = link, opening, stream, on_event
         self.ready = self.over = False
         self.drafted = self.bytes_in = self.bytes_out = 0
         self.timer: asyncio.TimerHandle | None = None
 
-    def facts(self) -> DrafterFacts:
+    def facts(self, accepted: int) -> DrafterFacts:
         at, latency_ms = self.link.at, 1e3 * self.link.model.latency_s
-        return DrafterFacts(self.drafter, at.peer_id, at.name, at.model, latency_ms, self.bytes_in, self.bytes_out)
+        return DrafterFacts(at.peer_id, at.name, at.model, latency_ms, self.bytes_in, self.bytes_out, accepted)
 
     def tell(self, tell: SendVerdict) -> None:
         """Send a verdict. Never raises."""
@@ -250,12 +250,12 @@ class DrafterLink:
 
     # -------------------------------------------------------------------------------------------------------- sessions
 
-    def open(self, drafter: int, opening: Opening, on_event: Callable[[DrafterState], None]) -> DraftSession:
+    def open(self, opening: Opening, on_event: Callable[[VerifierEvent], None]) -> DraftSession:
         """Open a session at the drafter, which must be ``there``. No event comes from within this call."""
         line = self.line
         assert line is not None
         self._last_stream += 1
-        session = DraftSession(self, drafter, opening, self._last_stream, on_event)
+        session = DraftSession(self, opening, self._last_stream, on_event)
         self._sessions[session.stream] = session
         session.timer = asyncio.get_running_loop().call_later(READY_S, self._late, session)
         silence_s = max(self._context.silence_s, 16 * self.model.latency_s)
@@ -292,7 +292,7 @@ class DrafterLink:
     def lose(self, session: DraftSession) -> None:
         if not session.over:
             self.close(session)
-            session.on_event(DrafterLost(session.drafter))
+            session.on_event(Signal.LOST)
 
     def drop(self, problem: P2PTrainError) -> None:
         if self.line is not None:
@@ -331,14 +331,14 @@ class DrafterLink:
                 if (draft_s := step_untrusted(message)) and not self.model.draft.count:
                     self.model.draft = Average(draft_s)
                 session.ready = True
-                session.on_event(DrafterReady(session.drafter, len(session.opening.ids), self.model))
+                session.on_event(DrafterReady(len(session.opening.ids), self.model))
             case Drafts(position):
                 if not session.ready:
                     raise ProtocolError("it drafted for a session that is not ready")
                 tokens = drafts_untrusted(message, received.generation, vocab_size=self.tokens.vocab_size)
                 position = position or session.drafted
                 session.drafted = position + len(tokens)
-                session.on_event(Drafted(session.drafter, received.generation, position, tokens))
+                session.on_event(Drafted(received.generation, position, tokens))
             case StreamRefused():
                 refused = refused_untrusted(message)
                 self._tell_why(refused)

@@ -7,12 +7,12 @@ gets the session. A new drafter is used by sessions that have none.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from p2ptrain.core.errors import ProtocolError
 from roles.background import Background
 from roles.chain.peer import Context
-from roles.speculation.events import DrafterLost, DrafterReady, DrafterState, SendVerdict
+from roles.speculation.events import DrafterReady, SendVerdict, Signal, VerifierEvent
 from roles.verifier.drafter_link import Connected, DrafterFacts, DrafterLink, DraftSession, Opening, Tokens
 from wire.text_messages import MAX_DRAFTERS, DrafterAt
 
@@ -53,7 +53,7 @@ class Drafters:
         for peer_id in self._links.keys() - listed.keys():
             self._let_go(self._links[peer_id])
 
-    def open(self, opening: Opening, on_event: Callable[[DrafterState], None]) -> SessionDrafters:
+    def open(self, opening: Opening, on_event: Callable[[VerifierEvent], None]) -> SessionDrafters:
         """Open a session at drafters, without waiting for them. ``on_event`` gets their events on the event loop, never
         from within ``open`` or ``tell``."""
         session = SessionDrafters(self, opening, on_event)
@@ -105,12 +105,10 @@ class Drafters:
 
 
 class SessionDrafters:
-    """The drafters of one session, one at a time, by numbers that are never reused in it. Its methods neither block nor
-    raise."""
+    """The drafters of one session, one at a time. Its methods neither block nor raise."""
 
-    def __init__(self, drafters: Drafters, opening: Opening, on_event: Callable[[DrafterState], None]) -> None:
+    def __init__(self, drafters: Drafters, opening: Opening, on_event: Callable[[VerifierEvent], None]) -> None:
         self._drafters, self._opening, self._on_event = drafters, opening, on_event
-        self._last = 0  # number of the newest drafter
         self._session: DraftSession | None = None
         self._tried: set[DrafterLink] = set()  # each link is asked once per session
         self._were_ready: list[DraftSession] = []
@@ -120,17 +118,16 @@ class SessionDrafters:
         link = next((link for link in self._drafters.best() if link not in self._tried), None)
         if link is not None and self._session is None and not self._closed:
             self._tried.add(link)
-            self._last += 1
-            self._session = link.open(self._last, self._opening, self._take)
+            self._session = link.open(self._opening, self._take)
 
-    def _take(self, event: DrafterState) -> None:
+    def _take(self, event: VerifierEvent) -> None:
         if self._closed:
             return
         assert self._session is not None
         match event:
             case DrafterReady():
                 self._were_ready.append(self._session)
-            case DrafterLost():
+            case Signal.LOST:
                 link, self._session = self._session.link, None
                 if not link.there:  # otherwise the drafter refused this session
                     self._tried.discard(link)
@@ -145,9 +142,10 @@ class SessionDrafters:
         if self._session is not None:
             self._session.link.drop(ProtocolError(f"it sent invalid drafts: {reason}"))
 
-    def facts(self) -> list[DrafterFacts]:
-        """Facts of every drafter that ever became ready in this session, also after ``close``."""
-        return [session.facts() for session in self._were_ready]
+    def facts(self, right: Sequence[int]) -> list[DrafterFacts]:
+        """Facts of every drafter that ever became ready in this session, also after ``close``. ``right``: as of
+        ``Verifying``."""
+        return [session.facts(accepted) for session, accepted in zip(self._were_ready, right, strict=False)]
 
     def close(self) -> None:
         """Close the session at its drafter. No event comes any more. May be called twice."""

@@ -96,10 +96,10 @@ class TextSession(Pieces):
         return piece
 
     def stats(self) -> dict[str, Any]:
-        return self._stats.as_map(self._now(), self._facts(), self.core.right_of)
+        return self._stats.as_map(self._now(), self._facts())
 
     def sums(self) -> Sums:
-        return sums_of(self.core.stats, self._stats.spent_s, self._facts(), self.core.right_of)
+        return sums_of(self.core.stats, self._stats.spent_s, self._facts())
 
     async def end(self, error: P2PTrainError) -> None:
         """Close with an error for the reader. Never raises."""
@@ -143,7 +143,7 @@ class TextSession(Pieces):
                 self._asked.set()
             case ev.SendVerdict() if self._drafting is not None:
                 self._drafting.tell(instruction)
-            case ev.Drop(reason=reason) if self._drafting is not None:
+            case ev.Drop(reason) if self._drafting is not None:
                 self._drafting.drop(reason)
             case ev.Give(tokens):
                 self._give(tokens)
@@ -173,7 +173,7 @@ class TextSession(Pieces):
         self._asked.set()
 
     def _facts(self) -> list[DrafterFacts]:
-        return self._drafting.facts() if self._drafting is not None else []
+        return self._drafting.facts(self.core.right) if self._drafting is not None else []
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -64,11 +64,10 @@ class WritingStats:
     def ended(self, now: float) -> None:
         self._ended_at = now if self._ended_at is None else self._ended_at
 
-    def as_map(self, now: float, drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> dict[str, Any]:
-        """All figures. Milliseconds are per token after the first, which belongs to the prompt; None: there is none.
-        ``right_of``: right drafts in passes, by drafter."""
+    def as_map(self, now: float, drafters: Sequence[DrafterFacts]) -> dict[str, Any]:
+        """All figures. Milliseconds are per token after the first, which belongs to the prompt; None: there is none."""
         core, after, writing_s = self._core, self._tokens - 1, self.spent_s["all"]
-        figures = figures_of(sums_of(core, self.spent_s, drafters, right_of), 0.0)
+        figures = figures_of(sums_of(core, self.spent_s, drafters), 0.0)
         named = (
             "token_ms",
             *(f"{name}_ms" for name in PARTS),
@@ -89,15 +88,14 @@ class WritingStats:
             **{name: getattr(core, name) for name in _COUNTS},
             "bytes_in": sum(each.bytes_in for each in drafters),
             "bytes_out": sum(each.bytes_out for each in drafters),
-            "drafters": _told(drafters, right_of),
+            "drafters": _told(drafters),
         }
 
 
-def _told(drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> list[dict[str, Any]]:
+def _told(drafters: Sequence[DrafterFacts]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for each in drafters:
-        told = asdict(each) | {"accepted": right_of.get(each.drafter, 0)}
-        del told["drafter"]  # a number within this session
+        told = asdict(each)
         if (before := found.get(each.peer_id)) is not None:
             told |= {name: told[name] + before[name] for name in ("bytes_in", "bytes_out", "accepted")}
         found[each.peer_id] = told
@@ -105,9 +103,7 @@ def _told(drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]) -> list
     return [told for peer_id, told in found.items() if peer_id in best]
 
 
-def sums_of(
-    core: Stats, spent_s: Mapping[str, float], drafters: Sequence[DrafterFacts], right_of: Mapping[int, int]
-) -> Sums:
+def sums_of(core: Stats, spent_s: Mapping[str, float], drafters: Sequence[DrafterFacts]) -> Sums:
     sums: dict[str, float] = {
         "tokens": core.tokens,
         "after": core.tokens - bool(core.tokens),  # after the first token, which belongs to the prompt
@@ -122,7 +118,7 @@ def sums_of(
         **{f"right {place}": right for place, right in enumerate(core.accepted_at, 1)},
     }
     for each in drafters:
-        sums[BY + each.peer_id] = sums.get(BY + each.peer_id, 0.0) + right_of.get(each.drafter, 0)
+        sums[BY + each.peer_id] = sums.get(BY + each.peer_id, 0.0) + each.accepted
     return sums
 
 

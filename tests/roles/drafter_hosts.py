@@ -299,7 +299,7 @@ async def write(
                     loop.call_later(took_s, passed, item, took_s)
                 case SendVerdict() if drafting is not None:
                     drafting.tell(item)
-                case Drop(reason=reason) if drafting is not None:
+                case Drop(reason) if drafting is not None:
                     drafting.drop(reason)
                 case Give(tokens=new):
                     made += new
@@ -307,4 +307,4 @@ async def write(
                     drafting.close()
         core.validate()
     target.close("s")
-    return Written(made, loop.time(), core.stats, drafting.facts() if drafting is not None else [])
+    return Written(made, loop.time(), core.stats, drafting.facts(core.right) if drafting is not None else [])

@@ -19,7 +19,6 @@ from roles.speculation.cost_model import MOST_DRAFTS, CostModel, DrafterModel
 from roles.speculation.drafting import Drafting
 from roles.speculation.events import (
     Drafted,
-    DrafterLost,
     DrafterReady,
     Drop,
     Finished,
@@ -169,7 +168,7 @@ class _Drafter:
         self._core.validate()
         if self._core.ready and not self._ready:
             self._ready = True
-            ready = DrafterReady(self.number, self._known, self._model)
+            ready = DrafterReady(self._known, self._model)
             self._send(False, lambda: self._run.handle(ready))
         for item in instructions:
             match item:
@@ -181,7 +180,7 @@ class _Drafter:
                         encode(Drafts(0 if position == self._drafted else position, packed(tokens, VOCAB)))
                     )
                     self._drafted = position + len(tokens)
-                    self._send(False, partial(self._run.handle, Drafted(self.number, epoch, position, tokens)))
+                    self._send(False, partial(self._run.handle, Drafted(epoch, position, tokens)))
 
     def _ran(self, run: Run) -> None:
         self.busy = False
@@ -252,8 +251,8 @@ class Simulation:
                     busy = any(drafter.busy for drafter in self._drafters)
                     seconds = self.setting.pass_s(drafts) * (1 + self.setting.shared * busy) * self._factor()
                     self.after(seconds, partial(self._ran, item, seconds))
-                case SendVerdict(drafter):
-                    self._drafters[drafter - 1].tell(item)
+                case SendVerdict():
+                    self._drafters[0].tell(item)
                 case Drop() | Finished():
                     assert isinstance(item, Finished), item
                 case Give():
@@ -276,7 +275,7 @@ class Simulation:
 
     def _lose(self, drafter: _Drafter) -> None:
         drafter.lost = True
-        self.handle(DrafterLost(drafter.number))
+        self.handle(Signal.LOST)
 
     def run(self) -> Outcome:
         """To its end."""

@@ -16,7 +16,6 @@ from roles.speculation.cost_model import CostModel, DrafterModel
 from roles.speculation.drafting import Drafting
 from roles.speculation.events import (
     Drafted,
-    DrafterLost,
     DrafterReady,
     Drop,
     Finished,
@@ -127,14 +126,15 @@ class Speculation(RuleBasedStateMachine):
                     assert not self.running
                     assert not self.ended
                     self.running.append(item)
-                case SendVerdict(drafter, number, start, tokens, depth, right):
+                case SendVerdict(number, start, tokens, depth, right):
+                    (drafter,) = self.drafters
                     assert 0 <= right <= start
                     assert number == self.numbers.get(drafter, 0) + 1
                     self.numbers[drafter] = number
                     self.drafters[drafter].inbox.append(VerdictReceived(number, start, tokens, depth))
-                case Drop(drafter):
-                    assert self.drafters[drafter].core is None, item
-                    del self.drafters[drafter]
+                case Drop():
+                    (drafter,) = self.drafters
+                    assert self.drafters.pop(drafter).core is None, item
                 case Give(tokens):
                     self.given += tokens
                 case Finished(reason):
@@ -187,7 +187,7 @@ class Speculation(RuleBasedStateMachine):
         number = 1000 + len(self.numbers)
         self.drafters[number] = Drafter(None, 0.0, 0, gaps=False)
         self.numbers[number] = 0
-        self.take(DrafterReady(number, len(self.core.history), DrafterModel()))
+        self.take(DrafterReady(len(self.core.history), DrafterModel()))
 
     def drafts(self, number: int, drafter: Drafter, event: Any) -> None:
         assert drafter.core is not None
@@ -197,11 +197,11 @@ class Speculation(RuleBasedStateMachine):
                     assert drafter.running is None
                     drafter.running = item
                 case Send(epoch, position, tokens):
-                    drafter.outbox.append(Drafted(number, epoch, position, tokens))
+                    drafter.outbox.append(Drafted(epoch, position, tokens))
         drafter.core.validate()
         if drafter.core.ready and not drafter.opened:
             drafter.opened = True
-            drafter.outbox.appendleft(DrafterReady(number, drafter.known, DrafterModel()))
+            drafter.outbox.appendleft(DrafterReady(drafter.known, DrafterModel()))
 
     def some(self, data: Any) -> tuple[int, Drafter] | None:
         real = [(number, drafter) for number, drafter in self.drafters.items() if drafter.core is not None]
@@ -244,18 +244,16 @@ class Speculation(RuleBasedStateMachine):
         if self.drafters:
             number = data.draw(st.sampled_from(sorted(self.drafters)))
             del self.drafters[number]
-            self.take(DrafterLost(number))
+            self.take(Signal.LOST)
 
     @rule(
-        data=st.data(),
         epoch=st.integers(-1, 5),
         offset=st.integers(-4, 20),
         tokens=st.lists(st.integers(-1, VOCAB), max_size=12),
     )
-    def nonsense(self, data: Any, epoch: int, offset: int, tokens: list[int]) -> None:
-        if fools := [number for number, drafter in self.drafters.items() if drafter.core is None]:
-            position = len(self.core.history) + offset
-            self.take(Drafted(data.draw(st.sampled_from(fools)), epoch, position, tuple(tokens)))
+    def nonsense(self, epoch: int, offset: int, tokens: list[int]) -> None:
+        if any(drafter.core is None for drafter in self.drafters.values()):
+            self.take(Drafted(epoch, len(self.core.history) + offset, tuple(tokens)))
 
     @rule(resting=st.sampled_from([False, False, False, True]))
     def another_text_finds_what_drafters_are_worth(self, resting: bool) -> None:

@@ -28,7 +28,7 @@ def verifier() -> Verifying:
     """With drafter 1, which was told of two tokens: verdicts 1 and 2, text up to position 5."""
     core = Verifying(PROMPT, max_new_tokens=50, vocab_size=10, model=CostModel(0.1))
     core.handle(Signal.BEGAN, 0.0)
-    core.handle(DrafterReady(1, len(PROMPT), DrafterModel()), 0.0)
+    core.handle(DrafterReady(len(PROMPT), DrafterModel()), 0.0)
     core.handle(PassDone((4,), 0.1), 0.1)
     core.handle(PassDone((5,), 0.1), 0.2)
     line = core._line
@@ -54,11 +54,10 @@ def test_a_drafter_that_says_nonsense_is_dropped(
     epoch: int, position: int, tokens: tuple[int, ...], reason: str
 ) -> None:
     core = verifier()
-    (drop,) = core.handle(Drafted(1, epoch, position, tokens), 0.25)
+    (drop,) = core.handle(Drafted(epoch, position, tokens), 0.25)
     assert isinstance(drop, Drop)
-    assert drop.drafter == 1
     assert drop.reason.startswith(reason)
-    assert core.handle(Drafted(1, 0, 3, (4,)), 0.26) == []  # it is forgotten
+    assert core.handle(Drafted(0, 3, (4,)), 0.26) == []  # it is forgotten
     assert Give((6,)) in core.handle(PassDone((6,), 0.1), 0.3)
 
 

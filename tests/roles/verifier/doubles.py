@@ -134,12 +134,12 @@ class ScriptedDrafters:
     wrong_every: int = 0
     lost_after: int = 0
     told: list[ev.SendVerdict] = field(default_factory=list)
-    dropped: list[tuple[int, str]] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
     opened: int = 0
     closed: int = 0
     nonsense: tuple[int, ...] = ()
 
-    def open(self, opening: Opening, on_event: Callable[[ev.DrafterState], None]) -> _Drafting:
+    def open(self, opening: Opening, on_event: Callable[[ev.VerifierEvent], None]) -> _Drafting:
         self.opened += 1
         return _Drafting(self, opening, on_event)
 
@@ -152,29 +152,25 @@ class _Drafting:
         self,
         source: ScriptedDrafters,
         opening: Opening,
-        on_event: Callable[[ev.DrafterState], None],
+        on_event: Callable[[ev.VerifierEvent], None],
     ) -> None:
         self._source, self._on_event = source, on_event
         self._tasks, self._closed = Background(), False
-        self._inbox: dict[int, asyncio.Queue[ev.VerdictReceived]] = {}
-        for number in range(1, source.count + 1):
-            self._inbox[number] = asyncio.Queue(1000)
-            core = DraftingCore(opening.ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
-            self._tasks.start(self._draft(number, core, opening), "drafter")
+        self._inbox: asyncio.Queue[ev.VerdictReceived] = asyncio.Queue(1000)
+        core = DraftingCore(opening.ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
+        self._tasks.start(self._draft(core, opening), "drafter")
 
     def tell(self, tell: ev.SendVerdict) -> None:
         assert not self._closed
         self._source.told.append(tell)
         told = ev.VerdictReceived(tell.number, tell.start, tell.tokens, tell.depth)
-        queue = self._inbox[tell.drafter]
-        asyncio.get_running_loop().call_later(self._source.latency_s, queue.put_nowait, told)
+        asyncio.get_running_loop().call_later(self._source.latency_s, self._inbox.put_nowait, told)
 
     def drop(self, reason: str) -> None:
         self._source.dropped.append(reason)
 
-    def facts(self) -> list[DrafterFacts]:
-        latency_s = self._source.latency_s
-        return [DrafterFacts(n, f"drafter-{n}", f"d{n}", "tiny", 1e3 * latency_s, 10, 20) for n in self._inbox]
+    def facts(self, right: Sequence[int]) -> list[DrafterFacts]:
+        return [DrafterFacts("drafter-1", "d1", "tiny", 1e3 * self._source.latency_s, 10, 20, each) for each in right]
 
     def close(self) -> None:
         if not self._closed:
@@ -182,20 +178,20 @@ class _Drafting:
             self._source.closed += 1
             asyncio.get_running_loop().create_task(self._tasks.stop())
 
-    def _say(self, event: ev.DrafterState) -> None:
+    def _say(self, event: ev.VerifierEvent) -> None:
         def say() -> None:
             if not self._closed:
                 self._on_event(event)
 
         asyncio.get_running_loop().call_later(self._source.latency_s, say)
 
-    async def _draft(self, number: int, core: DraftingCore, opening: Opening) -> None:
+    async def _draft(self, core: DraftingCore, opening: Opening) -> None:
         source, stage, made = self._source, stand_in_part(CONFIG, 0, 2), 0
         known = len(opening.ids)
         stage.open("draft", positions=opening.positions, sampling=opening.sampling)
-        self._say(ev.DrafterReady(number, known, DrafterModel(source.latency_s, source.step_s)))
+        self._say(ev.DrafterReady(known, DrafterModel(source.latency_s, source.step_s)))
         if source.nonsense:
-            self._say(ev.Drafted(number, 0, known, source.nonsense))
+            self._say(ev.Drafted(0, known, source.nonsense))
             return
         out = core.handle(ev.Signal.BEGAN, 0.0)
         while True:
@@ -204,21 +200,21 @@ class _Drafting:
                 if isinstance(instruction, ev.Run):
                     run = instruction
                 else:
-                    self._say(ev.Drafted(number, instruction.epoch, instruction.position, instruction.tokens))
+                    self._say(ev.Drafted(instruction.epoch, instruction.position, instruction.tokens))
             if run is None:
-                out = core.handle(await self._inbox[number].get(), 0.0)
+                out = core.handle(await self._inbox.get(), 0.0)
                 continue
             await asyncio.sleep(source.step_s)
             samples = _ran(stage, "draft", run)
             made += len(samples)
             if source.lost_after and made > source.lost_after:
-                self._say(ev.DrafterLost(number))
+                self._say(ev.Signal.LOST)
                 return
             if source.wrong_every and samples and made % source.wrong_every == 0:
                 samples = ((samples[0] + 1) % 256, *samples[1:])
             out = core.handle(ev.RunDone(samples), 0.0)
-            while not self._inbox[number].empty():
-                out = [*out, *core.handle(self._inbox[number].get_nowait(), 0.0)]
+            while not self._inbox.empty():
+                out = [*out, *core.handle(self._inbox.get_nowait(), 0.0)]
 
 
 def service(

@@ -8,7 +8,7 @@ from roles.speculation.verifying import Stats
 from roles.verifier.drafter_link import DrafterFacts
 from roles.verifier.stats import Recent, figures_of, shares_of, sums_of
 
-FACTS = [DrafterFacts(at, f"d{at}", "", "", 0.0, 200, 5) for at in (1, 2)]
+FACTS = [DrafterFacts(f"d{at}", "", "", 0.0, 200, 5, right) for at, right in ((1, 6), (2, 2))]
 SPENT = {"all": 2.0, "verify": 1.0, "draft": 0.75, "wait": 0.125}
 
 
@@ -20,7 +20,7 @@ def stats() -> Stats:
 
 
 def test_the_figures_of_a_text() -> None:
-    sums = sums_of(stats(), SPENT, FACTS, {1: 6, 2: 2})
+    sums = sums_of(stats(), SPENT, FACTS)
     recent = Recent()
     recent.note(sums, 0.1)
     found = figures_of(recent.grown, 0.1)
