@@ -10,15 +10,13 @@ from typing import Any, TypeVar
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError
 from ring.detector import FailureDetector
 from wire.connection import Connection, Received
-from wire.messages import KeepAlive, Message
+from wire.messages import LONGEST_SILENCE_S, KeepAlive, Message
 
 BEATS = 4
 """Number of keep-alives within the permitted silence."""
 QUIET_S = 10.0
 """Default of the permitted silence."""
 DIAL_S = 5.0
-SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 0.1, 600.0
-"""Bounds of the silence on which the two sides of a connection may agree."""
 BEATS_PER_S, MOST_BEATS = 100.0, 4096
 """Limits on received keep-alives: the average rate, and the burst after a while in which this side read nothing."""
 

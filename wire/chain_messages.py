@@ -25,6 +25,8 @@ CHUNK = 2048
 """Most positions in one ``ForwardRequest``. Longer prompts come as several requests that flow through the chain."""
 NEXT_LOST, UNKNOWN_SESSION, UNKNOWN_PART = "next-stage", "unknown-session", "unknown-part"
 """Codes of refusals and of ``ChainBroken``: the next stage cannot be reached; the session or part is not here."""
+MAX_POSITIONS = 1 << 20
+Positions = Annotated[int, Bound(0, MAX_POSITIONS)]
 CHAIN_STREAM = 1
 """Stream of the bulk frame after each ``ForwardRequest``. Frames stay in order, so one stream is enough."""
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from p2ptrain.core.errors import ProtocolError
-from wire.messages import Message
+from wire.messages import Message, Silence
 from wire.schema import Bound, Count, Digest, Lineage, Port
 
 MAX_STREAMS = 16
@@ -364,7 +364,7 @@ class HealRequest(Message):
     job: str
     step: int
     lineage: str
-    silence_s: float
+    silence_s: Silence
     have_step: int = -1
     have_lineage: str = ""
     stage: int = 0
@@ -389,11 +389,11 @@ class HealOffer(Message):
     """
 
     KIND: ClassVar[int] = 49
-    step: int
-    lineage: str
+    step: Count
+    lineage: Lineage
     blobs: list[BlobRecord]
     chunk_bytes: int
-    root: bytes = b""
+    root: Annotated[bytes, Bound(0, 16)] = b""
     square_sum: float = 0.0
 
 
@@ -410,8 +410,8 @@ class StepLogged(Message):
     """
 
     KIND: ClassVar[int] = 52
-    step: int
-    digest: bytes
+    step: Annotated[int, Bound(1, 2**53)]
+    digest: Digest
     square_sum: float
     size_bytes: int
     digests: bytes = b""

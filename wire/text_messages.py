@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from p2ptrain.core.errors import ProtocolError
-from wire.messages import Message
+from wire.chain_messages import MAX_POSITIONS, Positions
+from wire.messages import Message, Silence
 from wire.schema import Bound, Count, Figure, Id, TokenOrNone
 
 
@@ -49,6 +50,12 @@ class StreamClose(Message):
     KIND: ClassVar[int] = 74
 
 
+MOST_BYTES = 4 << 20
+"""Largest question: a prompt of a million tokens."""
+MOST_TURNS = 1024
+MOST_STOPS, STOP_CHARS = 16, 1024
+
+
 @dataclass(frozen=True, slots=True)
 class Ask(Message):
     """Client to verifier: continue the prompt in the bulk frame that follows.
@@ -62,15 +69,24 @@ class Ask(Message):
     """
 
     KIND: ClassVar[int] = 69
-    sizes: list[int]
-    roles: list[str]
-    max_new_tokens: int
+    sizes: Annotated[list[Annotated[int, Bound(0, MOST_BYTES)]], Bound(1, MOST_TURNS)]
+    roles: Annotated[list[str], Bound(0, MOST_TURNS)]
+    max_new_tokens: Annotated[int, Bound(0, (1 << 31) - 1)]
     temperature: float | None
     top_k: int | None
     top_p: float | None
     seed: int
-    stop: list[str]
+    stop: Annotated[list[Annotated[str, Bound(1, STOP_CHARS)]], Bound(0, MOST_STOPS)]
     speculate: bool
+
+    def check(self) -> None:
+        if len(self.sizes) != (len(self.roles) or 1) or self.size_bytes > MOST_BYTES:
+            counts = f"{len(self.sizes)} texts of {self.size_bytes} bytes, and {len(self.roles)} turns"
+            raise ProtocolError(f"invalid question: {counts}")
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +94,8 @@ class QuestionAccepted(Message):
     """The text will be written. ``prompt_tokens``: length of the prompt; ``left_out``: turns that did not fit."""
 
     KIND: ClassVar[int] = 70
-    prompt_tokens: int
-    left_out: int
+    prompt_tokens: Annotated[int, Bound(1, 2**53)]
+    left_out: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +109,10 @@ class Piece(Message):
 
 @dataclass(frozen=True, slots=True)
 class Written(Message):
-    """The text is complete. ``ended``: ``stop``, ``end``, ``length`` or ``cancelled``; ``stats``: figures by name."""
+    """The text is complete. ``stats``: figures by name."""
 
     KIND: ClassVar[int] = 73
-    ended: str
+    ended: Annotated[str, Bound(one_of=("stop", "end", "length", "cancelled"))]
     stats: dict[str, Any] = field(default_factory=dict)
 
 
@@ -105,6 +121,10 @@ class Written(Message):
 
 MAX_DRAFTERS = 64
 """Most drafters that a verifier is told about and uses: with long names they fill a frame."""
+MAX_DEPTH = 256
+"""Most drafts ahead of the verified text: more than a fast drafter makes during a round trip around the world."""
+MOST_TOKEN_BYTES = 3
+Depth = Annotated[int, Bound(0, MAX_DEPTH)]
 StatName = Annotated[str, Bound(pattern="[a-z][a-z0-9_]{0,39}")]
 
 
@@ -122,17 +142,22 @@ class DraftOpen(Message):
     """
 
     KIND: ClassVar[int] = 59
-    count: int
-    prompt: int
-    positions: int
-    vocab_size: int
-    tokenizer: str
+    count: Positions
+    prompt: Annotated[int, Bound(1, MAX_POSITIONS)]
+    positions: Positions
+    vocab_size: Annotated[int, Bound(1, 1 << 8 * MOST_TOKEN_BYTES)]
+    tokenizer: Annotated[str, Bound(0, 128)]
     temperature: float
     top_k: int
     top_p: float
     seed: int
-    depth: int
-    silence_s: float
+    depth: Depth
+    silence_s: Silence
+
+    def check(self) -> None:
+        if not self.prompt <= self.count <= self.positions:
+            counts = f"{self.count} ids ({self.prompt} in the prompt), {self.positions} positions"
+            raise ProtocolError(f"invalid session: {counts}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +165,7 @@ class DraftReady(Message):
     """The ids are processed, and drafts follow. ``step_ms``: time per draft; 0 if unknown."""
 
     KIND: ClassVar[int] = 60
-    step_ms: float
+    step_ms: Annotated[float, Bound(0, 3.6e6)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +178,8 @@ class Drafts(Message):
 
     KIND: ClassVar[int] = 62
     KEYED: ClassVar[bool] = False
-    position: int
-    tokens: bytes
+    position: Positions
+    tokens: Annotated[bytes, Bound(1, MOST_TOKEN_BYTES * MAX_DEPTH)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +192,8 @@ class Verdict(Message):
 
     KIND: ClassVar[int] = 63
     KEYED: ClassVar[bool] = False
-    right: int
-    depth: int
+    right: Positions
+    depth: Depth
     tokens: bytes
 
 

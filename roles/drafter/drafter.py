@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from p2ptrain.core.activations import ID_BYTES, IDS, encode_ids
@@ -25,7 +26,7 @@ from p2ptrain.core.errors import (
     ProtocolError,
     Refused,
 )
-from p2ptrain.core.serving import Pass
+from p2ptrain.core.serving import Pass, Sampling
 from p2ptrain.core.texts import human_bytes, shortened
 from p2ptrain.core.world import World
 from roles.background import Background
@@ -41,10 +42,9 @@ from roles.speculation.received import (
     FULL,
     OTHER_TOKENIZER,
     TOO_LONG,
-    check_opening_untrusted,
     ids_untrusted,
     packed,
-    sampling_of,
+    sampling_untrusted,
     told_untrusted,
 )
 from roles.worker.stage_requests import printable
@@ -119,6 +119,7 @@ class _Session:
     caller: _Caller
     core: Drafting
     opening: DraftOpen
+    sampling: Sampling
     positions: int
     cache_bytes: int
     drafted: int = 0
@@ -253,7 +254,7 @@ class Drafter:
     async def _open_untrusted(self, caller: _Caller, stream: int, opening: DraftOpen) -> None:
         """Open a session. Raises ``ProtocolError``: the opening is invalid. ``NetworkError``: its ids did not
         arrive."""
-        check_opening_untrusted(opening)
+        sampling = sampling_untrusted(opening)
         if stream <= caller.last:
             raise ProtocolError(f"session {stream} was opened after session {caller.last}")
         caller.last = stream
@@ -267,7 +268,7 @@ class Drafter:
             return
         core = Drafting(ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
         name = f"draft-{next(self._names)}"
-        session = _Session(name, stream, caller, core, opening, positions, cache_bytes)
+        session = _Session(name, stream, caller, core, opening, sampling, positions, cache_bytes)
         caller.sessions[stream] = session
         self._sessions.add(session)
         self._feed(session, Signal.BEGAN)
@@ -388,8 +389,8 @@ class Drafter:
         began = self._now()
         if not session.opened:
             session.opened = True
-            sampling = sampling_of(session.opening)
-            await self._compute.run(self._engine.open, session.name, positions=session.positions, sampling=sampling)
+            opening = partial(self._engine.open, positions=session.positions, sampling=session.sampling)
+            await self._compute.run(opening, session.name)
         # The verifier's vocabulary may be padded to more: a token that only it has is replaced by another one.
         ids = [min(token, self._engine.vocab_size - 1) for token in run.ids[session.taken : session.taken + piece]]
         ran = await self._compute.run(

@@ -26,7 +26,7 @@ from roles.chain.peer import Context
 from roles.line import QUIET_S, Line
 from roles.speculation.cost_model import Average, DrafterModel
 from roles.speculation.events import Drafted, DrafterReady, SendVerdict, Signal, VerifierEvent
-from roles.speculation.received import TOO_LONG, drafts_untrusted, packed, refused_untrusted, step_untrusted
+from roles.speculation.received import TOO_LONG, packed, refused_untrusted, tokens_untrusted
 from roles.worker.stage_requests import printable
 from wire.client import PendingCalls
 from wire.connection import Received
@@ -325,17 +325,17 @@ class DrafterLink:
             return
         session.bytes_in += received.body_bytes
         match message:
-            case DraftReady():
+            case DraftReady(step_ms):
                 if session.ready:
                     raise ProtocolError("it reported a session as ready twice")
-                if (draft_s := step_untrusted(message)) and not self.model.draft.count:
-                    self.model.draft = Average(draft_s)
+                if step_ms and not self.model.draft.count:
+                    self.model.draft = Average(step_ms / 1e3)
                 session.ready = True
                 session.on_event(DrafterReady(len(session.opening.ids), self.model))
             case Drafts(position):
                 if not session.ready:
                     raise ProtocolError("it drafted for a session that is not ready")
-                tokens = drafts_untrusted(message, received.generation, vocab_size=self.tokens.vocab_size)
+                tokens = tokens_untrusted(message.tokens, vocab_size=self.tokens.vocab_size)
                 position = position or session.drafted
                 session.drafted = position + len(tokens)
                 session.on_event(Drafted(received.generation, position, tokens))

@@ -20,11 +20,7 @@ from p2ptrain.core.serving import SamplingOptions
 from p2ptrain.core.texts import printable, shortened
 from roles.verifier.asking import TextRequest
 from wire import text_messages as wire
-
-MOST_BYTES = 4 << 20
-"""Largest question: a prompt of a million tokens."""
-MOST_TURNS = 1024
-MOST_STOPS, STOP_CHARS = 16, 1024
+from wire.text_messages import MOST_BYTES, MOST_STOPS, MOST_TURNS, STOP_CHARS
 
 _CODES: dict[str, type[P2PTrainError]] = {
     "bad-request": UserError,
@@ -63,21 +59,8 @@ def question(request: TextRequest) -> tuple[wire.Ask, bytes]:
     return ask, b"".join(texts)
 
 
-def size_untrusted(ask: wire.Ask) -> int:
-    """Size in bytes of a question's texts, checked before allocation. Raises ``ProtocolError``."""
-    if not (len(ask.sizes) == len(ask.roles) <= MOST_TURNS or (len(ask.sizes) == 1 and not ask.roles)):
-        raise ProtocolError(f"invalid question: {len(ask.sizes)} texts and {len(ask.roles)} turns")
-    if not ask.sizes or min(ask.sizes) < 0 or (size_bytes := sum(ask.sizes)) > MOST_BYTES:
-        raise ProtocolError(f"invalid question: it has more than {MOST_BYTES >> 20} MiB, or no text")
-    return size_bytes
-
-
 def request_untrusted(ask: wire.Ask, data: bytes | bytearray) -> TextRequest:
-    """Decode a question. ``data`` has ``size_untrusted`` bytes. Raises ``ProtocolError``: no client sends it."""
-    if len(ask.stop) > MOST_STOPS or not all(0 < len(text) <= STOP_CHARS for text in ask.stop):
-        raise ProtocolError(f"{len(ask.stop)} stop strings; the limit is {MOST_STOPS} of {STOP_CHARS} characters")
-    if not 0 <= ask.max_new_tokens < 1 << 31:
-        raise ProtocolError(f"invalid number of new tokens: {ask.max_new_tokens}")
+    """Decode a question. ``data`` has ``ask.size_bytes`` bytes. Raises ``ProtocolError``: no client sends it."""
     try:
         sampling = SamplingOptions(ask.temperature, ask.top_k, ask.top_p, ask.seed)
         texts = list(_cut(data, ask.sizes))

@@ -14,7 +14,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from roles.background import Background
 from roles.line import QUIET_S, Line
 from roles.verifier.asking import Piece, TextRequest, TextService, Writing, failed
-from roles.verifier.protocol import refused, request_untrusted, size_untrusted
+from roles.verifier.protocol import refused, request_untrusted
 from wire import text_messages as wire
 from wire.connection import Connection
 from wire.messages import Hello, Message, RefusalCode
@@ -60,10 +60,9 @@ class _Caller:
     async def _take(self, message: Message, stream: int) -> None:
         match message:
             case wire.Ask():
-                size_bytes = size_untrusted(message)
                 if stream in self._asked:
                     raise ProtocolError(f"question {stream} was sent twice")
-                data = await self._line.bulk(size_bytes, stream=stream)
+                data = await self._line.bulk(message.size_bytes, stream=stream)
                 request = request_untrusted(message, data)
                 if len(self._asked) >= MOST_ASKED:
                     text = f"this connection already has {MOST_ASKED} questions"

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError
-from ring.token import is_lineage, joined_digest, next_lineage
+from ring.token import joined_digest, next_lineage
 from ring.transaction import Event, Followed, Heal, Torn, Transaction, Unloaded
 from roles.engine import WHOLE, Applied, Blob, Engine, Stage
 from roles.line import Line
@@ -63,8 +63,6 @@ def base_untrusted(offer: HealOffer, request: HealRequest, layout: Layout) -> Ba
     source of this member's model offers this."""
     if offer.chunk_bytes != CHUNK_BYTES:
         raise ProtocolError(f"it sends chunks of {offer.chunk_bytes} bytes, this version requires {CHUNK_BYTES}")
-    if not is_lineage(offer.lineage) or offer.step < 0:
-        raise ProtocolError(f"it offers step {offer.step}, with an invalid step or lineage")
     if not offer.blobs:
         if (offer.step, offer.lineage) != (request.have_step, request.have_lineage):
             raise ProtocolError("it offers steps that do not follow this member's state")
@@ -81,8 +79,8 @@ def base_untrusted(offer: HealOffer, request: HealRequest, layout: Layout) -> Ba
 
 def news_untrusted(news: StepLogged, layout: Layout) -> News:
     """Return what a source reports about a committed step. Raises ``ProtocolError`` if no correct source reports it."""
-    if len(news.digest) != DIGEST_BYTES or news.size_bytes != layout.reduce_bytes:
-        raise ProtocolError(f"its report of step {news.step} has an invalid digest or size")
+    if news.size_bytes != layout.reduce_bytes:
+        raise ProtocolError(f"its report of step {news.step} has an invalid size")
     stage = layout.stage
     size_bytes = DIGEST_BYTES * stage.count if stage.split else 0
     own = news.digests[DIGEST_BYTES * stage.index : DIGEST_BYTES * (stage.index + 1)]
@@ -333,7 +331,7 @@ class Fetch:
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def _logged_untrusted(self, sender: Sender, news: StepLogged) -> None:
-        if sender.offer is None or (sender.last >= 0 and news.step != sender.last + 1) or news.step < 1:
+        if sender.offer is None or (sender.last >= 0 and news.step != sender.last + 1):
             raise ProtocolError(f"it reported step {news.step} out of order")
         value = news_untrusted(news, self._layout)
         sender.first = sender.first if sender.last >= 0 else news.step

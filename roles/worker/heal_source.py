@@ -35,7 +35,7 @@ from p2ptrain.core.errors import (
 from ring.transaction import Transaction
 from ring.view import View
 from roles.engine import WHOLE, Blob, Engine, Stage
-from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S, Line, unless_closed
+from roles.line import Line, unless_closed
 from roles.snapshots import Snapshot, Snapshots
 from roles.worker.context import Context
 from roles.worker.transfer import Piece, send_range
@@ -286,8 +286,6 @@ class HealSource:
         ``PeerError`` if the connection fails or the request cannot be met."""
         request = await connection.expect(HealRequest, timeout_s=ANSWER_S)
         name = hello.name[:64]
-        if not SHORTEST_SILENCE_S <= request.silence_s <= LONGEST_SILENCE_S:
-            raise ProtocolError(f"{name} requested an invalid silence limit: {request.silence_s} s")
         if not self._has_part(request):
             raise PeerError(f"{name} asks for part {request.stage}, this member holds {self._stage}")
         line = Line(connection, request.silence_s)

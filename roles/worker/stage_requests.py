@@ -11,14 +11,13 @@ from p2ptrain.core.activations import ENCODINGS
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
 from p2ptrain.core.model_config import config_untrusted
 from p2ptrain.core.serving import PartSpec, Sampling, check_sampling
-from roles.line import LONGEST_SILENCE_S, SHORTEST_SILENCE_S
+from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.job_messages import MAX_STAGES
+from wire.messages import Silence
 from wire.schema import Bound, Host, Id, Port, instance_untrusted
 
-MAX_POSITIONS = 1 << 20
 MAX_LAYERS = 4096
 Path = Annotated[str, Bound(0, 4096)]
-Positions = Annotated[int, Bound(0, MAX_POSITIONS)]
 Epoch = Annotated[int, Bound(0, 1 << 31)]
 Index = Annotated[int, Bound(0, MAX_STAGES - 1)]
 Layer = Annotated[int, Bound(0, MAX_LAYERS)]
@@ -121,7 +120,7 @@ class OpenRequest:
     top_k: Annotated[int, Bound(0, 1 << 31)]
     top_p: Annotated[float, Bound(0, 1)]
     seed: Annotated[int, Bound(-(1 << 63), (1 << 64) - 1)]
-    silence_s: Annotated[float, Bound(SHORTEST_SILENCE_S, LONGEST_SILENCE_S)]
+    silence_s: Silence
 
     @property
     def sampling(self) -> Sampling:

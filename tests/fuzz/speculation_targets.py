@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -14,18 +14,14 @@ from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.serving import Sampling
 from roles.speculation.events import VerdictReceived
 from roles.speculation.received import (
-    MAX_DEPTH,
-    check_opening_untrusted,
-    drafts_untrusted,
     packed,
     refused_untrusted,
-    step_untrusted,
+    sampling_untrusted,
     tokens_untrusted,
     told_untrusted,
 )
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
-from roles.worker.stage_requests import MAX_POSITIONS
 from tests.roles.drafter_hosts import (
     CONFIG,
     PORT,
@@ -40,11 +36,13 @@ from tests.roles.drafter_hosts import (
     write,
 )
 from tests.roles.stage_stand_in import tokens_of
+from wire.chain_messages import MAX_POSITIONS
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Request
-from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict
+from wire.schema import instance_untrusted
+from wire.text_messages import MAX_DEPTH, DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict
 
 from .engine import Target
 from .strategies import WHOLE, made, mutated
@@ -79,13 +77,14 @@ _NUMBERS = st.integers(0, 5) | WHOLE.filter(lambda number: 0 <= number < 1 << 64
 def _check_words(case: tuple[Message, int]) -> None:
     message, number = case
     try:
+        message = instance_untrusted(type(message), asdict(message))
         match message:
             case DraftOpen():
-                check_opening_untrusted(message)
+                sampling_untrusted(message)
                 assert 0 < message.prompt <= message.count <= message.positions <= MAX_POSITIONS
             case Drafts():
-                tokens = drafts_untrusted(message, number, vocab_size=VOCAB)
-                assert 0 < len(tokens) <= MAX_DEPTH
+                tokens = tokens_untrusted(message.tokens, vocab_size=VOCAB)
+                assert 0 < len(tokens) <= 2 * MAX_DEPTH
                 assert all(0 <= token < VOCAB for token in tokens)
             case Verdict():
                 told = told_untrusted(message, number, verified=7, vocab_size=VOCAB)
@@ -93,7 +92,7 @@ def _check_words(case: tuple[Message, int]) -> None:
                 assert told.start == 7 + message.right
                 assert 0 <= told.depth <= MAX_DEPTH
             case DraftReady():
-                assert 0 <= step_untrusted(message) < 1e5
+                assert 0 <= message.step_ms < 1e8
             case StreamRefused():
                 refused = refused_untrusted(message)
                 assert (refused.code + refused.message + refused.remedy).isprintable()
@@ -106,13 +105,10 @@ WORDS = Target(
     st.tuples(_OPENINGS | _DRAFTS | _VERDICTS | made(DraftReady) | _REFUSALS, _NUMBERS),
     _check_words,
     (
-        "roles.speculation.received.check_opening_untrusted",
-        "roles.speculation.received.drafts_untrusted",
+        "roles.speculation.received.sampling_untrusted",
         "roles.speculation.received.told_untrusted",
         "roles.speculation.received.tokens_untrusted",
-        "roles.speculation.received.step_untrusted",
         "roles.speculation.received.refused_untrusted",
-        "roles.speculation.received._check_depth_untrusted",
     ),
     peak_bytes=256 << 10,
     weight=60,

@@ -6,13 +6,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from p2ptrain.core.activations import encode_ids
-from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ResourceError
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, ResourceError
 from p2ptrain.core.serving import Pass, Ran, Sampling
 from roles.drafter.drafter import MAX_CALLERS
 from roles.line import Line
@@ -39,6 +39,7 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Response
+from wire.schema import instance_untrusted
 from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Verdict
 
 PROMPT = [5, 80, 11, 11, 3]
@@ -308,16 +309,20 @@ BAD_OPENINGS = {
     "no ids": replace(OPENING, count=0),
     "a huge count": replace(OPENING, count=1 << 40, positions=1 << 40),
     "many positions": replace(OPENING, positions=1 << 21),
-    "a temperature that is none": replace(OPENING, temperature=float("nan")),
     "endless patience": replace(OPENING, silence_s=float("inf")),
 }
 
 
 @pytest.mark.parametrize("name", BAD_OPENINGS)
-def test_an_opening_that_cannot_be_ends_the_connection(name: str) -> None:
+def test_an_opening_that_cannot_be_is_no_message(name: str) -> None:
+    with pytest.raises(ProtocolError):
+        instance_untrusted(DraftOpen, asdict(BAD_OPENINGS[name]))
+
+
+def test_an_opening_with_impossible_sampling_ends_the_connection() -> None:
     async def test(network: MemoryNetwork, host: DrafterHost) -> None:
         async with verifier_of(network) as verifier:
-            verifier.open(BAD_OPENINGS[name], b"")
+            verifier.open(replace(OPENING, temperature=float("nan")), b"")
             await verifier.told_off()
         await asyncio.sleep(0.01)  # virtual: it is told of the end in another turn of the loop
         assert host.drafter.sessions == 1

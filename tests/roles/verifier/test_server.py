@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from roles.line import Line
 from roles.verifier import server as server_module
 from roles.verifier.asking import TextRequest
 from roles.verifier.client import Text, VerifierClient
-from roles.verifier.protocol import MOST_BYTES, question
+from roles.verifier.protocol import question
 from roles.verifier.server import MOST_ASKED, serve_texts
 from roles.verifier.service import VerifierService
 from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
@@ -37,6 +37,8 @@ from wire.handshake import dial, local_hello, local_welcome, serve
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Message, Request, Welcome
 from wire.records import ServingInfo
+from wire.schema import instance_untrusted
+from wire.text_messages import MOST_BYTES
 
 PROMPT = "def f(x):"
 ID = "0" * 32
@@ -308,14 +310,28 @@ def _ask(**changed: Any) -> wire.Ask:
 
 
 @pytest.mark.parametrize(
+    "changed",
+    [
+        {"sizes": [MOST_BYTES + 1]},
+        {"sizes": [MOST_BYTES, 1], "roles": ["user", "user"]},
+        {"sizes": [-1, 5], "roles": ["user", "user"]},
+        {"sizes": [1, 1]},
+        {"sizes": []},
+        {"roles": ["user", "user"]},
+        {"stop": ["x"] * 17},
+    ],
+)
+def test_a_question_that_cannot_be_is_no_message(changed: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        instance_untrusted(wire.Ask, asdict(_ask(**changed)))
+
+
+@pytest.mark.parametrize(
     "acts",
     [
         [_says(Request(1, "peers.list", {}))],
-        [_says(_ask(sizes=[MOST_BYTES + 1]))],
-        [_says(_ask(sizes=[-1, 5], roles=["user", "user"]))],
         [_says(_ask(sizes=[2])), _bulk(1, b"\xff\xfe")],
         [_says(_ask(temperature=float("nan"))), _bulk(1, b"a")],
-        [_says(_ask(stop=["x"] * 17)), _bulk(1, b"a")],
         [_says(_ask(max_new_tokens=500)), _bulk(1, b"a"), _says(_ask()), _bulk(1, b"a")],
     ],
 )
