@@ -21,14 +21,14 @@ of a second."""
 BODY_S = 60.0
 """Time limit for a body after its headers."""
 
-STOPPING = "stopping"
+CLOSE = {"connection": "close"}
 HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 """Headers of every answer: browsers shall not guess the type, and caches shall not keep it."""
 
 
 @dataclass(eq=False)
 class Problem(Exception):
-    """An error that a client receives.
+    """An error that a client receives. With status 503 it is told when to try again.
 
     Attributes:
         status: HTTP status.
@@ -52,7 +52,8 @@ class Problem(Exception):
         return {"error": said | {"param": self.param or None, "code": self.code or None}}
 
     def response(self) -> Response:
-        return json_response(self.as_json(), status=self.status, headers=self.headers)
+        again = {"retry-after": str(RETRY_AFTER_S)} if self.status == 503 else {}
+        return json_response(self.as_json(), status=self.status, headers=again | dict(self.headers))
 
 
 def json_bytes(said: Mapping[str, Any]) -> bytes:
@@ -79,10 +80,10 @@ async def read_body(request: Request) -> bytes:
                     body += chunk
     except TimeoutError:
         late = "the request body did not arrive in time"
-        raise Problem(408, late, code="request_timeout", headers={"connection": "close"}) from None
+        raise Problem(408, late, code="request_timeout", headers=CLOSE) from None
     if size > MOST_BODY_BYTES:
         large = f"the request body is larger than {MOST_BODY_BYTES >> 20} MiB: send less"
-        raise Problem(413, large, code="request_too_large", headers={"connection": "close"})
+        raise Problem(413, large, code="request_too_large", headers=CLOSE)
     return bytes(body)
 
 
@@ -116,8 +117,7 @@ def wrong(param: str, message: str) -> Problem:
 
 
 def shutting_down() -> Problem:
-    again = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
-    return Problem(503, "this endpoint is shutting down: try again later", code=STOPPING, headers=again)
+    return Problem(503, "this endpoint is shutting down: try again later", code="stopping", headers=CLOSE)
 
 
 async def while_wanted(receive: Receive, work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> None:

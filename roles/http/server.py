@@ -23,7 +23,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import Server
 
-from roles.http.answers import RETRY_AFTER_S, Problem
+from roles.http.answers import CLOSE, Problem
 
 MOST_CONNECTIONS = 256
 MOST_HEADER_BYTES = 16 << 10
@@ -52,17 +52,14 @@ async def serving(
         ws="websockets-sansio" if websockets else "none",
         ws_max_size=MOST_MESSAGE_BYTES,
         ws_per_message_deflate=False,
-        loop="none",
         lifespan="off",
         interface="asgi3",
         log_config=None,
         log_level="critical",
         access_log=False,
         proxy_headers=False,
-        forwarded_allow_ips="",
         server_header=False,
         date_header=False,
-        workers=1,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=STOP_S,
         h11_max_incomplete_event_size=MOST_HEADER_BYTES,
@@ -145,10 +142,7 @@ class _Connection(H11Protocol):
 
 
 _BUSY = Problem(
-    503,
-    f"{MOST_CONNECTIONS} clients are connected, the limit: try again later",
-    code="overloaded",
-    headers={"retry-after": str(RETRY_AFTER_S), "connection": "close"},
+    503, f"{MOST_CONNECTIONS} clients are connected, the limit: try again later", code="overloaded", headers=CLOSE
 )
 
 

@@ -17,7 +17,7 @@ from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, Refused, ResourceError, TooLong, UserError
 from p2ptrain.core.serving import MOST_TOP_K, SamplingOptions
 from p2ptrain.core.texts import shortened
-from roles.http.answers import RETRY_AFTER_S, Problem, read_model, wrong
+from roles.http.answers import Problem, read_model, wrong
 from roles.verifier.asking import TextRequest
 
 IGNORED = frozenset(
@@ -71,9 +71,9 @@ def problem_of(error: P2PTrainError) -> Problem:
     if isinstance(error, UserError):
         return Problem(400, message, code="invalid_value")
     if isinstance(error, Refused | ResourceError):
-        return Problem(503, message, code="overloaded", headers={"retry-after": str(RETRY_AFTER_S)})
+        return Problem(503, message, code="overloaded")
     if isinstance(error, NetworkError | PeerError):
-        return Problem(503, message, code="model_unreachable", headers={"retry-after": str(RETRY_AFTER_S)})
+        return Problem(503, message, code="model_unreachable")
     return Problem(500, message, code="model_failed")
 
 

@@ -15,10 +15,10 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused, UserError
+from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.texts import shortened
 from roles.http.access import Keys, refuse_pages
-from roles.http.answers import HEADERS, RETRY_AFTER_S, Problem, json_response, read_body, read_model, while_wanted
+from roles.http.answers import HEADERS, Problem, json_response, read_body, read_model, while_wanted
 from roles.http.app import JsonApp
 from roles.seed.server import Seed
 from roles.web.endpoints import IDEMPOTENCY_KEY, READ, ROOT, AfterStep, Call, CreateJob, Endpoint, read_query
@@ -123,17 +123,13 @@ class WebApp(JsonApp):
                 status, code = _REFUSED.get(error.code, 409), str(error.code)
             case UserError():
                 status, code = 422, "invalid_value"
-            case DeadlineExceeded():
-                status, code = 504, "timeout"
             case NetworkError():
                 status, code = 503, "seed_unreachable"
             case ProtocolError():
                 status, code = 502, "protocol"
             case _:
                 status, code = 500, "failed"
-        message, remedy = shortened(error.message, 1000), shortened(error.remedy, 1000)
-        again = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
-        return Problem(status, message, code=code, remedy=remedy, headers=again)
+        return Problem(status, shortened(error.message, 1000), code=code, remedy=shortened(error.remedy, 1000))
 
     # ---------------------------------------------------------------------------------------------------------- routes
 

@@ -37,8 +37,11 @@ class Given(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Paging(Given):
+class Limit(Given):
     limit: int = Field(default=100, ge=1, le=MOST_ITEMS, description="Longest list in an answer.")
+
+
+class Paging(Limit):
     after: str = Field(default="", max_length=256, description="`next` of the answer before this one.")
 
 
@@ -124,7 +127,6 @@ _ABOUT_ERRORS = {
     422: "The values contradict each other, or the Idempotency-Key was used for another request.",
     502: "A peer that was asked for it could not do it, or gave no answer.",
     503: "The seed stops, or too many requests are under way.",
-    504: "It took too long.",
 }
 _ABOUT = (
     "Training jobs, workers, checkpoints and metrics of one cluster. A job is named by its id, by the beginning of it, "

@@ -15,7 +15,7 @@ from configs.loader import describe, load_settings, shipped
 from configs.schema import Profile
 from p2ptrain.core.errors import ConfigError, Refused
 from roles.http.answers import Problem
-from roles.web.endpoints import MOST_ITEMS, AfterStep, Call, Endpoint, Given, Handle, Page, Paging, openapi
+from roles.web.endpoints import MOST_ITEMS, AfterStep, Call, Endpoint, Given, Handle, Limit, Page, Paging, openapi
 from roles.web.experiments import ENDPOINTS as EXPERIMENTS
 from wire.messages import GpuInfo, RefusalCode
 from wire.records import (
@@ -117,10 +117,6 @@ def tell_job(verb: str, *already: str) -> Handle:
 
     handle.__name__ = f"{verb}_job"
     return handle
-
-
-class Newest(Given):
-    limit: int = Field(default=100, ge=1, le=MOST_ITEMS, description="So many of the newest ones.")
 
 
 async def list_recoveries(call: Call) -> Page:
@@ -227,8 +223,7 @@ async def summarise_cluster(call: Call) -> ClusterSummary:
     )
 
 
-class EventPaging(Given):
-    limit: int = Field(default=100, ge=1, le=MOST_ITEMS, description="Longest list in an answer.")
+class EventPaging(Limit):
     after_id: int | None = Field(default=None, ge=0, le=2**53, description="Events after it; none: the newest ones.")
 
 
@@ -316,7 +311,7 @@ ENDPOINTS: list[Endpoint] = [
     Endpoint("PUT", f"{_JOB}/pause", "Stop a job at the next step.", JobInfo, tell_job("pause", "paused")),
     Endpoint("PUT", f"{_JOB}/resume", "Let a paused job go on.", JobInfo, tell_job("resume", *_GOING)),
     Endpoint("PUT", f"{_JOB}/save", "Write a checkpoint after the step that runs now.", JobInfo, tell_job("save")),
-    _list(f"{_JOB}/recoveries", "The newest interruptions, oldest first.", RecoveryInfo, list_recoveries, Newest),
+    _list(f"{_JOB}/recoveries", "The newest interruptions, oldest first.", RecoveryInfo, list_recoveries, Limit),
     _list("cluster/nodes", "All peers.", PeerInfo, list_nodes),
     Endpoint("POST", "cluster/nodes", _INVITES, Invitation, invite_node, body=NodeRequest, status=201),
     Endpoint("DELETE", "cluster/nodes/{node}", "Evict a peer for good.", Removed, evict_node),
