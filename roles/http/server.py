@@ -93,11 +93,10 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait(HEADERS_S)
+        self.limit(HEADERS_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
+        self.limit(None)
         super().connection_lost(exc)
         self._lost.set()
 
@@ -110,10 +109,6 @@ class _Connection(H11Protocol):
         self.transport.abort()
         await self._lost.wait()
         raise asyncio.CancelledError
-
-    @property
-    def one_too_many(self) -> bool:
-        return len(self.connections) >= MOST_CONNECTIONS
 
     def send_400_response(self, msg: str) -> None:
         """Answer a malformed request. uvicorn calls this while it handles the error of h11."""
@@ -129,16 +124,12 @@ class _Connection(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def begins(self) -> None:
+    def limit(self, time_s: float | None) -> None:
+        """Abort the connection after this time, unless another one is given before."""
         if self._patience is not None:
             self._patience.cancel()
-
-    def ends(self) -> None:
-        if not self.transport.is_closing():
-            self._wait(KEEP_ALIVE_S + HEADERS_S)
-
-    def _wait(self, time_s: float) -> None:
-        self._patience = asyncio.get_running_loop().call_later(time_s, self.transport.abort)
+        wait = asyncio.get_running_loop().call_later
+        self._patience = None if time_s is None else wait(time_s, self.transport.abort)
 
 
 _BUSY = Problem(
@@ -159,10 +150,10 @@ def _timed(app: ASGIApp) -> ASGIApp:
             except TimeoutError:
                 await connection.cut_off()
 
-        connection.begins()
+        connection.limit(None)
         try:
-            await (_BUSY.response() if connection.one_too_many else app)(scope, receive, sent)
+            await (_BUSY.response() if len(connection.connections) >= MOST_CONNECTIONS else app)(scope, receive, sent)
         finally:
-            connection.ends()
+            connection.limit(None if connection.transport.is_closing() else KEEP_ALIVE_S + HEADERS_S)
 
     return timed
