@@ -308,8 +308,8 @@ _COMPLAINTS = {
 
 def complaint(details: Mapping[str, Any]) -> str:
     """What is wrong with a value, in words that follow it. ``details``: of one of pydantic's errors."""
-    message = str(details["msg"]).removeprefix("Input ").removeprefix("String ").replace("should ", "must ")
-    return _COMPLAINTS.get(details["type"], message)
+    message = str(details["msg"]).removeprefix("Input ").removeprefix("String ").removeprefix("Value error, ")
+    return _COMPLAINTS.get(details["type"], message.replace("should ", "must "))
 
 
 def _remedy(text: str, names: Mapping[str, object], listed: str) -> str:

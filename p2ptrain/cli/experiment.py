@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.runtime import JsonOption, run
-from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed
+from p2ptrain.core.errors import JobFailed
 
 if TYPE_CHECKING:
     from p2ptrain.cli.local_cluster import LocalCluster
     from p2ptrain.cli.output import Console
     from roles.experiments.grid import Machine, Plan, Run
     from roles.experiments.results import Result, Results, Row
-    from roles.experiments.run import Execute, Show
+    from roles.experiments.run import Show
 
 app = new_typer(help="Train a grid of settings on this machine, one job after another, and compare the results.")
 
@@ -35,7 +36,6 @@ def run_grid(
     simulated: Annotated[
         bool, typer.Option("--simulated", help="Simulate the runs: times, bytes and recoveries, but no losses.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the runs, and how long they may take.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a job for every cell of a grid, and write results.csv.
@@ -45,34 +45,26 @@ def run_grid(
 
     \b
     Examples:
-      p2ptrain experiment run examples/experiments/context-batch.toml --dry-run
+      p2ptrain experiment run examples/experiments/context-batch.toml
       p2ptrain experiment run examples/experiments/strategies-links.toml
       p2ptrain experiment run grid.toml --simulated --dir simulated
     """
-    from p2ptrain.cli.output import print_json
+    from p2ptrain.cli.output import Console, print_json
     from roles.experiments.grid import read_plan
     from roles.experiments.results import Results
 
-    plan = read_plan(grid)
-    if simulated:
-        from roles.experiments.simulated import check_plan
-
-        check_plan(plan, str(grid))
-    directory = directory or Path("experiments") / f"{plan.grid.name}{'-simulated' * simulated}"
-    if dry_run:
-        _show_plan(plan, directory, as_json=as_json)
-        return
-    results = Results(directory, plan, simulated=simulated)
+    plan = read_plan(grid, simulated=simulated)
+    directory = directory or Path("experiments") / f"{plan.grid.name}{'-simulated' * plan.grid.simulated}"
+    results, console = Results(directory, plan), Console(quiet=as_json)
     try:
-        complete = run(_conduct(results, simulated=simulated, quiet=as_json), children=True)
+        _carry_out(results, console)
     finally:
+        console.finish()
         results.close()
     if as_json:
-        print_json({"directory": str(directory), "complete": complete, "runs": list(results.rows.values())})
+        print_json({"directory": str(directory), "runs": list(results.rows.values())})
     else:
         typer.echo(f"the results are in {directory}; compare them: p2ptrain experiment analyze {directory}")
-    if not complete:
-        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @app.command()
@@ -87,7 +79,7 @@ def analyze(
 ) -> None:
     """Compare the results: means over the repeats with 95 % confidence intervals, heatmaps and curves.
 
-    The report is one HTML file. It needs `pip install 'p2ptrain[experiments]'`; without it only the tables are shown.
+    The report is one HTML file. This needs `pip install 'p2ptrain[experiments]'`.
 
     \b
     Examples:
@@ -96,77 +88,56 @@ def analyze(
     """
     from p2ptrain.cli.output import print_json, print_table
     from p2ptrain.core.disk import RealDisk, write_atomic
-    from roles.experiments.analysis import Analysis
-    from roles.experiments.report import can_draw, page
+    from p2ptrain.core.texts import printable
+    from roles.experiments.analysis import Analysis, page
     from roles.experiments.results import load
 
-    analysis = Analysis.of(load(directory), x, y)
-    path, missing = output or directory / "report.html", can_draw()
-    if not missing:
-        write_atomic(RealDisk(), path, page(analysis).encode())
+    analysis = Analysis(*load(directory), x, y)
+    path = output or directory / "report.html"
+    write_atomic(RealDisk(), path, page(analysis, directory).encode())
     if as_json:
-        print_json(analysis.to_json() | {"report": None if missing else str(path)})
+        print_json(analysis.to_json() | {"report": str(path)})
         return
     columns, rows = analysis.table()
-    print_table(columns, rows, right=columns[len(analysis.found.axes) :])
+    print_table([it.upper() for it in columns], rows)
     for sentence in analysis.conclusions():
-        typer.echo(f"- {sentence}")
-    typer.echo(missing or f"the report is {path}", err=bool(missing))
+        typer.echo(f"- {printable(sentence)}")
+    typer.echo(f"the report is {path}")
 
 
-def _show_plan(plan: Plan, directory: Path, *, as_json: bool) -> None:
-    from p2ptrain.cli.output import human_seconds, print_json, print_table
-    from roles.experiments.results import GRID, load
-
-    rows = load(directory).rows if (directory / GRID).is_file() else []
-    times_s = {row["run"]: row["duration_s"] or 0.0 for row in rows}
-    runs: list[dict[str, Any]] = [
-        {**run.cell, "repeat": run.repeat, "workers": run.machine.workers, "steps": run.profile.job.steps,
-         "tokens": run.step_tokens * run.profile.job.steps}
-        for run in plan.runs if run.id not in times_s
-    ]  # fmt: skip
-    most_s, likely_s = plan.limit_s * len(runs), sum(times_s.values()) / len(rows) * len(runs) if rows else None
-    if as_json:
-        print_json({"directory": str(directory), "runs": runs, "most_s": most_s, "likely_s": likely_s})
-        return
-    columns = [name.upper() for name in (*plan.axes, "repeat", "workers", "steps", "tokens")]
-    table = [[it if isinstance(it, str) else f"{it:,}" for it in run.values()] for run in runs]
-    print_table(columns, table, right=columns[len(plan.axes) :])
-    likely = "" if likely_s is None else f"; about {human_seconds(likely_s)} by the mean of the runs before"
-    typer.echo(f"{len(runs)} of {len(plan.runs)} runs are left, of {sum(run['tokens'] for run in runs):,} tokens")
-    typer.echo(f"they may take {human_seconds(most_s)} by the limit{likely}, and the starts of workers")
-
-
-async def _conduct(results: Results, *, simulated: bool, quiet: bool) -> bool:
-    """Carry out the runs that are left. Returns whether all are over; False after Ctrl+C."""
+def _carry_out(results: Results, console: Console) -> None:
+    """Carry out the runs that are left. Ctrl+C raises ``KeyboardInterrupt``."""
     from p2ptrain.cli.output import human_seconds, number
-    from p2ptrain.cli.stopping import stoppable, unless_stopped
     from roles.experiments.run import carry_out
-    from roles.experiments.simulated import simulator
-
-    console, stop = stoppable()
-    console.quiet = quiet
+    from roles.experiments.simulated import simulate
+    from wire.memory import run_virtual
 
     def show(text: str, left_s: float | None) -> None:
         console.progress(text + ("" if left_s is None else f"  {human_seconds(left_s)} left"), every_s=5.0)
 
-    def tell(row: Row) -> None:
-        cell = ", ".join(f"{axis} = {row[axis]}" for axis in results.plan.axes)
+    def tell(run: Run, row: Row) -> None:
         loss, speed = number(row["val_loss"] or row["loss"]), number(row["tokens_per_s"], ",.0f")
-        level, what = "info", f"{human_seconds(row['duration_s'] or 0.0)}, {speed} tokens/s, loss {loss}"
-        if row["state"] != "done":
-            level, what = "warning", f"{row['state']}: {row['reason']}"
-        if not quiet:
-            console.event(level, f"{cell}, repeat {row['repeat']:.0f}: {what}")
+        what = (
+            f"{row['state']}, {human_seconds(row['duration_s'] or 0.0)}, {speed} tokens/s, loss {loss}; {row['reason']}"
+        )
+        if not console.quiet:
+            console.event("info" if row["state"] == "done" else "warning", f"{run}, repeat {run.repeat}: {what}")
 
-    local = LocalWorkers(results.plan, results.directory / CLUSTER, console)
-    execute: Execute = simulator(results.plan) if simulated else local
-    try:
-        await unless_stopped(stop, carry_out(results, execute, show, tell))
-    finally:
-        await local.end()
-        console.finish()
-    return not results.missing()
+    left = len(results.missing())
+    text = f"{left} of {len(results.plan.runs)} runs are left; they may take"
+    show(f"{text} {human_seconds(left * results.plan.limit_s)} by the limit, and the starts of workers", None)
+
+    async def on_local_workers() -> None:
+        local = LocalWorkers(results.plan, results.directory / CLUSTER, console)
+        try:
+            await carry_out(results, local, show, tell)
+        finally:
+            await local.end()
+
+    if results.plan.grid.simulated:
+        run_virtual(carry_out(results, partial(simulate, results.plan), show, tell))
+    else:
+        run(on_local_workers(), children=True)
 
 
 class LocalWorkers:
@@ -203,11 +174,8 @@ class LocalWorkers:
     async def _measured(self, cluster: LocalCluster, run: Run, show: Show) -> Result:
         from roles.experiments.run import measure
 
-        client = await cluster.connect()
-        try:
+        async with cluster.operator() as client:
             return await measure(client, run, self._plan, show)
-        finally:
-            await client.close()
 
     async def _begin(self, run: Run) -> None:
         from p2ptrain.cli.inputs import own_texts
@@ -215,16 +183,12 @@ class LocalWorkers:
 
         self._cluster, self._machine = LocalCluster(self._root), run.machine
         machine, texts = run.machine, own_texts(run.profile, run.machine.workers, [])
+        options = ["--threads", str(machine.threads or threads_each(machine.workers))]
+        options += ["--link", machine.link] * bool(machine.link)
         await self._cluster.start_seed()
-        for number in range(1, machine.workers + 1):
-            options = ["--threads", str(machine.threads or threads_each(machine.workers))]
-            options += ["--link", machine.link] * bool(machine.link)
-            if machine.straggler > 1 and number == machine.workers:
-                options += ["--straggler", f"{machine.straggler:g}"]
-            options += ["--data", texts[number - 1]] if texts else []
-            attack = machine.attack_of(number)
-            program = ("p2ptrain.cli.chaos.attacker", attack) if attack else ("p2ptrain",)
-            await self._cluster.start_peer(f"worker-{number}", number, *options, program=program)
+        await self._cluster.start_workers(
+            machine.workers, *options, straggler=machine.straggler, texts=texts, attacks=machine.attacks
+        )
         await self._cluster.joined(list(self._cluster.peers))
 
     async def end(self) -> None:

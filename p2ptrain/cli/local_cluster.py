@@ -219,31 +219,35 @@ class LocalCluster:
         self.url = str(json.loads(ready).get("http", ""))
         return seed
 
-    async def start_peer(
-        self, name: str, slot: int, *options: str, target: str = "", program: Sequence[str] = ("p2ptrain",)
-    ) -> Child:
+    async def start_peer(self, name: str, slot: int, *options: str, target: str = "", attack: str = "") -> Child:
         """Start a peer; returns before it has joined. Raises ``StorageError``.
 
         Args:
             slot: slot of the state directory. options: further options of ``join``.
-            target: the seed to join; empty: this cluster's. program: see ``Child.start``.
+            target: the seed to join; empty: this cluster's.
+            attack: what the worker does to its jobs, one of ``roles.attacker.ATTACKS``; empty: nothing.
         """
         arguments = ["join", target or self.address, "--state", str(self.root), "--slot", str(slot)]
         arguments += ["--name", name, "--wait", "0"]
+        program = ("p2ptrain.cli.chaos.attacker", attack) if attack else ("p2ptrain",)
         child = await Child.start(name, [*arguments, *options], self.logs / f"{name}.log", program=program)
         self.peers[name] = child
         return child
 
-    async def start_workers(self, count: int, *options: str, straggler: float = 1.0, texts: Sequence[str] = ()) -> None:
+    async def start_workers(
+        self, count: int, *options: str, straggler: float = 1.0, texts: Sequence[str] = (), attacks: Sequence[str] = ()
+    ) -> None:
         """Start workers with these options of ``join``; returns before they have joined. Raises ``StorageError``.
 
         Args:
-            straggler: the last one computes so many times slower. texts: of each worker, for private data.
+            straggler: the last one computes so many times slower.
+            texts, attacks: of each worker, for private data and as in ``start_peer``; empty: none.
         """
         for number in range(1, count + 1):
             own = ["--straggler", f"{straggler:g}"] * (straggler > 1 and number == count)
             own += ["--data", texts[number - 1]] if texts else []
-            await self.start_peer(f"worker-{number}", number, *options, *own)
+            attack = attacks[number - 1] if attacks else ""
+            await self.start_peer(f"worker-{number}", number, *options, *own, attack=attack)
 
     def operator(self) -> AbstractAsyncContextManager[SeedClient]:
         return operator((LOOPBACK, self.port), state=self.root)

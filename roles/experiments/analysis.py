@@ -1,219 +1,224 @@
-"""What the results of an experiment say: means over repeats, their confidence intervals, and conclusions in words."""
+"""What the results of an experiment say: means over repeats, their confidence intervals, and conclusions in words.
+
+A *cell* is a combination of the axes' labels. Needs the extra ``experiments``: tables are those of pandas.
+"""
 
 from __future__ import annotations
 
-import itertools
+import base64
+import html
+import io
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import mean, stdev
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_bytes, human_duration
-from roles.experiments.results import DONE, Found, Row, time_to
+from roles.experiments.grid import Grid
+from roles.experiments.results import CURVES, DONE, POINT, Row, time_to
 
-_T = (
-    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
-    2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
-)  # fmt: skip
+try:
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+    import pandas as pd
+    import seaborn as sns
+except ImportError as error:
+    text = f"an analysis needs the package {error.name}"
+    raise UserError(text, remedy="run: pip install 'p2ptrain[experiments]'") from error
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1.25rem; }
+div { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid #8886; }
+img { background: #fff; border-radius: 8px; padding: .5rem; margin: .3rem; max-width: 100%; break-inside: avoid; }
+@media print { body { margin: 0; max-width: none; font-size: 11px; } table { font-size: 7px; } td { padding: 2px; } }
+"""
+
+MEASURES = {
+    "val_loss": "validation loss", "loss": "training loss", "tokens_per_s": "tokens/s", "step_ms": "time of a step",
+    "tokens": "tokens", "sent_bytes": "bytes sent", "memory_bytes": "memory of a worker", "recoveries": "recoveries",
+    "rejected": "rejected contributions", "epsilon": "epsilon",
+}  # fmt: skip
+"""Columns of the results that are compared, and their titles. Times to a loss come before them."""
+IN_WORDS = ("val_loss", "tokens_per_s", "sent_bytes")
+"""Those that conclusions are about, with the times."""
+MORE_IS_BETTER = "tokens_per_s"
 
 
 def t_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t: from a table, or by Abramowitz and Stegun 26.7.5, right to five digits."""
-    if freedom <= len(_T):
-        return _T[freedom - 1]
-    z, n = 1.959964, freedom
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2) + third
+    """The 97.5 % quantile of Student's t, by integrating its density from 0; nan without a degree of freedom."""
+    if freedom < 1:
+        return math.nan
+    x = np.linspace(0.0, 13.0, 130_001)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    density = scale * (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+    area = np.cumsum(density[1:] + density[:-1]) / 2 * x[1]
+    return float(np.interp(0.475, area, x[1:]))
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over ``count`` runs. ``half``: of its 95 % confidence interval; None with one run."""
-
-    mean: float
-    half: float | None
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
-        """``values``: at least one."""
-        count = len(values)
-        half = t_quantile(count - 1) * stdev(values) / math.sqrt(count) if count > 1 else None
-        return cls(mean(values), half, count)
+def shown(measure: str, value: float) -> str:
+    if measure.endswith("_bytes"):
+        return human_bytes(value)
+    if measure == "step_ms" or measure not in MEASURES:
+        return human_duration(value / 1e3 if measure == "step_ms" else value)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """A column of the results that is compared. ``in_words``: also in the conclusions."""
-
-    name: str
-    title: str
-    show: Callable[[float], str]
-    in_words: bool = False
-    less_is_better: bool = True
-
-
-MEASURES = (
-    Measure("val_loss", "validation loss", "{:.3f}".format, in_words=True),
-    Measure("loss", "training loss", "{:.3f}".format),
-    Measure("tokens_per_s", "tokens/s", "{:,.0f}".format, in_words=True, less_is_better=False),
-    Measure("step_ms", "time of a step (median)", lambda value: human_duration(value / 1e3)),
-    Measure("sent_bytes", "bytes sent", human_bytes, in_words=True),
-    Measure("memory_bytes", "memory of a worker", human_bytes),
-    Measure("recoveries", "recoveries", "{:.1f}".format),
-    Measure("rejected", "rejected contributions", "{:.1f}".format),
-    Measure("epsilon", "epsilon", "{:.2f}".format),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """All runs of one combination of the axes' values."""
-
-    labels: dict[str, str]
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def done(self) -> list[Row]:
-        return [row for row in self.rows if row["state"] == DONE]
-
-    def estimate(self, measure: Measure) -> Estimate | None:
-        """Over the runs that are done and know it; None if none does."""
-        known = [row[measure.name] for row in self.done if row[measure.name] is not None]
-        return Estimate.of(known) if known else None
-
-    def shown(self, measure: Measure) -> str:
-        if (estimate := self.estimate(measure)) is None:
-            return "-"
-        half = "" if estimate.half is None else f" ± {measure.show(estimate.half)}"
-        some = f", {estimate.count} of {len(self.done)}" * (estimate.count < len(self.done))
-        return measure.show(estimate.mean) + half + some
-
-    def trouble(self) -> str:
-        """What became of the runs that are not done, such as ``out-of-memory (2)``; empty if all are."""
-        states = Counter(row["state"] for row in self.rows if row["state"] != DONE)
-        return ", ".join(f"{state} ({count})" for state, count in states.items())
-
-    def name(self, without: Sequence[str] = ()) -> str:
-        return ", ".join(f"{axis} = {label}" for axis, label in self.labels.items() if axis not in without)
-
-
-@dataclass(frozen=True, slots=True)
 class Analysis:
     """The results by cell.
 
     Attributes:
-        y, x: the axes of the heatmaps: under which condition, and what is chosen. ``x`` is empty if there is one axis.
-        measures: those that the results know, the most important first.
+        axes: of the condition, then of the choice. At least two: a single one comes after an empty one.
+        measures: those that the results know, with their titles, the most important first.
+        states: cell → how many of its runs ended in which state.
     """
 
-    found: Found
-    x: str
-    y: str
-    cells: list[Cell]
-    measures: list[Measure]
-
-    @classmethod
-    def of(cls, found: Found, x: str = "", y: str = "") -> Analysis:
-        """``x``, ``y``: axes; empty: the second and the first. Raises ``UserError``."""
-        axes, cells = list(found.axes), dict[tuple[str, ...], Cell]()
+    def __init__(self, grid: Grid, rows: list[Row], x: str = "", y: str = "") -> None:
+        """``x``: axis of the choice; empty: the second. ``y``: first of the condition; empty: the first. Raises
+        ``UserError``."""
         for option, axis in (("--x", x), ("--y", y)):
-            if (axis and axis not in axes) or x == y != "":
-                raise UserError(f"{option} {axis} is no axis, or both", remedy="the axes are " + ", ".join(axes))
-        y = y or next(axis for axis in [*axes, ""] if axis != x)
-        x = x or next(axis for axis in [*axes, ""] if axis != y)
-        if not found.rows:
-            raise UserError(f"no run of {found.directory} is over", remedy="run the experiment first")
-        for row in found.rows:
-            labels = {axis: row[axis] for axis in axes}
-            cells.setdefault(tuple(labels.values()), Cell(labels)).rows.append(row)
-        ordered = [cells[labels] for labels in itertools.product(*found.axes.values()) if labels in cells]
-        targets = [
-            Measure(time_to(it), f"time to a validation loss of {it:g}", human_duration, True) for it in found.targets
-        ]
-        known = [row for row in found.rows if row["state"] == DONE]
-        measures = [it for it in (*targets, *MEASURES) if any(row[it.name] for row in known)]  # not unknown nor all 0
-        return cls(found, x, y, ordered, measures)
+            if axis not in ("", *grid.axes) or x == y != "":
+                raise UserError(f"{option} {axis} is no axis, or both", remedy="the axes are " + ", ".join(grid.axes))
+        if not rows:
+            raise UserError(f"no run of {grid.name} is over", remedy="run the experiment first")
+        axes = ["", *grid.axes] if len(grid.axes) == 1 else list(grid.axes)
+        x = x or next(axis for axis in axes[1:] + axes if axis != y)
+        y = y or next(axis for axis in axes if axis != x)
+        self.grid, self.rows, self.axes = grid, rows, [y, *(axis for axis in axes if axis not in (x, y)), x]
+        titles = {time_to(it): f"time to a validation loss of {it:g}" for it in grid.loss_targets} | MEASURES
+        table = pd.DataFrame(rows).assign(**{"": ""})
+        for axis, labels in grid.axes.items():
+            table[axis] = pd.Categorical(table[axis], list(labels), ordered=True)
+        table = table.set_index(self.axes)
+        self.states = {cell: Counter(states) for cell, states in table["state"].groupby(self.axes, observed=True)}
+        known = table[list(titles)].astype(float).where(table["state"] == DONE)
+        self.measures = {name: title for name, title in titles.items() if known[name].fillna(0).any()}
+        self._cells = known.groupby(self.axes, observed=True)
 
-    def others(self) -> list[dict[str, str]]:
-        """The combinations of the axes besides x and y; one empty one if there are no others."""
-        axes = {axis: labels for axis, labels in self.found.axes.items() if axis not in (self.x, self.y)}
-        return [dict(zip(axes, labels, strict=True)) for labels in itertools.product(*axes.values())]
+    def estimates(self, measure: str) -> Any:
+        """A row for each cell: ``mean`` over its runs that are done and know the measure, ``half_95``: half of the
+        confidence interval, ``runs``: number of these, ``text``. nan: no run, no interval."""
+        made = self._cells[measure].agg(mean="mean", half_95="sem", runs="count")
+        made["half_95"] *= [t_quantile(runs - 1) for runs in made["runs"]]
+        texts, done = list[str](), (states[DONE] for states in self.states.values())
+        for mean, half, runs, of in zip(made["mean"], made["half_95"], made["runs"], done, strict=True):
+            interval = f" ± {shown(measure, half)}" * (runs > 1) + f", {runs} of {of}" * (runs < of)
+            texts.append(shown(measure, mean) + interval if runs else "-")
+        return made.assign(text=texts)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        columns = [*(axis.upper() for axis in self.found.axes), "RUNS", *(it.title.upper() for it in self.measures)]
-        rows = [
-            [*cell.labels.values(), " + ".join(filter(None, (str(len(cell.done)), cell.trouble()))),
-             *(cell.shown(measure) for measure in self.measures)]
-            for cell in self.cells
-        ]  # fmt: skip
-        return columns, rows
+        """Columns, and a row for each cell."""
+        texts = [self.estimates(measure)["text"] for measure in self.measures]
+        rows = []
+        for cell, states in self.states.items():
+            runs = [f"{states[DONE]}", *(f"{state} ({count})" for state, count in states.items() if state != DONE)]
+            rows.append([*self._named(cell).values(), " + ".join(runs), *(text[cell] for text in texts)])
+        return [*filter(None, self.axes), "runs", *self.measures.values()], rows
 
     def conclusions(self) -> list[str]:
         """What the results support, in sentences."""
-        found = self.found
-        told = [f"{len(found.rows)} of {found.planned} runs have a result{' (simulated)' * found.simulated}."]
-        told += [f"Not done: {cell.name()}: {trouble}." for cell in self.cells if (trouble := cell.trouble())]
-        tokens = sorted({row["tokens"] or 0.0 for row in found.rows if row["state"] == DONE})
-        if len(tokens) == 1:
-            told.append(f"All runs trained on the same number of tokens, {tokens[0]:,.0f}.")
-        elif tokens:
-            text = f"The runs trained on different numbers of tokens, {tokens[0]:,.0f} to {tokens[-1]:,.0f}"
-            told.append(f"{text}: losses and bytes are not at equal tokens.")
-        in_words = [measure for measure in self.measures if measure.in_words]
-        conditions = [{self.y: label} | other for label in found.axes[self.y] for other in self.others()]
-        for fixed in conditions if self.x and in_words else ():
-            told.append(self._best(in_words[0], fixed))
-        told += [self._best(measure, {}) for measure in in_words[bool(self.x) :]]
-        return [text for text in told if text]
-
-    def _best(self, measure: Measure, fixed: dict[str, str]) -> str:
-        """A sentence about the best of the cells with these labels; empty if there are not two, or they are equal."""
-        cells = [cell for cell in self.cells if fixed.items() <= cell.labels.items()]
-        known = [(estimate, cell) for cell in cells if (estimate := cell.estimate(measure)) is not None]
-        known.sort(key=lambda it: it[0].mean, reverse=not measure.less_is_better)
-        if len(known) < 2 or math.isclose(known[0][0].mean, known[-1][0].mean, rel_tol=1e-3):
-            return ""
-        (mine, best), (least, worst) = known[0], known[-1]
-        kinds, keys = ("least", "most") if measure.less_is_better else ("most", "least"), list(fixed)
-        text = f"With {', '.join(f'{axis} = {it}' for axis, it in fixed.items())}: " * bool(fixed) + measure.title
-        text = f"{text[0].upper()}{text[1:]}: {kinds[0]} with {best.name(keys)} ({best.shown(measure)}), "
-        text += f"{kinds[1]} with {worst.name(keys)} ({worst.shown(measure)}: {_ratio(least.mean, mine.mean)})."
-        if missing := len(cells) - len(known):
-            text += f" Without it: {missing} of {len(cells)} cells."
-        if mine.half is None or any(each.half is None for each, _ in known):
-            return f"{text} There is no interval for a single run, so a difference may be chance."
-        close = [it.name(keys) for each, it in known[1:] if abs(each.mean - mine.mean) <= mine.half + (each.half or 0)]
-        if not close:
-            return f"{text} The 95 % interval of the best overlaps that of no other."
-        shown = "; ".join(close) if len(close) <= 2 else f"those of {len(close)} other cells"
-        return f"{text} The 95 % interval of the best overlaps {shown}: not told apart."
+        simulated = " (simulated)" * self.grid.simulated
+        told = [f"{len(self.rows)} of {self.grid.planned} runs have a result{simulated}."]
+        for measure in (it for it in self.measures if it in IN_WORDS or it not in MEASURES):
+            known = self.estimates(measure).dropna(subset="mean")
+            known = known.sort_values("mean", ascending=measure != MORE_IS_BETTER, kind="stable")
+            for _, cells in known.groupby(self.axes[:-1], observed=True):
+                if np.allclose(cells["mean"], cells["mean"].iloc[0], rtol=1e-3):
+                    continue  # nothing to choose
+                best, others = cells.iloc[0], cells.iloc[1:]
+                reach = (best["half_95"] + others["half_95"]).fillna(math.inf)  # one run tells nothing apart
+                near = [cell[-1] for cell in others[abs(others["mean"] - best["mean"]) <= reach].index]
+                where = ", ".join(f"{axis} = {label}" for axis, label in self._named(best.name[:-1]).items())
+                told.append(
+                    f"With {where}: " * bool(where)
+                    + f"{self.measures[measure]}: best with {self.axes[-1]} = {best.name[-1]} ({best['text']})"
+                    + (f", not told apart from {', '.join(near)}." if near else ", no other 95 % interval overlaps.")
+                )
+        return told
 
     def to_json(self) -> dict[str, Any]:
-        cells = [
-            {
-                "cell": cell.labels,
-                "states": dict(Counter(row["state"] for row in cell.rows)),
-                "measures": {
-                    it.name: {"mean": each.mean, "half_95": each.half, "runs": each.count}
-                    for it in self.measures
-                    if (each := cell.estimate(it)) is not None
-                },
-            }
-            for cell in self.cells
-        ]
-        name, runs = self.found.grid["name"], len(self.found.rows)
-        facts = {"name": name, "simulated": self.found.simulated, "planned": self.found.planned, "runs": runs}
-        return facts | {"x": self.x, "y": self.y, "cells": cells, "conclusions": self.conclusions()}
+        cells = [{"cell": self._named(cell), "states": dict(states)} for cell, states in self.states.items()]
+        for measure in self.measures:
+            estimates = json.loads(self.estimates(measure).drop(columns="text").to_json(orient="records"))  # nan: null
+            cells = [cell | {measure: estimate} for cell, estimate in zip(cells, estimates, strict=True)]
+        facts = {"name": self.grid.name, "simulated": self.grid.simulated, "planned": self.grid.planned}
+        return facts | {"runs": len(self.rows), "cells": cells, "conclusions": self.conclusions()}
+
+    def _named(self, labels: Sequence[str]) -> dict[str, str]:
+        return {axis: label for axis, label in zip(self.axes, labels, strict=False) if axis}
 
 
-def _ratio(worse: float, better: float) -> str:
-    """``worse`` relative to ``better``."""
-    if min(worse, better) <= 0:
-        return f"{abs(worse - better):.3g} apart"
-    if worse >= 2 * better:
-        return f"{worse / better:.1f} times as much"
-    return f"{100 * abs(worse / better - 1):.1f} % {'more' if worse > better else 'less'}"
+def page(analysis: Analysis, directory: Path) -> str:
+    """The report. ``directory``: that of the results."""
+
+    mpl.use("Agg")
+    mpl.rcParams.update({"svg.hashsalt": "p2ptrain", "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold",
+                         "text.parse_math": False})  # fmt: skip
+    grid, (columns, rows) = analysis.grid, analysis.table()
+    what = "simulated: times are virtual, and there are no losses" if grid.simulated else "measured"
+    table = pd.DataFrame(rows, columns=columns).to_html(index=False, border=0, justify="left")
+    curves = "".join(_curves(analysis, directory))
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{grid.name}</title><style>{_STYLE}</style>"
+        f"<h1>{grid.name}</h1><p>{html.escape(' × '.join(grid.axes))} · {what}</p>"
+        f"<h2>Conclusions</h2><ul>{''.join(f'<li>{html.escape(it)}</li>' for it in analysis.conclusions())}</ul>"
+        "<h2>Cells</h2><p>Means over the runs of a cell that are done, ± half of the 95 % confidence interval (by "
+        f"Student's t); without ±, there is one run.</p><div>{table}</div><h2>Maps</h2><p>Lighter is better. Red: no "
+        "run of the cell is done, or none reached the loss.</p>"
+        f"{''.join(_heatmap(analysis, it) for it in analysis.measures)}"
+        f"{'<h2>Curves</h2><p>A line for each run.</p>' * bool(curves)}{curves}</html>"
+    )
+
+
+def _picture(figure: Any, text: str) -> str:
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches="tight")
+    plt.close(figure)
+    image = base64.b64encode(buffer.getvalue()).decode()
+    return f'<img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{image}">'
+
+
+def _heatmap(analysis: Analysis, measure: str) -> str:
+    """A measure with x across, and the combinations of the other axes down."""
+    means, texts = (analysis.estimates(measure)[name].unstack() for name in ("mean", "text"))
+    is_wide = 0 < 8 * means.min(axis=None) < means.max(axis=None)
+    figure, axes = plt.subplots(figsize=(max(3.2, 1.2 + 1.1 * means.shape[1]), max(1.9, 0.9 + 0.6 * means.shape[0])))
+    axes.set_facecolor("#f1c4c4")
+    sns.heatmap(
+        means, norm=mpl.colors.LogNorm() if is_wide else None, annot=texts.replace(" ± ", "\n± ", regex=True), fmt="",
+        cmap="crest_r" if measure == MORE_IS_BETTER else "crest", cbar=False, linewidths=1.5, ax=axes, xticklabels=True,
+        yticklabels=True, annot_kws={"fontsize": 8},
+    )  # fmt: skip
+    axes.set_title(analysis.measures[measure])
+    axes.tick_params(axis="y", rotation=0, length=0)
+    axes.tick_params(axis="x", length=0)
+    return _picture(figure, analysis.measures[measure])
+
+
+def _curves(analysis: Analysis, directory: Path) -> Iterator[str]:
+    """The loss of every run against time and bytes: a panel for each value of y, a colour for each of x."""
+    labels, y, x, known = analysis.grid.axes, analysis.axes[0], analysis.axes[-1], []
+    for row in analysis.rows:
+        path, panel = directory / CURVES / f"{row['run']}.csv", f"{y} = {row[y]}" if y else ""
+        if path.is_file():
+            known.append(pd.read_csv(path).assign(run=row["run"], x=row.get(x, ""), y=panel))
+    data = pd.concat(known) if known else pd.DataFrame(columns=POINT)
+    panels = [f"{y} = {label}" for label in labels[y]] if y else [""]
+    loss = next((it for it in ("val_loss", "loss") if data[it].notna().any()), "")
+    names = MEASURES | {"time_s": "seconds", "sent_bytes": "bytes sent by all workers"}
+    for across, scale in (("time_s", "linear"), ("sent_bytes", "log")) if loss else ():
+        grid = sns.relplot(
+            data[data[loss].notna()], x=across, y=loss, hue="x", hue_order=list(labels.get(x, [""])), col="y",
+            col_order=panels, col_wrap=min(3, len(panels)), units="run", estimator=None, kind="line", marker=".",
+            height=2.6, aspect=1.25, palette="colorblind", facet_kws={"sharex": False},
+        )  # fmt: skip
+        grid.set_titles("{col_name}").set(xscale=scale).set_axis_labels(names[across], names[loss])
+        grid.legend.set_title(x)
+        yield _picture(grid.figure, f"{names[loss]} against {names[across]}")

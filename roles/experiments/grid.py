@@ -6,25 +6,25 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from configs.loader import complaint, flatten, load_settings, read_toml
-from configs.schema import Profile, Table, tables
+from configs.schema import Profile, Table
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.footprint import LLAMAS
 from p2ptrain.core.texts import seconds_of
 from roles.attacker import ATTACKS
-from roles.experiments.results import FIGURES, KEYS, time_to
 
 T = TypeVar("T", bound=Table)
 
 MAX_RUNS = 2000
-_MACHINES = ("straggler", "attack", "attackers")
-_TABLES = frozenset(name for name, _ in tables())
+SIMULATED = ("sync", "local", "federated", "server")
+"""Strategies that can be simulated."""
 
 
 class Grid(Table):
@@ -39,18 +39,43 @@ class Grid(Table):
     """The profile that all runs begin with: one that ships, or the path of a TOML file, relative to this one."""
     set: dict[str, Any] = Field(default={})
     """Settings of all runs."""
-    axes: dict[str, Any] = Field(min_length=1, max_length=8)
-    """What varies: every value of each axis is combined with every value of the others."""
+    axes: dict[Annotated[str, Field(min_length=1)], Any] = Field(min_length=1, max_length=8)
+    """What varies: a setting with its values, such as "job.steps" = [4, 8], or a name with a table of settings for each
+    label. Every value of each axis is combined with every value of the others."""
     repeats: int = Field(default=1, ge=1, le=100)
-    """Runs of each cell. They differ in job.seed."""
-    seed: int = Field(default=1337, ge=0, lt=2**62)
-    """job.seed of the first repeat; each further one adds 1."""
+    """Runs of each cell. The first has the job.seed of the settings; it is one more for each further one."""
     limit: str = Field(default="10m", max_length=32)
     """Longest time of a run, from its job's first view: workers that start and jobs that are queued do not count."""
     loss_targets: list[Annotated[float, Field(gt=0)]] = Field(default=[], max_length=8)
     """Validation losses. The results say how long a run took to reach each."""
+    simulated: bool = False
+    """Simulate the runs: times, bytes and recoveries, but no losses."""
     gflops: float = Field(default=20.0, gt=0, le=1e6)
     """Simulated runs only: speed of each worker."""
+
+    @field_validator("axes")
+    @classmethod
+    def _labelled(cls, axes: dict[str, Any]) -> dict[str, Any]:
+        """Each axis as a table of labels, each with a table of settings by dotted key."""
+        found = dict[str, Any]()
+        for name, values in axes.items():
+            is_dotted = isinstance(values, dict) and any(isinstance(it, list) for it in values.values())
+            found |= {f"{name}.{key}": it for key, it in values.items()} if is_dotted else {name: values}
+        for axis, values in found.items():
+            if isinstance(values, list) and values:
+                found[axis] = {_label(value): {axis: value} for value in values}
+                if len(found[axis]) < len(values):
+                    raise ValueError(f"{axis} has a value twice; use repeats for more runs")
+            elif isinstance(values, dict) and values and all(isinstance(it, dict) for it in values.values()):
+                found[axis] = {label: dict(flatten(settings)) for label, settings in values.items()}
+            else:
+                raise ValueError(f"{axis} is neither a list of values nor a table of tables")
+        return found
+
+    @property
+    def planned(self) -> int:
+        """Number of runs."""
+        return math.prod(map(len, self.axes.values())) * self.repeats
 
 
 class Machine(Table):
@@ -70,8 +95,13 @@ class Machine(Table):
     attackers: int = Field(default=1, ge=0)
     """How many workers attack; at least one does not."""
 
-    def attack_of(self, number: int) -> str:
-        return self.attack if number > self.workers - self.attackers else ""
+    @property
+    def attacks(self) -> list[str]:
+        """Of each worker; "" for nothing."""
+        return [self.attack if self.workers - rank <= self.attackers else "" for rank in range(self.workers)]
+
+
+_MACHINE_KEYS = ("straggler", "attack", "attackers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +110,7 @@ class Run:
 
     Attributes:
         id: digest of everything that decides its result.
-        cell: axis → label. settings: every setting that the grid changes, with its value in this run.
+        cell: axis → label. settings: of the profile and the machine, besides those of the base.
         repeat: from 1.
     """
 
@@ -97,7 +127,7 @@ class Run:
         return batch.micro_batches * batch.micro_batch_sequences * self.profile.data.sequence_tokens
 
     def __str__(self) -> str:
-        return ", ".join(f"{axis} = {label}" for axis, label in self.cell.items())
+        return _named(self.cell)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +140,10 @@ class Plan:
     limit_s: float
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path, *, simulated: bool = False) -> Plan:
     """Read and validate the grid of a file. Raises ``UserError``."""
-    return plan_of(read_toml(path, "grid")[1], str(path), path.parent)
+    document = read_toml(path, "grid")[1]
+    return plan_of(document | {"simulated": True} if simulated else document, str(path), path.parent)
 
 
 def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> Plan:
@@ -125,36 +156,52 @@ def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> Plan:
     """
     grid = _valid(Grid, document, place)
     limit_s = seconds_of(grid.limit, f"{place}: limit")
+    if grid.planned > MAX_RUNS:
+        raise ConfigError(f"{place}: {grid.planned} runs, more than {MAX_RUNS}", remedy="take fewer values or repeats")
     base: str | dict[str, Any] = grid.base
     if root is not None and grid.base.endswith(".toml"):
         base = read_toml(root / grid.base)[1]
-    axes, fixed, targets = dict(_axes(grid.axes, place)), dict(flatten(grid.set)), set(map(time_to, grid.loss_targets))
-    by = {"job.seed": "seed and repeats"}  # setting → what varies it
-    _refuse(place, "set job.seed is varied by seed and repeats", "leave it out", "job.seed" in fixed)
-    _refuse(place, "limit is 0 s", "write 60s, 30m, 12h or 7d", not limit_s)
-    _refuse(place, "two loss_targets are the same", "leave one out", len(targets) < len(grid.loss_targets))
-    _refuse(place, "there are no axes", "name a setting and its values", not axes)
-    for axis, values in axes.items():
-        _refuse(place, f"axis {axis}: results have such a column", "rename it", axis in {*KEYS, *FIGURES, *targets})
-        wrong = next((text for text in (axis, *values) if not (text and text.isprintable())), None)
-        _refuse(place, f"axis {axis!r}: {wrong!r} is no name", "use printable characters", wrong is not None)
-        for key in sorted({key for settings in values.values() for key in settings}):
-            other = by.setdefault(key, axis)
-            _refuse(place, f"axis {axis}: {key} is varied by {other}", "leave it out here", other != axis)
-    runs_planned = math.prod(map(len, axes.values())) * grid.repeats
-    _refuse(place, f"more than {MAX_RUNS} runs", "take fewer values or repeats", runs_planned > MAX_RUNS)
     runs = dict[str, Run]()
-    keys = [*fixed, *(key for key in by if key != "job.seed" and key not in fixed)]
-    for repeat, labels in itertools.product(range(1, grid.repeats + 1), itertools.product(*axes.values())):
-        cell, settings = dict(zip(axes, labels, strict=True)), dict(fixed)
-        for axis, label in cell.items():
-            settings |= axes[axis][label]
-        run = _run(grid, base, cell, settings, repeat, keys, place)
-        twin = runs.setdefault(run.id, run)
-        _refuse(place, f"the cells {twin} and {run} are the same job", "leave one of them out", twin is not run)
+    for labels in itertools.product(*grid.axes.values()):
+        for run in _runs(grid, base, dict(zip(grid.axes, labels, strict=True)), place):
+            if (twin := runs.setdefault(run.id, run)) is not run:
+                text = f"{place}: the cells {twin} and {run} are the same job"
+                raise ConfigError(text, remedy="leave one of them out")
     # Runs with the same workers follow each other.
     ordered = sorted(runs.values(), key=lambda run: (run.repeat, str(run.machine)))
-    return Plan(grid, {axis: list(values) for axis, values in axes.items()}, ordered, limit_s)
+    return Plan(grid, {axis: list(labels) for axis, labels in grid.axes.items()}, ordered, limit_s)
+
+
+def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: str) -> Iterator[Run]:
+    """The repeats of a cell."""
+    where, varied = f"{place}: {_named(cell)}", dict[str, Any]()
+    for axis, label in cell.items():
+        if twice := varied.keys() & grid.axes[axis][label].keys():
+            raise ConfigError(f"{where}: two axes vary {min(twice)}", remedy="leave it out in one of them")
+        varied |= grid.axes[axis][label]
+    settings = dict(flatten(grid.set)) | varied
+    if "base" in settings:
+        raise ConfigError(f"{where}: base is no setting", remedy="name it outside of [set] and [axes]")
+    own = {key: settings[key] for key in _MACHINE_KEYS if key in settings}
+    try:
+        first = load_settings(base, {key: value for key, value in settings.items() if key not in own}).alone()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}", remedy=error.remedy) from None
+    job, model, is_private = first.job, first.model, first.data.private
+    given = {"workers": job.workers, "link": first.link.preset, "threads": first.device.threads, "private": is_private}
+    machine = _valid(Machine, given | own, where)
+    is_llama = model.architecture in LLAMAS and not model.path
+    if machine.attack and (job.exact or job.strategy not in ("sync", "local", "federated")):
+        remedy = "use the strategy sync, local or federated, and no exact mode"
+        raise ConfigError(f"{where}: attacks change whole vectors of floating-point numbers", remedy=remedy)
+    if grid.simulated and (job.strategy not in SIMULATED or is_private or not is_llama or machine.attack):
+        remedy = f"what can be: {', '.join(SIMULATED)} with a new model of {', '.join(LLAMAS)}, shared data, no attack"
+        raise ConfigError(f"{where}: this job cannot be simulated", remedy=remedy)
+    for repeat in range(1, grid.repeats + 1):
+        profile = first.model_copy(update={"job": job.model_copy(update={"seed": job.seed + repeat - 1})})
+        decisive = [profile.to_spec(), machine.model_dump(), grid.loss_targets, grid.simulated and grid.gflops]
+        digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
+        yield Run(digest, cell, settings, repeat, profile, machine)
 
 
 def _valid(kind: type[T], given: Mapping[str, Any], place: str) -> T:
@@ -168,62 +215,8 @@ def _valid(kind: type[T], given: Mapping[str, Any], place: str) -> T:
         raise ConfigError(f"{place}: {key}: {complaint(details)}", remedy=" ".join(about.split())) from None
 
 
-def _refuse(place: str, text: str, remedy: str, wrong: bool) -> None:
-    if wrong:
-        raise ConfigError(f"{place}: {text}", remedy=remedy)
-
-
-def _run(
-    grid: Grid,
-    base: str | dict[str, Any],
-    cell: dict[str, str],
-    settings: Mapping[str, Any],
-    repeat: int,
-    keys: Iterable[str],
-    place: str,
-) -> Run:
-    where = f"{place}: {', '.join(f'{axis} = {label}' for axis, label in cell.items())}"
-    _refuse(where, "base is no setting", "name it outside of [set] and [axes]", "base" in settings)
-    own = {key: settings[key] for key in _MACHINES if key in settings}
-    values = {key: value for key, value in settings.items() if key not in own}
-    try:
-        profile = load_settings(base, values | {"job.seed": grid.seed + repeat - 1}).alone()
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error.message}", remedy=error.remedy) from None
-    job, is_timed = profile.job, bool(grid.loss_targets)
-    remedy = "set validation.every, or leave loss_targets out"
-    _refuse(
-        where, "loss_targets are of validations, and there are none", remedy, is_timed and not profile.validation.every
-    )
-    given = {"workers": job.workers, "link": profile.link.preset, "threads": profile.device.threads}
-    given |= {"private": profile.data.private}
-    machine = _valid(Machine, given | own | ({} if own.get("attack") else {"attackers": 0}), where)
-    remedy = f"job.workers = {job.workers}: at most {job.workers - 1}, so that one is honest"
-    _refuse(where, f"attackers = {machine.attackers}", remedy, machine.attackers >= job.workers)
-    is_attacked = job.strategy in ("sync", "local", "federated") and not job.exact
-    remedy = "use the strategy sync, local or federated, and no exact mode"
-    text = "attacks change whole vectors of floating-point numbers"
-    _refuse(where, text, remedy, bool(machine.attack) and not is_attacked)
-    decisive = json.dumps([profile.to_spec(), machine.model_dump(), grid.gflops], sort_keys=True)
-    shown = {key: getattr(machine, key) if key in _MACHINES else profile.value(key) for key in keys}
-    return Run(hashlib.sha256(decisive.encode()).hexdigest()[:12], cell, shown, repeat, profile, machine)
-
-
-def _axes(axes: Mapping[str, Any], place: str) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
-    """(axis, label → settings) of each axis."""
-    for name, values in axes.items():
-        if isinstance(values, dict) and name in _TABLES and all(isinstance(it, list) for it in values.values()):
-            yield from _axes(dict(flatten({name: values})), place)  # an unquoted dotted key
-        elif isinstance(values, list) and values:
-            labelled = {_label(value): {name: value} for value in values}
-            twice = len(labelled) < len(values)
-            _refuse(place, f"axis {name} has a value twice", "use repeats for more runs", twice)
-            yield name, labelled
-        elif isinstance(values, dict) and values and all(isinstance(it, dict) for it in values.values()):
-            yield name, {label: dict(flatten(settings)) for label, settings in values.items()}
-        else:
-            remedy = f'write "{name}" = [4, 8], or a table with a table of settings for each label'
-            _refuse(place, f"axis {name} is neither a list nor a table of tables", remedy, True)
+def _named(cell: Mapping[str, str]) -> str:
+    return ", ".join(f"{axis} = {label}" for axis, label in cell.items())
 
 
 def _label(value: object) -> str:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from p2ptrain.core.disk import RealDisk, write_atomic
 from p2ptrain.core.errors import StorageError, UserError
-
-if TYPE_CHECKING:
-    from roles.experiments.grid import Plan, Run
+from roles.experiments.grid import Grid, Plan, Run
 
 GRID, RESULTS, CURVES, LOCK = "grid.json", "results.csv", "curves", ".lock"
 MAX_FILE_BYTES = 64 << 20
 DONE = "done"
-KEYS = ("run", "repeat", "random_seed", "state", "reason")
-"""Columns besides the axes, the settings and what the runs measure."""
 FIGURES = (
     "duration_s", "steps", "tokens", "tokens_per_s", "step_ms", "compute_ms", "sent_bytes", "loss", "best_loss",
     "val_loss", "best_val_loss", "memory_bytes", "recoveries", "rejected", "epsilon",
@@ -28,7 +24,6 @@ FIGURES = (
 """Columns that the runs measure; docs/experiments.md explains them. Times to losses follow."""
 POINT = ("step", "time_s", "tokens", "sent_bytes", "loss", "val_loss")
 """Columns of a curve."""
-_AGAIN = "name another directory; to this one only values and repeats can be added"
 
 Row = dict[str, Any]
 
@@ -54,22 +49,6 @@ class Result:
     curve: Sequence[Sequence[float | None]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The results of a directory. ``grid``: the document. ``axes``: axis → its labels. ``planned``: number of runs."""
-
-    grid: dict[str, Any]
-    axes: dict[str, list[str]]
-    targets: list[float]
-    simulated: bool
-    planned: int
-    rows: list[Row]
-    directory: Path
-
-    def curve(self, run: str) -> list[Row]:
-        return _read_csv(self.directory / CURVES / f"{run}.csv", POINT)
-
-
 class Results:
     """The directory of an experiment that runs. It is locked until ``close``.
 
@@ -77,7 +56,7 @@ class Results:
         rows: run id → row, of the runs that are over.
     """
 
-    def __init__(self, directory: Path, plan: Plan, *, simulated: bool = False) -> None:
+    def __init__(self, directory: Path, plan: Plan) -> None:
         """Raises ``UserError`` if the directory is in use, or holds results of another grid; ``StorageError``."""
         self.directory, self.plan, self.rows = directory, plan, dict[str, Row]()
         self._disk = RealDisk()
@@ -86,13 +65,20 @@ class Results:
         if lock is None:
             raise UserError(f"another experiment runs in {directory}", remedy="wait for it, or name another directory")
         self.close = lock.close
+        self._measured = ("state", "reason", *FIGURES, *map(time_to, plan.grid.loss_targets))
         try:
-            self._take_up(simulated)
+            if taken := plan.axes.keys() & {"run", "repeat", "random_seed", *self._measured}:
+                raise UserError(f"the results have a column {min(taken)}", remedy="rename this axis")
+            if (directory / RESULTS).is_file():
+                self.rows = {row["run"]: row for row in load(directory)[1]}
+            if others := self.rows.keys() - {run.id for run in plan.runs}:
+                text = f"{directory} has results of {len(others)} runs that are not in this grid"
+                remedy = "name another directory; to this one only values and repeats can be added"
+                raise UserError(text, remedy=remedy)
+            self._write(GRID, plan.grid.model_dump_json(indent=1))
         except BaseException:
             lock.close()
             raise
-        told = {"grid": plan.grid.model_dump(), "axes": plan.axes, "planned": len(plan.runs), "simulated": simulated}
-        self._write(GRID, json.dumps(told, indent=1))
 
     def missing(self) -> list[Run]:
         return [run for run in self.plan.runs if run.id not in self.rows]
@@ -100,62 +86,44 @@ class Results:
     def add(self, run: Run, result: Result) -> Row:
         """Record a run. The files are replaced as a whole, so a crash loses at most this run."""
         if result.curve:
-            self._write(f"{CURVES}/{run.id}.csv", _csv([POINT, *result.curve]))
-        told = {"state": result.state, "reason": " ".join(result.reason.split()), **result.figures}
-        row = self.rows[run.id] = self._row(run, told)
-        self._write(RESULTS, _csv([row, *(known.values() for known in self.rows.values())]))
+            self._write(
+                f"{CURVES}/{run.id}.csv", _csv([dict(zip(POINT, point, strict=True)) for point in result.curve])
+            )
+        measured = {"state": result.state, "reason": " ".join(result.reason.split()), **result.figures}
+        row = {"run": run.id, **run.cell, **run.settings, **run.cell, "repeat": run.repeat}
+        row |= {"random_seed": run.profile.job.seed, **{name: measured.get(name) for name in self._measured}}
+        self.rows[run.id] = row
+        self._write(RESULTS, _csv(self.rows.values()))
         return row
-
-    def _take_up(self, simulated: bool) -> None:
-        if not (self.directory / RESULTS).is_file():
-            return
-        before, runs = load(self.directory), {run.id: run for run in self.plan.runs}
-        if other := sum(row["run"] not in runs for row in before.rows):
-            raise UserError(f"{self.directory} has results of {other} runs that are not in this grid", remedy=_AGAIN)
-        if (before.targets, before.simulated) != (self.plan.grid.loss_targets, simulated):
-            text = f"{self.directory} has results with other loss_targets, or of another mode"
-            raise UserError(text, remedy=_AGAIN)
-        self.rows = {row["run"]: self._row(runs[row["run"]], row) for row in before.rows}
-
-    def _row(self, run: Run, measured: Mapping[str, Any]) -> Row:
-        """All rows have the same columns in the same order, whatever the file had: a new value may bring a setting."""
-        settings = {key: value for key, value in run.settings.items() if key not in run.cell}
-        row = {"run": run.id, **run.cell, **settings, "repeat": run.repeat, "random_seed": run.profile.job.seed}
-        columns = ("state", "reason", *FIGURES, *map(time_to, self.plan.grid.loss_targets))
-        return row | {name: measured.get(name) for name in columns}
 
     def _write(self, name: str, text: str) -> None:
         write_atomic(self._disk, self.directory / name, text.encode())
 
 
-def load(directory: Path) -> Found:
-    """Read the results of a directory. Raises ``UserError`` if there are none; ``StorageError`` if they are damaged."""
-    path = directory / GRID
-    if not path.is_file():
+def load(directory: Path) -> tuple[Grid, list[Row]]:
+    """Read a directory. Raises ``UserError`` if it is of no experiment; ``StorageError`` if it is damaged."""
+    if not (directory / GRID).is_file():
         raise UserError(f"{directory} holds no experiment", remedy="name the directory of `p2ptrain experiment run`")
     try:
-        told = json.loads(RealDisk().read(path, max_bytes=MAX_FILE_BYTES))
-        axes = {str(axis): [str(label) for label in labels] for axis, labels in told["axes"].items()}
-        grid, targets = dict(told["grid"]), [float(target) for target in told["grid"]["loss_targets"]]
-        found = Found(grid, axes, targets, bool(told["simulated"]), int(told["planned"]), [], directory)
-        rows = _read_csv(directory / RESULTS, ("repeat", *FIGURES, *map(time_to, targets)))
-        for row in rows:
-            if not row.get("run") or not row.get("state") or any(row.get(it) not in axes[it] for it in axes):
-                raise ValueError(f"{RESULTS} has a row without a run, a state or a known value of each axis")
-        return replace(found, rows=list({row["run"]: row for row in rows}.values()))  # a copied row counts once
-    except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+        grid = Grid.model_validate_json(RealDisk().read(directory / GRID, max_bytes=MAX_FILE_BYTES))
+        numbers, path = ("repeat", *FIGURES, *map(time_to, grid.loss_targets)), directory / RESULTS
+        text = RealDisk().read(path, max_bytes=MAX_FILE_BYTES).decode() if path.is_file() else ""
+        rows: dict[str, Row] = {
+            row["run"]: row for row in csv.DictReader(io.StringIO(text))
+        }  # a copied row counts once
+        for row in rows.values():
+            if any(row[axis] not in labels for axis, labels in grid.axes.items()):
+                raise ValueError(f"{RESULTS} has a row without a known value of each axis")
+            row |= {name: float(row[name]) if row.get(name) else None for name in numbers}
+        return grid, list(rows.values())
+    except (ValueError, KeyError, TypeError, csv.Error) as error:
         raise StorageError(f"{directory} is damaged: {error}", remedy="use another directory") from None
 
 
-def _csv(rows: Iterable[Iterable[object]]) -> str:
+def _csv(rows: Collection[Row]) -> str:
+    """A column for each key that a row has: a new value of an axis may bring a setting."""
     text = io.StringIO()
-    csv.writer(text).writerows(rows)
+    writer = csv.DictWriter(text, dict.fromkeys(itertools.chain(*rows)))
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
-
-
-def _read_csv(path: Path, numbers: Sequence[str]) -> list[Row]:
-    """Rows as texts; ``numbers`` as numbers, and None where they are empty. Nothing if there is no file."""
-    if not path.is_file():
-        return []
-    rows: list[Row] = list(csv.DictReader(io.StringIO(RealDisk().read(path, max_bytes=MAX_FILE_BYTES).decode())))
-    return [row | {name: float(row[name]) if row.get(name) else None for name in numbers} for row in rows]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -38,7 +37,7 @@ async def carry_out(
     results: Results,
     execute: Execute,
     on_progress: Callable[[str, float | None], object],
-    on_row: Callable[[Row], None],
+    on_row: Callable[[Run, Row], None],
 ) -> None:
     """Carry out the runs that have no result yet. Raises what ``execute`` raises, and ``StorageError``.
 
@@ -54,7 +53,7 @@ async def carry_out(
             on_progress(f"{about}: {text}", left_s)
 
         show("begins")
-        on_row(results.add(run, await execute(run, show)))
+        on_row(run, results.add(run, await execute(run, show)))
 
 
 async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Result:
@@ -68,7 +67,7 @@ async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Resul
     for job in await client.jobs():
         if job.name == name and job.state not in FINISHED_STATES:  # of a run that was interrupted
             await client.tell_job(job.id, "cancel")
-    followed = _Followed(client, run, await client.clock() - asyncio.get_running_loop().time(), show)
+    followed = _Followed(client, run, show)
     for peer in await client.peers():
         followed.take(peer)
     try:
@@ -91,11 +90,38 @@ async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Resul
     for saved in await client.checkpoints(info.id):
         with suppress(P2PTrainError):  # a result needs none
             await client.delete_checkpoint(saved.id)
-    curve = followed.curve(info, rows)
-    figures = followed.figures(info, rows, curve) | {"recoveries": recoveries}
+    began = rows[0].wall if rows and info.started_at is None else info.started_at or 0.0
+    steps = [row.step for row in rows]
+    times_s = [round(max(row.wall - began, 0.0), 3) for row in rows]
+    tokens = [step * run.step_tokens for step in steps]
+    # Between two reports of a worker, which are half a second or more apart, its bytes grow evenly.
+    reports = followed.sent_bytes
+    sent_bytes = [round(total) for total in np.interp(steps, list(reports), list(reports.values()))]
+    losses, val_losses = [row.loss for row in rows], [row.val_loss for row in rows]
+    known, val_known = ([loss for loss in it if loss is not None] for it in (losses, val_losses))
+    steps_ms = [row.step_ms for row in rows if row.step_ms]
+    computed_ms = [row.compute_ms for row in rows if row.compute_ms]
+    figures = {
+        "duration_s": max(times_s, default=0.0),
+        "steps": max(steps, default=0),
+        "tokens": max(tokens, default=0),
+        "tokens_per_s": round(tokens[-1] / times_s[-1], 1) if rows and times_s[-1] else None,
+        "step_ms": round(median(steps_ms), 2) if steps_ms else None,
+        "compute_ms": round(median(computed_ms), 2) if computed_ms else None,
+        "sent_bytes": max(followed.sent_bytes.values()),
+        "loss": known[-1] if known else None,
+        "best_loss": min(known, default=None),
+        "val_loss": val_known[-1] if val_known else None,
+        "best_val_loss": min(val_known, default=None),
+        "memory_bytes": followed.memory_bytes or None,
+        "recoveries": recoveries,
+        "rejected": sum(followed.refused.values()) + sum(score.excluded for score in info.scores),
+        "epsilon": info.epsilon,
+    }
     for target in plan.grid.loss_targets:
-        reached = (time_s for _, time_s, *_, loss in curve if loss is not None and loss <= target)
+        reached = (at for at, loss in zip(times_s, val_losses, strict=True) if loss is not None and loss <= target)
         figures[time_to(target)] = next(reached, None)
+    curve = list(zip(steps, times_s, tokens, sent_bytes, losses, val_losses, strict=True))
     if info.state == "done":
         return Result(DONE, info.reason, figures, curve)
     if not in_time:
@@ -119,22 +145,19 @@ _QUEUED, _WAITING, _BEGUN, _OVER, _SETTLED = range(5)
 class _Followed:
     """What the seed said of a job and its workers.
 
-    Args:
-        offset_s: the seed's wall clock minus the loop's.
-
     Attributes:
         trouble: why a worker cannot go on; empty: all can. state: of the job, and why.
+        memory_bytes: most of a worker. refused: gradients, by worker.
+        sent_bytes: step → what all workers had sent by their last reports when it was the newest step.
     """
 
-    def __init__(self, client: SeedClient, run: Run, offset_s: float, show: Show) -> None:
+    def __init__(self, client: SeedClient, run: Run, show: Show) -> None:
         self.job, self.trouble, self.state = "", "", "waiting"
-        self._client, self._run, self._offset_s, self._show = client, run, offset_s, show
+        self.memory_bytes, self.refused, self.sent_bytes = 0, dict[str, int](), {0: 0}
+        self._client, self._run, self._show = client, run, show
         self._info: JobInfo | None = None
-        self._peers: dict[str, PeerInfo] = {}
+        self._step, self._states, self._sent_by = 0, dict[str, str](), dict[str, int]()
         self._ours, self._active = set[str](), set[str]()  # the job's workers; those that were seen at work
-        self._refused: dict[str, int] = {}
-        self._memory_bytes = 0
-        self._sent = [(0.0, 0)]  # time on the seed's clock, bytes of all workers
 
     @property
     def phase(self) -> int:
@@ -144,7 +167,7 @@ class _Followed:
         if info.state in FINISHED_STATES:
             # Each was idle before, too: so it must have been seen at work, or have sent something, unless it was alone.
             told = self._active >= self._ours or len(self._ours) == 1 or not info.step
-            states = {self._peers[peer].state for peer in self._ours if peer in self._peers}
+            states = {self._states[peer] for peer in self._ours if peer in self._states}
             return _SETTLED if told and states <= {"idle", *ABSENT_STATES} else _OVER
         return _OVER if self.trouble else _WAITING if info.started_at is None else _BEGUN
 
@@ -169,6 +192,7 @@ class _Followed:
                 if not item.step:
                     self._show(self.state)
             case MetricRow() if item.job == self.job:
+                self._step = max(self._step, item.step)
                 loss = "" if item.loss is None else f"  loss {item.loss:.3f}"
                 self._show(f"step {item.step}/{self._run.profile.job.steps}{loss}")
             case EventInfo() if item.job == self.job and item.kind == "worker-failed":
@@ -177,58 +201,18 @@ class _Followed:
                 self._take_peer(item)
 
     def _take_peer(self, peer: PeerInfo) -> None:
-        before = self._peers.get(peer.id)
-        known = before.sent_bytes if before is not None else 0
-        is_here = peer.state not in ABSENT_STATES  # else it says nothing now
-        self._peers[peer.id] = peer if is_here else replace(peer, sent_bytes=known)
+        self._states[peer.id] = peer.state
         if self.job and peer.job == self.job:
             self._ours.add(peer.id)
-        if peer.id not in self._ours or not is_here:
+        if peer.state in ABSENT_STATES:  # it says nothing now
             return
-        self._memory_bytes = max(self._memory_bytes, peer.memory_bytes)
-        self._refused[peer.id] = max(self._refused.get(peer.id, 0), peer.refused)
-        if peer.sent_bytes != known:
-            more = peer.sent_bytes - known if peer.sent_bytes > known else peer.sent_bytes  # a new process
-            self._sent.append((asyncio.get_running_loop().time() + self._offset_s, self._sent[-1][1] + more))
-        if peer.state != "idle" or peer.sent_bytes != known:
+        known, self._sent_by[peer.id] = self._sent_by.get(peer.id, 0), peer.sent_bytes
+        if peer.id not in self._ours:
+            return
+        self.memory_bytes = max(self.memory_bytes, peer.memory_bytes)
+        self.refused[peer.id] = max(self.refused.get(peer.id, 0), peer.refused)
+        more = peer.sent_bytes - known if peer.sent_bytes >= known else peer.sent_bytes  # a new process
+        if more:
+            self.sent_bytes[self._step] = max(self.sent_bytes.values()) + more
+        if more or peer.state != "idle":
             self._active.add(peer.id)
-
-    def curve(self, info: JobInfo, rows: Sequence[MetricRow]) -> list[tuple[float | None, ...]]:
-        """A row for each step, with the columns ``results.POINT``. Between two reports of a worker, which are half a
-        second or more apart, its bytes grow evenly."""
-        if not rows:
-            return []
-        began = info.started_at if info.started_at is not None else rows[0].wall
-        times, totals = [began, *(at for at, _ in self._sent[1:])], [total for _, total in self._sent]
-        sent = np.interp([row.wall for row in rows], times, totals).tolist()
-        sent[-1] = totals[-1]  # the last report is later than the last step
-        return [
-            (row.step, round(max(row.wall - began, 0.0), 3), row.step * self._run.step_tokens, round(total), row.loss,
-             row.val_loss)
-            for row, total in zip(rows, sent, strict=True)
-        ]  # fmt: skip
-
-    def figures(
-        self, info: JobInfo, rows: Sequence[MetricRow], curve: Sequence[Sequence[float | None]]
-    ) -> dict[str, float | None]:
-        losses = [row.loss for row in rows if row.loss is not None]
-        val_losses = [row.val_loss for row in rows if row.val_loss is not None]
-        steps, times_ms = rows[-1].step if rows else 0, [row.step_ms for row in rows if row.step_ms]
-        computed_ms = [row.compute_ms for row in rows if row.compute_ms]
-        duration_s, tokens = (curve[-1][1] if curve else None) or 0.0, steps * self._run.step_tokens
-        return {
-            "duration_s": duration_s,
-            "steps": steps,
-            "tokens": tokens,
-            "tokens_per_s": round(tokens / duration_s, 1) if duration_s else None,
-            "step_ms": round(median(times_ms), 2) if times_ms else None,
-            "compute_ms": round(median(computed_ms), 2) if computed_ms else None,
-            "sent_bytes": self._sent[-1][1] if self._ours else None,
-            "loss": losses[-1] if losses else None,
-            "best_loss": min(losses, default=None),
-            "val_loss": val_losses[-1] if val_losses else None,
-            "best_val_loss": min(val_losses, default=None),
-            "memory_bytes": self._memory_bytes or None,
-            "rejected": sum(self._refused.values()) + sum(score.excluded for score in info.scores),
-            "epsilon": info.epsilon,
-        }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Profile
-from p2ptrain.core.errors import ConfigError
-from p2ptrain.core.footprint import LLAMAS, llama_sizes
+from p2ptrain.core.footprint import llama_sizes
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import Network, World
 from roles.experiments.grid import Plan, Run
 from roles.experiments.results import Result
-from roles.experiments.run import Execute, Show, measure
+from roles.experiments.run import Show, measure
 from roles.identity import claim
 from roles.member import MemberOptions
 from roles.seed.run import run_seed
@@ -34,45 +32,13 @@ from roles.stand_in import StandInEngine
 from roles.worker.worker import Worker
 from wire.client import SeedClient
 from wire.emulate import EmulatedNetwork, preset_named
-from wire.memory import MemoryNetwork, run_virtual
+from wire.memory import MemoryNetwork
 
-STRATEGIES = ("sync", "local", "federated", "server")
 SEED, PORT, VOCAB = "127.0.0.1", 7700, 256
 
 
-def check_plan(plan: Plan, place: str) -> None:
-    """Raise ``ConfigError`` if a job cannot be simulated."""
-    for run in plan.runs:
-        profile, machine = run.profile, run.machine
-        wrong = ""
-        if profile.job.strategy not in STRATEGIES or profile.data.private:
-            wrong = f"{run}: only {', '.join(STRATEGIES)} are simulated, with shared data"
-        elif profile.model.architecture not in LLAMAS or profile.model.path:
-            wrong = f"{run}: the size of its model is not known; that of a new one of {', '.join(LLAMAS)} is"
-        elif machine.attack:
-            wrong = f"{run}: attacks show in losses, which a simulation does not have"
-        if wrong:
-            raise ConfigError(f"{place}: {wrong}", remedy="change that, or run without --simulated")
-
-
-def simulator(plan: Plan) -> Execute:
-    async def simulate(run: Run, show: Show) -> Result:
-        stopped = threading.Event()
-
-        def say(text: str) -> None:
-            if stopped.is_set():
-                raise asyncio.CancelledError
-            show(text.partition("  loss")[0])  # of a stand-in
-
-        try:
-            return await asyncio.to_thread(run_virtual, _simulated(run, plan, say))  # its loop needs a thread
-        finally:
-            stopped.set()
-
-    return simulate
-
-
-async def _simulated(run: Run, plan: Plan, show: Show) -> Result:
+async def simulate(plan: Plan, run: Run, show: Show) -> Result:
+    """Carry out a run. Must run on a loop of virtual time (``wire.memory``)."""
     network, rng = MemoryNetwork(), random.Random(run.id)  # noqa: S311 - equal runs
     linked: Network = network
     if run.machine.link:
@@ -118,7 +84,7 @@ async def _simulated(run: Run, plan: Plan, show: Show) -> Result:
     tasks += [asyncio.create_task(worker(number)) for number in range(1, run.machine.workers + 1)]
     client = await SeedClient.connect(network, SEED, PORT, name="experiment")
     try:
-        result = await measure(client, run, plan, show)
+        result = await measure(client, run, plan, lambda text: show(text.partition("  loss")[0]))  # of a stand-in
     finally:
         await client.close()
         stop.set()

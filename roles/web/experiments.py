@@ -18,7 +18,6 @@ from p2ptrain.core.errors import ConfigError, P2PTrainError, Refused
 from roles.background import Background
 from roles.web.endpoints import Call, Endpoint, Given, Page
 from roles.web.feed import Connect
-from wire.records import ABSENT_STATES
 from wire.schema import Record
 
 if TYPE_CHECKING:
@@ -74,18 +73,14 @@ class Experiments:
             raise Refused("unknown-experiment", f"there is no experiment {name[:64]!r}", remedy="list them")
         return self.infos[name], self._root / name
 
-    def begin(self, plan: Plan, workers: int) -> ExperimentInfo:
-        """``workers``: that there are. Raises ``Refused``, ``UserError``."""
+    def begin(self, plan: Plan) -> ExperimentInfo:
+        """Raises ``Refused``, ``UserError``."""
         from roles.experiments.results import Results
 
-        for run in plan.runs:
-            machine = run.machine
-            if machine.link or machine.straggler > 1 or machine.attack:
-                text = f"the grid: {run}: links, stragglers and attackers need processes of their own"
-                raise ConfigError(text, remedy="run the grid on one machine: p2ptrain experiment run grid.toml")
-            if machine.workers > workers:
-                text = f"the grid: {run} needs {machine.workers} workers, and there are {workers}"
-                raise Refused("too-few", text, remedy="start more with p2ptrain join")
+        machines = (run.machine for run in plan.runs)
+        if plan.grid.simulated or any(it.link or it.straggler > 1 or it.attack for it in machines):
+            text = "the grid: links, stragglers, attackers and simulations need processes of their own"
+            raise ConfigError(text, remedy="run the grid on one machine: p2ptrain experiment run grid.toml")
         if self._work:
             raise Refused("busy", "another experiment is running", remedy="wait until it is done")
         results = Results(self._root / plan.grid.name, plan)
@@ -99,7 +94,8 @@ class Experiments:
 
         for name in RealDisk().list_dir(self._root):
             try:
-                plan = await asyncio.to_thread(plan_of, load(self._root / name).grid, name, None)
+                grid, _ = load(self._root / name)
+                plan = await asyncio.to_thread(plan_of, grid.model_dump(), name, None)
                 results = Results(self._root / name, plan)
             except P2PTrainError:
                 continue  # not one of ours, or of another release
@@ -114,7 +110,7 @@ class Experiments:
 
         state, why = "interrupted", "it ended unexpectedly; see the log of the seed"
         try:
-            await carry_out(results, execute, partial(self._tell, results, "running"), lambda row: None)
+            await carry_out(results, execute, partial(self._tell, results, "running"), lambda run, row: None)
             state, why = "done", ""
         except P2PTrainError as error:
             why = f"{error.message}; {error.remedy}"
@@ -152,9 +148,7 @@ async def create_experiment(call: Call) -> ExperimentInfo:
         document = tomli.loads(grid) if isinstance(grid, str) else grid
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not TOML: {error}", remedy="see https://toml.io for the syntax") from None
-    plan = await asyncio.to_thread(plan_of, document, place, None)
-    peers = [peer for peer in await call.client.peers() if peer.state not in ABSENT_STATES]
-    return call.experiments.begin(plan, sum("worker" in peer.roles for peer in peers))
+    return call.experiments.begin(await asyncio.to_thread(plan_of, document, place, None))
 
 
 async def get_experiment(call: Call) -> ExperimentInfo:
@@ -162,12 +156,15 @@ async def get_experiment(call: Call) -> ExperimentInfo:
 
 
 async def analyze_experiment(call: Call) -> Comparison:
+    _, directory = call.experiments.find(call.path["experiment"])
+    return await asyncio.to_thread(_compared, directory, call.body.x, call.body.y)  # imports pandas
+
+
+def _compared(directory: Path, x: str, y: str) -> Comparison:
     from roles.experiments.analysis import Analysis
     from roles.experiments.results import load
 
-    _, directory = call.experiments.find(call.path["experiment"])
-    found = await asyncio.to_thread(load, directory)
-    return Comparison(Analysis.of(found, call.body.x, call.body.y).to_json())
+    return Comparison(Analysis(*load(directory), x, y).to_json())
 
 
 _ONE = "experiments/{experiment}"

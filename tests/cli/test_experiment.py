@@ -9,27 +9,29 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.experiment import LocalWorkers
+from p2ptrain.cli.local_cluster import LocalCluster
 from p2ptrain.cli.output import Console
 from p2ptrain.core.errors import JobFailed
 from roles.experiments.grid import plan_of
 from roles.experiments.results import Result
 
 
-class Recorded:
-    """Stands for ``LocalCluster``: it only records what it is told to start. ``fails``: how the next run ends."""
+class Recorded(LocalCluster):
+    """Only records what it is told to start. ``fails``: how the next run ends."""
 
     made: list[Recorded]
     fails: Exception | None = None
 
     def __init__(self, root: Path) -> None:
-        self.seed, self.peers = SimpleNamespace(process=SimpleNamespace(returncode=None)), dict[str, Any]()
+        super().__init__(root)
+        self._seed: Any = SimpleNamespace(process=SimpleNamespace(returncode=None))
         self.made.append(self)
 
-    async def start_seed(self) -> None:
+    async def start_seed(self) -> Any:
         """Nothing to wait for."""
 
-    async def start_peer(self, name: str, slot: int, *options: str, program: Any) -> None:
-        self.peers[name] = [*options, *program[1:]]
+    async def start_peer(self, name: str, slot: int, *options: str, target: str = "", attack: str = "") -> Any:
+        self.peers[name] = [*options, *filter(None, [attack])]
 
     async def joined(self, names: list[str]) -> None:
         assert names == list(self.peers)

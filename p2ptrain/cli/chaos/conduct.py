@@ -167,9 +167,8 @@ class Cluster:
         place.data.target = (LOOPBACK, port)
         options = ["--threads", str(self.threads), "--host", LOOPBACK, "--port", str(port)]
         options += ["--advertise", f"{LOOPBACK}:{place.data.address[1]}"]
-        attack, target = self.attack_of(number), self._target(place)
-        program = ("p2ptrain.cli.chaos.attacker", attack) if attack else ("p2ptrain",)
-        place.child = await self.local.start_peer(place.name, number, *options, target=target, program=program)
+        target, attack = self._target(place), self.attack_of(number)
+        place.child = await self.local.start_peer(place.name, number, *options, target=target, attack=attack)
         self._watch(place.child)
 
     def _target(self, place: WorkerSlot) -> str:

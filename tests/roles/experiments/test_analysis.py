@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from dataclasses import replace
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from p2ptrain.core.errors import UserError
-from roles.experiments.analysis import MEASURES, Analysis, Estimate, t_quantile
-from roles.experiments.report import page
-from roles.experiments.results import FIGURES, Found, Row
+from roles.experiments.analysis import Analysis, page, t_quantile
+from roles.experiments.grid import Grid
+from roles.experiments.results import FIGURES, Row
 
 
 def row(context: str, batch: str, repeat: int, state: str = "done", **figures: float) -> Row:
@@ -32,55 +33,67 @@ ROWS = [
 ]  # fmt: skip
 
 
-def found(rows: list[Row] = ROWS, axes: dict[str, list[str]] | None = None) -> Found:
-    return Found(
-        {"name": "a<b"}, axes or {"context": ["64", "128"], "batch": ["4", "8"]}, [2.0], False, 8, rows, Path("/none")
-    )
+def analysis(rows: list[Row] = ROWS, axes: dict[str, list[str]] | None = None, x: str = "", y: str = "") -> Analysis:
+    axes = axes or {"context": ["64", "128"], "batch": ["4", "8"]}
+    labelled = {axis: {label: {} for label in labels} for axis, labels in axes.items()}
+    return Analysis(Grid(name="sizes", axes=labelled, loss_targets=[2.0], repeats=2), rows, x, y)
 
 
 def test_intervals_are_those_of_student() -> None:
     known = {1: 12.7062, 2: 4.30265, 10: 2.22814, 20: 2.08596, 21: 2.07961, 30: 2.04227, 60: 2.00030, 1000: 1.96234}
     assert {freedom: t_quantile(freedom) for freedom in known} == pytest.approx(known, rel=1e-4)
-    estimate = Estimate.of([2.0, 2.2, 2.1, 2.6])  # stats.t.interval(0.95, 3, loc=2.225, scale=stats.sem(values))
-    assert (estimate.mean, estimate.half) == pytest.approx((2.225, 0.418485), rel=1e-4)
-    assert Estimate.of([1.0]) == Estimate(1.0, None, 1)
+    rows = [row("64", "4", n, val_loss=loss) for n, loss in enumerate([2.0, 2.2, 2.1, 2.6])]
+    (estimate,) = analysis(rows).estimates("val_loss").itertuples()
+    # stats.t.interval(0.95, 3, loc=2.225, scale=stats.sem(values))
+    assert (estimate.mean, estimate.half_95, estimate.runs) == pytest.approx((2.225, 0.418485, 4), rel=1e-4)
 
 
 def test_cells_and_words_follow_from_the_numbers() -> None:
-    made = Analysis.of(found())
-    assert (made.x, made.y) == ("batch", "context")
-    loss = next(measure for measure in MEASURES if measure.name == "val_loss")
-    assert [cell.shown(loss) for cell in made.cells] == ["2.100 ± 0.248", "1.550 ± 0.635", "-"]
-    words = "\n".join(made.conclusions())
-    assert "Not done: context = 128, batch = 8: out-of-memory (2)." in words
-    assert "same number of tokens, 1,000" in words
-    best = made.to_json()["cells"][0]["measures"]["seconds_to_2"]
-    assert best == {"mean": 10.0, "half_95": None, "runs": 1}
-    assert made.cells[0].shown(made.measures[0]) == "10.0 s, 1 of 3"
-    # 2.1 ± 0.248 and 1.55 ± 0.635 overlap, although the samples do not.
-    assert re.search(r"Validation loss: least with context = 128.*35.5 % more.*overlaps context = 64, batch = 4", words)
-    apart = ROWS + [row("128", "4", n, val_loss=1.5 + n / 100) for n in range(3, 9)]
-    assert "overlaps that of no other" in "\n".join(Analysis.of(found(apart)).conclusions())
+    made = analysis()
+    assert made.axes == ["context", "batch"]
+    assert list(made.estimates("val_loss")["text"]) == ["2.1 ± 0.2484", "1.55 ± 0.6353", "-"]
+    columns, rows = made.table()
+    assert rows[0] == ["64", "4", "3", "10.0 s, 1 of 3", "2.1 ± 0.2484", "1,000 ± 0", "4.0 KiB ± 0 B"]
+    assert rows[2] == ["128", "8", "0 + out-of-memory (2)", "-", "-", "-", "-"]
+    assert columns[:4] == ["context", "batch", "runs", "time to a validation loss of 2"]
+    cells = made.to_json()["cells"]
+    assert cells[0]["seconds_to_2"] == {"mean": 10.0, "half_95": None, "runs": 1}
+    assert cells[2]["cell"] == {"context": "128", "batch": "8"}
+    assert cells[2]["states"] == {"out-of-memory": 2}
+    assert cells[2]["val_loss"] == {"mean": None, "half_95": None, "runs": 0}
 
 
 def test_each_condition_has_its_best_choice() -> None:
     rows = [row(context, batch, n, val_loss=loss + n / 100)
-            for context, batch, loss in (("64", "4", 2.0), ("64", "8", 1.0), ("128", "4", 1.0), ("128", "8", 3.0))
+            for context, batch, loss in (("64", "4", 2.0), ("64", "8", 1.0), ("128", "4", 2.99), ("128", "8", 3.0))
             for n in (1, 2, 3)]  # fmt: skip
-    words = "\n".join(Analysis.of(found(rows)).conclusions())
-    assert "With context = 64: validation loss: least with batch = 8 (1.020 ± 0.025), most with batch = 4" in words
-    assert "With context = 128: validation loss: least with batch = 4" in words
-    assert "3.0 times as much" in words
+    words = analysis(rows).conclusions()
+    assert words[0] == "12 of 8 runs have a result."
+    alone = "no other 95 % interval overlaps."
+    assert f"With context = 64: validation loss: best with batch = 8 (1.02 ± 0.02484), {alone}" in words
+    # 3.01 ± 0.025 and 3.02 ± 0.025 overlap.
+    assert "With context = 128: validation loss: best with batch = 4 (3.01 ± 0.02484), not told apart from 8." in words
+    words = analysis(rows, x="context").conclusions()
+    assert f"With batch = 4: validation loss: best with context = 64 (2.02 ± 0.02484), {alone}" in words
     fast = [row(batch, "4", 1, tokens_per_s=speed) for batch, speed in (("64", 1000.0), ("128", 4000.0))]
-    assert "75.0 % less" in "\n".join(Analysis.of(found(fast, {"context": ["64", "128"]})).conclusions())
+    words = analysis(fast, {"context": ["64", "128"]}).conclusions()
+    assert "tokens/s: best with context = 128 (4,000), not told apart from 64." in words  # by one run each
 
 
 def test_axes_that_do_not_exist_are_refused() -> None:
     for x, y in (("size", ""), ("context", "context")):
         with pytest.raises(UserError):
-            Analysis.of(found(), x, y)
+            analysis(x=x, y=y)
     with pytest.raises(UserError, match="no run"):
-        Analysis.of(found([]))
+        analysis([])
+
+
+def test_an_analysis_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "seaborn", None)
+    monkeypatch.delitem(sys.modules, "roles.experiments.analysis")
+    with pytest.raises(UserError, match="needs the package seaborn") as caught:
+        importlib.import_module("roles.experiments.analysis")
+    assert "p2ptrain[experiments]" in caught.value.remedy
 
 
 def test_the_report_shows_any_label_and_needs_nothing_else(tmp_path: Path) -> None:
@@ -92,11 +105,21 @@ def test_the_report_shows_any_label_and_needs_nothing_else(tmp_path: Path) -> No
         (tmp_path / "curves" / f"{len(rows)}.csv").write_text(curve)
         rows[-1]["run"] = f"{len(rows)}"
     one = {"context": ["$<b>\\frac$", "seconds"]}
-    for axes, directory, pictures in ((one | {"batch": ["4"]}, tmp_path, 3), (one, tmp_path / "none", 1)):
-        text = page(Analysis.of(replace(found(rows, axes), directory=directory)))
-        assert "a&lt;b" in text
+    for axes, directory, pictures in ((one | {"batch": ["4"]}, tmp_path, 4), (one, tmp_path / "none", 2)):
+        text = page(analysis(rows, axes), directory)
         assert "<script" not in text
         assert "<b>" not in text
         sources = re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"' >)]+)", text)
-        assert len(sources) == pictures  # a map, and curves against seconds and bytes
+        assert len(sources) == pictures  # maps of loss and tokens, and curves against seconds and bytes
         assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+
+
+def test_a_map_has_all_axes_and_shows_where_no_run_is_done(tmp_path: Path) -> None:
+    rows = [
+        row(*labels, val_loss=1.0) | {"link": link} for labels in (("64", "4", 1), ("128", "4", 1)) for link in "ab"
+    ]
+    rows += [row("64", "8", 1, "out-of-memory") | {"link": "a"}]
+    axes = {"link": ["a", "b"], "context": ["64", "128"], "batch": ["4", "8"]}
+    made = analysis(rows, axes, x="batch", y="context")
+    assert made.axes == ["context", "link", "batch"]
+    assert page(made, tmp_path).count("<img") == 3  # loss, tokens and bytes

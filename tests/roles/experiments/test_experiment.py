@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from p2ptrain.core.errors import Refused, StorageError, UserError
 from roles.experiments.grid import Plan, Run, plan_of
 from roles.experiments.results import Result, Results, load
 from roles.experiments.run import carry_out, measure
-from roles.experiments.simulated import simulator
+from roles.experiments.simulated import simulate
 from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster
+from wire.memory import run_virtual
 
 NUMEL = 64
 TABLES: dict[str, Any] = {
@@ -89,9 +89,9 @@ async def test_a_job_whose_workers_do_not_come_ends_the_experiment(
         assert [job.state for job in await client.jobs()] == ["cancelled"]
 
 
-async def test_the_limit_counts_from_the_first_view() -> None:
+def test_the_limit_counts_from_the_first_view() -> None:
     made = plan({"link.preset": ["satellite"]}, limit="8s")  # 4 s until the workers are ready, and 6 s for a step
-    result = await simulator(made)(made.runs[0], lambda text: None)
+    result = run_virtual(simulate(made, made.runs[0], lambda text: None))
     assert (result.state, result.reason) == ("time-limit", "it was running after 8 s")
     assert result.figures["steps"] == 1
 
@@ -105,44 +105,22 @@ async def test_a_refused_job_is_a_result(cluster: Cluster, monkeypatch: pytest.M
     assert (result.state, result.reason) == ("refused", "not this one")
 
 
-async def test_a_simulation_that_is_cancelled_ends_at_its_next_step() -> None:
-    made, shown, began = plan({"link.preset": ["lan"]}), list[str](), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def show(text: str) -> None:
-        shown.append(text)
-        if text.startswith("step 1/"):
-            asyncio.run_coroutine_threadsafe(stop(), loop).result()  # the simulation's thread waits for it
-
-    async def stop() -> None:
-        task.cancel()
-        began.set()
-        await asyncio.wait({task})
-
-    task = asyncio.create_task(simulator(made)(made.runs[0], show))
-    await began.wait()
-    await loop.shutdown_default_executor()
-    assert task.cancelled()
-    assert shown[-1] == "step 1/6"
-
-
 # ------------------------------------------------------------------------------------------------- the whole experiment
 
 
-async def carried_out(directory: Path, made: Plan, *, stop_after: int = 99) -> list[str]:
+def carried_out(directory: Path, made: Plan, *, stop_after: int = 99) -> list[str]:
     """Carry out a plan, simulated; return the runs that ran."""
     ran = list[str]()
-    simulate = simulator(made)
 
     async def execute(run: Run, show: Any) -> Result:
         if len(ran) == stop_after:
             raise UserError("interrupted")
         ran.append(f"{run}")
-        return await simulate(run, show)
+        return await simulate(made, run, show)
 
-    results = Results(directory, made, simulated=True)
+    results = Results(directory, made)
     try:
-        await carry_out(results, execute, lambda text, left_s: None, lambda row: None)
+        run_virtual(carry_out(results, execute, lambda text, left_s: None, lambda run, row: None))
     except UserError:
         assert len(ran) == stop_after
     finally:
@@ -150,24 +128,31 @@ async def carried_out(directory: Path, made: Plan, *, stop_after: int = 99) -> l
     return ran
 
 
-async def test_an_experiment_goes_on_with_the_runs_that_it_lacks(tmp_path: Path) -> None:
-    axes = {"link.preset": ["lan", "satellite"]}
-    made = plan(axes)
-    assert len(await carried_out(tmp_path, made, stop_after=1)) == 1
-    assert await carried_out(tmp_path, made) == ["link.preset = satellite"]
-    assert await carried_out(tmp_path, plan({"link.preset": ["lan", "satellite", "metro"]})) == ["link.preset = metro"]
+def test_an_experiment_goes_on_with_the_runs_that_it_lacks(tmp_path: Path) -> None:
+    def links(*names: str, **more: Any) -> Plan:
+        return plan({"link.preset": list(names)}, **{"simulated": True, **more})
+
+    made = links("lan", "satellite")
+    assert len(carried_out(tmp_path, made, stop_after=1)) == 1
+    assert carried_out(tmp_path, made) == ["link.preset = satellite"]
+    assert carried_out(tmp_path, links("lan", "satellite", "metro")) == ["link.preset = metro"]
     lines = [line.split(",") for line in (tmp_path / "results.csv").read_text().splitlines()]
     table = "\n".join(",".join([*line[:1], *line[:0:-1]]) for line in [*lines, lines[-1]])  # as a person may edit it
     (tmp_path / "results.csv").write_text(table)
-    assert await carried_out(tmp_path, plan({"link.preset": ["lan", "satellite", "metro", "wan"]}))
-    near, far, _, _ = load(tmp_path).rows
+    assert carried_out(tmp_path, links("lan", "satellite", "metro", "wan"))
+    near, far, _, _ = load(tmp_path)[1]
     assert far["step_ms"] > near["step_ms"] + 600 > 600  # the satellite's round trip
     assert far["sent_bytes"] == pytest.approx(near["sent_bytes"], rel=0.2)
     assert (near["loss"], near["val_loss"]) == (None, None)
-    with pytest.raises(UserError, match="not in this grid"):
-        Results(tmp_path, plan({"link.preset": ["lan"]}), simulated=True)
-    with pytest.raises(UserError, match="another mode"):
-        Results(tmp_path, plan({"link.preset": ["lan", "satellite", "metro", "wan"]}), simulated=False)
+    four = ("lan", "satellite", "metro", "wan")
+    for other in (links("lan"), links(*four, simulated=False), links(*four, loss_targets=[2.0])):
+        with pytest.raises(UserError, match="not in this grid"):
+            Results(tmp_path, other)
     (tmp_path / "results.csv").write_text(table.replace("satellite", "moon"))
     with pytest.raises(StorageError, match="known value"):
         load(tmp_path)
+
+
+def test_an_axis_must_not_have_the_name_of_a_column(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a column state"):
+        Results(tmp_path, plan({"state": {"a": {}, "b": {"job.steps": 3}}}))
