@@ -27,49 +27,46 @@ R = TypeVar("R", JobInfo, PeerInfo, ServingInfo)
 Value = Callable[[R], float | None]
 
 JOBS: dict[str, tuple[str, Value[JobInfo]]] = {
-    "p2ptrain_job_step": ("Last committed step.", lambda job: job.step),
-    "p2ptrain_job_steps_planned": ("Steps of the whole job.", lambda job: job.steps_total),
-    "p2ptrain_job_members": ("Members of the ring.", lambda job: len(job.members)),
-    "p2ptrain_job_generation": ("Number of the view.", lambda job: job.generation),
-    "p2ptrain_job_train_loss": ("Training loss of the last step, in nats per token.", lambda job: job.loss),
-    "p2ptrain_job_validation_loss": ("Last validation loss, in nats per token.", lambda job: job.val_loss),
-    "p2ptrain_job_learning_rate": ("Learning rate of the last step.", lambda job: job.lr),
-    "p2ptrain_job_gradient_norm": ("L2 norm of the last step's gradient.", lambda job: job.grad_norm),
-    "p2ptrain_job_tokens_per_second": ("Tokens trained per second.", lambda job: job.tokens_per_s),
-    "p2ptrain_job_step_seconds": ("Duration of the last step.", lambda job: _seconds(job.step_ms)),
-    "p2ptrain_job_compute_seconds": (
-        "Time of it that its first member computed.",
-        lambda job: _seconds(job.compute_ms),
-    ),
-    "p2ptrain_job_communicate_seconds": ("Time that it communicated.", lambda job: _seconds(job.communicate_ms)),
-    "p2ptrain_job_wait_seconds": ("Time that it waited for members.", lambda job: _seconds(job.wait_ms)),
-    "p2ptrain_job_privacy_epsilon": ("Privacy spent by a private job.", lambda job: job.epsilon),
-    "p2ptrain_job_tokens_total": ("Tokens trained; falls if the job goes back.", lambda job: job.tokens_total),
-    "p2ptrain_job_trained_seconds_total": ("Duration of all committed steps.", lambda job: job.trained_s),
+    "step": ("Last committed step.", lambda job: job.step),
+    "steps_planned": ("Steps of the whole job.", lambda job: job.steps_total),
+    "members": ("Members of the ring.", lambda job: len(job.members)),
+    "generation": ("Number of the view.", lambda job: job.generation),
+    "train_loss": ("Training loss of the last step, in nats per token.", lambda job: job.loss),
+    "validation_loss": ("Last validation loss, in nats per token.", lambda job: job.val_loss),
+    "learning_rate": ("Learning rate of the last step.", lambda job: job.lr),
+    "gradient_norm": ("L2 norm of the last step's gradient.", lambda job: job.grad_norm),
+    "tokens_per_second": ("Tokens trained per second.", lambda job: job.tokens_per_s),
+    "step_seconds": ("Duration of the last step.", lambda job: _seconds(job.step_ms)),
+    "compute_seconds": ("Time of it that its first member computed.", lambda job: _seconds(job.compute_ms)),
+    "communicate_seconds": ("Time that it communicated.", lambda job: _seconds(job.communicate_ms)),
+    "wait_seconds": ("Time that it waited for members.", lambda job: _seconds(job.wait_ms)),
+    "privacy_epsilon": ("Privacy spent by a private job.", lambda job: job.epsilon),
+    "tokens_total": ("Tokens trained; falls if the job goes back.", lambda job: job.tokens_total),
+    "trained_seconds_total": ("Duration of all committed steps.", lambda job: job.trained_s),
 }
 PEERS: dict[str, tuple[str, Value[PeerInfo]]] = {
-    "p2ptrain_peer_heartbeat_age_seconds": ("Time since the seed heard of it.", lambda peer: peer.heartbeat_age_s),
-    "p2ptrain_peer_round_trip_seconds": ("Round trip to the seed.", lambda peer: _seconds(peer.rtt_ms)),
-    "p2ptrain_peer_memory_bytes": ("Memory of its process.", lambda peer: peer.memory_bytes or None),
-    "p2ptrain_peer_memory_limit_bytes": ("Memory of its machine.", lambda peer: peer.memory_total_bytes or None),
-    "p2ptrain_peer_gpu_load_ratio": ("Load of its GPU, from 0 to 1.", lambda peer: peer.gpu_load),
-    "p2ptrain_peer_receive_bytes_per_second": ("Received over the ring.", lambda peer: peer.in_bps / 8),
-    "p2ptrain_peer_send_bytes_per_second": ("Sent over the ring.", lambda peer: peer.out_bps / 8),
-    "p2ptrain_peer_tokens_per_second": ("Tokens that it trains per second.", lambda peer: peer.tokens_per_s),
-    "p2ptrain_peer_step": ("Last step that it applied.", lambda peer: peer.step),
-    "p2ptrain_peer_micro_batches": ("Its micro-batches of the last step.", lambda peer: peer.share),
-    "p2ptrain_peer_staleness_versions": ("Mean staleness of its gradients (server).", lambda peer: peer.staleness),
-    "p2ptrain_peer_sent_bytes_total": ("Sent to members by its process.", lambda peer: peer.sent_bytes),
-    "p2ptrain_peer_gradients_accepted_total": ("Gradients that were used (server).", lambda peer: peer.accepted),
-    "p2ptrain_peer_gradients_refused_total": ("Gradients that were too old (server).", lambda peer: peer.refused),
+    "heartbeat_age_seconds": ("Time since the seed heard of it.", lambda peer: peer.heartbeat_age_s),
+    "round_trip_seconds": ("Round trip to the seed.", lambda peer: _seconds(peer.rtt_ms)),
+    "memory_bytes": ("Memory of its process.", lambda peer: peer.memory_bytes or None),
+    "memory_limit_bytes": ("Memory of its machine.", lambda peer: peer.memory_total_bytes or None),
+    "gpu_load_ratio": ("Load of its GPU, from 0 to 1.", lambda peer: peer.gpu_load),
+    "receive_bytes_per_second": ("Received over the ring.", lambda peer: peer.in_bps / 8),
+    "send_bytes_per_second": ("Sent over the ring.", lambda peer: peer.out_bps / 8),
+    "tokens_per_second": ("Tokens that it trains per second.", lambda peer: peer.tokens_per_s),
+    "step": ("Last step that it applied.", lambda peer: peer.step),
+    "micro_batches": ("Its micro-batches of the last step.", lambda peer: peer.share),
+    "staleness_versions": ("Mean staleness of its gradients (server).", lambda peer: peer.staleness),
+    "sent_bytes_total": ("Sent to members by its process.", lambda peer: peer.sent_bytes),
+    "gradients_accepted_total": ("Gradients that were used (server).", lambda peer: peer.accepted),
+    "gradients_refused_total": ("Gradients that were too old (server).", lambda peer: peer.refused),
 }
 SERVING: dict[str, tuple[str, Value[ServingInfo]]] = {
-    "p2ptrain_serving_sessions": ("Open sessions.", lambda info: info.sessions),
-    "p2ptrain_serving_tokens_per_second": ("Tokens written per second.", lambda info: info.stats.get("tokens_per_s")),
-    "p2ptrain_serving_token_seconds": ("Time per token.", lambda info: _seconds(info.stats.get("token_ms"))),
-    "p2ptrain_serving_acceptance_ratio": ("Share of drafts accepted.", lambda info: info.stats.get("alpha")),
-    "p2ptrain_serving_accepted_length_tokens": ("Tokens per pass.", lambda info: info.stats.get("accepted_length")),
-    "p2ptrain_serving_speed_up_ratio": ("Speed relative to no drafters.", lambda info: info.stats.get("speed_up")),
+    "sessions": ("Open sessions.", lambda info: info.sessions),
+    "tokens_per_second": ("Tokens written per second.", lambda info: info.stats.get("tokens_per_s")),
+    "token_seconds": ("Time per token.", lambda info: _seconds(info.stats.get("token_ms"))),
+    "acceptance_ratio": ("Share of drafts accepted.", lambda info: info.stats.get("alpha")),
+    "accepted_length_tokens": ("Tokens per pass.", lambda info: info.stats.get("accepted_length")),
+    "speed_up_ratio": ("Speed relative to no drafters.", lambda info: info.stats.get("speed_up")),
 }
 
 
@@ -93,19 +90,19 @@ def _page(
     yield _labelled("p2ptrain_job_info", "A job.", told)
     told = [{"job": job.id, "name": job.name, "state": job.state} for job in jobs]
     yield _labelled("p2ptrain_job_state", "State of a job.", told)
-    yield from _families(JOBS, jobs, "job")
+    yield from _families("job", JOBS, jobs)
     told = [{"peer": peer.id, "name": peer.name, "role": ",".join(peer.roles), "device": peer.device} for peer in peers]
     yield _labelled("p2ptrain_peer_info", "A peer.", told)
     told = [{"peer": peer.id, "name": peer.name, "state": peer.state} for peer in peers]
     yield _labelled("p2ptrain_peer_state", "State of a peer.", told)
-    yield from _families(PEERS, peers, "peer")
-    yield from _families(SERVING, serving, "peer")
+    yield from _families("peer", PEERS, peers)
+    yield from _families("serving", SERVING, serving)
 
 
-def _families(table: dict[str, tuple[str, Value[R]]], records: Sequence[R], kind: str) -> Iterator[Metric]:
+def _families(kind: str, table: dict[str, tuple[str, Value[R]]], records: Sequence[R]) -> Iterator[Metric]:
     for name, (text, value_of) in table.items():
         made = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        family = made(name, text, labels=[kind, "name"])
+        family = made(f"p2ptrain_{kind}_{name}", text, labels=["job" if kind == "job" else "peer", "name"])
         for record in records:
             value = value_of(record)
             if value is not None and math.isfinite(value):
