@@ -21,7 +21,7 @@ from p2ptrain.cli.placement import print_plan, to_json
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, LinkOption, SeedOption, SetOption, ask, run, seed_option
 from p2ptrain.compute.gradients import bucket_bounds
 from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, UserError
-from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.texts import human_bytes, human_duration
 from ring.codecs import CODECS
 from ring.codecs.choice import STATED_ERROR
 from ring.order import LinkQuality, RingOptions
@@ -325,14 +325,12 @@ def _print_ways(ways: Sequence[Prediction]) -> None:
     columns = ("STRATEGY", "CODEC", "TOKENS/S", "STEP", "COMPUTE", "EXCHANGE", "WAITS", "MEMORY", "SENT/STEP", "SENT/S")
     rows = []
     for one in ways:
-        times = [_seconds(each) for each in (one.step_s, one.compute_s + one.update_s, one.exchange_s, one.exposed_s)]
+        times = [
+            human_duration(each) for each in (one.step_s, one.compute_s + one.update_s, one.exchange_s, one.exposed_s)
+        ]
         sizes = [human_bytes(one.memory_bytes), human_bytes(one.sent_bytes), human_bytes(one.sent_bytes / one.step_s)]
         rows.append((one.way.strategy, one.way.codec, f"{one.tokens_per_s:,.0f}", *times, *sizes))
     print_table(columns, rows, right=columns[2:], less=("EXCHANGE", "SENT/S"))
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 def _reasons(best: Prediction) -> list[str]:
@@ -342,7 +340,7 @@ def _reasons(best: Prediction) -> list[str]:
     cost = "staleness, so the same tokens may teach less" if strategy not in EXACT else "learns as one worker would"
     loss = f"; {codec} errs by up to {100 * STATED_ERROR[codec]:.2g} % in an exchange" if codec != "fp32" else ""
     return [
-        f"recommended: {strategy} with {codec}: {_seconds(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s",
+        f"recommended: {strategy} with {codec}: {human_duration(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s",
         f"why: a step waits {waits:.0f} % of its time for the network, so {bounds}",
         f"cost: {cost}{loss}",
     ]
@@ -373,7 +371,7 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
     peers = [peer for peer in ask(seed, lambda client: client.peers()) if peer.id in info.members]
     memory_bytes = max((peer.memory_bytes for peer in peers), default=0)
     figures = [
-        ("step_s", one.step_s, typical([(row.step_ms or 0.0) / 1e3 for row in timed]), _seconds),
+        ("step_s", one.step_s, typical([(row.step_ms or 0.0) / 1e3 for row in timed]), human_duration),
         ("tokens_per_s", one.tokens_per_s, typical([row.tokens_per_s or 0.0 for row in timed]), "{:,.0f}".format),
         ("memory_bytes", one.memory_bytes, memory_bytes, human_bytes),
     ]

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2ptrain.cli.local_cluster import LOOPBACK, LocalCluster, threads_each
-from p2ptrain.cli.runtime import operator
+from p2ptrain.cli.local_cluster import LocalCluster, threads_each
 from p2ptrain.cli.stopping import stoppable, unless_stopped
 from p2ptrain.core.errors import JobFailed
 
@@ -49,7 +48,6 @@ async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, 
     Raises:
         P2PTrainError: a process ended, or ``sync`` cannot be trained.
     """
-    names, threads = [f"worker-{number}" for number in range(1, workers + 1)], profile.device.threads
     console, stop = stoppable()
     console.quiet = quiet
     cluster = LocalCluster(Path(tempfile.mkdtemp(prefix="p2ptrain-explain-")))  # kept after a failure, for its logs
@@ -57,10 +55,9 @@ async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, 
     async def work() -> Measured:
         console.progress(cluster.workers_start(workers))
         await cluster.start_seed()
-        for number, name in enumerate(names, 1):
-            options = ["--threads", str(threads or threads_each(workers)), "--device", profile.device.kind]
-            await cluster.start_peer(name, number, *options)
-        await cluster.joined(names)
+        threads = profile.device.threads or threads_each(workers)
+        await cluster.start_workers(workers, "--threads", str(threads), "--device", profile.device.kind)
+        await cluster.joined(cluster.peers)
         training = _trained(cluster, profile, workers, strategies, console.progress)
         return await LocalCluster.while_alive(training, needed=[cluster.seed, *cluster.peers.values()])
 
@@ -81,7 +78,7 @@ async def _trained(
     from roles.experiments.grid import Grid, Machine, Plan, Run
     from roles.experiments.run import measure as run_job
 
-    async with operator((LOOPBACK, cluster.port), state=cluster.root) as client:
+    async with cluster.operator() as client:
         show("the workers measure their speed and their links")
         links = await client.links()
         peers = [peer for peer in await client.peers() if peer.roles == ["worker"]]
@@ -94,7 +91,7 @@ async def _trained(
         machine = Machine(workers=workers, link="", threads=0, private=False)
         run = Run(strategy, {"strategy": strategy}, {}, 1, brief, machine)
         plan = Plan(Grid(name="explain", axes={"strategy": [strategy]}), {}, [run], MOST_S)
-        async with operator((LOOPBACK, cluster.port), state=cluster.root) as client:
+        async with cluster.operator() as client:
             result = await run_job(client, run, plan, partial(_show, show, strategy))
         if result.figures.get("step_ms"):
             found.jobs[strategy] = brief, {name: value or 0.0 for name, value in result.figures.items()}
