@@ -339,8 +339,9 @@ def _reasons(best: Prediction) -> list[str]:
     bounds = "the links bound it" if best.bound == "link" else "computing bounds it"
     cost = "staleness, so the same tokens may teach less" if strategy not in EXACT else "learns as one worker would"
     loss = f"; {codec} errs by up to {100 * STATED_ERROR[codec]:.2g} % in an exchange" if codec != "fp32" else ""
+    speed = f"{human_duration(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s"
     return [
-        f"recommended: {strategy} with {codec}: {human_duration(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s",
+        f"recommended: {strategy} with {codec}: {speed}",
         f"why: a step waits {waits:.0f} % of its time for the network, so {bounds}",
         f"cost: {cost}{loss}",
     ]
