@@ -628,40 +628,17 @@ def _check_server(profile: Profile) -> None:
 
 
 def _check_robust(profile: Profile) -> None:
-    robust, lora_average = profile.robust, profile.lora.rank and profile.federated.average == "exact"
-    if profile.job.strategy not in ("sync", "local", "federated", "server"):
-        why, remedy = (
-            "a rule needs whole vectors, and here each worker has a part",
-            "robust.rule = '', or strategy 'sync'",
-        )
-        raise _conflict(profile, "robust.rule", "job.strategy", why=why, remedy=remedy)
-    refused = {
-        "job.exact": (profile.job.exact, "a rule needs more than sums", "job.exact = false"),
-        "ring.codec": (profile.ring.codec != "fp32", "codecs encode sums, not single vectors", "ring.codec = 'fp32'"),
-        "local.fragments": (
-            profile.job.strategy == "local" and profile.local.fragments > 1,
-            "the members' vectors would differ in their parts",
-            "local.fragments = 1",
-        ),
-        "local.overlap": (
-            profile.job.strategy == "local" and profile.local.overlap,
-            "the members' vectors would differ in their steps",
-            "local.overlap = false",
-        ),
-        "federated.sample": (
-            profile.job.strategy == "federated" and profile.federated.sample > 0,
-            "members that are not drawn have no vector",
-            "federated.sample = 0",
-        ),
-        "federated.average": (
-            profile.job.strategy == "federated" and lora_average,
-            "exact averages need the members' adapters one by one",
-            "federated.average = 'frozen-a'",
-        ),
-    }
-    for key, (is_set, why, remedy) in refused.items():
-        if is_set:
-            raise _conflict(profile, "robust.rule", key, why=why, remedy=f"{remedy}, or robust.rule = ''")
+    robust, in_rounds = profile.robust, profile.job.strategy == "federated"
+    needed = (
+        ("job.strategy", ("sync", "local", "federated", "server"), "a rule needs whole vectors, not workers' parts"),
+        ("job.exact", (False,), "a rule needs more than sums"),
+        ("ring.codec", ("fp32",), "codecs encode sums, not single vectors"),
+        ("local.fragments", (1,), "the members' vectors would differ in their parts"),
+        ("local.overlap", (False,), "the members' vectors would differ in their steps"),
+        ("federated.sample", (0,), "members that are not drawn have no vector"),
+        ("federated.average", _SUMMED if in_rounds and profile.lora.rank else _AVERAGES, _SHOWS_EACH),
+    )  # fmt: skip
+    _check_needed(profile, "robust.rule", needed)
     if robust.rule == "mean" and robust.byzantine:
         why, remedy = "the mean withstands no wrong vector", "robust.byzantine = 0, or another rule"
         raise _conflict(profile, "robust.rule", "robust.byzantine", why=why, remedy=remedy)
@@ -689,7 +666,7 @@ def _check_secure(profile: Profile) -> None:
 
 _AVERAGES = ("exact", "frozen-a", "naive")
 _SUMMED = _AVERAGES[1:]
-_SHOWS_EACH = "exact averages of adapters show those of each worker"
+_SHOWS_EACH = "exact averages need the adapters of each worker, one by one"
 
 
 def _check_privacy(profile: Profile) -> None:

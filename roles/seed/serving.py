@@ -49,7 +49,6 @@ class Services:
 
     def __init__(self, links: Mapping[str, Link], touch: Callable[..., None]) -> None:
         self._links, self._touch = links, touch
-        self._here: list[DrafterAt] = []
 
     def joined(self, link: Link) -> None:
         if link.role == "verifier":

@@ -26,7 +26,7 @@ from roles.chain.peer import Context
 from roles.line import QUIET_S, Line
 from roles.speculation.cost_model import Average, DrafterModel
 from roles.speculation.events import Drafted, DrafterReady, SendVerdict, Signal, VerifierEvent
-from roles.speculation.received import TOO_LONG, packed, refused_untrusted, tokens_untrusted
+from roles.speculation.received import packed, refused_untrusted, tokens_untrusted
 from roles.worker.stage_requests import printable
 from wire.client import PendingCalls
 from wire.connection import Received
@@ -162,13 +162,7 @@ class DrafterLink:
         self._calls = PendingCalls()
         self._sessions: dict[int, DraftSession] = {}  # by stream
         self._last_stream = 0
-        self._refused_until = 0.0  # after a refused session no other one is opened until then
-        self._dropped: P2PTrainError | None = None  # why this verifier ended the connection
         self._said: dict[str, float] = {}  # by class of fault: when people were told
-
-    @property
-    def free(self) -> bool:
-        return self.there and self._now() >= self._refused_until
 
     @property
     def sessions(self) -> int:
@@ -197,7 +191,7 @@ class DrafterLink:
         context, at = self._context, self.at
         connection = await context.dial(at, "draft", role="drafter")
         line = self.line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
-        self._dropped, self._last_stream = None, 0
+        self._last_stream = 0
         problem: P2PTrainError = ConnectionLost("it closed the connection")
         try:
             async with line.alive():
@@ -209,7 +203,7 @@ class DrafterLink:
                     pinging.cancel()
                     await asyncio.gather(pinging, return_exceptions=True)
         except P2PTrainError as ended:
-            problem = self._dropped or ended
+            problem = line.connection.close_cause or ended
         finally:
             self.line, self.there = None, False
             self._calls.lost(at.name)
@@ -296,7 +290,6 @@ class DrafterLink:
 
     def drop(self, problem: P2PTrainError) -> None:
         if self.line is not None:
-            self._dropped = problem
             self.line.connection.abort(problem)
 
     def _late(self, session: DraftSession) -> None:
@@ -340,8 +333,5 @@ class DrafterLink:
                 session.drafted = position + len(tokens)
                 session.on_event(Drafted(received.generation, position, tokens))
             case StreamRefused():
-                refused = refused_untrusted(message)
-                self._tell_why(refused)
-                if refused.code != TOO_LONG:  # ``TOO_LONG`` concerns this session only
-                    self._refused_until = self._now() + PING_S
+                self._tell_why(refused_untrusted(message))
                 self.lose(session)

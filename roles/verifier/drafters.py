@@ -77,7 +77,7 @@ class Drafters:
 
     def best(self) -> list[DrafterLink]:
         """Drafters at which a session may be opened, best first. Sessions that a drafter has already count as delay."""
-        there = [link for link in self._links.values() if link.free]
+        there = [link for link in self._links.values() if link.there]
         return sorted(there, key=lambda link: link.model.token_s(USUAL_PASS_S, sessions=link.sessions))
 
     def _fits(self, at: DrafterAt) -> bool:

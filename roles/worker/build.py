@@ -153,16 +153,15 @@ def island_trainer(profile: Profile, island: Island, device: Device, memory_byte
 
 def check_island(profile: Profile) -> None:
     """Raise ``ConfigError`` if an island cannot train a job."""
-    refused = {
-        f"job.strategy = {profile.job.strategy!r}": profile.job.strategy not in ("sync", "local"),
-        "job.exact": profile.job.exact,
-        "lora.rank": profile.lora.rank > 0,
-        "privacy.epsilon": profile.privacy.epsilon > 0,
-        "local.fragments": profile.job.strategy == "local" and profile.local.fragments > 1,
-    }
-    if found := next((setting for setting, is_set in refused.items() if is_set), None):
-        remedy = "give each device to a worker of its own: p2ptrain join --device cuda:0, p2ptrain join --device cuda:1"
-        raise ConfigError(f"a worker of several processes (--devices) cannot train a job with {found}", remedy=remedy)
+    needed = {
+        "job.strategy": ("sync", "local"), "job.exact": (False,), "lora.rank": (0,), "privacy.epsilon": (0,),
+        "local.fragments": (1,),
+    }  # fmt: skip
+    for key, allowed in needed.items():
+        if (value := profile.value(key)) not in allowed:
+            text = f"a worker of several processes (--devices) cannot train a job with {key} = {value!r}"
+            remedy = "give each device to a worker of its own"
+            raise ConfigError(text, remedy=f"{remedy}: p2ptrain join --device cuda:0, p2ptrain join --device cuda:1")
 
 
 def no_stage(profile: Profile, stage: Stage) -> Engine:

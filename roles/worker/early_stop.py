@@ -17,7 +17,6 @@ from p2ptrain.core.checkpoints import Meta
 from roles.worker.privacy import Budget
 
 _WIRE = struct.Struct("!QdQQ")
-KNOWN_BYTES = _WIRE.size
 _KEYS = ("validated_step", "best_val_loss", "best_val_step", "validations_since_best")
 
 
@@ -66,7 +65,7 @@ class EarlyStop:
         return _WIRE.pack(*astuple(self._known))
 
     def validated(self, step: int, loss: float, told: Iterable[bytes]) -> None:
-        """Take in a validation. ``told``: what each member knew before it (``KNOWN_BYTES``), in rank order."""
+        """Take in a validation. ``told``: what each member knew before it (``told``), in rank order."""
         if not self.due:  # else this is the validation of the last step
             newest = max((Validations(*_WIRE.unpack(each)) for each in told), key=lambda known: known.step)
             self._known = newest.then(step, loss)
