@@ -18,6 +18,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from configs.schema import Job
+from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.training import Applied
 from roles.engine import Engine, OnFinal
 
@@ -25,6 +27,13 @@ ATTACKS = ("sign-flip", "scale", "noise", "alie", "label-flip")
 FLIP, SCALE, NOISE, ALIE_Z = np.float32(-4), np.float32(100), np.float32(10), np.float32(1.5)
 ALIE_STEPS = 10
 """Window of the moving average of a coordinate's variance."""
+
+
+def check_attacked(job: Job) -> None:
+    """Raise ``ConfigError`` if a member of such a job contributes no vector that could be changed."""
+    if job.exact or job.strategy not in ("sync", "local", "federated"):
+        remedy = "use the strategy sync, local or federated, and no exact mode"
+        raise ConfigError("attacks change whole vectors of floating-point numbers", remedy=remedy)
 
 
 def attacking(engine: Engine, attack: str, *, micro_batches: int, seed: int) -> Engine:

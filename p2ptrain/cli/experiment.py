@@ -49,11 +49,13 @@ def run_grid(
       p2ptrain experiment run examples/experiments/strategies-links.toml
       p2ptrain experiment run grid.toml --simulated --dir simulated
     """
+    from configs.loader import read_toml
     from p2ptrain.cli.output import Console, print_json
-    from roles.experiments.grid import read_plan
+    from roles.experiments.grid import plan_of
     from roles.experiments.results import Results
 
-    plan = read_plan(grid, simulated=simulated)
+    document = read_toml(grid, "grid")[1] | ({"simulated": True} if simulated else {})
+    plan = plan_of(document, str(grid), grid.parent)
     directory = directory or Path("experiments") / f"{plan.grid.name}{'-simulated' * plan.grid.simulated}"
     results, console = Results(directory, plan), Console(quiet=as_json)
     try:

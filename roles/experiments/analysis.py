@@ -52,14 +52,11 @@ MORE_IS_BETTER = "tokens_per_s"
 
 
 def t_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, by integrating its density from 0; nan without a degree of freedom."""
-    if freedom < 1:
-        return math.nan
-    x = np.linspace(0.0, 13.0, 130_001)
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
-    density = scale * (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
-    area = np.cumsum(density[1:] + density[:-1]) / 2 * x[1]
-    return float(np.interp(0.475, area, x[1:]))
+    """The 97.5 % quantile of Student's t. It is sqrt(n) tan(a), where the density of the angle a is that of
+    cos(a)**(n - 1)."""
+    angles, step = np.linspace(-np.pi / 2, np.pi / 2, 100_001, retstep=True)
+    area = np.cumsum(np.cos(angles[1:] - step / 2) ** (freedom - 1))
+    return float(np.sqrt(freedom) * np.tan(np.interp(0.975, area / area[-1], angles[1:])))
 
 
 def shown(measure: str, value: float) -> str:
@@ -105,7 +102,7 @@ class Analysis:
         """A row for each cell: ``mean`` over its runs that are done and know the measure, ``half_95``: half of the
         confidence interval, ``runs``: number of these, ``text``. nan: no run, no interval."""
         made = self._cells[measure].agg(mean="mean", half_95="sem", runs="count")
-        made["half_95"] *= [t_quantile(runs - 1) for runs in made["runs"]]
+        made["half_95"] *= [t_quantile(max(runs - 1, 1)) for runs in made["runs"]]
         texts, done = list[str](), (states[DONE] for states in self.states.values())
         for mean, half, runs, of in zip(made["mean"], made["half_95"], made["runs"], done, strict=True):
             interval = f" ± {shown(measure, half)}" * (runs > 1) + f", {runs} of {of}" * (runs < of)

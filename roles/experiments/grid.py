@@ -18,7 +18,7 @@ from configs.schema import Profile, Table
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import LLAMAS
 from p2ptrain.core.texts import seconds_of
-from roles.attacker import ATTACKS
+from roles.attacker import ATTACKS, check_attacked
 
 T = TypeVar("T", bound=Table)
 
@@ -79,15 +79,12 @@ class Grid(Table):
 
 
 class Machine(Table):
-    """The workers that a run needs."""
+    """The workers that a run needs. ``link``, ``threads``, ``private``: as in its profile."""
 
     workers: int
     link: str
-    """Preset of the emulated link between them; empty: the network as it is."""
     threads: int
-    """Of each; 0: the machine's cores are shared."""
     private: bool
-    """Whether each has its own text."""
     straggler: float = Field(default=1.0, ge=1, le=100)
     """The last worker computes so many times slower: a number from 1 to 100."""
     attack: str = Field(default="", pattern=f"^({'|'.join(ATTACKS)})?$")
@@ -121,11 +118,6 @@ class Run:
     profile: Profile
     machine: Machine
 
-    @property
-    def step_tokens(self) -> int:
-        batch = self.profile.batch
-        return batch.micro_batches * batch.micro_batch_sequences * self.profile.data.sequence_tokens
-
     def __str__(self) -> str:
         return _named(self.cell)
 
@@ -138,12 +130,6 @@ class Plan:
     axes: dict[str, list[str]]
     runs: list[Run]
     limit_s: float
-
-
-def read_plan(path: Path, *, simulated: bool = False) -> Plan:
-    """Read and validate the grid of a file. Raises ``UserError``."""
-    document = read_toml(path, "grid")[1]
-    return plan_of(document | {"simulated": True} if simulated else document, str(path), path.parent)
 
 
 def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> Plan:
@@ -185,15 +171,14 @@ def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: s
     own = {key: settings[key] for key in _MACHINE_KEYS if key in settings}
     try:
         first = load_settings(base, {key: value for key, value in settings.items() if key not in own}).alone()
+        if own.get("attack"):
+            check_attacked(first.job)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}", remedy=error.remedy) from None
     job, model, is_private = first.job, first.model, first.data.private
     given = {"workers": job.workers, "link": first.link.preset, "threads": first.device.threads, "private": is_private}
     machine = _valid(Machine, given | own, where)
     is_llama = model.architecture in LLAMAS and not model.path
-    if machine.attack and (job.exact or job.strategy not in ("sync", "local", "federated")):
-        remedy = "use the strategy sync, local or federated, and no exact mode"
-        raise ConfigError(f"{where}: attacks change whole vectors of floating-point numbers", remedy=remedy)
     if grid.simulated and (job.strategy not in SIMULATED or is_private or not is_llama or machine.attack):
         remedy = f"what can be: {', '.join(SIMULATED)} with a new model of {', '.join(LLAMAS)}, shared data, no attack"
         raise ConfigError(f"{where}: this job cannot be simulated", remedy=remedy)

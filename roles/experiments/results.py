@@ -86,9 +86,8 @@ class Results:
     def add(self, run: Run, result: Result) -> Row:
         """Record a run. The files are replaced as a whole, so a crash loses at most this run."""
         if result.curve:
-            self._write(
-                f"{CURVES}/{run.id}.csv", _csv([dict(zip(POINT, point, strict=True)) for point in result.curve])
-            )
+            points = [dict(zip(POINT, point, strict=True)) for point in result.curve]
+            self._write(f"{CURVES}/{run.id}.csv", _csv(points))
         measured = {"state": result.state, "reason": " ".join(result.reason.split()), **result.figures}
         row = {"run": run.id, **run.cell, **run.settings, **run.cell, "repeat": run.repeat}
         row |= {"random_seed": run.profile.job.seed, **{name: measured.get(name) for name in self._measured}}
@@ -108,9 +107,7 @@ def load(directory: Path) -> tuple[Grid, list[Row]]:
         grid = Grid.model_validate_json(RealDisk().read(directory / GRID, max_bytes=MAX_FILE_BYTES))
         numbers, path = ("repeat", *FIGURES, *map(time_to, grid.loss_targets)), directory / RESULTS
         text = RealDisk().read(path, max_bytes=MAX_FILE_BYTES).decode() if path.is_file() else ""
-        rows: dict[str, Row] = {
-            row["run"]: row for row in csv.DictReader(io.StringIO(text))
-        }  # a copied row counts once
+        rows: dict[str, Row] = {row["run"]: row for row in csv.DictReader(io.StringIO(text))}  # a copy counts once
         for row in rows.values():
             if any(row[axis] not in labels for axis, labels in grid.axes.items()):
                 raise ValueError(f"{RESULTS} has a row without a known value of each axis")

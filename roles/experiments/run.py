@@ -93,7 +93,9 @@ async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Resul
     began = rows[0].wall if rows and info.started_at is None else info.started_at or 0.0
     steps = [row.step for row in rows]
     times_s = [round(max(row.wall - began, 0.0), 3) for row in rows]
-    tokens = [step * run.step_tokens for step in steps]
+    batch = run.profile.batch
+    step_tokens = batch.micro_batches * batch.micro_batch_sequences * run.profile.data.sequence_tokens
+    tokens = [step * step_tokens for step in steps]
     # Between two reports of a worker, which are half a second or more apart, its bytes grow evenly.
     reports = followed.sent_bytes
     sent_bytes = [round(total) for total in np.interp(steps, list(reports), list(reports.values()))]

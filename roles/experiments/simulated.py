@@ -40,9 +40,8 @@ SEED, PORT, VOCAB = "127.0.0.1", 7700, 256
 async def simulate(plan: Plan, run: Run, show: Show) -> Result:
     """Carry out a run. Must run on a loop of virtual time (``wire.memory``)."""
     network, rng = MemoryNetwork(), random.Random(run.id)  # noqa: S311 - equal runs
-    linked: Network = network
-    if run.machine.link:
-        linked = EmulatedNetwork(network, preset_named(run.machine.link), rng.getrandbits(32))
+    link = run.machine.link
+    linked = EmulatedNetwork(network, preset_named(link), rng.getrandbits(32)) if link else network
 
     def world(over: Network, threads: LoopThreads) -> World:
         own = random.Random(rng.getrandbits(64))  # noqa: S311

@@ -166,7 +166,7 @@ def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) 
         (["--set", "checkpoint.every=0"], "nothing to compare"),
         (["--attack", "bite"], "--attack bite is not a valid value"),
         (["--attack", "scale", "--attackers", "4"], "none would be honest"),
-        (["--attack", "scale", "--set", "job.exact=true"], "changes whole vectors"),
+        (["--attack", "scale", "--set", "job.exact=true"], "change whole vectors"),
     ],
 )
 def test_what_is_refused_before_anything_starts(command: Command, arguments: list[str], says: str) -> None:

@@ -143,6 +143,7 @@ def chaos(
 def _profile(name: str, sets: list[str], workers: int, *, attacked: bool) -> Profile:
     """Load the profile, with this command's values for settings that the user did not choose."""
     from configs.loader import is_shipped, load
+    from roles.attacker import check_attacked
 
     loaded = load(name, os.environ, sets)
     wanted = {
@@ -159,9 +160,8 @@ def _profile(name: str, sets: list[str], workers: int, *, attacked: bool) -> Pro
             f"the job needs {made.job.workers} workers to begin, and --workers is {workers}",
             remedy=f"give --workers {made.job.workers}",
         )
-    if attacked and (made.job.exact or made.job.strategy not in ("sync", "local", "federated")):
-        remedy = "use the strategy sync, local or federated, and no exact mode"
-        raise UserError("--attack changes whole vectors of floating-point numbers", remedy=remedy)
+    if attacked:
+        check_attacked(made.job)
     if made.checkpoint.every == 0:
         raise UserError("checkpoint.every = 0: there would be nothing to compare", remedy=f"set it to {SAVE_EVERY}")
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,19 @@ async def test_a_refused_job_is_a_result(cluster: Cluster, monkeypatch: pytest.M
     monkeypatch.setattr("wire.client.SeedClient.create_job", refuse)
     result = await measured(cluster, plan({"job.steps": [6]}), stand_in)
     assert (result.state, result.reason) == ("refused", "not this one")
+
+
+def test_ctrl_c_ends_a_simulation_at_its_next_step() -> None:
+    made, shown = plan({"link.preset": ["lan"]}), list[str]()
+
+    def show(text: str) -> None:
+        shown.append(text)
+        if text.startswith("step 1/"):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_virtual(simulate(made, made.runs[0], show))
+    assert shown[-1] == "step 1/6"
 
 
 # ------------------------------------------------------------------------------------------------- the whole experiment

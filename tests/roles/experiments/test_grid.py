@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import tomli
 
+from configs.loader import read_toml
 from p2ptrain.core.errors import ConfigError, UserError
-from roles.experiments.grid import plan_of, read_plan
+from roles.experiments.grid import plan_of
 
 EXAMPLES = Path("examples/experiments")
 
@@ -87,5 +88,6 @@ def test_a_simulation_refuses_what_it_cannot_show(text: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_grids_that_ship_are_valid(path: Path) -> None:
-    assert read_plan(path).runs
-    assert read_plan(path, simulated=True).grid.simulated
+    document = read_toml(path)[1]
+    assert plan_of(document, str(path), path.parent).runs
+    assert plan_of(document | {"simulated": True}, str(path), path.parent).grid.simulated
