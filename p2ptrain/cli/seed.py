@@ -33,7 +33,7 @@ from wire.records import FINISHED_STATES
 if TYPE_CHECKING:
     from configs.schema import Profile
     from roles.seed.server import Seed
-    from roles.web.serving import WebOptions, WebPlace
+    from roles.web.serving import Web, WebOptions
     from wire.address import Ticket
     from wire.client import SeedRequests
 
@@ -173,7 +173,6 @@ async def _serve(
     from wire.transport import TcpNetwork
 
     console, stop = stoppable(with_parent=with_parent)
-    place = await _web_place(web, root, console) if web is not None else None
     tickets: list[Ticket] = []
     seeds: list[Seed] = []
     address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
@@ -205,9 +204,10 @@ async def _serve(
                 if not with_parent:
                     stack.enter_context(announced(near, root))
                 try:
-                    if place is not None:
-                        await stack.enter_async_context(_web(place, seeds[0], bound, near, root, console))
-                    _tell(console, bound, port, root, tickets, place, as_json)
+                    shown = None
+                    if web is not None:
+                        shown = await stack.enter_async_context(_web(web, seeds[0], bound, near, root, console))
+                    _tell(console, bound, port, root, tickets, shown, as_json)
                     await unless_stopped(stop, _first_job(near, root, first_job, console))
                 except P2PTrainError:
                     if not stop.is_set():  # otherwise the seed was stopping, and disconnected us
@@ -218,27 +218,14 @@ async def _serve(
         await serving
     finally:
         stop.set()
-        if place is not None:
-            place.sock.close()
         await asyncio.wait({serving})
 
 
-async def _web_place(web: WebOptions, root: Path, console: Console) -> WebPlace:
+def _web(
+    options: WebOptions, seed: Seed, bound: str, near: tuple[str, int], root: Path, console: Console
+) -> AbstractAsyncContextManager[Web]:
     import socket
 
-    from p2ptrain.core.world import real_world
-    from roles.web.serving import web_place
-    from wire.transport import TcpNetwork
-
-    names = [name for name in (shown_host(web.host), web.host, socket.gethostname()) if name not in EVERYWHERE]
-    names = list(dict.fromkeys([*names, "localhost", "127.0.0.1"]))
-    warn = partial(console.event, "warning")
-    return await web_place(web, root / "seed", names, world=real_world(TcpNetwork()), warn=warn)
-
-
-def _web(
-    place: WebPlace, seed: Seed, bound: str, near: tuple[str, int], root: Path, console: Console
-) -> AbstractAsyncContextManager[None]:
     from p2ptrain.cli.inputs import checked
     from roles.web.serving import serving_web
 
@@ -247,7 +234,10 @@ def _web(
             profile = await asyncio.to_thread(checked, profile)
         return await create_job(client, name, label, profile, console)
 
-    return serving_web(place, seed, partial(operator, near, state=root), create)
+    names = [name for name in (shown_host(options.host), options.host, socket.gethostname()) if name not in EVERYWHERE]
+    names = list(dict.fromkeys([*names, "localhost", "127.0.0.1"]))
+    connect, warn = partial(operator, near, state=root), partial(console.event, "warning")
+    return serving_web(options, names, root / "seed", seed, connect, create, warn=warn)
 
 
 def _loaded(profile: str, sets: list[str]) -> Profile:
@@ -281,22 +271,22 @@ def _tell(
     port: int,
     root: Path,
     tickets: list[Ticket],
-    place: WebPlace | None,
+    web: Web | None,
     as_json: bool,
 ) -> None:
     if as_json:
-        web = {"http": place.url, "http_keys": [str(path) for path in place.key_files]} if place is not None else {}
-        typer.echo(json.dumps({"event": "ready", "host": host, "port": port, "tls": bool(tickets)} | web))
+        more = {"http": web.url, "http_keys": [str(path) for path in web.key_files]} if web is not None else {}
+        typer.echo(json.dumps({"event": "ready", "host": host, "port": port, "tls": bool(tickets)} | more))
         return
     here, how = format_address(shown_host(host), port), ", encrypted" if tickets else ""
     everywhere = f", on all addresses of port {port}" if host in EVERYWHERE else ""
     console.event("info", f"the seed listens on {here}{everywhere}{how}")
-    if place is not None:
-        console.event("info", f"in a browser, watch at:      {place.url}")
-        if place.key_files:
-            files = ", ".join(map(str, place.key_files))
+    if web is not None:
+        console.event("info", f"in a browser, watch at:      {web.url}")
+        if web.key_files:
+            files = ", ".join(map(str, web.key_files))
             console.event("info", f"its keys, one to read and one for operators, are in: {files}")
-        if place.certify is not None:
+        if web.own_certificate:
             console.event("info", f"its certificate is signed by: {root / 'seed' / 'authority' / 'ca.pem'}")
     only = "" if root == default_state_dir().absolute() else quote(f"@{root}")
     console.event("info", f"on this machine, watch with: p2ptrain tui {only}".rstrip())

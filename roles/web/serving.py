@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 import ssl
 import string
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from p2ptrain.core.disk import write_atomic
+from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.world import World
 from roles.background import Background
@@ -49,78 +48,90 @@ class WebOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class WebPlace:
-    """A socket that listens, and who may use it.
+class Web:
+    """What people are told of the server.
 
     Attributes:
-        url: where a browser reaches it. directory: the seed's.
-        keys, names: see ``WebApp``. key_files: of the two keys, for people to look at; empty if none is needed.
-        tls: None: it is not encrypted.
-        certify: loads a new certificate of the run's authority into ``tls``; None if a person gave one. Blocking.
+        url: where a browser reaches it.
+        key_files: of the two keys; empty if none is needed.
+        own_certificate: the run's authority signs its certificate.
     """
 
-    sock: socket.socket
     url: str
-    directory: Path
-    keys: Keys | None
-    names: set[str]
     key_files: list[Path]
-    tls: ssl.SSLContext | None
-    certify: Callable[[], None] | None
+    own_certificate: bool
 
 
-async def web_place(
-    options: WebOptions, directory: Path, names: Sequence[str], *, world: World, warn: Callable[[str], None]
-) -> WebPlace:
-    """Listen, before anything else is started. Nothing is answered yet.
+@asynccontextmanager
+async def serving_web(
+    options: WebOptions,
+    names: Sequence[str],
+    directory: Path,
+    seed: Seed,
+    connect: Connect,
+    create_job: CreateJob,
+    *,
+    warn: Callable[[str], None],
+) -> AsyncIterator[Web]:
+    """Answer HTTP while the body runs.
 
     Args:
-        directory: the seed's; keys are made in it if they are needed and not given.
         names: of this machine; the first one is for its URL.
+        directory: the seed's; keys are made in it if they are needed and not given.
+        connect: connects to the seed as an operator.
         warn: called if other users of this machine may read a key.
 
     Raises:
         UserError: the address is in use, or a given file cannot be used.
-        StorageError: a key cannot be written.
+        StorageError: a key or a certificate cannot be written.
     """
     # The kernel gives up a machine that no longer answers after a minute.
     sock = await TcpNetwork(user_timeout_s=60.0).bound(options.host, options.port, option="--http")
-    try:
-        near = is_loopback(sock.getsockname()[0])
+    async with AsyncExitStack() as stack:
+        stack.callback(sock.close)
+        host, port = sock.getsockname()[:2]
         files = {READ: options.read_key, OPERATE: options.operator_key}
-        if near and not any(files.values()):
-            files.clear()
-        places = [given or _made(directory / f"http-{permit}.key", world) for permit, given in files.items()]
-        keys = {read_key(path, warn): permit for permit, path in zip(files, places, strict=True)}
-        if len(keys) < len(files):
-            raise UserError("the read key and the operator key are the same", remedy="give two different ones")
-        if not set("".join(keys)) <= _KEY_LETTERS:
+        needed = files if not is_loopback(host) or any(files.values()) else {}
+        keys = _keys(needed, directory, seed.world.disk, warn)
+        tls, shown, allowed = None, names[0], list[str]()
+        own_certificate = not is_loopback(host) and options.certificate is None
+        if own_certificate or options.certificate is not None:
+            tls, allowed = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), [name.lower() for name in names]
+            tls.minimum_version = ssl.TLSVersion.TLSv1_2
+        if tls is not None and options.certificate is not None:
+            allowed = _loaded(tls, options.certificate, options.certificate_key)
+            shown = next((name for name in [shown, *allowed] if name in allowed and "*" not in name), shown)
+        elif tls is not None:
+            beside = Background()
+            stack.push_async_callback(beside.stop)
+            certify = partial(_certify, tls, directory, names, seed.world)
+            await asyncio.to_thread(certify)
+            beside.start(_recertify(certify), "web certificate")
+        experiments = Experiments(directory / "experiments", connect)
+        access = Keys(dict(zip(keys, needed, strict=True))) if keys else None
+        app = WebApp(seed, LocalRequests(seed), create_job, experiments, access, allowed)
+        await stack.enter_async_context(experiments.serving())
+        await stack.enter_async_context(serving(app, sock, tls=tls, websockets=True))
+        stack.callback(app.stop)
+        url = f"{'http' if tls is None else 'https'}://{format_address(shown, port)}"
+        yield Web(url, list(keys.values()), own_certificate)
+
+
+def _keys(files: dict[str, Path | None], directory: Path, disk: Disk, warn: Callable[[str], None]) -> dict[str, Path]:
+    """Map each key to its file, in the order of ``files``. One that is not given is made once, in ``directory``."""
+    found: dict[str, Path] = {}
+    for permit, given in files.items():
+        path = given or directory / f"http-{permit}.key"
+        if given is None and path.name not in disk.list_dir(directory):
+            write_atomic(disk, path, f"{secrets.token_urlsafe(32)}\n".encode(), private=True)
+        key = read_key(path, warn)
+        if not set(key) <= _KEY_LETTERS:
             text = "a key has signs that a browser cannot send for the stream: use letters, digits and -._~ only"
             raise UserError(text, remedy=MAKE_KEY)
-        tls: ssl.SSLContext | None = None
-        certify: Callable[[], None] | None = None
-        allowed, shown = set[str](), names[0]
-        if not near or options.certificate is not None:
-            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            tls.minimum_version = ssl.TLSVersion.TLSv1_2
-            allowed, certify = {name.lower() for name in names}, partial(_certify, tls, directory, names, world)
-        if tls is not None and options.certificate is not None:
-            given, certify = _loaded(tls, options.certificate, options.certificate_key), None
-            shown = next((name for name in [shown, *given] if name in given and "*" not in name), shown)
-            allowed = set(given)
-        url = f"{'http' if tls is None else 'https'}://{format_address(shown, sock.getsockname()[1])}"
-        return WebPlace(sock, url, directory, Keys(keys) if keys else None, allowed, places, tls, certify)
-    except BaseException:
-        sock.close()
-        raise
-
-
-def _made(path: Path, world: World) -> Path:
-    """The file of a key; it is made if there is none."""
-    if path.name not in world.disk.list_dir(path.parent):
-        world.disk.make_dir(path.parent)
-        write_atomic(world.disk, path, f"{secrets.token_urlsafe(32)}\n".encode(), private=True)
-    return path
+        if key in found:
+            raise UserError("the read key and the operator key are the same", remedy="give two different ones")
+        found[key] = path
+    return found
 
 
 def _loaded(context: ssl.SSLContext, certificate: Path, key: Path | None) -> list[str]:
@@ -140,24 +151,6 @@ def _certify(tls: ssl.SSLContext, directory: Path, names: Sequence[str], world: 
     now = world.clock.wall()
     authority = Authority.open(world.disk, directory / "authority", name="seed", now=now)
     tls.load_cert_chain(authority.http_credentials(names, now))
-
-
-@asynccontextmanager
-async def serving_web(place: WebPlace, seed: Seed, connect: Connect, create_job: CreateJob) -> AsyncIterator[None]:
-    """Answer HTTP while the body runs. ``connect``: connects to the seed as an operator. Raises ``StorageError``."""
-    experiments, beside = Experiments(place.directory / "experiments", connect), Background()
-    app = WebApp(seed, LocalRequests(seed), create_job, experiments, place.keys, place.names)
-    try:
-        if place.certify is not None:
-            await asyncio.to_thread(place.certify)
-            beside.start(_recertify(place.certify), "web certificate")
-        async with experiments.serving(), serving(app, place.sock, tls=place.tls, websockets=True):
-            try:
-                yield
-            finally:
-                app.stop()
-    finally:
-        await beside.stop()
 
 
 async def _recertify(certify: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,25 +20,17 @@ from websockets.exceptions import InvalidStatus
 from configs.loader import load_settings
 from p2ptrain.cli import seed as command
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.world import real_world
-from roles.web.serving import WebOptions, WebPlace, serving_web, web_place
+from roles.web.serving import Web, WebOptions, serving_web
 from tests.roles.in_process import DEADLINE_S, Cluster
-from wire.transport import TcpNetwork
 
 from .conftest import create
 
-WORLD = real_world(TcpNetwork())
-
 
 @asynccontextmanager
-async def served(cluster: Cluster, options: WebOptions, *names: str) -> AsyncIterator[tuple[WebPlace, str]]:
-    directory = cluster.root / "seed"
-    place = await web_place(options, directory, names or ("127.0.0.1", "localhost"), world=WORLD, warn=print)
-    try:
-        async with serving_web(place, cluster.seeds[-1], cluster.operator, create):
-            yield place, place.url
-    finally:
-        place.sock.close()
+async def served(cluster: Cluster, options: WebOptions) -> AsyncIterator[tuple[Web, str]]:
+    names, seed = ("127.0.0.1", "localhost"), cluster.seeds[-1]
+    async with serving_web(options, names, cluster.root / "seed", seed, cluster.operator, create, warn=print) as web:
+        yield web, web.url
 
 
 async def fetched(url: str, path: str, *headers: str, tls: ssl.SSLContext | None = None) -> tuple[int, bytes]:
@@ -52,9 +45,9 @@ async def fetched(url: str, path: str, *headers: str, tls: ssl.SSLContext | None
 
 
 async def test_elsewhere_it_has_a_certificate_and_two_keys(cluster: Cluster) -> None:
-    async with served(cluster, WebOptions("0.0.0.0", 0)) as (place, url):
-        read, operate = (path.read_text().strip() for path in place.key_files)
-        assert {stat.S_IMODE(path.stat().st_mode) for path in place.key_files} == {0o600}
+    async with served(cluster, WebOptions("0.0.0.0", 0)) as (web, url):
+        read, operate = (path.read_text().strip() for path in web.key_files)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in web.key_files} == {0o600}
         assert read != operate
         trusted = ssl.create_default_context(cafile=str(cluster.root / "seed" / "authority" / "ca.pem"))
         jobs = "/api/v1/training/jobs"
@@ -73,7 +66,7 @@ async def test_elsewhere_it_has_a_certificate_and_two_keys(cluster: Cluster) -> 
         assert [path.read_text().strip() for path in again.key_files] == [read, operate]  # they are made once
 
 
-async def test_what_cannot_be_used_is_refused_before_anything_starts(cluster: Cluster, tmp_path: Path) -> None:
+async def test_what_cannot_be_used_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("a-key-of-a-person-who-gives-it-twice")
     key.chmod(0o600)
@@ -101,8 +94,9 @@ async def test_paths_are_checked_unless_workers_are_elsewhere(
         return "job"
 
     monkeypatch.setattr(command, "create_job", created)
-    monkeypatch.setattr("roles.web.serving.serving_web", lambda place, seed, connect, create: create)
-    make = cast(Any, command._web(cast(Any, None), cast(Any, None), bound, ("127.0.0.1", 1), Path(), cast(Any, None)))
+    monkeypatch.setattr("roles.web.serving.serving_web", lambda *given, warn: given[-1])
+    options, nothing, console = WebOptions("127.0.0.1", 1), cast(Any, None), cast(Any, SimpleNamespace(event=print))
+    make = cast(Any, command._web(options, nothing, bound, ("127.0.0.1", 1), Path(), console))
     with pytest.raises(UserError, match="does not exist") if refused else nullcontext():
         assert await make(None, "mine", "tiny", load_settings("tiny", {"data.path": "/only/on/workers"})) == "job"
 
