@@ -123,9 +123,7 @@ def shutting_down() -> Problem:
 async def while_wanted(receive: Receive, work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> None:
     """Run ``work``; cancel it if its client leaves. Raises what it raises, and ``Problem`` if the endpoint stops."""
     task = asyncio.create_task(work, name="answer a client")
-    left = asyncio.create_task(_left(receive), name="wait for a client to leave")
-    stops = asyncio.create_task(stopping.wait(), name="wait for the end of all")
-    tasks: set[asyncio.Task[Any]] = {task, left, stops}
+    tasks = [task, asyncio.create_task(_left(receive)), asyncio.create_task(stopping.wait())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -134,7 +132,7 @@ async def while_wanted(receive: Receive, work: Coroutine[Any, Any, None], stoppi
         await asyncio.wait(tasks)
     if not task.cancelled():
         task.result()
-    elif stops.done() and not stops.cancelled():
+    elif stopping.is_set():
         raise shutting_down()
 
 
