@@ -130,7 +130,7 @@ def _carry_out(results: Results, console: Console) -> None:
     show(f"{text} {human_seconds(left * results.plan.limit_s)} by the limit, and the starts of workers", None)
 
     async def on_local_workers() -> None:
-        local = LocalWorkers(results.plan, results.directory / CLUSTER, console)
+        local = LocalWorkers(results.plan, results.directory / CLUSTER)
         try:
             await carry_out(results, local, show, tell)
         finally:
@@ -146,9 +146,9 @@ class LocalWorkers:
     """Carries out runs on a seed and workers of this machine. They stay as long as the next run needs the same ones and
     nothing went wrong."""
 
-    def __init__(self, plan: Plan, root: Path, console: Console) -> None:
+    def __init__(self, plan: Plan, root: Path) -> None:
         """``root``: directory of the processes' state."""
-        self._plan, self._root, self._console = plan, root.absolute(), console
+        self._plan, self._root = plan, root.absolute()
         self._cluster: LocalCluster | None = None
         self._machine: Machine | None = None
 

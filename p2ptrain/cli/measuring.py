@@ -90,7 +90,7 @@ async def _trained(
             continue
         machine = Machine(workers=workers, link="", threads=0, private=False)
         run = Run(strategy, {"strategy": strategy}, {}, 1, brief, machine)
-        plan = Plan(Grid(name="explain", axes={"strategy": [strategy]}), {}, [run], MOST_S)
+        plan = Plan(Grid(name="explain", axes={"strategy": [strategy]}), [run], MOST_S)
         async with cluster.operator() as client:
             result = await run_job(client, run, plan, partial(_show, show, strategy))
         if result.figures.get("step_ms"):

@@ -124,10 +124,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All runs of a grid, in the order in which they run. ``axes``: axis → its labels."""
+    """All runs of a grid, in the order in which they run."""
 
     grid: Grid
-    axes: dict[str, list[str]]
     runs: list[Run]
     limit_s: float
 
@@ -155,7 +154,7 @@ def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> Plan:
                 raise ConfigError(text, remedy="leave one of them out")
     # Runs with the same workers follow each other.
     ordered = sorted(runs.values(), key=lambda run: (run.repeat, str(run.machine)))
-    return Plan(grid, {axis: list(labels) for axis, labels in grid.axes.items()}, ordered, limit_s)
+    return Plan(grid, ordered, limit_s)
 
 
 def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: str) -> Iterator[Run]:

@@ -67,7 +67,7 @@ class Results:
         self.close = lock.close
         self._measured = ("state", "reason", *FIGURES, *map(time_to, plan.grid.loss_targets))
         try:
-            if taken := plan.axes.keys() & {"run", "repeat", "random_seed", *self._measured}:
+            if taken := plan.grid.axes.keys() & {"run", "repeat", "random_seed", *self._measured}:
                 raise UserError(f"the results have a column {min(taken)}", remedy="rename this axis")
             if (directory / RESULTS).is_file():
                 self.rows = {row["run"]: row for row in load(directory)[1]}

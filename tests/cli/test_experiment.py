@@ -10,7 +10,6 @@ import pytest
 
 from p2ptrain.cli.experiment import LocalWorkers
 from p2ptrain.cli.local_cluster import LocalCluster
-from p2ptrain.cli.output import Console
 from p2ptrain.core.errors import JobFailed
 from roles.experiments.grid import plan_of
 from roles.experiments.results import Result
@@ -61,7 +60,7 @@ async def test_what_is_started_for_each_run(tmp_path: Path, monkeypatch: pytest.
         "e": {"job.steps": 7},
     }
     made = plan_of({"name": "x", "set": fixed, "axes": {"kind": kinds}}, "grid", None)
-    workers, runs = LocalWorkers(made, tmp_path, Console()), {run.cell["kind"]: run for run in made.runs}
+    workers, runs = LocalWorkers(made, tmp_path), {run.cell["kind"]: run for run in made.runs}
     for kind in "abcde":
         assert (await workers(runs[kind], lambda text: None)).state == "done"
     threads = ["--threads", "1"]

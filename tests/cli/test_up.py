@@ -90,7 +90,7 @@ class Machine:
         local._seed = self._child("seed", Process(self.cluster.close))
         return local._seed
 
-    async def start_peer(self, local: LocalCluster, name: str, slot: int, *options: str) -> Child:
+    async def start_peer(self, local: LocalCluster, name: str, slot: int, *options: str, attack: str = "") -> Child:
         if name.startswith("worker"):
             assert self.cluster is not None
             self.started += 1
@@ -146,7 +146,9 @@ async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         made.serving.set()
 
     monkeypatch.setattr(LocalCluster, "start_seed", lambda local: made.start_seed(local))
-    monkeypatch.setattr(LocalCluster, "start_peer", lambda local, *arguments: made.start_peer(local, *arguments))
+    monkeypatch.setattr(
+        LocalCluster, "start_peer", lambda local, *words, **more: made.start_peer(local, *words, **more)
+    )
     monkeypatch.setattr(LocalCluster, "serving", served)
     monkeypatch.setattr(up_cluster, "print_json", tell)
     monkeypatch.setattr("p2ptrain.cli.stopping.stoppable", lambda: (Console(), made.stop))

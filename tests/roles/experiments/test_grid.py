@@ -32,7 +32,7 @@ def test_every_value_meets_every_other_and_repeats_differ_in_their_seed() -> Non
         sync = {}
         server = { job = { strategy = "server", workers = 3 } }
     """)
-    assert made.axes == {
+    assert {axis: list(labels) for axis, labels in made.grid.axes.items()} == {
         "batch.micro_batch_sequences": ["2", "4"], "link.preset": ["none", "wan"], "strategy": ["sync", "server"]
     }  # fmt: skip
     assert len({run.id for run in made.runs}) == len(made.runs) == made.grid.planned == 2 * 2 * 2 * 2
