@@ -31,6 +31,8 @@ CODEC_NAMES = ("fp32", "bf16", "fp16", "int8", "int4", "topk")
 """The names in ``ring.codecs``. A test keeps both equal; this copy serves code that does not import numpy."""
 
 _Silence = Annotated[float, Bound(0, LONGEST_SILENCE_S)]
+_Finite = Annotated[float, Bound(-sys.float_info.max, sys.float_info.max)]
+_Name = Annotated[str, Bound(0, 128)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +92,24 @@ class Report(Message):
 
     KIND: ClassVar[int] = 19
     job: str
-    generation: int
+    generation: Count
     status: str
-    applied: int
-    prepared: int
+    applied: Count
+    prepared: Count
     lineage: str
     prepared_lineage: str = ""
-    square_sum: float = 0.0
-    corpus: str = ""
-    suspect: str = ""
+    square_sum: _Finite = 0.0
+    corpus: _Name = ""
+    suspect: _Name = ""
     reason: str = ""
-    reduce_bytes: int = 0
-    unit_us: int = 0
-    windows: int = 0
-    cause: str = ""
-    beside: str = ""
-    fetched_bytes: int = 0
-    sources: int = 0
-    first_row: int = 0
+    reduce_bytes: Count = 0
+    unit_us: Count = 0
+    windows: Count = 0
+    cause: _Name = ""
+    beside: _Name = ""
+    fetched_bytes: Count = 0
+    sources: Count = 0
+    first_row: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ class ViewAnnounced(Message):
     step: Count
     lineage: Lineage
     members: Annotated[tuple[MemberRecord, ...], Bound(1, 4096)]
-    square_sum: Annotated[float, Bound(-sys.float_info.max, sys.float_info.max)] = 0.0  # finite
+    square_sum: _Finite = 0.0
     heartbeat_s: _Silence = 0.0
     death_s: _Silence = 0.0
     streams: Annotated[int, Bound(1, MAX_STREAMS)] = 1
@@ -222,8 +224,8 @@ class StepMetrics(Message):
 
     KIND: ClassVar[int] = 24
     job: str
-    generation: int
-    step: int
+    generation: Count
+    step: Count
     values: dict[str, float]
 
 
@@ -245,13 +247,17 @@ class CheckpointSaved(Message):
 
     KIND: ClassVar[int] = 26
     job: str
-    step: int
+    step: Count
     path: str
     digest: str
-    size_bytes: int
+    size_bytes: Count
     val_loss: float | None = None
-    stage: int = 0
-    stages: int = 1
+    stage: Count = 0
+    stages: Annotated[int, Bound(1, MAX_STAGES)] = 1
+
+    def check(self) -> None:
+        if self.stage >= self.stages:
+            raise ProtocolError(f"a checkpoint of part {self.stage} of {self.stages}")
 
 
 @dataclass(frozen=True, slots=True)

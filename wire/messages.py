@@ -78,11 +78,11 @@ class Hello(Message):
     purpose: str
     capabilities: dict[str, Scalar] = field(default_factory=dict)
     job: str = ""
-    generation: int = 0
+    generation: Count = 0
     host: str = ""
-    port: int = 0
+    port: Annotated[int, Bound(0, 65535)] = 0
     cluster: str = ""
-    term: int = 0
+    term: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +189,9 @@ class Heartbeat(Message):
     """
 
     KIND: ClassVar[int] = 16
-    seq: int
-    progress: int
-    step: int
+    seq: Count
+    progress: Count
+    step: Count
     state: str
     stats: dict[str, float] = field(default_factory=dict)
     gpus: Annotated[list[GpuInfo], Bound(0, MAX_GPUS)] = field(default_factory=list)
@@ -232,7 +232,7 @@ class Request(Message):
     """A method call. ``params`` and results hold maps with string keys, lists and scalars, at most 8 levels deep."""
 
     KIND: ClassVar[int] = 32
-    id: int
+    id: Count
     method: str
     params: dict[str, Any] = field(default_factory=dict)
 
@@ -242,7 +242,7 @@ class Response(Message):
     """The answer to the ``Request`` with this ``id``. ``error_code`` is empty on success."""
 
     KIND: ClassVar[int] = 33
-    id: int
+    id: Count
     result: dict[str, Any] = field(default_factory=dict)
     error_code: str = ""
     error_message: str = ""

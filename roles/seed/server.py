@@ -31,7 +31,6 @@ from roles.seed.peers import (
     NAME_CHARS,
     Link,
     check_hello,
-    check_numbers,
     check_step,
     checked_report,
     checkpoint_id,
@@ -329,7 +328,6 @@ class Seed:
             await self._heard(link, received.message)
 
     async def _heard(self, link: Link, message: Message) -> None:
-        check_numbers(message)
         match message:
             case Heartbeat():
                 controller = self.controllers.get(link.job)

@@ -154,7 +154,7 @@ def _say(stage: Stage, session: str, message: Message) -> None:
 
 CLIENT = Target(
     "chain-clients",
-    _SAID,
+    _SAID | st.just([(0, ChainBroken("s", 1, 0, "failed", "it failed", ""))]),
     lambda case: run_virtual(_talked(case)),
     ("roles.chain.peer.Peer._take_untrusted", "roles.chain.generation.GenerationSession._sender_untrusted"),
     peak_bytes=16 << 20,
