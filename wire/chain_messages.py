@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from p2ptrain.core.errors import ProtocolError
+from wire.job_messages import MAX_STAGES
 from wire.messages import Message
 from wire.schema import Amount, Bound, Count, IdOrNone, Token
 
@@ -70,8 +71,12 @@ class Sampled(Message):
     session: str
     epoch: int
     number: int
-    tokens: bytes
-    spent_us: list[int]
+    tokens: Annotated[bytes, Bound(0, 4 * CHUNK)]
+    spent_us: Annotated[list[Count], Bound(0, MAX_STAGES)]
+
+    def check(self) -> None:
+        if len(self.tokens) % 4:
+            raise ProtocolError(f"{len(self.tokens)} bytes are not a valid list of token ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +102,12 @@ class PartLoading(Message):
     """Stage to client: progress of a ``part.load``."""
 
     KIND: ClassVar[int] = 42
-    done_bytes: int
-    total_bytes: int
+    done_bytes: Count
+    total_bytes: Count
+
+    def check(self) -> None:
+        if self.done_bytes > self.total_bytes:
+            raise ProtocolError(f"{self.done_bytes} of {self.total_bytes} bytes as loaded")
 
 
 @dataclass(frozen=True, slots=True)

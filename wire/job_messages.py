@@ -53,10 +53,14 @@ class Assign(Message):
     spec: str
     corpus: str = ""
     restore_step: int = -1
-    stage: int = 0
-    stages: int = 1
+    stage: Count = 0
+    stages: Annotated[int, Bound(1, MAX_STAGES)] = 1
     holders: list[MemberRecord] = field(default_factory=list)
     lineage: str = ""
+
+    def check(self) -> None:
+        if self.stage >= self.stages:
+            raise ProtocolError(f"invalid assignment: stage {self.stage} of {self.stages}")
 
 
 @dataclass(frozen=True, slots=True)

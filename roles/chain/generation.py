@@ -26,8 +26,7 @@ from p2ptrain.core.texts import shortened
 from roles.background import Background
 from roles.chain import session as ev
 from roles.chain.session import Session
-from wire.chain_messages import CHUNK, NEXT_LOST, ChainBroken, ForwardRequest, Sampled
-from wire.job_messages import MAX_STAGES
+from wire.chain_messages import NEXT_LOST, ChainBroken, ForwardRequest, Sampled
 
 if TYPE_CHECKING:
     from roles.chain.client import Chain
@@ -273,15 +272,10 @@ class GenerationSession:
 
 def arrived_untrusted(message: Sampled, vocab_size: int) -> ev.Arrived:
     """Check a ``Sampled`` message. Raises ``ProtocolError``."""
-    spent_us = tuple(message.spent_us)
-    if len(spent_us) > MAX_STAGES or not all(0 <= each < 1 << 53 for each in spent_us):
-        raise ProtocolError("a request has invalid stage times")
-    if len(message.tokens) % 4 or len(message.tokens) > 4 * CHUNK:
-        raise ProtocolError(f"{len(message.tokens)} bytes are not a valid list of token ids")
     tokens = decode_ids(message.tokens)
     if not all(0 <= token < vocab_size for token in tokens):
         raise ProtocolError(f"a token is not in the vocabulary of {vocab_size} tokens")
-    return ev.Arrived(message.epoch, message.number, tokens, spent_us)
+    return ev.Arrived(message.epoch, message.number, tokens, tuple(message.spent_us))
 
 
 def _position_untrusted(answer: dict[str, Any]) -> int:

@@ -241,8 +241,6 @@ class Peer:
                 if listener is not None:  # otherwise the session was closed just now
                     listener(self, message)
             case PartLoading(done_bytes, total_bytes):
-                if not 0 <= done_bytes <= total_bytes < 1 << 60:
-                    raise ProtocolError(f"{self.name} reported {done_bytes} of {total_bytes} bytes as loaded")
                 if self._on_bytes is not None:
                     self._loading_due = self._now() + LOADING_QUIET_S
                     self._on_bytes(done_bytes, total_bytes)

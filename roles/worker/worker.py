@@ -239,8 +239,6 @@ class Worker(MemberProcess):
     def _assigned(self, message: Assign) -> None:
         if not is_id(message.job):
             raise ProtocolError(f"invalid job id {message.job[:40]!r}")
-        if not 0 <= message.stage < message.stages <= MAX_STAGES:
-            raise ProtocolError(f"invalid assignment: stage {message.stage} of {message.stages}")
         stage = Stage(message.stage, message.stages)
         if self._runner is not None and (self._runner.job, self._runner.stage) == (message.job, stage):
             if message.restore_step >= 0:

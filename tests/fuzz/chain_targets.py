@@ -6,6 +6,7 @@ import asyncio
 import random
 import tempfile
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,17 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from roles.chain.client import Chain
-from roles.chain.generation import MAX_STAGES, _position_untrusted, arrived_untrusted
+from roles.chain.generation import _position_untrusted, arrived_untrusted
 from roles.chain.peer import Context, WorkerAt
 from roles.chain.plan import Model, WorkerPool, local_model
 from tests.roles.chain.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
 from wire.chain_messages import CHUNK, ChainBroken, PartLoading, Sampled
+from wire.job_messages import MAX_STAGES
 from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import KeepAlive, Message, Request, Response
+from wire.schema import instance_untrusted
 
 from .engine import Target
 from .strategies import FREE, TEXT, WHOLE, made
@@ -64,7 +67,7 @@ _ENDED = st.builds(
 
 def _check_ended(message: Sampled) -> None:
     try:
-        found = arrived_untrusted(message, VOCAB)
+        found = arrived_untrusted(instance_untrusted(Sampled, asdict(message)), VOCAB)
     except ProtocolError:
         return
     assert len(found.spent_us) <= MAX_STAGES

@@ -320,7 +320,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
     ("part.load", {}, "lacks"),
     ("part.free", {"part": 7}, "type int"),
     ("model.open", {"path": "/" + "x" * 300}, "cannot read"),
-    ("links.measure", {}, "peers"),
+    ("links.measure", {}, "MeasureLinks"),
     ("jobs.create", {}, "does not support the request"),
 ]
 
