@@ -42,7 +42,7 @@ STOP_S = 1
 @asynccontextmanager
 async def serving(
     app: ASGIApp, sock: socket.socket, *, tls: ssl.SSLContext | None = None, websockets: bool = False
-) -> AsyncIterator[Server]:
+) -> AsyncIterator[None]:
     """Answer HTTP on the listening ``sock`` while the body runs. At the end ``app`` has ``STOP_S`` for its last
     words, and ``sock`` is closed."""
     config = Config(
@@ -76,7 +76,7 @@ async def serving(
     )
     server.servers = [listener]
     try:
-        yield server
+        yield
     finally:
         await server.shutdown(sockets=[sock])
         for connection in list(server.server_state.connections):

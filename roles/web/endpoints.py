@@ -126,7 +126,7 @@ _ABOUT_ERRORS = {
     409: "It is in a state in which this cannot be done.",
     422: "The values contradict each other, or the Idempotency-Key was used for another request.",
     502: "A peer that was asked for it could not do it, or gave no answer.",
-    503: "The seed stops, or too many requests are under way.",
+    503: "The seed stops, or too many clients are connected.",
 }
 _ABOUT = (
     "Training jobs, workers, checkpoints and metrics of one cluster. A job is named by its id, by the beginning of it, "
