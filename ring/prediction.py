@@ -2,8 +2,7 @@
 
 What is measured, on one machine with the real model, is a ``Calibration`` of each strategy. A member of another speed
 needs ``flops / its flops`` times as long. Workers of one host share its cores. docs/explain.md has the formulas, units
-and limits; ``ring.order.step_s`` has the same exchange for equal links. Validation and checkpoints are not part of a
-step.
+and limits, docs/scaling.md the sum for equal links. Validation and checkpoints are not part of a step.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from wire.emulate import LinkPreset
 
 BACKWARD = 2 / 3
 """The backward pass as a part of a micro-batch's time."""
-HANDED = 5
-"""Ways across a link that a message and the arrays after it take: offer, answer, message, answer, arrays."""
-MOST_FACTOR = 64.0
-"""Times as long as a whole model's in ``sync`` that a strategy's engine takes at most."""
+SERVER_TRIPS = 5
+"""One-way trips over a link until a message and its arrays are there: offer, answer, message, answer, arrays."""
+MOST_SLOWDOWN = 64.0
+"""How many times as long as in ``sync`` computing may take with another strategy; more is not looked for."""
 CHANGES_RESULT = 1.5
 """How many times as fast a strategy must be that changes what is learned, to be recommended instead of an exact one."""
 EXACT = ("sync", "sharded", "pipeline")
@@ -180,7 +179,7 @@ def fitted(way: Way, cluster: Cluster, known: Calibration, step_s: float) -> Cal
         return replace(known, micro_batch_s=factor * known.micro_batch_s, update_s=factor * known.update_s)
 
     low, high = 0.0, 1.0
-    while high < MOST_FACTOR and predict(way, cluster, scaled(high)).step_s < step_s:
+    while high < MOST_SLOWDOWN and predict(way, cluster, scaled(high)).step_s < step_s:
         low, high = high, 2 * high
     for _ in range(24):
         middle = (low + high) / 2
@@ -197,16 +196,16 @@ class _Step:
         self.weights_bytes = self.training.sizes.weights_bytes(0, self.training.layers)
         self.state_bytes = (3 if way.moments else 1) * way.trained_bytes
 
-    def pace(self, member: CandidateWorker) -> float:
+    def slowdown(self, member: CandidateWorker) -> float:
         """How many times as long as the measured machine it takes."""
         return self.measured.flops / member.flops if member.flops else 1.0
 
-    def unit_s(self, member: CandidateWorker) -> float:
-        return self.measured.micro_batch_s * self.pace(member)
+    def micro_batch_s(self, member: CandidateWorker) -> float:
+        return self.measured.micro_batch_s * self.slowdown(member)
 
     @property
-    def slowest(self) -> float:
-        return max(map(self.pace, self.members))
+    def largest_slowdown(self) -> float:
+        return max(map(self.slowdown, self.members))
 
     def encoded_bytes(self, size_bytes: int) -> int:
         if self.way.codec == "fp32":
@@ -246,14 +245,14 @@ class _Step:
             return training.kept_bytes(0, layers)
         return layers * 4 * training.tokens * training.shape.width + training.kept_bytes(layers - 1, layers)
 
-    def among(self, number: int) -> None:
+    def take(self, number: int) -> None:
         """Use the first ``number`` members. Raises ``UserError`` if there are fewer."""
         if len(self.members) < number:
             text = f"{number} workers are needed, and there are {len(self.members)}"
             raise UserError(text, remedy="start more: p2ptrain join")
         self.members = self.members[:number]
 
-    def done(
+    def prediction(
         self,
         needs: Sequence[int],
         *,
@@ -280,31 +279,31 @@ def _summed(step: _Step) -> Prediction:
     """sync, local and federated: all members hold the whole model, and sum over one ring."""
     way, members, size = step.way, step.members, len(step.members)
     is_local = way.strategy != "sync"
-    units_us = [max(1, round(1e6 * step.unit_s(one))) for one in members]
+    units_us = [max(1, round(1e6 * step.micro_batch_s(one))) for one in members]
     counts = balanced(step.training.micro_batches, [max(units_us)] * size if way.vectors else units_us)
     each_s = step.measured.micro_batch_s + step.measured.update_s * is_local
-    compute_s = max(count * each_s * step.pace(one) for count, one in zip(counts, members, strict=True))
+    compute_s = max(count * each_s * step.slowdown(one) for count, one in zip(counts, members, strict=True))
     size_bytes = way.trained_bytes // way.fragments
     reduce_s, gathered_s = step.ring_s([one.id for one in members], size_bytes, buckets=way.buckets)
     sent = 2 * (size - 1) / size * step.encoded_bytes(size_bytes)
     if way.vectors:  # each member's goes once round the ring
         reduce_s, sent = reduce_s * size / 2, float((size - 1) * size_bytes)
-    early_s = min(BACKWARD * step.measured.micro_batch_s * step.slowest, reduce_s) * (1 - 1 / way.buckets)
+    early_s = min(BACKWARD * step.measured.micro_batch_s * step.largest_slowdown, reduce_s) * (1 - 1 / way.buckets)
     hidden_s = compute_s if way.overlap else 0.0 if is_local else early_s
     factor = LOCAL_FACTOR if is_local else 1.0
-    return step.done(
+    return step.prediction(
         [step.whole_bytes(one, factor) + way.vectors * way.trained_bytes for one in members],
         compute_s=compute_s,
-        update_s=step.measured.update_s * step.slowest,
+        update_s=step.measured.update_s * step.largest_slowdown,
         exchange_s=reduce_s + gathered_s,
         exposed_s=max(reduce_s - hidden_s, 0.0) + gathered_s,
         sent=sent,
     )
 
 
-def _served(step: _Step) -> Prediction:
+def _with_server(step: _Step) -> Prediction:
     way, measured, cluster = step.way, step.measured, step.cluster
-    step.among(max(way.buffer + 1, len(step.members)))
+    step.take(max(way.buffer + 1, len(step.members)))
     server, workers = cluster.members[0], slowed(cluster.members[1:])  # the server computes little
     links = LinkCosts(cluster.links, [one.id for one in cluster.members])
     gradient, state = step.encoded_bytes(way.trained_bytes), step.state_bytes
@@ -314,16 +313,16 @@ def _served(step: _Step) -> Prediction:
         there_s, push_s = links.between(one.id, server.id, gradient)
         back_s, pull_s = links.between(server.id, one.id, state)
         moved_s = max(moved_s, push_s + pull_s)
-        cycles_s.append(unit_s * step.pace(one) + push_s + pull_s + HANDED * (there_s + back_s) + made_s)
+        cycles_s.append(unit_s * step.slowdown(one) + push_s + pull_s + SERVER_TRIPS * (there_s + back_s) + made_s)
     # Workers of one version begin again together, so they form groups of ``buffer``; each makes a version in a cycle.
     rate = sum(1 / cycle_s for cycle_s in cycles_s) / len(workers) * (len(workers) // way.buffer)
     # All pulls leave by the server's link.
     step_s = max(1 / rate, made_s, 0.0 if cluster.emulated else way.buffer * moved_s)
-    compute_s = min(step_s * unit_s * max(map(step.pace, workers)) / max(cycles_s), step_s - made_s)
+    compute_s = min(step_s * unit_s * max(map(step.slowdown, workers)) / max(cycles_s), step_s - made_s)
     vectors = way.vectors or way.buffer * (way.buffer > 1)
     # Two copies of the state: the one that is sent, and the next.
     beside = 2 * state + len(workers) * gradient + vectors * way.trained_bytes
-    return step.done(
+    return step.prediction(
         [step.whole_bytes(server) + beside, *(step.whole_bytes(one) + state for one in workers)],
         compute_s=compute_s,
         update_s=made_s,
@@ -336,7 +335,7 @@ def _served(step: _Step) -> Prediction:
 def _sharded(step: _Step) -> Prediction:
     training, way = step.training, step.way
     shards, replicas = training.stages, training.replicas
-    step.among(training.workers)
+    step.take(training.workers)
     ids = [one.id for one in step.members]
     passes = math.ceil(math.ceil(training.micro_batches / replicas) / shards)
     moves = 2 * passes + (1 if way.accumulate else passes)  # of the whole model
@@ -350,10 +349,10 @@ def _sharded(step: _Step) -> Prediction:
     rows = shard_training_bytes(
         training.sizes, step.kept_bytes(), shards=shards, accumulate=way.accumulate, on_host=True
     )
-    return step.done(
+    return step.prediction(
         [sum(rows) + step.state_bytes // shards] * len(ids),
-        compute_s=passes * step.measured.micro_batch_s * step.slowest,
-        update_s=step.measured.update_s * step.slowest / shards,
+        compute_s=passes * step.measured.micro_batch_s * step.largest_slowdown,
+        update_s=step.measured.update_s * step.largest_slowdown / shards,
         exchange_s=exchange_s,
         exposed_s=exchange_s,
         sent=moves * moved + 2 * (replicas - 1) / replicas * step.encoded_bytes(each_bytes),
@@ -364,14 +363,14 @@ def _pipelined(step: _Step) -> Prediction:
     training = step.training
     # Speeds at which the whole model takes as long as was measured.
     flop = training.compute_s(0, training.layers, 1.0)
-    members = [replace(one, flops=flop / step.unit_s(one)) for one in step.members]
+    members = [replace(one, flops=flop / step.micro_batch_s(one)) for one in step.members]
     info, stages = made = plan(training, members, step.cluster.links)
     assert info.step_s is not None
     gathered_s = step.ring_s([one.id for one in members], 4)[1]
     share, last = -(-training.micro_batches // training.replicas), info.stages - 1
     busy_s = max(share * (stage.compute_s or 0.0) for stage in stages)
     part = max(stage.weights_bytes for stage in stages) / step.weights_bytes
-    update_s, waits_s = step.measured.update_s * step.slowest * part, info.step_s - busy_s + gathered_s
+    update_s, waits_s = step.measured.update_s * step.largest_slowdown * part, info.step_s - busy_s + gathered_s
     sent, needs = [], []
     for stage in stages:
         trained_bytes, at = int(training.trained * stage.weights_bytes), stage.stage
@@ -383,7 +382,7 @@ def _pipelined(step: _Step) -> Prediction:
 
 
 _STRATEGIES: dict[str, Callable[[_Step], Prediction]] = dict.fromkeys(("sync", "local", "federated"), _summed)
-_STRATEGIES |= {"server": _served, "sharded": _sharded, "pipeline": _pipelined}
+_STRATEGIES |= {"server": _with_server, "sharded": _sharded, "pipeline": _pipelined}
 
 
 # --------------------------------------------------------------------------------------------------- the recommendation

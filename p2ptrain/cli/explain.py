@@ -49,7 +49,7 @@ MOST_AT_ONCE = 4
 STRATEGIES = ("sync", "sharded", "pipeline", "server", "local", "federated")
 """In the order of preference."""
 LOCAL = ("local", "federated")
-RARE, MOST_INNER = 0.1, 512
+MOST_WAITING, MOST_INNER = 0.1, 512
 """Share of a step that ``local`` waits for the network at most, if the profile does not say how many inner steps; and
 how many of these a worker makes at most."""
 ROWS, LEAST_ROWS = 200, 5  # newest steps that medians are taken of
@@ -139,7 +139,7 @@ def show_one(profile: Profile, where: int | Cluster, link: str = "", *, as_json:
 
 
 def calibrated(
-    profile: Profile, where: int | Cluster, strategies: Sequence[str], link: str = "", *, quiet: bool = False
+    profile: Profile, where: int | Cluster, strategies: Sequence[str], link: str, *, quiet: bool
 ) -> tuple[dict[str, Calibration], Cluster]:
     """Measure the strategies here; return each one's calibration, and the cluster.
 
@@ -282,7 +282,7 @@ def _all_ways(
             except P2PTrainError as problem:
                 refused[strategy] = problem.message
                 continue
-            if strategy not in LOCAL or best.exposed_s <= RARE * best.compute_s:
+            if strategy not in LOCAL or best.exposed_s <= MOST_WAITING * best.compute_s:
                 break
         if best and (strategy, best.step_s) not in [(one.way.strategy, one.step_s) for one in found[-1:]]:
             found.append(best)

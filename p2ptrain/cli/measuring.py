@@ -106,7 +106,7 @@ def short(profile: Profile, strategy: str, workers: int) -> Profile:
     tables = profile.model_dump()
     tables["job"] |= {"strategy": strategy, "workers": workers, "exact": False, "steps": STEPS}
     tables["batch"]["micro_batches"] = PASSES * workers
-    tables |= {name: {} for name in ("robust", "ring", "federated", "privacy", "track", "link", "checkpoint")}
+    tables |= {name: {} for name in ("robust", "ring", "federated", "privacy", "track", "link")}
     tables |= {"validation": {"every": 0}, "checkpoint": {"every": 0}}
     tables["data"]["private"] = False
     tables["sharded"]["shards"], tables["server"]["buffer"] = 2, 1
