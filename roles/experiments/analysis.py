@@ -79,9 +79,12 @@ class Analysis:
     def __init__(self, grid: Grid, rows: list[Row], x: str = "", y: str = "") -> None:
         """``x``: axis of the choice; empty: the second. ``y``: first of the condition; empty: the first. Raises
         ``UserError``."""
-        for option, axis in (("--x", x), ("--y", y)):
-            if axis not in ("", *grid.axes) or x == y != "":
-                raise UserError(f"{option} {axis} is no axis, or both", remedy="the axes are " + ", ".join(grid.axes))
+        remedy = "the axes are " + ", ".join(grid.axes)
+        for axis in (x, y):
+            if axis not in ("", *grid.axes):
+                raise UserError(f"{axis} is no axis of {grid.name}", remedy=remedy)
+        if x == y != "":
+            raise UserError(f"x and y are both {x}", remedy=remedy)
         if not rows:
             raise UserError(f"no run of {grid.name} is over", remedy="run the experiment first")
         axes = ["", *grid.axes] if len(grid.axes) == 1 else list(grid.axes)
@@ -153,7 +156,6 @@ class Analysis:
 
 def page(analysis: Analysis, directory: Path) -> str:
     """The report. ``directory``: that of the results."""
-
     mpl.use("Agg")
     mpl.rcParams.update({"svg.hashsalt": "p2ptrain", "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold",
                          "text.parse_math": False})  # fmt: skip
@@ -174,7 +176,6 @@ def page(analysis: Analysis, directory: Path) -> str:
 
 
 def _picture(figure: Any, text: str) -> str:
-
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches="tight")
     plt.close(figure)

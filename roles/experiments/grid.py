@@ -51,7 +51,7 @@ class Grid(Table):
     simulated: bool = False
     """Simulate the runs: times, bytes and recoveries, but no losses."""
     gflops: float = Field(default=20.0, gt=0, le=1e6)
-    """Simulated runs only: speed of each worker."""
+    """Simulated runs only: speed of each worker, in GFLOP/s."""
 
     @field_validator("axes")
     @classmethod
@@ -79,7 +79,8 @@ class Grid(Table):
 
 
 class Machine(Table):
-    """The workers that a run needs. ``link``, ``threads``, ``private``: as in its profile."""
+    """The worker processes that a run needs, which the next run uses again if it needs equal ones. ``link``,
+    ``threads``, ``private``: as in its profile."""
 
     workers: int
     link: str

@@ -23,7 +23,7 @@ function place(rows, step) {
 
 /** Metric rows of one job in the order of their steps. Generations never fall along the steps: a row of a newer
  *  generation at an earlier step (the job was restored from a checkpoint) removes the rows that it invalidates. */
-export class Series {
+class Series {
   rows = [];
   changes = 0;
   #stride = 1;
@@ -89,22 +89,21 @@ export class Store {
     this.#snapshot = new Map();
   }
 
-  /** Take a message of the stream. Returns false for a topic that is unknown here: the seed may be newer. */
+  /** Take a message of the stream. A topic that is unknown here is ignored: the seed may be newer. */
   apply(topic, items) {
-    if (topic === "ready") return this.#endSnapshot();
+    if (topic === "ready") return void this.#endSnapshot();
     const gone = topic.endsWith("-gone");
     const kind = gone ? topic.slice(0, -"-gone".length) : topic;
-    if (!Array.isArray(items)) return false;
+    if (!Array.isArray(items)) return;
     const records = items.filter((item) => item !== null && typeof item === "object");
     if (kind === "cluster") this.#enter(records.at(-1));
     else if (kind === "metrics")
       records.forEach((row) => row.job === this.job && isFigure(row.step) && this.series.add(row));
     else if (kind === "recoveries")
       records.forEach((item) => item.job === this.job && this.#put(kind, item.number, item));
-    else if (!(this[kind] instanceof Map)) return false;
+    else if (!(this[kind] instanceof Map)) return;
     else if (gone) records.forEach((item) => this[kind].delete(item.id));
     else records.forEach((item) => this.#put(kind, item.id, item));
-    return true;
   }
 
   #put(kind, id, record) {
@@ -122,7 +121,6 @@ export class Store {
       for (const id of this.#snapshot ? [...this[kind].keys()] : []) if (!ids?.has(id)) this[kind].delete(id);
     }
     this.#snapshot = null;
-    return true;
   }
 
   #enter(cluster) {

@@ -81,8 +81,8 @@ def test_each_condition_has_its_best_choice() -> None:
 
 
 def test_axes_that_do_not_exist_are_refused() -> None:
-    for x, y in (("size", ""), ("context", "context")):
-        with pytest.raises(UserError):
+    for x, y, text in (("size", "", "size is no axis of"), ("context", "context", "x and y are both context")):
+        with pytest.raises(UserError, match=text):
             analysis(x=x, y=y)
     with pytest.raises(UserError, match="no run"):
         analysis([])
