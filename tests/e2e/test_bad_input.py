@@ -82,23 +82,22 @@ async def test_a_port_in_use(machine: Any, taken: int) -> None:
     assert await seed.interrupt() == 0
 
 
-@pytest.mark.slow
 async def test_two_of_a_kind_in_one_directory(machine: Any) -> None:
-    up = ["up", "--plain", "--workers", "1", "--state", str(machine.root), *machine.settings(job__steps=LONG)]
-    first = await machine.start(*up)
-    await first.until("1 worker starts")
+    seed = await machine.seed(*machine.settings(job__steps=LONG, job__workers=1))
     cause = f"another seed is running on {machine.root}/seed"
     remedy = "stop it, or give this one another directory with --state"
     where = ["--port", "0", "--state", str(machine.root)]
     await refused(machine, "seed", *where, code=2, cause=cause, remedy=remedy)
     cause, remedy = f"the seed did not start: {cause}", f"{remedy}; its log is {machine.root}/logs/seed.log"
-    await refused(machine, *up, code=2, cause=cause, remedy=remedy)
-    slot = ["join", "--state", str(machine.root), "--slot", "1"]
+    await refused(machine, "up", *where, code=2, cause=cause, remedy=remedy)
+    worker = await machine.join("--slot", "1")
+    await worker.until("step")
+    slot = ["join", f"127.0.0.1:{machine.port}", "--state", str(machine.root), "--slot", "1"]
     cause, remedy = f"worker-1 in {machine.root} is in use by another process", "stop it, or use another --state"
-    await first.until("step")
     await refused(machine, *slot, code=2, cause=cause, remedy=remedy)
-    assert await first.interrupt() == 130
-    await clean(first)
+    for process in (worker, seed):
+        assert await process.interrupt() == 0
+        await clean(process)
 
 
 # ------------------------------------------------------------------------------------------- other versions, other talk
@@ -146,7 +145,6 @@ async def knock(port: int, data: bytes) -> None:
 # --------------------------------------------------------------------------------------------- jobs that cannot be done
 
 HUGE = {"device__kind": "cpu", "model__hidden_size": 8192, "model__layers": 64, "model__intermediate_size": 32768}
-ASK_SHOW = "see p2ptrain jobs show"
 
 
 @pytest.mark.slow
@@ -161,31 +159,22 @@ async def test_a_job_that_cannot_be_done_fails_with_its_reason_and_the_worker_do
         (HUGE, "needs 1283.56 GiB and cpu (1 thread) has "),
         ({"device__kind": "mps" if sys.platform != "darwin" else "cuda"}, "this machine has no "),
     ]
-    for number, (changes, reason) in enumerate(bad):
-        settings = machine.settings(job__workers=1, **changes)
-        code, text = await machine.run(
-            "jobs", "create", "--seed", address(machine), "--name", f"bad{number}", *settings
-        )
-        assert code == 0, text
-        failed = await ended(machine, id_in(text))
+    for changes, reason in bad:
+        failed = await ended(machine, await created(machine, job__workers=1, **changes))
         assert failed["state"] == "failed"
         assert reason in failed["reason"]
         assert "; " in failed["reason"], "and a remedy"
         await worker.until(re.escape(f"✗ {failed['reason'].rstrip('…')}"))
-    code, text = await machine.run(
-        "jobs", "create", "--seed", address(machine), *machine.settings(job__workers=1, job__steps=2)
-    )
-    assert (await ended(machine, id_in(text)))["state"] == "done"
+    assert (await ended(machine, await created(machine, job__workers=1, job__steps=2)))["state"] == "done"
     for process in (worker, seed):
         assert await process.interrupt() == 0
         await clean(process)
 
 
-def id_in(text: str) -> str:
-    """The id that `jobs create` printed."""
-    found = re.search(r"^[0-9a-f]{12}$", text, re.MULTILINE)
-    assert found is not None, text
-    return found[0]
+async def created(machine: Any, **changes: Any) -> str:
+    """The id of a new job."""
+    profile = load("tiny", {}, [text for text in machine.settings(**changes) if text != "--set"]).profile
+    return str((await machine.ask("jobs.create", name="x", profile="tiny", spec=profile.to_spec()))["job"])
 
 
 async def ended(machine: Any, job: str) -> dict[str, Any]:
@@ -194,30 +183,6 @@ async def ended(machine: Any, job: str) -> dict[str, Any]:
         lambda item: item["id"] == job and item["state"] in ("done", "failed", "cancelled"), job=job
     )
     return result
-
-
-def address(machine: Any) -> str:
-    return f"127.0.0.1:{machine.port}"
-
-
-async def test_requests_that_cannot_be_granted(machine: Any) -> None:
-    seed = await machine.seed("--no-job")
-    where = ["--seed", f"127.0.0.1:{machine.port}"]
-    code, _ = await machine.run("jobs", "create", *where, "--name", "mine", *machine.settings())
-    assert code == 0
-    for words, cause, remedy in (
-        ("jobs pause min", "there is no job 'min'; did you mean 'mine'?", "see p2ptrain jobs list"),
-        ("jobs resume mine", "job mine is waiting and cannot be resumed: only a paused job can be", ASK_SHOW),
-    ):
-        await refused(machine, *words.split(), *where, code=2, cause=cause, remedy=remedy)
-    spec = load("tiny", {}, []).profile.to_spec()
-    jobs = [item["id"] for item in (await machine.ask("jobs.list"))["jobs"]]
-    while len({job[0] for job in jobs}) == len(jobs):  # of 17 hexadecimal ids two begin alike
-        jobs.append((await machine.ask("jobs.create", name="x", profile="tiny", spec=spec))["job"])
-    same = [job for job in jobs if job[0] == jobs[-1][0]]
-    cause = f"several jobs begin with '{same[0][0]}': {same[0]}, {same[1]}"
-    await refused(machine, "jobs", "pause", same[0][0], *where, code=2, cause=cause, remedy="give more of the id")
-    assert await seed.interrupt() == 0
 
 
 # ---------------------------------------------------------------------------------------------- leaving, at any moment
@@ -304,12 +269,12 @@ async def gone(processes: list[psutil.Process]) -> bool:
 # ------------------------------------------------------------------------------------------------------- odd terminals
 
 
-@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
-async def test_closed_standard_streams(machine: Any, closed: str) -> None:
+async def test_closed_standard_streams(machine: Any) -> None:
     seed = await machine.seed("--no-job")
-    program = f"{shlex.quote(sys.executable)} -m p2ptrain peers list --seed {address(machine)} {closed}"
-    process = await asyncio.create_subprocess_exec("sh", "-c", program, stdout=asyncio.subprocess.PIPE)
-    async with asyncio.timeout(DEADLINE_S):
-        output, _ = await process.communicate()
-    assert process.returncode == 0, output
+    for closed in ("2>&-", "<&- >&- 2>&-"):
+        program = f"{shlex.quote(sys.executable)} -m p2ptrain peers list --seed 127.0.0.1:{machine.port} {closed}"
+        process = await asyncio.create_subprocess_exec("sh", "-c", program, stdout=asyncio.subprocess.PIPE)
+        async with asyncio.timeout(DEADLINE_S):
+            output, _ = await process.communicate()
+        assert process.returncode == 0, (closed, output)
     assert await seed.interrupt() == 0

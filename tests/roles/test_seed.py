@@ -444,6 +444,27 @@ async def test_pause_resume_save_and_cancel_reach_the_members(bench: Bench) -> N
     assert (await bench.refused("jobs.cancel", job="first")).code == "wrong-state"
 
 
+async def test_a_job_that_is_not_found_or_cannot_change_so_is_refused_with_what_helps(bench: Bench) -> None:
+    async def create(name: str) -> str:
+        return str((await bench.ask("jobs.create", name=name, profile="tiny", spec=SPEC))["job"])
+
+    async def told(method: str, job: str) -> tuple[str, str]:
+        refusal = await bench.refused(method, job=job)
+        assert refusal.exit_code == 2, "the request is at fault"
+        return refusal.message, refusal.remedy
+
+    jobs = [await create("mine")]
+    cause = "there is no job 'min'; did you mean 'mine'?"
+    assert await told("jobs.pause", "min") == (cause, "see p2ptrain jobs list")
+    cause = "job mine is waiting and cannot be resumed: only a paused job can be"
+    assert await told("jobs.resume", "mine") == (cause, "see p2ptrain jobs show")
+    while len({job[0] for job in jobs}) == len(jobs):  # of 17 hexadecimal ids two begin alike
+        jobs.append(await create("x"))
+    same = [job for job in jobs if job[0] == jobs[-1][0]]
+    cause = f"several jobs begin with '{same[0][0]}': {same[0]}, {same[1]}"
+    assert await told("jobs.pause", same[0][0]) == (cause, "give more of the id")
+
+
 async def test_a_pause_outlives_the_seed(bench: Bench) -> None:
     a, b = await bench.ring("a", "b")
     await bench.ask("jobs.pause", job="first")
