@@ -9,9 +9,9 @@ from roles.sim.watching import ASYNCHRONOUS
 
 # Name → a schedule that shows it, and by which invariant.
 FOUND = {
-    "bound": (6, "versions"),
-    "weight": (0, "versions"),
-    "numbers": (0, "versions"),
+    "bound": (19, "versions"),
+    "weight": (2, "versions"),
+    "numbers": (21, "versions"),
     "lost": (18, "nothing saved is taken back"),
 }
 WITHIN = 60

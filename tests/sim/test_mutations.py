@@ -15,8 +15,8 @@ FOUND = {
     "dir-sync": (3, "durable"),
     "ledger": (3, "ledger"),
     "rows": (22, "ledger"),
-    "confirm": (0, "confirmed"),
-    "term": (2, "generations grow"),
+    "confirm": (22, "confirmed"),
+    "term": (3, "generations grow"),
     "adopt": (2, "restored keeps"),
 }
 WITHIN = 60

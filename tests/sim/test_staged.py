@@ -28,7 +28,7 @@ FOUND = {
     "back": (14, "no further back"),
     "files": (14, "no further back"),
     "joined": (23, "same bits"),
-    "alike": (0, "progress"),
+    "alike": (5, "progress"),
 }
 WITHIN = 60
 """Schedules within which each of them is found, from any number on; searched where the product has moved on."""
