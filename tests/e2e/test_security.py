@@ -43,9 +43,10 @@ async def test_a_cluster_with_tls_from_ticket_to_eviction(machine: Machine, tmp_
     at = ("--seed", address)
 
     # On the seed's machine no ticket is needed, elsewhere one is, once.
-    near = await owner.start("join", address, "--name", "near")
-    far = await guest.start("join", ticket, "--name", "far", "--slot", "1")
-    third = await guest.start("join", ticket, "--name", "third", "--slot", "2")
+    slowly = ("--link", "100ms")  # steps that take no processor time from the commands
+    near = await owner.start("join", address, "--name", "near", *slowly)
+    far = await guest.start("join", ticket, "--name", "far", "--slot", "1", *slowly)
+    third = await guest.start("join", ticket, "--name", "third", "--slot", "2", *slowly)
     for worker in (near, far, third):
         await worker.until(r"step .* 3 members")
     code, refused = await Home(machine, tmp_path / "stranger").run("join", address)
