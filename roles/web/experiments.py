@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,13 +92,22 @@ class Experiments:
         from roles.experiments.grid import plan_of
         from roles.experiments.results import Results, load
 
+        unfinished = []
         for name in RealDisk().list_dir(self._root):
+            with suppress(P2PTrainError):  # another directory
+                grid, rows = load(self._root / name)
+                info = ExperimentInfo(grid.name, "done", len(rows), grid.planned)
+                if info.runs < info.planned:
+                    info = replace(info, state="interrupted", text="it waits for its turn")
+                    unfinished.append(grid)
+                self.infos[info.id] = info
+        for grid in unfinished:
             try:
-                grid, _ = load(self._root / name)
-                plan = await asyncio.to_thread(plan_of, grid.model_dump(), name, None)
-                results = Results(self._root / name, plan)
-            except P2PTrainError:
-                continue  # not one of ours, or of another release
+                plan = await asyncio.to_thread(plan_of, grid.model_dump(), grid.name, None)
+                results = Results(self._root / grid.name, plan)
+            except P2PTrainError as error:  # such as a grid of another release
+                self.infos[grid.name] = replace(self.infos[grid.name], text=error.message)
+                continue
             await self._carry_out(results)
 
     async def _carry_out(self, results: Results) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from roles.experiments.grid import plan_of
 from roles.experiments.results import Results
@@ -24,7 +27,9 @@ async def done(experiments: Experiments) -> None:
             await experiments._work.settle(timeout_s=30)
 
 
-async def test_an_experiment_runs_is_analyzed_and_goes_on_after_a_restart(tmp_path: Path) -> None:
+async def test_an_experiment_runs_is_analyzed_and_goes_on_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with api_of(tmp_path) as api:
         for axes in ({"link.preset": ["lan", "wan"]}, {"straggler": [2]}, {"attack": ["noise"]}):
             status, said, _ = await api.ask("POST", "experiments", {"grid": GRID | {"axes": axes}})
@@ -46,11 +51,23 @@ async def test_an_experiment_runs_is_analyzed_and_goes_on_after_a_restart(tmp_pa
         summary = (await api.done("POST", "experiments/small/analyze", {}))["summary"]
         assert [cell["states"] for cell in summary["cells"]] == [{"done": 1}, {"done": 1}]
 
-        (tmp_path / "experiments" / "small" / "results.csv").unlink()  # as if it had been interrupted
-        later = Experiments(tmp_path / "experiments", api.cluster.operator)
+        root = tmp_path / "experiments"
+        shutil.copytree(root / "small", root / "whole")
+        named = (root / "whole" / "grid.json").read_text().replace('"small"', '"whole"')
+        (root / "whole" / "grid.json").write_text(named)
+        (root / "small" / "results.csv").unlink()  # as if it had been interrupted
+        later, states = Experiments(root, api.cluster.operator), list[dict[str, str]]()
+        carry_out = later._carry_out
+
+        async def noted(results: Results) -> None:
+            states.append({name: info.state for name, info in later.infos.items()})
+            await carry_out(results)
+
+        monkeypatch.setattr(later, "_carry_out", noted)
         async with later.serving():
             await done(later)
+        assert states == [{"small": "interrupted", "whole": "done"}], "all are listed before one goes on"
         assert later.infos["small"].state == "done"
-        results = Results(tmp_path / "experiments" / "small", plan_of(GRID, "", None))
+        results = Results(root / "small", plan_of(GRID, "", None))
         assert not results.missing()
         results.close()
