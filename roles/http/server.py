@@ -151,9 +151,11 @@ def _timed(app: ASGIApp) -> ASGIApp:
                 await connection.cut_off()
 
         connection.limit(None)
+        cycle = connection.cycle
         try:
             await (_BUSY.response() if len(connection.connections) >= MOST_CONNECTIONS else app)(scope, receive, sent)
         finally:
-            connection.limit(None if connection.transport.is_closing() else KEEP_ALIVE_S + HEADERS_S)
+            if connection.cycle is cycle and not connection.transport.is_closing():  # no next request is under way
+                connection.limit(KEEP_ALIVE_S + HEADERS_S)
 
     return timed

@@ -270,6 +270,24 @@ async def test_who_goes_on_saying_nothing_is_cut_off(endpoint: Endpoint, monkeyp
         await hung_up(writer)
 
 
+async def test_a_request_that_follows_at_once_has_its_time(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = ScriptedWriting(held_at=0)
+    endpoint.service.script = lambda asked: held if asked.sampling.seed == 2 else ScriptedWriting()
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    async with asyncio.timeout(PATIENCE_S):
+        writer.write(request("GET", "/health").replace(b"close", b"keep-alive"))
+        await reader.readuntil(b"}")
+        monkeypatch.setattr(server, "HEADERS_S", 0.0)
+        monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.0)
+        first, second = (posted(json.dumps({"model": MODEL, "prompt": "x", "seed": seed}).encode()) for seed in (1, 2))
+        writer.write(first.replace(b"close", b"keep-alive") + second)
+        await held.waits.wait()
+        assert b"200 OK" in await reader.readuntil(b"}}")  # the first one is over, with all that follows it
+        held.go.set()
+        assert b"200 OK" in await reader.read()
+        await hung_up(writer)
+
+
 async def test_a_body_that_does_not_come(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "BODY_S", 0.0)
     status, _, body = await endpoint.raw(request("POST", COMPLETIONS, "Content-Length: 5"))
