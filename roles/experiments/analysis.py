@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.texts import human_bytes, human_duration
 from roles.experiments.grid import Grid
 from roles.experiments.results import CURVES, DONE, POINT, Row, time_to
@@ -206,7 +206,11 @@ def _curves(analysis: Analysis, directory: Path) -> Iterator[str]:
     for row in analysis.rows:
         path, panel = directory / CURVES / f"{row['run']}.csv", f"{y} = {row[y]}" if y else ""
         if path.is_file():
-            known.append(pd.read_csv(path).assign(run=row["run"], x=row.get(x, ""), y=panel))
+            try:
+                curve = pd.read_csv(path, usecols=list(POINT), dtype=float)
+            except ValueError as error:
+                raise StorageError(f"{path} is damaged: {error}", remedy="delete it; the other runs stay") from None
+            known.append(curve.assign(run=row["run"], x=row.get(x, ""), y=panel))
     data = pd.concat(known) if known else pd.DataFrame(columns=POINT)
     panels = [f"{y} = {label}" for label in labels[y]] if y else [""]
     loss = next((it for it in ("val_loss", "loss") if data[it].notna().any()), "")

@@ -109,8 +109,8 @@ def load(directory: Path) -> tuple[Grid, list[Row]]:
         text = RealDisk().read(path, max_bytes=MAX_FILE_BYTES).decode() if path.is_file() else ""
         rows: dict[str, Row] = {row["run"]: row for row in csv.DictReader(io.StringIO(text))}  # a copy counts once
         for row in rows.values():
-            if any(row[axis] not in labels for axis, labels in grid.axes.items()):
-                raise ValueError(f"{RESULTS} has a row without a known value of each axis")
+            if not row["state"] or any(row[axis] not in labels for axis, labels in grid.axes.items()):
+                raise ValueError(f"{RESULTS} has a row without a state, or without a known value of each axis")
             row |= {name: float(row[name]) if row.get(name) else None for name in numbers}
         return grid, list(rows.values())
     except (ValueError, KeyError, TypeError, csv.Error) as error:

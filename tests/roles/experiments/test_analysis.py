@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import StorageError, UserError
 from roles.experiments.analysis import Analysis, page, t_quantile
 from roles.experiments.grid import Grid
-from roles.experiments.results import FIGURES, Row
+from roles.experiments.results import CURVES, FIGURES, GRID, RESULTS, Row, load
 
 
 def row(context: str, batch: str, repeat: int, state: str = "done", **figures: float) -> Row:
@@ -123,3 +123,18 @@ def test_a_map_has_all_axes_and_shows_where_no_run_is_done(tmp_path: Path) -> No
     made = analysis(rows, axes, x="batch", y="context")
     assert made.axes == ["context", "link", "batch"]
     assert page(made, tmp_path).count("<img") == 3  # loss, tokens and bytes
+
+
+@pytest.mark.parametrize("content", ["", "a,b\n1,2\n", "step,time_s,tokens,sent_bytes,loss,val_loss\n1,1,1,1,none,x\n"])
+def test_a_damaged_curve_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / CURVES).mkdir()
+    (tmp_path / CURVES / f"{ROWS[0]['run']}.csv").write_text(content)
+    with pytest.raises(StorageError, match=rf"{ROWS[0]['run']}\.csv is damaged"):
+        page(analysis(), tmp_path)
+
+
+def test_a_row_without_a_state_is_damage(tmp_path: Path) -> None:
+    (tmp_path / GRID).write_text(analysis().grid.model_dump_json())
+    (tmp_path / RESULTS).write_text("run,context,batch,state\nr,64,4,\n")
+    with pytest.raises(StorageError, match="without a state"):
+        load(tmp_path)
