@@ -134,8 +134,8 @@ class SeedSource:
     # ------------------------------------------------------------------------------------------------------ histories
 
     async def _load_events(self, client: SeedClient, known: int) -> None:
-        *_, newest = await client.events(-1, 1)
-        async for event in client.all_events(max(known, newest.id - MAX_EVENTS)):
+        newest = max([event.id for event in await client.events(-1, 1)], default=0)
+        async for event in client.all_events(max(known, newest - MAX_EVENTS)):
             self.store.take(event, self._clock.now())
 
     async def _load_histories(self, client: SeedClient) -> None:

@@ -134,6 +134,15 @@ def test_a_malformed_update_is_counted_and_shown_and_the_rest_is_taken_in(watch)
     watch(play)
 
 
+def test_a_seed_without_events_is_watched_as_any(watch):
+    async def play(seed, source):
+        seed.answers["events.list"] = {"events": []}
+        await live(source)
+        await until(source, lambda: [method for method, _ in seed.asked].count("events.list") == 2)
+
+    watch(play)
+
+
 def test_a_seed_that_says_no_is_shown_with_its_remedy(watch):
     async def play(seed, source):
         seed.refuse = Refuse("full", "the seed has no room for a viewer", "leave another one")
