@@ -268,6 +268,7 @@ class JobController:
                 for it in instructions:  # first: a job's new state is shown while the store is still writing
                     if isinstance(it, co.Emit):
                         self._seed.note(it.level, it.kind, it.text, it.peer_id, self.id)
+                self._seed.subscriptions.touch("jobs", self.id)
                 await self._keep_wishes()  # durable before an instruction acts on them
                 for instruction in instructions:
                     await self._carry_out(instruction)
