@@ -38,7 +38,7 @@ from ring.prediction import (
 )
 from ring.training_costs import CandidateWorker, ModelShape
 from wire.emulate import preset_named
-from wire.records import ABSENT_STATES, LinkInfo
+from wire.records import ABSENT_STATES, FINISHED_STATES, LinkInfo
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -359,6 +359,8 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
     if len(timed) < LEAST_ROWS:
         text = f"job {info.name} has {len(timed)} measured steps, and {LEAST_ROWS} are needed"
         raise UserError(text, remedy="wait until it has trained some steps")
+    if info.state not in FINISHED_STATES:
+        typer.echo(f"! job {printable(info.name)} still runs: on this machine it slows down what is measured", err=True)
     profile = Profile.from_spec_untrusted(spec)
     where = workers or (read(cluster) if cluster else of_seed(seed, info.members))
     measured, members = calibrated(profile, where, [info.strategy], link or profile.link.preset, quiet=as_json)
