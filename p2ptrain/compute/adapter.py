@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from p2ptrain.compute.model import directory_config, first_line
+from p2ptrain.compute.model import DRAWING, directory_config, first_line
 from p2ptrain.compute.part import FILE_DTYPES, OnBytes
 from p2ptrain.compute.stored import Conversion, StoredTensors
 from p2ptrain.compute.text import TEXT_FILES
@@ -89,7 +89,7 @@ class MergedTable(TensorTable):
     def _paired(self) -> list[tuple[str, _Adapted]]:
         where, config = self._adapter.directory, directory_config(self._adapter.base, 0)
         try:
-            with torch.device("meta"):
+            with DRAWING, torch.device("meta"):
                 model = _Auto.from_config(config)
         except Exception as error:  # each architecture validates in its own way and with its own exceptions
             raise ConfigError(f"the base model {self.directory} cannot be built: {first_line(error)}") from error

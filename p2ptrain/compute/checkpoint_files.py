@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from p2ptrain.compute.flat import FlatModel, Segment
 from p2ptrain.compute.fsdp import ShardedModel
-from p2ptrain.compute.model import load_model
+from p2ptrain.compute.model import DRAWING, load_model
 from p2ptrain.compute.part import PartAssembly, PartModel
 from p2ptrain.compute.stage import StageSpec
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -287,7 +287,7 @@ class CheckpointFiles:
         return [*small, FilePlan(INDEX_FILE, (weights_index(shards),))]
 
     def _outline(self) -> PreTrainedModel:
-        with torch.device("meta"):
+        with DRAWING, torch.device("meta"):
             model: PreTrainedModel = _Auto.from_config(self._config, dtype=torch.float32)
         model.config.use_cache = False  # as ``build_model`` sets it
         return model

@@ -38,7 +38,8 @@ _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
 _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 DRAWING = Lock()
-"""Held while torch's default generator is in use, which all threads share."""
+"""Held while torch's default generator is in use, or transformers' functions that initialize or leave that out: all
+threads share them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def outline(config: PretrainedConfig) -> PreTrainedModel:
         ConfigError: the architecture cannot be built with these sizes.
     """
     try:
-        with torch.device("meta"):
+        with DRAWING, torch.device("meta"):
             return cast(PreTrainedModel, _Auto.from_config(config))
     except Exception as error:
         raise ConfigError(f"the [model] table is not a valid {config.model_type!r}: {first_line(error)}") from error

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, P
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from p2ptrain.compute.activations import fill
-from p2ptrain.compute.model import first_line
+from p2ptrain.compute.model import DRAWING, first_line
 from p2ptrain.compute.stored import REMEDY as _REMEDY
 from p2ptrain.compute.stored import StoredTensors
 from p2ptrain.core.errors import ConfigError
@@ -165,7 +165,7 @@ class ModelLayout:
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
         self._config = config
         try:
-            with torch.device("meta"):
+            with DRAWING, torch.device("meta"):
                 self.model = _Auto.from_config(copy.deepcopy(config), dtype=dtype)
         except Exception as error:  # each architecture validates in its own way and with its own exceptions
             raise refused(config, first_line(error)) from error
@@ -481,7 +481,7 @@ class PartAssembly:
                 if buffer.is_floating_point():
                     buffer.fill_(torch.nan)
             module._buffers.update(made)
-            with torch.no_grad():
+            with DRAWING, torch.no_grad():
                 self._model._init_weights(module)
             if any(buffer.isnan().any() for buffer in made.values()):
                 raise refused(self._config, f"it is not known how its {type(module).__name__} makes {min(made)}")

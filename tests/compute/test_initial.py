@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,10 +90,16 @@ def test_what_is_not_drawn_by_its_own_module_is_refused(monkeypatch: pytest.Monk
 
 
 def test_threads_of_one_process_draw_the_same() -> None:
-    alone = initial_digest(CONFIG, None, 7, (0, 3))
-    with ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(initial_digest, CONFIG, None, 7, (0, 3)) for _ in range(6)]
-        assert all(other.result() == alone for other in others)
+    alone, interval_s = initial_digest(CONFIG, None, 7, (0, 3)), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            others = [pool.submit(initial_digest, CONFIG, None, 7, (0, 3)) for _ in range(30)]
+            models = [pool.submit(build_model, SPEC, 256, 7) for _ in range(30)]  # without transformers' own drawing
+            assert all(other.result() == alone for other in others)
+            assert all(model.result() for model in models)
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 def test_the_digest_of_a_model_is_of_its_weights_and_of_its_cuts(tmp_path: Path) -> None:
