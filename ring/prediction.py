@@ -149,11 +149,11 @@ class Prediction:
 
 
 def quality_of(preset: LinkPreset) -> LinkQuality:
-    """An emulated link as it is on average: of pieces in order the latest counts, so jitter adds most of itself; a lost
-    segment of 1448 bytes adds a round trip."""
-    segment_s = 8 * 1448 / preset.rate_bps + preset.loss * preset.rtt_s if preset.rate_bps else 0.0
-    rate_bps = 8 * 1448 / segment_s if segment_s else None
-    return LinkQuality(preset.delay_s + 0.75 * preset.jitter_s, rate_bps)
+    """An emulated link as it is on average. Of pieces in order the latest counts, so jitter adds most of itself, and
+    the last of the segments of 1448 bytes that are lost on the way adds its round trip."""
+    lost = preset.loss * preset.rate_bps * preset.rtt_s / (8 * 1448)
+    latency_s = preset.delay_s + 0.75 * preset.jitter_s + preset.rtt_s * lost / (lost + 1)
+    return LinkQuality(latency_s, preset.rate_bps or None)
 
 
 def slowed(members: Sequence[CandidateWorker]) -> list[CandidateWorker]:
