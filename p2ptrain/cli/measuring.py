@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from wire.records import LinkInfo, PeerInfo
 
 STEPS, WARM_STEPS, PASSES, MOST_S = 10, 2, 2, 30.0
-"""Of each job: steps, the first of them that a mean leaves out, a worker's micro-batches in a step, the longest time."""
+"""Of each job: steps, the first of them that a mean leaves out, micro-batches of a worker in a step, longest time."""
 
 
 @dataclass(frozen=True, slots=True)
