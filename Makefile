@@ -26,7 +26,7 @@ demo: $(VENV)/.installed ## train a small model on this machine with two workers
 	$(BIN)/p2ptrain generate "$(PROMPT)" --tokens 200 --temperature 0.6 --checkpoint $(DEMO_STATE)
 
 # Two halves at a time, which take about as long.
-COMPUTING := $(addprefix tests/,compute configs core roles)
+COMPUTING := $(addprefix tests/,compute configs roles sim)
 WAITING := $(filter-out $(COMPUTING) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test: $(VENV)/.installed-dev ## run all tests
