@@ -35,7 +35,7 @@ _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1.25rem; }
 div { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
-th, td { padding: .3rem .6rem; border-bottom: 1px solid #8886; }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid #8886; } td { white-space: nowrap; }
 img { background: #fff; border-radius: 8px; padding: .5rem; margin: .3rem; max-width: 100%; break-inside: avoid; }
 @media print { body { margin: 0; max-width: none; font-size: 11px; } table { font-size: 7px; } td { padding: 2px; } }
 """
