@@ -82,13 +82,12 @@ async def _trained(
         show("the workers measure their speed and their links")
         links = await client.links()
         peers = [peer for peer in await client.peers() if peer.roles == ["worker"]]
-    found = Measured(peers, links, {})
+    found, machine = Measured(peers, links, {}), Machine(workers=workers, link="", threads=0, private=False)
     for strategy in dict.fromkeys(("sync", *strategies)):
         try:
             brief = short(profile, strategy, workers)
         except ValidationError:  # such as one that needs two workers
             continue
-        machine = Machine(workers=workers, link="", threads=0, private=False)
         run = Run(strategy, {"strategy": strategy}, {}, 1, brief, machine)
         plan = Plan(Grid(name="explain", axes={"strategy": [strategy]}), [run], MOST_S)
         async with cluster.operator() as client:
@@ -101,7 +100,7 @@ async def _trained(
         if figures.get("step_ms"):
             found.jobs[strategy] = brief, figures
         elif strategy == "sync":
-            text = f"no step of 2 micro-batches could be trained within {MOST_S:g} s: {result.reason}"
+            text = f"no step of {PASSES} micro-batches could be trained within {MOST_S:g} s: {result.reason}"
             raise JobFailed(text, remedy="close other programs, or set a smaller batch.micro_batch_sequences")
     return found
 
