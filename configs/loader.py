@@ -22,17 +22,23 @@ from pydantic.fields import FieldInfo
 
 from configs.schema import Conflict, Profile, fields, tables
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.texts import shortened
 
 PROFILES_DIR = Path(__file__).parent / "profiles"
 ENVIRONMENT_PREFIX = "P2PTRAIN__"
 DEFAULT_SOURCE = "default"
 _SHIPPED_SOURCE = "profile "
 _FILE_LIMIT_BYTES = 1024 * 1024
+_SYNTAX = "see https://toml.io for the syntax"
 
 _FIELDS: dict[str, FieldInfo] = dict(fields())
 _TABLES = tuple(name for name, _ in tables())
-_TABLE_LINE = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]")
-_KEY_LINE = re.compile(r"""\s*([\w."'-]+(?:\s*\.\s*[\w"'-]+)*)\s*=""")
+_TABLE_LINE = re.compile(r"\s*+\[([^\[\]]++)\]")
+_KEY_LINE = re.compile(r"""([\w.\s"'-]++)=""")
+_MOST_DEPTH = 16
+_KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
+_DEEP_KEY = re.compile(rf"""(?<![\w"'\\-])(?:{_KEY_PART}[ \t]*+\.[ \t]*+){{{_MOST_DEPTH}}}""")
+"""A dotted key that is too deep. The parser's time grows with the square of a key's depth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,17 +188,44 @@ def read_toml(path: Path, what: str = "profile") -> tuple[str, dict[str, Any]]:
                 f"{path} is larger than a {what} may be ({_FILE_LIMIT_BYTES} bytes)", remedy="is this the right file?"
             )
         text = content.decode("utf-8-sig")  # some editors write a byte order mark
-        return text, tomli.loads(text)
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", remedy="is this the right file?") from None
     except OSError as error:
         ships = f", or name a profile that ships: {', '.join(shipped())}" if what == "profile" else ""
         text = f"cannot read the {what} {path}: {error.strerror or error}"
         raise ConfigError(text, remedy=f"check the path{ships}") from None
+    return text, parse_toml(text, str(path))
+
+
+def parse_toml(text: str, place: str) -> dict[str, Any]:
+    """Parse TOML that may be hostile: a megabyte takes a few seconds. ``place``: its path or name, for messages.
+
+    Raises:
+        ConfigError: it is not TOML, it is nested too deeply, or a number has more than 64 bits.
+    """
+    problem = f"{place}: more than {_MOST_DEPTH} tables or lists are nested"
+    if deep := _DEEP_KEY.search(text):
+        line = text.count("\n", 0, deep.start()) + 1
+        raise ConfigError(f"{place}:{line}: a key has more than {_MOST_DEPTH} parts", remedy=_SYNTAX)
+    try:
+        document = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{path}:{error.lineno}: not TOML: {error.msg}", remedy="see https://toml.io for the syntax"
-        ) from None
+        raise ConfigError(f"{place}:{error.lineno}: not TOML: {error.msg}", remedy=_SYNTAX) from None
+    except RecursionError:
+        raise ConfigError(problem, remedy=_SYNTAX) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{place}: not TOML: {error}", remedy=_SYNTAX) from None
+    level: list[Any] = [document]
+    for _ in range(_MOST_DEPTH):
+        if any(isinstance(value, int) and not -(1 << 63) <= value < 1 << 63 for value in level):
+            raise ConfigError(f"{place}: a number has more than 64 bits", remedy=_SYNTAX)
+        tables = [
+            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
+        ]
+        level = [value for table in tables for value in table]
+    if level:
+        raise ConfigError(problem, remedy=_SYNTAX)
+    return document
 
 
 def flatten(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -256,6 +289,7 @@ def _check_key(key: str, place: str, spell: Callable[[str], str] = str) -> None:
     """Raise ``ConfigError`` if the schema has no such key. ``spell`` formats a key in the layer's notation."""
     if key in _FIELDS:
         return
+    key = shortened(key, 100)
     if key in _TABLES:
         example = next(name for name in _FIELDS if name.startswith(f"{key}."))
         raise ConfigError(f"{place}: {key} is a table", remedy=f"set one of its keys, such as {spell(example)}")

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tomli
 from pydantic import Field
 
+from configs.loader import parse_toml
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, P2PTrainError, Refused
 from roles.background import Background
@@ -153,10 +153,7 @@ async def create_experiment(call: Call) -> ExperimentInfo:
     from roles.experiments.grid import plan_of
 
     grid, place = call.body.grid, "the grid"
-    try:
-        document = tomli.loads(grid) if isinstance(grid, str) else grid
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place} is not TOML: {error}", remedy="see https://toml.io for the syntax") from None
+    document = await asyncio.to_thread(parse_toml, grid, place) if isinstance(grid, str) else grid
     return call.experiments.begin(await asyncio.to_thread(plan_of, document, place, None))
 
 

@@ -233,6 +233,27 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, line: in
     assert _refusal(path)[0] == f"{path}:{line}: {message}"
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a" + ".a" * 400_000 + " = 1", ":1: a key has more than 16 parts"),
+        ("x = 1\n[a" + ' . "\\"."' * 16 + "]", ":2: a key has more than 16 parts"),
+        ("a = " + "[" * 100_000, ": more than 16 tables or lists are nested"),
+        ("a = " + "[" * 20 + "]" * 20, ": more than 16 tables or lists are nested"),
+        ("a = " + "9" * 5000, ": not TOML: Exceeds the limit (4300 digits)"),
+        ("a = 0x" + "f" * 5000, ": a number has more than 64 bits"),
+        ("'" + "k" * 5000 + "' = 1", ":1: unknown key kkkk"),
+        ('a = """\n[' + " " * 900_000 + '\n"""', ":1: unknown key a"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_hostile_file_is_refused_in_a_moment(tmp_path: Path, text: str, message: str) -> None:
+    path = _file(tmp_path, text)
+    refusal = _refusal(path)[0]
+    assert refusal.startswith(f"{path}{message}")
+    assert len(refusal) < 1000
+
+
 def test_an_unknown_profile_lists_those_that_ship() -> None:
     own = "; a file of your own is given as a path, such as ./my.toml"
     assert _refusal("tinny") == (
