@@ -81,7 +81,8 @@ def analyze(
 ) -> None:
     """Compare the results: means over the repeats with 95 % confidence intervals, heatmaps and curves.
 
-    The report is one HTML file. This needs `pip install 'p2ptrain[experiments]'`.
+    The report is one HTML file; its figures are also files, as SVG and PNG. This needs the packages of the extra
+    `experiments`.
 
     \b
     Examples:
@@ -91,20 +92,25 @@ def analyze(
     from p2ptrain.cli.output import print_json, print_table
     from p2ptrain.core.disk import RealDisk, write_atomic
     from p2ptrain.core.texts import printable
-    from roles.experiments.analysis import Analysis, page
+    from roles.experiments.analysis import Analysis, draw_figures, page
     from roles.experiments.results import load
 
     analysis = Analysis(*load(directory), x, y)
-    path = output or directory / "report.html"
-    write_atomic(RealDisk(), path, page(analysis, directory).encode())
+    path, disk = output or directory / "report.html", RealDisk()
+    figures, place = draw_figures(analysis, directory), path.with_name(f"{path.stem}-figures")
+    disk.make_dir(place)
+    for figure in figures:
+        for suffix, content in figure.files.items():
+            write_atomic(disk, place / f"{figure.name}.{suffix}", content)
+    write_atomic(disk, path, page(analysis, figures).encode())
     if as_json:
-        print_json(analysis.to_json() | {"report": str(path)})
+        print_json(analysis.to_json() | {"report": str(path), "figures": str(place)})
         return
     columns, rows = analysis.table()
     print_table([it.upper() for it in columns], rows)
     for sentence in analysis.conclusions():
         typer.echo(f"- {printable(sentence)}")
-    typer.echo(f"the report is {path}")
+    typer.echo(f"the report is {path}; its figures are also in {place}, as SVG and PNG")
 
 
 def _carry_out(results: Results, console: Console) -> None:

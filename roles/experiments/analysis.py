@@ -12,6 +12,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.texts import human_bytes, human_duration
 from roles.experiments.grid import Grid
-from roles.experiments.results import CURVES, DONE, POINT, Row, time_to
+from roles.experiments.results import CURVES, DONE, POINT, Row, bytes_to, time_to
 
 try:
     import matplotlib as mpl
@@ -45,9 +46,11 @@ MEASURES = {
     "tokens": "tokens", "sent_bytes": "bytes sent", "memory_bytes": "memory of a worker", "recoveries": "recoveries",
     "rejected": "rejected contributions", "epsilon": "epsilon",
 }  # fmt: skip
-"""Columns of the results that are compared, and their titles. Times to a loss come before them."""
+"""Columns of the results that are compared, and their titles. Times and bytes to a loss come before them."""
 IN_WORDS = ("val_loss", "tokens_per_s", "sent_bytes")
-"""Those that conclusions are about, with the times."""
+"""Those that conclusions are about, with the times and bytes to a loss."""
+OF_EQUAL_TOKENS = ("val_loss", "sent_bytes")
+"""Those that say nothing between cells that trained on different numbers of tokens."""
 MORE_IS_BETTER = "tokens_per_s"
 
 
@@ -60,7 +63,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def shown(measure: str, value: float) -> str:
-    if measure.endswith("_bytes"):
+    if "bytes" in measure:
         return human_bytes(value)
     if measure == "step_ms" or measure not in MEASURES:
         return human_duration(value / 1e3 if measure == "step_ms" else value)
@@ -91,7 +94,8 @@ class Analysis:
         x = x or next(axis for axis in axes[1:] + axes if axis != y)
         y = y or next(axis for axis in axes if axis != x)
         self.grid, self.rows, self.axes = grid, rows, [y, *(axis for axis in axes if axis not in (x, y)), x]
-        titles = {time_to(it): f"time to a validation loss of {it:g}" for it in grid.loss_targets} | MEASURES
+        titles = {time_to(it): f"time to a validation loss of {it:g}" for it in grid.loss_targets}
+        titles |= {bytes_to(it): f"bytes sent to a validation loss of {it:g}" for it in grid.loss_targets} | MEASURES
         table = pd.DataFrame(rows).assign(**{"": ""})
         for axis, labels in grid.axes.items():
             table[axis] = pd.Categorical(table[axis], list(labels), ordered=True)
@@ -100,6 +104,8 @@ class Analysis:
         known = table[list(titles)].astype(float).where(table["state"] == DONE)
         self.measures = {name: title for name, title in titles.items() if known[name].fillna(0).any()}
         self._cells = known.groupby(self.axes, observed=True)
+        is_uneven = (table["state"] == DONE) & (table["members_min"] < table["members_mean"]).fillna(False)
+        self._uneven = is_uneven.groupby(self.axes, observed=True).sum()
 
     def estimates(self, measure: str) -> Any:
         """A row for each cell: ``mean`` over its runs that are done and know the measure, ``half_95``: half of the
@@ -118,26 +124,41 @@ class Analysis:
         rows = []
         for cell, states in self.states.items():
             runs = [f"{states[DONE]}", *(f"{state} ({count})" for state, count in states.items() if state != DONE)]
-            rows.append([*self._named(cell).values(), " + ".join(runs), *(text[cell] for text in texts)])
+            uneven = f", members were away in {self._uneven[cell]}" if self._uneven[cell] else ""
+            rows.append([*self._named(cell).values(), " + ".join(runs) + uneven, *(text[cell] for text in texts)])
         return [*filter(None, self.axes), "runs", *self.measures.values()], rows
 
     def conclusions(self) -> list[str]:
         """What the results support, in sentences."""
         simulated = " (simulated)" * self.grid.simulated
         told = [f"{len(self.rows)} of {self.grid.planned} runs have a result{simulated}."]
+        if uneven := int(self._uneven.sum()):
+            text = f"In {uneven} of them members were away for some steps: their times and bytes are of fewer workers."
+            told.append(text)
+        tokens = self.estimates("tokens")["mean"]
         for measure in (it for it in self.measures if it in IN_WORDS or it not in MEASURES):
             known = self.estimates(measure).dropna(subset="mean")
             known = known.sort_values("mean", ascending=measure != MORE_IS_BETTER, kind="stable")
-            for _, cells in known.groupby(self.axes[:-1], observed=True):
-                if np.allclose(cells["mean"], cells["mean"].iloc[0], rtol=1e-3):
+            for condition, cells in known.groupby(self.axes[:-1], observed=True):
+                where = ", ".join(f"{axis} = {label}" for axis, label in self._named(condition).items())
+                about = f"With {where}: " * bool(where) + self.measures[measure]
+                if measure not in MEASURES:  # a mean over the runs that reached the loss tells nothing of the others
+                    is_reached = cells["runs"] == [self.states[cell][DONE] for cell in cells.index]
+                    if missed := [cell[-1] for cell in cells[~is_reached].index]:
+                        told.append(f"{about}: not reached by every run of {', '.join(missed)}, which are left out.")
+                    cells = cells[is_reached]
+                if cells.empty or np.allclose(cells["mean"], cells["mean"].iloc[0], rtol=1e-3):
                     continue  # nothing to choose
+                trained = tokens[cells.index]
+                if measure in OF_EQUAL_TOKENS and not np.allclose(trained, trained.iloc[0], rtol=1e-3):
+                    numbers = " to ".join(shown("tokens", it) for it in (trained.min(), trained.max()))
+                    told.append(f"{about}: not compared: the runs trained on different numbers of tokens ({numbers}).")
+                    continue
                 best, others = cells.iloc[0], cells.iloc[1:]
                 reach = (best["half_95"] + others["half_95"]).fillna(math.inf)  # one run tells nothing apart
                 near = [cell[-1] for cell in others[abs(others["mean"] - best["mean"]) <= reach].index]
-                where = ", ".join(f"{axis} = {label}" for axis, label in self._named(best.name[:-1]).items())
                 told.append(
-                    f"With {where}: " * bool(where)
-                    + f"{self.measures[measure]}: best with {self.axes[-1]} = {best.name[-1]} ({best['text']})"
+                    f"{about}: best with {self.axes[-1]} = {best.name[-1]} ({best['text']})"
                     + (f", not told apart from {', '.join(near)}." if near else ", no other 95 % interval overlaps.")
                 )
         return told
@@ -154,15 +175,31 @@ class Analysis:
         return {axis: label for axis, label in zip(self.axes, labels, strict=False) if axis}
 
 
-def page(analysis: Analysis, directory: Path) -> str:
-    """The report. ``directory``: that of the results."""
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A map or a chart as file contents, by suffix: ``svg`` and ``png``. ``name``: of its files."""
+
+    name: str
+    title: str
+    files: dict[str, bytes]
+
+
+def draw_figures(analysis: Analysis, directory: Path) -> list[Figure]:
+    """A map for each measure, then the curves. ``directory``: that of the results. Raises ``StorageError``."""
     mpl.use("Agg")
     mpl.rcParams.update({"svg.hashsalt": "p2ptrain", "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold",
                          "text.parse_math": False})  # fmt: skip
+    return [*(_heatmap(analysis, it) for it in analysis.measures), *_curves(analysis, directory)]
+
+
+def page(analysis: Analysis, figures: Sequence[Figure]) -> str:
+    """The report: one HTML file."""
     grid, (columns, rows) = analysis.grid, analysis.table()
     what = "simulated: times are virtual, and there are no losses" if grid.simulated else "measured"
     table = pd.DataFrame(rows, columns=columns).to_html(index=False, border=0, justify="left")
-    curves = "".join(_curves(analysis, directory))
+    maps, curves = (
+        "".join(_image(it) for it in figures if it.name.startswith(CURVES) == is_curve) for is_curve in (False, True)
+    )
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{grid.name}</title><style>{_STYLE}</style>"
         f"<h1>{grid.name}</h1><p>{html.escape(' × '.join(grid.axes))} · {what}</p>"
@@ -170,20 +207,26 @@ def page(analysis: Analysis, directory: Path) -> str:
         "<h2>Cells</h2><p>Means over the runs of a cell that are done, ± half of the 95 % confidence interval (by "
         f"Student's t); without ±, there is one run.</p><div>{table}</div><h2>Maps</h2><p>Lighter is better. Red: no "
         "run of the cell is done, or none reached the loss.</p>"
-        f"{''.join(_heatmap(analysis, it) for it in analysis.measures)}"
-        f"{'<h2>Curves</h2><p>A line for each run.</p>' * bool(curves)}{curves}</html>"
+        f"{maps}{'<h2>Curves</h2><p>A line for each run.</p>' * bool(curves)}{curves}</html>"
     )
 
 
-def _picture(figure: Any, text: str) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches="tight")
-    plt.close(figure)
-    image = base64.b64encode(buffer.getvalue()).decode()
-    return f'<img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{image}">'
+def _figure(plot: Any, name: str, title: str) -> Figure:
+    files = dict[str, bytes]()
+    for suffix, metadata in (("svg", {"Date": None}), ("png", None)):
+        buffer = io.BytesIO()
+        plot.savefig(buffer, format=suffix, metadata=metadata, bbox_inches="tight", dpi=200)
+        files[suffix] = buffer.getvalue()
+    plt.close(plot)
+    return Figure(name, title, files)
 
 
-def _heatmap(analysis: Analysis, measure: str) -> str:
+def _image(figure: Figure) -> str:
+    content = base64.b64encode(figure.files["svg"]).decode()
+    return f'<img alt="{html.escape(figure.title)}" src="data:image/svg+xml;base64,{content}">'
+
+
+def _heatmap(analysis: Analysis, measure: str) -> Figure:
     """A measure with x across, and the combinations of the other axes down."""
     means, texts = (analysis.estimates(measure)[name].unstack() for name in ("mean", "text"))
     is_wide = 0 < 8 * means.min(axis=None) < means.max(axis=None)
@@ -197,10 +240,10 @@ def _heatmap(analysis: Analysis, measure: str) -> str:
     axes.set_title(analysis.measures[measure])
     axes.tick_params(axis="y", rotation=0, length=0)
     axes.tick_params(axis="x", length=0)
-    return _picture(figure, analysis.measures[measure])
+    return _figure(figure, measure, analysis.measures[measure])
 
 
-def _curves(analysis: Analysis, directory: Path) -> Iterator[str]:
+def _curves(analysis: Analysis, directory: Path) -> Iterator[Figure]:
     """The loss of every run against time and bytes: a panel for each value of y, a colour for each of x."""
     labels, y, x, known = analysis.grid.axes, analysis.axes[0], analysis.axes[-1], []
     for row in analysis.rows:
@@ -223,4 +266,4 @@ def _curves(analysis: Analysis, directory: Path) -> Iterator[str]:
         )  # fmt: skip
         grid.set_titles("{col_name}").set(xscale=scale).set_axis_labels(names[across], names[loss])
         grid.legend.set_title(x)
-        yield _picture(grid.figure, f"{names[loss]} against {names[across]}")
+        yield _figure(grid.figure, f"{CURVES}-{across}", f"{names[loss]} against {names[across]}")

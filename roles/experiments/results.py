@@ -17,11 +17,14 @@ from roles.experiments.grid import Grid, Plan, Run
 GRID, RESULTS, CURVES, LOCK = "grid.json", "results.csv", "curves", ".lock"
 MAX_FILE_BYTES = 64 << 20
 DONE = "done"
+ALONE = "alone"
+"""State of a run that came to its end, but a worker trained some steps without the others."""
 FIGURES = (
     "duration_s", "steps", "tokens", "tokens_per_s", "step_ms", "compute_ms", "sent_bytes", "loss", "best_loss",
-    "val_loss", "best_val_loss", "memory_bytes", "recoveries", "rejected", "epsilon",
+    "val_loss", "best_val_loss", "memory_bytes", "members_mean", "members_min", "generation_changes", "recoveries",
+    "rejected", "epsilon",
 )  # fmt: skip
-"""Columns that the runs measure; docs/experiments.md explains them. Times to losses follow."""
+"""Columns that the runs measure; docs/experiments.md explains them. Times and bytes to losses follow."""
 POINT = ("step", "time_s", "tokens", "sent_bytes", "loss", "val_loss")
 """Columns of a curve."""
 
@@ -33,13 +36,23 @@ def time_to(target: float) -> str:
     return f"seconds_to_{target:g}"
 
 
+def bytes_to(target: float) -> str:
+    """Column of the bytes that all workers had sent when a loss was reached."""
+    return f"bytes_to_{target:g}"
+
+
+def measured_columns(targets: Sequence[float]) -> list[str]:
+    """Columns with numbers that the runs measure."""
+    return [*FIGURES, *(column(target) for target in targets for column in (time_to, bytes_to))]
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """What a run led to.
 
     Attributes:
-        state: ``done``, ``out-of-memory``, ``diverged``, ``time-limit``, ``refused`` or ``failed``.
-        figures: ``FIGURES`` and times to losses; what is missing is unknown.
+        state: ``done``, ``alone``, ``out-of-memory``, ``diverged``, ``time-limit``, ``refused`` or ``failed``.
+        figures: those of ``measured_columns``; what is missing is unknown.
         curve: a row for each step, with the columns ``POINT``.
     """
 
@@ -65,7 +78,7 @@ class Results:
         if lock is None:
             raise UserError(f"another experiment runs in {directory}", remedy="wait for it, or name another directory")
         self.close = lock.close
-        self._measured = ("state", "reason", *FIGURES, *map(time_to, plan.grid.loss_targets))
+        self._measured = ("state", "reason", *measured_columns(plan.grid.loss_targets))
         try:
             if taken := plan.grid.axes.keys() & {"run", "repeat", "random_seed", *self._measured}:
                 raise UserError(f"the results have a column {min(taken)}", remedy="rename this axis")
@@ -105,7 +118,7 @@ def load(directory: Path) -> tuple[Grid, list[Row]]:
         raise UserError(f"{directory} holds no experiment", remedy="name the directory of `p2ptrain experiment run`")
     try:
         grid = Grid.model_validate_json(RealDisk().read(directory / GRID, max_bytes=MAX_FILE_BYTES))
-        numbers, path = ("repeat", *FIGURES, *map(time_to, grid.loss_targets)), directory / RESULTS
+        numbers, path = ("repeat", *measured_columns(grid.loss_targets)), directory / RESULTS
         text = RealDisk().read(path, max_bytes=MAX_FILE_BYTES).decode() if path.is_file() else ""
         rows: dict[str, Row] = {row["run"]: row for row in csv.DictReader(io.StringIO(text))}  # a copy counts once
         for row in rows.values():

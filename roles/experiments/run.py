@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from statistics import median
+from statistics import mean, median
 
 import numpy as np
 
 from p2ptrain.core.errors import P2PTrainError, Refused, UserError
 from roles.experiments.grid import Plan, Run
-from roles.experiments.results import DONE, Result, Results, Row, time_to
+from roles.experiments.results import ALONE, DONE, Result, Results, Row, bytes_to, time_to
 from wire.client import SeedClient
 from wire.records import ABSENT_STATES, FINISHED_STATES, EventInfo, JobInfo, MetricRow, PeerInfo
 from wire.schema import Record
@@ -103,6 +103,7 @@ async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Resul
     known, val_known = ([loss for loss in it if loss is not None] for it in (losses, val_losses))
     steps_ms = [row.step_ms for row in rows if row.step_ms]
     computed_ms = [row.compute_ms for row in rows if row.compute_ms]
+    members = [row.members for row in rows if row.members]
     figures = {
         "duration_s": max(times_s, default=0.0),
         "steps": max(steps, default=0),
@@ -116,20 +117,34 @@ async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Resul
         "val_loss": val_known[-1] if val_known else None,
         "best_val_loss": min(val_known, default=None),
         "memory_bytes": followed.memory_bytes or None,
+        "members_mean": round(mean(members), 3) if members else None,
+        "members_min": min(members, default=None),
+        "generation_changes": max(len({row.generation for row in rows}) - 1, 0),
         "recoveries": recoveries,
         "rejected": sum(followed.refused.values()) + sum(score.excluded for score in info.scores),
         "epsilon": info.epsilon,
     }
     for target in plan.grid.loss_targets:
-        reached = (at for at, loss in zip(times_s, val_losses, strict=True) if loss is not None and loss <= target)
-        figures[time_to(target)] = next(reached, None)
+        known_at = zip(times_s, sent_bytes, val_losses, strict=True)
+        reached = ((at_s, sent) for at_s, sent, loss in known_at if loss is not None and loss <= target)
+        figures[time_to(target)], figures[bytes_to(target)] = next(reached, (None, None))
     curve = list(zip(steps, times_s, tokens, sent_bytes, losses, val_losses, strict=True))
     if info.state == "done":
-        return Result(DONE, info.reason, figures, curve)
+        away = members_away(members, run.machine.workers)
+        state = ALONE if away and min(members) == 1 else DONE
+        return Result(state, "; ".join(filter(None, (away, info.reason))), figures, curve)
     if not in_time:
         return Result("time-limit", f"{late} after {plan.limit_s:g} s", figures, curve)
     reason = followed.trouble or info.reason or info.state
     return Result(failure(reason), reason, figures, curve)
+
+
+def members_away(members: Sequence[int], workers: int) -> str:
+    """Say in how many steps members were away; empty: in none. ``members``: of each step."""
+    away = [count for count in members if count < workers]
+    if not away:
+        return ""
+    return f"{len(away)} of {len(members)} steps had fewer than {workers} workers, {min(away)} at the least"
 
 
 def failure(reason: str) -> str:

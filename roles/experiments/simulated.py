@@ -88,7 +88,7 @@ async def simulate(plan: Plan, run: Run, show: Show) -> Result:
         await client.close()
         stop.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-    figures = {key: it for key, it in result.figures.items() if not re.search("loss|memory|seconds_to", key)}
+    figures = {key: it for key, it in result.figures.items() if not re.search("loss|memory|seconds_to|bytes_to", key)}
     return replace(result, figures=figures, curve=[(*point[:-2], None, None) for point in result.curve])
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.errors import StorageError, UserError
-from roles.experiments.analysis import Analysis, page, t_quantile
+from roles.experiments.analysis import Analysis, draw_figures, page, t_quantile
 from roles.experiments.grid import Grid
-from roles.experiments.results import CURVES, FIGURES, GRID, RESULTS, Row, load
+from roles.experiments.results import CURVES, GRID, RESULTS, Row, load, measured_columns
 
 
 def row(context: str, batch: str, repeat: int, state: str = "done", **figures: float) -> Row:
-    known: dict[str, Any] = dict.fromkeys((*FIGURES, "seconds_to_2"))
+    known: dict[str, Any] = dict.fromkeys(measured_columns([2.0]))
     known |= {"tokens": 1000.0, "sent_bytes": 4096.0} if state == "done" else {}
     return known | {
         "run": f"{context}{batch}{repeat}", "context": context, "batch": batch, "repeat": float(repeat), "state": state,
@@ -80,6 +80,32 @@ def test_each_condition_has_its_best_choice() -> None:
     assert "tokens/s: best with context = 128 (4,000), not told apart from 64." in words  # by one run each
 
 
+def test_no_best_loss_is_named_between_different_numbers_of_tokens() -> None:
+    rows = [row("64", batch, n, val_loss=loss + n / 100, tokens=tokens, seconds_to_2=tokens, bytes_to_2=loss)
+            for batch, loss, tokens in (("4", 2.0, 1000.0), ("8", 1.0, 2000.0)) for n in (1, 2, 3)]  # fmt: skip
+    words = "\n".join(analysis(rows).conclusions())
+    assert "validation loss: not compared: the runs trained on different numbers of tokens (1,000 to 2,000)." in words
+    assert "validation loss: best" not in words
+    assert "time to a validation loss of 2: best with batch = 4" in words
+    assert "bytes sent to a validation loss of 2: best with batch = 8" in words
+
+
+def test_a_cell_of_which_some_runs_missed_a_loss_is_not_the_fastest() -> None:
+    rows = [row("64", "4", 1, seconds_to_2=1.0), row("64", "4", 2)]
+    rows += [row("64", "8", n, seconds_to_2=9.0 + n) for n in (1, 2)]
+    words = analysis(rows).conclusions()
+    missed = "not reached by every run of 4, which are left out."
+    assert f"With context = 64: time to a validation loss of 2: {missed}" in words
+    assert not any("best with batch = 4" in sentence for sentence in words)
+
+
+def test_runs_with_members_away_are_marked() -> None:
+    rows = [row("64", "4", 1, members_mean=2.5, members_min=2.0), row("64", "4", 2, members_mean=3.0, members_min=3.0)]
+    made = analysis(rows)
+    assert made.conclusions()[1].startswith("In 1 of them members were away for some steps")
+    assert made.table()[1][0][2] == "2, members were away in 1"
+
+
 def test_axes_that_do_not_exist_are_refused() -> None:
     for x, y, text in (("size", "", "size is no axis of"), ("context", "context", "x and y are both context")):
         with pytest.raises(UserError, match=text):
@@ -106,7 +132,8 @@ def test_the_report_shows_any_label_and_needs_nothing_else(tmp_path: Path) -> No
         rows[-1]["run"] = f"{len(rows)}"
     one = {"context": ["$<b>\\frac$", "seconds"]}
     for axes, directory, pictures in ((one | {"batch": ["4"]}, tmp_path, 4), (one, tmp_path / "none", 2)):
-        text = page(analysis(rows, axes), directory)
+        made = analysis(rows, axes)
+        text = page(made, draw_figures(made, directory))
         assert "<script" not in text
         assert "<b>" not in text
         sources = re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"' >)]+)", text)
@@ -122,7 +149,11 @@ def test_a_map_has_all_axes_and_shows_where_no_run_is_done(tmp_path: Path) -> No
     axes = {"link": ["a", "b"], "context": ["64", "128"], "batch": ["4", "8"]}
     made = analysis(rows, axes, x="batch", y="context")
     assert made.axes == ["context", "link", "batch"]
-    assert page(made, tmp_path).count("<img") == 3  # loss, tokens and bytes
+    figures = draw_figures(made, tmp_path)
+    assert [figure.name for figure in figures] == ["val_loss", "tokens", "sent_bytes"]
+    for figure in figures:
+        assert figure.files["svg"].startswith(b"<?xml")
+        assert figure.files["png"].startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("content", ["", "a,b\n1,2\n", "step,time_s,tokens,sent_bytes,loss,val_loss\n1,1,1,1,none,x\n"])
@@ -130,7 +161,7 @@ def test_a_damaged_curve_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / CURVES).mkdir()
     (tmp_path / CURVES / f"{ROWS[0]['run']}.csv").write_text(content)
     with pytest.raises(StorageError, match=rf"{ROWS[0]['run']}\.csv is damaged"):
-        page(analysis(), tmp_path)
+        draw_figures(analysis(), tmp_path)
 
 
 def test_a_row_without_a_state_is_damage(tmp_path: Path) -> None:

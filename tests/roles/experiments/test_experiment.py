@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,10 @@ from configs.schema import Profile
 from p2ptrain.core.errors import Refused, StorageError, UserError
 from roles.experiments.grid import Plan, Run, plan_of
 from roles.experiments.results import Result, Results, load
-from roles.experiments.run import carry_out, measure
+from roles.experiments.run import carry_out, measure, members_away
 from roles.experiments.simulated import simulate
 from roles.stand_in import StandInEngine
-from tests.roles.in_process import Cluster
+from tests.roles.in_process import Cluster, Gate
 from wire.memory import run_virtual
 
 NUMEL = 64
@@ -57,7 +58,41 @@ async def test_a_run_measures_its_losses_and_every_byte_that_its_workers_sent(cl
     assert [step for step, *_, val_loss in result.curve if val_loss is not None] == [3, 6]
     assert figures["loss"] == result.curve[-1][4]
     assert figures["seconds_to_1e+09"] == result.curve[2][1]
-    assert figures["seconds_to_1e-09"] is None
+    assert figures["bytes_to_1e+09"] == result.curve[2][3]
+    assert (figures["seconds_to_1e-09"], figures["bytes_to_1e-09"]) == (None, None)
+    assert (figures["members_mean"], figures["members_min"], figures["generation_changes"]) == (2, 2, 0)
+
+
+def test_absent_members_are_counted_by_steps() -> None:
+    assert members_away([3, 3, 4], 3) == ""
+    assert members_away([3, 2, 1, 3], 3) == "2 of 4 steps had fewer than 3 workers, 1 at the least"
+
+
+async def test_a_run_that_trained_alone_is_not_done(cluster: Cluster) -> None:
+    """One of two workers leaves for good after the second step."""
+    made, gate = plan({"job.steps": [6]}), Gate(3)
+
+    def gated(profile: Profile) -> StandInEngine:
+        return StandInEngine(profile, numel=NUMEL, on_micro_batch=gate.wait)
+
+    workers = [cluster.join(gated) for _ in range(2)]
+    for worker in workers:
+        await worker.joined.wait()
+
+    async def leave() -> None:
+        await workers[1].die()
+        gate.away()
+
+    leaving = list[asyncio.Task[None]]()
+
+    def show(text: str) -> None:
+        if text.startswith("step 2/"):
+            leaving.append(asyncio.create_task(leave()))
+
+    async with cluster.operator() as client:
+        result = await measure(client, made.runs[0], made, show)
+    assert (result.state, result.figures["members_min"]) == ("alone", 1)
+    assert "fewer than 2 workers, 1 at the least" in result.reason
 
 
 class TooLarge(StandInEngine):
