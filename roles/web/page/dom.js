@@ -122,6 +122,9 @@ export class Table {
   }
 }
 
+// A button that dismisses is no submit button, or Enter in a field would press it: it is the first of its form.
+addEventListener("click", ({ target }) => target.closest("[data-close]")?.closest("dialog").close());
+
 /** Open a dialog of index.html and wait for its end. Returns the values of its form, or null if it was dismissed. */
 export function openDialog(id) {
   const dialog = byId(id);

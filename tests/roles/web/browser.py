@@ -102,8 +102,9 @@ class Tab:
         await self.call("Emulation.setDeviceMetricsOverride", **shape)
 
     async def press(self, key: str) -> None:
+        text = "\r" if key == "Enter" else key
         for kind in ("keyDown", "keyUp"):
-            await self.call("Input.dispatchKeyEvent", type=kind, key=key, text=key if len(key) == 1 else "")
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, text=text)
 
     async def picture(self) -> bytes:
         """A PNG of what the tab shows."""

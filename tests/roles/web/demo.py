@@ -30,6 +30,7 @@ class DemoSeed:
 
     Attributes:
         told: job and verb of each request to a job.
+        created: jobs that were asked for; none is made.
         fetched: ``after_step`` of each request for metrics.
     """
 
@@ -37,6 +38,7 @@ class DemoSeed:
         self.demo = DemoCluster(peers, serving=True)
         self.told: list[tuple[str, str]] = []
         self.fetched: list[int] = []
+        self.created = 0
         self.subscriptions = Subscriptions(lambda topic, ident: self._records[topic].get(ident))
         self._records: dict[str, dict[str, dict[str, Any]]] = {topic: {} for topic in STATE_TOPICS}
         self._take(self.demo.everything())
@@ -93,12 +95,13 @@ class DemoSeed:
 async def endpoint(seed: DemoSeed, sock: socket.socket) -> AsyncIterator[str]:
     """Answer HTTP while the body runs. Yields the address."""
 
-    async def refuse(*given: Any) -> str:
-        raise ConnectionLost("the demo creates no jobs")
+    async def create(*given: Any) -> str:
+        seed.created += 1
+        return "j1"
 
     experiments = Experiments(Path("nowhere"), cast(Any, None))
     experiments.infos["rates"] = ExperimentInfo("rates", "running", 5, 12, "lr=0.01, repeat 2: step 40 of 100", 420.0)
-    app = WebApp(cast(Any, seed), cast(Any, seed), refuse, experiments)
+    app = WebApp(cast(Any, seed), cast(Any, seed), create, experiments)
     async with serving(app, sock, websockets=True):
         host, port = sock.getsockname()[:2]
         yield f"http://{host}:{port}"

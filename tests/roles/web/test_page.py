@@ -79,6 +79,11 @@ async def test_a_browser_shows_the_job_acts_on_it_and_survives_the_loss_of_its_c
             await tab.value("document.getElementById('do-resume').click()")
             await tab.until("document.getElementById('job-state').textContent.includes('running')")
             assert seed.told == [("j1", "pause"), ("j1", "resume")]
+            await tab.press("n")
+            await tab.until("document.activeElement.name === 'profile'")
+            await tab.press("Enter")
+            await tab.until("document.querySelector('.note')?.textContent.includes('is created')")
+            assert seed.created == 1
             for width in (360, 390):
                 await tab.resize(width, 844)
                 assert await tab.until("innerWidth === document.documentElement.scrollWidth && innerWidth") == width
