@@ -21,10 +21,10 @@ from tui import format as fmt
 from tui.chain_panel import ChainsPanel
 from tui.format import GONE, SLOWEST, SPENT_LOOKS, Span
 from tui.model import Link, Phase
-from tui.panels import EventsPanel, Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
+from tui.panels import Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
 from tui.serving import ServingPanel
 from tui.source import Connect, SeedSource, Source
-from tui.tables import CheckpointsPanel, JobsPanel, PeersPanel
+from tui.tables import CheckpointsPanel, EventsPanel, JobsPanel, PeersPanel
 from tui.theme import DARK, THEMES, Palette
 from wire.records import JobInfo
 
@@ -46,7 +46,7 @@ PANELS = (
     RecoveriesPanel,
     EventsPanel,
 )
-FOCUS_OF_VIEW = ("#peers-table", "#training", "#jobs-table", "#events", "#chains", "#serving")
+FOCUS_OF_VIEW = ("#peers-table", "#training", "#jobs-table", "#events-table", "#chains", "#serving")
 LEAVE = Binding("ctrl+c", "app.interrupt", show=False)
 """Ctrl+C also for dialogs, in which the app's own bindings do not work."""
 KEYS = (
@@ -319,7 +319,7 @@ class P2PTrainApp(App[bool]):
         """Show the details of the row under the cursor. In Jobs the cursor also chooses the job in view."""
         if event.option_list.id == "jobs-table":
             self.chosen_job = event.option_id
-        for kind in (PeersPanel, JobsPanel, CheckpointsPanel):
+        for kind in (PeersPanel, JobsPanel, CheckpointsPanel, EventsPanel):
             self._drawn.pop(kind, None)
         self.refresh_panels()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ from tui.format import SLOWEST, Look, Row, Span
 from tui.model import Phase, Store, eta_s, split
 from tui.theme import Palette
 from wire.address import how_to_join
-from wire.records import EventInfo, JobInfo, MemberScore, MetricRow, PeerInfo, RecoveryInfo, recovery_spread
+from wire.records import JobInfo, MemberScore, MetricRow, PeerInfo, RecoveryInfo, recovery_spread
 
 READABLE_S = 0.5
 """Least time between two redraws of numbers. Faster changes are unreadable and take CPU time from training."""
@@ -388,23 +387,3 @@ def recovery_lines(found: list[RecoveryInfo], width: int) -> list[list[Span]]:
             legend.append([])
         legend[-1] += [Span(f"{look.symbol} ", look.role), Span(told)]
     return rows + legend
-
-
-class EventsPanel(TextPanel):
-    """The cluster's event log, the newest first."""
-
-    NAME = "events"
-    TOPICS = frozenset({"events"})
-    EVERY_S = 0.0
-
-    def show(self, frame: Frame) -> None:
-        rows = [row for event in frame.store.events_in_order() for row in _event_rows(event, self.size.width - 13)]
-        self.draw(rows or [[Span("nothing happened yet", "dim")]], frame)
-
-
-def _event_rows(event: EventInfo, width: int) -> list[Row]:
-    look = fmt.look_in(fmt.LEVEL_LOOKS, event.level)
-    role = look.role if event.level in ("warning", "error") else ""
-    head = [Span(f"{fmt.clock(event.wall)} ", "dim"), Span(f"{look.symbol} ", look.role)]
-    told = textwrap.wrap(event.text, max(20, width)) or [""]
-    return [[*head, Span(told[0], role)], *([Span(" " * 11), Span(line, role)] for line in told[1:])]

@@ -1,7 +1,8 @@
-"""The panels that are tables: peers, jobs, checkpoints."""
+"""The panels that are tables: peers, jobs, checkpoints, events."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -22,7 +23,7 @@ from tui.panels import RECENT, Frame, Lines, Panel, seed_address
 from tui.theme import Palette
 from wire.address import how_to_join
 from wire.messages import GpuInfo
-from wire.records import CheckpointInfo, JobInfo, PeerInfo, ServingInfo
+from wire.records import CheckpointInfo, EventInfo, JobInfo, PeerInfo, ServingInfo
 
 Cell = tuple[Span, ...]
 
@@ -117,6 +118,7 @@ def _line(cells: dict[str, Cell], columns: Sequence[tuple[Column, int]]) -> Row:
 
 class TablePanel(Panel):
     COLUMNS: tuple[Column, ...] = ()
+    _detail_rows = 0
 
     def compose(self) -> ComposeResult:
         yield Lines(classes="empty")
@@ -144,8 +146,9 @@ class TablePanel(Panel):
         self.query_one(".labels", Lines).draw([_line(labels, columns)], frame.palette, layout=False)
         lines = {key: _line(cells, columns) for key, cells in rows.items()}
         table.sync(lines, frame.palette, self.cursor(frame))
-        detail = self.detail(frame, table.key_at_cursor) if len(columns) < len(self.COLUMNS) else []
-        self.query_one(".detail", Lines).draw([detail], frame.palette, layout=False)
+        detail = self.detail(frame, table.key_at_cursor)
+        self.query_one(".detail", Lines).draw(detail, frame.palette, layout=len(detail) != self._detail_rows)
+        self._detail_rows = len(detail)
         self.set_class(bool(detail), "-detailed")
 
     def cursor(self, frame: Frame) -> str:
@@ -160,8 +163,13 @@ class TablePanel(Panel):
         """The text for an empty table, with what to do next."""
         raise NotImplementedError
 
-    def detail(self, frame: Frame, key: str) -> list[Span]:
-        """What else to show of the row under the cursor if the width hides columns."""
+    @property
+    def is_cut(self) -> bool:
+        """Whether the width hides columns."""
+        return len(self.chosen) < len(self.COLUMNS)
+
+    def detail(self, frame: Frame, key: str) -> list[Row]:
+        """Lines with what the table hides of the row under the cursor."""
         return []
 
 
@@ -213,9 +221,9 @@ class PeersPanel(TablePanel):
     def empty(self, frame: Frame) -> list[list[Span]]:
         return [[Span("no peers yet: ", "strong"), Span(how_to_join(seed_address(frame)), "accent")]]
 
-    def detail(self, frame: Frame, key: str) -> list[Span]:
+    def detail(self, frame: Frame, key: str) -> list[Row]:
         peer = frame.store.peers.get(key)
-        if peer is None:
+        if peer is None or not self.is_cut:
             return []
         parts = [peer.device, f"{fmt.size(peer.memory_bytes)} of {fmt.size(peer.memory_total_bytes)}"]
         parts += [_gpu(gpu) for gpu in peer.gpus]
@@ -223,7 +231,7 @@ class PeersPanel(TablePanel):
         if peer.model:
             serving = frame.store.serving.get(key)
             parts = [f"{', '.join(peer.roles)} of {peer.model}", *_served(peer, serving), *parts[:2]]
-        return [Span(f"{peer.name}  ", "strong"), Span(" · ".join([*parts, peer.address]), "dim")]
+        return [[Span(f"{peer.name}  ", "strong"), Span(" · ".join([*parts, peer.address]), "dim")]]
 
 
 def _gpu(gpu: GpuInfo) -> str:
@@ -302,13 +310,13 @@ class JobsPanel(TablePanel):
     def empty(self, frame: Frame) -> list[list[Span]]:
         return [[Span("no jobs yet", "strong")], [], [Span("  p2ptrain jobs create --profile tiny", "accent")]]
 
-    def detail(self, frame: Frame, key: str) -> list[Span]:
+    def detail(self, frame: Frame, key: str) -> list[Row]:
         job = frame.store.jobs.get(key)
-        if job is None:
+        if job is None or not self.is_cut:
             return []
         parts = [f"profile {job.profile}", f"step {job.step:,}/{job.steps_total:,}", f"val {fmt.loss(job.val_loss)}"]
         parts = [job.reason, *parts] if job.reason else parts
-        return [Span(f"{job.name}  ", "strong"), Span(" · ".join(parts), "dim")]
+        return [[Span(f"{job.name}  ", "strong"), Span(" · ".join(parts), "dim")]]
 
 
 class CheckpointsPanel(TablePanel):
@@ -350,11 +358,46 @@ class CheckpointsPanel(TablePanel):
             [Span("s", "accent"), Span(" saves one after the next step", "dim")],
         ]
 
-    def detail(self, frame: Frame, key: str) -> list[Span]:
+    def detail(self, frame: Frame, key: str) -> list[Row]:
         item = frame.store.checkpoints.get(key)
-        if item is None:
+        if item is None or not self.is_cut:
             return []
         of = "" if item.stage is None else f"part {item.stage} "
         room = self.size.width - len(item.peer_name) - len(of) - 4
         path = item.path if len(item.path) <= room else f"…{item.path[1 - max(2, room) :]}"  # its end has the step
-        return [Span(f"{item.peer_name} ", "strong"), Span(of), Span(path, "dim")]
+        return [[Span(f"{item.peer_name} ", "strong"), Span(of), Span(path, "dim")]]
+
+
+class EventsPanel(TablePanel):
+    """The cluster's event log, the newest first, one line each. Below it: the whole text under the cursor."""
+
+    NAME = "events"
+    TOPICS = frozenset({"events"})
+    EVERY_S = 0.0
+    COLUMNS = (Column("time", "time", 8, 0), Column("level", "", 1, 0), Column("text", "event", 20, 0, most=1000))
+
+    def cursor(self, frame: Frame) -> str:
+        """The newest event, unless a person reads."""
+        newest = frame.store.events_in_order()[:1]
+        return "" if self.table.has_focus or not newest else str(newest[0].id)
+
+    def rows(self, frame: Frame) -> dict[str, dict[str, Cell]]:
+        return {str(event.id): self._row(event) for event in frame.store.events_in_order()}
+
+    def _row(self, event: EventInfo) -> dict[str, Cell]:
+        look = fmt.look_in(fmt.LEVEL_LOOKS, event.level)
+        return {
+            "time": _plain(fmt.clock(event.wall), "dim"),
+            "level": _plain(look.symbol, look.role),
+            "text": _plain(" ".join(event.text.split()), look.role if event.level in ("warning", "error") else ""),
+        }
+
+    def empty(self, frame: Frame) -> list[list[Span]]:
+        return [[Span("nothing happened yet", "dim")]]
+
+    def detail(self, frame: Frame, key: str) -> list[Row]:
+        event = next((event for event in frame.store.events_in_order() if str(event.id) == key), None)
+        room = {column.key: width for column, width in self.chosen}.get("text", 0)
+        if event is None or len(event.text) <= room:
+            return []
+        return [[Span(line)] for line in textwrap.wrap(event.text, max(20, self.size.width - 4))]

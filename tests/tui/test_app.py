@@ -19,7 +19,7 @@ from tui.panels import HeaderBar, RingPanel, TrainingPanel
 from tui.tables import CheckpointsPanel, JobsPanel, LiveTable, PeersPanel
 from tui.theme import DARK, LIGHT
 from wire.address import how_to_join
-from wire.records import MemberScore
+from wire.records import EventInfo, MemberScore
 
 COMPACT, WIDE = (80, 24), (160, 48)
 
@@ -99,12 +99,25 @@ async def test_a_small_terminal_shows_one_view_at_a_time_and_a_large_one_everyth
             await stage.pilot.press("tab")
             assert stage.app.focused is not None
             seen.append((stage.app.view, stage.app.focused.id))
-        assert seen == [(3, "checkpoints-table"), (4, "events"), (5, "chains"), (6, "serving"), (1, "peers-table")]
+        assert seen == [
+            (3, "checkpoints-table"),
+            (4, "events-table"),
+            (5, "chains"),
+            (6, "serving"),
+            (1, "peers-table"),
+        ]
         await stage.pilot.press("shift+tab", "3")
         await stage.pilot.resize_terminal(*WIDE)
         await stage.settle()
         assert stage.shown() == {"ring", "training", "peers", "jobs", "checkpoints", "events"}
-        focus = {"2": "training", "3": "jobs-table", "4": "events", "5": "chains", "6": "serving", "1": "peers-table"}
+        focus = {
+            "2": "training",
+            "3": "jobs-table",
+            "4": "events-table",
+            "5": "chains",
+            "6": "serving",
+            "1": "peers-table",
+        }
         for key, focused in focus.items():
             await stage.pilot.press(key)
             assert stage.app.focused is not None
@@ -208,6 +221,20 @@ async def test_the_ring_shows_whose_vectors_a_robust_rule_leaves_out():
         assert "left out" in stage.text("#ring")
         assert "12.0×" in stage.text("#ring")
         assert "92%" in stage.text("#ring")
+
+
+async def test_an_event_is_one_line_and_whole_under_the_cursor():
+    async with staged(WIDE) as stage:
+        long = "borea cannot go on: " + "no space is left on its disk, " * 4 + "free some and join again"
+        event = EventInfo(99, 0.0, "error", "peer", long)
+        stage.source.store.apply("events", [event.to_map()], 0.0)
+        await stage.settle()
+        shown = stage.text("#events-table").splitlines()
+        assert "…" in shown[0]
+        assert "fjord joined" in shown[1]
+        assert "free some and join again" in " ".join(stage.text("#events .detail").split())
+        await stage.press("4", "down")
+        assert "join again" not in stage.text("#events")
 
 
 async def test_empty_panels_say_what_to_do():

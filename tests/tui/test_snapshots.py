@@ -19,6 +19,7 @@ SCENES: dict[str, tuple[tuple[int, int], list[str]]] = {
     "confirm": (SMALL, ["c"]),
     "chains": (LARGE, ["5"]),
     "serving": (LARGE, ["6"]),
+    "events": (SMALL, ["4"]),
     "lost": (SMALL, []),
 }
 
