@@ -125,7 +125,7 @@ class Data(Table):
     path: Text = Field(default="stdlib", min_length=1)
     """'stdlib' (Python's standard library), a file, a directory or a glob."""
     format: Literal["auto", "text", "jsonl", "csv", "parquet", "chat"] = "auto"
-    """'text': whole files. 'jsonl', 'csv', 'parquet' (needs `pip install 'p2ptrain[parquet]'`): a text in each row.
+    """'text': whole files. 'jsonl', 'csv', 'parquet' (needs the package pyarrow): a text in each row.
     'auto': by the suffix of each file, else text. 'chat': conversations in rows of .jsonl or .parquet, each a list of
     {role, content}; they go through the model's chat template, only the assistant's answers are learned (the loss of a
     micro-batch is the mean over their tokens), and those that share a sequence do not see each other. 'chat' of
@@ -240,8 +240,8 @@ class Server(Table):
 
 class Privacy(Table):
     """Differential privacy of each worker's text, with data.private = true: what a step takes of it is clipped, and
-    noise is added to the sum of all workers. docs/privacy.md says what it promises. Needs `pip install
-    'p2ptrain[privacy]'`."""
+    noise is added to the sum of all workers. docs/privacy.md says what it promises. Needs the package
+    dp-accounting."""
 
     epsilon: float = Field(default=0.0, ge=0, le=10**6)
     """Budget: the job ends before its steps spend more than this, at the delta below. 0: no privacy."""
@@ -424,8 +424,8 @@ class Track(Table):
     needs their packages and keys. See docs/tracking.md."""
 
     to: list[TrackerName] = Field(default=[], max_length=4)
-    """'jsonl': a line of JSON for each step. 'tensorboard': its files. Needs `pip install 'p2ptrain[tensorboard]'`.
-    'wandb': Weights & Biases. Needs `pip install 'p2ptrain[wandb]'`, and WANDB_API_KEY in the seed's environment
+    """'jsonl': a line of JSON for each step. 'tensorboard': its files. Needs the package tensorboard.
+    'wandb': Weights & Biases. Needs the package wandb, and WANDB_API_KEY in the seed's environment
     unless offline. 'mlflow': the server at MLFLOW_TRACKING_URI in the seed's environment."""
     directory: Text = ""
     """Directory for the files, with one directory in it for each job. It is made in 'track' beside the seed's records,

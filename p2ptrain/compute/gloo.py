@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -48,7 +49,8 @@ class GlooGroup:
         """Wait for the other members, and form a group of each backend. Raises ``ConnectionLost``, ``ConfigError``."""
         if not set(backends) <= set(dist.Backend.backend_list):
             raise ConfigError(
-                "this torch does not know the backend p2p", remedy="install p2ptrain again: pip install ."
+                "this torch does not know the backend p2p",
+                remedy=f"install p2ptrain for {sys.executable}; `import torch` then finds the backend",
             )
         try:
             dist.init_process_group(

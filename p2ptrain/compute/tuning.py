@@ -33,6 +33,7 @@ from transformers.pytorch_utils import Conv1D
 from p2ptrain.compute.flat import trained
 from p2ptrain.compute.model import DRAWING, outline, seed_of
 from p2ptrain.core.errors import ConfigError, UserError
+from p2ptrain.core.extras import install_command
 from p2ptrain.core.footprint import BASE_COPIES
 
 ALL_LINEAR = "all-linear"
@@ -243,7 +244,7 @@ def _in_4_bits(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
         from bitsandbytes import nn as bitsandbytes_nn
     except ImportError as error:
         text = "lora.base = 'nf4' needs the package bitsandbytes"
-        raise UserError(text, remedy="install p2ptrain with it: pip install 'p2ptrain[nf4]'") from error
+        raise UserError(text, remedy=f"run: {install_command('nf4')}") from error
     library: Any = bitsandbytes_nn  # its annotations are partial
     weight = cast(Tensor, layer.weight).detach()
     if isinstance(layer, Conv1D):

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.extras import install_command
 
 STDLIB = "stdlib"
 STDLIB_PARTS = ("asyncio", "email", "xml", "multiprocessing", "importlib", "http", "logging", "urllib")
@@ -54,7 +55,7 @@ def find_files(path: str, form: str = "auto") -> list[Path]:
     if any(format_of(file, form) == "parquet" for file in found) and find_spec("pyarrow") is None:
         raise ConfigError(
             f"{found[0]} cannot be read: the package pyarrow is not installed",
-            remedy="run: pip install 'p2ptrain[parquet]'",
+            remedy=f"run: {install_command('parquet')}",
         )
     return found
 

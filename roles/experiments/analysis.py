@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from p2ptrain.core.errors import StorageError, UserError
+from p2ptrain.core.extras import install_command
 from p2ptrain.core.texts import human_bytes, human_duration
 from roles.experiments.grid import Grid
 from roles.experiments.results import CURVES, DONE, POINT, Row, bytes_to, time_to
@@ -30,7 +31,7 @@ try:
     import seaborn as sns
 except ImportError as error:
     text = f"an analysis needs the package {error.name}"
-    raise UserError(text, remedy="run: pip install 'p2ptrain[experiments]'") from error
+    raise UserError(text, remedy=f"run: {install_command('experiments')}") from error
 
 _STYLE = """
 :root { color-scheme: light dark; }

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from configs.schema import Track
 from p2ptrain.core.errors import P2PTrainError, Refused
+from p2ptrain.core.extras import install_command
 
 KEYS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 """Variables of the environment whose values are secret."""
@@ -56,7 +57,7 @@ def check(name: str, track: Track, environ: Mapping[str, str]) -> None:
     """Raise ``Refused`` if the seed's machine lacks what a tracker needs."""
     lacks, remedy = "", "set it and start the seed again"
     if name in ("wandb", "tensorboard") and find_spec(name) is None:
-        lacks, remedy = f"the package {name}", f"on the seed's machine: pip install 'p2ptrain[{name}]'"
+        lacks, remedy = f"the package {name}", f"run on the seed's machine: {install_command(name)}"
     elif name == "wandb" and not track.offline and not environ.get("WANDB_API_KEY"):
         lacks, remedy = "WANDB_API_KEY in its environment", f"{remedy}, or set track.offline = true"
     elif name == "mlflow" and not re.fullmatch(r"https?://[^@/\s]+(/[^@\s]*)?", environ.get("MLFLOW_TRACKING_URI", "")):

@@ -17,6 +17,7 @@ from configs.schema import Privacy
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import ConfigError, StorageError
+from p2ptrain.core.extras import install_command
 from ring.session import RingSession
 from roles.worker.checkpoint_store import CheckpointFiles
 
@@ -101,7 +102,7 @@ class Budget:
         try:
             one = self._after(1)
         except ImportError as error:
-            remedy = "install it: pip install 'p2ptrain[privacy]'"
+            remedy = f"run: {install_command('privacy')}"
             raise ConfigError("privacy.epsilon needs the package dp-accounting", remedy=remedy) from error
         if one > self._limit:
             raise ConfigError(

@@ -71,7 +71,7 @@ def test_the_package_for_parquet_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(text_files, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         find_files(str(as_parquet(tmp_path / "x.parquet", ["a"])))
-    assert "pip install 'p2ptrain[parquet]'" in caught.value.remedy
+    assert "pip install 'pyarrow" in caught.value.remedy
     assert find_files(str(jsonl(tmp_path / "x.jsonl", ["a"])))
 
 
