@@ -18,7 +18,7 @@ STANDSTILL = frozenset({"held", "broken", "done"})
 """Values of ``Report.status`` of a member that has stopped training in the view that it names."""
 BESIDE = frozenset({"ready", "following"})
 """Values of a worker that may be put into a view. ``following``: it keeps up with a ring that it is not in."""
-STATUSES = STANDSTILL | BESIDE | {"training", "healed", "failed"}
+STATUSES = STANDSTILL | BESIDE | {"training", "healed", "hung", "failed"}
 """All values of ``Report.status``."""
 TORN_S = 3.0
 """How long the others wait for a member that was healing. It may have to load its state again."""

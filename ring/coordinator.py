@@ -315,6 +315,8 @@ class Coordinator:
             self._trains(known, now)
         elif report.status == "healed":
             self._roster.healing.discard(peer_id)
+        elif report.status == "hung" and peer_id in self._roster.running:
+            self._hung(peer_id, report.reason, now)
         elif report.status in STANDSTILL:
             known.standing = report
             if report.status == "broken":
@@ -402,6 +404,21 @@ class Coordinator:
             self._quarantine.broken = True
             self._hurry(now)
 
+    def _hung(self, peer_id: str, why: str, now: float) -> None:
+        """Remove a member whose computing does not move. If no other member holds its part, it has more time first."""
+        part_of, others = self._roster.part_of, self._roster.running - {peer_id}
+        if part_of(peer_id) not in map(part_of, others) and "hung" not in self._deadlines.passed:
+            if "hung" not in self._deadlines:
+                self._say("warning", "hung", f"{self._name(peer_id)}: {why}, and no other member has its part", peer_id)
+            self._deadlines.start("hung", now + self.options.grace_s)
+            return
+        self._roster.healing.discard(peer_id)
+        self._strike_off({peer_id}, why)
+        if self.phase is Phase.RUNNING:
+            self._stop(now, f"{self._name(peer_id)} was removed")
+        self._quarantine.broken = True
+        self._hurry(now)
+
     def _hurry(self, now: float) -> None:
         if self._quarantine.broken and self.phase is Phase.STOPPING:
             self._deadlines.drop("leave")
@@ -439,6 +456,7 @@ class Coordinator:
         self._recovery.progressed(event.step, event.step_s)
         if self.view:
             self._committed = True
+            self._deadlines.drop("hung")
             self._roster.healing.clear()  # a step is committed by all members or by none
             self._quarantine.committed(event.step)
 

@@ -301,6 +301,10 @@ class RingSession:
     # --------------------------------------------------------------------------------------------------------- figures
 
     @property
+    def busy(self) -> bool:
+        return bool(self._under_way)
+
+    @property
     def waited_s(self) -> float:
         """Total seconds of waiting for the first sub-chunk of an operation, which the left neighbour had not begun."""
         oldest = next(iter(self._under_way.values()), None)

@@ -70,6 +70,7 @@ class Report(Message):
     Attributes:
         status: ``ready``: built, may join a view. ``held``: stopped at a step boundary as asked. ``training``: the link
             to the seed is back, and the view still runs. ``broken``: a neighbour was lost, the step was aborted.
+            ``hung``: its computing does not move, and the others wait for it; see ``reason``.
             ``healed``: it fetched the state of the view. ``following``: outside the ring, its background fetch is at
             most a step behind, or is not possible; may join a view. ``done``: the last step is committed and saved;
             ``reason`` says why it came early, if it did.

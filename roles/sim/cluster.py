@@ -80,6 +80,14 @@ class Machine:
         return runner.core.phase if runner is not None and self.up else None
 
     @property
+    def trained(self) -> bool:
+        """Whether it has committed a step of its view, which is not the job's last, and others hold the same part."""
+        core = self.worker._runner.core if self.worker is not None and self.worker._runner is not None else None
+        if not self.up or core is None or core.view is None or core.view.replicas == 1:
+            return False
+        return core.view.step < core.applied < core.steps_total
+
+    @property
     def linked(self) -> bool:
         return self.worker is not None and self.worker._link.up
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from ring.transaction import Phase
 from roles.sim.cluster import SEED, Machine, Simulation
 from roles.sim.machine import NUMEL, PROCESS
+from roles.strategies.federated import least_members
 from wire.connection import Connection
 
 # Kind → weight.
@@ -25,6 +26,7 @@ KINDS = {
     "leave": 3,
     "join": 7,
     "freeze": 4,
+    "hang": 3,
     "cut": 3,
     "cut-in-follow": 2,
     "silence": 2,
@@ -62,6 +64,9 @@ PATIENCE_S = 5.0
 """Longest wait for a phase; then the fault strikes anyway."""
 LASTS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 3.0, 8.0, 35.0)
 """Durations of lasting faults: below and above the deadlines of heartbeats (2 s) and of the grace (30 s)."""
+HANGS_S = (1.0, 8.0, 100.0, 100.0)
+GOES_ON_S = 30.0
+"""The others make steps again so long after one member began to misbehave."""
 
 
 class Faults:
@@ -70,11 +75,13 @@ class Faults:
         self._random = simulation.random
         self._tell = simulation.observer.tell
         self._lasting: list[asyncio.Task[None]] = []
+        self._strikes = 0  # of faults but "join" and "hang"
 
     async def strike(self, kind: str) -> None:
         """Inject one of ``KINDS``. Without a possible victim nothing happens."""
         if kind != "join":
             self._simulation.observer.kept = (0, set())
+            self._strikes += kind != "hang"
         simulation, rng = self._simulation, self._random
         live = simulation.live
         victims = rng.sample(live, len(live))
@@ -114,6 +121,9 @@ class Faults:
                 self.join()
             case "freeze" if victims:
                 await self._in_phase(victims[0], rng.choice(PHASES), self._freeze)
+            case "hang" if len(victims) > 1 and all(one.process.hung_until <= simulation.loop.time() for one in live):
+                await self._until(lambda: victims[0].trained)
+                await self._in_phase(victims[0], Phase.COMPUTING, self._hang)
             case "cut-in-follow" if victims:
                 await self._in_follow(next((one for one in simulation.workers if not one.up), victims[0]))
             case "cut" | "silence" | "one-way" if len(hosts) > 1:
@@ -225,6 +235,22 @@ class Faults:
                 self._simulation.loop.thaw(process)
 
         self._later(seconds, thaw)
+
+    def _hang(self, victim: Machine) -> None:
+        process, seconds, observer = victim.process, self._random.choice(HANGS_S), self._simulation.observer
+        now, strikes = self._simulation.loop.time(), self._strikes
+        self._tell(f"the computing of {victim.host} hangs for {seconds} s ({victim.phase})")
+        process.hung_until = now + seconds
+        before = max(observer.line.lineages, default=0) if victim.trained else 0
+
+        def went_on() -> None:
+            enough = len(self._simulation.live) > max(least_members(self._simulation.profile), 1)
+            alone = enough and strikes == self._strikes and process.alive
+            if before and alone and observer.job_state in ("running", "done"):
+                step = max(observer.line.lineages, default=0)
+                observer.check("goes on", step > before, lambda: f"still step {step}, as {victim.host} hangs")
+
+        self._later(GOES_ON_S, went_on)
 
     def _sever(self, how: str, pairs: list[tuple[str, str]]) -> None:
         network = self._simulation.network

@@ -52,6 +52,7 @@ class Process:
     Attributes:
         alive: False once the process was killed or has ended; then nothing that it does has an effect.
         on_moment: called after each of its callbacks, outside its context.
+        hung_until: time before which its compute thread begins no further call.
     """
 
     def __init__(self, host: str) -> None:
@@ -60,6 +61,7 @@ class Process:
         self.frozen = False
         self.moments = 0
         self.on_moment: Callable[[], None] | None = None
+        self.hung_until = 0.0
         self.waiting: deque[asyncio.Handle] = deque()
         self.tasks: dict[asyncio.Task[Any], None] = {}
 
@@ -133,12 +135,12 @@ class SimThreads:
         call_s: mean virtual time of a call on this machine.
     """
 
-    def __init__(self, process: Process, rng: random.Random, call_s: float) -> None:
-        self._process, self._random, self._call_s = process, rng, call_s
+    def __init__(self, process: Process, rng: random.Random, call_s: float, name: str = "") -> None:
+        self._process, self._random, self._call_s, self._name = process, rng, call_s, name
         self._free_at = 0.0
 
     def start(self, name: str) -> Thread:
-        return SimThreads(self._process, self._random, self._call_s)
+        return SimThreads(self._process, self._random, self._call_s, name)
 
     def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
@@ -146,7 +148,7 @@ class SimThreads:
         if not self._process.alive:
             future.cancel()
             return future
-        begin_at = max(loop.time(), self._free_at)
+        begin_at = max(loop.time(), self._free_at, self._process.hung_until if self._name == "compute" else 0.0)
         self._free_at = begin_at + self._call_s * (0.5 + self._random.random())
         if begin_at > loop.time():
             loop.call_at(begin_at, self._begin, call, future, self._free_at)

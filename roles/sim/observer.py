@@ -17,6 +17,7 @@
 - *used once*: no key of noise makes two contributions, and no mask covers two of one member;
 - *privacy counted*: no member's count of releases is below the steps, repeated ones too, of which a sum may be known;
 - *attacker excluded*: robust rules that leave vectors out leave out the attacker's in each step;
+- *goes on*: while one member's computing hangs, and nothing else is wrong, the others make steps again soon;
 - *versions* (strategy 'server'): each recorded version is made of as many contributions as wanted, of distinct workers,
   each with its number once, a staleness within its bound, the weight that follows, and a base of its own view. A view
   begins with a version that a member has held;

@@ -8,6 +8,7 @@ names the faults that reveal it soonest.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 import re
@@ -307,6 +308,8 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         [(Transaction, "_confirm", lambda original: lambda self: self._to_boundary(confirmed=True))],
         ("kill-in-phase", "kill-two", "join", "save", "cut", "freeze"),
     ),
+    # A member whose computing hangs does not say so.
+    "hang": ([(JobRunner, "_watch_compute", lambda original: lambda self: asyncio.sleep(0))], ("hang", "join")),
 }
 """Name → (patches, kinds of faults that are likely to reveal the missing safeguard)."""
 

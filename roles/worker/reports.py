@@ -347,6 +347,11 @@ class Reports:
         if view is not None and (not core.running or self._rank() == 0):
             self.tell_ledger()  # messages sent while the seed was away are lost
 
+    def hung(self, text: str, *, first: bool) -> None:
+        self.send(self._core.report("hung", reason=text))
+        if first:
+            self._context.notify("warning", "hung", f"{text}; restart this worker if it does not end")
+
     def cannot_go_on(self, problem: P2PTrainError) -> str:
         text = f"{problem.message}; {problem.remedy}" if problem.remedy else problem.message
         if self._profile.data.private:  # it may quote the text, or name files

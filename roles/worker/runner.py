@@ -52,6 +52,7 @@ from ring.transaction import (
 )
 from ring.view import View
 from roles.background import started_in
+from roles.compute_thread import Call, HangDetector
 from roles.engine import WHOLE, Engine, PrivateEngine, SlottedEngine, Stage
 from roles.snapshots import Snapshots, state_bytes
 from roles.strategies.federated import share_rule, slots
@@ -71,6 +72,7 @@ from wire.connection import Connection
 from wire.job_messages import CatchUp, MemberRecord
 from wire.messages import Hello
 
+WATCH_S = 1.0
 FORM_TIMEOUT_S = 20.0  # a neighbour may have to abort a long micro-batch before it joins the new view
 
 P = ParamSpec("P")
@@ -165,8 +167,10 @@ class JobRunner:
     async def run(self) -> None:
         try:
             async with self._tasks:
+                watch = self._tasks.create_task(self._watch_compute(), name=f"job {self.job}: watch")
                 self._start(self._load)
                 await self._released.wait()
+                watch.cancel()
                 self.follower.end()
                 if self.assembler is not None:
                     await self.assembler.stop()  # frees memory that the next job may need
@@ -349,6 +353,22 @@ class JobRunner:
         return (
             self.bytes_in + sum(each.bytes_in for each in used), self.bytes_out + sum(each.bytes_out for each in used)
         )  # fmt: skip
+
+    async def _watch_compute(self) -> None:
+        """Report a call on the compute thread that hangs while other members wait for it. The seed then removes this
+        worker from the ring, and it joins again when the call has ended."""
+        compute, detector = self._context.compute, HangDetector()
+        compute.known.clear()  # another job's calls take other times
+        told: Call | None = None
+        while True:
+            await asyncio.sleep(WATCH_S)
+            call, view = compute.call, self.core.view
+            waits = any(isinstance(ring, RingSession) and ring.busy for ring in self._sessions())
+            hung_s = detector.waited(WATCH_S, call, compute.known, for_others=waits)
+            if call is not None and hung_s and self.core.running and view is not None and view.size > 1:
+                text = f"its computing has not moved for {hung_s:.0f} s ({call.name})"
+                self.reports.hung(text, first=call is not told)
+                told = call
 
     def _did_something(self) -> None:
         self.progress += 1

@@ -206,6 +206,33 @@ def test_a_silent_survivor_is_struck_off_and_may_come_back() -> None:
     assert not desk.core.refusal("b")
 
 
+def test_member_that_hangs_is_removed_and_nobody_else() -> None:
+    desk = Desk(co.JobOptions(replicas=3, micro_batches=8))
+    desk.run("a", "b", "c")
+    desk.report("b", "hung", 1, reason="its computing has not moved for 10 s")
+    assert desk.kinds() == ["struck-off"]
+    assert "name-b was removed from the ring: its computing has not moved for 10 s" in str(desk.said)
+    assert desk.of(co.SendRelease) == [
+        co.SendRelease("b", "removed from the ring: its computing has not moved for 10 s")
+    ]
+    desk.stand("broken", 1, "a", "c", suspect="b", beside="c")
+    assert sorted(ids(desk.minted())) == ["a", "c"]
+    desk.offer("b")
+    desk.ready("b")
+    assert desk.of(co.SendHold), "it comes back when its computing goes on"
+
+
+def test_member_that_hangs_with_the_only_copy_of_its_part_has_more_time() -> None:
+    desk = Desk(co.JobOptions(replicas=1, micro_batches=8))
+    desk.run("a")
+    for kinds in (["hung"], []):
+        desk.report("a", "hung", 1, reason="its computing has not moved for 10 s")
+        assert desk.kinds() == kinds
+    desk.after(30.0)
+    desk.report("a", "hung", 1)
+    assert desk.kinds() == ["struck-off"]
+
+
 def test_when_a_link_breaks_twice_without_a_step_the_suspect_sits_out_and_longer_each_time() -> None:
     desk = Desk()
     desk.start("a", "b")

@@ -18,6 +18,7 @@ FOUND = {
     "confirm": (22, "confirmed"),
     "term": (3, "generations grow"),
     "adopt": (2, "restored keeps"),
+    "hang": (3, "goes on"),
 }
 WITHIN = 60
 """Schedules within which each of them is found, from any number on; searched where the product has moved on."""
