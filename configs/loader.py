@@ -347,7 +347,7 @@ def complaint(details: Mapping[str, Any]) -> str:
 
 
 def _remedy(text: str, names: Mapping[str, object], listed: str) -> str:
-    near = difflib.get_close_matches(text, names, n=1)
+    near = difflib.get_close_matches(shortened(text, 100), names, n=1)
     return (f"did you mean {near[0]}? " if near else "") + f"{listed}: " + ", ".join(names)
 
 

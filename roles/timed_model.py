@@ -44,7 +44,7 @@ def timed_model_in(directory: Path) -> TimedModel | None:
         if values.get("model_type") != KIND:
             return None
         return TimedModel(config, float(values["pass_s"]), float(values["alpha"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None  # the loader of other models reports the problem
 
 

@@ -13,11 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from p2ptrain.core.texts import human_bytes
+
 RETRY_AFTER_S = 2
 """Wait that is suggested to a client when all places are taken: a text takes seconds."""
-MOST_BODY_BYTES = 2 << 20
-"""Largest request body: a prompt of half a million tokens. Malicious JSON of this size blocks the loop for some tenths
-of a second."""
 BODY_S = 60.0
 """Time limit for a body after its headers."""
 
@@ -68,7 +67,7 @@ def json_response(said: Mapping[str, Any], *, status: int = 200, headers: Mappin
     return Response(json_bytes(said), status, {**HEADERS, **(headers or {})}, media_type="application/json")
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, most_bytes: int) -> bytes:
     """Read the body. Raises ``Problem``: too large or too slow. A large one is read to its end, so that the client
     gets the answer."""
     body, size = bytearray(), 0
@@ -76,13 +75,13 @@ async def read_body(request: Request) -> bytes:
         async with asyncio.timeout(BODY_S):
             async for chunk in request.stream():
                 size += len(chunk)
-                if size <= MOST_BODY_BYTES:
+                if size <= most_bytes:
                     body += chunk
     except TimeoutError:
         late = "the request body did not arrive in time"
         raise Problem(408, late, code="request_timeout", headers=CLOSE) from None
-    if size > MOST_BODY_BYTES:
-        large = f"the request body is larger than {MOST_BODY_BYTES >> 20} MiB: send less"
+    if size > most_bytes:
+        large = f"the request body is larger than {human_bytes(most_bytes)}: send less"
         raise Problem(413, large, code="request_too_large", headers=CLOSE)
     return bytes(body)
 

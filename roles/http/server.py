@@ -3,7 +3,7 @@
 ``Server.serve`` of uvicorn is not used, because it would take over the signals of the process.
 
 Limits: number of connections; time for headers, bodies and answers (a client that does not read is cut off); size of
-headers, bodies and messages of WebSockets. Nothing is logged, so no key is.
+headers, number of chunks, messages of WebSockets. Nothing is logged, so no key is.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ MOST_CONNECTIONS = 256
 MOST_HEADER_BYTES = 16 << 10
 MOST_MESSAGE_BYTES = 4 << 10
 """Largest message of a WebSocket's client, which has nothing to say."""
+MOST_CHUNKS = 4096
+"""Most chunks of a body. Each takes some 10 microseconds, however small it is."""
 HEADERS_S = 10.0
 """Time limit for a connection's first request, and for the rest of a request's headers."""
 KEEP_ALIVE_S = 15
@@ -62,7 +64,6 @@ async def serving(
         date_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=STOP_S,
-        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
     )
     config.load()
     server = Server(config)
@@ -83,11 +84,29 @@ async def serving(
             connection.transport.abort()  # clients that do not read the last answer
 
 
+class _Parser(h11.Connection):
+    """Refuses requests that only an attacker sends."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = 0
+            # A proxy in front may obey the other one, and see another request in the body.
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("it has both Content-Length and Transfer-Encoding")
+        elif isinstance(event, h11.Data) and event.chunk_end:
+            self._chunks += 1
+            if self._chunks > MOST_CHUNKS:
+                raise h11.RemoteProtocolError(f"its body has more than {MOST_CHUNKS} chunks: send a Content-Length")
+        return event
+
+
 class _Connection(H11Protocol):
     """uvicorn's connection with the deadlines that it lacks, and with JSON as its answer to what is no HTTP."""
 
     def __init__(self, *, app_state: dict[str, Any], **given: Any) -> None:
         super().__init__(app_state=app_state | {"connection": self}, **given)
+        self.conn = _Parser(h11.SERVER, MOST_HEADER_BYTES)
         self._patience: asyncio.TimerHandle | None = None
         self._lost = asyncio.Event()
 

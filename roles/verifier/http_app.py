@@ -33,6 +33,8 @@ _HEALTH, _CHAT = "/health", "/v1/chat/completions"
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
 """Headers of a stream. The second one tells proxies not to buffer events."""
 DONE = b"data: [DONE]\n\n"
+MOST_BODY_BYTES = 2 << 20
+"""Largest body: a prompt of half a million tokens. Malicious JSON of this size takes some tenths of a second."""
 _ENDED = {"stop": "stop", "end": "stop", "length": "length"}
 """``Writing.ended`` → OpenAI's reason, which is the same for a stop string and the model's own end."""
 
@@ -112,7 +114,8 @@ class HttpApp(JsonApp):
     async def _write(self, request: HttpRequest) -> _Reply:
         chat = request.url.path == _CHAT
         read = read_chat if chat else read_completion
-        asked = read(await read_body(request), lambda: self._random.getrandbits(63))
+        body = await read_body(request, MOST_BODY_BYTES)
+        asked = await asyncio.to_thread(read, body, lambda: self._random.getrandbits(63))
         self._check_model(asked.model)
         return _Reply(self, asked, chat=chat, created=int(self._clock.wall()))
 

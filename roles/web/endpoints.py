@@ -54,7 +54,9 @@ G = TypeVar("G", bound=Given)
 
 def read_query(schema: type[G], given: QueryParams) -> G:
     """Raises ``Problem``. A parameter that is given twice is a list, which none may be."""
-    lists = {name: given.getlist(name) for name in given}
+    lists: dict[str, list[str]] = {}
+    for name, value in given.multi_items():
+        lists.setdefault(name, []).append(value)
     try:
         return schema.model_validate({name: values if values[1:] else values[0] for name, values in lists.items()})
     except ValidationError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -71,7 +72,7 @@ async def list_jobs(call: Call) -> Page:
 async def create_job(call: Call) -> JobInfo:
     asked: JobRequest = call.body
     label = asked.profile if isinstance(asked.profile, str) else str(asked.profile.get("base") or "settings")
-    profile = load_settings(asked.profile, asked.set)
+    profile = await asyncio.to_thread(load_settings, asked.profile, asked.set)
     name = asked.name or label
     if asked.drafter:
         if not profile.drafter.layers:

@@ -19,6 +19,7 @@ import pytest_asyncio
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.world import real_world
 from roles.http import answers, server
+from roles.verifier import http_app
 from roles.verifier.http import serving_http
 from wire.memory import MemoryNetwork
 
@@ -204,7 +205,7 @@ async def test_a_body_that_is_no_request(endpoint: Endpoint, body: bytes) -> Non
 
 
 async def test_a_huge_body_is_not_kept(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "MOST_BODY_BYTES", 100_000)
+    monkeypatch.setattr(http_app, "MOST_BODY_BYTES", 100_000)
     status, headers, body = await endpoint.post(COMPLETIONS, b" " * 1_000_000)
     assert (status, code_of(body), headers["connection"]) == (413, "request_too_large", "close")
     assert (await endpoint.post(COMPLETIONS, ASK + b" " * (100_000 - len(ASK))))[0] == 200
@@ -222,6 +223,10 @@ async def test_a_huge_body_is_not_kept(endpoint: Endpoint, monkeypatch: pytest.M
         b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1" + b"0" * 5000 + b"\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"1\r\n \r\n" * (server.MOST_CHUNKS + 1)
+        + b"0\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: x\x00\r\n\r\n",
         b"x" * 100_000,
@@ -232,6 +237,7 @@ async def test_what_is_no_http(endpoint: Endpoint, sent: bytes) -> None:
     assert 400 <= status < 500 or status == 501
     assert headers["content-type"] == "application/json"
     assert "bytearray" not in json.loads(body)["error"]["message"]
+    assert headers["connection"] == "close"
     assert code_of(body) in ("invalid_http", "host_refused", "unknown_url", "request_too_large")
     gc.collect()  # a task that failed, and that nobody asks, tells it when it is forgotten
 

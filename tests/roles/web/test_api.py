@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from starlette.datastructures import QueryParams
 from roles.http.access import Keys
 from roles.http.answers import Problem, json_response
 from roles.web import app as web_app
+from roles.web import experiments, routes
 from roles.web.app import Repeats
 from roles.web.endpoints import OPERATE, READ, AfterStep, read_query
 
 from .conftest import LOCAL, Api, api_of, app_of
 
+PATIENCE_S = 10.0
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LONG = {"profile": {"base": "tiny", "job": {"workers": 1}}, "set": {"job.steps": 100_000}}
@@ -57,6 +60,7 @@ async def test_a_job_from_its_creation_to_its_end(api: Api) -> None:
         ({"set": {"track.directory": "../mine"}}, 422, "a relative path without '..' and '~'"),
         ({"steps": 5}, 400, "steps"),
         (b"{", 400, "not JSON"),
+        (b" " * (129 << 10), 413, "larger than 128.0 KiB"),
         ({"drafter": True}, 422, "has no drafter"),
     ],
 )
@@ -96,6 +100,32 @@ async def test_a_running_cluster(api: Api) -> None:
     assert "p2ptrain_job_step" in await api.done("GET", "/metrics")
     await peer.leave()
     await api.done("DELETE", f"training/jobs/{job}?forget=true")
+
+
+@pytest.mark.parametrize(
+    ("module", "reader", "path", "said"),
+    [
+        (routes, "load_settings", "training/jobs", {"profile": "none"}),
+        (experiments, "parse_toml", "experiments", {"grid": "a"}),
+    ],
+)
+async def test_other_requests_are_answered_while_a_text_is_parsed(
+    api: Api, monkeypatch: pytest.MonkeyPatch, module: Any, reader: str, path: str, said: Any
+) -> None:
+    read, begun, answered, in_time = getattr(module, reader), threading.Event(), threading.Event(), list[bool]()
+
+    def read_slowly(*given: Any) -> Any:
+        begun.set()
+        in_time.append(answered.wait(PATIENCE_S))
+        return read(*given)
+
+    monkeypatch.setattr(module, reader, read_slowly)
+    post = asyncio.create_task(api.done("POST", path, said, 422))
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    await api.done("GET", "training/jobs")
+    answered.set()
+    await post
+    assert in_time == [True]
 
 
 async def test_a_list_in_parts(api: Api) -> None:
