@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from p2ptrain.core.adapters import model_name
 from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
 from p2ptrain.core.model_config import config_untrusted
@@ -108,7 +109,7 @@ class ModelDirectory:
 
     @property
     def name(self) -> str:
-        return self.directory.name
+        return model_name(self.directory)
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
         """Read bytes [start, stop) of a tensor or small file. Blocking. Raises ``StorageError`` if the file changed."""

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2ptrain.core.adapters import file_of, weights_of
+from p2ptrain.core.adapters import file_of, model_name, weights_of
 from p2ptrain.core.errors import ConfigError, NetworkError, ResourceError, UserError
 from p2ptrain.core.texts import human_bytes
 
@@ -59,14 +59,6 @@ async def check(options: JoinOptions) -> None:
 async def serve(member: ServingMember, options: JoinOptions, console: Console) -> None:
     """Serve until cancelled. Raises ``P2PTrainError``."""
     await (_verify if options.role == "verifier" else _draft)(member, options, console)
-
-
-def model_name(directory: Path) -> str:
-    """The public name of the model in a directory: the directory's name; for a job's checkpoint ``JOB@STEP``."""
-    resolved = directory.resolve()
-    if resolved.name.startswith("step-") and resolved.parent.name == "checkpoints":
-        return f"{resolved.parent.parent.name}@{resolved.name.removeprefix('step-').lstrip('0') or '0'}"
-    return resolved.name
 
 
 # ---------------------------------------------------------------------------------------------------------- verifier
@@ -179,7 +171,7 @@ async def _whole_target(
         engine,
         compute,
         member.world.clock,
-        label=directory.name,
+        label=model_name(directory),
         context=context,
         max_sessions=2 * sessions + 1,  # running ones, and ones kept for the next question
         cache_bytes=cache_bytes(options.memory_bytes, directory, engine.encoding, engine.weights_bytes),

@@ -19,6 +19,7 @@ from p2ptrain.cli.runtime import open_operator, operator_name
 from p2ptrain.cli.split import LEAVE_S, planned, print_split_facts, show_plan, split_facts, within
 from p2ptrain.cli.text_options import TextOptions, newest_in, newest_of_job
 from p2ptrain.compute.text import ModelText
+from p2ptrain.core.adapters import model_name
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, Unreachable, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import real_world
@@ -154,7 +155,7 @@ async def _of_this_machine(
         raise
     finally:
         console.clear()
-    target = WholeTarget(engine, compute, world.clock, label=directory.name, context=context)
+    target = WholeTarget(engine, compute, world.clock, label=model_name(directory), context=context)
     label, identity = str(directory), {"checkpoint": str(directory)}
     async with _model_source(target, text, needs, label, identity, positions=0) as source:
         yield source

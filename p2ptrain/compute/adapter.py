@@ -25,7 +25,7 @@ from p2ptrain.core.adapters import Adapter
 from p2ptrain.core.checkpoints import WRITE_BYTES, Draft
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, DiskFull, StorageError, UserError
-from p2ptrain.core.tensor_files import ADAPTER_FILE, INDEX_FILE, TensorEntry, TensorTable
+from p2ptrain.core.tensor_files import ADAPTER_FILE, INDEX_FILE, WEIGHTS_FILE, TensorEntry, TensorTable
 from p2ptrain.core.texts import human_bytes
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
@@ -141,7 +141,7 @@ def write_merged(adapter: Adapter, out: Path, on_bytes: OnBytes = lambda done_by
         raise DiskFull(text, remedy="free some space, or name another directory")
     draft, done_bytes = Draft(disk, out.with_name(f".{out.name}.new-{secrets.token_hex(4)}"), 0), 0
     try:
-        for name in (*TEXT_FILES, INDEX_FILE):
+        for name in (*TEXT_FILES, *([] if WEIGHTS_FILE in files else [INDEX_FILE])):
             if (path := adapter.file(name)).is_file():
                 draft.begin(name)
                 draft.add(path.read_bytes())

@@ -516,7 +516,8 @@ class PartModel:
         width: elements of the hidden state of one position.
         tied_name: name in ``module`` of the matrix that the model's input and output share, if the first and the last
             stage each hold a copy and this is one of them; else "".
-        context: most positions for which results do not depend on how many are computed at once; None: no limit set.
+        context: most positions; None: no limit is set.
+        switches: as in ``context_of``.
     """
 
     def __init__(
@@ -533,7 +534,7 @@ class PartModel:
             self.tied_name = next(name for name, it in self.module.named_parameters() if it is ends.weight)
         self.width: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.context = context_of(config)
+        self.context, self.switches = context_of(config, is_whole=part.first and part.last)
         stored = {id(tensor): tensor.nbytes for tensor in self.module.state_dict(keep_vars=True).values()}
         self.weights_bytes = sum(stored.values())
         self._cache_shapes = layout.cache_shapes[part.start : part.stop]
@@ -590,14 +591,17 @@ class PartModel:
         self._leaving = output[0] if isinstance(output, tuple) else output
 
 
-def context_of(config: PretrainedConfig) -> int | None:
-    """See ``PartModel.context``. ``longrope`` changes the rotary frequencies beyond a length. A key would depend on the
-    length of the forward pass that computes it, so cached and recomputed keys would differ."""
+def context_of(config: PretrainedConfig, *, is_whole: bool) -> tuple[int | None, list[int]]:
+    """The most positions, and the switches: numbers of positions beyond which ``longrope`` takes other frequencies, so
+    that cached keys must be computed again. Only a whole model has the token ids for that; a part ends there."""
     said = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
     ropes = [said, *(each for each in said.values() if isinstance(each, dict))]  # for all layers, or per kind of layer
     changes = [each.get("original_max_position_embeddings") for each in ropes if each.get("rope_type") == "longrope"]
-    knows = [getattr(config, "max_position_embeddings", None), *changes]
-    return min((each for each in knows if isinstance(each, int)), default=None)
+    switches = sorted({each for each in changes if isinstance(each, int)})
+    most = getattr(config, "max_position_embeddings", None)
+    if is_whole:
+        return most, switches
+    return min([*([most] if isinstance(most, int) else []), *switches], default=None), []
 
 
 # --------------------------------------------------------------------------------------------------------------- cache

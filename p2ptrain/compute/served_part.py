@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -46,10 +47,15 @@ from p2ptrain.core.tensor_files import TensorTable
 MAX_SESSIONS = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Session:
+    """``ids``: token ids of all positions, and ``kind``: number of ``context_of``'s switches that they are beyond, if
+    the model has any."""
+
     cache: PartCache | History
     picker: Picker | None  # on the last stage
+    ids: Tensor
+    kind: int = 0
 
 
 def begin_part(spec: PartSpec, names: Collection[str]) -> ServedPartBuilder:
@@ -134,7 +140,7 @@ def config_of(text: str) -> PretrainedConfig:
     except ProtocolError as error:
         raise ConfigError(error.message, remedy="use the config.json of the model's directory") from error
     check_architecture(table["model_type"])
-    if "quantization_config" in table:
+    if table.get("quantization_config") is not None:
         raise ConfigError(
             f"this {table['model_type']!r} model is quantized, which parts do not support",
             remedy="use the model's unquantized weights",
@@ -249,7 +255,8 @@ class ServedPart:
         )
         with _told_of_memory("the cache of a session", self._place):
             cache = self._model.new_cache(positions)
-        self._sessions[session] = _Session(cache, picker if self._model.part.last else None)
+        ids = torch.zeros(0, dtype=torch.int64)
+        self._sessions[session] = _Session(cache, picker if self._model.part.last else None, ids)
 
     def run(self, session: str, work: Pass) -> Ran:
         """See ``StageEngine.run``.
@@ -274,12 +281,32 @@ class ServedPart:
         state.cache.cut(keep)
         try:
             with torch.inference_mode(), _told_of_memory("the next positions of a session", self._place):
-                x = x.to(self._place.torch_device)
-                positions = torch.arange(keep, keep + work.count, device=self._place.torch_device)
-                yield self._model.forward(x[None], positions, state.cache, logits=max(1, work.samples))[0]
+                yield self._computed(state, x.to(self._place.torch_device), max(1, work.samples))
         except BaseException:
             state.cache.cut_to_at_most(keep)  # only some layers may have the new positions
             raise
+
+    def _computed(self, state: _Session, x: Tensor, rows: int) -> Tensor:
+        """The last ``rows`` rows. Where the number of positions passes a switch, they are computed again from the first
+        one, so that a row depends on the ids alone, however they came."""
+        cache, switches, kept = state.cache, self._model.switches, state.cache.length
+        stop = kept + len(x)
+        if switches:
+            x = state.ids = torch.cat([state.ids[:kept].to(x.device), x])
+        outs: list[Tensor] = []
+        done = stop - rows
+        for end in (*(each for each in switches if done < each < stop), stop):
+            kind = bisect_left(switches, end)
+            if kind != state.kind:
+                cache.cut(0)
+                state.kind = kind
+            start, first = cache.length, 0 if switches else kept
+            positions = torch.arange(start, end, device=x.device)
+            outs.append(
+                self._model.forward(x[None, start - first : end - first], positions, cache, logits=end - done)[0]
+            )
+            done = end
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def close(self, session: str) -> None:
         self._sessions.pop(session, None)

@@ -57,7 +57,7 @@ class WholeModel:
         layers = getattr(config, "num_hidden_layers", None) or 1
         self.part = Part(0, layers, layers)
         self.width, self.vocab_size = getattr(config, "hidden_size", 0), int(config.vocab_size)
-        self.context = context_of(config)
+        self.context, self.switches = context_of(config, is_whole=True)
         self.weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
     def new_cache(self, positions: int) -> History:

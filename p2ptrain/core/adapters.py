@@ -104,6 +104,18 @@ def file_of(directory: Path, name: str) -> Path:
     return read_adapter(directory).file(name) if is_adapter(directory) else directory / name
 
 
+def model_name(directory: Path) -> str:
+    """The public name of the model in a directory: the directory's name; for a job's checkpoint ``JOB@STEP``; in the
+    cache of the Hugging Face hub ``OWNER/NAME``."""
+    resolved = directory.resolve()
+    above, home = resolved.parent, resolved.parent.parent
+    if resolved.name.startswith("step-") and above.name == "checkpoints":
+        return f"{home.name}@{resolved.name.removeprefix('step-').lstrip('0') or '0'}"
+    if above.name == "snapshots" and home.name.startswith("models--"):
+        return home.name.removeprefix("models--").replace("--", "/", 1)
+    return resolved.name
+
+
 def weights_of(directory: Path) -> Path:
     """The directory with the weights of a whole model: of an adapter, its base. Raises as ``read_adapter``."""
     return read_adapter(directory).base if is_adapter(directory) else directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,11 +21,13 @@ _MOST = 1 << 24
 """A bound above any model's vocabulary or context."""
 _LAYERS = ("num_hidden_layers", "n_layer")
 _CODE = ("auto_map", "trust_remote_code")
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def config_untrusted(text: str) -> dict[str, Any]:
-    """Parse a ``config.json``. Its sizes are bounded, so that the model can be built on torch's meta device in little
-    time and memory. Keys that select code to run are removed.
+    """Parse a ``config.json`` as transformers does: ``{"__float__": "Infinity"}`` is a number. Its sizes are bounded,
+    so that the model can be built on torch's meta device in little time and memory. Keys that select code to run are
+    removed.
 
     Raises:
         ProtocolError: the text is not a valid configuration.
@@ -32,7 +35,7 @@ def config_untrusted(text: str) -> dict[str, Any]:
     if len(text) > MAX_CONFIG_BYTES:
         raise ProtocolError(f"a model's configuration has more than {MAX_CONFIG_BYTES} characters")
     try:
-        table = json.loads(text, parse_constant=_not_a_number)
+        table = json.loads(text, object_hook=_float_or_table)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a model's configuration is not JSON ({type(error).__name__})") from error
     if not isinstance(table, dict) or not isinstance(table.get("model_type"), str):
@@ -57,5 +60,6 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
             yield from _numbers(item, key)
 
 
-def _not_a_number(name: str) -> float:
-    raise ValueError(f"{name} is not a number in JSON")
+def _float_or_table(table: dict[str, Any]) -> Any:
+    name = table.get("__float__") if len(table) == 1 else None
+    return _FLOATS.get(name, table) if isinstance(name, str) else table

@@ -127,10 +127,10 @@ class TensorTable:
         """
         self.directory = directory
         self.bytes_read = 0
-        if not file and (directory / INDEX_FILE).is_file():
-            self.entries = self._indexed()
-        elif (directory / (file or WEIGHTS_FILE)).is_file():
+        if (directory / (file or WEIGHTS_FILE)).is_file():  # transformers ignores an index beside it, too
             self.entries = self._header(file or WEIGHTS_FILE)
+        elif not file and (directory / INDEX_FILE).is_file():
+            self.entries = self._indexed()
         else:
             if not file and (directory / ADAPTER_CONFIG).is_file():
                 raise adapter_alone(directory)

@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from p2ptrain.cli.joining import JoinOptions
-from p2ptrain.cli.serving import cache_bytes, check, model_name
+from p2ptrain.cli.serving import cache_bytes, check
+from p2ptrain.core.adapters import model_name
 from p2ptrain.core.errors import ResourceError, UserError
 
 
@@ -23,6 +24,7 @@ def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert model_name(of_job) == "abc@400"
     assert model_name(first) == "abc@0"
     assert model_name(tmp_path / "SmolLM2-135M") == "SmolLM2-135M"
+    assert model_name(tmp_path / "models--acme--toy--2" / "snapshots" / ("0123456789" * 4)) == "acme/toy--2"
     monkeypatch.chdir(tmp_path / "SmolLM2-135M")
     assert model_name(Path(".")) == "SmolLM2-135M"
 

@@ -383,6 +383,7 @@ def test_parts_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: pyte
         "'lfm2' model cannot be split", config=json.dumps(config | {"model_type": "lfm2", "layer_types": ["conv"] * 6})
     )
     refused("quantized", config=json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    assert config_of(json.dumps(config | {"quantization_config": None})).vocab_size == VOCAB
     refused("cannot be computed in 'int8'", dtype="int8")
     refused("device.kind = 'tpu'", device="tpu")
     with pytest.raises(ConfigError, match="has 6 layers, not 7"):
@@ -414,23 +415,28 @@ def test_tensors_that_cannot_be(loaded: Callable[[str], Loaded]) -> None:
         builder.finish()
 
 
-def test_where_frequencies_change_with_the_length_a_session_stays_within_it(tmp_path: Path) -> None:
-    """Beyond it, what a position is would depend on how many came in one work: a prompt in chunks would be answered
-    otherwise than a whole one, and a history that is computed again otherwise than before."""
-    make("llama", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    pairs = config["head_dim"] // 2
+def test_where_frequencies_change_with_the_length_the_keys_are_computed_again(tmp_path: Path) -> None:
+    """Only a whole model has the token ids for that: a part ends there."""
+    pairs = 8
     factors = {"short_factor": [1.0] * pairs, "long_factor": [8.0] * pairs, "factor": 4.0}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32, **factors}
-    text = json.dumps(config | {"rope_parameters": rope, "rope_scaling": rope})
-    (part,) = load(tmp_path, config=text)
-    with pytest.raises(UserError, match="33 positions are more than the model's context of 32"):
-        part.open("s", positions=33, sampling=GREEDY)
-    ids = [(7 * index * index) % VOCAB for index in range(32)]
-    whole, chunked = Client([part], "whole", GREEDY, 32), Client([part], "chunked", GREEDY, 32)
-    samples = whole.run(ids, samples=32)
-    chunked.run(ids[:20], samples=1)
-    assert chunked.run(ids[20:], samples=12) == samples[20:]
+    whole = make("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
+    for part in load(tmp_path, 3):
+        with pytest.raises(UserError, match="33 positions are more than the model's context of 32"):
+            part.open("s", positions=33, sampling=GREEDY)
+    part = load_whole(tmp_path, device="cpu")
+    assert part.context == 128
+    ids = [(7 * index * index) % VOCAB for index in range(28)]
+    expected = generated(whole, ids, 12, GREEDY)
+    client = Client([part], "one by one", GREEDY)
+    assert client.say(ids, 12) == expected
+    for keep, chunk, samples in ((36, 2, 2), (30, 9, 9), (30, 2, 1), (31, 8, 8)):  # drafts, also after a way back
+        told = [*ids, *expected][keep : keep + chunk]
+        got = client.run(told, keep=keep, samples=samples)
+        assert list(got) == expected[keep + chunk - samples - 27 :][:samples], (keep, chunk)
+    chunked = Client([part], "chunked", GREEDY)
+    chunked.run([*ids, *expected][:20])
+    assert list(chunked.run([*ids, *expected][20:38])) == expected[10:11]
 
 
 # --------------------------------------------------------------------------------------- a whole directory as one part

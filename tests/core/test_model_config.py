@@ -26,6 +26,16 @@ def test_what_published_models_say_is_taken() -> None:
     assert config_untrusted(json.dumps(GOOD)) == GOOD
 
 
+def test_numbers_that_json_lacks_are_read_as_transformers_does() -> None:
+    limits = {"time_step_limit": [0.0, float("inf")], "deep": {"low": [-float("inf")]}}
+    tagged = '"time_step_limit": [0.0, {"__float__": "Infinity"}], "deep": {"low": [{"__float__": "-Infinity"}]}}'
+    for text in (json.dumps(GOOD | limits), json.dumps(GOOD).removesuffix("}") + ", " + tagged):
+        assert config_untrusted(text) == GOOD | limits
+    assert config_untrusted(json.dumps(GOOD | {"a": {"__float__": "1"}, "b": {"__float__": []}}))["a"] == {
+        "__float__": "1"
+    }
+
+
 def test_what_would_choose_code_is_left_out() -> None:
     code = {"auto_map": {"AutoModel": "evil.py"}, "trust_remote_code": True, "_attn_implementation": "hub/kernel"}
     assert config_untrusted(json.dumps(GOOD | code)) == GOOD
@@ -42,7 +52,6 @@ def test_what_would_choose_code_is_left_out() -> None:
         ({"hidden_size": 1 << 30}, "hidden_size = 1073741824"),
         ({"deep": [{"a": [-(1 << 60)]}]}, "a = -"),
         ({"num_local_experts": 1025}, "num_local_experts = 1025"),
-        ({"x": float("nan")}, "not JSON"),
         ({"x": "y" * MAX_CONFIG_BYTES}, "more than"),
     ],
 )

@@ -57,6 +57,15 @@ def test_what_is_read_is_what_safetensors_reads(directory: Path, files: int) -> 
         table.read("c")
 
 
+def test_an_index_beside_a_whole_file_is_ignored_as_by_transformers(directory: Path) -> None:
+    where = split_in_two(directory)
+    save_file({"new": TENSORS["a"]}, directory / WEIGHTS_FILE)
+    assert list(TensorTable(directory).entries) == ["new"], "not the old shards"
+    for file in set(where.values()):
+        (directory / file).unlink()
+    assert list(TensorTable(directory).entries) == ["new"]
+
+
 def test_a_fingerprint_is_of_the_weights_and_not_of_their_files(directory: Path) -> None:
     before = TensorTable(directory).fingerprint()
     for name, changed in {"a": TENSORS["a"] + 1, "b": TENSORS["b"].astype(np.float32), "empty": np.zeros(0)}.items():
