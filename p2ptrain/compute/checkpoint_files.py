@@ -6,7 +6,8 @@ bytes one after the other (https://github.com/huggingface/safetensors#format). S
 a copy of the state.
 
 The files of all stages in one directory are an ordinary Hugging Face model. The first stage writes the files of the
-whole model (configuration, tokenizer, index). A tied embedding matrix is only in the first stage's weights file. The
+whole model (configuration, tokenizer, index). Those of a model that came from a directory are copied from there
+unchanged, and its weights keep their types. A tied embedding matrix is only in the first stage's weights file. The
 last stage stores its copy beside its moments, so that each stage can resume from its own files alone.
 
 A shard writes its rows of every tensor and of every moment. Those of all shards are joined into the files of a whole
@@ -18,10 +19,13 @@ model; the optimizer's file then has the adapters, too.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -42,7 +46,14 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.tuning import Tuning
 from p2ptrain.core.checkpoint_parts import ADAPTER, ROWS, shard_name, weights_index
 from p2ptrain.core.errors import StorageError
-from p2ptrain.core.tensor_files import ADAPTER_CONFIG, INDEX_FILE, WEIGHTS_FILE, header_of
+from p2ptrain.core.tensor_files import (
+    ADAPTER_CONFIG,
+    INDEX_FILE,
+    ITEM_BYTES,
+    WEIGHTS_FILE,
+    TensorTable,
+    header_of,
+)
 from p2ptrain.core.training import BlobRange, FilePlan
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
@@ -75,7 +86,7 @@ class CheckpointFiles:
         part: the part whose parameters ``flat`` holds; None for a whole model.
         config: configuration of the whole model.
         corpus: digest of the corpus.
-        bf16: write the weights in bf16, as a model was that came in it.
+        base: the directory that the model came from, if it did.
         tied: the parameter that the first and the last stage share, if it trains.
         tuning: what of the model trains.
         merged: of exact averages (``compute.fedex``): name of a parameter → its place in the blob ``MERGED``. The
@@ -97,11 +108,15 @@ class CheckpointFiles:
         tied: Segment | None,
         tuning: Tuning,
         merged: Mapping[str, Segment] = MappingProxyType({}),
-        bf16: bool = False,
+        base: Path | None = None,
     ) -> None:
         self._flat, self._part, self._config, self._parts = flat, part, config, stage.parts
         self._tuning, self._merged = tuning, merged
-        self._bf16 = bf16 and not tuning.adapters
+        self._base, self._is_whole = base, bool(merged) or not tuning.adapters
+        stored = TensorTable(base).entries if base is not None else {}
+        self._dtypes = {name: entry.dtype for name, entry in stored.items()}
+        self._usual = max(stored.values(), key=lambda it: it.size_bytes).dtype if stored else "F32"
+        self._halves = self._is_whole and not _HALVES.keys().isdisjoint(self._dtypes.values())
         self._tokenizer, self._corpus = tokenizer, corpus
         self._copied = tied if part is not None and part.part.last else None
         count = len(self._parts)
@@ -193,7 +208,7 @@ class CheckpointFiles:
             return self._plans_of_rows(flat, moments)
         adapters = self._tuning.adapters
         # The parameters in fp32, too: training goes on from them. With LoRA it needs no other file.
-        arrays = {**moments, **({PARAMETERS: flat.numel} if self._bf16 or adapters else {})}
+        arrays = {**moments, **({PARAMETERS: flat.numel} if self._halves or adapters else {})}
         optimizer: list[PlannedTensor] = [
             (name, "F32", (numel,), [BlobRange(name, 0, numel * _ELEMENT_BYTES)]) for name, numel in arrays.items()
         ]
@@ -203,30 +218,26 @@ class CheckpointFiles:
         if self._merged:
             return self._plans_of_merged(frozen, optimizer)
         if adapters:
-            small = self._of_adapters() if part is None or part.part.first else []
+            config = FilePlan(ADAPTER_CONFIG, (self._tuning.config_file(),))
+            small = [config, *self._small_files()] if part is None or part.part.first else []
             names, buffers = adapters, []
             frozen = {name: it for name, it in frozen.items() if name in adapters}
         elif part is None:
-            model = cast(PreTrainedModel, flat.model)
-            small = _small_files(model, self._tokenizer, bf16=self._bf16)
-            names = {name: name for name, _ in model.named_parameters()}
-            buffers = list(_buffers(model))
+            small = self._small_files()
+            names = {name: name for name, _ in flat.model.named_parameters()}
+            buffers = list(_buffers(flat.model))
         else:
             small = self._of_all_stages() if part.part.first else []
             names = dict(part.names)
             buffers = [(names[name], dtype, shape, data) for name, dtype, shape, data in _buffers(part.module)]
             if part.part.last:
                 frozen.pop(part.tied_name, None)  # the first stage saves it
-        dtype, halve = ("BF16", _to_bf16) if self._bf16 else ("F32", None)
-        weights: list[PlannedTensor] = [
-            (names[segment.name], dtype, segment.shape, [_range(segment.offset, segment.numel, halve)])
+        weights = [
+            self._weight(names[segment.name], segment.shape, _range(segment.offset, segment.numel))
             for segment in flat.segments
             if segment != self._copied
         ]
-        weights += [
-            (names[name], dtype, tuple(it.shape), [BlobRange(partial(_memory_of, it), 0, it.nbytes, halve)])
-            for name, it in frozen.items()
-        ]
+        weights += [self._weight(names[name], tuple(it.shape), _range_of(it)) for name, it in frozen.items()]
         return [
             *small,
             _safetensors_plan(self.weights, [*weights, *buffers], {"format": "pt"}),
@@ -236,17 +247,16 @@ class CheckpointFiles:
     def _plans_of_rows(self, flat: ShardedModel, moments: Mapping[str, int]) -> list[FilePlan]:
         weights: list[PlannedTensor] = []
         optimizer: list[PlannedTensor] = []
-        dtype, halve = ("BF16", _to_bf16) if self._bf16 else ("F32", None)
         shapes = [(segment, flat.shapes[segment.name]) for segment in flat.segments]
         for segment, shape in shapes:
-            weights.append((segment.name, dtype, shape, [_range(segment.offset, math.prod(shape), halve)]))
-        for name in (*moments, *([PARAMETERS] if self._bf16 else [])):
+            weights.append(self._weight(segment.name, shape, _range(segment.offset, math.prod(shape))))
+        for name in (*moments, *([PARAMETERS] if self._halves else [])):
             for segment, shape in shapes:
                 rows = _range(segment.offset, math.prod(shape), blob=name)
                 optimizer.append((f"{name}/{segment.name}", "F32", shape, [rows]))
         small: list[FilePlan] = []
         if not flat.shard.index:
-            small = _small_files(self._outline(), self._tokenizer, bf16=self._bf16)
+            small = self._small_files()
             weights += _buffers(flat.model)
         return [
             *small,
@@ -258,13 +268,11 @@ class CheckpointFiles:
         weights: list[PlannedTensor] = []
         for name, parameter in frozen.items():
             place = self._merged.get(name)
-            held = BlobRange(partial(_memory_of, parameter), 0, parameter.nbytes)
-            span = held if place is None else _range(place.offset, place.numel, blob=MERGED)
-            weights.append((name.replace(".base_layer.", "."), "F32", tuple(parameter.shape), [span]))
-        model = cast(PreTrainedModel, self._flat.model)
+            span = _range_of(parameter) if place is None else _range(place.offset, place.numel, blob=MERGED)
+            weights.append(self._weight(name.replace(".base_layer.", "."), tuple(parameter.shape), span))
         return [
-            *_small_files(model, self._tokenizer, bf16=False),
-            _safetensors_plan(self.weights, [*weights, *_buffers(model)], {"format": "pt"}),
+            *self._small_files(),
+            _safetensors_plan(self.weights, [*weights, *_buffers(self._flat.model)], {"format": "pt"}),
             _safetensors_plan(self.optimizer, optimizer, {"layout": self._flat.layout}),
         ]
 
@@ -278,41 +286,46 @@ class CheckpointFiles:
         for stage, part in enumerate(self._parts):
             owned = PartAssembly(self._config, part, names).wanted
             shards[shard_name("model", stage, len(self._parts))] = {
-                name: (2 if self._bf16 and name not in buffers else _ELEMENT_BYTES) * math.prod(shape)
+                name: (_ELEMENT_BYTES if name in buffers else ITEM_BYTES[self._type_of(name)]) * math.prod(shape)
                 for name, shape in owned.items()
                 if name not in placed
             }
             placed |= set(owned)
-        small = _small_files(model, self._tokenizer, bf16=self._bf16)
-        return [*small, FilePlan(INDEX_FILE, (weights_index(shards),))]
+        return [*self._small_files(), FilePlan(INDEX_FILE, (weights_index(shards),))]
+
+    def _type_of(self, name: str) -> str:
+        """The type in which a tensor came, if training can be saved in it."""
+        dtype = self._dtypes.get(name, self._usual)
+        return dtype if self._halves and dtype in _HALVES else "F32"
+
+    def _weight(self, name: str, shape: tuple[int, ...], span: BlobRange) -> PlannedTensor:
+        dtype = self._type_of(name)
+        return name, dtype, shape, [replace(span, halve=_HALVES.get(dtype))]
 
     def _outline(self) -> PreTrainedModel:
+        config = copy.deepcopy(self._config)
+        config.use_cache = True  # it is off in training
         with DRAWING, torch.device("meta"):
-            model: PreTrainedModel = _Auto.from_config(self._config, dtype=torch.float32)
-        model.config.use_cache = False  # as ``build_model`` sets it
+            model: PreTrainedModel = _Auto.from_config(config, dtype=torch.float32)
         return model
 
-    def _of_adapters(self) -> list[FilePlan]:
-        config = FilePlan(ADAPTER_CONFIG, (self._tuning.config_file(),))
-        return [config, *_small_files(None, self._tokenizer, bf16=False)]
-
-
-def _small_files(model: PreTrainedModel | None, tokenizer: Tokenizer, *, bf16: bool) -> list[FilePlan]:
-    try:
-        with tempfile.TemporaryDirectory() as name:
-            directory = Path(name)
-            if model is not None:
-                model.save_pretrained(directory, state_dict={})
-            if bf16:  # save_pretrained writes what the model is trained in
-                config = directory / "config.json"
-                config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
-            tokenizer.save(directory)
-            paths = sorted(path for path in directory.iterdir() if path.suffix != ".safetensors")
-            return [FilePlan(path.name, (path.read_bytes(),)) for path in paths]
-    except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"cannot write to the directory for temporary files: {error}", remedy="free some space there, or set TMPDIR"
-        ) from error
+    def _small_files(self) -> list[FilePlan]:
+        """The files beside the weights: copies of the base's, or those of a new model."""
+        try:
+            with tempfile.TemporaryDirectory() as name:
+                directory = Path(name)
+                if self._base is None:
+                    self._outline().save_pretrained(directory, state_dict={})
+                elif self._is_whole:
+                    shutil.copyfile(self._base / "config.json", directory / "config.json")
+                if self._base is not None and (settings := self._base / "generation_config.json").is_file():
+                    shutil.copyfile(settings, directory / "generation_config.json")
+                self._tokenizer.save(directory)
+                paths = sorted(path for path in directory.iterdir() if path.suffix != ".safetensors")
+                return [FilePlan(path.name, (path.read_bytes(),)) for path in paths]
+        except (OSError, SafetensorError) as error:
+            text = f"cannot copy the files beside the weights through {tempfile.gettempdir()}: {error}"
+            raise StorageError(text, remedy="free some space there, or set TMPDIR") from error
 
 
 def _safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[str, str]) -> FilePlan:
@@ -320,10 +333,12 @@ def _safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[st
     return FilePlan(name, (header_of(sizes, metadata), *(part for *_, parts in tensors for part in parts)))
 
 
-def _range(
-    start: int, numel: int, halve: Callable[[memoryview], memoryview] | None = None, *, blob: str = PARAMETERS
-) -> BlobRange:
-    return BlobRange(blob, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES, halve)
+def _range(start: int, numel: int, *, blob: str = PARAMETERS) -> BlobRange:
+    return BlobRange(blob, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES)
+
+
+def _range_of(frozen: Tensor) -> BlobRange:
+    return BlobRange(partial(_memory_of, frozen), 0, frozen.nbytes)
 
 
 def _memory_of(frozen: Tensor) -> memoryview:
@@ -334,6 +349,14 @@ def _to_bf16(data: memoryview) -> memoryview:
     """fp32 to the nearest bf16, of ties the even one; the numbers are finite."""
     bits = np.frombuffer(data, np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).data.cast("B")
+
+
+def _to_fp16(data: memoryview) -> memoryview:
+    """fp32 to the nearest finite fp16."""
+    return np.frombuffer(data, np.float32).clip(-65504, 65504).astype(np.float16).data.cast("B")
+
+
+_HALVES = {"BF16": _to_bf16, "F16": _to_fp16}
 
 
 def _buffers(model: nn.Module) -> Iterator[PlannedTensor]:

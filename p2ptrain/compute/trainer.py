@@ -157,8 +157,6 @@ class Trainer:
         self._spec, exact = spec, spec.exact
         self._shard = shard
         self._tokenizer, self._config = _tokenizer_and_config(spec.model)
-        # Of a model that came in bf16; building it sets the configuration to what it is trained in.
-        bf16 = spec.precision == "bf16" and str(self._config.dtype) == "torch.bfloat16"
         context = getattr(self._config, "max_position_embeddings", None)
         if context is not None and spec.data.sequence_tokens > context:
             raise ConfigError(
@@ -223,7 +221,6 @@ class Trainer:
         self._share = 0, spec.micro_batches  # first micro-batch and count
         self._seen: set[int] = set()  # sequences of this step, with a clip norm
         self._tied = self._tied_segment()
-        self._in_bf16 = bf16
         self._files = self._files_of(self._flat)
         self.tokens_per_micro_batch = tokens
         self.device = device.label
@@ -250,7 +247,7 @@ class Trainer:
             tied=self._tied,
             tuning=self._tuning,
             merged=self._update.places if isinstance(self._update, ExactAverage) else {},
-            bf16=self._in_bf16,
+            base=self._spec.model.path,
         )
 
     def _update_of(self, spec: TrainingSpec) -> Update:

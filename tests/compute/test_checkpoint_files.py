@@ -12,17 +12,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from p2ptrain.compute.adapter import write_merged
+from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import ModelSpec, build_model
-from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
+from p2ptrain.compute.tuning import TuningSpec
+from p2ptrain.core.adapters import read_adapter
 from p2ptrain.core.checkpoint_parts import weights_index
 from p2ptrain.core.errors import StorageError
 from p2ptrain.core.tensor_files import INDEX_FILE
 from tests.compute.tiny_trainer import tiny, tiny_trainer
 
-from .families import make
 from .pipelines import MODEL, Pipeline
-from .saving import save
+from .saving import check_kept, make_given, save
 
 MODELS = [
     tiny(layers=3, architecture=architecture, kv_heads=4 if architecture == "gpt2" else 2, tie_embeddings=tied)
@@ -105,32 +107,57 @@ def test_each_stage_goes_on_from_its_own_files(text_file: Path, tmp_path: Path, 
     assert [restored.run(step).loss for step in (2, 3)] == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bounds", [(0, 6), (0, 2, 6)])
-def test_a_bf16_model_that_is_trained_in_bf16_is_saved_in_bf16(
-    text_file: Path, tmp_path: Path, bounds: tuple[int, ...]
+def test_what_is_not_trained_is_what_came_in(
+    text_file: Path, tmp_path: Path, bounds: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """And training goes on from the fp32 weights, to the bit."""
+    """Also the type of the weights; and training goes on from those in fp32, to the bit."""
     given, saved = tmp_path / "given", tmp_path / "saved"
     saved.mkdir()
-    make("llama-tied", given, dtype=torch.bfloat16, vocab_size=256)
-    Tokenizer.of_bytes().save(given)
+    make_given(given, dtype)
     spec = ModelSpec(path=given)
-    pipeline = Pipeline(text_file, bounds, model=spec, precision="bf16")
+    pipeline = Pipeline(text_file, bounds, model=spec)
     pipeline.run(0)
     save_all(pipeline.stages, saved, 1)
-    for path in saved.glob("model*.safetensors"):
-        assert {tensor.dtype for tensor in load_file(path).values()} == {torch.bfloat16}
+    check_kept(given, saved)
     whole: Any = AutoModelForCausalLM.from_pretrained(saved)
-    assert whole.dtype == torch.bfloat16, "by config.json"
+    if len(bounds) > 2:
+        index = json.loads((saved / INDEX_FILE).read_text())["metadata"]["total_size"]
+        files = [load_file(path).values() for path in saved.glob("model*.safetensors")]
+        assert index == sum(tensor.nbytes for tensors in files for tensor in tensors)
     for stage in pipeline.stages:
         for segment in stage._flat.segments:
             name = stage._model_part.names[segment.name] if stage._model_part else segment.name
             trained = stage._flat.parameters[segment.offset : segment.offset + segment.numel].view(segment.shape)
-            assert torch.equal(whole.state_dict()[name], trained.bfloat16())
-    again = Pipeline(text_file, bounds, model=spec, precision="bf16")
+            assert torch.equal(whole.state_dict()[name], trained.to(dtype))
+    again = Pipeline(text_file, bounds, model=spec)
     for stage in again.stages:
         stage.load(saved)
     assert states(again.stages) == states(pipeline.stages)
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_adapters_and_what_they_are_merged_into_keep_it_too(text_file: Path, tmp_path: Path, slots: int) -> None:
+    given, saved, merged = tmp_path / "given", tmp_path / "saved", tmp_path / "merged"
+    saved.mkdir()
+    make_given(given, torch.float16)
+    (given / INDEX_FILE).write_text("of an older model")
+    local = LocalSpec(outer_lr=1.0, outer_momentum=0.0, fresh=True, slots=1) if slots else None
+    save(tiny_trainer(text_file, model=ModelSpec(path=given), tuning=TuningSpec(rank=2, alpha=8), local=local), saved)
+    (given / INDEX_FILE).unlink()
+    check_kept(given, saved, adapter=not slots)
+    if not slots:
+        (given / INDEX_FILE).write_text("of an older model")
+        write_merged(read_adapter(saved), merged)
+        assert not (merged / INDEX_FILE).exists()
+        (given / INDEX_FILE).unlink()
+        check_kept(given, merged)
+
+
+def test_a_new_models_cache_is_used(text_file: Path, tmp_path: Path) -> None:
+    save(tiny_trainer(text_file, model=MODEL), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["use_cache"] is True
 
 
 def test_the_state_of_step_0_comes_back(text_file: Path) -> None:

@@ -19,7 +19,7 @@ from p2ptrain.core.checkpoint_parts import join_rows
 from p2ptrain.core.checkpoints import Draft
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, ResourceError, StorageError
-from tests.compute.saving import save
+from tests.compute.saving import check_kept, make_given, save
 from tests.compute.shards import Exchange, in_lockstep, meshes
 from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny, tiny_spec, tiny_trainer
 
@@ -154,6 +154,18 @@ def test_a_checkpoint_is_that_of_a_whole_model_and_resumes_at_any_number_of_shar
     again.trainers[0].load(directory)
     again.trainers[1].load(apart)
     assert [again.step(step) for step in (3, 4)] == more
+
+
+def test_what_is_not_trained_is_what_came_in(text: Path, tmp_path: Path) -> None:
+    given, saved = tmp_path / "given", tmp_path / "saved"
+    make_given(given, torch.float16)
+    shards, again = (Shards(text, 2, model=tiny(path=given)) for _ in range(2))
+    shards.step(0)
+    save_joined(shards, saved, 1)
+    check_kept(given, saved)
+    for ours, theirs in zip(again.trainers, shards.trainers, strict=True):
+        ours.load(saved)
+        assert state_bytes(ours) == state_bytes(theirs)
 
 
 def test_a_collection_frees_the_memory_of_a_model(text: Path) -> None:

@@ -270,6 +270,7 @@ def test_the_files_are_those_of_save_pretrained(make_trainer: MakeTrainer, tmp_p
     ours.mkdir()
     save(trainer, ours)
     network: Any = trainer._model
+    network.config.use_cache = True  # it is off in training
     network.save_pretrained(theirs)
     trainer._tokenizer.save(theirs)
     assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()} | {
