@@ -128,7 +128,7 @@ class Data(Table):
     """'text': whole files. 'jsonl', 'csv', 'parquet' (needs the package pyarrow): a text in each row.
     'auto': by the suffix of each file, else text. 'chat': conversations in rows of .jsonl or .parquet, each a list of
     {role, content}; they go through the model's chat template, only the assistant's answers are learned (the loss of a
-    micro-batch is the mean over their tokens), and those that share a sequence do not see each other. 'chat' of
+    step is the mean over their tokens), and those that share a sequence do not see each other. 'chat' of
     'stdlib': questions about its modules and functions, answered by their docstrings."""
     text_key: str = Field(default="", max_length=128)
     """Key of the text, or of the messages, in each row; empty: 'text', with format 'chat' 'messages'."""

@@ -92,11 +92,10 @@ class Engine(Protocol):
         not depend on them: then ``finish_gradients`` may come before them."""
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
-        """Run forward and backward of micro-batch ``index`` of step ``step``; add the gradient of its mean loss / M, or
-        take an inner step with it (``compute.local``).
+        """Run forward and backward of micro-batch ``index`` of step ``step``; add the gradient of its part of the mean
+        over all targets of the global batch, or take an inner step (``compute.local``).
 
-        M is the number of micro-batches in a global batch, over all members. ``on_final`` is given with the last
-        micro-batch of this member's share.
+        ``on_final`` is given with the last micro-batch of this member's share.
         """
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:

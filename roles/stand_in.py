@@ -104,7 +104,6 @@ class StandInEngine:
             return
         addend: npt.NDArray[Any] = self.contribution(step, index)
         if self.exact:
-            addend[-1] /= np.float32(self._micro_batches)
             addend, fits = to_fixed(addend, self._micro_batches)
             self._fits = self._fits and fits
         middle = addend.size // 2
@@ -114,10 +113,10 @@ class StandInEngine:
         self.reduce_buffer[middle:] += addend[middle:]
 
     def contribution(self, step: int, index: int) -> npt.NDArray[np.float32]:
-        """The micro-batch's addend in float32: the gradient of its mean loss / M, then that loss. Tests override it."""
+        """The micro-batch's addend in float32: the gradient of its mean loss / M, then that. Tests override it."""
         difference = self._parameters - self._target(step, index)
         gradient = 2 * difference / np.float32(self._whole * self._micro_batches)
-        loss = np.add.reduce(difference**2, dtype=np.float64) / self._whole
+        loss = np.add.reduce(difference**2, dtype=np.float64) / (self._whole * self._micro_batches)
         return np.append(gradient, loss.astype(np.float32))
 
     def _inner_step(self, step: int, index: int) -> None:
@@ -170,7 +169,7 @@ class StandInEngine:
         if self._local is not None:
             return self._outer_step(step, square_sum)
         values = to_float(self.reduce_buffer) if self.exact else self.reduce_buffer
-        loss = float(values[-1]) / (1 if self.exact else self._micro_batches)
+        loss = float(values[-1])
         if not math.isfinite(loss + square_sum):
             raise JobFailed(f"step {step + 1} is not finite: loss {loss}")
         self._momentum *= np.float32(0.5)

@@ -100,6 +100,14 @@ class Corpus:
         windows_tokens: Indices = self.tokens[self._places(windows)].astype(np.int64)
         return windows_tokens
 
+    def target_counts(self) -> Indices:
+        """Number of targets in each window, shape (windows,)."""
+        if self.marks is None:
+            return np.full(len(self.training) + len(self.validation), self.sequence_tokens)
+        marks = self.marks.reshape(-1, self.sequence_tokens + 1)[:, 1:]
+        counts: Indices = np.count_nonzero(marks & TARGET, axis=1).astype(np.int64)
+        return counts
+
     def batch(self, windows: Indices) -> Batch:
         tokens = self.window_tokens(windows)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]

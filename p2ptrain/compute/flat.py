@@ -3,7 +3,7 @@
 All parameters that train are views of one array and all gradients views of another, in two sections::
 
     parameters   | matrices (weight-decayed)          | vectors: norms, biases (not decayed) |
-    gradients    | the same                           | the same                             | loss |
+    gradients    | the same                           | the same                             | 2 numbers |
 
 So the ring reduces one array, healing copies three, and the optimizer makes two calls. Each parameter starts on a
 64-byte boundary; the padding stays zero.
@@ -50,7 +50,7 @@ class FlatModel:
 
     Attributes:
         parameters: shape (numel,).
-        gradients: shape (numel + 1,); the last element is the sum of losses.
+        gradients: shape (numel + 2,); the last elements are a share of targets and the sum of losses.
         numel: elements of ``parameters``, padding included.
         decayed_numel: length of the first section, the weight-decayed matrices.
         layout: SHA-256 over names, offsets and shapes. Flat arrays of equal layout are interchangeable.
@@ -78,7 +78,7 @@ class FlatModel:
         told = [(segment.name, segment.offset, segment.shape) for segment in placed(whole)[0]]
         self.layout = hashlib.sha256(repr(told).encode()).hexdigest()
         self.parameters = torch.zeros(self.numel, device=device)
-        self.gradients = torch.zeros(self.numel + 1, device=device)
+        self.gradients = torch.zeros(self.numel + 2, device=device)
 
     def norm(self, flat: Tensor) -> float:
         """L2 norm of an array like ``parameters``."""
@@ -102,7 +102,7 @@ class FlatModel:
     @property
     def loss_sum(self) -> Tensor:
         """View of the loss slot, shape ()."""
-        return self.gradients[self.numel]
+        return self.gradients[-1]
 
     def copy_tensors(self, source: Mapping[str, Tensor]) -> None:
         """Copy parameters by name. Raises ``ValueError`` if their names or shapes differ from this model's."""

@@ -14,13 +14,14 @@ has passed it, and reports which pieces have arrived. It never blocks the thread
 
 Fixed point
 -----------
-A micro-batch's contribution v (the gradient of its mean loss / M, fp32) becomes the integer round(v * 2^44), ties to
-even, in an int64. Integer addition does not round, so the order and the grouping of the additions do not matter.
+A micro-batch's contribution v (the gradient of its part of a step's mean loss, fp32) becomes the integer
+round(v * 2^44), ties to even, in an int64. Integer addition does not round, so the order and the grouping of the
+additions do not matter.
 
 **Range.** A contribution *fits* if |v| <= 2^18 / M in every element. Then no sum of a step's M contributions exceeds
-2^62, and no partial sum overflows. The limit is a gradient of 262,144 in one element of a micro-batch (not divided by
-M), for every M. With clipping at 1 a run has diverged long before. A contribution that is larger or not finite does not
-fit: it is void, and its step must not be committed.
+2^62, and no partial sum overflows. If all micro-batches have equally many targets, the limit is a gradient of 262,144
+in one element of the mean loss of a micro-batch, for every M. With clipping at 1 a run has diverged long before. A
+contribution that is larger or not finite does not fit: it is void, and its step must not be committed.
 
 **Error.** A value of magnitude 2^-20 or more keeps all 24 bits of fp32. A smaller value is rounded to a multiple of
 2^-44 (5.7e-14), so its error is at most 2^-45, and the error of a sum at most M * 2^-45. This is negligible beside the

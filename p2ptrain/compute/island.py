@@ -307,7 +307,6 @@ class IslandTrainer(Trainer):
         self._rank, self._size = island.place.rank, island.place.size
         self._validated: dict[int, tuple[float, int]] = {}  # by micro-batch, of the present state
         self._whole = _WholeModel(self._flat)
-        self._present = 1  # micro-batches of the present round
         self._gathered: dict[str, Tensor] = {}  # the leader's ``state()``, until it changes
         if not self._rank:
             numbers = len(self._update.contribution) - self._flat.numel
@@ -330,16 +329,16 @@ class IslandTrainer(Trainer):
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None, *, counts: bool = True) -> None:
         """Compute the round that begins with ``index``. The round has the next micro-batches, too, so calls for these
         do nothing."""
-        first, count = self._share
-        if (index - first) % self._size:
+        if (index - self._share[0]) % self._size:
             return
         with self._island.command("micro_batch", step, index):
-            self._present = min(self._size, first + count - index)
-            mine = min(self._rank, self._present - 1)  # FSDP2 needs a pass of every process
+            mine = min(self._rank, self._round(index)[1] - 1)  # FSDP2 needs a pass of every process
             super().micro_batch(step, index + mine, counts=mine == self._rank)
 
-    def _after_backward(self) -> None:
-        self._update.after_backward(self._present)
+    def _round(self, index: int) -> tuple[int, int]:
+        first, count = self._share
+        start = index - (index - first) % self._size
+        return start, min(self._size, first + count - start)
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         with self._island.command("finish_gradients"):

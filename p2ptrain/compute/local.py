@@ -37,7 +37,8 @@ from p2ptrain.compute.update import NO_NOISE, add_noise, clip
 MIXING = 0.5
 """Share of its own copy that a member keeps when the result of an overlapping step arrives (arXiv 2501.18512)."""
 SCALARS = 3
-"""Elements of a contribution behind the parameters: its weight, the number of its losses, and their sum."""
+"""Elements of a contribution behind the parameters: its weight, its targets, and the sum of their losses in nats. The
+last two in units of a full micro-batch: fixed point has no room for larger numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class LocalSteps:
             ``roles.engine.PrivateEngine.use_noise``.
     """
 
-    loss_divisor = 1
+    each_alone, most = True, math.inf
     final_early = False
 
     def __init__(self, flat: FlatModel, optimizer: OptimizerSpec, spec: LocalSpec, *, steps: int) -> None:
@@ -87,7 +88,7 @@ class LocalSteps:
         self._is_fresh = True  # the next step begins with a new copy of the parameters
         self._moments_steps = 0  # inner steps since the moments were zero
         self._taken = [0] * spec.fragments  # by fragment: inner steps since it was exchanged
-        self._losses = 0  # losses in ``FlatModel.loss_sum``
+        self._targets = 0.0  # of the losses in ``FlatModel.loss_sum``
         self.noise = NO_NOISE
         self._sent = 0  # inner steps in the contribution; ``_take_up`` subtracts them when it was applied
         self._step = -1
@@ -97,7 +98,7 @@ class LocalSteps:
         if self._is_fresh or not (spec.overlap or spec.fragments > 1):
             self._own.copy_(self._flat.parameters)
             self._taken = [0] * spec.fragments
-            self._losses = self._sent = 0
+            self._targets, self._sent = 0.0, 0
             self._flat.gradients.zero_()
             self._is_fresh = False
         self._flat.gradients[: self._flat.numel].zero_()
@@ -108,15 +109,13 @@ class LocalSteps:
         self._flat.compute_with(self._own)
         # A member that has no inner steps or losses yet computes first, and sends only its losses. They count again
         # with the inner steps, in the next step.
-        self._waits = spec.overlap and not (self._taken[step % spec.fragments] and self._losses)
+        self._waits = spec.overlap and not (self._taken[step % spec.fragments] and self._targets)
         return spec.overlap and not self._waits
 
-    def after_backward(self, micro_batches: int = 1) -> None:
+    def after_backward(self, micro_batches: int, targets: float) -> None:
         self._done += micro_batches
         lr = self._optimizer.lr_at(self._step - 1 + self._done / self._count, self._steps)
         gradients = self._flat.gradients[: self._flat.numel]
-        if micro_batches > 1:
-            gradients.div_(micro_batches)
         if self._spec.proximal:
             gradients.add_(self._own - self._flat.parameters, alpha=self._spec.proximal)
         norm = self._flat.norm(gradients)
@@ -127,7 +126,7 @@ class LocalSteps:
             self._own.fill_(math.nan)
             self._is_fresh = True
         gradients.zero_()
-        self._losses += micro_batches
+        self._targets += targets
         self._taken = [taken + micro_batches for taken in self._taken]
 
     def finish(self) -> None:
@@ -145,11 +144,11 @@ class LocalSteps:
         torch.sub(self._flat.parameters[part], self._own[part], out=difference)
         difference *= weight
         self.contribution[weight_at] = self._sent
-        self.contribution[-2] = self._losses
+        self.contribution[-2] = self._targets
         self.contribution[-1] = self._flat.loss_sum
         if not self._waits:
             self._flat.loss_sum.zero_()
-            self._losses = 0
+            self._targets = 0.0
 
     def _contribute_privately(self) -> None:
         (std, key), self.noise = self.noise, NO_NOISE

@@ -8,10 +8,12 @@ backward runs. In the last micro-batch of a share a hook on each parameter repor
 backward. In *exact* mode the reduce buffer is a separate array: the gradients' sum in fixed point (``compute.exact``).
 
 Data. A pure function (``compute.sampling``) decides which text a micro-batch reads, so no token is sent between stages:
-the first stage takes the inputs from its own corpus, the last stage the targets from its own. A micro-batch's loss is
-the mean over its targets. With conversations micro-batches have different numbers of them, and weigh the same.
+the first stage takes the inputs from its own corpus, the last stage the targets from its own. A step's loss, and its
+gradient, is the mean over all targets of the global batch. With conversations micro-batches have different numbers of
+targets. Each member counts those of the whole step in its own corpus, and divides by them. If the text is private, it
+divides by as many as could be, and the members sum the share that theirs are of it (``SummedGradients``).
 
-Gradients between stages. The last stage's loss is a micro-batch's mean / M, as in one process. Every other stage
+Gradients between stages. The last stage divides the loss as in one process. Every other stage
 continues from the gradient that it receives and scales nothing. The gradients are sent as fp32 or bf16. With bf16, and
 a cut at each of eight layers, the error in the first layer is 0.2 %. int8 gave 0.9 %; fp16 cannot represent 4 % of the
 elements.
@@ -191,6 +193,7 @@ class Trainer:
                 f"validation has {len(self._corpus.validation)} windows, and a micro-batch needs {sequences}",
                 remedy="raise data.validation_fraction, give more text, or lower batch.micro_batch_sequences",
             )
+        self._target_counts = self._corpus.target_counts()[self._corpus.training]
         self._sampler = WindowSampler(len(self._corpus.training), spec.seed, spec.micro_batches, sequences)
         self._device, self._chosen = device.torch_device, device
         self._autocast_dtype = PRECISIONS[spec.precision] if shard is None else None  # FSDP2 casts the parameters
@@ -255,9 +258,8 @@ class Trainer:
             number, norm = spec.micro_batches, spec.clip_norm
             return ClippedGradients(self._flat, spec.optimizer, steps=spec.steps, micro_batches=number, clip_norm=norm)
         if spec.local is None:
-            unit, micro_batches = self._unit, spec.micro_batches
             summed = PlainGradients if spec.sgd else SummedGradients
-            return summed(self._flat, spec.optimizer, steps=spec.steps, micro_batches=micro_batches, unit=unit)
+            return summed(self._flat, spec.optimizer, steps=spec.steps, unit=self._unit, weighed=spec.private)
         kind = ExactAverage if spec.local.slots else LocalSteps
         return kind(self._flat, spec.optimizer, spec.local, steps=spec.steps)
 
@@ -276,12 +278,18 @@ class Trainer:
         if self._fixed is not None:
             self._fixed.begin()
         self._watch.begin()
+        count = self._spec.micro_batches if count < 0 else count
         self._share = first, count
         self._seen.clear()
-        count = self._spec.micro_batches if count < 0 else count
         if isinstance(self._flat, ShardedModel):
             self._flat.begin_step(count)
-        return self._update.begin_step(step, count)
+        is_ready = self._update.begin_step(step, count)
+        if self._spec.private:
+            self._divisor = self._spec.micro_batches * self._spec.micro_batch_tokens
+            self._flat.gradients[-2] = self._targets(step, first, count) / self._divisor
+        else:
+            self._divisor = self._targets(step, 0, self._spec.micro_batches)
+        return is_ready
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None, *, counts: bool = True) -> None:
         if self._spec.clip_norm and self._is_repeated(step, index):
@@ -317,7 +325,9 @@ class Trainer:
         if not self._part.last:
             return _payload(outputs, self._stage.activations)
         if self._fixed is None and self._counts:
-            self._flat.loss_sum.add_(outputs.detach().to(self._flat.loss_sum.device))  # with offload: the host's
+            divisor = self._spec.micro_batch_tokens if self._update.each_alone else self._divisor
+            loss = (outputs.detach() / divisor).to(self._flat.loss_sum.device)  # with offload: the host's
+            self._flat.loss_sum.add_(loss)
         return None
 
     def backward(self, index: int, gradient: Payload | None, on_final: OnFinal | None = None) -> Payload | None:
@@ -342,24 +352,27 @@ class Trainer:
             self._fixed.begin_micro_batch()
         self._tuning.micro_batch = flight.step, flight.index  # for layers that are computed again
         early = on_final if self._update.final_early else None
+        place, number = self._round(index)
+        divisor = self._targets(flight.step, place, number) if self._update.each_alone else self._divisor
         with self._arithmetic(), _out_of_memory_told(), self._watch.telling(early):
             if arrived is None:
-                divisor = self._update.loss_divisor if self._counts else math.inf  # then all gradients are 0
-                (outputs / divisor).backward()  # type: ignore[no-untyped-call]
+                # Divided by infinity all gradients are 0.
+                (outputs / (divisor if self._counts else math.inf)).backward()  # type: ignore[no-untyped-call]
             else:
                 outputs.backward(arrived.to(outputs.dtype))  # type: ignore[no-untyped-call]
         if self._fixed is not None:
-            self._flat.loss_sum.copy_(outputs.detach() / self._spec.micro_batches)
-            self._fixed.add(self._flat.numel + 1)
-        self._after_backward()
+            self._flat.loss_sum.copy_(outputs.detach() / divisor)
+            self._fixed.add(len(self._flat.gradients))
+        self._update.after_backward(number, divisor / self._spec.micro_batch_tokens)
         del self._flights[index]
         if inputs is None:
             return None
         assert inputs.grad is not None
         return _payload(inputs.grad, self._stage.gradients)
 
-    def _after_backward(self) -> None:
-        self._update.after_backward()
+    def _round(self, index: int) -> tuple[int, int]:
+        """The micro-batches (first, count) of the backward pass of micro-batch ``index``."""
+        return index, 1
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         """Copy the rest of the gradients, and the loss, into ``reduce_buffer``."""
@@ -396,13 +409,17 @@ class Trainer:
         """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot.
 
         Before the tied gradients are summed, both stages count their own. NaN if an element is not finite. If the range
-        includes the loss slot: also NaN if the loss is not finite, or, in exact mode, if a contribution of this member
-        in this step did not fit.
+        includes the loss slot: also NaN if the loss is not finite or a number before it cannot be, or, in exact mode,
+        if a contribution of this member in this step did not fit.
         """
         numel = len(self.reduce_buffer) - self.scalars
-        if stop > numel and not (self._fixed.fits if self._fixed else math.isfinite(float(self.reduce_buffer[-1]))):
+        if stop > numel and not (self._fixed.fits if self._fixed else self._is_plausible(self.reduce_buffer[numel:])):
             return math.nan
         return square_sum(self.reduce_buffer[start : min(stop, numel)]) * self._unit**2
+
+    def _is_plausible(self, numbers: npt.NDArray[Any]) -> bool:
+        *counts, loss = numbers.tolist()
+        return math.isfinite(loss) and all(0 <= each <= self._update.most for each in counts)
 
     def partial_square_sum(self, start: int, stop: int) -> float:
         """``contributed_square_sum`` for the global norm: only the first stage counts the tied matrix."""
@@ -466,7 +483,7 @@ class Trainer:
         lost = lost_members_told() if self._shard is not None else nullcontext()
         with torch.no_grad(), self._arithmetic(), _out_of_memory_told(), lost:
             batch = self._batch(self._corpus.validation[index * sequences : (index + 1) * sequences])
-            outputs = self._through(self._entering(batch, inputs), batch, "sum")
+            outputs = self._through(self._entering(batch, inputs), batch)
         if not self._part.last:
             return _payload(outputs, self._stage.activations), 0.0, 0
         return None, float(outputs), int((batch.targets != NO_TARGET).sum())
@@ -626,8 +643,8 @@ class Trainer:
             raise ValueError(f"forward pass of stage {self._stage.stage}: missing or unexpected activations as input")
         return batch.inputs if inputs is None else self._decoded(inputs, self._stage.activations)
 
-    def _through(self, x: Tensor, batch: _Batch, reduction: str) -> Tensor:
-        """Hidden states (B, T, width); on the last stage the loss in nats, mean or sum over the targets."""
+    def _through(self, x: Tensor, batch: _Batch) -> Tensor:
+        """Hidden states (B, T, width); on the last stage the sum of the losses in nats."""
         kind, positions = self._autocast_dtype, batch.positions
         with nullcontext() if kind is None else torch.autocast(self._device.type, dtype=kind):
             if self._model_part is not None:
@@ -637,8 +654,8 @@ class Trainer:
                 outputs = self._model(input_ids=x, use_cache=False, **placed).logits
         if not self._part.last:
             return outputs
-        # (B T, vocab); targets of ``NO_TARGET`` do not count, also not in the mean
-        return F.cross_entropy(outputs.flatten(0, 1).float(), batch.targets.flatten(), reduction=reduction)
+        # (B T, vocab); targets of ``NO_TARGET`` do not count
+        return F.cross_entropy(outputs.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
 
     def _run(self, flight: _Flight, inputs: Payload | None) -> Tensor:
         with self._arithmetic(), _out_of_memory_told():
@@ -646,16 +663,21 @@ class Trainer:
             batch = self._batch(self._corpus.training[self._samples(flight.step, flight.index)])
             x = self._entering(batch, inputs)
             entering = None if self._part.first else x.requires_grad_()
-            outputs = self._through(x, batch, "mean")
+            outputs = self._through(x, batch)
         flight.graph = entering, outputs
         return outputs
 
-    def _samples(self, step: int, index: int) -> Indices:
-        if not self._spec.private:
-            return self._sampler.sample(step, index)
-        first, count = self._share  # the order is this member's own, so its epochs do not depend on the others
-        sequences = self._spec.micro_batch_sequences
-        return self._sampler.numbered((step * count + index - first) * sequences, sequences)
+    def _samples(self, step: int, index: int, count: int = 1) -> Indices:
+        """The windows of micro-batches ``range(index, index + count)``, as numbers of training windows."""
+        at, sequences = step * self._spec.micro_batches + index, self._spec.micro_batch_sequences
+        if self._spec.private:
+            first, share = self._share  # the order is this member's own, so its epochs do not depend on the others
+            at = step * share + index - first
+        return self._sampler.numbered(at * sequences, count * sequences)
+
+    def _targets(self, step: int, index: int, count: int) -> int:
+        """Number of targets in the micro-batches of ``_samples``."""
+        return int(self._target_counts[self._samples(step, index, count)].sum()) if count else 0
 
     def _let_go(self) -> None:
         for flight in self._flights.values():

@@ -22,7 +22,7 @@ CLIPPED_FACTOR = 1.25
 class Update(Protocol):
     """What a strategy computes and applies; ``roles.strategies`` exchange it. ``Trainer`` calls it on its thread.
 
-    ``Trainer`` adds each loss to ``FlatModel.loss_sum``, the last element of ``FlatModel.gradients``. The guard of the
+    ``Trainer`` adds the losses to ``FlatModel.loss_sum``, the last element of ``FlatModel.gradients``. The guard of the
     members sees only contributions, so a number that is not finite must stay visible in them.
 
     Attributes:
@@ -33,21 +33,26 @@ class Update(Protocol):
             False: ``contribution`` is complete only after ``finish``.
         numel: elements of ``contribution`` before the few numbers.
         shared: the state beside the parameters that is equal on all members: name → flat array. May be empty.
-        loss_divisor: the loss of a micro-batch is divided by it before its backward pass.
+        each_alone: the gradient at each call of ``after_backward`` is a mean over the targets of the call's
+            micro-batches, and ``loss_sum`` is in nats / tokens of a micro-batch. False: the members' sum of a step is
+            the mean over all targets of the step, and so is that of ``loss_sum``.
+        most: largest sum of each of the few numbers, but for the losses.
     """
 
     contribution: Tensor
     final_early: bool
     numel: int
     shared: dict[str, Tensor]
-    loss_divisor: int
+    each_alone: bool
+    most: float
 
     def begin_step(self, step: int, count: int) -> bool:
         """Begin step ``step``, of which this member computes ``count`` micro-batches, maybe none. Returns whether the
         contribution does not need them: then ``finish`` may come first."""
 
-    def after_backward(self, micro_batches: int = 1) -> None:
-        """Use the gradient of one micro-batch, or the sum of several, which lies in ``FlatModel.gradients``."""
+    def after_backward(self, micro_batches: int, targets: float) -> None:
+        """Use the gradient in ``FlatModel.gradients``, of so many micro-batches. ``targets``: theirs / tokens of a
+        micro-batch."""
 
     def finish(self) -> None:
         """Complete ``contribution``."""
@@ -75,18 +80,21 @@ class SummedGradients:
 
     Args:
         steps: of the whole run.
-        micro_batches: number in a global batch.
         unit: value of 1 in ``FlatModel.gradients`` when ``apply`` is called.
+        weighed: gradients and losses were divided by more than the targets, because nobody knows how many the others
+            have. The share that they are of it is the number before the losses.
     """
 
     final_early = True
+    each_alone = False
+    most = 1.001  # rounded
 
     def __init__(
-        self, flat: FlatModel, optimizer: OptimizerSpec, *, steps: int, micro_batches: int, unit: float
+        self, flat: FlatModel, optimizer: OptimizerSpec, *, steps: int, unit: float = 1.0, weighed: bool = False
     ) -> None:
         self._flat, self._spec, self._steps, self._unit = flat, optimizer, steps, unit
+        self._weighed = weighed
         self.contribution, self.numel = flat.gradients, flat.numel
-        self.loss_divisor = micro_batches
         self.shared = self._prepared()
 
     def _prepared(self) -> dict[str, Tensor]:
@@ -97,7 +105,7 @@ class SummedGradients:
         self._flat.gradients.zero_()
         return False
 
-    def after_backward(self, micro_batches: int = 1) -> None:
+    def after_backward(self, micro_batches: int, targets: float) -> None:
         """Does nothing: the gradients add up."""
 
     def finish(self) -> None:
@@ -107,13 +115,17 @@ class SummedGradients:
         return [(0, len(self.contribution))]
 
     def mean_loss(self, summed: npt.NDArray[Any]) -> float:
-        # In exact mode each micro-batch has added its loss / M.
-        return float(summed[-1]) * self._unit if self._unit != 1.0 else float(summed[-1]) / self.loss_divisor
+        weight = self._weight(summed)
+        return float(summed[-1]) * self._unit / weight if weight else math.nan
 
     def apply(self, step: int, norm: float) -> tuple[float, float]:
-        lr, scale = self._spec.lr_at(step, self._steps), self._spec.clip_scale(norm) * self._unit
-        self._take(self.contribution[: self.numel], step, lr, scale)
+        weight = self._weight(self.contribution)
+        lr, norm = self._spec.lr_at(step, self._steps), norm / weight
+        self._take(self.contribution[: self.numel], step, lr, self._spec.clip_scale(norm) * self._unit / weight)
         return lr, norm
+
+    def _weight(self, summed: Tensor | npt.NDArray[Any]) -> float:
+        return float(summed[-2]) if self._weighed else 1.0
 
     def _take(self, gradients: Tensor, step: int, lr: float, scale: float) -> None:
         self._adamw.apply(gradients, step=step, lr=lr, scale=scale)
@@ -140,28 +152,30 @@ class PlainGradients(SummedGradients):
 
 
 class ClippedGradients(SummedGradients):
-    """As ``SummedGradients``, but each micro-batch is one sequence, whose gradient is clipped; the members' sum gets
-    Gaussian noise (DP-SGD, arXiv 1607.00133). Losses would tell about the text: they are withheld.
+    """As ``SummedGradients``, but each micro-batch is one sequence. The gradient of the mean over its own targets is
+    clipped; the members' sum gets Gaussian noise (DP-SGD, arXiv 1607.00133), and is divided by the number of sequences.
+    Their targets and losses would tell about the text: they are withheld.
 
     Attributes:
         noise: as in ``LocalSteps``; of the sum of gradients, before it is divided by their number.
     """
 
     final_early = False
+    each_alone = True
 
     def __init__(
         self, flat: FlatModel, optimizer: OptimizerSpec, *, steps: int, micro_batches: int, clip_norm: float
     ) -> None:
-        super().__init__(flat, optimizer, steps=steps, micro_batches=micro_batches, unit=1.0)
+        super().__init__(flat, optimizer, steps=steps)
         self.contribution = torch.zeros_like(flat.gradients)
-        self.loss_divisor, self._number, self._clip_norm = 1, micro_batches, clip_norm
+        self._number, self._clip_norm = micro_batches, clip_norm
         self.noise = NO_NOISE
 
     def begin_step(self, step: int, count: int) -> bool:
         self.contribution.zero_()
         return super().begin_step(step, count)
 
-    def after_backward(self, micro_batches: int = 1) -> None:
+    def after_backward(self, micro_batches: int, targets: float) -> None:
         gradient = self._flat.gradients[: self.numel]
         clip(gradient, self._clip_norm)
         self.contribution[: self.numel].add_(gradient, alpha=1 / self._number)

@@ -12,7 +12,7 @@ from roles.engine import Applied
 from roles.strategies.interface import ConnectPeers, Contribution
 from roles.strategies.sync import SyncStrategy
 
-# Digest of this member's sums, sum of the losses that it knows, seconds that it takes for a micro-batch.
+# Digest of this member's sums, its part of the mean loss, seconds that it takes for a micro-batch.
 _TOLD = struct.Struct("!16sdd")
 
 
@@ -54,7 +54,7 @@ class StagedStrategy(SyncStrategy):
         first = view.replica_of(session.rank) * view.stages
         replica = members[first : first + view.stages]
         # Summed in stage order, so that all replicas get the same bits.
-        self._loss = sum(loss for _, loss, _ in replica) / sum(member.count for member in view.members)
+        self._loss = sum(loss for _, loss, _ in replica)
         digests = b"".join(digest for digest, _, _ in replica)
         self._heard([unit_s for _, _, unit_s in replica])
         return Contribution(joined_digest(digests), alike.part, alike.own, digests)

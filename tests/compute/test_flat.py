@@ -28,7 +28,7 @@ def test_parameters_and_gradients_are_views(tie: bool) -> None:
     expected = {name: parameter.detach().clone() for name, parameter in original.named_parameters()}
     flat = FlatModel(original, CPU)
     assert flat.numel % 16 == 0
-    assert flat.gradients.shape == (flat.numel + 1,)
+    assert flat.gradients.shape == (flat.numel + 2,)
     for name, parameter in flat.model.named_parameters():
         assert torch.equal(parameter, expected[name])
         assert parameter.data_ptr() % 64 == flat.parameters.data_ptr() % 64
@@ -88,7 +88,7 @@ def test_the_update_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: seen.append(torch.get_num_threads()))
     torch.set_num_threads(2)
     flat = flat_model()
-    FlatAdamW(flat, OptimizerSpec()).apply(flat.gradients[:-1], step=0, lr=0.1, scale=1.0)
+    FlatAdamW(flat, OptimizerSpec()).apply(flat.gradients[: flat.numel], step=0, lr=0.1, scale=1.0)
     assert seen == [1]
     assert torch.get_num_threads() == 2
 
@@ -107,7 +107,7 @@ def test_the_update_is_that_of_adamw_and_leaves_the_gradients() -> None:
     )
     generator = torch.Generator().manual_seed(3)
     for step, lr in enumerate([1e-2, 5e-3, 1e-3]):
-        flat.gradients.copy_(torch.randn(flat.numel + 1, generator=generator))
+        flat.gradients.copy_(torch.randn(flat.numel + 2, generator=generator))
         for segment in flat.segments:
             size = math.prod(segment.shape)
             gradient = flat.gradients[segment.offset : segment.offset + size].view(segment.shape)

@@ -57,7 +57,7 @@ class Shards:
     def step(self, step: int) -> float:
         self.contribute(step)
         square_sum = sum(it.partial_square_sum(0, len(it.reduce_buffer)) for it in self.trainers)
-        loss = sum(float(it.reduce_buffer[-1]) for it in self.trainers) / MICRO_BATCHES
+        loss = sum(float(it.reduce_buffer[-1]) for it in self.trainers)
         for trainer in self.trainers:
             trainer.apply(step, square_sum)
         return loss

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from configs.loader import load
+from p2ptrain.compute.data import DataSpec
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.fsdp import mesh_of
 from p2ptrain.compute.island import Island, IslandTrainer
@@ -26,6 +27,7 @@ from p2ptrain.core.errors import ConfigError, ConnectionLost, P2PTrainError, Res
 from p2ptrain.core.island import Place
 from roles.worker.build import check_island, island_trainer
 from tests.compute.saving import save
+from tests.compute.test_packing import ONE_EACH, written
 from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny_spec, tiny_trainer
 
 NUMBERS = itertools.count()
@@ -97,10 +99,14 @@ def test_an_island_learns_what_one_process_does() -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_an_inner_step_of_an_island_is_one_of_all_its_micro_batches() -> None:
-    """So two processes with micro-batches of two sequences do what one does with half as many, of four."""
-    spec = tiny_spec(WINDOWS, local=LocalSpec(outer_lr=1.0), micro_batches=8)
-    alone = tiny_trainer(WINDOWS, local=spec.local, micro_batches=4, micro_batch_sequences=4)
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_an_inner_step_of_an_island_is_one_of_all_its_micro_batches(tmp_path: Path, form: str) -> None:
+    """So two processes with micro-batches of two sequences do what one does with half as many, of four. Those of
+    conversations have different numbers of targets."""
+    path = WINDOWS if form == "text" else written(tmp_path / "x.jsonl", ONE_EACH)
+    data = DataSpec(str(path), 48, form, validation_fraction=0.3)
+    spec = tiny_spec("", data=data, local=LocalSpec(outer_lr=1.0), micro_batches=8)
+    alone = tiny_trainer(WINDOWS, data=data, local=spec.local, micro_batches=4, micro_batch_sequences=4)
     losses = [run_step(alone, step) for step in range(5)]
     with islanders() as made:
         together = made.build(spec)

@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from p2ptrain.compute.data import NO_TARGET, Corpus, DataSpec, load_corpus
 from p2ptrain.compute.device import pick_device
+from p2ptrain.compute.flat import OptimizerSpec
+from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import build_model
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.split_check import check_packs
@@ -26,7 +28,7 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError
 from tests.compute.families import FAMILIES
-from tests.compute.tiny_trainer import MICRO_BATCHES, tiny, tiny_spec
+from tests.compute.tiny_trainer import run_step, tiny, tiny_spec
 
 BYTES = Tokenizer.of_bytes()
 CHATML = (
@@ -65,9 +67,26 @@ def everything(corpus: Corpus) -> np.ndarray[Any, Any]:
     return np.sort(np.concatenate([corpus.training, corpus.validation]))
 
 
-def trainer_of(path: Path, width: int) -> Trainer:
+def trainer_of(path: Path, width: int, **changes: Any) -> Trainer:
     data = DataSpec(path=str(path), format="chat", sequence_tokens=width, validation_fraction=0.3)
-    return Trainer(tiny_spec(path, data=data, model=MODEL), pick_device("cpu", 1))
+    return Trainer(tiny_spec(path, data=data, model=MODEL, **changes), pick_device("cpu", 1))
+
+
+def summed_losses(model: torch.nn.Module, talk: list[tuple[str, str]]) -> tuple[torch.Tensor, int]:
+    """Of the answers of a conversation, alone in its window; and how many tokens they have."""
+    ids, answers = by_hand(talk)
+    logits = model(input_ids=torch.tensor([ids])).logits[0]
+    losses = F.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+    return losses[torch.tensor(answers[1:])].sum(), sum(answers[1:])
+
+
+def check_gradients(trainer: Trainer, model: torch.nn.Module, gradient: np.ndarray[Any, Any]) -> None:
+    gradients = dict(model.named_parameters())
+    for segment in trainer._flat.segments:
+        mine = torch.from_numpy(gradient[segment.offset : segment.offset + segment.numel])
+        theirs = gradients[segment.name].grad
+        assert theirs is not None
+        assert torch.allclose(mine.view(segment.shape), theirs, rtol=1e-4, atol=1e-6), segment.name
 
 
 def test_each_conversation_is_somewhere_once_with_its_answers_as_targets(tmp_path: Path) -> None:
@@ -172,36 +191,69 @@ def test_a_checkpoint_brings_the_plain_template(tmp_path: Path) -> None:
     assert trained[bounds[2] :] == " b" + form.stop[0], "what ends an answer is learned"
 
 
-def test_the_loss_and_its_gradient_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    """One conversation fills a window, so the loop needs no packing: only what is a target, and the means."""
-    conversations = [[("user", f"{index:02}"), ("assistant", "a" * (index % 9 + 8))] for index in range(40)]
-    trainer = trainer_of(written(tmp_path / "x.jsonl", conversations), 48)
+ONE_EACH = [[("user", f"{index:02}"), ("assistant", "a" * (index * index % 19 + 1))] for index in range(40)]
+"""Conversations that fill a window of 48 tokens each, so a loop needs no packing; with answers of different lengths."""
+
+
+@pytest.mark.parametrize(("micro_batches", "sequences"), [(8, 1), (4, 2), (1, 8)])
+def test_the_loss_and_its_gradient_are_the_mean_over_all_targets_however_a_step_is_cut(
+    tmp_path: Path, micro_batches: int, sequences: int
+) -> None:
+    cut = {"micro_batches": micro_batches, "micro_batch_sequences": sequences, "validation_batches": 1}
+    path = written(tmp_path / "x.jsonl", ONE_EACH)
+    trainer = trainer_of(path, 48, **cut)
     corpus = trainer._corpus
-    assert len(everything(corpus)) == len(conversations)
-    sampler = WindowSampler(len(corpus.training), 3, MICRO_BATCHES, 2)
+    assert len(everything(corpus)) == len(ONE_EACH)
     model = build_model(MODEL, 256, seed=3)
-    total = torch.zeros(())
-    for index in range(MICRO_BATCHES):
-        losses = []
-        for window in corpus.training[sampler.sample(0, index)]:
-            ids, answers = by_hand([*conversations[window], ("user", "")])
-            logits = model(input_ids=torch.tensor([ids])).logits[0]
-            losses += [
-                F.cross_entropy(logits[at - 1], torch.tensor(ids[at])) for at in range(1, len(ids)) if answers[at]
-            ]
-        total = total + torch.stack(losses).mean() / MICRO_BATCHES
-    total.backward()  # type: ignore[no-untyped-call]
+    windows = corpus.training[WindowSampler(len(corpus.training), 3, 1, 8).sample(0, 0)]
+    found = [summed_losses(model, ONE_EACH[window]) for window in windows]
+    assert len({number for _, number in found}) > 3
+    mean = torch.stack([total for total, _ in found]).sum() / sum(number for _, number in found)
+    mean.backward()  # type: ignore[no-untyped-call]
     trainer.begin_step(0)
-    for index in range(MICRO_BATCHES):
+    for index in range(micro_batches):
         trainer.micro_batch(0, index)
     trainer.finish_gradients()
-    assert trainer.reduce_buffer[-1] / MICRO_BATCHES == pytest.approx(total.item(), rel=1e-6)
-    gradients = dict(model.named_parameters())
-    for segment in trainer._flat.segments:
-        mine = torch.from_numpy(trainer.reduce_buffer[segment.offset : segment.offset + segment.numel])
-        theirs = gradients[segment.name].grad
-        assert theirs is not None
-        assert torch.allclose(mine.view(segment.shape), theirs, rtol=1e-4, atol=1e-6), segment.name
+    check_gradients(trainer, model, trainer.reduce_buffer)
+    assert trainer.apply(0, 1.0).loss == pytest.approx(mean.item(), rel=1e-6)
+    assert run_step(trainer_of(path, 48, exact=True, **cut), 0, micro_batches) == pytest.approx(mean.item(), rel=1e-6)
+    slow = OptimizerSpec(lr=1e-12)  # so the inner steps of 'local' have the losses of one step
+    local = trainer_of(path, 48, local=LocalSpec(), optimizer=slow, **cut)
+    assert run_step(local, 0, micro_batches) == pytest.approx(mean.item(), rel=1e-6)
+
+
+def test_members_with_private_text_learn_the_mean_over_the_targets_of_all(tmp_path: Path) -> None:
+    """None knows how many the others have. One has short answers, and 3 of 4 micro-batches."""
+    texts = [[talk for talk in ONE_EACH if (len(talk[1][1]) < 9) is short] for short in (True, False)]
+    plain = OptimizerSpec(lr=1.0, warmup_steps=0, weight_decay=0.0, clip_norm=0.5)
+    members = [
+        trainer_of(written(tmp_path / f"{number}.jsonl", text), 48, private=True, sgd=True, optimizer=plain)
+        for number, text in enumerate(texts)
+    ]
+    model = build_model(MODEL, 256, seed=3)
+    nats, targets, total = torch.zeros(()), 0, np.zeros(members[0].reduce_buffer.shape, np.float32)
+    for trainer, text, (first, count) in zip(members, texts, [(0, 3), (3, 1)], strict=True):
+        trainer.begin_step(0, first, count)
+        for index in range(first, first + count):
+            trainer.micro_batch(0, index)
+        trainer.finish_gradients()
+        total += trainer.reduce_buffer
+        corpus = trainer._corpus
+        order = WindowSampler(len(corpus.training), 3, 1, 2 * count).sample(0, 0)
+        for window in corpus.training[order]:
+            part, number = summed_losses(model, text[window])
+            nats, targets = nats + part, targets + number
+    (nats / targets).backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    assert norm > 0.5, "the clipping was exercised"
+    trainer, before = members[1], members[1]._flat.parameters.clone()
+    trainer.reduce_buffer[:] = total
+    applied = trainer.apply(0, trainer.partial_square_sum(0, len(total)))
+    assert (applied.loss, applied.grad_norm) == pytest.approx(((nats / targets).item(), norm.item()), rel=1e-5)
+    check_gradients(trainer, model, ((before - trainer._flat.parameters) / plain.lr_at(0, 30)).numpy())
+    for wrong in (-0.1, 1.1, np.nan):  # the share of targets in the sum is not believed
+        trainer.reduce_buffer[-2] = wrong
+        assert np.isnan(trainer.partial_square_sum(0, len(total)))
 
 
 def test_packed_losses_are_those_of_each_conversation_alone(tmp_path: Path) -> None:
@@ -211,13 +263,10 @@ def test_packed_losses_are_those_of_each_conversation_alone(tmp_path: Path) -> N
     alone = 0.0
     targets = 0
     with torch.no_grad():
-        packed = float(trainer._through(batch.inputs, batch, "sum"))
+        packed = float(trainer._through(batch.inputs, batch))
         for talk in CONVERSATIONS:
-            ids, answers = by_hand(talk)
-            logits = trainer._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-            losses = F.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
-            alone += float(losses[torch.tensor(answers[1:])].sum())
-            targets += sum(answers)
+            total, number = summed_losses(trainer._model, talk)
+            alone, targets = alone + float(total), targets + number
     assert int((batch.targets != NO_TARGET).sum()) == targets
     assert abs(packed / targets - alone / targets) < 1e-5
     losses_sum, number = trainer.validate(0, trainer.validation_batches())

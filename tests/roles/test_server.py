@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name
 from configs.loader import load
 from configs.schema import Profile
 from p2ptrain.cli.audit import Verdict, audit
-from p2ptrain.compute.data import DataSpec, load_corpus
+from p2ptrain.compute.data import NO_TARGET, DataSpec, load_corpus
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
@@ -33,6 +33,7 @@ from roles.strategies.pipeline import strategy_of
 from roles.strategies.server import ServerStrategy
 from roles.worker.build import engine_builder
 from roles.worker.reports import Ledger
+from tests.compute.test_packing import ONE_EACH, written
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.test_cluster import at, done, small_profile, state_of
 from tests.roles.test_losses import initial_model
@@ -67,9 +68,13 @@ async def versions(cluster: Cluster, job: str) -> list[list[Accepted]]:
 async def test_a_replay_of_the_log_in_plain_torch_ends_with_the_same_weights(
     cluster: Cluster, tmp_path: Path, buffer: int, optimizer: str
 ) -> None:
+    """With 'sgd' of conversations: a gradient is divided by the targets of all micro-batches of its step."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} times {number} is {number * number}\n" for number in range(2000)))
-    sets = [*SETS, f"data.path={text}", f"server.buffer={buffer}", f"server.optimizer={optimizer}"]
+    data = [f"data.path={text}"]
+    if optimizer == "sgd":
+        data = [f"data.path={written(tmp_path / 'x.jsonl', ONE_EACH)}", "data.format=chat", "data.sequence_tokens=48"]
+    sets = [*SETS, *data, f"server.buffer={buffer}", f"server.optimizer={optimizer}"]
     profile = load("tiny", {}, sets).profile
     job = await cluster.create(profile)
     peers = [cluster.join(engine_builder(threads=1), strategies=strategy_of) for _ in range(4)]
@@ -91,7 +96,8 @@ async def test_a_replay_of_the_log_in_plain_torch_ends_with_the_same_weights(
 def replayed(profile: Profile, log: list[list[Accepted]]) -> torch.nn.Module:
     """Train a plain model by the log: each gradient at the weights of its base, weighted, then one step."""
     model, options, buffer = initial_model(profile), profile.optimizer, profile.server.buffer
-    spec = DataSpec(path=profile.data.path, sequence_tokens=TOKENS, limit_bytes=profile.data.limit_bytes)
+    data = profile.data
+    spec = DataSpec(data.path, data.sequence_tokens, data.format, limit_bytes=data.limit_bytes)
     corpus = load_corpus(spec, Tokenizer.of_bytes())
     sampler = WindowSampler(len(corpus.training), profile.job.seed, MICRO_BATCHES, SEQUENCES)
     parameters, share = list(model.parameters()), MICRO_BATCHES // buffer
@@ -105,12 +111,14 @@ def replayed(profile: Profile, log: list[list[Accepted]]) -> torch.nn.Module:
         _set(parameters, kept[base])
         model.zero_grad()
         for index in range(number * share, (number + 1) * share):
-            windows = corpus.training[sampler.sample(*divmod(index, MICRO_BATCHES))]
-            rows = [corpus.tokens[window * TOKENS : (window + 1) * TOKENS + 1] for window in windows]
-            tokens_bt = torch.stack([torch.from_numpy(row.astype("int64")) for row in rows])
-            logits_btv = model(tokens_bt[:, :-1]).logits
-            loss = F.cross_entropy(logits_btv.flatten(0, 1), tokens_bt[:, 1:].flatten())
-            (loss / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
+            step = index // MICRO_BATCHES
+            batches = [corpus.batch(corpus.training[sampler.sample(step, place)]) for place in range(MICRO_BATCHES)]
+            number = sum(int((batch.targets != NO_TARGET).sum()) for batch in batches)
+            batch = batches[index % MICRO_BATCHES]
+            logits_btv = model(torch.from_numpy(batch.inputs)).logits  # a conversation fills its window
+            targets = torch.from_numpy(batch.targets).flatten()
+            loss = F.cross_entropy(logits_btv.flatten(0, 1), targets, reduction="sum", ignore_index=NO_TARGET)
+            (loss / number).backward()  # type: ignore[no-untyped-call]
         _set(parameters, newest)
         return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
 
