@@ -21,9 +21,12 @@ LEAST_MASKED = 3
 
 
 def share_rule(profile: Profile) -> ShareRule:
-    """How the members of a job share its steps."""
-    if profile.job.strategy != "federated":
-        return ShareRule(equal=bool(profile.robust.rule) or profile.job.strategy == "server")
+    """How the members of a job share its steps. A private sum of changes is divided by the number of members that have
+    a share, so with ``local`` a slow one has a share, too."""
+    strategy = profile.job.strategy
+    if strategy != "federated":
+        is_private = bool(profile.privacy.epsilon) and strategy == "local"
+        return ShareRule(equal=bool(profile.robust.rule) or strategy == "server" or is_private)
     sample = slots(profile) or profile.federated.sample
     return ShareRule(True, profile.federated.most_share, sample, profile.job.seed)
 

@@ -71,6 +71,25 @@ async def test_the_others_complete_the_round_of_a_member_that_is_lost(cluster: C
     assert {len(counts) for counts in counts_of(page)} == {2, 3}
 
 
+class Slow(StandInEngine):
+    def micro_batch(self, step: int, index: int, *args: Any) -> None:
+        for _ in range(500):
+            self._target(step, index)
+        super().micro_batch(step, index, *args)
+
+
+async def test_a_slow_member_of_a_private_step_has_a_share(cluster: Cluster) -> None:
+    """The members' sum is divided by the number of shares: with fewer the noise would be larger than promised."""
+    privacy = {"epsilon": 1e5, "noise": 1e-2}
+    more = {"data": {"private": True}, "validation": {"every": 0}, "privacy": privacy, "ring": {"codec": "fp32"}}
+    job = await cluster.create(small_profile(job={"strategy": "local", "workers": 3}, **more))
+    for kind in (StandInEngine, StandInEngine, Slow):
+        cluster.join(kind)
+    await cluster.job_until(job, done)
+    page = await cluster.ask("jobs.ledger", job=job, after_step=0)
+    assert {min(counts) > 0 for counts in counts_of(page)} == {True}
+
+
 async def test_shares_of_a_round_follow_the_sizes_of_the_texts(cluster: Cluster) -> None:
     def built(windows: int) -> Any:
         def build(profile: Profile) -> StandInEngine:
