@@ -336,13 +336,14 @@ _COMPLAINTS = {
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "string_type": "must be text",
+    "list_type": "must be a list",
     "string_pattern_mismatch": "is not an allowed value",
 }
 
 
 def complaint(details: Mapping[str, Any]) -> str:
     """What is wrong with a value, in words that follow it. ``details``: of one of pydantic's errors."""
-    message = str(details["msg"]).removeprefix("Input ").removeprefix("String ").removeprefix("Value error, ")
+    message = re.sub("^(Input|String|List|Value error,) | after validation", "", str(details["msg"]))
     return _COMPLAINTS.get(details["type"], message.replace("should ", "must "))
 
 

@@ -118,6 +118,8 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         known = "" if service.context is None else f", {service.context} tokens of context"
         said = f"{service.model} writes text in {target.facts()['dtype']}{known}"
         member.notify("info", "serving", said + (f"; HTTP at {http}" if http else ""))
+        if unused := text.unused_settings():
+            member.notify("warning", "unused-settings", unused)
         await asyncio.Event().wait()  # until the member leaves
 
 

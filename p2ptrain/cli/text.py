@@ -219,8 +219,7 @@ async def _model_source(
 
 def say_unused(text: ModelText) -> None:
     if unused := text.unused_settings():
-        said = ", ".join(f"{key} = {value}" for key, value in unused.items())
-        typer.echo(f"({text.directory.name}/generation_config.json also says {said}: not applied)", err=True)
+        typer.echo(f"({printable(unused)})", err=True)
 
 
 # --------------------------------------------------------------------------------------------- verifiers of a cluster

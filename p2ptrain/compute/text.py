@@ -29,6 +29,7 @@ from p2ptrain.core.adapters import file_of
 from p2ptrain.core.errors import ConfigError, TooLong, UserError
 from p2ptrain.core.serving import Sampling, SamplingOptions
 from p2ptrain.core.stop_strings import StopStrings
+from p2ptrain.core.texts import shortened
 
 if TYPE_CHECKING:
     import tokenizers
@@ -55,6 +56,16 @@ _SHAPING = {
     "forced_eos_token_id": None,
     "sequence_bias": None,
     "exponential_decay_length_penalty": None,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0,
+    "penalty_alpha": 0,
+    "guidance_scale": 1,
+    "top_h": None,
+    "dola_layers": None,
+    "stop_strings": None,
+    "token_healing": False,
+    "watermarking_config": None,
 }
 """Unsupported settings of ``generation_config.json`` that would change sampling, with their neutral values (beside
 None)."""
@@ -116,10 +127,13 @@ class ModelText:
         """Sampling with the person's options, and the model's defaults for the rest. Raises ``ConfigError``."""
         return wish.of(self._said)
 
-    def unused_settings(self) -> dict[str, Any]:
-        """Unsupported settings in the directory's ``generation_config.json`` that are not neutral, by name."""
+    def unused_settings(self) -> str:
+        """A sentence about the unsupported settings in ``generation_config.json`` that are not neutral; empty if there
+        are none."""
         said = self._generation or {}
-        return {key: said[key] for key, neutral in _SHAPING.items() if said.get(key) not in (None, neutral)}
+        unused = [f"{key} = {said[key]}" for key, usual in _SHAPING.items() if said.get(key) not in (None, usual)]
+        file = f"{self.directory.name}/generation_config.json"
+        return shortened(f"{file} also says {', '.join(unused)}: not applied") if unused else ""
 
     @property
     def _said(self) -> dict[str, Any]:
@@ -140,7 +154,7 @@ class TextWriter:
     Attributes:
         text: all text returned so far.
         tokens: number of tokens taken, including the end token.
-        end_tokens: ids that end the text.
+        end_tokens: ids that end the text, those of special tokens among the stop strings included.
         ended: why the text ended: ``"stop"`` (stop string), ``"end"`` (end token) or ``"length"`` (``finish`` was
             called). Empty before that.
     """
@@ -157,8 +171,12 @@ class TextWriter:
         self.tokens = 0
         self.ended = ""
         self._backend = backend
-        self._stops = StopStrings(stop)
-        self.end_tokens = end_tokens
+        stops = tuple(stop)
+        self._stops = StopStrings(stops)
+        # A special token is no part of the text, so its id is compared.
+        added = backend.get_added_tokens_decoder() if stops else {}
+        self._stop_tokens = {token for token, entry in added.items() if entry.special and entry.content in stops}
+        self.end_tokens = end_tokens | self._stop_tokens
         # Some decoders drop the space before the first word. So new ids are decoded after some ids of the prompt.
         self._ids = list(prompt[-_SEEN_BEFORE:])
         while self._ids and backend.decode(self._ids, skip_special_tokens=True).startswith("\ufffd"):
@@ -171,7 +189,7 @@ class TextWriter:
             return ""
         self.tokens += 1
         if token in self.end_tokens:
-            return self._close("end")
+            return self._close("stop" if token in self._stop_tokens else "end")
         self._ids.append(token)
         return self._give(self._stops.feed(self._decoded(whole_characters=True)))
 
@@ -327,11 +345,12 @@ class Conversation:
         assert self.turns[-1].role == USER
         self.turns.pop()
 
-    def fit(self, form: ChatFormat, context: int | None, answer_tokens: int) -> tuple[list[int], int, int]:
+    def fit(self, form: ChatFormat, context: int | None, answer_tokens: int | None) -> tuple[list[int], int, int]:
         """Return the prompt's ids, the most tokens of the answer, and the number of turns dropped now.
 
         The oldest questions and their answers are dropped until the answer has room for ``answer_tokens``, or for a
-        quarter of the context if that is less. Dropped turns stay dropped.
+        quarter of the context if that is less. Dropped turns stay dropped. None, if there is a context: as many as fit;
+        the last question may then leave room for one.
 
         Raises:
             UserError: the last question alone is too long; or as ``ChatFormat.ids``.
@@ -343,8 +362,9 @@ class Conversation:
 
         ids = ids_from(self._first)
         if context is None:
+            assert answer_tokens is not None
             return ids, answer_tokens, 0
-        room, dropped = min(answer_tokens, max(1, context // 4)), 0
+        room, dropped = min(answer_tokens or context, max(1, context // 4)), 0
         if len(ids) + room > context:
             # A binary search: there may be thousands of turns, and each try tokenizes all of them.
             firsts = [at for at in range(self._first + 1, len(self.turns) - 1) if self.turns[at].role == USER]
@@ -352,14 +372,15 @@ class Conversation:
             found = bisect_left(firsts, True, key=lambda first: len(ids_from(first)) + room <= context)
             first = firsts[min(found, len(firsts) - 1)]
             ids = ids_from(first)
-            if len(ids) + room > context:
+            least = 1 if answer_tokens is None else room
+            if len(ids) + least > context:
                 raise TooLong(
-                    f"the question has {len(ids)} tokens, the model's context is {context}, and {room} are kept for "
+                    f"the question has {len(ids)} tokens, the model's context is {context}, and {least} are kept for "
                     "the answer",
                     remedy="shorten the question",
                 )
             dropped, self._first = first - self._first, first
-        return ids, min(answer_tokens, context - len(ids)), dropped
+        return ids, min(answer_tokens or context, context - len(ids)), dropped
 
 
 def _templated(directory: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Coroutine, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from configs.loader import complaint
 from p2ptrain.core.texts import human_bytes
 
 RETRY_AFTER_S = 2
@@ -99,16 +101,22 @@ def read_model(schema: type[_SomeModel], body: bytes) -> _SomeModel:
 
 def invalid(error: ValidationError) -> Problem:
     # Lists report their first error only, so there are few.
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    # For a union pydantic also names the type that it tried, which is not in the request.
-    where = ".".join(
-        str(part) for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")
-    )
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    # For a union pydantic names the type that it tried, which is not in the request. The type that came furthest is
+    # the one that was meant.
+    field = list(itertools.takewhile(_is_given, errors[0]["loc"]))
+    rivals = [each for each in errors if [*each["loc"][: len(field)]] == field]
+    first = max(rivals, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
+    where = ".".join(str(part) for part in first["loc"] if _is_given(part))
     if first["type"] == "json_invalid":
         return Problem(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
     if first["type"] == "missing":
         return Problem(400, f"{where} is missing", code="missing_required_parameter", param=where)
-    return wrong(where, first["msg"])
+    return wrong(where, complaint(first))
+
+
+def _is_given(part: int | str) -> bool:
+    return isinstance(part, int) or (part.isidentifier() and part != "str")
 
 
 def wrong(param: str, message: str) -> Problem:

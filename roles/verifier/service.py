@@ -239,17 +239,27 @@ class VerifierService:
         if request.max_new_tokens is not None and request.max_new_tokens < 1:
             raise UserError(f"{request.max_new_tokens} new tokens are too few", remedy="ask for at least one")
         if not request.turns:
-            ids = text.prompt_ids(request.prompt)
+            ids = self._checked_ids(text.prompt_ids(request.prompt))
             most = self._most(len(ids)) if request.max_new_tokens is None else request.max_new_tokens
             text.checked(ids, most)
             return Prepared(ids, most, 0, text.writer(ids, stop=request.stop), sampling, grows=False)
         if request.prompt:
             raise UserError("the request has both a prompt and a conversation", remedy="send one of them")
         form = self._form = self._form or ChatFormat(text.tokenizer)
-        ids, most, left_out = _conversation(request).fit(form, self.context, request.max_new_tokens or self._most(0))
+        wanted = request.max_new_tokens or (CONVERSATION_POSITIONS if self.context is None else None)
+        ids, most, left_out = _conversation(request).fit(form, self.context, wanted)
+        self._checked_ids(ids)
         ends = text.end_tokens | form.end_tokens
         writer = text.writer(ids, stop=(*form.stop, *request.stop), end_tokens=ends)
         return Prepared(ids, most, left_out, writer, sampling, grows=True)
+
+    def _checked_ids(self, ids: list[int]) -> list[int]:
+        """Return ``ids``. Raises ``UserError``: the model lacks one of them."""
+        if (top := max(ids, default=0)) >= (size := self._target.vocab_size):
+            name = self._text.tokenizer.backend.id_to_token(top)
+            text = f"the prompt has the token {name!r}, id {top}, but the model has only the ids 0 to {size - 1}"
+            raise UserError(text, remedy="leave it out: the tokenizer has more tokens than the model's embedding")
+        return ids
 
     def _most(self, taken: int) -> int:
         """New tokens that fit. At least one, so that the check of the length reports a prompt that is too long."""

@@ -70,6 +70,17 @@ def test_an_end_token_ends_the_text_and_is_no_part_of_it() -> None:
     assert (unfinished.text, unfinished.ended) == ("\ufffd", "end")
 
 
+def test_a_special_token_is_a_stop_string() -> None:
+    backend = Backend.from_str(BYTES.to_str())
+    backend.add_special_tokens(["<|im_end|>"])
+    backend.add_tokens(["<note>"])
+    end, note = backend.token_to_id("<|im_end|>"), backend.token_to_id("<note>")
+    for stop, text in (("<|im_end|>", "a<note>"), ("<note>", "a"), ("im_end", "a<note>b")):
+        writer = TextWriter(backend, stop=[stop])
+        written = "".join(writer.take(token) for token in (ord("a"), note, end, ord("b"))) + writer.finish()
+        assert (written, writer.ended) == (text, "length" if stop == "im_end" else "stop")
+
+
 def spaced() -> Backend:
     """Words whose decoder leaves out the space before the first one, as SentencePiece's."""
     backend = Backend(WordLevel({"▁a": 0, "▁b": 1, "c": 2, "<s>": 3}, unk_token="c"))
@@ -125,8 +136,11 @@ def test_what_a_directory_says(tmp_path: Path, config: Any, generation: Any, con
 
 
 def test_settings_that_nothing_applies_are_told(tmp_path: Path) -> None:
-    generation = {"repetition_penalty": 1.1, "temperature": 0.6, "min_length": 0, "no_repeat_ngram_size": 0, "x": 1}
-    assert ModelText(directory(tmp_path, {}, generation)).unused_settings() == {"repetition_penalty": 1.1}
+    neutral = {"temperature": 0.6, "min_length": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "x": 1}
+    assert ModelText(directory(tmp_path, {}, neutral)).unused_settings() == ""
+    generation = neutral | {"repetition_penalty": 1.1, "stop_strings": ["x"]}
+    said = ModelText(directory(tmp_path, {}, generation)).unused_settings()
+    assert said.endswith("also says repetition_penalty = 1.1, stop_strings = ['x']: not applied")
 
 
 def test_a_prompt_gets_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> None:
@@ -267,6 +281,9 @@ def test_the_room_of_an_answer(tmp_path: Path) -> None:
     assert talk.fit(form, length + 10, 10)[1:] == (10, 0)
     with pytest.raises(UserError, match=rf"the question has {length} tokens, the model's context is {length + 9}"):
         talk.fit(form, length + 9, 10)
+    assert talk.fit(form, length + 9, None)[1:] == (9, 0), "an answer of any length may use what is left"
+    with pytest.raises(UserError, match="and 1 are kept for the answer"):
+        talk.fit(form, length, None)
     talk.take_back()
     assert talk.turns == []
 

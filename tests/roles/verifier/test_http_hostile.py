@@ -142,9 +142,11 @@ async def test_what_there_is_not(endpoint: Endpoint, method: str, path: str, sta
 
 
 MESSAGE = {"role": "user", "content": "Hi"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 WRONG: list[tuple[str, dict[str, object], str, str]] = [
     (COMPLETIONS, {"model": "gpt-4"}, "model_not_found", "model"),
-    (COMPLETIONS, {"prompt": [1, 2]}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": 5}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": [1, 2]}, "invalid_value", "prompt.0"),
     (COMPLETIONS, {"prompt": ["x"] * 17}, "invalid_value", "prompt"),
     (COMPLETIONS, {"max_tokens": 0}, "invalid_value", "max_tokens"),
     (COMPLETIONS, {"max_tokens": 5, "max_completion_tokens": 6}, "invalid_value", "max_tokens"),
@@ -162,7 +164,7 @@ WRONG: list[tuple[str, dict[str, object], str, str]] = [
     (CHAT, {"messages": [{"role": "user"}]}, "missing_required_parameter", "messages.0.content"),
     (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "invalid_value", "messages.0.role"),
     (CHAT, {"messages": [MESSAGE, {"role": "assistant", "content": "x"}]}, "invalid_value", "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", "messages.0.content"),
+    (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "invalid_value", "messages.0.content.0.type"),
     (CHAT, {"messages": [MESSAGE | {"tool_calls": [{}]}]}, "unsupported_parameter", "messages.0.tool_calls"),
     (CHAT, {"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
     (CHAT, {"x" * 100: 1}, "unknown_parameter", "x" * 63 + "…"),
@@ -180,6 +182,25 @@ async def test_a_request_that_cannot_be_obeyed(
     assert error["type"] == "invalid_request_error"
     assert len(error["message"]) < 300
     assert endpoint.service.wishes == []
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "message"),
+    [
+        (COMPLETIONS, {"prompt": ["x"] * 17}, "prompt: must have at most 16 items, not 17"),
+        (COMPLETIONS, {"prompt": [1, 2]}, "prompt.0: must be text"),
+        (COMPLETIONS, {"prompt": "x", "stop": ["a"] * 5}, "stop: must have at most 4 items, not 5"),
+        (COMPLETIONS, {"prompt": "x", "stop": "a" * 513}, "stop: must have at most 512 characters"),
+        (COMPLETIONS, {"prompt": "x", "stop": ["a", "b" * 513]}, "stop.1: must have at most 512 characters"),
+        (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages.0.content: must have at least 1 item, not 0"),
+        (CHAT, {"messages": [MESSAGE | {"content": [IMAGE]}]}, "messages.0.content.0.type: must be 'text'"),
+    ],
+)
+async def test_a_message_names_the_field_and_the_limit(
+    endpoint: Endpoint, path: str, given: dict[str, object], message: str
+) -> None:
+    _, _, body = await endpoint.post(path, json.dumps({"model": MODEL} | given).encode())
+    assert json.loads(body)["error"]["message"] == message
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,11 @@ def test_what_a_person_asks_for_and_cannot_be(tmp_path: Path) -> None:
         target = ScriptedTarget()
         serving = service(tmp_path, target, positions=100)
         assert serving.context == 100
+        target.vocab_size = 120
+        for wrong in (wish(prompt="x"), TextRequest(turns=(Turn("user", "x"),))):
+            with pytest.raises(UserError, match="the token 'x', id 120, but the model has only the ids 0 to 119"):
+                await serving.write(wrong)
+        target.vocab_size = 256
         for wrong in (
             wish(prompt=""),
             wish(92),
@@ -146,6 +151,9 @@ def test_what_a_person_asks_for_and_cannot_be(tmp_path: Path) -> None:
         writing = await serving.write(wish(None))
         _, tokens = await read(writing)
         assert len(tokens) == 100 - len(PROMPT)
+        long = await serving.write(TextRequest(turns=(Turn("user", "a" * 75),)))  # over three quarters of the context
+        _, tokens = await read(long)
+        assert len(tokens) == 100 - long.prompt_tokens
         await settled(serving, target)
 
     within(scene())
