@@ -338,6 +338,7 @@ class Authority:
             key = serialization.load_pem_private_key(key_pem, password=None)
             if key.public_key() != x509.load_pem_x509_certificate(ca_pem).public_key():
                 raise ValueError("ca.key is not the key of ca.pem")
+            _check_validity(ca_pem, directory, now)
             return cls(disk, directory, key_pem, ca_pem, records)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             remedy = f"restore it from a backup, or move {directory} away: then every member needs a new ticket"
@@ -476,6 +477,18 @@ class Authority:
             path = self._directory / "tickets.json"
             await asyncio.to_thread(write_atomic, self._disk, path, records.to_json(), private=True)
             self.records = records
+
+
+def _check_validity(ca_pem: bytes, directory: Path, now: float) -> None:
+    """Raise ``StorageError`` if no member would accept the CA now. Every peer would report it as its own problem."""
+    certificate = x509.load_pem_x509_certificate(ca_pem)
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if begins.timestamp() <= now < ends.timestamp():
+        return
+    late = now >= ends.timestamp()
+    text = f"valid only {'until' if late else 'from'} {(ends if late else begins):%Y-%m-%d %H:%M} UTC"
+    remedy = f"check this machine's clock; if it is right, move {directory} away: a new authority is made, and every"
+    raise StorageError(f"the seed's authority is {text}", remedy=f"{remedy} machine must join with a new ticket")
 
 
 def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:

@@ -42,6 +42,16 @@ async def test_a_certificate_names_the_peer_its_role_its_ticket_and_a_day(tmp_pa
     authority.judge(identity)
 
 
+async def test_an_authority_that_is_not_valid_yet_says_so(tmp_path):
+    opened(tmp_path)
+    with pytest.raises(StorageError, match=r"valid only from 2027-01-15 07:[0-9]+ UTC") as caught:
+        Authority.open(RealDisk(), tmp_path / "authority", name="test", now=NOW - 2 * 86400)
+    assert "clock" in caught.value.remedy
+    assert f"move {tmp_path / 'authority'} away" in caught.value.remedy
+    with pytest.raises(StorageError, match="valid only until 2037"):
+        Authority.open(RealDisk(), tmp_path / "authority", name="test", now=NOW + 11 * 365 * 86400)
+
+
 async def test_all_is_remembered_over_a_restart(tmp_path):
     authority = opened(tmp_path)
     first = await authority.first_ticket(host="h", now=NOW)
