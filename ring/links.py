@@ -28,6 +28,7 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.world import World
 from ring.neighbours import Neighbour
 from ring.view import LABEL, View
+from wire.address import host_beside
 from wire.connection import Connection
 from wire.handshake import HANDSHAKE_TIMEOUT_S, dial, local_hello
 from wire.job_messages import MAX_STREAMS, MemberRecord
@@ -64,7 +65,7 @@ class Topology(Enum):
 
 CHANNELS = {channel: topology for topology in Topology for channel in topology.channels(MAX_STREAMS)}
 # Refusals worth a retry. IDENTITY: another peer has the address now, perhaps not for long.
-_PASSING = frozenset({RefusalCode.BUSY, RefusalCode.FULL, RefusalCode.IDENTITY})
+_PASSING = frozenset({RefusalCode.BUSY, RefusalCode.FULL, RefusalCode.IDENTITY, RefusalCode.TOO_SLOW})
 _Key = tuple[str, int, str, str]  # job, generation, peer id, channel
 
 
@@ -250,7 +251,7 @@ async def dial_patiently(
         NeighbourAway: the neighbour was not reached in time.
         Refused, ProtocolError: the neighbour refuses for a reason that a retry does not change.
     """
-    world, host, pause_s = me.world, member.host or me.seed_host, FIRST_PAUSE_S
+    world, host, pause_s = me.world, host_beside(me.seed_host, member.host), FIRST_PAUSE_S
     now = world.clock.now
     problem: P2PTrainError
     while True:

@@ -31,7 +31,7 @@ from p2ptrain.core.world import World
 from roles.gauges import Gauges
 from roles.identity import Identity
 from roles.seed_link import HeartbeatStats, Notify, SeedLink, WaitS, no_wait, terms_in, write_terms
-from wire.address import is_loopback
+from wire.address import host_beside
 from wire.connection import Connection
 from wire.enrol import LOOK_S, Member
 from wire.handshake import Refusals, local_hello, local_welcome, serve
@@ -57,7 +57,7 @@ class MemberOptions:
     Attributes:
         role: a key of ``PURPOSES``, or ``worker``.
         seed, others: host and port of the seed to join, and of others to try if it stays away.
-        listen: host and port to listen on (port 0: any free one).
+        listen: host and port to listen on (port 0: any free one; None: as ``wire.handshake.serve``).
         advertise: the address told to others; "" or 0: the one that the seed sees.
         capabilities: device and memory, shown to people and used for placement.
         wait_s: for a seed that does not answer yet.
@@ -65,7 +65,7 @@ class MemberOptions:
 
     role: str
     seed: tuple[str, int]
-    listen: tuple[str, int]
+    listen: tuple[str, int | None]
     advertise: tuple[str, int]
     capabilities: dict[str, Scalar]
     others: tuple[tuple[str, int], ...] = ()
@@ -91,7 +91,7 @@ class MemberProcess(ABC):
         self._leaving = False
         self._problem: P2PTrainError | None = None
         self._tasks = asyncio.TaskGroup()
-        self._port = options.listen[1]
+        self._port = options.listen[1] or 0
         self._renewing: asyncio.Task[NoReturn] | None = None
         self._terms = terms_in(world.disk, identity.directory)
         self._link = SeedLink(
@@ -409,5 +409,4 @@ def drafters_untrusted(message: DrafterList, seed_host: str) -> tuple[DrafterAt,
 def _drafter(item: DrafterAt, seed_host: str) -> DrafterAt:
     if not is_id(item.peer_id) or not 0 < item.port < 65536 or len(item.host) > 255 or item.vocab_size < 0:
         raise ProtocolError(f"the seed's list has an invalid drafter: {item.peer_id[:40]!r}")
-    at_seed = not item.host or (is_loopback(item.host) and not is_loopback(seed_host))
-    return replace(item, host=seed_host if at_seed else item.host)
+    return replace(item, host=host_beside(seed_host, item.host))

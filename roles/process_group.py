@@ -44,6 +44,7 @@ from wire.job_messages import MemberRecord
 from wire.messages import Hello, RefusalCode, Refuse, Welcome
 from wire.messages import Message as WireMessage
 from wire.schema import Bound, Host, Id, Port, instance_untrusted
+from wire.transport import every_interface
 
 if TYPE_CHECKING:  # the thread of the groups needs no torch
     from p2ptrain.compute.process_group import Message
@@ -244,7 +245,7 @@ class GroupHost:
         self.loop = asyncio.get_running_loop()
 
     async def listen(self) -> None:
-        host = "0.0.0.0" if self._encrypted else LOOPBACK  # noqa: S104 - other machines connect
+        host = every_interface() if self._encrypted else LOOPBACK
         server = await serve(
             self.world.network, host, 0, decide=self._decide, serve=self._serve, on_problem=lambda *_: None
         )

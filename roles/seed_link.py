@@ -25,6 +25,7 @@ from p2ptrain.core.ids import is_id
 from p2ptrain.core.world import Clock, World
 from ring.detector import FailureDetector
 from roles.line import received_in_time
+from wire.address import format_address
 from wire.client import PendingCalls
 from wire.connection import Connection
 from wire.handshake import dial
@@ -208,11 +209,11 @@ class SeedLink:
             hello = replace(self._hello(), cluster=self._cluster, term=self._terms.get(self._cluster, 0))
             try:
                 connection, welcome = await dial(
-                    # 10 s: enough for the dial, the handshake (5 s) and the seed's dial-back (3 s).
+                    # 25 s: enough for the dial, the handshake (5 s each) and the seed's dial-back (10 s).
                     self._world.network,
                     *place,
                     hello,
-                    timeout_s=10.0,
+                    timeout_s=25.0,
                     expect_role="seed",
                 )
             except P2PTrainError as problem:
@@ -221,7 +222,7 @@ class SeedLink:
                 problems.append(problem)
                 continue
             if not 0 < welcome.heartbeat_s <= welcome.death_s:
-                problems.append(ProtocolError(f"the seed at {place[0]}:{place[1]} sent invalid heartbeat times"))
+                problems.append(ProtocolError(f"the seed at {format_address(*place)} sent invalid heartbeat times"))
                 connection.abort(problems[-1])
                 continue
             met = self._terms.get(welcome.cluster_id, 0)
@@ -229,7 +230,7 @@ class SeedLink:
                 self._met(place, welcome)
                 return connection, welcome
             connection.abort()
-            text = f"the seed at {place[0]}:{place[1]} has term {welcome.term}; one with term {met} has replaced it"
+            text = f"the seed at {format_address(*place)} has term {welcome.term}; one with term {met} has replaced it"
             problems.append(Refused(RefusalCode.STALE_TERM, text, remedy="join the restored seed"))
         raise problems[0]
 

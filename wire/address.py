@@ -22,18 +22,22 @@ from typing import Self
 from p2ptrain.core.errors import ProtocolError, UserError
 
 DEFAULT_PORT = 7337
+MEMBER_PORT = 7339
+"""Where a member listens for the others if it may and the port is free. So a firewall's rule can name it."""
 EVERYWHERE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - addresses to listen on, not to dial
 MAX_HOST_CHARS = 255
 """Longest DNS name (RFC 1035, section 2.3.4)."""
 
 _SECRET = re.compile(r"[A-Za-z0-9_=-]{24,}")
 _NAME = re.compile(r"[a-z0-9_-]+")
+_SCHEME = re.compile(r"\s*(?:tcp|https?)://", re.IGNORECASE)  # of an address that was copied from another program
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^\s:/@\[\]]+))(?::(?P<port>\d{1,5}))?", re.ASCII)
 
 
 def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Parse ``host``, ``host:port``, ``[IPv6]`` or ``[IPv6]:port`` to host and port. Raises ``UserError``."""
-    match = _ADDRESS.fullmatch(text.strip())
+    """Parse ``host``, ``host:port``, ``[IPv6]`` or ``[IPv6]:port`` to host and port, also after ``http://`` or
+    ``tcp://``. Raises ``UserError``."""
+    match = _ADDRESS.fullmatch(without_scheme(text))
     if match is None:
         raise _bad_address(text, "expected a host, with or without a port")
     host, port = match["v6"] or match["host"], int(match["port"] or default_port)
@@ -41,12 +45,21 @@ def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> tuple[str, 
         raise _bad_address(text[:80], f"a host is {MAX_HOST_CHARS} printable characters at most")
     if match["v6"]:
         try:
-            ipaddress.IPv6Address(host)
+            address = ipaddress.IPv6Address(host)
         except ValueError:
             raise _bad_address(text, f"{without_secrets(host)!r} is not an IPv6 address") from None
+        if address.is_link_local and not address.scope_id:
+            why = f"{host} is a link-local address, which needs this machine's interface to that network"
+            raise _bad_address(text, why, f"write [{host}%INTERFACE]:{port}, such as [{host}%eth0]:{port}")
     if not 1 <= port <= 65535:
         raise _bad_address(text, f"port {port} is not between 1 and 65535")
     return host, port
+
+
+def without_scheme(text: str) -> str:
+    """Remove ``http://`` or ``tcp://`` before an address, and a slash after it."""
+    scheme = _SCHEME.match(text)
+    return text[scheme.end() :].strip().removesuffix("/") if scheme else text.strip()
 
 
 def without_secrets(text: str) -> str:
@@ -67,6 +80,16 @@ def to_dial(host: str, own: str = "127.0.0.1") -> str:
     return own if host in EVERYWHERE else host
 
 
+def host_beside(seed_host: str, host: str) -> str:
+    """The host to dial of a member that the seed knows as ``host``, for a peer that reaches the seed at ``seed_host``:
+    members on the seed's machine are known by its loopback, or without a host, and the name of an interface (the zone
+    of a link-local address) is valid on one machine only."""
+    if not host or (is_loopback(host) and not is_loopback(seed_host)):
+        return seed_host
+    address, its, _ = host.partition("%")
+    return f"{address}%{zone}" if its and (zone := seed_host.partition("%")[2]) else host
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -82,17 +105,26 @@ def how_to_join(address: str, role: str = "") -> str:
     return f"p2ptrain join TICKET{more}   (`p2ptrain ticket new{option}` prints one)"
 
 
+def how_to_open(port: int) -> str:
+    """What a person can do about NAT or a firewall before ``port`` of a member."""
+    chosen = "" if port == MEMBER_PORT else f"choose a port with --port (default: {MEMBER_PORT}, if it is free), and "
+    return (
+        f"{chosen}let it in through the firewall: `ufw allow {port}/tcp`,"
+        f" `nft insert rule inet filter input tcp dport {port} accept`, or on Windows `netsh advfirewall firewall add"
+        f" rule name=p2ptrain dir=in action=allow protocol=TCP localport={port}`. Behind NAT, forward the port in the"
+        f" router, and join with --port {port} --advertise PUBLIC-ADDRESS:{port}"
+    )
+
+
 def told_of(address: tuple[str, int], text: str) -> str:
     """Prefix ``text`` with the peer's address unless the text contains it."""
     named = format_address(*address)
     return text if named in text else f"{named}: {text}"
 
 
-def _bad_address(text: str, why: str) -> UserError:
-    return UserError(
-        f"{without_secrets(text)!r} is not an address: {why}",
-        remedy=f"write host, host:port or [IPv6]:port, such as 192.168.1.20:{DEFAULT_PORT} or [fe80::1]:{DEFAULT_PORT}",
-    )
+def _bad_address(text: str, why: str, remedy: str = "") -> UserError:
+    example = f"write host, host:port or [IPv6]:port, such as 192.168.1.20:{DEFAULT_PORT} or [fd00::1]:{DEFAULT_PORT}"
+    return UserError(f"{without_secrets(text)!r} is not an address: {why}", remedy=remedy or example)
 
 
 # -------------------------------------------------------------------------------------------------------------- tickets
@@ -192,7 +224,7 @@ def local_ticket_path(state_dir: Path, role: str) -> Path:
 
 def is_ticket(text: str) -> bool:
     """Whether ``text``, given as an address, is meant as a ticket: it has a slash or a possible secret."""
-    return "/" in text or without_secrets(text) != text
+    return "/" in without_scheme(text) or without_secrets(text) != text
 
 
 def proof(secret: bytes, nonce: bytes, csr_der: bytes) -> bytes:

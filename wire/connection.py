@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.texts import shortened
+from wire.address import format_address
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
 from wire.frame import BulkDone, ControlFrame, FrameDecoder, encode_bulk_header, encode_control
 from wire.messages import Message, RefusalCode, Refuse
@@ -320,7 +321,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _name(self) -> str:
-        address = f"{self.remote[0]}:{self.remote[1]}"
+        address = format_address(*self.remote)
         return f"{self._called} ({address})" if self._called else address
 
     def _identify(self, ssl_object: ssl.SSLObject | None) -> None:

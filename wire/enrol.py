@@ -29,9 +29,9 @@ from ssl import SSLContext
 from typing import Any
 
 from p2ptrain.core.disk import Disk
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, ProtocolError, Refused
 from p2ptrain.core.world import Clock, Network
-from wire.address import Ticket, proof
+from wire.address import Ticket, format_address, proof
 from wire.connection import Connection
 from wire.credentials import (
     CERTIFICATE_LIFETIME_S,
@@ -46,6 +46,7 @@ from wire.credentials import (
 from wire.handshake import ENROL, dial, local_hello
 from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, RefusalCode, Refuse
 from wire.tls import TlsDialler, TlsNetwork
+from wire.transport import no_answer
 
 RENEW = "credentials.renew"
 """Method of a member's ``Request``: {"csr": base64} → {"certificate": base64}, both DER."""
@@ -80,8 +81,7 @@ async def enrol(
             finally:
                 await connection.close()
     except TimeoutError:
-        text = f"the seed at {ticket.host}:{ticket.port} did not enrol this peer within {timeout_s:g} s"
-        raise DeadlineExceeded(text, remedy="it may be overloaded; try again") from None
+        raise no_answer(ticket.host, ticket.port, timeout_s) from None
     granted = granted_untrusted(
         certificate_der,
         peer_id=peer_id,
@@ -147,7 +147,8 @@ async def _fetch_ca(network: Network, ticket: Ticket, peer_id: str, timeout_s: f
             connection.send(Refuse(RefusalCode.WRONG_PIN, text))
     finally:
         await connection.close()
-    text = f"{ticket.host}:{ticket.port} is not the seed that made this ticket: its CA does not match the ticket's pin"
+    seed = format_address(ticket.host, ticket.port)
+    text = f"{seed} is not the seed that made this ticket: its CA does not match the ticket's pin"
     remedy = "if the seed was set up anew, get a new ticket; else the connection may be intercepted: stop here"
     raise Refused(RefusalCode.WRONG_PIN, text, remedy=remedy)
 

@@ -1,4 +1,4 @@
-"""Hello, then Welcome or Refuse: decides which peers may connect, within 4 KiB and 5 seconds.
+"""Hello, then Welcome or Refuse: decides which peers may connect, from a ``Hello`` of at most 4 KiB within 5 seconds.
 
 ::
 
@@ -21,23 +21,38 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from p2ptrain import __version__
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, PeerError, ProtocolError, Refused
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    P2PTrainError,
+    PeerError,
+    ProtocolError,
+    Refused,
+    ResourceError,
+    UserError,
+)
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
-from wire.address import told_of
+from wire.address import MEMBER_PORT, format_address, told_of
 from wire.connection import Connection, last_word
 from wire.messages import PROTOCOL_VERSION, Hello, Message, RefusalCode, Refuse, Welcome
-from wire.transport import MAX_HALF_OPEN, HalfOpen, machine_of
+from wire.transport import MAX_HALF_OPEN, HalfOpen, machine_of, no_answer
 
 if TYPE_CHECKING:  # an unencrypted cluster need not load cryptography
     from wire.credentials import PeerIdentity
 
 HANDSHAKE_TIMEOUT_S = 5.0
+DECISION_TIMEOUT_S = 15.0
+"""For the owner's decision about a ``Hello``: a seed dials the caller back, which may be slow."""
 CLOSE_TIMEOUT_S = 1.0
+PADDING = "." * 2000
+"""Of a ``Hello``: an Ethernet packet carries 1460 bytes, and a frame of the handshake has at most 4 KiB."""
 SOFTWARE = f"p2ptrain {__version__}"
 ENROL = "enrol"
 """Purpose of a caller that has no certificate yet."""
@@ -48,7 +63,7 @@ PERMITTED = MappingProxyType(
         "heal": frozenset({"worker"}),
         "files": frozenset({"worker"}),
         "operator": frozenset({"operator"}),
-        "probe": frozenset({"seed", "worker"}),
+        "probe": frozenset({"seed", "worker", "verifier", "drafter"}),
         "chain": frozenset({"operator", "verifier"}),
         "stage": frozenset({"worker"}),
         "model": frozenset({"worker", "operator", "verifier"}),
@@ -196,13 +211,16 @@ async def dial(
         if connection.encrypted:
             await _check_answerer(connection, peer_id=expect_peer, role=expect_role)
         with suppress(ConnectionLost):  # a frame sent before closing, such as a Refuse, explains more
-            connection.send(hello)
-        answer = await connection.receive(timeout_s=max(0.0, deadline - loop.time()))
-        welcome = judge_answer(answer.message, f"{host}:{port}")
+            connection.send(replace(hello, padding=PADDING))
+        try:
+            answer = await connection.receive(timeout_s=max(0.0, deadline - loop.time()))
+        except DeadlineExceeded:
+            raise no_answer(host, port, timeout_s) from None
+        welcome = judge_answer(answer.message, format_address(host, port))
         if connection.identity is not None:  # the Welcome must name the certificate's peer
             await _check_answerer(connection, peer_id=welcome.peer_id, role="")
         elif expect_peer not in ("", welcome.peer_id):
-            text = f"another peer, {printable(welcome.name, 64)}, answers at {host}:{port}"
+            text = f"another peer, {printable(welcome.name, 64)}, answers at {format_address(host, port)}"
             raise Refused(RefusalCode.IDENTITY, text, remedy="check the address: another peer may use it now")
         connection.call(welcome.name)
         if hello.purpose != ENROL:
@@ -222,7 +240,7 @@ async def _check_answerer(connection: Connection, *, peer_id: str, role: str) ->
     with suppress(ConnectionLost):
         connection.send(refuse)
     await connection.close(timeout_s=CLOSE_TIMEOUT_S)
-    raise Refused(refuse.code, f"not connected to {host}:{port}: {refuse.message}", remedy=refuse.remedy)
+    raise Refused(refuse.code, f"not connected to {format_address(host, port)}: {refuse.message}", remedy=refuse.remedy)
 
 
 REFUSALS_S = 60.0
@@ -233,21 +251,24 @@ class Refusals:
     """Tells people of refused callers in at most one line a minute. An instance is an ``OnProblem``.
 
     The first refusal is told at once. Those of the next minute are counted by their codes, which are few, and by their
-    machines, up to ``MAX_MACHINES``. Problems of the network are not told.
+    machines, up to ``MAX_MACHINES``. Problems of the network are not told; those of this machine are, at once.
 
     Args:
-        tell: gets the line.
+        tell: gets the line. alarm: gets those problems of this machine; default: ``tell``.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[str], None], alarm: Callable[[str], None] | None = None) -> None:
+        self._tell, self._alarm = tell, alarm or tell
         self._codes: Counter[RefusalCode | str] = Counter()
         self._machines: set[str] = set()
         self._last = ""
         self._timer: asyncio.TimerHandle | None = None
 
     def __call__(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
-        if not isinstance(problem, PeerError):
+        if isinstance(problem, ResourceError):
+            self._alarm(f"{problem.message}; {problem.remedy}")
+        expected = isinstance(problem, Refused) and problem.code == RefusalCode.LOOPBACK_ONLY  # it comes again
+        if not isinstance(problem, PeerError) or expected:
             return
         self._last = told_of(address, problem.message)
         if self._timer is None:
@@ -359,19 +380,19 @@ class Server:
             self._refuse(connection, Refuse(RefusalCode.TOO_SLOW, text, "try again"))
 
     async def _verdict(self, connection: Connection) -> tuple[Hello, Welcome] | Refuse:
-        deadline = asyncio.get_running_loop().time() + HANDSHAKE_TIMEOUT_S
         try:
             hello = await connection.expect(Hello, timeout_s=HANDSHAKE_TIMEOUT_S)
             if refuse := judge_hello(hello) or (
                 judge_caller(hello, connection.identity) if connection.encrypted else None
             ):
                 return refuse
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout(DECISION_TIMEOUT_S):
                 answer = await self._decide(hello, connection)
-        except DeadlineExceeded as error:
-            return last_word(RefusalCode.TOO_SLOW, error)
+        except DeadlineExceeded:
+            silent = no_answer(*connection.remote, HANDSHAKE_TIMEOUT_S, did="connected, and said nothing")
+            return last_word(RefusalCode.TOO_SLOW, silent)
         except TimeoutError:
-            return Refuse(RefusalCode.TOO_SLOW, f"no decision within {HANDSHAKE_TIMEOUT_S:g} s", "try again")
+            return Refuse(RefusalCode.TOO_SLOW, f"no decision within {DECISION_TIMEOUT_S:g} s", "try again")
         except Refused as error:
             return last_word(error.code, error)
         return answer if isinstance(answer, Refuse) else (hello, answer)
@@ -380,7 +401,7 @@ class Server:
 async def serve(
     network: Network,
     host: str,
-    port: int,
+    port: int | None,
     *,
     decide: Decide,
     serve: Serve,
@@ -390,12 +411,19 @@ async def serve(
     """Listen on ``host:port`` and serve each caller that ``decide`` accepts. Raises ``UserError`` if it cannot bind.
 
     Args:
+        port: None: ``MEMBER_PORT``, or any free one if that is taken.
         decide: answers a ``Hello`` of this protocol version in time. Raising ``Refused`` equals returning a ``Refuse``.
         serve: runs as a task per connection. When it returns or raises a ``P2PTrainError``, the connection is closed.
         on_problem: called with every refusal and every error of a handshake or of ``serve``, and the peer's address.
         max_half_open: limit of connections whose handshake has not ended; see ``HalfOpen``. More are refused as busy.
     """
     server = Server(decide=decide, serve=serve, half_open=HalfOpen(max_half_open), on_problem=on_problem)
-    server._listener = await network.listen(host, port, lambda: Connection(server._accept), on_problem)
+    listen = partial(network.listen, host, factory=lambda: Connection(server._accept), on_problem=on_problem)
+    try:
+        server._listener = await listen(MEMBER_PORT if port is None else port)
+    except UserError:
+        if port is not None:
+            raise
+        server._listener = await listen(0)
     server.address = server._listener.address
     return server

@@ -67,6 +67,7 @@ class Hello(Message):
         port: where this peer listens for other peers; 0 if it does not.
         host: the address under which others reach this peer; empty: the address that the other side sees.
         cluster, term: the highest seed term that the caller has seen, and the cluster of that seed.
+        padding: makes the frame longer than a packet, so that a network that loses large ones fails here.
     """
 
     KIND: ClassVar[int] = 1
@@ -83,6 +84,7 @@ class Hello(Message):
     port: Annotated[int, Bound(0, 65535)] = 0
     cluster: str = ""
     term: Count = 0
+    padding: str = ""
 
 
 @dataclass(frozen=True, slots=True)

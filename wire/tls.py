@@ -29,17 +29,17 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, cast
 
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, Unreachable
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from wire.address import format_address, is_loopback
 from wire.codec import encode
 from wire.credentials import Credentials
 from wire.frame import LENGTH_BYTES, encode_control
 from wire.messages import Hello, RefusalCode, Refuse
-from wire.transport import Address, FlowControl, HalfOpen, WriteData, bytes_view
+from wire.transport import Address, FlowControl, HalfOpen, WriteData, bytes_view, no_answer
 
 JOIN_AGAIN = "join again with a fresh ticket: p2ptrain ticket new, at the seed"
-CHECK_CLOCKS = "check the date and time of both machines"
+CHECK_CLOCKS = "check the date and time of both machines; a seed whose authority is not valid says so when it starts"
 
 # Keys: OpenSSL's X509_V_ERR_*, for which the ssl module has no names.
 _VERIFY = {
@@ -462,7 +462,8 @@ class TlsDialler:
         In TLS 1.3 the client finishes first. If the server rejects this side's certificate, the first read reports it.
 
         Raises:
-            Unreachable: nothing answers in TLS in time.
+            Unreachable: nothing accepts the connection.
+            DeadlineExceeded: what accepted it did not complete the TLS handshake in time.
             Refused: the server is not of the run's CA, its certificate expired, it does not speak TLS, or it refuses.
             ConnectionLost, ProtocolError: the handshake broke.
         """
@@ -476,8 +477,7 @@ class TlsDialler:
                 await shaking.settled
         except TimeoutError:
             shaking.abort()
-            text = f"cannot reach {who}: it did not complete the TLS handshake within {timeout_s:g} s"
-            raise Unreachable(text, remedy="is a p2ptrain listening on this port?") from None
+            raise no_answer(host, port, timeout_s) from None
         except OSError as error:
             await shaking.gone.wait()  # within LINGER_S
             raise handshake_problem(error, who, dialled=True) from error
@@ -524,6 +524,7 @@ class TlsNetwork(TlsDialler):
             host,
             port,
             lambda: _Accepted(self._server_context, factory, self._shared, self._half_open, strangers, on_problem),
+            on_problem,
         )
         return _TlsListener(listener, strangers)
 

@@ -29,7 +29,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from p2ptrain.core.errors import Unreachable, UserError
+from p2ptrain.core.errors import (
+    MORE_FILES,
+    OUT_OF_FILES,
+    DeadlineExceeded,
+    ResourceError,
+    Unreachable,
+    UserError,
+    is_out_of_files,
+)
 from p2ptrain.core.world import Listener, OnProblem, ProtocolFactory
 from wire.address import format_address, is_loopback
 
@@ -43,6 +51,17 @@ def bytes_view(data: WriteData) -> memoryview:
     if not view.c_contiguous:
         raise TypeError("only a contiguous buffer can be written without a copy")
     return view if (view.format == "B" and view.ndim == 1) or not view.nbytes else view.cast("B")
+
+
+def no_answer(
+    host: str, port: int, timeout_s: float, *, did: str = "accepted the connection, and did not answer"
+) -> DeadlineExceeded:
+    """Of a connected peer from which nothing came: small packets reach it."""
+    text = f"{format_address(host, port)} {did} within {timeout_s:g} s"
+    remedy = (
+        "is a p2ptrain there? If it is not busy, lower the MTU of the interface or VPN: `ip link set eth0 mtu 1280`"
+    )
+    return DeadlineExceeded(f"{text}: it is very busy, or the network loses large packets", remedy=remedy)
 
 
 def check_port(port: int, *, least: int) -> None:
@@ -60,6 +79,8 @@ def unreachable(host: str, port: int, error: Exception, timeout_s: float) -> Unr
     elif isinstance(error, TimeoutError):
         cause = f"no answer within {timeout_s:g} s"
         remedy = "is the machine up, and does its firewall let this port in?"
+    elif is_out_of_files(error):
+        cause, remedy = f"this process has {OUT_OF_FILES}", MORE_FILES
     elif code in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         cause, remedy = "no route to it", "are both machines on the same network or VPN?"
     return Unreachable(f"cannot reach {format_address(host, port)}: {cause}", remedy=remedy)
@@ -333,8 +354,14 @@ class SocketTransport(FlowControl):
             self._sock.close()
 
 
+QUIET_S = 60.0
+
+
 class SocketListener:
-    """Accepts connections of ``sock``, which is bound and listens; ``factory`` makes the protocol of each."""
+    """Accepts connections of ``sock``, which is bound and listens; ``factory`` makes the protocol of each.
+
+    ``on_problem`` is told that file descriptors ran out, once until ``QUIET_S`` have passed without it.
+    """
 
     def __init__(
         self,
@@ -343,8 +370,10 @@ class SocketListener:
         factory: Callable[[], asyncio.BufferedProtocol],
         *,
         backlog: int,
+        on_problem: OnProblem | None = None,
     ) -> None:
         self._loop, self._sock, self._factory, self._backlog = loop, sock, factory, backlog
+        self._on_problem, self._failed_at = on_problem, -math.inf
         self._retry: asyncio.TimerHandle | None = None
         host, port, *_ = sock.getsockname()
         self.address: Address = host, port
@@ -372,7 +401,12 @@ class SocketListener:
 
     def _rest(self, error: OSError) -> None:
         # Out of file descriptors or memory. The connection stays acceptable, so without a pause the loop would spin.
-        self._loop.call_exception_handler({"message": "accepting a connection failed", "exception": error})
+        before, self._failed_at = self._failed_at, self._loop.time()
+        if self._on_problem is None or not is_out_of_files(error):
+            self._loop.call_exception_handler({"message": "accepting a connection failed", "exception": error})
+        elif self._failed_at - before > QUIET_S:
+            text = f"{OUT_OF_FILES}: new connections wait"
+            self._on_problem(ResourceError(text, remedy=MORE_FILES), self.address)
         self._loop.remove_reader(self._sock.fileno())
         self._retry = self._loop.call_later(1.0, self._resume)  # as in asyncio
 
@@ -416,10 +450,14 @@ def can_watch(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _name(get: Callable[[], Any]) -> Any:
+    """The address of one end, IPv4's own on a socket for both families, and with the zone if it is link-local."""
     try:
-        return get()
+        host, *rest = get()
+        if rest[2:] and rest[2]:
+            host += f"%{socket.if_indextoname(rest[2])}"
     except OSError:  # the connection was reset already
         return None
+    return (host.removeprefix("::ffff:") if "." in host else host, *rest)
 
 
 def _least_round_trip_s(sock: socket.socket) -> float | None:
@@ -435,6 +473,8 @@ def _least_round_trip_s(sock: socket.socket) -> float | None:
 
 
 BACKLOG = 256
+CONNECT_TIMEOUT_S = 5.0
+"""Most time for TCP's own handshake: four packets of the caller. A kernel answers however busy its processes are."""
 
 
 class TcpNetwork:
@@ -461,13 +501,16 @@ class TcpNetwork:
         }
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
-        """Dial ``host:port``: try each address of the name, all within ``timeout_s``. Raises ``Unreachable``."""
-        loop = asyncio.get_running_loop()
+        """Dial ``host:port``: try each address of the name, all within ``timeout_s`` and ``CONNECT_TIMEOUT_S``.
+
+        Raises ``Unreachable``.
+        """
+        loop, timeout_s = asyncio.get_running_loop(), min(timeout_s, CONNECT_TIMEOUT_S)
         deadline = loop.time() + timeout_s
         check_port(port, least=1)
         try:
             async with asyncio.timeout_at(deadline):
-                places = await _resolve(host, port)
+                places = await resolve(host, port)
         except (OSError, UnicodeError) as error:
             raise unreachable(host, port, error, timeout_s) from error
         problem: OSError = OSError(errno.EADDRNOTAVAIL, "the name has no address")
@@ -486,12 +529,12 @@ class TcpNetwork:
     ) -> Listener:
         """Accept connections on ``host:port``, on IPv4 if the name has both families. Raises ``UserError``.
 
-        An empty host is every IPv4 interface; ``"::"`` is every interface, where one socket can serve both families.
+        An empty host is every IPv4 interface; ``"::"`` is every interface of both families (``every_interface``).
         """
         sock = await self.bound(host, port)
         loop = asyncio.get_running_loop()
         if can_watch(loop):
-            return SocketListener(loop, sock, factory, backlog=BACKLOG)
+            return SocketListener(loop, sock, factory, backlog=BACKLOG, on_problem=on_problem)
         server = await loop.create_server(factory, sock=sock, backlog=BACKLOG)
         return _TcpListener(server, sock.getsockname()[:2])
 
@@ -502,12 +545,14 @@ class TcpNetwork:
         """
         check_port(port, least=0)
         try:
-            places = await _resolve(host, port, passive=True)
+            places = await resolve(host, port, passive=True)
             family, address = min(places, key=lambda place: place[0] != socket.AF_INET)
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 if os.name == "posix":  # on Windows the option would let two programs share the port
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if host == "::":
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
                 self._tune(sock)  # accepted sockets inherit the options
                 sock.bind(address)
                 sock.listen(BACKLOG)  # here, so that a port taken since bind() is reported like any other
@@ -523,7 +568,7 @@ class TcpNetwork:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._tune(sock)
-            await loop.sock_connect(sock, address)
+            await _connect(loop, sock, address)
             protocol = factory()
         except BaseException:
             sock.close()
@@ -554,11 +599,36 @@ class _TcpListener:
         self.server.close()
 
 
-async def _resolve(host: str, port: int, *, passive: bool = False) -> list[tuple[int, Any]]:
-    found = await asyncio.get_running_loop().getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if passive else 0
-    )
+async def _connect(loop: asyncio.AbstractEventLoop, sock: socket.socket, address: Any) -> None:
+    """Connect ``sock``. Raises ``OSError``."""
+    if len(address) < 4 or not address[3] or not can_watch(loop):
+        await loop.sock_connect(sock, address)
+        return
+    code, connected = sock.connect_ex(address), loop.create_future()  # uvloop's own call loses the zone
+    if code == errno.EINPROGRESS:
+        loop.add_writer(sock.fileno(), connected.cancel)
+        try:
+            await asyncio.wait({connected})
+        finally:
+            loop.remove_writer(sock.fileno())
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+async def resolve(host: str, port: int, *, passive: bool = False) -> list[tuple[int, Any]]:
+    """(family, address) of each address of ``host``. Raises ``OSError``, ``UnicodeError``."""
+    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE if passive else 0
+    if "%" in host:  # a number with a zone, which uvloop loses; to read it takes no time
+        found = socket.getaddrinfo(host, port, type=kind, flags=flags | socket.AI_NUMERICHOST)
+    else:
+        found = await asyncio.get_running_loop().getaddrinfo(host or None, port, type=kind, flags=flags)
     return [(family, address) for family, _, _, _, address in found]
+
+
+def every_interface() -> str:
+    """The host to listen on for callers of both families, or of IPv4 where there is no IPv6."""
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - other machines must reach this one
 
 
 # --------------------------------------------------------------------------------------------------- pending handshakes

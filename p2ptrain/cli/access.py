@@ -16,6 +16,7 @@ import dataclasses
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,7 +26,7 @@ from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Ref
 from p2ptrain.core.ids import new_id
 from wire.address import EVERYWHERE, format_address, is_loopback
 from wire.messages import RefusalCode
-from wire.transport import unreachable
+from wire.transport import resolve, unreachable
 
 if TYPE_CHECKING:
     from p2ptrain.core.world import Network
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 ADDRESS_FILE = "seed"  # beside the credentials; has the address of their seed
 MAX_TARGET_BYTES = 4096
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 MENDED_BY_A_TICKET = frozenset(
     {
         RefusalCode.TICKET_REVOKED,
@@ -194,7 +196,11 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
         return await _by_ticket(dataclasses.replace(local, host=host), caller, base, afresh=afresh)
     if kept := _kept(caller, lambda _, address: address == (host, port)):
         return _encrypted(host, port, kept, base)
-    raise UserError(f"the seed at {format_address(host, port)} requires a ticket", remedy=_advice(caller, own=own))
+    advice = _advice(caller, own=own)
+    if own:
+        raise UserError(f"the seed at {format_address(host, port)} requires a ticket", remedy=advice)
+    text = f"no saved access to {format_address(host, port)}"
+    raise UserError(text, remedy=f"check the address, or paste a ticket; {advice}")
 
 
 def _advice(caller: Caller, *, own: bool) -> str:
@@ -286,15 +292,26 @@ def _kept(caller: Caller, fits: Callable[[Credentials, tuple[str, int]], bool]) 
 
 
 def shown_host(host: str) -> str:
-    """Where other machines reach what listens here on ``host``."""
-    if host not in EVERYWHERE:
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737: a UDP connect sends no packet
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
+    """Where other machines reach what listens here on ``host``; this machine's name if it has no address for others."""
+    return host if host not in EVERYWHERE else next(iter(addresses_for_others()), socket.gethostname())
+
+
+def addresses_for_others() -> list[str]:
+    """The addresses at which other machines may reach this one: the default route's first, IPv4 before IPv6.
+
+    A link-local IPv6 address is not among them: it needs the name of an interface of the other machine.
+    """
+    import psutil
+
+    up = [name for name, state in psutil.net_if_stats().items() if state.isup]
+    addresses = psutil.net_if_addrs()
+    found = [item.address for name in up for item in addresses.get(name, ()) if item.family in _INTERNET]
+    usable = [host for host in found if not is_loopback(host) and not host.startswith("fe80:")]
+    usable.sort(key=lambda host: (host.startswith("169.254."), ":" in host))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737: a UDP connect sends no packet
+        usable.insert(0, str(probe.getsockname()[0]))
+    return list(dict.fromkeys(usable))
 
 
 async def is_own(host: str, port: int) -> bool:
@@ -303,10 +320,10 @@ async def is_own(host: str, port: int) -> bool:
         return True
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            places = await resolve(host, port)
     except (OSError, UnicodeError) as error:
         raise unreachable(host, port, error, CONNECT_TIMEOUT_S) from error
-    return any(_is_bindable(family, address) for family, *_, address in places)
+    return any(_is_bindable(family, address) for family, address in places)
 
 
 def _is_bindable(family: int, address: Any) -> bool:

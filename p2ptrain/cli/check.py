@@ -23,6 +23,7 @@ from p2ptrain.cli.runtime import (
     SEED_HELP,
     SEED_VARIABLE,
     JsonOption,
+    MemberPortOption,
     connect_operator,
     operator_name,
     run,
@@ -57,18 +58,13 @@ Probe: TypeAlias = "tuple[str, bool, Callable[[], Awaitable[str]]]"
 
 def check(
     address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED,
-    port: Annotated[
-        int,
-        typer.Option(
-            "--port", metavar="PORT", min=0, max=65535, help="Port on which the seed dials back; 0: any free one."
-        ),
-    ] = 0,
+    port: MemberPortOption = None,
     once: Annotated[bool, typer.Option("--once", help="Also join as a worker, and leave at once.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find out why this machine cannot join a seed: one line for each thing that can go wrong.
 
-    A ticket for joining tests only the connection and the ticket. The other measurements need an operator's access.
+    The seed dials this machine back, as it does when it joins. Clocks and round trips need an operator's access.
 
     \b
     Examples:
@@ -130,7 +126,7 @@ async def run_probes(probes: list[Probe], report: Callable[[ProbeResult], None])
 class ProbeContext:
     """The resources of one run: a connection to the seed, and a port for its dial-back."""
 
-    def __init__(self, network: Network, clock: Clock, target: Target, dialback_port: int) -> None:
+    def __init__(self, network: Network, clock: Clock, target: Target, dialback_port: int | None) -> None:
         from p2ptrain.cli.access import place_of
 
         self._network, self._clock, self._target = network, clock, target
@@ -151,10 +147,10 @@ class ProbeContext:
                 ("handshake", True, self.shake_hands),
                 ("clock", False, self.compare_clocks),
                 ("round trip", False, self.measure_round_trip),
-                ("dial-back", False, self.be_dialled_back),
             ]
         else:
             probes.append(("ticket", True, self.enrol))
+        probes.append(("dial-back", False, self.be_dialled_back))
         return [*probes, ("join", False, self.join_and_leave)] if join else probes
 
     async def close(self) -> None:
@@ -165,19 +161,18 @@ class ProbeContext:
 
     async def resolve(self) -> str:
         """Resolve the seed's name."""
-        import socket
+        from wire.transport import resolve
 
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+                found = await resolve(self._host, self._port)
         except TimeoutError:
             problem = f"the name server did not answer for {self._host!r} within {CONNECT_TIMEOUT_S:g} s"
             raise Unreachable(problem, remedy="use the seed's IP address, which it prints when it starts") from None
         except OSError as error:
             problem = f"{self._host!r} is not known: {error.strerror or error}"
             raise Unreachable(problem, remedy="check the spelling, or use the seed's IP address") from None
-        return f"{self._host} is " + ", ".join(dict.fromkeys(str(item[4][0]) for item in found))
+        return f"{self._host} is " + ", ".join(dict.fromkeys(str(address[0]) for _, address in found))
 
     async def reach(self) -> str:
         """Open a TCP connection and close it."""
@@ -194,10 +189,10 @@ class ProbeContext:
         return f"{welcome.name} runs {welcome.software} (protocol {welcome.version}), cluster {welcome.cluster_id}"
 
     async def enrol(self) -> str:
-        """Get a certificate with the ticket. The other measurements need an operator."""
+        """Get a certificate with the ticket."""
         until = (await self._reach(self._role)).member
         assert until is not None, "a ticket leads to an encrypted seed"
-        return f"it is good; this machine has a certificate until {human_time(until.credentials.identity.not_after)}"
+        return f"valid; this machine has a certificate until {human_time(until.credentials.identity.not_after)}"
 
     async def compare_clocks(self) -> str:
         """Compare the seed's wall clock with ours, at the middle of the quickest round trip."""
@@ -222,37 +217,51 @@ class ProbeContext:
 
     async def be_dialled_back(self) -> str:
         """Let the seed dial a port of ours, as other workers would."""
-        port = await self._listen(await self._reach("operator"))
-        await self._connected().request("probe.dialback", {"port": port}, timeout_s=REQUEST_TIMEOUT_S)
-        return f"the seed reached port {port} here"
+        from wire.address import format_address
+
+        access = await self._reach(self._role)
+        port = await self._listen(access)
+        if self._client is not None:
+            here = self._client.connection.local[0]
+            await self._client.request("probe.dialback", {"port": port}, timeout_s=REQUEST_TIMEOUT_S)
+        else:
+            connection, _ = await self._call(access, self._role, "probe", port)
+            here = connection.local[0]
+            await connection.close()
+        return f"the seed can reach this machine at {format_address(here, port)}"
 
     async def join_and_leave(self) -> str:
         """Join in the ticket's role, else as a worker, and leave before there is anything to do."""
-        from wire.handshake import PERMITTED, dial, local_hello
+        from wire.handshake import PERMITTED
         from wire.messages import Leave
 
         role = self._role if self._role in PERMITTED["peer"] else "worker"
         access = await self._reach(role)
-        peer_id = access.peer_id or self._peer_id
-        port = await self._listen(access)
-        hello = local_hello(peer_id=peer_id, name=operator_name(), roles=[role], purpose="peer", port=port)
-        connection, welcome = await dial(
-            access.network, self._host, self._port, hello, timeout_s=REQUEST_TIMEOUT_S, expect_role="seed"
-        )
+        connection, welcome = await self._call(access, role, "peer", await self._listen(access))
         connection.send(Leave("it was only a check"))
         await connection.close()
         return f"joined {welcome.name} as a {role} and left again"
 
+    async def _call(self, access: Access, role: str, purpose: str, port: int) -> tuple[Connection, Welcome]:
+        from wire.handshake import dial, local_hello
+
+        peer_id = access.peer_id or self._peer_id
+        hello = local_hello(peer_id=peer_id, name=operator_name(), roles=[role], purpose=purpose, port=port)
+        network = access.network
+        return await dial(network, self._host, self._port, hello, timeout_s=REQUEST_TIMEOUT_S, expect_role="seed")
+
     async def _listen(self, access: Access) -> int:
         from p2ptrain.cli.joining import usual_host
+        from wire.address import is_loopback
         from wire.handshake import serve
 
+        host = usual_host(self._host)
         if self._server is not None:
             await self._server.close()
         self._server = await serve(
             access.network,
-            usual_host(self._host),
-            self._dialback_port,
+            host,
+            0 if self._dialback_port is None and is_loopback(host) else self._dialback_port,
             decide=partial(_welcome, self._clock, access.peer_id or self._peer_id),
             serve=_hold_until_closed,
             on_problem=lambda error, remote: None,  # strangers may dial our port

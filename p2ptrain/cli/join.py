@@ -22,6 +22,7 @@ from p2ptrain.cli.runtime import (
     ApiKeyOption,
     HttpOption,
     LinkOption,
+    MemberPortOption,
     NameOption,
     SplitOption,
     StragglerOption,
@@ -84,9 +85,7 @@ def join(
             "--host", metavar="ADDRESS", help="Listen here for other members; default: where the seed can reach it."
         ),
     ] = "",
-    port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Listen on this port; 0: any free one.")
-    ] = 0,
+    port: MemberPortOption = None,
     advertise: Annotated[
         str,
         typer.Option("--advertise", metavar="HOST:PORT", help="Address that other peers dial, behind NAT or a proxy."),

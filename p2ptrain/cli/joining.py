@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from wire.address import is_loopback
+from wire.transport import every_interface
 
 if TYPE_CHECKING:
     import asyncio
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from wire.address import Ticket
     from wire.messages import Scalar
 
-EVERYWHERE = "0.0.0.0"  # noqa: S104 - members on other machines must reach this one
-
 
 @dataclass(frozen=True, slots=True)
 class JoinOptions:
@@ -48,7 +47,8 @@ class JoinOptions:
         model: directory of the checkpoint that a verifier or a drafter serves.
         targets: seeds, in the order in which they are tried.
         root: the state directory, absolute. name: default: the machine's. slot: default: the first free one.
-        host: where to listen; default: where the seed can reach it. advertise: what others dial.
+        host: where to listen; default: where the seed can reach it. port: default: ``MEMBER_PORT`` if others may need
+            it and it is free, else any free one. advertise: what others dial.
         device: ``auto``, ``cpu``, ``cuda:1``, ...; default: the best one. threads: of the CPU; default: a good number.
         memory_bytes: limit for models, their parts and caches.
         dtype: of weights, caches and arithmetic: ``fp32``, ``bf16`` or ``fp16``; default: what the model says.
@@ -68,7 +68,7 @@ class JoinOptions:
     name: str = ""
     slot: int | None = None
     host: str = ""
-    port: int = 0
+    port: int | None = None
     advertise: tuple[str, int] = ("", 0)
     device: str = ""
     threads: int = 0
@@ -90,7 +90,7 @@ class Found:
     """A way to the seed, and where to listen. ``others``: seeds to try if this one stays away."""
 
     access: Access
-    listen: tuple[str, int]
+    listen: tuple[str, int | None]
     others: tuple[tuple[str, int], ...]
     wait_s: WaitS
 
@@ -146,7 +146,8 @@ async def stay(options: JoinOptions, make: Make) -> None:
         waited_s = clock.now() - began
         if not may_pass(problem) or waited_s >= options.wait_s:
             return 0.0
-        text = f"waiting for the seed, {human_seconds(waited_s)}: {problem.message}; Ctrl+C gives up"
+        told = f"{problem.message} ({problem.remedy})" if problem.remedy else problem.message
+        text = f"waiting for the seed, {human_seconds(waited_s)}: {told}; Ctrl+C gives up"
         console.progress(text, every_s=max(waited_s, 1.0))  # in a file the lines become rarer
         return options.wait_s - waited_s
 
@@ -160,14 +161,15 @@ async def stay(options: JoinOptions, make: Make) -> None:
             if access is None:
                 break
             others = tuple(place for place in places if place != (access.host, access.port))
-            listen = (listen_host or usual_host(access.host), options.port)
+            host = listen_host or usual_host(access.host)
+            listen = (host, 0 if options.port is None and is_loopback(host) else options.port)
             try:
                 await make(here, Found(access, listen, others, wait_s))(stop)
                 break
             except Refused as refusal:
                 if refusal.code == RefusalCode.LOOPBACK_ONLY and not listen_host:
                     console.event("info", "members of other machines join this seed: listening on all addresses")
-                    listen_host = EVERYWHERE
+                    listen_host = every_interface()
                 elif refusal.code in MENDED_BY_A_TICKET and access.member is not None and not afresh:
                     console.event("info", f"{refusal.message}; joining again with the ticket")
                     afresh = True
@@ -236,4 +238,6 @@ def _network(link: str) -> Network:
 
 def usual_host(seed: str) -> str:
     """The default address to listen on: other members must reach it, and may be wherever the seed is."""
-    return "127.0.0.1" if is_loopback(seed) else EVERYWHERE
+    if is_loopback(seed):
+        return seed if ":" in seed else "127.0.0.1"
+    return every_interface()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEFAULT_PORT = 7337  # copied from wire.address, so that --help does not load it; a test compares them
+MEMBER_PORT = 7339  # copied for the same reason
 DEFAULT_SEED = ""  # the seed that this user runs here (``running``)
 SEED_VARIABLE = "P2PTRAIN_SEED"
 NAME_BYTES = 64  # copied from roles.seed, for the same reason
@@ -69,6 +70,17 @@ HttpOption = Annotated[
 ]
 ApiKeyOption = Annotated[
     Path | None, typer.Option("--api-key-file", metavar="FILE", help="With --http: file with the key of the API.")
+]
+MemberPortOption = Annotated[
+    int | None,
+    typer.Option(
+        "--port",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help=f"Listen for the seed and other members on this port; 0: any free one. Default: {MEMBER_PORT}, or any free"
+        " one if that is taken, or if all is on this machine.",
+    ),
 ]
 SplitOption = Annotated[
     int | None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.access import shown_host
+from p2ptrain.cli.access import addresses_for_others, shown_host
 from p2ptrain.cli.output import Console
 from p2ptrain.cli.running import announced, default_state_dir
 from p2ptrain.cli.runtime import (
@@ -208,6 +208,8 @@ async def _serve(
                     if web is not None:
                         shown = await stack.enter_async_context(_web(web, seeds[0], bound, near, root, console))
                     _tell(console, bound, port, root, tickets, shown, as_json)
+                    if tickets:
+                        _tell_of_addresses(console, host, bound)
                     await unless_stopped(stop, _first_job(near, root, first_job, console))
                 except P2PTrainError:
                     if not stop.is_set():  # otherwise the seed was stopping, and disconnected us
@@ -263,6 +265,18 @@ async def _first_job(
             console.event("info", f"going on with job {going.name} ({going.id}), step {going.step}")
         elif not jobs:
             await create_job(client, Path(first_job[0]).stem, *first_job, console)
+
+
+def _tell_of_addresses(console: Console, host: str, bound: str) -> None:
+    """Warn if no other machine can use the ticket, and name the other addresses that one may use."""
+    others, remedy = addresses_for_others(), "see `p2ptrain ticket new --host`"
+    if is_loopback(bound) and not is_loopback(host):
+        text = f"{host} is {bound} here, which only this machine reaches: restart the seed with --host 0.0.0.0"
+        console.event("warning", text)
+    elif bound in EVERYWHERE and not others:
+        console.event("warning", f"this machine has no address that other machines can use: connect it, or {remedy}")
+    elif bound in EVERYWHERE and len(others) > 1:
+        console.event("info", f"other addresses of this machine: {', '.join(others[1:])}; for a ticket {remedy}")
 
 
 def _tell(

@@ -27,7 +27,7 @@ from ring.training_costs import CandidateWorker, ModelShape
 from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.jobs import SETTLE_S, NewLayout, in_shards, seen_for
 from roles.seed.links import Survey
-from roles.seed.peers import NAME_CHARS, Link, clipped, did_you_mean
+from roles.seed.peers import NAME_CHARS, Link, clipped, dial_back_refusal, did_you_mean
 from roles.seed.serving import part_infos
 from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
 from roles.training_shape import training_of
@@ -493,8 +493,8 @@ class OperatorApi:
         try:
             await self._seed.acceptor.dial_back(connection.remote[0], port)
         except P2PTrainError as problem:
-            remedy = "let that port in through the firewall of this machine"
-            raise Refused("unreachable", f"dial-back failed: {problem.message}", remedy=remedy) from problem
+            refuse = dial_back_refusal(problem, "this machine", port)
+            raise Refused(refuse.code, refuse.message, remedy=refuse.remedy) from problem
         return {"port": port}
 
 

@@ -184,7 +184,11 @@ async def _keep_directory(
     while True:
         await asyncio.sleep(LOOK_S)
         try:
-            if written and FILE_NAME in world.disk.list_dir(directory):
+            found = world.disk.list_dir(directory)
+        except StorageError:
+            continue  # it cannot be seen now, perhaps for want of a file descriptor: nothing tells that it is gone
+        try:
+            if written and FILE_NAME in found:
                 continue
             await store.write_again(world.disk, directory)
             if authority is not None:
@@ -271,8 +275,9 @@ async def run_seed(
             beside.append(backup.run)
         # before the port is open, where a `join` may wait for it
         ticket = await seed.gate.opened((host, port)) if port else None
-        acceptor, refusals = seed.acceptor.decide, Refusals(partial(seed.note, "warning", "refused"))
-        server = await serve(world.network, host, port, decide=acceptor, serve=seed.serve, on_problem=refusals)
+        refusals = Refusals(partial(seed.note, "warning", "refused"), alarm=partial(seed.alarm, "resources"))
+        decide = seed.acceptor.decide
+        server = await serve(world.network, host, port, decide=decide, serve=seed.serve, on_problem=refusals)
         try:
             if not port:
                 ticket = await seed.gate.opened(server.address)

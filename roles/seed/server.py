@@ -35,6 +35,7 @@ from roles.seed.peers import (
     checked_report,
     checkpoint_id,
     clipped,
+    dial_back_refusal,
     say,
     say_last,
 )
@@ -69,6 +70,8 @@ async def cluster_id(store: Store) -> str:
 
 
 MAX_PEERS = 1024
+DIAL_BACK_S = 10.0
+"""For a peer that the seed dials back. It may be loading torch on a slow machine."""
 MAX_OPERATORS = 64
 GROUP_DEATH_S = 10.0
 
@@ -98,6 +101,8 @@ class Acceptor:
             return Refuse(RefusalCode.STALE_TERM, text, "stop this seed, and use the restored one")
         match hello.purpose:
             case "peer":
+                return await self._decide_peer(hello, connection)
+            case "probe" if hello.port:  # `check` asks whether this seed would admit the peer
                 return await self._decide_peer(hello, connection)
             case "operator" if len(self.operators) >= MAX_OPERATORS:
                 return Refuse(RefusalCode.FULL, f"{MAX_OPERATORS} operators are connected", "close one of them")
@@ -130,9 +135,7 @@ class Acceptor:
         try:
             await self.dial_back(host, hello.port, hello.peer_id)
         except P2PTrainError as problem:
-            text = f"the seed cannot reach this {hello.roles[0]} back: {problem.message}"
-            remedy = "let its port in through the firewall, or choose the address with --host or --advertise"
-            return Refuse(RefusalCode.UNREACHABLE, text, remedy)
+            return dial_back_refusal(problem, f"this {hello.roles[0]}", hello.port)
         rtt_ms = (self._seed.world.clock.now() - began) / 2 * 1e3  # TCP's handshake is one round trip, ours another
         if (least_s := connection.least_rtt_s) is not None:
             rtt_ms = min(rtt_ms, least_s * 1e3)  # the kernel answers in time, even while the worker loads libraries
@@ -165,7 +168,8 @@ class Acceptor:
             cluster=cluster_id,
             term=self._seed.term,
         )
-        connection, _ = await dial(self._seed.world.network, host, port, hello, timeout_s=3.0, expect_peer=peer_id)
+        network = self._seed.world.network
+        connection, _ = await dial(network, host, port, hello, timeout_s=DIAL_BACK_S, expect_peer=peer_id)
         await connection.close()
 
     def _welcome(self, heartbeat_s: float, death_s: float) -> Welcome:

@@ -18,7 +18,7 @@ from roles.line import QUIET_S, Line
 from roles.verifier.asking import Piece, Pieces, TextRequest
 from roles.verifier.protocol import error_untrusted, question
 from wire import text_messages as wire
-from wire.address import is_loopback
+from wire.address import host_beside
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Message
@@ -60,12 +60,10 @@ class VerifierClient:
         if_lost: str = IF_LOST,
     ) -> Self:
         """Connect to the verifier. ``if_lost``: remedy for people if it is lost. Raises as ``wire.handshake.dial``."""
-        # A verifier without a host that others can use is on the seed's machine.
-        at_seed = not verifier.host or (is_loopback(verifier.host) and not is_loopback(seed_host))
         hello = local_hello(peer_id=peer_id, name=name, roles=["operator"], purpose="generate")
         connection, _ = await dial(
             network,
-            seed_host if at_seed else verifier.host,
+            host_beside(seed_host, verifier.host),
             verifier.port,
             hello,
             timeout_s=DIAL_S,

@@ -24,7 +24,7 @@ from p2ptrain.core.errors import ResourceError, Unreachable, UserError
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
 from wire.messages import Hello, Welcome
-from wire.transport import TcpNetwork
+from wire.transport import TcpNetwork, every_interface
 
 Command = Callable[..., Any]
 
@@ -59,6 +59,14 @@ def test_a_worker_is_what_nobody_names(command: Command, begun: list[JoinOptions
     assert command("join").code == 0
     (of,) = begun
     assert (of.role, of.targets, of.advertise) == ("worker", [("127.0.0.1", 7337)], ("", 0))
+
+
+@pytest.mark.parametrize(
+    ("seed", "host"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("fd00::1", every_interface())],
+)
+def test_a_member_listens_where_its_seed_can_reach_it(seed: str, host: str) -> None:
+    assert joining.usual_host(seed) == host
 
 
 def test_a_verifier_and_its_options(command: Command, begun: list[JoinOptions], model: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import p2ptrain
 from p2ptrain.cli import runtime
 from p2ptrain.cli.commands import Commands, Entry
 from p2ptrain.core import errors
-from wire.address import DEFAULT_PORT
+from wire.address import DEFAULT_PORT, MEMBER_PORT
 
 Command = Callable[..., Any]
 
@@ -212,4 +212,4 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
 
 
 def test_the_default_port_is_that_of_the_wire() -> None:
-    assert runtime.DEFAULT_PORT == DEFAULT_PORT
+    assert (runtime.DEFAULT_PORT, runtime.MEMBER_PORT) == (DEFAULT_PORT, MEMBER_PORT)

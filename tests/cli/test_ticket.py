@@ -220,6 +220,12 @@ async def test_a_certificate_that_ends_soon_is_not_relied_on(
     assert not list((tmp_path / "kept").iterdir()), "and one that ended is not kept"
 
 
+async def test_an_address_elsewhere_without_saved_access_is_not_dialled(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no saved access to 192\.0\.2\.9:7337") as caught:
+        await reach(("192.0.2.9", 7337), caller(tmp_path), TcpNetwork())
+    assert "check the address, or paste a ticket" in caught.value.remedy
+
+
 async def test_a_plain_seed_is_found_plain_whatever_another_has_left(cluster: Cluster, tmp_path: Path) -> None:
     left = local_ticket_path(cluster.root, "worker").read_text()
     plain = Cluster(tmp_path / "plain", TcpNetwork())

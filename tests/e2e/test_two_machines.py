@@ -26,15 +26,18 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def machines() -> Iterator[tuple[str, str]]:
-    """The namespaces of the first machine (10.77.0.1) and of the second (10.77.0.2)."""
+    """The namespaces of the first machine (10.77.0.1, fd77::1, fe80::1) and of the second (10.77.0.2, ...)."""
     names = [f"p2p-{os.getpid()}-{side}" for side in "ab"]
     try:
         for name in names:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
         ip("link", "add", "va", "netns", names[0], "type", "veth", "peer", "name", "vb", "netns", names[1])
-        for name, end, address in zip(names, ("va", "vb"), ("10.77.0.1", "10.77.0.2"), strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+        for number, (name, end) in enumerate(zip(names, ("va", "vb"), strict=True), 1):
+            ip("-n", name, "link", "set", end, "addrgenmode", "none")
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
+            ip("-n", name, "addr", "add", f"fd77::{number}/64", "dev", end, "nodad")
+            ip("-n", name, "addr", "add", f"fe80::{number}/64", "dev", end, "nodad")
             ip("-n", name, "link", "set", end, "up")
         yield names[0], names[1]
     finally:
@@ -51,8 +54,7 @@ async def test_a_worker_beside_the_seed_and_one_elsewhere_train_together(
         "seed", "--host", "0.0.0.0", "--port", "7337", *state, *machine.settings(job__steps=30), network=here
     )
     ticket = (await seed.until(r"^p2ptrain join (\S+)$"))[1]
-    assert not ticket.startswith("127."), "it is for other machines"
-    ticket = f"10.77.0.1:7337/{ticket.partition('/')[2]}"  # the namespace has no default route to tell its address by
+    assert ticket.startswith("10.77.0.1:7337/"), "the namespace has no default route to tell its address by"
     beside = await machine.start("join", *state, network=here)
     await beside.until("joined")
     elsewhere = await machine.start("join", ticket, *state, network=there)
@@ -63,3 +65,57 @@ async def test_a_worker_beside_the_seed_and_one_elsewhere_train_together(
     code = await machine.start("check", ticket, "--once", network=there, XDG_STATE_HOME=str(machine.root / "there"))
     assert await code.end() == 0, code.text
     assert [await beside.interrupt(), await elsewhere.interrupt(), await seed.interrupt()] == [0, 0, 0]
+
+
+FIREWALL = """
+table inet filter {
+  chain input {
+    type filter hook input priority 0; policy drop;
+    ct state established,related accept
+    icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept
+  }
+}
+"""
+BLACK_HOLE = """
+table inet hole {
+  chain input {
+    type filter hook input priority 0;
+    meta length > 1450 drop
+  }
+}
+"""
+
+
+def nft(network: str, rules: str) -> None:
+    command = ["ip", "netns", "exec", network, "nft", "-f", "-"]
+    subprocess.run(command, check=True, capture_output=True, text=True, input=rules)
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="a firewall needs nftables")
+async def test_a_check_names_the_firewall_and_the_line_that_opens_it(machine: Any, machines: tuple[str, str]) -> None:
+    here, there = machines
+    seed = await machine.start("seed", "--host", "::", "--no-job", "--state", str(machine.root), network=here)
+    secret = (await seed.until(r"^p2ptrain join [^/]*(/\S+)$"))[1]
+
+    async def checked(place: str) -> tuple[int, str]:
+        state = str(machine.root / "there")
+        check = await machine.start("check", place + secret, network=there, XDG_STATE_HOME=state)
+        return await check.end(), check.text
+
+    nft(there, FIREWALL)
+    code, text = await checked("10.77.0.1:7337")
+    assert code == 3
+    assert "cannot reach 10.77.0.2:7339: no answer within" in text
+    line = text.partition("`nft ")[2].partition("`")[0]
+    nft(there, line.replace("add rule", "insert rule"))
+    for place, own in (
+        ("http://10.77.0.1:7337", "10.77.0.2:7339"),
+        ("[fd77::1]:7337", "[fd77::2]:7339"),
+        ("[fe80::1%vb]:7337", "[fe80::2%vb]:7339"),
+    ):
+        code, text = await checked(place)
+        assert (code, f"the seed can reach this machine at {own}" in text) == (0, True), text
+    nft(there, BLACK_HOLE)
+    code, text = await checked("10.77.0.1:7337")
+    assert (code, "loses large packets" in text, "mtu" in text) == (4, True, True), text
+    assert await seed.interrupt() == 0

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import uvloop
 
-from p2ptrain.core.errors import Unreachable, UserError
+from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.world import Network
 from tests.wire import doubles
 from tests.wire.doubles import Recorder
-from wire.transport import TcpNetwork, cannot_listen, unreachable
+from wire.transport import SocketListener, TcpNetwork, cannot_listen, every_interface, unreachable
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
@@ -65,6 +65,59 @@ def test_every_kind_of_address_carries_bytes(play: Play, host: str) -> None:
             assert await dialler.until_received(5) == b"hello"
 
     doubles.play(scenario())
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_listener_on_every_interface_knows_callers_of_both_families_by_their_own_address(play: Play) -> None:
+    async def scenario() -> None:
+        accepted: asyncio.Queue[Recorder] = asyncio.Queue()
+
+        def factory() -> Recorder:
+            accepted.put_nowait(acceptor := Recorder())
+            return acceptor
+
+        listener = await TcpNetwork().listen(every_interface(), 0, factory)
+        for host in addresses_here()[:2]:
+            dialler = Recorder()
+            await TcpNetwork().connect(host, listener.address[1], lambda end=dialler: end, timeout_s=5)
+            acceptor = await accepted.get()
+            await acceptor.until(lambda end=acceptor: bool(end.events))
+            assert acceptor.transport.get_extra_info("peername")[0] == host
+            for end in (dialler, acceptor):
+                end.transport.abort()
+                await end.until_lost()
+        await listener.close()
+
+    play(scenario())
+
+
+class Full(socket.socket):
+    """A listening socket of a process that has no free file descriptor."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_listener_without_file_descriptors_says_so_once(play: Play) -> None:
+    async def scenario() -> None:
+        told: asyncio.Queue[P2PTrainError] = asyncio.Queue()
+        strange: list[dict[str, Any]] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: strange.append(context))
+        with Full() as full, socket.socket() as caller:
+            full.bind(("127.0.0.1", 0))
+            full.listen()
+            full.setblocking(False)
+            listener = SocketListener(loop, full, Recorder, backlog=1, on_problem=lambda it, _: told.put_nowait(it))
+            caller.setblocking(False)
+            await loop.sock_connect(caller, full.getsockname())
+            assert (await told.get()).message == "too many open files: new connections wait"
+            listener._acceptable()
+            assert told.empty()
+            assert not strange
+            await listener.close()
+
+    play(scenario())
 
 
 def test_both_ends_have_the_options_that_find_a_dead_peer(play: Play) -> None:
@@ -182,12 +235,12 @@ def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
         (OSError(errno.EHOSTUNREACH, "No route to host"), "no route to it", "VPN"),
         (OSError(errno.ENETUNREACH, "Network is unreachable"), "no route to it", "VPN"),
         (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "no answer within 5 s", "firewall"),
-        (OSError(errno.EMFILE, "Too many open files"), "Too many open files", ""),
+        (OSError(errno.EMFILE, "Too many open files"), "this process has too many open files", "ulimit -n"),
     ],
 )
 def test_why_a_peer_is_unreachable(error: OSError, message: str, remedy: str) -> None:
-    said = unreachable("fe80::1", 7337, error, 5.0)
-    assert said.message == f"cannot reach [fe80::1]:7337: {message}"
+    said = unreachable("fd00::1", 7337, error, 5.0)
+    assert said.message == f"cannot reach [fd00::1]:7337: {message}"
     assert remedy in said.remedy
 
 

@@ -8,6 +8,8 @@ import random
 import shutil
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,11 +18,11 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.world import World, real_world
 from roles.seed.authority import Authority
-from roles.seed.run import COPY_NAME, Backup, keep_copy, restore
+from roles.seed.run import COPY_NAME, Backup, _keep_directory, keep_copy, restore
 from roles.seed.store import JobRecord, Records, Store
 from roles.sim.machine import Died, MachineDisk, Process
 from tests.roles.in_process import Cluster
-from wire.memory import MemoryNetwork
+from wire.memory import MemoryNetwork, run_virtual
 
 JOB = JobRecord("j1", "first", "tiny", "sync", 2, 4, 100, 3, 5.0)
 
@@ -130,6 +132,31 @@ async def test_a_seed_whose_directory_is_removed_writes_it_again_and_says_so(clu
     await cluster.restart_seed()
     assert [item["id"] for item in (await cluster.ask("jobs.list"))["jobs"]] == [job]
     await cluster.job_until(job, lambda item: item["step"] > before["step"] and item["state"] == "running")
+
+
+class Unlisted(RealDisk):
+    """The disk of a process without a free file descriptor."""
+
+    looks = 0
+
+    def list_dir(self, path: Path) -> list[str]:
+        self.looks += 1
+        raise StorageError(f"cannot list {path}: Too many open files")
+
+
+def test_a_directory_that_cannot_be_listed_is_not_called_removed(tmp_path: Path) -> None:
+    disk, alarms = Unlisted(), list[str]()
+    world: Any = SimpleNamespace(disk=disk)
+    seed: Any = SimpleNamespace(alarm=lambda kind, text: alarms.append(text))
+
+    async def main() -> None:
+        keeping = asyncio.create_task(_keep_directory(world, seed, seed, tmp_path, None, ("", 0)))
+        while disk.looks < 3:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(1.0)
+        keeping.cancel()
+
+    run_virtual(main())
+    assert alarms == []
 
 
 async def test_a_seed_that_lost_its_records_leaves_the_unfinished_job_to_its_workers(

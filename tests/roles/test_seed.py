@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import random
 import subprocess
 import sys
@@ -23,9 +24,10 @@ from ring.coordination import Peer
 from ring.replicas import records
 from ring.view import View
 from roles.seed import events
-from roles.seed.peers import announced_to
+from roles.seed.peers import announced_to, dial_back_refusal
 from roles.seed.run import run_seed
 from roles.seed.store import Records
+from roles.seed_link import may_pass
 from wire.client import SeedClient
 from wire.connection import Connection
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
@@ -54,6 +56,7 @@ from wire.messages import (
     Welcome,
 )
 from wire.schema import instance_untrusted
+from wire.transport import no_answer, unreachable
 
 HOST, DEADLINE_S = "127.0.0.1", 10.0
 M = TypeVar("M", bound=Message)
@@ -258,9 +261,45 @@ async def test_who_cannot_be_dialled_back_is_refused_with_a_remedy(bench: Bench)
         await bench.worker("a", port=1)
     assert caught.value.code == RefusalCode.UNREACHABLE
     assert "127.0.0.1:1" in caught.value.message
-    for word in ("firewall", "--host", "--advertise"):
+    for word in ("firewall", "ufw", "nft", "netsh", "NAT", "router", "--advertise", "--port"):
         assert word in caught.value.remedy
     assert (await bench.ask("peers.list"))["peers"] == []
+
+
+async def test_a_peer_that_only_checks_is_dialled_back_and_not_listed(bench: Bench) -> None:
+    worker = Worker(bench.network, bench.address, "a")
+    await worker.listen()
+    hello = local_hello(peer_id="a", name="a", roles=["worker"], purpose="probe", port=worker.server.address[1])
+    connection, _ = await dial(bench.network, *bench.address, hello, timeout_s=DEADLINE_S)
+    await connection.close()
+    await worker.close()
+    with pytest.raises(Refused) as caught:
+        await dial(bench.network, *bench.address, hello, timeout_s=DEADLINE_S)
+    assert caught.value.code == RefusalCode.UNREACHABLE
+    assert (await bench.ask("peers.list"))["peers"] == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [
+        (no_answer("10.0.0.2", 7339, 10), RefusalCode.TOO_SLOW),
+        (Refused(RefusalCode.BUSY, "too many handshakes"), RefusalCode.TOO_SLOW),
+        (unreachable("10.0.0.2", 7339, TimeoutError(), 5), RefusalCode.UNREACHABLE),
+    ],
+)
+def test_a_slow_peer_may_try_again_and_a_closed_port_is_final(problem: P2PTrainError, code: str) -> None:
+    refuse = dial_back_refusal(problem, "this worker", 7339)
+    assert refuse.code == code
+    assert may_pass(Refused(refuse.code, refuse.message)) == (code == RefusalCode.TOO_SLOW)
+    assert ("firewall" in refuse.remedy) == (code == RefusalCode.UNREACHABLE)
+
+
+def test_a_seed_without_file_descriptors_blames_no_firewall() -> None:
+    try:
+        raise unreachable("10.0.0.2", 7339, OSError(errno.EMFILE, ""), 5) from OSError(errno.EMFILE, "")
+    except P2PTrainError as problem:
+        refuse = dial_back_refusal(problem, "this worker", 7339)
+    assert (refuse.code, "the seed has too many open files" in refuse.message) == (RefusalCode.BUSY, True)
 
 
 async def test_who_answers_the_dial_back_must_be_the_worker_itself(bench: Bench) -> None:

@@ -17,13 +17,17 @@ from p2ptrain.core.errors import (
     ProtocolError,
     Refused,
     Unreachable,
+    UserError,
 )
 from p2ptrain.core.world import Network
+from tests.wire.doubles import Recorder
+from wire.address import MEMBER_PORT
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
 from wire.connection import Connection
 from wire.frame import ControlFrame, FrameDecoder, encode_control
 from wire.handshake import (
     HANDSHAKE_TIMEOUT_S,
+    PADDING,
     Server,
     dial,
     judge_answer,
@@ -140,7 +144,7 @@ def test_let_in_and_served(play: Play):
         server = await owner.listen(network)
         connection, welcome = await knock(network, server)
         assert welcome == WELCOME
-        assert owner.hellos == [HELLO]
+        assert owner.hellos == [replace(HELLO, padding=PADDING)]
         assert len((await connection.expect(EventNotice, timeout_s=5)).text) == 30_000
         connection.send(EventNotice("info", "thanks", "x" * 30_000))
         assert (await owner.serving[0].expect(EventNotice, timeout_s=5)).kind == "thanks"
@@ -245,6 +249,42 @@ def test_a_silent_caller_is_refused_after_five_seconds(play_virtual: Play):
     play_virtual(scenario)
 
 
+def test_a_network_that_loses_large_packets_is_said(play_virtual: Play):
+    async def scenario(network: Network) -> None:
+        kept: list[Recorder] = []
+
+        def lossy() -> Recorder:  # accepts, and answers nothing that is longer than a packet
+            kept.append(Recorder())
+            return kept[-1]
+
+        listener = await network.listen(HOST, 0, lossy)
+        with pytest.raises(DeadlineExceeded, match="loses large packets") as caught:
+            await dial(network, *listener.address, HELLO, timeout_s=5)
+        assert "lower the MTU" in caught.value.remedy
+        assert len(kept[0].received) > 1460, "an Ethernet packet has room for so many bytes"
+        await listener.close()
+
+    play_virtual(scenario)
+
+
+def test_a_member_listens_on_the_usual_port_or_on_any_free_one(play_virtual: Play):
+    async def scenario(network: Network) -> None:
+        owner = Owner()
+        servers = [
+            await serve(network, HOST, None, decide=owner.decide, serve=owner.serve, on_problem=owner.on_problem)
+            for _ in range(2)
+        ]
+        first, second = (server.address[1] for server in servers)
+        assert first == MEMBER_PORT
+        assert second not in (MEMBER_PORT, 0)
+        with pytest.raises(UserError, match="in use"):
+            await serve(network, HOST, first, decide=owner.decide, serve=owner.serve, on_problem=owner.on_problem)
+        for server in servers:
+            await server.close()
+
+    play_virtual(scenario)
+
+
 def test_an_owner_that_does_not_decide_in_time(play_virtual: Play):
     async def scenario(network: Network) -> None:
         owner = Owner()
@@ -257,7 +297,7 @@ def test_an_owner_that_does_not_decide_in_time(play_virtual: Play):
         connection = await raw(network, server)
         connection.send(HELLO)
         answer = await connection.expect(Refuse, timeout_s=60)
-        assert (answer.code, answer.message) == (RefusalCode.TOO_SLOW, "no decision within 5 s")
+        assert (answer.code, answer.message) == (RefusalCode.TOO_SLOW, "no decision within 15 s")
         await connection.close()
         await server.close()
 
@@ -326,7 +366,7 @@ async def ended(connection: Connection) -> None:
 @pytest.mark.parametrize(
     ("greet", "error", "says"),
     [
-        (lambda connection: None, DeadlineExceeded, "sent nothing"),
+        (lambda connection: None, DeadlineExceeded, "did not answer"),
         (lambda connection: connection.abort(), ConnectionLost, None),
         (lambda connection: connection.send(HELLO), ProtocolError, "answered a Hello with Hello"),
         (lambda connection: connection._transport.write(b"HTTP/1.1 400 Bad Request\r\n"), ProtocolError, "speaks HTTP"),

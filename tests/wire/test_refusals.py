@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, ResourceError
 from wire.handshake import MAX_MACHINES, REFUSALS_S, Refusals
 from wire.memory import VirtualClockLoop
+from wire.messages import RefusalCode
 
 GARBAGE = ProtocolError("it does not speak our protocol")
 
@@ -50,6 +51,15 @@ def test_the_first_is_told_at_once_and_the_others_are_counted(loop: VirtualClock
         ),
         (300, "refused a caller: 10.0.0.1:4242: this is a seed"),
     ]
+
+
+def test_what_this_machine_lacks_is_told_apart_and_what_comes_again_is_not_told(loop: VirtualClockLoop) -> None:
+    told: list[str] = []
+    alarms: list[str] = []
+    refusals = Refusals(told.append, alarms.append)
+    refusals(Refused(RefusalCode.LOOPBACK_ONLY, "it listens on the loopback only"), ("127.0.0.1", 4242))
+    refusals(ResourceError("too many open files", remedy="raise the limit"), ("127.0.0.1", 7337))
+    assert (told, alarms) == ([], ["too many open files; raise the limit"])
 
 
 def test_the_memory_for_counting_is_bounded(loop: VirtualClockLoop) -> None:

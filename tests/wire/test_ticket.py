@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.core.errors import ProtocolError
-from wire.address import ROLES, Ticket, is_ticket, proof, to_dial, verify_proof
+from p2ptrain.core.errors import ProtocolError, UserError
+from wire.address import ROLES, Ticket, host_beside, is_ticket, parse_address, proof, to_dial, verify_proof
 
 SECRET = bytes(range(100, 116))
 TICKET = Ticket("192.168.1.20", 7337, "worker", "0123456789ab", SECRET, bytes(range(32)))
 TICKETS = st.builds(
     Ticket,
-    host=st.sampled_from(["seed.example", "10.0.0.1", "::1", "fe80::1"]),
+    host=st.sampled_from(["seed.example", "10.0.0.1", "::1", "fe80::1%eth0"]),
     port=st.integers(1, 65535),
     role=st.sampled_from(ROLES),
     id=st.binary(min_size=6, max_size=6).map(bytes.hex),
@@ -47,6 +47,37 @@ def test_another_address_of_the_same_seed_may_be_written() -> None:
     body = str(TICKET).partition("/")[2]
     moved = Ticket.parse_untrusted(f"seed.example/{body}")
     assert (moved.host, moved.port, moved.secret) == ("seed.example", 7337, TICKET.secret)
+
+
+@pytest.mark.parametrize("scheme", ["http://", "https://", "tcp://", " HTTP://"])
+def test_a_scheme_before_an_address_is_dropped(scheme: str) -> None:
+    for text in ("10.0.0.1:9", "10.0.0.1:9/"):
+        assert not is_ticket(scheme + text)
+        assert parse_address(scheme + text) == ("10.0.0.1", 9)
+    assert Ticket.parse_untrusted(f"{scheme}{TICKET}") == TICKET
+
+
+def test_a_link_local_address_needs_an_interface() -> None:
+    assert parse_address("[fe80::1%eth0]:9") == ("fe80::1%eth0", 9)
+    with pytest.raises(UserError, match="link-local") as caught:
+        parse_address("[fe80::1]:9")
+    assert "[fe80::1%eth0]:9" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("seed", "host", "dialled"),
+    [
+        ("10.0.0.1", "10.0.0.2", "10.0.0.2"),
+        ("10.0.0.1", "", "10.0.0.1"),
+        ("10.0.0.1", "127.0.0.1", "10.0.0.1"),
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+        ("fe80::1%eth7", "fe80::2%eth0", "fe80::2%eth7"),
+        ("10.0.0.1", "fe80::2%eth0", "fe80::2%eth0"),
+        ("fe80::1%eth7", "fd00::2", "fd00::2"),
+    ],
+)
+def test_a_member_is_dialled_as_this_machine_can(seed: str, host: str, dialled: str) -> None:
+    assert host_beside(seed, host) == dialled
 
 
 def test_who_listens_everywhere_is_dialled_at_an_address_of_that_machine() -> None:
