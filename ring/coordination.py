@@ -100,6 +100,7 @@ class JobOptions:
             of others take part.
         parts: of the model.
         training: the sizes that placement needs, and the cuts if they are chosen; None: not known.
+        masked: nobody sees the contribution of one member.
     """
 
     replicas: int
@@ -116,6 +117,7 @@ class JobOptions:
     asynchronous: bool = False
     parts: int = 1
     training: Training | None = None
+    masked: bool = False
 
     @property
     def places(self) -> int:

@@ -121,7 +121,9 @@ class Coordinator:
         self._deadlines = Deadlines()
         self._committed = True  # the current view has committed a step; assumed for a view that an earlier seed minted
         self._short_since: float | None = None  # when it began to wait for a state that no peer here holds
-        self._quarantine = Quarantine(options.cooldown_s)
+        self._quarantine = Quarantine(
+            options.cooldown_s, masked=options.masked, witnesses=1 if options.asynchronous else 2
+        )
         self._catch_ups = CatchUps()
         self._measured = co.Measured({})
         self._transport = ""  # the last reported choice of streams and codec
@@ -561,12 +563,16 @@ class Coordinator:
             self._go(Phase.WAITING, "every member has stopped")
 
     def _ends_hopeless(self, survivors: Reports, now: float) -> bool:
-        """Exclude whom the reports blame, or end the job where that cannot help; returns whether it ended."""
+        """Exclude whom the reports blame, or end or pause the job where that cannot help; returns whether it did."""
         verdict = self._quarantine.judge(survivors, self.view, self._roster, self._name, now) if self.view else None
         if verdict is not None and verdict.hopeless:
             self._end(Phase.FAILED, verdict.text)
         elif verdict is not None:
-            self._say("warning", verdict.kind, verdict.text)
+            self._say("error" if verdict.pauses else "warning", verdict.kind, verdict.text)
+            if verdict.pauses:
+                self.paused = True
+                self._go(Phase.PAUSED, verdict.text)
+                return True
         return verdict is not None and verdict.hopeless
 
     def _try_mint(self, now: float) -> None:

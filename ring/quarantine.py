@@ -4,13 +4,17 @@ Rules
     1. One back-off serves all reasons. A peer that is excluded again before it was quiet for ten times its last
        exclusion is excluded for twice as long. After that it starts afresh. A new connection changes nothing.
     2. A step that the members refused names a suspect, which is excluded: its contribution is an outlier or not finite,
-       its sum differs from most others', or its right neighbour received other bytes than it sent (exact mode). A
-       contribution is the work of a whole replica, so all its members are excluded.
+       its sum differs from most others', it told a figure that the others know to be false, or its right neighbour
+       received other bytes than it sent (exact mode). A contribution is the work of a whole replica, so all its members
+       are excluded.
     3. If a second replica contributes the same, the data is the cause. The same holds if one replica does so again and
        is alone. The excluded members are absolved, and the next view is *lenient*: it applies the step if it is finite.
-       If the members refuse the step even then, no member can compute it, and the job fails.
-    4. If a link breaks twice without a committed step in between, the suspect is excluded. A death explains any break.
-    5. A member that dies repeatedly is excluded for longer each time.
+       If then again two replicas fail, or the only one, no member can compute the step, and the job fails.
+    4. If the sum is wrong and no member told so, the step is repeated, and then tried without one replica after the
+       other. Without the culprit it is committed: that one stays excluded, and the others are absolved. Sums with masks
+       are not tried, because two of them would show a contribution: the job pauses.
+    5. If a link breaks twice without a committed step in between, the suspect is excluded. A death explains any break.
+    6. A member that dies repeatedly is excluded for longer each time.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from dataclasses import dataclass
 from ring.coordination import Emit, Reports, Roster
 from ring.view import View
 
-CAUSES = frozenset({"contribution", "digest", "hop"})
+CAUSES = frozenset({"contribution", "digest", "hop", "figure"})
 """Values of ``Report.cause`` for a refused step."""
 QUIET = 10
 """How long a peer must be quiet to be forgiven, as a multiple of its last exclusion."""
@@ -38,11 +42,13 @@ _NOT_FINITE = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a ring broke. ``text``: for people. ``hopeless``: no member can compute the step."""
+    """Why a ring broke. ``text``: for people. ``hopeless``: no member can compute the step. ``pauses``: a person must
+    find the member at fault."""
 
     kind: str
     text: str
     hopeless: bool = False
+    pauses: bool = False
 
 
 class Quarantine:
@@ -50,6 +56,8 @@ class Quarantine:
 
     Args:
         cooldown_s: length of a first exclusion.
+        masked: nobody sees the contribution of one member (``roles.strategies.secure``).
+        witnesses: members that must report alike why a step was refused, so that no lone member accuses another.
 
     Attributes:
         out: peers that should be in no view.
@@ -59,18 +67,20 @@ class Quarantine:
             that left on purpose, or only lost a state that they were fetching.
     """
 
-    def __init__(self, cooldown_s: float) -> None:
+    def __init__(self, cooldown_s: float, *, masked: bool = False, witnesses: int = 2) -> None:
         self.out: set[str] = set()
         self.lenient = self.broken = False
         self.fallen: set[str] = set()
         self.excused: set[str] = set()
-        self._cooldown_s = cooldown_s
+        self._cooldown_s, self._masked, self._witnesses = cooldown_s, masked, witnesses
         self._last: dict[str, tuple[float, float]] = {}  # length of the last exclusion, and its end
         self._why: dict[str, str] = {}
         self._first: tuple[str, str] | None = None  # reporter and suspect of a break; later reports follow from it
         self._strikes: Counter[frozenset[str]] = Counter()
         self._step = 0  # the refused step; applied steps count from 1
         self._contributors: set[str] = set()  # the members whose contributions to that step were refused
+        self._tried: list[str] | None = None  # those without which that step was tried; None: it was not repeated yet
+        self._tries: list[str] = []  # those without which it is tried now
 
     # --------------------------------------------------------------------------------------------------------- back-off
 
@@ -117,7 +127,7 @@ class Quarantine:
         self._strikes.clear()
         if step >= self._step:
             self._contributors.clear()
-            self._step, self.lenient = 0, False
+            self._step, self.lenient, self._tried, self._tries = 0, False, None, []
 
     def judge(
         self, survivors: Reports, view: View, roster: Roster, name: Callable[[str], str], now: float
@@ -135,37 +145,67 @@ class Quarantine:
         told = Counter(
             (report.applied + 1, report.cause, report.suspect, report.beside)
             for report in survivors.values()
-            if report.status == "broken" and report.cause in CAUSES and report.suspect
+            if report.status == "broken" and report.cause in CAUSES
         )
         if not told:
-            return None  # one report is enough: members that lost a neighbour may not have seen the vote
-        step, cause, suspect, beside = min(told, key=lambda it: (it[1] != "hop", -told[it], it))
+            return None  # members that lost a neighbour may not have seen the vote
+        step, cause, suspect, beside = one = min(told, key=lambda it: (it[1] != "hop", -told[it], it))
+        if told[one] < min(self._witnesses, view.size):
+            return None
         if step != self._step:
             self.committed(self._step)
             self._step = step
         suspects = [suspect]
+        self._absolve(self._tries)
+        self._tries = []
+        if not suspect:
+            return self._untraced(step, view, name, now)
         if cause == "contribution":
-            if self.lenient:
-                return Verdict("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
             if (rank := view.rank_of(suspect)) is not None:
                 suspects = [member.peer_id for member in view.replica(rank)]
             alone = not roster.whole({key: report for key, report in survivors.items() if key not in suspects})
             others = self._contributors.difference(suspects)
-            self.lenient = bool(others) or (alone and not self._contributors.isdisjoint(suspects))
-            self._contributors.update(suspects)
+            confirmed = bool(others) or (alone and not self._contributors.isdisjoint(suspects))
+            if self.lenient and confirmed:
+                return Verdict("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
+            self._contributors = {*suspects} if alone else self._contributors.union(suspects)
             what = f"{'+'.join(map(name, suspects))} sent gradients that are not finite or are outliers"
-            if self.lenient:
-                for peer_id in others:
-                    self.out.discard(peer_id)
-                    self._last.pop(peer_id, None)
+            if confirmed:
+                self.lenient = True
+                self._absolve(others)
+                if not alone:
+                    self._contributors.clear()
                 done = "another worker sent the same, so the data is the cause; the step is applied if it is finite"
                 return Verdict("step-refused", f"step {step} was not applied: {what}: {done}")
+        elif cause == "figure":
+            what = f"{name(suspect)} told what the other members know to be false"
         elif cause == "hop":
             what = f"{name(beside)} received other bytes than {name(suspect)} sent"
         else:
             what = f"{name(suspect)} holds another sum than the other members"
         done = self._excluded(suspects, what, name, now)
         return Verdict("step-refused", f"step {step} was not applied: {what}: {done}")
+
+    def _untraced(self, step: int, view: View, name: Callable[[str], str], now: float) -> Verdict:
+        text = f"step {step} was not applied: the sum is not finite or an outlier, and no member told that it caused it"
+        if self._tried is None:
+            self._tried = []
+            return Verdict("step-refused", f"{text}: it may be damage in transit, so it is computed again")
+        if self._masked:
+            self._tried = None
+            asked = ", ".join(member.name for member in view.members)
+            return Verdict("step-refused", f"{text}, and masks hide whose it is: ask who runs {asked}", pauses=True)
+        left = [member for member in view.members if member.peer_id not in self._tried]
+        if not left:
+            return Verdict("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
+        self._tries = [member.peer_id for member in view.replica(view.rank_of(left[0].peer_id) or 0)]
+        self._tried += self._tries
+        return Verdict("step-refused", f"{text}: it is tried without: {self._excluded(self._tries, text, name, now)}")
+
+    def _absolve(self, peer_ids: Collection[str]) -> None:
+        self.out.difference_update(peer_ids)
+        for peer_id in peer_ids:
+            self._last.pop(peer_id, None)
 
     def _broken_link(self, survivors: Reports, began_at: int, name: Callable[[str], str], now: float) -> Verdict | None:
         if self._first is None:

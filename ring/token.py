@@ -1,11 +1,11 @@
 """What members tell each other about a reduced step before any of them applies it, and what follows. Pure.
 
 - ``Token``: the message of one member. ``next_lineage``: the lineage after a commit.
-- ``Guard``: before the vote, each member checks two squared norms: of its own contribution, and of its part of the
-  reduced bytes. It refuses a norm that is not finite, or is more than ``outlier_factor`` times the usual gradient norm.
-  The usual one is the median over the steps that this member saw committed.
-- ``verdict``: after the vote, all members judge the same tokens, and so reach the same verdict. The norm of a sum is at
-  most the sum of the norms (the triangle inequality); a longer sum was corrupted on its way.
+- ``verdict``: after the vote, all members judge the same tokens, and so reach the same verdict. No member can refuse a
+  step: the figures in the tokens decide. What several members know, each tells: one that is alone with a figure is the
+  suspect. A norm must be finite, and at most ``outlier_factor`` times the usual gradient norm. The norm of a sum is at
+  most the sum of the norms (the triangle inequality); a longer sum was corrupted on its way, or a member lied.
+- ``Guard``: the usual gradient norm, the median over the steps that a member saw committed.
 - ``Shares``: how many micro-batches of the next step each member computes, by measured speed, or by a ``ShareRule``.
   Integers only, so every member computes the same shares. Units are microseconds per micro-batch. A step's *makespan*
   is the time of its slowest share: the maximum of count x unit over ranks.
@@ -22,26 +22,27 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
+from functools import reduce
+from operator import and_, or_
 from statistics import median
 
 from p2ptrain.core.errors import ProtocolError
 
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
-# generation, step, flags, unit, part, own, sent, received, digest of the reduced bytes, lineage before the step
-_TOKEN = struct.Struct("!QQIIddQQ16s16s")
+# generation, step, flags, unit, part, own, usual, sent, received, digest of the reduced bytes, lineage before the step
+_TOKEN = struct.Struct("!QQIIdddQQ16s16s")
 _SUM = struct.Struct("!I")
 TOKEN_BYTES = _TOKEN.size + _SUM.size
 
 
 class Flag(IntFlag):
-    """Requests to the whole ring: the union of the flags in all tokens of a step."""
+    """Requests to the whole ring: the union of the flags in all tokens of a step, but a stop needs all members."""
 
     HOLD = 1
     SAVE = 2
     LEAVE = 4
     SNAPSHOT = 8  # sources were asked for a copy of the state after this step
-    REJECT = 16  # this member refuses the step, so no member applies it
-    STOP = 32  # the step is the job's last
+    STOP = 16  # the step is the job's last; all members of a view know alike whether it is
 
 
 _KNOWN = int(~Flag(0))
@@ -49,17 +50,19 @@ _KNOWN = int(~Flag(0))
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A member's message about a reduced step before any member applies it. 92 bytes on the wire.
+    """A member's message about a reduced step before any member applies it. 100 bytes on the wire.
 
     The last four bytes are a CRC-32 of the others. A token passes all hops. If its ``part`` were damaged for some
     members, they would clip, and so apply, the step differently.
 
     Attributes:
         step: steps applied before this one.
-        part: this member's part of the squared gradient norm. The norm is the sum of all parts in rank order.
+        part: squared norm of the reduced bytes, of which the members of the same part of the model hold the same. The
+            squared gradient norm is the sum over the parts of the model.
         digest, lineage: of the reduced bytes, and of the state before the step; 16 bytes each.
         unit_us: mean microseconds per micro-batch at this member; 0: not known.
         own: squared norm of this member's contribution to the sum. May be NaN.
+        usual: the usual squared gradient norm; 0: not known.
         sent, received: xxh3-64 of the step's bytes that this member sent to the right and received from the left, if
             they are audited; else 0.
     """
@@ -72,6 +75,7 @@ class Token:
     lineage: bytes
     unit_us: int = 0
     own: float = 0.0
+    usual: float = 0.0
     sent: int = 0
     received: int = 0
 
@@ -83,6 +87,7 @@ class Token:
             min(self.unit_us, 2**32 - 1),
             self.part,
             self.own,
+            self.usual,
             self.sent,
             self.received,
             self.digest,
@@ -98,10 +103,10 @@ class Token:
         body = data[: _TOKEN.size]
         if _SUM.pack(zlib.crc32(body)) != data[_TOKEN.size :]:
             raise ProtocolError("a step token was corrupted in transit")
-        generation, step, flags, unit_us, part, own, *sums, digest, lineage = _TOKEN.unpack(body)
+        generation, step, flags, unit_us, part, own, usual, *sums, digest, lineage = _TOKEN.unpack(body)
         if flags & ~_KNOWN:
             raise ProtocolError(f"a step token with unknown flags {flags:#x}")
-        return cls(generation, step, Flag(flags), part, digest, lineage, unit_us, own, *sums)
+        return cls(generation, step, Flag(flags), part, digest, lineage, unit_us, own, usual, *sums)
 
 
 def is_lineage(text: str) -> bool:
@@ -141,14 +146,16 @@ def difference(mine: Token, other: Token) -> str:
 
 
 LEAST_STEPS = 8
-"""A member that saw fewer commits refuses only norms that are not finite."""
+"""A member that saw fewer commits does not know the usual norm."""
+SAME = 1e-6
+"""How far two members' figures of the same bytes may differ, relative: they may sum the squares in another order."""
 
 
 class Guard:
     """Remembers the usual gradient norm.
 
     Args:
-        outlier_factor: norms above this multiple of the usual one are refused; 0: none are.
+        outlier_factor: norms above this multiple of the usual one are outliers; 0: none are.
     """
 
     def __init__(self, outlier_factor: float) -> None:
@@ -161,11 +168,16 @@ class Guard:
     def forget(self) -> None:
         self._seen.clear()
 
-    def refuses(self, own: float, part: float, *, lenient: bool) -> bool:
-        if not (math.isfinite(own) and math.isfinite(part)):
-            return True
-        usual = median(self._seen) if len(self._seen) >= LEAST_STEPS else 0.0
-        return not lenient and self._factor > 0 and usual > 0 and max(own, part) / usual > self._factor**2
+    @property
+    def usual(self) -> float:
+        return median(self._seen) if len(self._seen) >= LEAST_STEPS else 0.0
+
+    def limit(self, usual: float, *, lenient: bool) -> float:
+        """The largest squared norm that is no outlier. ``usual``: 0 if it is not known."""
+        return self._factor**2 * usual if self._factor > 0 and usual > 0 and not lenient else math.inf
+
+    def refuses(self, own: float, *, lenient: bool) -> bool:
+        return not (math.isfinite(own) and own <= self.limit(self.usual, lenient=lenient))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +196,22 @@ class Fault:
     what: str
 
 
-def verdict(tokens: Sequence[Token]) -> Fault | None:
+def verdict(
+    tokens: Sequence[Token],
+    guard: Guard,
+    *,
+    last: float = 0.0,
+    stages: int = 1,
+    lenient: bool = False,
+    robust: bool = False,
+) -> Fault | None:
+    """Why the step of ``tokens`` cannot be committed; usually None.
+
+    Args:
+        last: squared gradient norm of the last step, which all members know.
+        stages: parts of the model. lenient: of the view.
+        robust: a rule withstands wrong contributions, and most members' norm counts: nobody is accused of either.
+    """
     for rank, token in enumerate(tokens):
         right = (rank + 1) % len(tokens)
         if token.sent != tokens[right].received:
@@ -194,10 +221,73 @@ def verdict(tokens: Sequence[Token]) -> Fault | None:
     for rank, token in enumerate(tokens):
         if what := difference(usual, token):
             return Fault("digest" if token.digest != usual.digest else "", rank, None, f"has another {what}")
-    if any(Flag.REJECT in token.flags for token in tokens):
-        suspect, what = _blamed(tokens)
-        return Fault("contribution", suspect, None, what)
+    if not robust and (fault := _false_figure(tokens, last, stages)):
+        return fault
+    known = sorted(token.usual for token in tokens if 0 < token.usual < math.inf)
+    limit = guard.limit(known[len(known) // 2] if known else 0.0, lenient=lenient)  # one of two cannot lower it alone
+    owns = [0.0 if robust else token.own for token in tokens]
+    return _not_plausible(owns, [token.part for token in tokens], square_sum(tokens, last, stages), limit, stages)
+
+
+def granted(tokens: Sequence[Token]) -> Flag:
+    """The requests that the whole ring follows: those of any member, but a stop only if all know that it is due."""
+    return reduce(or_, (token.flags for token in tokens)) & (~Flag.STOP | reduce(and_, (it.flags for it in tokens)))
+
+
+def square_sum(tokens: Sequence[Token], last: float, stages: int = 1) -> float:
+    """The squared gradient norm. All members get the same bits from the same tokens; NaN or infinite: it is neither."""
+    return sum((_agreed([token.part for token in tokens[stage::stages]], last) for stage in range(stages)), start=0.0)
+
+
+def is_same(one: float, other: float) -> bool:
+    """Whether two figures may be of the same bytes. All that are not finite are alike."""
+    finite = math.isfinite(one), math.isfinite(other)
+    return math.isclose(one, other, rel_tol=SAME) if all(finite) else not any(finite)
+
+
+def _agreed(told: Sequence[float], last: float) -> float:
+    """The figure in the middle of those that several members tell of the same. If two are, the one that is nearer to
+    ``last``."""
+    ordered = sorted(figure if 0 <= figure < math.inf else math.inf for figure in told)
+    middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+    return min(middle, key=lambda it: abs(math.log(it) - math.log(last)) if min(it, last) > 0 else math.inf)
+
+
+def _false_figure(tokens: Sequence[Token], last: float, stages: int) -> Fault | None:
+    """A figure that its sender's own bytes, or the other members, contradict."""
+    for rank, token in enumerate(tokens):
+        known = _agreed([it.part for it in tokens[rank % stages :: stages]], last)
+        if token.own < 0:
+            return Fault("figure", rank, None, f"told a squared norm of {token.own:.3g} of its contribution")
+        if not is_same(token.part, known):
+            return Fault("figure", rank, None, f"told a squared norm of {token.part:.3g}, the others {known:.3g}")
+    ends = [Flag.STOP in token.flags for token in tokens]
+    if 2 * sum(ends) not in (0, len(ends), 2 * len(ends)):
+        rank = ends.index(2 * sum(ends) < len(ends))
+        what = "ends" if ends[rank] else "goes on"
+        return Fault("figure", rank, None, f"is alone in saying that the job {what} after this step")
     return None
+
+
+def _not_plausible(
+    owns: Sequence[float], parts: Sequence[float], total: float, limit: float, stages: int
+) -> Fault | None:
+    """A squared norm that is not finite or beyond ``limit``. ``owns``: of the contributions; ``total``: of the sum."""
+    for rank, own in enumerate(owns):
+        if not math.isfinite(own):
+            return Fault("contribution", rank, None, "contributed a gradient that is not finite")
+    if max([*owns, total]) <= limit and math.isfinite(total):
+        return None
+    rank = owns.index(max(owns))
+    # The factor allows for rounding and a codec's feedback.
+    if owns[rank] > limit or len(owns) == 1 or math.sqrt(total) <= 2 * math.fsum(map(math.sqrt, owns)):
+        what = f"contributed a gradient of norm {math.sqrt(owns[rank]):.3g}, an outlier"
+        return Fault("contribution", rank, None, what)
+    if len(owns) == stages:  # nobody else holds the same sum
+        rank = max(range(stages), key=lambda rank: parts[rank] if parts[rank] >= 0 else math.inf)
+        return Fault("figure", rank, None, f"told a squared norm of {parts[rank]:.3g}, more than was contributed")
+    what = f"the sum has a norm of {math.sqrt(total):.3g}, which does not match the members' contributions"
+    return Fault("contribution", None, None, what)
 
 
 def odd_ones_out(digests: Sequence[bytes], stages: int = 1) -> set[int]:
@@ -213,17 +303,6 @@ def odd_ones_out(digests: Sequence[bytes], stages: int = 1) -> set[int]:
 
 def _identity(token: Token) -> tuple[int, int, bytes, bytes]:
     return token.generation, token.step, token.lineage, token.digest
-
-
-def _blamed(tokens: Sequence[Token]) -> tuple[int | None, str]:
-    for rank, token in enumerate(tokens):
-        if not math.isfinite(token.own):
-            return rank, "contributed a gradient that is not finite"
-    total, summands = math.fsum(token.part for token in tokens), math.fsum(math.sqrt(token.own) for token in tokens)
-    if not total <= (2 * summands) ** 2:  # the factor allows for rounding and a codec's feedback
-        return None, "the sum does not match the members' contributions: it was corrupted in transit"
-    rank = max(range(len(tokens)), key=lambda rank: tokens[rank].own)
-    return rank, f"contributed a gradient of norm {math.sqrt(tokens[rank].own):.3g}, an outlier"
 
 
 # --------------------------------------------------------------------------------------------------------------- shares

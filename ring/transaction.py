@@ -3,8 +3,9 @@
 Rules
 -----
 1. In the view that reduced it, a member applies a step only after it has seen one token from *every* member. All
-   tokens must name the same generation, step, lineage and digest of the reduced bytes, and none may refuse the step
-   (``ring.token``). Otherwise it applies a step only in a redo (rule 3), or fetches it from a member that applied it.
+   tokens must name the same generation, step, lineage and digest of the reduced bytes, and their figures must be
+   plausible (``ring.token.verdict``). Otherwise it applies a step only in a redo (rule 3), or fetches it from a member
+   that applied it.
 2. From the moment a member sends its token until it knows the outcome, it keeps the reduced bytes (the redo buffer)
    and does not compute: the step is *prepared*.
 3. After a break, the next view's (step, lineage) decides. A member whose prepared step is exactly that one redoes it
@@ -12,8 +13,7 @@ Rules
    prepared step that the view does not name is discarded.
 4. Requests to the whole ring travel as flags in the tokens (hold: stop after this step; save: write a checkpoint;
    leave: stop, because a member leaves; snapshot: copy the state for workers that fetch it; stop: this step is the
-   job's last). All members see the same tokens, so all stop, or save, after the same step. A member that asked for a
-   stop, or saw it granted, asks again in each view until the job is done or its state is replaced.
+   job's last, which all members must say). All see the same tokens, so all stop, or save, after the same step.
 5. An optimizer step cannot be interrupted. A break that arrives during it is handled after it.
 6. A step is *confirmed* when every member has sent the digest of its state after the step. A member that sent this
    digest has applied the step, and no break can take it back. Only a confirmed step becomes a checkpoint.
@@ -49,11 +49,24 @@ from typing import TypeAlias
 
 from p2ptrain.core.texts import shortened
 from ring.coordination import InvalidTransition
-from ring.token import Fault, Flag, Guard, ShareRule, Shares, Token, next_lineage, odd_ones_out, verdict
+from ring.token import (
+    Fault,
+    Flag,
+    Guard,
+    ShareRule,
+    Shares,
+    Token,
+    granted,
+    is_same,
+    next_lineage,
+    odd_ones_out,
+    square_sum,
+    verdict,
+)
 from ring.view import View
 from wire.job_messages import LedgerRow, Report
 
-_LASTING = Flag.SAVE | Flag.SNAPSHOT | Flag.STOP  # requests that leaving a view does not fulfil
+_LASTING = Flag.SAVE | Flag.SNAPSHOT  # requests that leaving a view does not fulfil
 REASON_CHARS = 500
 """Limit for a report's reason. The text may come from a neighbour, and the report must fit into a control frame."""
 
@@ -112,12 +125,11 @@ UNINTERRUPTIBLE = frozenset({Phase.REDOING, Phase.APPLYING})
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The engine holds a state: the initial one or a checkpoint's. ``stop``: the job was to end there."""
+    """The engine holds a state: the initial one or a checkpoint's."""
 
     applied: int
     lineage: str
     square_sum: float = 0.0
-    stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +168,7 @@ class Finished:
 class Reduced:
     """The reduce with ``ticket`` succeeded. The other fields are those of this member's token (``ring.token.Token``):
     ``part`` of the sum's squared norm; ``own``: squared norm of its contribution; ``unit_us`` per micro-batch.
-    ``counts``, ``made_of``: of the row of an asynchronous step."""
+    ``counts``, ``made_of``: of the row of an asynchronous step. ``stop``: the step is the job's last."""
 
     ticket: int
     digest: bytes
@@ -167,6 +179,7 @@ class Reduced:
     received: int = 0
     counts: bytes = b""
     made_of: bytes = b""
+    stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,9 +378,8 @@ class Transaction:
         steps_total: number of steps after which the job is complete.
         checkpoint_every: steps between checkpoints; 0: none. The last step always has one.
         outlier_factor: see ``ring.token.Guard``.
-        whole_norms: each member measures the whole reduced bytes (``Reduced.part``) and believes nobody else's number.
-        hidden_norms: no member tells the norm of its contribution. One that is an outlier is told as NaN; a sum is not
-            refused as an outlier, because nobody could be named.
+        robust: as in ``ring.token.verdict``.
+        hidden_norms: no member tells the norm of its contribution. One that is an outlier is told as NaN.
         asynchronous: rule 9.
     """
 
@@ -380,7 +392,7 @@ class Transaction:
         checkpoint_every: int = 0,
         outlier_factor: float = 0.0,
         share_rule: ShareRule = ShareRule(),  # noqa: B008 - it is immutable
-        whole_norms: bool = False,
+        robust: bool = False,
         hidden_norms: bool = False,
         asynchronous: bool = False,
     ) -> None:
@@ -400,8 +412,8 @@ class Transaction:
         self.anew = False  # loaded again since the view began: this member no longer holds the view's state
         self.history: deque[str] = deque(maxlen=40)
         self._checkpoint_every = checkpoint_every
-        self._share_rule, self._whole_norms, self._hidden_norms = share_rule, whole_norms, hidden_norms
-        self._part = 0.0  # in this member's last token
+        self._share_rule, self._robust, self._hidden_norms = share_rule, robust, hidden_norms
+        self._part = 0.0  # squared norm of what is in the redo buffer
         self._guard = Guard(outlier_factor)
         self._rank = 0
         self._ticket = 0
@@ -497,7 +509,6 @@ class Transaction:
         view, self._pending_view = self._pending_view, None
         self.applied, self.lineage, self.torn, self.anew = event.applied, event.lineage, False, True
         self.square_sum, self.prepared_lineage, self._pending_break = event.square_sum, "", None
-        self._requested_flags = (self._requested_flags & ~Flag.STOP) | (Flag.STOP if event.stop else Flag(0))
         self._guard.forget()
         self.phase = Phase.IDLE  # allowed from every phase
         return [*instructions, SendReport(self.report("ready")), *(self._enter(view) if view else [])]
@@ -507,7 +518,6 @@ class Transaction:
         self.prepared_lineage, self.torn = "", isinstance(event, Torn)
         if isinstance(event, Followed):
             self.applied, self.lineage, self.square_sum = event.applied, event.lineage, event.square_sum
-            self._requested_flags &= ~Flag.STOP
             self._guard.forget()
         return []
 
@@ -542,7 +552,7 @@ class Transaction:
         redo = bool(self.prepared_lineage) and named and view.square_sum > 0  # clipping needs the norm
         if redo:
             self._go(Phase.REDOING)
-            return [*old, Apply(self._next_ticket(), self.applied, view.square_sum, redo=True)]
+            return [*old, Apply(self._next_ticket(), self.applied, self._redone_square_sum, redo=True)]
         self.prepared_lineage = ""
         self._go(Phase.FORMING)
         return [*old, FormRing(self._next_ticket(), view)]
@@ -632,7 +642,6 @@ class Transaction:
     def _healed(self) -> list[Instruction]:
         view = self._current_view()
         self.applied, self.lineage, self.square_sum = view.step, view.lineage, view.square_sum
-        self._requested_flags &= ~Flag.STOP
         self.torn = False
         return [SendReport(self.report("healed")), *self._start_step()]
 
@@ -667,8 +676,7 @@ class Transaction:
         return 1 if self.asynchronous else self._current_view().size
 
     def _stop_without_a_version(self) -> list[Instruction]:
-        self._granted = self._requested_flags & ~Flag.STOP  # a stop is after one more version
-        self._requested_flags &= Flag.STOP
+        self._granted, self._requested_flags = self._requested_flags, Flag(0)
         return self._confirm() if Flag.SAVE in self._granted else self._to_boundary(confirmed=False)
 
     def _next_exchange(self) -> list[Instruction]:
@@ -708,19 +716,19 @@ class Transaction:
         self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, counts, event.made_of)
         self._go(Phase.VOTING)
         self._flags_sent, self._part = self._requested_flags, event.part
-        hidden, own = self._hidden_norms, event.own
-        refused = self._guard.refuses(own, 0.0 if hidden else event.part, lenient=view.lenient)
-        if hidden:
-            own = math.nan if refused else 0.0
+        own = event.own
+        if self._hidden_norms:
+            own = math.nan if self._guard.refuses(own, lenient=view.lenient) else 0.0
         token = Token(
             view.generation,
             self.applied,
-            self._flags_sent | (Flag.REJECT if refused else Flag(0)),
+            self._flags_sent | (Flag.STOP if event.stop else Flag(0)),
             event.part,
             event.digest,
             bytes.fromhex(self.lineage),
             event.unit_us,
             own,
+            self._guard.usual,
             event.sent,
             event.received,
         )
@@ -731,15 +739,12 @@ class Transaction:
         tokens = [Token.decode_untrusted(token) for token in encoded]
         if len(tokens) != self._voters:
             raise self._invalid(f"{len(tokens)} tokens for {view.size} members")
-        if fault := verdict(tokens):
+        last, stages = self.square_sum, view.stages
+        if fault := verdict(tokens, self._guard, last=last, stages=stages, lenient=view.lenient, robust=self._robust):
             return self._rejected(fault)
-        self._granted = Flag(0)
-        for token in tokens:
-            self._granted |= token.flags
+        self._granted = granted(tokens)
         self._requested_flags &= ~self._flags_sent  # a request that came after the token waits for the next token
-        self._requested_flags |= self._granted & Flag.STOP  # rule 4
-        # Every member sums the same numbers in the same order, so clipping is bit-equal.
-        self.square_sum = self._part if self._whole_norms else sum((token.part for token in tokens), start=0.0)
+        self.square_sum = square_sum(tokens, last, stages)
         if not self._share_rule.by_speed:
             self._next_shares = self._share_rule.of_step([member.count for member in view.members], self.applied + 1)
         elif view.stages > 1:  # they depend on each replica's slowest stage, which the tokens do not show
@@ -748,6 +753,12 @@ class Transaction:
             self._next_shares = self.shares.after([token.unit_us for token in tokens])
         self._go(Phase.APPLYING)
         return [Apply(self._next_ticket(), self.applied, self.square_sum, redo=False)]
+
+    @property
+    def _redone_square_sum(self) -> float:
+        """That of the view, unless this member, which holds all the bytes, knows better."""
+        view = self._current_view()
+        return view.square_sum if view.stages > 1 or is_same(view.square_sum, self._part) else self._part
 
     def _rejected(self, fault: Fault) -> list[Instruction]:
         self.prepared_lineage = ""
@@ -767,7 +778,7 @@ class Transaction:
     def _applied(self) -> list[Instruction]:
         redone = self.phase is Phase.REDOING
         if redone:
-            self.square_sum = self._current_view().square_sum
+            self.square_sum = self._redone_square_sum
         if self._prepared is None:
             raise self._invalid("the members that computed the step are not known")
         record = Record(self._prepared, self.lineage)

@@ -187,6 +187,7 @@ class JobController:
             least=least_members(self._profile) if self._profile else 1,
             asynchronous=self._asynchronous,
             training=training_of(self._profile, record.shape, record.cuts),
+            masked=self._profile is not None and self._profile.federated.secure,
         )
         self._links_seen = 0
         self._robust = self._profile is not None and bool(self._profile.robust.rule)

@@ -52,6 +52,7 @@ class Machine:
         wholes: the same for checkpoints with all parts of a split model.
         flips: byte of the reduce buffer in which the next reduction flips a bit; 0: none.
         lies: number of steps to come with a contribution of the kind ``lie``.
+        false_tokens: number of tokens to come with the figures ``falsely``.
     """
 
     def __init__(self, simulation: Simulation, host: str, call_s: float) -> None:
@@ -69,6 +70,8 @@ class Machine:
         self.flips = self.lies = 0
         self._lied = False  # it lied and will lie again
         self.lie = ""
+        self.false_tokens = 0
+        self.falsely: dict[str, Any] = {}
 
     @property
     def up(self) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
+from ring.token import Flag
 from ring.transaction import Phase
 from roles.sim.cluster import SEED, Machine, Simulation
 from roles.sim.machine import NUMEL, PROCESS
@@ -45,6 +48,7 @@ KINDS = {
     "pause": 2,
     "save": 1,
     "restore": 1,
+    "false-token": 2,
 }
 KINDS_OF_PARTS = {"lose-disk": 3}
 """Further kinds for a job whose model is split: a lost disk may hold the only copy of a part."""
@@ -60,6 +64,16 @@ PHASES = (
     Phase.REDOING,
     Phase.HELD,
 )
+FALSE: tuple[dict[str, Any], ...] = (
+    {"part": 1e30},
+    {"part": -1000.0},
+    {"part": math.nan},
+    {"own": -1000.0},
+    {"own": 1e308},
+    {"usual": 1e-30},
+    {"flags": Flag.STOP},
+)
+"""What a false token tells (``ring.token.Token``)."""
 PATIENCE_S = 5.0
 """Longest wait for a phase; then the fault strikes anyway."""
 LASTS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 3.0, 8.0, 35.0)
@@ -149,6 +163,9 @@ class Faults:
             # Two liars in one step are believed: a job whose gradient is not finite fails by design.
             case "liar" if victims and not any(one.lies for one in victims):
                 self._lie(victims[0])
+            case "false-token" if victims and not any(one.false_tokens for one in victims):
+                victims[0].falsely, victims[0].false_tokens = rng.choice(FALSE), rng.choice((1, 3))
+                self._tell(f"{victims[0].host} tells {victims[0].falsely}, {victims[0].false_tokens} times")
             # A job that no worker can begin before its first view fails by design.
             case "disk-full" if simulation.observer.line.generation:
                 self._disk_full(rng.choice([simulation.seed, *victims]))

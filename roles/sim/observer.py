@@ -21,11 +21,15 @@
 - *versions* (strategy 'server'): each recorded version is made of as many contributions as wanted, of distinct workers,
   each with its number once, a staleness within its bound, the weight that follows, and a base of its own view. A view
   begins with a version that a member has held;
+- *true norm*: a step is committed with the norm of its sum, whatever one member tells;
+- *liar named*: of three members or more, none is accused of a false figure but one that told it;
+- *every step*: a job that ends has taken all its steps;
 - *one cut*: every worker that builds a part of a split model, at any time, gets the same cuts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +40,7 @@ import numpy as np
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from ring.ledger import counts_of_untrusted
 from ring.staleness import unpacked_untrusted
-from ring.token import next_lineage
+from ring.token import Fault, next_lineage
 from ring.transaction import Transaction
 from ring.view import View
 from roles.sim.machine import Process, SimEngine
@@ -109,6 +113,7 @@ class Observer:
         self.kept: tuple[int, set[str]] = (0, set())  # step and members of the next view if only the seed was lost
         self.commits = 0
         self.believed_a_liar = False
+        self.liars: set[str] = set()  # hosts that told false figures
         self._bits: dict[tuple[int, str, int], bytes] = {}  # step, lineage, stage
         self._holders: dict[tuple[int, str], set[str]] = {}  # step, lineage → hosts that ever held that state
         self._members: dict[int, set[str]] = {}  # generation → hosts
@@ -176,6 +181,7 @@ class Observer:
                 self._witnesses[machine.host] = resumed
         if view is not None and committed:
             self.commits += 1
+            self._true_norm(machine.host, core.square_sum, engine)
             process, first, last = self._witnesses.get(machine.host, (machine.process, step, step - 1))
             fits = process is machine.process and last == step - 1
             self._witnesses[machine.host] = (machine.process, first if fits else step, step)
@@ -194,6 +200,17 @@ class Observer:
         self.check(
             "undisturbed", worst <= limit, lambda: f"{who}: step {step} is off by {worst:.2g} ({limit:.2g} at most)"
         )
+
+    def _true_norm(self, who: str, told: float, engine: SimEngine) -> None:
+        true = engine.partial_square_sum(0, engine.reduce_buffer.size)
+        fits = self.stages > 1 or math.isclose(told, true, rel_tol=1e-5)  # one stage does not know the whole
+        self.check("true norm", fits, lambda: f"{who} commits a step with a squared norm of {told}, it is {true}")
+
+    def rejected(self, core: Transaction, fault: Fault) -> None:
+        members = core.view.members if core.view is not None else ()
+        if fault.cause == "figure" and fault.suspect is not None and len(members) > 2:
+            name = members[fault.suspect].name
+            self.check("liar named", name in self.liars, lambda: f"{name} {fault.what}, and that is true")
 
     def _commit(self, who: str, generation: int, step: int, lineage: str, before: str) -> None:
         known = self._committed.setdefault((generation, step), lineage)

@@ -169,6 +169,9 @@ async def _simulate(
         else:
             await asyncio.sleep(SETTLE_S)
             simulation.audit()
+            newest, steps = max(simulation.observer.line.lineages, default=0), simulation.profile.job.steps
+            whole = newest == steps or simulation.profile.privacy.epsilon > 0 or simulation.observer.job_state != "done"
+            simulation.observer.check("every step", whole, lambda: f"the job ended after step {newest} of {steps}")
         finally:
             faults.cancel()
             simulation.close()

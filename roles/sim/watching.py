@@ -9,20 +9,24 @@ names the faults that reveal it soonest.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
+import operator
 import random
 import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.core.checkpoints import MANIFEST, CheckpointStore, manifest_untrusted
-from ring import replicas, staleness, transaction
+from ring import replicas, staleness, token, transaction
 from ring.coordinator import Coordinator
 from ring.links import Inbound
 from ring.staleness import Intake
+from ring.token import Flag, Token
 from ring.transaction import Followed, Phase, Transaction
 from ring.view import View
 from roles import gauges
@@ -179,13 +183,25 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         return call
 
     def summarize(original: Any) -> Any:
-        def call(self: SyncStrategy, rank: int, size: int, *rest: Any) -> Any:
+        def call(self: SyncStrategy, own: float) -> Any:
             machine = here()
-            if machine is not None and machine.flips and size > 1:  # a lone member's flip cannot be noticed
+            members = self._session.size if self._session is not None else 1
+            if machine is not None and machine.flips and members > 1:  # a lone member's flip cannot be noticed
                 memory = self._engine.reduce_buffer.view("u1")
                 memory[machine.flips % memory.size] ^= 1  # a part's buffer is smaller
                 machine.flips = 0
-            return original(self, rank, size, *rest)
+            return original(self, own)
+
+        return call
+
+    def encode(original: Any) -> Any:
+        def call(self: Token) -> bytes:
+            machine = here()
+            if machine is not None and machine.false_tokens:
+                machine.false_tokens -= 1
+                observer.liars.add(machine.host)
+                self = replace(self, **machine.falsely)
+            return bytes(original(self))
 
         return call
 
@@ -214,6 +230,8 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, make in (
             (Transaction, "handle", handle),
+            (Transaction, "_rejected", _then(observer.rejected)),
+            (Token, "encode", encode),
             (StandInEngine, "use_noise", _then(lambda self, std, key: observer.used(key) if key else None)),
             (Masks, "add", _then(masked)),
             (JobRunner, "_spend", spend),
@@ -267,11 +285,19 @@ def _no_fence() -> list[Patch]:
 
 
 def _any_digest(original: Any) -> Any:
-    def verdict(*args: Any) -> Any:
-        fault = original(*args)
-        return None if fault is not None and fault.cause == "digest" else fault
+    def verdict(*tokens: Any, **known: Any) -> Any:
+        fault = original(*tokens, **known)
+        return None if fault is not None and fault.cause in ("digest", "figure") else fault
 
     return verdict
+
+
+def _believed(original: Any) -> Any:
+    return lambda *figures, **known: None
+
+
+def _anyones(original: Any) -> Any:
+    return lambda tokens: Flag(functools.reduce(operator.or_, (token.flags for token in tokens)))
 
 
 def _disband(original: Any) -> Any:
@@ -286,8 +312,18 @@ def _disband(original: Any) -> Any:
 MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     # The seed forgets a generation's number on restart, and no member rejects an old generation.
     "fence": (_no_fence(), ("seed-kill", "seed-restart", "cut", "join")),
-    # Members commit without comparing the digests of the reduced bytes.
+    # Members commit without comparing the digests and the norms of the reduced bytes.
     "digest": ([(transaction, "verdict", _any_digest)], ("bit-flip",)),
+    # Members believe the norm that one of them tells.
+    "norm": (
+        [(token, "_false_figure", _believed), (token, "_agreed", lambda original: lambda told, last: max(told))],
+        ("false-token",),
+    ),
+    # One member's word ends the job.
+    "stop": (
+        [(token, "_false_figure", _believed), (transaction, "granted", _anyones)],
+        ("false-token",),
+    ),
     # The redo buffer is not kept until the outcome is known.
     "redo": ([(JobRunner, "_disband", _disband)], ("kill-in-vote", "join")),
     # Directories are not flushed after their entries changed.
@@ -332,8 +368,11 @@ STAGED: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         [(replicas.RecoveryPolicy, "holders", lambda original: lambda self, step, part, peer_ids: [])],
         ("lose-disk", "save", "join"),
     ),
-    # The lineage covers only the first stage's sums.
-    "joined": ([(staged, "joined_digest", lambda original: lambda digests: digests[:16])], ("bit-flip",)),
+    # The lineage covers only the first stage's sums, and members believe their norms.
+    "joined": (
+        [(staged, "joined_digest", lambda original: lambda digests: digests[:16]), (token, "_false_figure", _believed)],
+        ("bit-flip",),
+    ),
     # At a checkpoint each member's state is compared with all others, across stages.
     "alike": (
         [(transaction, "odd_ones_out", lambda original: lambda digests, stages=1: original(digests))],

@@ -21,7 +21,7 @@ class Contribution:
 
     Attributes:
         digest: of the reduced bytes, 16 bytes.
-        part: this member's part of their squared norm; NaN if a number that it looked at is not finite.
+        part: their squared norm; NaN if a number is not finite.
         own: squared norm of its own contribution; NaN if that was not finite, 0 if it had no share.
         digests: of a split model: the digests of all stages' reduced bytes, concatenated. ``digest`` is made of them
             (``ring.token.joined_digest``). Else empty.

@@ -13,7 +13,6 @@ A member that changes what it passes on is noticed, because the digests differ, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -23,7 +22,6 @@ import numpy.typing as npt
 from configs.schema import Robust
 from p2ptrain.compute.robust import Scores, aggregate, middle_of
 from ring.session import RingSession
-from roles.strategies.interface import Contribution
 from roles.strategies.sync import Piece, SyncStrategy
 from wire.job_messages import distance_key, excluded_key
 
@@ -114,8 +112,3 @@ class RobustStrategy(SyncStrategy):
         buffer, scalars, pieces = self._engine.reduce_buffer, self._engine.scalars, self._gathered
         found, self._center = combine(self._robust, pieces, buffer, scalars, self._center, measured=self._measured)
         self.scores = told(found, range(len(pieces[-1])))
-
-    def _summarize(self, rank: int, size: int, own: float) -> Contribution:
-        """The norm is that of the whole aggregate (``ring.transaction``): others may tell a wrong one, to stop all."""
-        whole = self._engine.partial_square_sum(0, self._engine.reduce_buffer.size)
-        return replace(super()._summarize(rank, size, own), part=whole)

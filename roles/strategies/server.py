@@ -313,7 +313,7 @@ class ServerStrategy(SyncStrategy):
                 if vectors is self._vectors:
                     buffer[:] = vector
                 own = self._engine.partial_square_sum(0, buffer.size)
-                if self._guard.refuses(own, own, lenient=self._session.view.lenient):
+                if self._guard.refuses(own, lenient=self._session.view.lenient):
                     raise self._without(one.rank, "its gradient is not finite, or is an outlier", "contribution")
         if vectors is not self._vectors:
             return

@@ -29,7 +29,6 @@ from p2ptrain.compute.gradients import OnFinal, bucket_bounds
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import LoopClock
 from ring.codecs import Codec, codec_named
-from ring.collectives import owned_range
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Applied, Engine
@@ -216,7 +215,7 @@ class SyncStrategy:
         await self._summed()
         self.exposed_s = self._now() - self._computed_at
         self.communicating_s = exchange.communicating_s
-        return await self._compute.run(self._summarize, session.rank, session.size, self._outgoing.own)
+        return await self._compute.run(self._summarize, self._outgoing.own)
 
     def _complete(self) -> None:
         """Called on the compute thread when this member's whole contribution is in the buffer, before any is sent."""
@@ -269,11 +268,8 @@ class SyncStrategy:
             for start, stop in bounds
         ]
 
-    def _summarize(self, rank: int, size: int, own: float) -> Contribution:
+    def _summarize(self, own: float) -> Contribution:
         buffer = self._engine.reduce_buffer
         digest = xxhash.xxh3_128_digest(buffer.view(np.uint8).data)
-        if self._engine.exact:  # the split of a sum decides its last bit, so one member computes it whole
-            start, stop = (0, buffer.size) if rank == 0 else (0, 0)
-        else:  # each squares only its own chunk, and the tokens add the parts up: clipping costs 1/n
-            start, stop = owned_range(rank, size, buffer.size)
-        return Contribution(digest, self._engine.partial_square_sum(start, stop), own)
+        # Each member squares all of it: so no other one can tell it a wrong norm.
+        return Contribution(digest, self._engine.partial_square_sum(0, buffer.size), own)

@@ -75,15 +75,14 @@ class BoundaryWork:
             first, count = shares(count, view.replicas)[view.replica_of(session.rank)]
         total, targets = await strategy.validate(first, count)
         try:
-            mine = _VALIDATION.pack(total, targets) + self._early.told()
-            gathered = await session.all_gather(mine, patience_s=patience_s)
+            gathered = await session.all_gather(_VALIDATION.pack(total, targets), patience_s=patience_s)
         except (NetworkError, PeerError) as problem:  # faster members may have left; the step itself is safe
             text = f"validation after step {boundary.applied} skipped: {problem}"
             self._context.notify("warning", "validation", text)
             return None
         parts = [_VALIDATION.unpack_from(item) for item in gathered]
         loss = math.fsum(float(part) for part, _ in parts) / max(1, sum(int(number) for _, number in parts))
-        self._early.validated(boundary.applied, loss, (item[_VALIDATION.size :] for item in gathered))
+        self._early.validated(boundary.applied, loss)
         return loss
 
     async def keep(self, boundary: Boundary, engine: Engine, replica: int, meta: Meta, *, stopping: bool) -> bool:

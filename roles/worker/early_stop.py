@@ -1,19 +1,21 @@
 """When a job ends early: after ``validation.patience`` validations without a better loss, or when its privacy budget is
 spent (``roles.worker.privacy``). Pure.
 
-With each validation the members exchange what they know of the earlier ones, and all go on from the newest of it. So a
-newcomer knows what the others know, and all reach the same verdict. Each member then asks for ``Flag.STOP``, so the
-step after that validation is the job's last, for all members or for none. What is known travels in the checkpoints.
+When a view begins its members exchange what they know, and all go on from what most of those know that hold the state.
+So all reach the same verdict from then on, and one member can neither end the job nor keep it from its end. Each says
+``Flag.STOP`` with the step after that validation, which is the job's last. What is known travels in the checkpoints.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from p2ptrain.core.checkpoints import Meta
+from p2ptrain.core.errors import ProtocolError
 from roles.worker.privacy import Budget
 
 _WIRE = struct.Struct("!QdQQ")
@@ -64,11 +66,19 @@ class EarlyStop:
     def told(self) -> bytes:
         return _WIRE.pack(*astuple(self._known))
 
-    def validated(self, step: int, loss: float, told: Iterable[bytes]) -> None:
-        """Take in a validation. ``told``: what each member knew before it (``told``), in rank order."""
+    def agree_untrusted(self, told: Sequence[bytes]) -> None:
+        """Take up what most members know that know anything; of equally many, what ends the job last. ``told``: by each
+        (``told``). Raises ``ProtocolError``."""
+        if any(len(each) != _WIRE.size for each in told):
+            raise ProtocolError("a member told what it knows of the validations in another form")
+        nothing = _WIRE.pack(*astuple(Validations()))  # as newcomers do
+        votes = Counter(each for each in told if each != nothing) or Counter([nothing])
+        known = [Validations(*_WIRE.unpack(each)) for each in votes]
+        self._known = min(zip(votes.values(), known, strict=True), key=lambda it: (-it[0], it[1].since, -it[1].step))[1]
+
+    def validated(self, step: int, loss: float) -> None:
         if not self.due:  # else this is the validation of the last step
-            newest = max((Validations(*_WIRE.unpack(each)) for each in told), key=lambda known: known.step)
-            self._known = newest.then(step, loss)
+            self._known = self._known.then(step, loss)
 
     def meta(self) -> Meta:
         known = dict(zip(_KEYS, astuple(self._known), strict=True)) if self._known.step and self._patience else {}

@@ -108,12 +108,13 @@ class JobRunner:
             # The strategy refuses an outlier before it becomes part of a version.
             outlier_factor=0.0 if self._asynchronous else profile.guard.outlier_factor,
             share_rule=share_rule(profile),
-            whole_norms=bool(profile.robust.rule),
+            robust=bool(profile.robust.rule),
             hidden_norms=profile.federated.secure or profile.privacy.epsilon > 0,
             asynchronous=self._asynchronous,
         )
         self._budget = Budget(profile.privacy, checkpoints) if profile.privacy.epsilon else None
         self._early = EarlyStop(profile.validation.patience, self._budget)
+        self._is_last = False  # the step under way is the job's last, by what all members know
         self.reports = Reports(context, self.core, job=job, stage=stage, profile=profile, early=self._early)
         self.clock = self.reports.clock
         self.bytes_in = self.bytes_out = self.tokens = 0
@@ -409,7 +410,7 @@ class JobRunner:
         self.reports.loaded(applied, lineage, rows, wanted=restore_step)
         await self._saving.resumed(entry)
         self._early.resumed(entry.meta if entry is not None else {})
-        self._handle(Loaded(applied, lineage, square_sum, stop=self._early.due))
+        self._handle(Loaded(applied, lineage, square_sum))
 
     async def _form(self, form: FormRing) -> None:
         context = self._context
@@ -427,6 +428,9 @@ class JobRunner:
         await self._ready_strategy().begin(session, self)
         if self._budget is not None:
             await self._budget.view_began(session, patience_s=self._patience_s())
+        if self.profile.validation.patience and not self._asynchronous:
+            told = await session.all_gather(self._early.told(), patience_s=self._patience_s())
+            self._early.agree_untrusted([it for it, one in zip(told, form.view.members, strict=True) if one.healthy])
         self.heal_source.view_began()
         self.reports.view_began(form.view, formed_s=context.world.clock.now() - form_began)
         self._handle(Finished(form.ticket))
@@ -487,7 +491,6 @@ class JobRunner:
     async def _heal(self, instruction: Heal) -> None:
         self.heal_source.cut("it is healed itself")
         done = await self._healer.within(instruction, self._ready_engine())
-        self._early.resumed({})
         self.reports.healed(instruction.view, done)
         self._handle(Finished(instruction.ticket))
 
@@ -495,7 +498,7 @@ class JobRunner:
         step, first, count = instruction.step, instruction.first, instruction.count
         session, patience_s = self._ready_session(), self._patience_s()
         self.reports.steps.tell_what_was_cut_off(session.view, session.rank)
-        began = self._context.world.clock.now()
+        began, self._is_last = self._context.world.clock.now(), self._early.due
         if self._budget is not None:
             await self._spend(self._budget, session.size)
         if slots(self.profile):
@@ -513,10 +516,8 @@ class JobRunner:
 
     async def _spend(self, budget: Budget, members: int) -> None:
         """Count the step that begins, and give the engine a key for its noise. If the budget does not allow the step,
-        such as a repeated one, it changes nothing and is the last."""
+        such as a repeated one, it changes nothing."""
         key = self._context.world.entropy(KEY_BYTES) if await budget.spend() else b""
-        if not key:
-            self.wish(Flag.STOP)
         engine = cast(PrivateEngine, self._ready_engine())
         await self._context.compute.run(engine.use_noise, budget.noise_std / math.sqrt(members), key)
 
@@ -537,6 +538,7 @@ class JobRunner:
             received=received,
             counts=contribution.counts,
             made_of=contribution.made_of,
+            stop=self._is_last,
         )
         self._handle(reduced)
 
@@ -573,8 +575,6 @@ class JobRunner:
             await self._publish(over=self.core.stopping, last=instruction.last)
         val_loss = await self._between.validate(instruction, engine, strategy, self._voters(), patience_s=patience_s)
         self.reports.step_over(applied, session, val_loss)
-        if self._early.due:
-            self.wish(Flag.STOP)
         meta = self.reports.meta(val_loss)
         replica = session.view.replica_of(session.rank)
         saves = await self._between.keep(instruction, engine, replica, meta, stopping=self.core.stopping)

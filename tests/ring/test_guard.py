@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.token import LEAST_STEPS, Flag, Guard, Token, odd_ones_out, verdict
+from ring.token import LEAST_STEPS, Fault, Flag, Guard, Token, granted, odd_ones_out, square_sum, verdict
 from ring.transaction import Compute, Gathered, Loaded, Reduce, Reduced, ViewArrived, Vote
 from tests.ring.members import ORIGIN, Member, digest_of, view
 
@@ -25,40 +25,42 @@ def experienced(factor: float, square_sum: float = 4.0, steps: int = LEAST_STEPS
 
 
 @pytest.mark.parametrize("lenient", [False, True])
-@pytest.mark.parametrize(("own", "part"), [(NAN, 1.0), (1.0, NAN), (INF, 1.0), (1.0, INF)])
-def test_what_is_not_finite_is_refused_by_everyone_always(own: float, part: float, lenient: bool) -> None:
-    assert Guard(0.0).refuses(own, part, lenient=lenient)
-    assert experienced(10.0).refuses(own, part, lenient=lenient)
+@pytest.mark.parametrize("own", [NAN, INF])
+def test_what_is_not_finite_is_refused_always(own: float, lenient: bool) -> None:
+    assert Guard(0.0).refuses(own, lenient=lenient)
+    assert experienced(10.0).refuses(own, lenient=lenient)
 
 
-@pytest.mark.parametrize(("own", "part"), [(401.0, 1.0), (0.0, 401.0)])
-def test_what_is_absurdly_long_is_refused_by_who_knows_what_is_usual(own: float, part: float) -> None:
-    assert experienced(10.0).refuses(own, part, lenient=False)
-    assert not experienced(10.0).refuses(own, part, lenient=True)
-    assert not experienced(10.0, steps=LEAST_STEPS - 1).refuses(own, part, lenient=False)
-    assert not experienced(0.0).refuses(own, part, lenient=False)
-    assert not experienced(10.0).refuses(400.0, 400.0, lenient=False)
+def test_what_is_absurdly_long_is_refused_by_who_knows_what_is_usual() -> None:
+    assert experienced(10.0).refuses(401.0, lenient=False)
+    assert not experienced(10.0).refuses(401.0, lenient=True)
+    assert not experienced(10.0, steps=LEAST_STEPS - 1).refuses(401.0, lenient=False)
+    assert not experienced(0.0).refuses(401.0, lenient=False)
+    assert not experienced(10.0).refuses(400.0, lenient=False)
     forgetful = experienced(10.0)
     forgetful.forget()
-    assert not forgetful.refuses(own, part, lenient=False)
+    assert not forgetful.refuses(401.0, lenient=False)
 
 
 def test_a_few_outliers_do_not_change_what_is_usual() -> None:
     guard = experienced(10.0)
     for _ in range(3):
         guard.committed(1e12)
-    assert guard.refuses(401.0, 1.0, lenient=False)
+    assert guard.refuses(401.0, lenient=False)
 
 
 def test_a_model_that_stands_still_doubts_nothing() -> None:
-    assert not experienced(10.0, square_sum=0.0).refuses(1.0, 1.0, lenient=False)
+    assert not experienced(10.0, square_sum=0.0).refuses(1.0, lenient=False)
 
 
-def test_equal_tokens_without_a_refusal_are_a_commit() -> None:
-    tokens = [TOKEN, replace(TOKEN, flags=Flag.HOLD, part=2.0, own=9.0, unit_us=3, sent=8), TOKEN]
-    tokens[2] = replace(TOKEN, received=8)
-    assert verdict(tokens) is None
-    assert verdict([replace(TOKEN, sent=0, received=0)]) is None
+def judged(changed: dict[int, dict[str, object]], members: int = 3, **known: float) -> Fault | None:
+    tokens = [replace(TOKEN, **({"usual": 4.0} | changed.get(rank, {}))) for rank in range(members)]  # type: ignore[arg-type]
+    return verdict(tokens, Guard(100.0), **known)  # type: ignore[arg-type]
+
+
+def test_equal_tokens_are_a_commit() -> None:
+    assert judged({1: {"flags": Flag.HOLD, "own": 9.0, "unit_us": 3, "sent": 8}, 2: {"received": 8}}) is None
+    assert verdict([replace(TOKEN, sent=0, received=0)], Guard(100.0)) is None
 
 
 @pytest.mark.parametrize(
@@ -67,27 +69,67 @@ def test_equal_tokens_without_a_refusal_are_a_commit() -> None:
         ({1: {"sent": 8}}, "hop", 1, "rank 2"),
         ({0: {"received": 8}}, "hop", 2, "rank 0"),
         ({1: {"digest": b"x" * 16, "sent": 8}}, "hop", 1, "other bytes"),  # the reason, not what came of it
-        (
-            {0: {"digest": b"x" * 16}},
-            "digest",
-            0,
-            "digest of step 6",
-        ),  # the one that is alone, not the first that differs
+        ({0: {"digest": b"x" * 16}}, "digest", 0, "digest of step 6"),  # the lone one, not the first that differs
         ({2: {"lineage": b"x" * 16}}, "", 2, "lineage"),
         ({2: {"step": 9}}, "", 2, "step"),
-        ({1: {"own": NAN, "part": NAN, "flags": Flag.REJECT}, 0: {"flags": Flag.REJECT}}, "contribution", 1, "finite"),
-        ({1: {"own": 1e8, "part": 1e8, "flags": Flag.REJECT}}, "contribution", 1, "norm 1e+04"),
-        ({1: {"own": 1e8}, 2: {"part": 1e8, "flags": Flag.REJECT}}, "contribution", 1, "an outlier"),
-        ({2: {"part": 1e8, "flags": Flag.REJECT}}, "contribution", None, "it was corrupted in transit"),
-        ({2: {"part": NAN, "flags": Flag.REJECT}}, "contribution", None, "it was corrupted in transit"),
+        ({1: {"own": NAN}, 0: {"part": NAN}, 2: {"part": NAN}}, "figure", 1, "others inf"),
+        ({1: {"own": NAN}}, "contribution", 1, "finite"),
+        ({1: {"own": 1e8}}, "contribution", 1, "norm 1e+04"),
+        ({0: {"own": 1e8, "part": 1e8}, 1: {"part": 1e8}, 2: {"part": 1e8}}, "contribution", 0, "an outlier"),
+        ({rank: {"part": 1e8} for rank in range(3)}, "contribution", None, "norm of 1e+04, which does not match"),
+        ({rank: {"part": NAN} for rank in range(3)}, "contribution", None, "does not match"),
+        ({2: {"part": 1e30}}, "figure", 2, "told a squared norm of 1e+30, the others 1"),
+        ({0: {"part": -1000.0}}, "figure", 0, "-1e+03"),
+        ({0: {"part": 1.01}}, "figure", 0, "1.01"),
+        ({0: {"part": NAN}}, "figure", 0, "nan"),
+        ({0: {"own": -1000.0}}, "figure", 0, "-1e+03"),
+        ({0: {"own": 1e308}}, "contribution", 0, "1e+154"),
+        ({2: {"flags": Flag.STOP}}, "figure", 2, "alone in saying that the job ends"),
+        ({0: {"flags": Flag.STOP}, 1: {"flags": Flag.STOP}}, "figure", 2, "goes on"),
     ],
 )
 def test_who_is_named(changed: dict[int, dict[str, object]], cause: str, suspect: int | None, word: str) -> None:
-    fault = verdict([replace(TOKEN, **changed.get(rank, {})) for rank in range(3)])  # type: ignore[arg-type]
+    fault = judged(changed)
     assert fault is not None
     assert (fault.cause, fault.suspect) == (cause, suspect)
     assert fault.beside == (None if cause != "hop" else (suspect or 0) + 1 if suspect != 2 else 0)
     assert word in fault.what
+
+
+@pytest.mark.parametrize("told", [1e30, 1e-30, -1000.0, 0.0, NAN])
+def test_of_two_the_one_whose_norm_is_farther_from_the_last_is_named(told: float) -> None:
+    for liar in (0, 1):
+        fault = judged({liar: {"part": told}}, members=2, last=1.5)
+        assert fault is not None
+        assert (fault.cause, fault.suspect) == ("figure", liar)
+
+
+@pytest.mark.parametrize("usual", [1e-30, 0.0, 1e300, -1.0, NAN])
+def test_one_member_has_no_step_refused_by_what_it_calls_usual(usual: float) -> None:
+    for members in (2, 3):
+        assert judged({0: {"usual": usual}}, members=members) is None
+    assert judged({0: {"usual": usual}, 2: {"own": 1e8}}) is not None, "nor applied"
+
+
+def test_parts_of_a_model_have_norms_of_their_own_and_replicas_the_same() -> None:
+    parts = {rank: {"part": (1.0, 9.0)[rank % 2]} for rank in range(4)}
+    assert judged(parts, members=4, stages=2) is None
+    tokens = [replace(TOKEN, **parts[rank]) for rank in range(4)]  # type: ignore[arg-type]
+    assert square_sum(tokens, 0.0, 2) == 10.0
+    fault = judged({**parts, 1: {"part": 1e30}}, members=4, stages=2, last=10.0)
+    assert fault is not None
+    assert fault.suspect == 1
+    for told in (NAN, 1e30):  # in a lone replica nobody else has that sum
+        fault = judged({1: {"part": told}}, members=2, stages=2)
+        assert fault is not None
+        assert (fault.cause, fault.suspect) == ("figure", 1)
+
+
+def test_a_stop_is_what_all_say_and_other_requests_are_those_of_any_member() -> None:
+    stop, save = replace(TOKEN, flags=Flag.STOP), replace(TOKEN, flags=Flag.SAVE)
+    assert granted([stop, save]) == Flag.SAVE
+    assert granted([stop, stop]) == Flag.STOP
+    assert verdict([stop, save], Guard(0.0)) is None, "of two, neither is alone"
 
 
 @given(st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=7))
@@ -128,7 +170,7 @@ class Pair:
             assert isinstance(reduce, Reduce)
             member.buffer = digest_of(self.generation, reduce.step)
             mine, unit = (own, unit_us) if peer == "b" else (1.0, 10)
-            member.handle(Reduced(reduce.ticket, member.buffer, part=own / 2, own=mine, unit_us=unit))
+            member.handle(Reduced(reduce.ticket, member.buffer, part=own, own=mine, unit_us=unit))
             vote = member.activity
             assert isinstance(vote, Vote)
             votes.append(vote)

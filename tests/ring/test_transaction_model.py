@@ -77,7 +77,7 @@ class Cluster:
     spoil_budget: int = 0
     rejections: int = 0
     redone: int = 0
-    to_stop: bool = False  # a member was asked to end the job
+    last_step: float = math.inf  # all know that the job ends with it, or the next one that is applied
 
     def add(self, peer: str) -> None:
         self.members[peer] = Member(peer, STEPS, checkpoint_every=EVERY)
@@ -183,6 +183,7 @@ class Cluster:
             unit_us=self.rng.choice([0, 5, 20, 45]),
             sent=7,
             received=6 if heard_wrong else 7,
+            stop=core.applied >= self.last_step,
         )
         member.handle(reduced)
 
@@ -254,7 +255,7 @@ class Cluster:
         voters = [item.peer_id for item in self.views[row.generation].members]
         assert set(self.tokens[key]) == set(voters), "applied before all had voted"
         tokens = [Token.decode_untrusted(self.tokens[key][voter]) for voter in voters]
-        assert not any(Flag.REJECT in token.flags for token in tokens), "applied though somebody refused it"
+        assert all(math.isfinite(token.own) for token in tokens), "applied though a contribution is not finite"
         shares = [self.computed[key][voter] for voter in voters]
         covered = [index for first, count in shares for index in range(first, first + count)]
         assert covered == list(range(MICRO_BATCHES)), "not every micro-batch exactly once"
@@ -337,8 +338,7 @@ class Cluster:
                     flag = self.rng.choice([Flag.HOLD, Flag.SAVE, Flag.SNAPSHOT, Flag.LEAVE])
                     self.members[peer].handle(FlagRequested(flag))
                 case "stop":
-                    stops, self.to_stop = False, True
-                    self.members[peer].handle(FlagRequested(Flag.STOP))
+                    stops, self.last_step = False, 1 + max(member.core.applied for member in live.values())
                 case "kill":
                     faults -= 1
                     self.kill(peer)
@@ -354,7 +354,7 @@ def cluster_of(rng: random.Random, count: int, spoil: int) -> Cluster:
 
 def check_the_end(cluster: Cluster) -> None:
     steps = len(cluster.committed)
-    assert steps == STEPS or (cluster.to_stop and steps < STEPS)
+    assert steps == STEPS or cluster.last_step < steps < STEPS
     for member in cluster.live().values():
         assert member.state == cluster.committed
         for row, _ in member.rows:  # those that died with what they alone had applied are not asked

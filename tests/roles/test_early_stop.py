@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
+from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.training import Applied
 from roles.engine import WHOLE, Stage
 from roles.stand_in import StandInEngine
@@ -140,17 +141,29 @@ async def test_without_patience_every_step_is_done(cluster: Cluster) -> None:
 def after(patience: int, *losses: float) -> EarlyStop:
     known = EarlyStop(patience)
     for number, loss in enumerate(losses, start=1):
-        known.validated(10 * number, loss, [known.told()])
+        known.validated(10 * number, loss)
     return known
 
 
 def test_a_newcomer_learns_the_count_from_the_others() -> None:
-    old, new = after(3, 5.0, 4.0, 4.5, 4.0), after(3, math.inf)
+    old, new = after(3, 5.0, 4.0, 4.5, 4.0), after(3)
     told = [new.told(), old.told()]
     for each in (new, old):
-        each.validated(50, 4.25, told)
+        each.agree_untrusted(told)
+        each.validated(50, 4.25)
     assert new.reason == old.reason == f"{TELLS} 4 (step 20) in 3 validations"
     assert new.due
+
+
+def test_one_member_ends_no_job_by_what_it_says_of_the_validations() -> None:
+    known, lie = after(3, 5.0, 4.0), after(3, 1.0, 5.0, 5.0, 5.0)
+    assert lie.due
+    for told in ([lie, known, known], [known, lie]):
+        member = after(3, 5.0, 4.0)
+        member.agree_untrusted([each.told() for each in told])
+        assert member.told() == known.told()
+    with pytest.raises(ProtocolError):
+        known.agree_untrusted([known.told(), b"x"])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +185,7 @@ def test_the_count_travels_in_a_checkpoint() -> None:
     before, resumed = after(2, 5.0, 6.0), EarlyStop(2)
     resumed.resumed(before.meta())
     assert resumed.told() == before.told()
-    resumed.validated(30, 7.0, [resumed.told()])
+    resumed.validated(30, 7.0)
     assert resumed.reason == f"{TELLS} 5 (step 10) in 2 validations"
     for meta in ({}, {"validated_step": "x"}, before.meta() | {"best_val_step": -1}):
         resumed.resumed(meta)

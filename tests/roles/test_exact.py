@@ -127,7 +127,7 @@ async def together(
             for _ in range(phase.steps):
                 said = await one_step(strategies, [member.session for member in ring], step, rng)
                 assert len({one.digest for one in said}) == 1
-                square_sum = sum((one.part for one in said), start=0.0)
+                (square_sum,) = {one.part for one in said}
                 applied = [await strategy.commit(step, square_sum) for strategy in strategies]
                 step += 1
                 ended.lineage = next_lineage(ended.lineage, said[0].digest)

@@ -11,6 +11,8 @@ from roles.sim.watching import MUTATIONS
 FOUND = {
     "fence": (3, "generations grow"),
     "digest": (3, "no fork"),
+    "norm": (3, "true norm"),
+    "stop": (3, "every step"),
     "redo": (24, "same bits"),
     "dir-sync": (3, "durable"),
     "ledger": (3, "ledger"),
