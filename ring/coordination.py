@@ -26,6 +26,8 @@ RETURN_S = 10.0
 """How long stopped members wait for an absent one. Longer than a worker pauses between attempts to reach the seed."""
 LEAVE_S = 1.0
 """If a ring stops unasked, a member is leaving and reports so next. A view with it would break at once."""
+UNDIALLED_S = 600.0
+"""How long two members that did not reach each other are not placed beside each other, if another order exists."""
 MOST_ASYNCHRONOUS = 1024
 """Members of an asynchronous view; the server's memory allows fewer."""
 CATCHING_UP_PER_MEMBER = 2

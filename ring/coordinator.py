@@ -58,7 +58,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import permutations
 from typing import Any
 
 from ring import coordination as co
@@ -70,6 +71,7 @@ from ring.coordination import (
     STANDSTILL,
     TORN_S,
     TRANSITIONS,
+    UNDIALLED_S,
     CatchUps,
     Deadlines,
     InvalidTransition,
@@ -80,7 +82,7 @@ from ring.coordination import (
     Signal,
     holds,
 )
-from ring.order import plan_ring
+from ring.order import Edges, plan_ring
 from ring.parts import StagePlanner
 from ring.quarantine import Quarantine
 from ring.replicas import (
@@ -126,6 +128,7 @@ class Coordinator:
         )
         self._catch_ups = CatchUps()
         self._measured = co.Measured({})
+        self._undialled: dict[tuple[str, str], float] = {}  # a member that did not reach the other, and when
         self._transport = ""  # the last reported choice of streams and codec
         self._history: deque[tuple[float, Phase, co.Event]] = deque(maxlen=40)
         self._out: list[co.Instruction] = []
@@ -322,6 +325,8 @@ class Coordinator:
         elif report.status in STANDSTILL:
             known.standing = report
             if report.status == "broken":
+                if report.cause == "dial" and self.view and self.view.rank_of(report.suspect) is not None:
+                    self._undialled[peer_id, report.suspect] = now
                 self._quarantine.reported(peer_id, report.suspect)
             self._no_longer_trains(peer_id, now, report.status)
             if report.suspect in self._roster.unheard and report.suspect not in self._roster.peers:
@@ -431,6 +436,7 @@ class Coordinator:
         peer_id = event.peer_id
         self._banned.discard(peer_id)
         self._planner.too_small.discard(peer_id)
+        self._undialled = {edge: at for edge, at in self._undialled.items() if peer_id not in edge}
         known = self._roster.peers.get(peer_id)
         was_running = peer_id in self._roster.running
         self._forget(peer_id)
@@ -694,7 +700,7 @@ class Coordinator:
         reduce_bytes = max(report.reduce_bytes for report in ready.values())
         plan = plan_ring(
             list(formed), links, self.options.ring_options, reduce_bytes, self._measured.compute_s,
-            name=lambda first: "+".join(map(roster.name, formed[first])),
+            apart=self._apart(formed, now), name=lambda first: "+".join(map(roster.name, formed[first])),
         )  # fmt: skip
         replicas = self._served([formed[first] for first in plan.order], healthy)
         chosen = {peer_id: ready[peer_id] for replica in replicas for peer_id in replica}
@@ -736,6 +742,15 @@ class Coordinator:
         self._failures.clear()
         self._last_failure = ""
         self._go(Phase.RUNNING, "")
+
+    def _apart(self, formed: Mapping[str, tuple[str, ...]], now: float) -> Edges:
+        """The edges between replicas, by their first workers, of which one was not dialled in the last minutes."""
+        self._undialled = {edge: at for edge, at in self._undialled.items() if now - at < UNDIALLED_S}
+        return frozenset(
+            (one, other)
+            for (one, mine), (other, its) in permutations(formed.items(), 2)
+            if not self._undialled.keys().isdisjoint(zip(mine, its, strict=True))
+        )
 
     def _served(self, replicas: list[tuple[str, ...]], healthy: Collection[str]) -> list[tuple[str, ...]]:
         """The same ring of an asynchronous view, beginning with its server: a holder of the state; of those the former

@@ -273,6 +273,7 @@ async def dial_patiently(
                 f"the {title} {member.name} was not reached in time: {problem.message}",
                 peer_id=member.peer_id,
                 remedy=problem.remedy,
+                cause="dial",
             ) from problem
         # Random pauses, or members that were refused together retry together. Shorter ones when time runs out.
         await asyncio.sleep(min(pause_s * world.random.uniform(0.5, 1.5), left_s / 2))

@@ -16,7 +16,7 @@ The order is a heuristic. It goes from each member to the nearest remaining one.
 that makes the circle cheaper (2-opt; Croes 1958). ``ring.placement`` orders the peers of a chain by the same two steps.
 
 An edge that was measured in one direction counts in both. An edge that was never measured counts as the median of the
-measured ones.
+measured ones. An edge whose dialling failed (``apart``) is used only if every other order has one, too.
 
 The slowest edge of the chosen order decides streams, sub-chunks and codec, unless the profile sets them.
 """
@@ -27,10 +27,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, permutations
 
 MOST_MEMBERS = 128
 """A larger ring keeps the order of joining: it has more than 16,000 pairs to measure."""
+FEW_MEMBERS = 7
+"""So many have 720 orders, which can all be tried."""
 MARGIN = 0.05
 """Least relative gain of time for a new order: measurements repeat within about that."""
 APART_S = 1e9
@@ -58,6 +60,8 @@ class LinkQuality:
     bandwidth_bps: float | None = None
 
 
+Edges = frozenset[tuple[str, str]]
+"""(from, to), peer ids."""
 Links = Mapping[tuple[str, str], LinkQuality]
 """(from, to), peer ids → measurement."""
 Matrix = Sequence[Sequence[float]]
@@ -125,9 +129,11 @@ def turned_around(circle: Sequence[int], score: Callable[[Sequence[int]], float]
 
 class Costs:
     """Costs of the edges between two or more ``members`` (peer ids), by index. ``total_bytes``: size of the reduced
-    array."""
+    array. ``apart``: edges that could not be dialled; their other direction is likely to fail, too."""
 
-    def __init__(self, members: Sequence[str], ways: LinkCosts, *, total_bytes: int) -> None:
+    def __init__(
+        self, members: Sequence[str], ways: LinkCosts, *, total_bytes: int, apart: Edges = frozenset()
+    ) -> None:
         size = len(members)
         each = 2 * (size - 1) / size
         self.transfer_s = [[0.0] * size for _ in members]
@@ -135,7 +141,8 @@ class Costs:
         for here, one in enumerate(members):
             for there, other in enumerate(members):
                 latency_s, self.transfer_s[here][there] = ways.between(one, other, each * total_bytes)
-                self.hop_s[here][there] = each * latency_s
+                unlikely_s = APART_S / 1e3 if (other, one) in apart else each * latency_s
+                self.hop_s[here][there] = APART_S if (one, other) in apart else unlikely_s
 
     def seconds(self, circle: Sequence[int]) -> float:
         edges = list(steps(circle))
@@ -149,21 +156,24 @@ class Costs:
 
 
 def best_order(
-    members: Sequence[str], links: Links, *, total_bytes: int
+    members: Sequence[str], links: Links, *, total_bytes: int, apart: Edges = frozenset()
 ) -> tuple[tuple[str, ...], float, float] | None:
     """A fast order for an all-reduce of ``total_bytes``, its seconds, and the seconds of the given order.
 
     It begins with ``members[0]``. The given order is kept unless the other is faster by more than ``MARGIN``. Returns
-    None if no link is known.
+    None if nothing is known of any link. ``APART_S`` or more seconds: the order has an edge of ``apart``.
     """
     ways = LinkCosts(links, members)
-    if len(members) < 2 or not ways.known:
+    if len(members) < 2 or not (ways.known or apart):
         return None
-    costs = Costs(members, ways, total_bytes=total_bytes)
+    costs = Costs(members, ways, total_bytes=total_bytes, apart=apart)
     joined = list(range(len(members)))
     joined_s = costs.seconds(joined)
     edge_s = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(costs.transfer_s, costs.hop_s, strict=True)]
-    tried = (turned_around(start, costs.score) for start in (nearest_first(edge_s), joined))
+    if apart and len(members) <= FEW_MEMBERS:
+        tried = ([0, *rest] for rest in permutations(joined[1:]))  # a reversal would turn other edges round, too
+    else:
+        tried = (turned_around(start, costs.score) for start in (nearest_first(edge_s), joined))
     both_ways = (way for circle in tried for way in (circle, circle[:1] + circle[:0:-1]))
     circle = min(both_ways, key=lambda way: (costs.seconds(way), way))
     seconds = costs.seconds(circle)
@@ -229,6 +239,7 @@ def plan_ring(
     total_bytes: int = 0,
     compute_s: float = 0.0,
     *,
+    apart: Edges = frozenset(),
     name: Callable[[str], str] = str,
 ) -> RingPlan:
     """Plan a ring of ``joined``, which has the order to use without measurements.
@@ -236,9 +247,10 @@ def plan_ring(
     Args:
         total_bytes: of the array that a step reduces, as float32; 0: unknown.
         compute_s: seconds of a step during which the exchange may run; 0: unknown.
+        apart: edges that could not be dialled.
         name: maps a peer id to a name, for the reason.
     """
-    order, reason = _order(joined, links, ring_options, total_bytes)
+    order, reason = _order(joined, links, ring_options, total_bytes, apart)
     left, right, slowest = slowest_edge(order, links)
     if slowest is not None:
         reason += f"; slowest edge {name(left)} → {name(right)}: {described(slowest)}"
@@ -272,19 +284,25 @@ def described(link: LinkQuality) -> str:
 
 
 def _order(
-    joined: Sequence[str], links: Links, ring_options: RingOptions, total_bytes: int
+    joined: Sequence[str], links: Links, ring_options: RingOptions, total_bytes: int, apart: Edges
 ) -> tuple[Sequence[str], str]:
     if ring_options.order == "joined":
-        return joined, "order as they joined, as the profile says"
+        links = {}
+        if not apart:
+            return joined, "order as they joined, as the profile says"
     if len(joined) < 3:
         return joined, "order as they joined: fewer than 3 members have only one order"
     if len(joined) > MOST_MEMBERS:
         return joined, f"order as they joined: only up to {MOST_MEMBERS} members are reordered"
     # The size hardly changes the order: 4 MiB if no worker has reported it.
-    found = best_order(joined, links, total_bytes=total_bytes or 4 << 20)
+    found = best_order(joined, links, total_bytes=total_bytes or 4 << 20, apart=apart)
     if found is None:
         return joined, "order as they joined: no link between them is measured"
     order, seconds, joined_s = found
+    if seconds >= APART_S:
+        return joined, "order as they joined: each order tried has a member that could not reach the next one"
+    if joined_s >= APART_S / 1e3 and order != tuple(joined):
+        return order, "not the order as they joined, in which two neighbours may not reach each other"
     if order == tuple(joined):
         return joined, "order as they joined: no other order is known to be much faster"
     return order, f"order from measured links, {joined_s / seconds:.2g} times as fast as the order of joining"

@@ -86,10 +86,10 @@ class Report(Message):
         reduce_bytes: bytes of the array that every step reduces, for planning the ring; 0 if unknown.
         unit_us: average microseconds per micro-batch at this worker, for its share; 0 if unknown.
         windows: training sequences in the corpus, for auditing the ledger; 0 if unknown.
-        cause: for ``broken``: empty (a neighbour or a link was lost), ``digest`` (members had different sums),
-            ``contribution`` (that of ``suspect`` is not finite, or an outlier; without a suspect: no member said that
-            it caused a wrong sum), ``figure`` (``suspect`` told a number that others know to be false), ``hop``
-            (``beside`` did not receive what ``suspect`` sent).
+        cause: for ``broken``: empty (a neighbour or a link was lost), ``dial`` (``suspect`` was not reached),
+            ``digest`` (members had different sums), ``contribution`` (that of ``suspect`` is not finite, or an
+            outlier; without a suspect: no member said that it caused a wrong sum), ``figure`` (``suspect`` told a
+            number that others know to be false), ``hop`` (``beside`` did not receive what ``suspect`` sent).
         beside: the other end of the hop; for a lost neighbour, the neighbour that noticed it.
         fetched_bytes, sources: for ``healed`` and ``following``: bytes fetched, and from how many sources; 0 if
             unknown.

@@ -57,7 +57,7 @@ def no_answer(
     host: str, port: int, timeout_s: float, *, did: str = "accepted the connection, and did not answer"
 ) -> DeadlineExceeded:
     """Of a connected peer from which nothing came: small packets reach it."""
-    text = f"{format_address(host, port)} {did} within {timeout_s:g} s"
+    text = f"{format_address(host, port)} {did} within {timeout_s:.3g} s"
     remedy = (
         "is a p2ptrain there? If it is not busy, lower the MTU of the interface or VPN: `ip link set eth0 mtu 1280`"
     )
@@ -77,7 +77,7 @@ def unreachable(host: str, port: int, error: Exception, timeout_s: float) -> Unr
     elif isinstance(error, ConnectionRefusedError):
         cause, remedy = "connection refused", "is the seed running there, and on this port?"
     elif isinstance(error, TimeoutError):
-        cause = f"no answer within {timeout_s:g} s"
+        cause = f"no answer within {timeout_s:.3g} s"
         remedy = "is the machine up, and does its firewall let this port in?"
     elif is_out_of_files(error):
         cause, remedy = f"this process has {OUT_OF_FILES}", MORE_FILES

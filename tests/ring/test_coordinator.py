@@ -526,3 +526,21 @@ def test_a_member_that_still_has_the_state_of_an_abandoned_branch_carries_nothin
     desk.report("c", "broken", 205, "X205", suspect=server)  # before it pulled
     desk.stand("broken", 102, server, second, suspect="c")
     assert (desk.minted().step, desk.minted().lineage) == (102, "L102")
+
+
+# ------------------------------------------------------------------------------------------------- undialled neighbours
+
+
+def test_two_members_that_cannot_reach_each_other_are_not_placed_beside_each_other_again() -> None:
+    desk = Desk(co.JobOptions(replicas=4, micro_batches=8))
+    assert ids(desk.start("a", "b", "c", "d")) == ["a", "b", "c", "d"]
+    desk.report("a", "broken", suspect="b", cause="dial")
+    desk.stand("broken", 0, "b", "c", "d")
+    order = ids(desk.minted())
+    assert sorted(order) == ["a", "b", "c", "d"]
+    assert order[(order.index("a") + 1) % 4] != "b"
+    desk.tell(co.PeerLost("b", "it left", left=True))  # its address may change
+    desk.stand("held", 0, "a", "c", "d")
+    desk.offer("b")
+    desk.ready("b")
+    assert not desk.core._undialled

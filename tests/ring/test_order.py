@@ -125,6 +125,25 @@ def test_an_order_that_is_hardly_better_is_not_taken():
         assert (found[0] != tuple(members)) == taken
 
 
+@pytest.mark.parametrize("size", [3, 4, 5, 6])
+@pytest.mark.parametrize("measured", [True, False])
+def test_members_that_cannot_reach_each_other_are_not_beside_each_other_if_another_order_exists(size, measured):
+    members = names(size)
+    pairs = list(itertools.permutations(members, 2))
+    links = sites(size, size) if measured else {}
+    for apart in map(frozenset, [*itertools.combinations(pairs, 1), *itertools.combinations(pairs, 2)]):
+        orders = [(members[0], *rest) for rest in itertools.permutations(members[1:])]
+        possible = any(apart.isdisjoint(edges(order)) for order in orders)
+        for how in ("auto", "joined"):
+            plan = plan_ring(members, links, RingOptions(order=how), apart=apart)
+            assert apart.isdisjoint(edges(plan.order)) == possible, (apart, plan)
+        if size > 3 and len(apart) == 1:
+            assert apart.isdisjoint(pair[::-1] for pair in edges(plan.order)), "the other direction is likely to fail"
+        if not possible:
+            assert plan.order == tuple(members)
+            assert "each order tried has a member that could not reach the next one" in plan.reason
+
+
 # -------------------------------------------------------------------------------------------- the rest of the plan
 
 NEAR = LinkQuality(1e-4, 1e9)
