@@ -4,8 +4,9 @@ It reads only the small files of a model directory. It does not import torch, so
 weights starts in a fraction of a second; a conversation takes a second more, to import what renders its template.
 
 A tokenizer's chat template defines the format of a conversation. It is a Jinja template, and runs in a sandbox as in
-transformers; no code of the directory is run. A model without a template, such as one trained here from scratch, uses
-the plain format of ``compute.tokenizer.PLAIN_CHAT``, in which an answer ends before the next ``User:``::
+transformers, within limits (``compute.rendering``); no code of the directory is run. A model without a template, such
+as one trained here from scratch, uses the plain format of ``compute.tokenizer.PLAIN_CHAT``, in which an answer ends
+before the next ``User:``::
 
     the text of --system
 
@@ -24,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.compute.tokenizer import PLAIN_CHAT, TOKENIZER_FILES, Tokenizer
+from p2ptrain.compute.rendering import TEMPLATES
+from p2ptrain.compute.tokenizer import PLAIN_CHAT, TOKENIZER_FILES, Tokenizer, library_errors
 from p2ptrain.core.adapters import file_of
 from p2ptrain.core.errors import ConfigError, TooLong, UserError
 from p2ptrain.core.serving import Sampling, SamplingOptions
@@ -97,7 +99,7 @@ class ModelText:
         """Token ids of a prompt, with the tokenizer's special tokens."""
         if self.tokenizer.is_bytes:
             return [int(token) for token in self.tokenizer.encode([text])]
-        return list(self.tokenizer.backend.encode(text, add_special_tokens=True).ids)
+        return list(self.tokenizer.encodings([text], add_special_tokens=True)[0].ids)
 
     def checked(self, ids: list[int], max_new_tokens: int) -> list[int]:
         """Return ``ids`` if they and ``max_new_tokens`` fit into the context. Raises ``UserError``."""
@@ -213,8 +215,9 @@ class TextWriter:
     def _decoded(self, *, whole_characters: bool) -> str:
         """Text of the new ids; empty while the last character is incomplete. The previous piece's ids are decoded with
         them, because an id's text depends on the ids before it."""
-        known = self._backend.decode(self._ids[self._start : self._known], skip_special_tokens=True)
-        text = self._backend.decode(self._ids[self._start :], skip_special_tokens=True)
+        with library_errors("the tokenizer"):
+            known = self._backend.decode(self._ids[self._start : self._known], skip_special_tokens=True)
+            text = self._backend.decode(self._ids[self._start :], skip_special_tokens=True)
         if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
             return ""
         self._start, self._known = self._known, len(self._ids)
@@ -264,20 +267,20 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         brought = _templated(tokenizer.directory) if tokenizer.directory is not None else None
-        self._fast: Any = tokenizer.with_plain_chat() if brought is None else brought
-        self.is_plain = self._fast.chat_template == PLAIN_CHAT
+        self._template, self._special, end = (PLAIN_CHAT, {}, None) if brought is None else brought
+        self.is_plain = self._template == PLAIN_CHAT
         self.stop = (_PLAIN_STOP,) if self.is_plain else ()
-        end = None if self.is_plain else self._fast.eos_token_id
+        end = None if self.is_plain else end
         self.end_tokens = frozenset(() if end is None else (int(end),))
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
         """Prompt ids for the model's next answer. Raises ``UserError`` if the template refuses the turns."""
-        text = self._written([{"role": turn.role, "content": turn.text} for turn in turns], answer=True)
+        (text,) = self._written([([{"role": turn.role, "content": turn.text} for turn in turns], True)])
         return list(self.encoded([text])[0].ids)
 
     def encoded(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """Ids of texts that a template wrote; each text's special tokens are in it, except in the plain format."""
-        return self.tokenizer.backend.encode_batch(list(texts), add_special_tokens=self.is_plain)
+        return self.tokenizer.encodings(texts, add_special_tokens=self.is_plain)
 
     def with_answers(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[int]]:
         """The text of a conversation up to its last answer, and the bounds of the answers in it: start, stop, start,
@@ -288,28 +291,23 @@ class ChatFormat:
                 conversation, so that the answers cannot be found.
         """
         text, bounds = "", list[int]()
-        for index, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
-                prompt, answered = self._written(messages[:index], answer=True), self._written(messages[: index + 1])
-                if not (prompt.startswith(text) and answered.startswith(prompt)):
-                    raise UserError(
-                        f"the chat template of {self._named} changes what it wrote when a conversation goes on",
-                        remedy="change the template in the model's directory so that it only adds to it",
-                    )
-                text = answered
-                bounds += [len(prompt), len(answered)]
+        answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+        chats = [chat for index in answers for chat in ((messages[:index], True), (messages[: index + 1], False))]
+        written = self._written(chats)
+        for prompt, answered in zip(written[::2], written[1::2], strict=True):
+            if not (prompt.startswith(text) and answered.startswith(prompt)):
+                raise UserError(
+                    f"the chat template of {self._named} changes what it wrote when a conversation goes on",
+                    remedy="change the template in the model's directory so that it only adds to it",
+                )
+            text = answered
+            bounds += [len(prompt), len(answered)]
         return text, bounds
 
-    def _written(self, messages: Sequence[dict[str, str]], *, answer: bool = False) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            return str(self._fast.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=False))
-        except (TemplateError, TypeError, ValueError) as error:
-            raise UserError(
-                f"the chat template of {self._named} fails for this chat: {str(error) or type(error).__name__}",
-                remedy="some templates accept no system text: leave out --system",
-            ) from error
+    def _written(self, chats: Iterable[tuple[Sequence[dict[str, str]], bool]]) -> list[str]:
+        """The texts of conversations, each of its messages, and whether an answer is to follow."""
+        given = [(messages, self._special | {"add_generation_prompt": answer}) for messages, answer in chats]
+        return TEMPLATES.render(self._template, given, self._named)
 
     @property
     def _named(self) -> str:
@@ -383,11 +381,12 @@ class Conversation:
         return ids, min(answer_tokens or context, context - len(ids)), dropped
 
 
-def _templated(directory: Path) -> Any:
-    """The tokenizer with the chat template, or None if the directory has none. Raises ``ConfigError``."""
+def _templated(directory: Path) -> tuple[str, dict[str, Any], int | None] | None:
+    """The chat template, the special tokens by name, and the end token, or None if the directory has no template.
+    Raises ``ConfigError``."""
     brings = (directory / _TEMPLATE_FILE).is_file()
     settings = directory / _TOKENIZER_FILE
-    try:
+    with library_errors(f"the chat template of {directory}"):
         brings = brings or (settings.is_file() and b'"chat_template"' in settings.read_bytes())
         if not brings:
             return None
@@ -395,7 +394,6 @@ def _templated(directory: Path) -> Any:
 
         fast: Any = PreTrainedTokenizerFast  # its annotations are partial
         made = fast.from_pretrained(directory, local_files_only=True)
-        return made if made.chat_template else None
-    except Exception as error:  # each tokenizer's files fail in their own way
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"cannot read the chat template of {directory}: {lines[0][:300]}") from error
+        if not made.chat_template:
+            return None
+        return made.get_chat_template(), made.special_tokens_map, made.eos_token_id

@@ -6,10 +6,14 @@ The byte-level vocabulary is the 256 byte values, id = byte. It needs no file. A
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
+import math
 import shutil
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +50,7 @@ PLAIN_CHAT = (
 """The chat template of models without one, see ``compute.text``. It needs no special tokens: what ends an answer is the
 beginning of the next question, so a model that is trained on conversations learns to write it."""
 _TEXTS_PER_CALL = 256
+_MOST_GROWTH = 256
 
 
 class Tokenizer:
@@ -82,13 +87,17 @@ class Tokenizer:
         import tokenizers
 
         path = file_of(directory, "tokenizer.json")
-        try:
-            return cls(tokenizers.Tokenizer.from_str(path.read_text("utf-8")), path.parent)
-        except Exception as error:  # the library raises bare Exception for a malformed file
-            raise ConfigError(
-                f"cannot read the tokenizer {path}: {getattr(error, 'strerror', None) or error}",
-                remedy="save the fast tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
-            ) from error
+        remedy = "save the fast tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        with library_errors(f"the tokenizer {path}", remedy):
+            made = cls(tokenizers.Tokenizer.from_str(path.read_text("utf-8")), path.parent)
+            backend = made.backend
+            steps = [
+                each and json.loads(each.__getstate__())
+                for each in (backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
+            ]
+        if any(_growth(step) > _MOST_GROWTH for step in steps if step):
+            raise ConfigError(f"the tokenizer {path} makes more than {_MOST_GROWTH} characters of one", remedy=remedy)
+        return made
 
     @property
     def digest(self) -> str:
@@ -143,9 +152,48 @@ class Tokenizer:
         fast: Any = PreTrainedTokenizerFast  # its annotations are partial
         return fast(tokenizer_object=self.backend, clean_up_tokenization_spaces=False, chat_template=PLAIN_CHAT)
 
+    def encodings(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        """Raises ``ConfigError`` if the tokenizer fails."""
+        with library_errors(f"the tokenizer of {self.directory or 'a new model'}"):
+            return self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+
     def _encode_batch(self, texts: list[str]) -> Tokens:
-        encodings = self.backend.encode_batch(texts, add_special_tokens=False)
+        encodings = self.encodings(texts, add_special_tokens=False)
         return np.concatenate([np.zeros(0, self.dtype), *(np.array(item.ids, self.dtype) for item in encodings)])
+
+
+@contextmanager
+def library_errors(what: str, remedy: str = "use the tokenizer's files of another model") -> Iterator[None]:
+    """Translate errors of the library, which raises bare ``Exception``s, and panics that are not even those."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"cannot use {what}: {lines[0][:300]}", remedy=remedy) from error
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """The most characters, or ids, that a step of a tokenizer makes of one, apart from Unicode's own rules."""
+    match step["type"]:
+        case "Sequence":
+            lists = ("normalizers", "pretokenizers", "processors", "decoders")
+            return math.prod(_growth(each) for name in lists for each in step.get(name, ()))
+        case "Replace":
+            pattern = step["pattern"].get("String", "")  # a regular expression may match between all characters
+            return max(1.0, len(step["content"]) / len(pattern) if pattern else 1 + len(step["content"]))
+        case "Prepend":
+            return 1.0 + len(step["prepend"])
+        case "ByteLevel":
+            return 2.0
+        case "TemplateProcessing":
+            return float(max(len(step["single"]), len(step["pair"])))
+        case "Precompiled":  # the size of an index, the index, and texts that end with a zero byte
+            table = base64.b64decode(step["precompiled_charsmap"] or "")
+            texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+            return max(map(len, texts), default=1) / 32 + 1  # sentencepiece's own have up to 33 bytes
+    return 1.0
 
 
 def _byte_vocabulary() -> dict[str, int]:

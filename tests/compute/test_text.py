@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -213,6 +214,32 @@ def test_a_template_that_refuses_is_told(tmp_path: Path, template: str) -> None:
     form = ChatFormat(text_of(tmp_path, template=template).tokenizer)
     with pytest.raises(UserError, match="the chat template of"):
         form.ids(TURNS)
+
+
+@pytest.mark.parametrize(
+    ("template", "error", "problem"),
+    [
+        ("{{ 1 / 0 }}", UserError, "fails for this chat: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", UserError, "fails for this chat: maximum recursion depth"),
+        ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", UserError, "fails for this chat: maximum recursion depth"),
+        ("{{ nothing.there }}", UserError, "fails for this chat: 'nothing' is undefined"),
+        ("{{ 7 ** (10 ** 9) }}", ConfigError, "takes more than 2 s of processor time"),
+        ("{{ 'a' * (10 ** 10) }}", ConfigError, "takes more than 1 GiB of memory"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)
+def test_a_hostile_template_ends_at_its_limit_and_the_next_chat_goes_on(
+    tmp_path: Path, template: str, error: type[UserError], problem: str
+) -> None:
+    forms = []
+    for name, written in (("bad", template), ("good", TEMPLATE)):
+        (tmp_path / name).mkdir()
+        forms.append(ChatFormat(text_of(tmp_path / name, template=written).tokenizer))
+    with pytest.raises(UserError, match=re.escape(problem)) as caught:
+        forms[0].ids(TURNS)
+    assert type(caught.value) is error
+    assert str(tmp_path / "bad") in caught.value.message
+    assert bytes(forms[1].ids(TURNS)).decode().startswith("<system>Be brief.")
 
 
 def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer
@@ -82,6 +86,50 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path, content: str | None) -> N
     with pytest.raises(ConfigError, match=r"tokenizer\.json") as caught:
         Tokenizer.of_directory(tmp_path)
     assert "save_pretrained" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"normalizer": normalizers.Sequence([normalizers.Replace("a", "aa")] * 30)},
+        {"normalizer": normalizers.Sequence([normalizers.Replace(Regex(""), "a")] * 30)},
+        {"normalizer": normalizers.Prepend("a" * 300)},
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()] * 30)},
+        {"post_processor": processors.Sequence([processors.TemplateProcessing(single="$A $A")] * 30)},
+        {"decoder": decoders.Sequence([decoders.Replace("a", "aa")] * 30)},
+    ],
+    ids=lambda steps: type(next(iter(steps.values()))).__name__,
+)
+def test_a_tokenizer_that_explodes_is_refused(tmp_path: Path, steps: dict[str, Any]) -> None:
+    backend = tokenizers.Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    for name, step in steps.items():
+        setattr(backend, name, step)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="makes more than 256 characters of one"):
+        Tokenizer.of_directory(tmp_path)
+
+
+def test_a_table_of_texts_that_explodes_is_refused(tmp_path: Path) -> None:
+    table = (8).to_bytes(4, "little") + bytes(8) + b"a" * 10_000 + b"\0"
+    step = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+    backend = tokenizers.Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    document = json.loads(backend.to_str()) | {"normalizer": step}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="makes more than 256 characters of one"):
+        Tokenizer.of_directory(tmp_path)
+
+
+def test_a_panic_of_the_library_is_told(tmp_path: Path) -> None:
+    """It is no ``Exception``."""
+    backend = tokenizers.Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"cannot use the tokenizer of .* retry-limit"):
+        Tokenizer.of_directory(tmp_path).encode(["a" * 40 + "b"])
+    document = json.loads(backend.to_str()) | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=r"cannot use the tokenizer .*Precompiled"):
+        Tokenizer.of_directory(tmp_path)
 
 
 def test_nowhere_to_save_to(words: Path, tmp_path: Path) -> None:

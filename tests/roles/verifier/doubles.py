@@ -223,9 +223,12 @@ def service(
     drafters: ScriptedDrafters | None = None,
     *,
     network: Network | None = None,
+    template: str = "",
     **options: Any,
 ) -> VerifierService:
     text = model_text(directory)
+    if template:
+        (directory / "chat_template.jinja").write_text(template)
     return VerifierService(
         world(network),
         target,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.compute.text import Turn
-from p2ptrain.core.errors import DeadlineExceeded, Refused, UserError
+from p2ptrain.core.errors import ConfigError, DeadlineExceeded, Refused, UserError
 from p2ptrain.core.serving import Sampling, SamplingOptions
 from roles.verifier.asking import TextRequest
 from roles.verifier.service import VerifierService
@@ -174,6 +174,25 @@ def test_the_oldest_turns_of_a_conversation_are_left_out(tmp_path: Path) -> None
         assert writing.left_out == 2
         asked = bytes(token for _, ids, _ in target.runs for token in ids)
         assert asked.startswith(b"be brief\n\nUser: and now?\nAssistant:")
+        await settled(serving, target)
+
+    within(scene())
+
+
+def test_a_chat_that_its_template_cannot_write_disturbs_no_other(tmp_path: Path) -> None:
+    async def scene() -> None:
+        target = ScriptedTarget()
+        template = "{% if messages[0].content == 'now' %}{{ 'a' * (10 ** 10) }}{% endif %}{{ messages[0].content }}"
+        serving = service(tmp_path, target, template=template)
+        chats = [TextRequest(turns=(Turn("user", text),), max_new_tokens=5) for text in ("now", "hi")]
+        failed, *written = await asyncio.gather(
+            *(serving.write(each) for each in (*chats, wish(5))), return_exceptions=True
+        )
+        assert isinstance(failed, ConfigError)
+        assert "takes more than 1 GiB of memory" in failed.message
+        for session in written:
+            assert not isinstance(session, BaseException)
+            await read(session)
         await settled(serving, target)
 
     within(scene())
