@@ -142,8 +142,8 @@ class Data(Table):
     """Most bytes of text to use; 0: all of it."""
     sequence_tokens: int = Field(default=128, ge=2, le=2**20)
     """Tokens of a training sequence; at most model.context."""
-    validation_fraction: float = Field(default=0.05, gt=0, le=0.5)
-    """Share of the sequences held out for validation."""
+    validation_fraction: float = Field(default=0.05, ge=0, le=0.5)
+    """Share of the sequences held out for validation, at least one; 0: none, and nothing is validated."""
 
 
 class Batch(Table):
@@ -556,6 +556,9 @@ def _check(profile: Profile) -> None:
         if profile.value(key) and not profile.validation.every:
             why = "only the last step is validated"
             raise _conflict(profile, key, "validation.every", why=why, remedy="validation.every at least 1")
+        if profile.value(key) and not profile.data.validation_fraction:
+            why, remedy = "no text is held out", "data.validation_fraction above 0"
+            raise _conflict(profile, key, "data.validation_fraction", why=why, remedy=remedy)
     if profile.job.strategy == "local":
         _check_at_most(profile, "local.fragments", "job.steps", why=": some would never be exchanged")
         if profile.local.overlap and profile.job.steps < 2:

@@ -34,6 +34,7 @@ from p2ptrain.cli.runtime import (
     not_empty,
     run,
     seed_option,
+    short_of_warm_up,
 )
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def create(
             return
         if planned is not None and not as_json:
             typer.echo(plans.short(*planned), err=True)
+    typer.echo(f"{short}\n" if (short := short_of_warm_up(loaded)) else "", err=True, nl=False)
     more = {} if shape is None else {"shape": shape.to_map()}
     job = ask(seed, lambda client: client.create_job(name, label, loaded.to_spec(), **more))
     if as_json:

@@ -204,11 +204,24 @@ async def create_job(client: SeedRequests, name: str, label: str, profile: Profi
     from p2ptrain.cli.model_sizes import shape_of
 
     say = partial(console.event, "warning")
+    if text := short_of_warm_up(profile):
+        say(text)
     shape = await asyncio.to_thread(shape_of, profile, say) if profile.pipeline.stages > 1 else None
     more = {} if shape is None else {"shape": shape.to_map()}
     job = await client.create_job(name, label, profile.to_spec(), **more)
     console.event("info", f"created job {name} ({job}) from profile {label}")
     return job
+
+
+def short_of_warm_up(profile: Profile) -> str:
+    """Says that a job is over before its warm-up; empty if it is not."""
+    steps, warm_up = profile.job.steps, profile.optimizer.warmup_steps
+    if warm_up <= steps:
+        return ""
+    return (
+        f"optimizer.warmup_steps = {warm_up:,} is more than job.steps = {steps:,}: the learning rate ends at "
+        f"{100 * steps / warm_up:.3g} % of optimizer.lr; --set optimizer.warmup_steps={steps // 10} reaches all of it"
+    )
 
 
 def seed_option(seed: str) -> str:

@@ -262,9 +262,14 @@ async def _first_job(
         unfinished = [job for job in jobs if job.state not in FINISHED_STATES]
         if unfinished:
             going = unfinished[0]
-            console.event("info", f"going on with job {going.name} ({going.id}), step {going.step}")
+            _, spec = await client.job(going.id)
+            own = "" if spec == first_job[1].to_spec() else ", with the settings that it began with"
+            console.event("info", f"going on with job {going.name} ({going.id}), step {going.step}{own}")
         elif not jobs:
             await create_job(client, Path(first_job[0]).stem, *first_job, console)
+        else:
+            text = f"job {jobs[-1].name} ({jobs[-1].id}) is {jobs[-1].state} at step {jobs[-1].step:,}"
+            console.event("info", f"{text}: `p2ptrain jobs create` starts another one")
 
 
 def _tell_of_addresses(console: Console, host: str, bound: str) -> None:

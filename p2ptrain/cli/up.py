@@ -50,7 +50,7 @@ def up(
     new: Annotated[
         bool,
         typer.Option(
-            "--new", help="Start over: cancel an unfinished job of other settings; train a trained pair again."
+            "--new", help="Start over: cancel an unfinished job of other settings; train a finished one again."
         ),
     ] = False,
     plain: Annotated[

@@ -182,6 +182,8 @@ class Run:
             if plan.is_pair and not plan.new and profile.to_spec() not in begun:
                 done = await trained_before(client, profile)
             if done is None:
+                if not plan.new and profile.to_spec() not in begun:
+                    await self._tell_finished(profile)
                 self._jobs[role] = await self._job_for(name, profile, begun)
             else:
                 self._trained[role] = done
@@ -199,6 +201,25 @@ class Run:
         await self.cluster.start_workers(plan.workers, *options, straggler=plan.straggler, texts=plan.texts)
         self._workers = list(self.cluster.peers.values())
         self._say("info", self.cluster.workers_start(plan.workers))
+
+    async def _tell_finished(self, profile: Profile) -> None:
+        """Say that a job of these settings is done. Raises ``UserError`` if it had another number of steps: the person
+        may want to go on, and not to begin again."""
+        for job in reversed(await self.client.jobs()):
+            _, spec = await self.client.job(job.id)
+            if job.state != "done" or not _alike(spec, profile, steps=profile.job.steps):
+                continue
+            text = f"job {job.name} ({job.id}) of these settings is done at step {job.step:,}"
+            if job.steps_total == profile.job.steps:
+                self._console.event("info", f"{text}; a new one begins at step 0")
+                return
+            newest = await newest_saved(self.client, job.id)
+            place = "its checkpoint" if newest is None or newest.stage is not None else newest.path
+            raise UserError(
+                f"{self._plan.root}: {text}, and one of {profile.job.steps:,} steps would begin at step 0",
+                remedy=f"--set model.path={place} goes on from its weights, with a learning rate that rises again; "
+                "--new begins at step 0",
+            )
 
     async def _job_for(self, name: str, profile: Profile, begun: Mapping[str, str]) -> str:
         if (job := begun.get(profile.to_spec())) is None:
@@ -439,14 +460,16 @@ async def trained_before(client: SeedClient, profile: Profile) -> Summary | None
     return None
 
 
-def _alike(spec: str, profile: Profile) -> bool:
+def _alike(spec: str, profile: Profile, **job: int) -> bool:
+    """Whether the settings are the same but for the number of workers, and those of ``job``."""
     from configs.schema import Profile
 
     try:
         found = Profile.from_spec_untrusted(spec)
     except ProtocolError:
         return False  # of another version
-    return found.model_copy(update={"job": found.job.model_copy(update={"workers": profile.job.workers})}) == profile
+    job |= {"workers": profile.job.workers}
+    return found.model_copy(update={"job": found.job.model_copy(update=job)}) == profile
 
 
 def check_whole(role: str, summary: Summary) -> None:

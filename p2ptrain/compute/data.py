@@ -40,7 +40,7 @@ class DataSpec:
         text_key: the field of a row that holds its text or messages; empty for ``text`` or ``messages``.
         bad_rows: largest share of rows that may be left out.
         limit_bytes: most bytes of UTF-8 text to read; 0 for all.
-        validation_fraction: fraction of the windows that is held out.
+        validation_fraction: fraction of the windows that is held out, at least one window; 0: none.
     """
 
     path: str = STDLIB
@@ -143,9 +143,10 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
         tokens, marks, cut = packed(found, form, rows, width=width, limit_bytes=spec.limit_bytes)
     else:
         tokens = tokenizer.encode(_limited(rows.texts(files), spec.limit_bytes))
-    note = "; ".join(filter(None, (rows.note(), cut)))
+    told = [rows.note(), cut]
     windows = len(tokens) // width if is_chat else max(0, len(tokens) - 1) // spec.sequence_tokens
     training, validation = split_windows(spec, windows)
+    note = "; ".join(filter(None, (*told, _large_part(spec, len(validation), windows))))
     hasher = hashlib.sha256(f"{tokens.dtype.name} {tokenizer.vocab_size} ".encode())
     hasher.update(np.ascontiguousarray(tokens, tokens.dtype.newbyteorder("<")).data)
     hasher.update(b"" if marks is None else marks.data)
@@ -155,18 +156,30 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
 
 def split_windows(spec: DataSpec, windows: int) -> tuple[Indices, Indices]:
     """Training and validation window numbers (see ``Corpus``); the former ascend. Raises ``ConfigError``."""
-    block = min(_BLOCK_WINDOWS, max(1, windows // 8))  # smaller blocks for a tiny corpus
-    blocks = windows // block
-    if blocks < 2:
+    fraction = spec.validation_fraction
+    block = min(_BLOCK_WINDOWS, max(1, round(windows * fraction)))  # smaller blocks for a tiny corpus
+    blocks, least = windows // block, 2 if fraction else 1
+    if blocks < least:
         raise ConfigError(
             f"data.path = {spec.path!r} has too few tokens: they fill {windows} windows of {spec.sequence_tokens}",
-            remedy=f"give at least {2 * spec.sequence_tokens + 1} tokens of text, or a smaller data.sequence_tokens",
+            remedy=f"give at least {least * spec.sequence_tokens + 1} tokens of text, or a smaller "
+            "data.sequence_tokens; with data.validation_fraction = 0 one window is enough",
         )
-    chosen = np.arange(max(1, min(blocks - 1, round(blocks * spec.validation_fraction))))
+    chosen = np.arange(max(1, min(blocks - 1, round(blocks * fraction))) if fraction else 0)
     held = (np.sort(permuted(chosen, blocks, key=0))[:, None] * block + np.arange(block)).astype(np.int64)
     is_training = np.ones(windows, dtype=np.bool_)
     is_training[held] = False
     return np.flatnonzero(is_training).astype(np.int64), held.T.reshape(-1)
+
+
+def _large_part(spec: DataSpec, held_out: int, windows: int) -> str:
+    """Says that more is held out than was asked for, as of a tiny corpus; empty if not."""
+    if held_out <= 1.5 * spec.validation_fraction * windows:
+        return ""
+    return (
+        f"validation holds out {held_out} of {windows} sequences, more than data.validation_fraction = "
+        f"{spec.validation_fraction:g}: with 0 all are trained on"
+    )
 
 
 def _size(file: Path) -> int:

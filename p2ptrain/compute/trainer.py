@@ -35,7 +35,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -187,12 +187,7 @@ class Trainer:
         self._corpus: Corpus = load_corpus(spec.data, self._tokenizer)
         if self._corpus.marks is not None:
             check_packs(self._config, split=not stage.is_whole)
-        self._validation_batches = min(spec.validation_batches, len(self._corpus.validation) // sequences)
-        if spec.validation_batches and not self._validation_batches:
-            raise ConfigError(
-                f"validation has {len(self._corpus.validation)} windows, and a micro-batch needs {sequences}",
-                remedy="raise data.validation_fraction, give more text, or lower batch.micro_batch_sequences",
-            )
+        self._validation_batches = min(spec.validation_batches, -(-len(self._corpus.validation) // sequences))
         self._target_counts = self._corpus.target_counts()[self._corpus.training]
         self._sampler = WindowSampler(len(self._corpus.training), spec.seed, spec.micro_batches, sequences)
         self._device, self._chosen = device.torch_device, device
@@ -482,7 +477,11 @@ class Trainer:
         self._tuning.micro_batch = None
         lost = lost_members_told() if self._shard is not None else nullcontext()
         with torch.no_grad(), self._arithmetic(), _out_of_memory_told(), lost:
-            batch = self._batch(self._corpus.validation[index * sequences : (index + 1) * sequences])
+            windows = self._corpus.validation[index * sequences : (index + 1) * sequences]
+            batch = self._batch(np.resize(windows, sequences))
+            if len(windows) < sequences:  # the last one; repeated windows do not count
+                batch = replace(batch, targets=batch.targets.clone())
+                batch.targets[len(windows) :] = NO_TARGET
             outputs = self._through(self._entering(batch, inputs), batch)
         if not self._part.last:
             return _payload(outputs, self._stage.activations), 0.0, 0

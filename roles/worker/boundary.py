@@ -63,11 +63,14 @@ class BoundaryWork:
     async def validate(
         self, boundary: Boundary, engine: Engine, strategy: Strategy, session: RingSession, *, patience_s: float
     ) -> float | None:
-        """Return the mean loss over the held-out micro-batches in nats per token; None if it is not due, or would tell
-        about texts that ``[privacy]`` protects. The members share the micro-batches; in a split model the replicas do.
+        """Return the mean loss over the held-out micro-batches in nats per token; None if it is not due, no text is
+        held out, or it would tell about texts that ``[privacy]`` protects. The members share the micro-batches; in a
+        split model the replicas do.
         Of private data each member computes all of its own. All take the same loss into their ``EarlyStop``."""
-        every = self._profile.validation.every
-        if not (boundary.last or (every and boundary.applied % every == 0)) or self._profile.privacy.epsilon:
+        every, profile = self._profile.validation.every, self._profile
+        if not (boundary.last or (every and boundary.applied % every == 0)):
+            return None
+        if profile.privacy.epsilon or not profile.data.validation_fraction:
             return None
         view = session.view
         first, count = 0, engine.validation_batches()

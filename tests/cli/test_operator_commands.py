@@ -127,6 +127,9 @@ def test_create_sends_the_effective_profile(command: Command, fake_seed: Any, mo
     assert (method, params["name"], params["profile"]) == ("jobs.create", "tiny", "tiny")
     expected = load("tiny", {"P2PTRAIN__JOB__SEED": "7"}, ["job.steps=20", "job.workers=1"]).profile
     assert Profile.from_spec_untrusted(params["spec"]) == expected
+    assert "warmup" not in outcome.err
+    outcome = command("jobs", "create", "--profile", "tiny", "--set", "job.steps=5")
+    assert "optimizer.warmup_steps = 20 is more than job.steps = 5: the learning rate ends at 25 % of" in outcome.err
 
 
 def test_create_of_a_pair_makes_the_job_of_one_of_them(command: Command, fake_seed: Any) -> None:

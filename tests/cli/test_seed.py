@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from p2ptrain.cli.seed import _tell_of_addresses
+from configs.schema import Profile
+from p2ptrain.cli.output import Console
+from p2ptrain.cli.seed import _first_job, _tell_of_addresses
 from p2ptrain.core.errors import Unreachable
+from wire.records import JobInfo
 
 Command = Callable[..., Any]
 
@@ -51,6 +55,36 @@ def test_a_seed_says_where_others_reach_it(
     _tell_of_addresses(console, host, bound)
     assert len(lines) == bool(told)
     assert told in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("state", "steps", "said"),
+    [
+        ("running", 9, "going on with job one (j1), step 4\n"),
+        ("running", 10, "going on with job one (j1), step 4, with the settings that it began with\n"),
+        ("done", 10, "job one (j1) is done at step 4: `p2ptrain jobs create` starts another one\n"),
+    ],
+)
+async def test_a_seed_with_a_job_says_that_it_makes_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, steps: int, said: str
+) -> None:
+    job = JobInfo(id="j1", name="one", profile="", strategy="", state=state, created_at=0.0, steps_total=9, step=4)
+
+    class Client:
+        async def jobs(self) -> list[JobInfo]:
+            return [job]
+
+        async def job(self, _: str) -> tuple[JobInfo, str]:
+            return job, Profile.model_validate({"job": {"steps": 9}}).to_spec()
+
+    @asynccontextmanager
+    async def operator(*_: object, **__: object) -> AsyncIterator[Client]:
+        yield Client()
+
+    monkeypatch.setattr("p2ptrain.cli.seed.operator", operator)
+    wanted = Profile.model_validate({"job": {"steps": steps}})
+    await _first_job(("127.0.0.1", 1), Path(), ("one", wanted), Console())
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_a_first_job_that_cannot_be_made_ends_the_seed_with_the_reason(

@@ -244,14 +244,25 @@ async def test_who_serves_and_ends_is_named_with_its_last_words(machine: Machine
 async def test_one_model_is_trained_and_summed_up(
     machine: Machine, free_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = await machine.up(free_port, profile=PROFILE.alone(), as_json=False)
+    profile = PROFILE.alone().model_copy(update={"optimizer": Optimizer(warmup_steps=1000)})
+    outcome = await machine.up(free_port, profile=profile, as_json=False)
     assert (outcome["state"], outcome["step"], outcome["whole"]) == ("done", STEPS, True)
     assert not machine.servers
     said = capsys.readouterr().err
     assert "created job pair" in said
     assert "step 100/200  loss" in said
-    again = await machine.up(free_port, profile=PROFILE.alone())
+    assert "the learning rate ends at 20 % of optimizer.lr" in said
+    again = await machine.up(free_port, profile=profile, as_json=False)
     assert again["job"] != outcome["job"], "one that is done is not taken up"
+    done = rf"job pair \({again['job']}\) of these settings is done at step 200"
+    said = capsys.readouterr().err
+    assert f"({outcome['job']}) of these settings is done at step 200; a new one begins at step 0" in said
+    longer = profile.model_copy(update={"job": profile.job.model_copy(update={"steps": 240})})
+    with pytest.raises(UserError, match=f"{done}, and one of 240 steps would begin at step 0") as caught:
+        await machine.up(free_port, profile=longer)
+    assert f"--set model.path={again['checkpoint']} goes on from its weights" in caught.value.remedy
+    assert (await machine.up(free_port, profile=longer, new=True))["step"] == 240
+    assert (await machine.up(free_port, profile=longer))["step"] == 240, "as the newest one"
 
 
 async def test_a_worker_that_ends_alone_ends_it_with_its_last_words(machine: Machine, free_port: int) -> None:

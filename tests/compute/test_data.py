@@ -142,6 +142,23 @@ def test_the_split_covers_everything_once(windows: int) -> None:
     assert len(held)
 
 
+@pytest.mark.parametrize(
+    ("windows", "fraction", "held_out"),
+    [(2, 0.05, 1), (20, 0.05, 1), (20, 0.5, 10), (100, 0.05, 5), (1000, 0.05, 48), (20, 0.0, 0), (1, 0.0, 0)],
+)
+def test_a_small_corpus_is_split_as_was_asked_for(windows: int, fraction: float, held_out: int) -> None:
+    training, held = split_windows(spec("x", validation_fraction=fraction), windows)
+    assert (len(training), len(held)) == (windows - held_out, held_out)
+
+
+def test_holding_out_more_than_was_asked_for_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("a" * 32)
+    assert "holds out 1 of 4 sequences" in load_corpus(spec(path), BYTES).note
+    assert load_corpus(spec(path, validation_fraction=0.0), BYTES).note == ""
+    assert load_corpus(spec(path, validation_fraction=0.25), BYTES).note == ""
+
+
 def test_the_split_holds_out_blocks_from_all_over() -> None:
     _, held = split_windows(spec("x", validation_fraction=0.1), 16 * 1000)
     assert len(held) == 1600

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM
 
 from p2ptrain.compute.data import DataSpec, load_corpus
@@ -136,6 +137,24 @@ def test_the_loss_curve_is_that_of_one_process() -> None:
     for pipeline in (two, three):
         assert pipeline.validation_loss() == pytest.approx(losses / targets, rel=1e-5)
         check_tied_copies(pipeline)
+
+
+@pytest.mark.parametrize(("fraction", "windows"), [(0.05, 1), (0.15, 3), (0.0, 0)])
+def test_held_out_windows_that_fill_no_micro_batch_are_validated(fraction: float, windows: int) -> None:
+    data = DataSpec(sequence_tokens=16, limit_bytes=321, validation_fraction=fraction)
+    alone, parts = tiny_trainer(Path("stdlib"), model=MODEL, data=data), Pipeline("stdlib", (0, 2, 4), data=data)
+    assert len(alone._corpus.training) == 20 - windows
+    losses, targets = alone.validate(0, alone.validation_batches())
+    assert targets == 16 * windows
+    if windows:
+        assert losses == pytest.approx(losses_of(alone, alone._corpus.validation), rel=1e-6)
+        assert parts.validation_loss() == pytest.approx(losses / targets, rel=1e-5)
+
+
+def losses_of(trainer: Trainer, windows: np.ndarray[Any, Any]) -> float:
+    tokens = torch.from_numpy(trainer._corpus.window_tokens(windows))
+    logits = trainer._model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return float(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").detach())
 
 
 def train(trainer: Trainer, step: int) -> Any:

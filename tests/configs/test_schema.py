@@ -165,6 +165,10 @@ SHARDED: dict[str, Any] = {"job": {"strategy": "sharded"}}
     ("tables", "said"),
     [
         ({"lora": {"rank": 8}}, "lora.rank = 8, model.path = '': LoRA needs a trained model"),
+        (
+            {"validation": {"patience": 3}, "data": {"validation_fraction": 0}},
+            "validation.patience = 3, data.validation_fraction = 0.0: no text is held out",
+        ),
         ({"lora": {"base": "nf4"}}, "lora.base = 'nf4', lora.rank = 0: only a model"),
         ({"lora": {"rank": 8}, "model": BASE | {"freeze": ["a"]}}, "lora.rank = 8, model.freeze = ['a']: with LoRA"),
         ({"lora": {"rank": 8, "base": "bf16"}, "model": BASE}, "device.precision = 'fp32': fp32 arithmetic"),

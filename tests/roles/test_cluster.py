@@ -91,6 +91,10 @@ async def test_a_run_ends_with_the_same_bits_everywhere_and_the_losses_of_one_pr
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert [row["loss"] for row in rows] == pytest.approx(undisturbed(profile), rel=1e-5)
     assert [row["step"] for row in rows if row["val_loss"] is not None] == [5, 10, 12]
+    job = await cluster.create(small_profile(job={"workers": workers}, data={"validation_fraction": 0}))
+    await cluster.job_until(job, done)
+    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
+    assert {row["val_loss"] for row in rows} == {None}, "no text is held out"
     saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
     assert {item["step"] for item in saved} >= {8, 12}
 
