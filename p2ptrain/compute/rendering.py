@@ -27,7 +27,7 @@ LIMIT_S, LIMIT_BYTES = 2.0, 1 << 30
 _S_PER_BYTE = 2e-7  # more time for long conversations
 _MOST_ANSWER_BYTES = 64 << 20
 _OUT_OF_MEMORY = 3  # exit code
-_REMEDY = "some templates accept no system text: leave out --system"
+_REMEDY = "correct the model's chat_template.jinja, or use another model"
 _COMMAND = (sys.executable, "-P", "-c", "from p2ptrain.compute.rendering import serve; serve()")
 
 
@@ -61,11 +61,13 @@ class TemplateProcess:
                 raise
             if not line.endswith(b"\n"):
                 text = f"the chat template of {whose} {self._why_ended()}"
-                raise ConfigError(text, remedy="write a simpler chat_template.jinja in the model's directory")
+                raise ConfigError(text, remedy=_REMEDY)
             self._template = template
         texts, problem = json.loads(line)
         if problem:
-            raise UserError(f"the chat template of {whose} fails for this chat: {problem}", remedy=_REMEDY)
+            has_system = any(message.get("role") == "system" for messages, _ in chats for message in messages)
+            remedy = "some templates accept no system text: leave out --system" if has_system else _REMEDY
+            raise UserError(f"the chat template of {whose} fails for this chat: {problem}", remedy=remedy)
         return [str(text) for text in texts]
 
     def _started(self) -> subprocess.Popen[bytes]:
