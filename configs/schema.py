@@ -214,8 +214,9 @@ class Federated(Table):
     'frozen-a': only B trains, so its mean is exact. 'naive': the means of A and of B, which is not exact."""
     sample: int = Field(default=0, ge=0, le=1024)
     """Workers that take part in a round, drawn anew for each; 0: all, but with exact averages at most job.workers."""
-    most_share: float = Field(default=1.0, gt=0, le=1)
-    """The largest share of a round for one worker, however large its text is."""
+    most_share: float = Field(default=0.5, gt=0, le=1)
+    """The largest share of a round for one worker, however large it says that its text is: nobody else can count it. 1:
+    no limit. Two workers with 0.5 share equally."""
     proximal: float = Field(default=0.0, ge=0, le=1000)
     """FedProx: pull towards the averaged model, added to the gradient as this factor times the difference; 0: none."""
     secure: bool = False

@@ -93,6 +93,7 @@ from ring.replicas import (
     members_of,
     newest,
     replicas_of,
+    shares_by_size,
     sources_for,
     square_sum,
 )
@@ -727,6 +728,8 @@ class Coordinator:
         )
         self._out.append(co.Mint(self.view, went_back, self._recovery.branch))
         self._say("info", "view", described(self.view, before))
+        if self.options.share_rule.by_size:
+            self._say("info", "shares", shares_by_size(self.view, ready))
         if plan.measured:
             self._say("info", "ring-order", plan.reason)
             if plan.transport_reason != self._transport:

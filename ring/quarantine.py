@@ -142,16 +142,15 @@ class Quarantine:
     def _refusal(
         self, survivors: Reports, view: View, roster: Roster, name: Callable[[str], str], now: float
     ) -> Verdict | None:
-        told = Counter(
+        votes = Counter(
             (report.applied + 1, report.cause, report.suspect, report.beside)
             for report in survivors.values()
             if report.status == "broken" and report.cause in CAUSES
         )
+        told = {one: count for one, count in votes.items() if count >= min(self._witnesses, view.size)}
         if not told:
             return None  # members that lost a neighbour may not have seen the vote
-        step, cause, suspect, beside = one = min(told, key=lambda it: (it[1] != "hop", -told[it], it))
-        if told[one] < min(self._witnesses, view.size):
-            return None
+        step, cause, suspect, beside = min(told, key=lambda it: (it[1] != "hop", -told[it], it))
         if step != self._step:
             self.committed(self._step)
             self._step = step
@@ -188,13 +187,15 @@ class Quarantine:
 
     def _untraced(self, step: int, view: View, name: Callable[[str], str], now: float) -> Verdict:
         text = f"step {step} was not applied: the sum is not finite or an outlier, and no member told that it caused it"
+        if self._masked:
+            asked = ", ".join(member.name for member in view.members)
+            text = f"{text}, and masks hide whose it is: ask who runs {asked}"
         if self._tried is None:
             self._tried = []
-            return Verdict("step-refused", f"{text}: it may be damage in transit, so it is computed again")
+            return Verdict("step-refused", f"{text}; it may be damage in transit, so it is computed again")
         if self._masked:
             self._tried = None
-            asked = ", ".join(member.name for member in view.members)
-            return Verdict("step-refused", f"{text}, and masks hide whose it is: ask who runs {asked}", pauses=True)
+            return Verdict("step-refused", text, pauses=True)
         left = [member for member in view.members if member.peer_id not in self._tried]
         if not left:
             return Verdict("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)

@@ -262,6 +262,13 @@ def sources_for(peer_id: str, part: int, view: View, links: Links) -> tuple[Memb
     return tuple(view.members[rank] for rank in sorted(range(part, view.size, view.stages), key=cost)[:SOURCES])
 
 
+def shares_by_size(view: View, reports: Reports) -> str:
+    """What the members say of their texts, and what they get for it."""
+    total = sum(member.count for member in view.members)
+    told = ((one.name, reports[one.peer_id].windows, one.count) for one in view.members)
+    return "; ".join(f"{name} says {size:,} sequences: {count} of {total} micro-batches" for name, size, count in told)
+
+
 def described(view: View, before: View | None) -> str:
     gone = [member.name for member in before.members if view.rank_of(member.peer_id) is None] if before else []
     replicas = ("+".join(member.name for member in view.replica(rank)) for rank in range(0, view.size, view.stages))

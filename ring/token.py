@@ -224,7 +224,9 @@ def verdict(
     if not robust and (fault := _false_figure(tokens, last, stages)):
         return fault
     known = sorted(token.usual for token in tokens if 0 < token.usual < math.inf)
-    limit = guard.limit(known[len(known) // 2] if known else 0.0, lenient=lenient)  # one of two cannot lower it alone
+    # Below the last norm it would be the word of few members: newcomers do not know the usual one.
+    usual_norm = max(known[len(known) // 2], last) if known and last > 0 else 0.0
+    limit = guard.limit(usual_norm, lenient=lenient)
     owns = [0.0 if robust else token.own for token in tokens]
     return _not_plausible(owns, [token.part for token in tokens], square_sum(tokens, last, stages), limit, stages)
 

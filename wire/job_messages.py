@@ -25,6 +25,7 @@ from wire.schema import Bound, Count, Digest, Lineage, Port
 
 MAX_STREAMS = 16
 MAX_STAGES = 256
+MAX_WINDOWS = 2**40
 MAX_SUB_CHUNK_BYTES = 64 << 20
 LONGEST_SILENCE_S = 86_400.0
 CODEC_NAMES = ("fp32", "bf16", "fp16", "int8", "int4", "topk")
@@ -85,7 +86,7 @@ class Report(Message):
         suspect: for ``broken``: peer id of the neighbour that was lost, or of the member whose token failed the step.
         reduce_bytes: bytes of the array that every step reduces, for planning the ring; 0 if unknown.
         unit_us: average microseconds per micro-batch at this worker, for its share; 0 if unknown.
-        windows: training sequences in the corpus, for auditing the ledger; 0 if unknown.
+        windows: training sequences in the corpus, for auditing the ledger and for shares by size; 0 if unknown.
         cause: for ``broken``: empty (a neighbour or a link was lost), ``dial`` (``suspect`` was not reached),
             ``digest`` (members had different sums), ``contribution`` (that of ``suspect`` is not finite, or an
             outlier; without a suspect: no member said that it caused a wrong sum), ``figure`` (``suspect`` told a
@@ -110,7 +111,7 @@ class Report(Message):
     reason: str = ""
     reduce_bytes: Count = 0
     unit_us: Count = 0
-    windows: Count = 0
+    windows: Annotated[int, Bound(0, MAX_WINDOWS)] = 0
     cause: _Name = ""
     beside: _Name = ""
     fetched_bytes: Count = 0

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from p2ptrain.core.errors import ProtocolError
 from wire.chain_messages import HeldPart
-from wire.job_messages import LedgerRow
+from wire.job_messages import MAX_WINDOWS, LedgerRow
 from wire.messages import GpuInfo
 from wire.schema import Amount, Bound, Count, Lineage, Port, Record, Share
 from wire.text_messages import Served
@@ -499,7 +499,7 @@ class LedgerPage(Record):
 
     head: LedgerHead | None
     runs: list[LedgerRun]
-    windows: Annotated[int, Bound(0, 2**40)] = 0
+    windows: Annotated[int, Bound(0, MAX_WINDOWS)] = 0
 
 
 @dataclass(frozen=True, slots=True)

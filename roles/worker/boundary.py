@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
+from statistics import median
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
@@ -27,6 +29,23 @@ from roles.worker.early_stop import EarlyStop
 
 _VALIDATION = struct.Struct("!dQ")  # sum of losses in nats, number of targets
 _SAVING = struct.Struct("!q?16s")  # newest durable checkpoint, whether no write is in progress, the state's digest
+
+
+MOST_ABOVE, MOST_LOSS = 10.0, 1e6
+"""A mean loss that is so many times that of most members, or beyond this, is no loss of the same model."""
+
+
+def mean_loss_untrusted(told: Sequence[bytes], most: int) -> tuple[float, list[int]]:
+    """The mean loss per target from what each member told of its share, and the ranks whose figures cannot be. They are
+    left out. ``most``: targets of one member."""
+    known = [_VALIDATION.unpack(item) if len(item) == _VALIDATION.size else (math.nan, 0) for item in told]
+    means = [total / max(targets, 1) for total, targets in known]
+    usual = median([mean for mean, (_, targets) in zip(means, known, strict=True) if targets and mean >= 0] or [0.0])
+    limit = min(MOST_ABOVE * usual, MOST_LOSS) if len(told) > 2 else MOST_LOSS
+    odd = [r for r, (mean, (_, targets)) in enumerate(zip(means, known, strict=True))
+           if not (0 <= mean <= limit and targets <= most)]  # fmt: skip
+    fit = [each for rank, each in enumerate(known) if rank not in odd]
+    return (math.fsum(total for total, _ in fit) / max(sum(n for _, n in fit), 1) if fit else math.nan), odd
 
 
 class BoundaryWork:
@@ -83,8 +102,11 @@ class BoundaryWork:
             text = f"validation after step {boundary.applied} skipped: {problem}"
             self._context.notify("warning", "validation", text)
             return None
-        parts = [_VALIDATION.unpack_from(item) for item in gathered]
-        loss = math.fsum(float(part) for part, _ in parts) / max(1, sum(int(number) for _, number in parts))
+        loss, odd = mean_loss_untrusted(gathered, self._profile.validation.batches * engine.tokens_per_micro_batch)
+        if odd and session.rank == min(set(range(session.size)) - set(odd), default=0):
+            names = ", ".join(view.members[rank].name for rank in odd)
+            text = f"the validation after step {boundary.applied} is without {names}, whose losses cannot be"
+            self._context.notify("warning", "validation", text)
         self._early.validated(boundary.applied, loss)
         return loss
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from p2ptrain.core.checkpoints import Meta
-from p2ptrain.core.errors import ProtocolError
 from roles.worker.privacy import Budget
 
 _WIRE = struct.Struct("!QdQQ")
@@ -66,15 +65,16 @@ class EarlyStop:
     def told(self) -> bytes:
         return _WIRE.pack(*astuple(self._known))
 
-    def agree_untrusted(self, told: Sequence[bytes]) -> None:
-        """Take up what most members know that know anything; of equally many, what ends the job last. ``told``: by each
-        (``told``). Raises ``ProtocolError``."""
-        if any(len(each) != _WIRE.size for each in told):
-            raise ProtocolError("a member told what it knows of the validations in another form")
-        nothing = _WIRE.pack(*astuple(Validations()))  # as newcomers do
-        votes = Counter(each for each in told if each != nothing) or Counter([nothing])
-        known = [Validations(*_WIRE.unpack(each)) for each in votes]
-        self._known = min(zip(votes.values(), known, strict=True), key=lambda it: (-it[0], it[1].since, -it[1].step))[1]
+    def agree_untrusted(self, told: Sequence[bytes], step: int) -> None:
+        """Take up what most members know that know anything; of equally many, what ends the job last.
+
+        Args:
+            told: by each (``told``). What cannot be known counts as nothing.
+            step: that the members have applied.
+        """
+        votes = Counter(Validations(*_WIRE.unpack(each)) for each in told if len(each) == _WIRE.size)
+        fit = {it: n for it, n in votes.items() if max(it.best_step, it.since, 1) <= it.step <= step}
+        self._known = min(fit, key=lambda it: (-fit[it], it.since, -it.step), default=Validations())
 
     def validated(self, step: int, loss: float) -> None:
         if not self.due:  # else this is the validation of the last step

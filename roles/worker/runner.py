@@ -430,7 +430,8 @@ class JobRunner:
             await self._budget.view_began(session, patience_s=self._patience_s())
         if self.profile.validation.patience and not self._asynchronous:
             told = await session.all_gather(self._early.told(), patience_s=self._patience_s())
-            self._early.agree_untrusted([it for it, one in zip(told, form.view.members, strict=True) if one.healthy])
+            healthy = [it for it, member in zip(told, form.view.members, strict=True) if member.healthy]
+            self._early.agree_untrusted(healthy, form.view.step)
         self.heal_source.view_began()
         self.reports.view_began(form.view, formed_s=context.world.clock.now() - form_began)
         self._handle(Finished(form.ticket))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import struct
 import zlib
 from dataclasses import asdict, dataclass
@@ -35,6 +36,8 @@ from ring.view import View
 from roles.process_group import Place, _place_untrusted
 from roles.seed.links import measured_untrusted
 from roles.strategies.secure import pair_keys_untrusted
+from roles.worker.boundary import mean_loss_untrusted
+from roles.worker.early_stop import EarlyStop
 from roles.worker.links import MeasureLinks
 from roles.worker.worker import CheckpointRequest
 from wire.job_messages import CODEC_NAMES, MAX_STAGES, MemberRecord, ViewAnnounced
@@ -193,6 +196,29 @@ PULLED = Target(
         "ring.staleness.PullReply.decode_untrusted",
         "ring.staleness.unpacked_untrusted",
     ),
+    peak_bytes=64 << 10,
+)
+
+# -------------------------------------------------------------------------------------------------------- validations
+
+_KNOWN = EarlyStop(2)
+_KNOWN.validated(7, 2.5)
+
+
+def _check_validations(data: bytes) -> None:
+    known = EarlyStop(2)
+    known.agree_untrusted([data, bytes(8)], 9)
+    known.validated(10, 2.0)
+    assert len(known.told()) == len(_KNOWN.told())
+    loss, odd = mean_loss_untrusted([data[:16], struct.pack("!dQ", 6.0, 3), data[16:]], 100)
+    assert 0 <= loss <= 1e6 or (odd == [0, 1, 2] and math.isnan(loss))
+
+
+VALIDATIONS = Target(
+    "validations",
+    mutated(st.just(_KNOWN.told())) | st.binary(max_size=40),
+    _check_validations,
+    ("roles.worker.early_stop.EarlyStop.agree_untrusted", "roles.worker.boundary.mean_loss_untrusted"),
     peak_bytes=64 << 10,
 )
 
@@ -424,4 +450,4 @@ PROFILE = Target(
     peak_bytes=4 << 20,
 )
 
-TARGETS = (VIEW, PLACE, STAGE, TOKEN, PULLED, MASKS, CODEC, LINKS, FIGURES, PROFILE)
+TARGETS = (VIEW, PLACE, STAGE, TOKEN, PULLED, VALIDATIONS, MASKS, CODEC, LINKS, FIGURES, PROFILE)

@@ -118,9 +118,10 @@ def test_one_report_alone_excludes_nobody() -> None:
     assert next_view(desk) == (["a", "b", "c"], False)
 
 
-def test_a_member_that_told_a_false_figure_sits_out() -> None:
+def test_a_member_that_told_a_false_figure_sits_out_whatever_it_reports() -> None:
     desk = running("a", "b", "c")
-    refuse(desk, "b", "figure")
+    for peer_id, cause, suspect in (("b", "hop", "a"), ("a", "figure", "b"), ("c", "figure", "b")):
+        desk.report(peer_id, "broken", STEP, cause=cause, suspect=suspect, beside="c" if cause == "hop" else "")
     assert text(desk) == (
         "step 8 was not applied: name-b told what the other members know to be false: name-b is excluded for 30 s"
     )

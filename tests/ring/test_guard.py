@@ -53,9 +53,9 @@ def test_a_model_that_stands_still_doubts_nothing() -> None:
     assert not experienced(10.0, square_sum=0.0).refuses(1.0, lenient=False)
 
 
-def judged(changed: dict[int, dict[str, object]], members: int = 3, **known: float) -> Fault | None:
+def judged(changed: dict[int, dict[str, object]], members: int = 3, last: float = 1.0, stages: int = 1) -> Fault | None:
     tokens = [replace(TOKEN, **({"usual": 4.0} | changed.get(rank, {}))) for rank in range(members)]  # type: ignore[arg-type]
-    return verdict(tokens, Guard(100.0), **known)  # type: ignore[arg-type]
+    return verdict(tokens, Guard(100.0), last=last, stages=stages)
 
 
 def test_equal_tokens_are_a_commit() -> None:
@@ -108,6 +108,7 @@ def test_of_two_the_one_whose_norm_is_farther_from_the_last_is_named(told: float
 def test_one_member_has_no_step_refused_by_what_it_calls_usual(usual: float) -> None:
     for members in (2, 3):
         assert judged({0: {"usual": usual}}, members=members) is None
+    assert judged({0: {"usual": usual}, 1: {"usual": 0.0}, 2: {"usual": 0.0}}) is None, "newcomers do not know it"
     assert judged({0: {"usual": usual}, 2: {"own": 1e8}}) is not None, "nor applied"
 
 

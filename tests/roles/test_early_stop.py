@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.training import Applied
 from roles.engine import WHOLE, Stage
 from roles.stand_in import StandInEngine
+from roles.worker.boundary import mean_loss_untrusted
 from roles.worker.early_stop import EarlyStop
 from tests.roles.in_process import Cluster, Gate, Peer
 
@@ -149,7 +150,7 @@ def test_a_newcomer_learns_the_count_from_the_others() -> None:
     old, new = after(3, 5.0, 4.0, 4.5, 4.0), after(3)
     told = [new.told(), old.told()]
     for each in (new, old):
-        each.agree_untrusted(told)
+        each.agree_untrusted(told, 40)
         each.validated(50, 4.25)
     assert new.reason == old.reason == f"{TELLS} 4 (step 20) in 3 validations"
     assert new.due
@@ -160,10 +161,29 @@ def test_one_member_ends_no_job_by_what_it_says_of_the_validations() -> None:
     assert lie.due
     for told in ([lie, known, known], [known, lie]):
         member = after(3, 5.0, 4.0)
-        member.agree_untrusted([each.told() for each in told])
+        member.agree_untrusted([each.told() for each in told], 40)
         assert member.told() == known.told()
-    with pytest.raises(ProtocolError):
-        known.agree_untrusted([known.told(), b"x"])
+    known.agree_untrusted([lie.told(), b"x", EarlyStop(3).told()], 30)
+    assert not known.due, "of a step that is to come, or nothing"
+
+
+@pytest.mark.parametrize(
+    ("told", "loss", "odd"),
+    [
+        ([(8.0, 4), (6.0, 3), (4.0, 2)], 2.0, []),
+        ([(8.0, 4), (math.nan, 3), (4.0, 2)], 2.0, [1]),
+        ([(8.0, 4), (6.0, 3), (math.inf, 2)], 2.0, [2]),
+        ([(-1e9, 4), (6.0, 3), (4.0, 2)], 2.0, [0]),
+        ([(8.0, 4), (6.0, 3), (1e30, 2)], 2.0, [2]),
+        ([(8.0, 4), (1e308, 3)], 2.0, [1]),
+        ([(8.0, 4), (6.0, 3), (4.0, 2**60)], 2.0, [2]),
+        ([(8.0, 4), (0.0, 0)], 2.0, []),  # of a stage, or without a share
+    ],
+)
+def test_what_no_validation_comes_to_is_left_out(told: list[tuple[float, int]], loss: float, odd: list[int]) -> None:
+    packed = [struct.pack("!dQ", total, targets) for total, targets in told]
+    assert mean_loss_untrusted(packed, 8) == (loss, odd)
+    assert mean_loss_untrusted([*packed, b"x"], 8)[1] == [*odd, len(packed)]
 
 
 @pytest.mark.parametrize(
