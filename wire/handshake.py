@@ -63,7 +63,7 @@ PERMITTED = MappingProxyType(
         "heal": frozenset({"worker"}),
         "files": frozenset({"worker"}),
         "operator": frozenset({"operator"}),
-        "probe": frozenset({"seed", "worker", "verifier", "drafter"}),
+        "probe": frozenset({"seed", "worker", "verifier", "drafter", "operator"}),
         "chain": frozenset({"operator", "verifier"}),
         "stage": frozenset({"worker"}),
         "model": frozenset({"worker", "operator", "verifier"}),
@@ -191,7 +191,7 @@ async def dial(
     """Connect, send ``hello``, and wait for the ``Welcome``. Any failure, also cancellation, closes the connection.
 
     Args:
-        timeout_s: for everything, from the first packet to the answer.
+        timeout_s: for everything, from the first packet to the answer; ``HANDSHAKE_TIMEOUT_S`` of it to connect.
         expect_peer, expect_role: what the peer's certificate must name, over TLS. If it does not, ``hello`` is not
             sent, the peer gets the reason, and ``Refused`` ("wrong-identity") is raised. A plain connection has no
             certificate: it is on the loopback, and the machine is trusted. Its ``Welcome`` must name ``expect_peer``.
@@ -203,7 +203,7 @@ async def dial(
     deadline = loop.time() + timeout_s
     connection = Connection()
     try:
-        await network.connect(host, port, lambda: connection, timeout_s=timeout_s)
+        await network.connect(host, port, lambda: connection, timeout_s=min(timeout_s, HANDSHAKE_TIMEOUT_S))
     except BaseException:
         connection.abort()  # do not wait: an abandoned transport may never report its end
         raise

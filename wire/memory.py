@@ -19,16 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from p2ptrain.core.world import Listener, OnProblem, ProtocolFactory
-from wire.transport import (
-    CONNECT_TIMEOUT_S,
-    Address,
-    FlowControl,
-    WriteData,
-    bytes_view,
-    cannot_listen,
-    check_port,
-    unreachable,
-)
+from wire.transport import Address, FlowControl, WriteData, bytes_view, cannot_listen, check_port, unreachable
 
 EVERY_INTERFACE = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - recognised, not bound
 DEFAULT_HOST = "127.0.0.1"
@@ -72,7 +63,6 @@ class MemoryNetwork:
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
         """Dial ``host:port``. Raises ``Unreachable``; between silenced hosts only after ``timeout_s``."""
         check_port(port, least=1)
-        timeout_s = min(timeout_s, CONNECT_TIMEOUT_S)
         target = self._host if host in LOOPBACK else host
         path = frozenset((self._host, target))
         try:

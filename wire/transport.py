@@ -29,15 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from p2ptrain.core.errors import (
-    MORE_FILES,
-    OUT_OF_FILES,
-    DeadlineExceeded,
-    ResourceError,
-    Unreachable,
-    UserError,
-    is_out_of_files,
-)
+from p2ptrain.core.errors import DeadlineExceeded, ResourceError, Unreachable, UserError
 from p2ptrain.core.world import Listener, OnProblem, ProtocolFactory
 from wire.address import format_address, is_loopback
 
@@ -53,14 +45,19 @@ def bytes_view(data: WriteData) -> memoryview:
     return view if (view.format == "B" and view.ndim == 1) or not view.nbytes else view.cast("B")
 
 
+OUT_OF_FILES, MORE_FILES = "too many open files", "raise the limit where it was started: ulimit -n 65536"
+
+
+def is_out_of_files(error: object) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
 def no_answer(
     host: str, port: int, timeout_s: float, *, did: str = "accepted the connection, and did not answer"
 ) -> DeadlineExceeded:
     """Of a connected peer from which nothing came: small packets reach it."""
     text = f"{format_address(host, port)} {did} within {timeout_s:.3g} s"
-    remedy = (
-        "is a p2ptrain there? If it is not busy, lower the MTU of the interface or VPN: `ip link set eth0 mtu 1280`"
-    )
+    remedy = "is a p2ptrain there? If it is not busy, lower the interface's or VPN's MTU: `ip link set eth0 mtu 1280`"
     return DeadlineExceeded(f"{text}: it is very busy, or the network loses large packets", remedy=remedy)
 
 
@@ -473,8 +470,6 @@ def _least_round_trip_s(sock: socket.socket) -> float | None:
 
 
 BACKLOG = 256
-CONNECT_TIMEOUT_S = 5.0
-"""Most time for TCP's own handshake: four packets of the caller. A kernel answers however busy its processes are."""
 
 
 class TcpNetwork:
@@ -501,11 +496,8 @@ class TcpNetwork:
         }
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
-        """Dial ``host:port``: try each address of the name, all within ``timeout_s`` and ``CONNECT_TIMEOUT_S``.
-
-        Raises ``Unreachable``.
-        """
-        loop, timeout_s = asyncio.get_running_loop(), min(timeout_s, CONNECT_TIMEOUT_S)
+        """Dial ``host:port``: try each address of the name, all within ``timeout_s``. Raises ``Unreachable``."""
+        loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         check_port(port, least=1)
         try:

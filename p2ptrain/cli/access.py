@@ -196,11 +196,8 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
         return await _by_ticket(dataclasses.replace(local, host=host), caller, base, afresh=afresh)
     if kept := _kept(caller, lambda _, address: address == (host, port)):
         return _encrypted(host, port, kept, base)
-    advice = _advice(caller, own=own)
-    if own:
-        raise UserError(f"the seed at {format_address(host, port)} requires a ticket", remedy=advice)
-    text = f"no saved access to {format_address(host, port)}"
-    raise UserError(text, remedy=f"check the address, or paste a ticket; {advice}")
+    remedy = f"check the address, or paste a ticket; {_advice(caller, own=own)}"
+    raise UserError(f"no saved access to {format_address(host, port)}", remedy=remedy)
 
 
 def _advice(caller: Caller, *, own: bool) -> str:

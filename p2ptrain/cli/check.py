@@ -221,14 +221,9 @@ class ProbeContext:
 
         access = await self._reach(self._role)
         port = await self._listen(access)
-        if self._client is not None:
-            here = self._client.connection.local[0]
-            await self._client.request("probe.dialback", {"port": port}, timeout_s=REQUEST_TIMEOUT_S)
-        else:
-            connection, _ = await self._call(access, self._role, "probe", port)
-            here = connection.local[0]
-            await connection.close()
-        return f"the seed can reach this machine at {format_address(here, port)}"
+        connection, _ = await self._call(access, self._role, "probe", port)
+        await connection.close()
+        return f"the seed can reach this machine at {format_address(connection.local[0], port)}"
 
     async def join_and_leave(self) -> str:
         """Join in the ticket's role, else as a worker, and leave before there is anything to do."""

@@ -71,17 +71,9 @@ HttpOption = Annotated[
 ApiKeyOption = Annotated[
     Path | None, typer.Option("--api-key-file", metavar="FILE", help="With --http: file with the key of the API.")
 ]
-MemberPortOption = Annotated[
-    int | None,
-    typer.Option(
-        "--port",
-        metavar="PORT",
-        min=0,
-        max=65535,
-        help=f"Listen for the seed and other members on this port; 0: any free one. Default: {MEMBER_PORT}, or any free"
-        " one if that is taken, or if all is on this machine.",
-    ),
-]
+_PORT_HELP = f"""Listen for the seed and other members on this port; 0: any free one. Default: {MEMBER_PORT}, or any
+free one if that is taken, or if all is on this machine."""
+MemberPortOption = Annotated[int | None, typer.Option("--port", metavar="PORT", min=0, max=65535, help=_PORT_HELP)]
 SplitOption = Annotated[
     int | None,
     typer.Option(

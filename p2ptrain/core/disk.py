@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from p2ptrain.core.errors import MORE_FILES, DiskFull, StorageError, is_out_of_files
+from p2ptrain.core.errors import DiskFull, StorageError
 
 if TYPE_CHECKING:
     import sqlite3
@@ -226,7 +226,5 @@ def _translated(verb: str, path: Path, error: OSError) -> StorageError:
     text, elsewhere = f"cannot {verb} {path}: {error.strerror or error}", "choose another place with --state"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(text, remedy=f"free some space, or {elsewhere}")
-    if is_out_of_files(error):
-        return StorageError(text, remedy=MORE_FILES)
     first = "check the owner and the permissions, or " if error.errno == errno.EACCES else ""
     return StorageError(text, remedy=first + elsewhere)

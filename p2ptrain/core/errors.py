@@ -23,13 +23,8 @@ prints ``message`` and ``remedy`` and exits with ``exit_code``. It shows no trac
 
 from __future__ import annotations
 
-import errno
-
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl+C: 128 + SIGINT, as in shells."""
-
-
-OUT_OF_FILES, MORE_FILES = "too many open files", "raise the limit where it was started: ulimit -n 65536"
 
 
 class P2PTrainError(Exception):
@@ -55,10 +50,6 @@ def first_error(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
         error = error.exceptions[0]
     assert isinstance(error, P2PTrainError)
     return error
-
-
-def is_out_of_files(error: object) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 class UserError(P2PTrainError):

@@ -480,15 +480,14 @@ class Authority:
 
 
 def _check_validity(ca_pem: bytes, directory: Path, now: float) -> None:
-    """Raise ``StorageError`` if no member would accept the CA now. Every peer would report it as its own problem."""
-    certificate = x509.load_pem_x509_certificate(ca_pem)
-    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if begins.timestamp() <= now < ends.timestamp():
-        return
-    late = now >= ends.timestamp()
-    text = f"valid only {'until' if late else 'from'} {(ends if late else begins):%Y-%m-%d %H:%M} UTC"
-    remedy = f"check this machine's clock; if it is right, move {directory} away: a new authority is made, and every"
-    raise StorageError(f"the seed's authority is {text}", remedy=f"{remedy} machine must join with a new ticket")
+    """Raise ``StorageError`` if no member would accept the CA yet. Every peer would report it as its own problem."""
+    begins = x509.load_pem_x509_certificate(ca_pem).not_valid_before_utc
+    if begins.timestamp() > now:
+        remedy = (
+            f"check this machine's clock; if it is right, move {directory} away: a new authority is made, and every"
+        )
+        text = f"the seed's authority is valid only from {begins:%Y-%m-%d %H:%M} UTC"
+        raise StorageError(text, remedy=f"{remedy} machine must join with a new ticket")
 
 
 def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:

@@ -13,7 +13,6 @@ from configs.schema import Profile
 from p2ptrain.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
-    P2PTrainError,
     ProtocolError,
     Refused,
     ResourceError,
@@ -27,7 +26,7 @@ from ring.training_costs import CandidateWorker, ModelShape
 from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.jobs import SETTLE_S, NewLayout, in_shards, seen_for
 from roles.seed.links import Survey
-from roles.seed.peers import NAME_CHARS, Link, clipped, dial_back_refusal, did_you_mean
+from roles.seed.peers import NAME_CHARS, Link, clipped, did_you_mean
 from roles.seed.serving import part_infos
 from roles.seed.store import RECOVERIES_KEPT, JobRecord, Records
 from roles.training_shape import training_of
@@ -189,7 +188,6 @@ class OperatorApi:
             "checkpoints.restore": self._checkpoints_restore,
             "checkpoints.delete": self._checkpoints_delete,
             "probe.clock": self._probe_clock,
-            "probe.dialback": self._probe_dialback,
         }
 
     async def serve(self, connection: Connection) -> None:
@@ -486,16 +484,6 @@ class OperatorApi:
 
     async def _probe_clock(self, params: Params, connection: Connection) -> Result:
         return {"wall": self._seed.world.clock.wall()}
-
-    async def _probe_dialback(self, params: Params, connection: Connection) -> Result:
-        """Check that the seed reaches a port of the operator's machine. Only the operator's own address is dialled."""
-        port = whole_of(params, "port", None, 1, 65535)
-        try:
-            await self._seed.acceptor.dial_back(connection.remote[0], port)
-        except P2PTrainError as problem:
-            refuse = dial_back_refusal(problem, "this machine", port)
-            raise Refused(refuse.code, refuse.message, remedy=refuse.remedy) from problem
-        return {"port": port}
 
 
 def _wrong_state(controller: JobController, verb: str, why: str, remedy: str = "see p2ptrain jobs show") -> Refused:

@@ -12,16 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2ptrain.core.errors import (
-    MORE_FILES,
-    OUT_OF_FILES,
-    ConnectionLost,
-    DeadlineExceeded,
-    P2PTrainError,
-    ProtocolError,
-    Refused,
-    is_out_of_files,
-)
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.ids import is_id
 from ring.coordination import STATUSES, Peer
 from ring.detector import FailureDetector, beat_defaults
@@ -29,11 +20,11 @@ from ring.order import LinkQuality
 from ring.token import is_lineage
 from ring.view import View
 from roles.line import received_in_time
-from wire.address import format_address, how_to_open, is_loopback
+from wire.address import format_address, is_loopback
 from wire.client import PendingCalls
 from wire.connection import Connection, Received, last_word
 from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics, ViewAnnounced
-from wire.messages import Heartbeat, Hello, Message, RefusalCode, Refuse
+from wire.messages import Heartbeat, Hello, Message, RefusalCode
 from wire.records import CheckpointInfo, PartInfo, PeerInfo, ServingInfo
 
 NAME_CHARS = 64
@@ -283,17 +274,6 @@ def check_hello(hello: Hello) -> None:
         raise ProtocolError(f"invalid peer id {hello.peer_id[:40]!r}")
     if not hello.port or len(hello.host) > 255:
         raise ProtocolError(f"invalid port {hello.port}, or invalid host of {len(hello.host)} characters")
-
-
-def dial_back_refusal(problem: P2PTrainError, whom: str, port: int) -> Refuse:
-    """The answer to a peer that was not reached back: it may try again if it, or this seed, is only busy."""
-    if is_out_of_files(problem.__cause__):
-        return Refuse(RefusalCode.BUSY, f"the seed has {OUT_OF_FILES}, and cannot dial {whom} back", MORE_FILES)
-    slow = isinstance(problem, Refused) and problem.code in (RefusalCode.BUSY, RefusalCode.TOO_SLOW)
-    if slow or isinstance(problem, DeadlineExceeded):
-        return Refuse(RefusalCode.TOO_SLOW, f"the seed dialled {whom} back: {problem.message}", problem.remedy)
-    text = f"the seed cannot reach {whom} back: {problem.message}"
-    return Refuse(RefusalCode.UNREACHABLE, text, how_to_open(port))
 
 
 def check_step(message: StepMetrics | CheckpointSaved, steps_total: int) -> None:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from configs.schema import Profile
 from p2ptrain import __version__
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import World
 from ring import coordination as co
@@ -35,13 +35,12 @@ from roles.seed.peers import (
     checked_report,
     checkpoint_id,
     clipped,
-    dial_back_refusal,
     say,
     say_last,
 )
 from roles.seed.serving import ASKED_BY, Services, infos_of, part_infos
 from roles.seed.store import TERM_FACT, JobRecord, Records, Store
-from wire.address import format_address, is_loopback, to_dial
+from wire.address import format_address, how_to_open, is_loopback, to_dial
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
 from wire.enrol import RENEW
@@ -62,6 +61,7 @@ from wire.messages import (
 )
 from wire.records import ClusterInfo, JobInfo, PeerInfo
 from wire.text_messages import Serving
+from wire.transport import is_out_of_files
 
 
 async def cluster_id(store: Store) -> str:
@@ -102,7 +102,7 @@ class Acceptor:
         match hello.purpose:
             case "peer":
                 return await self._decide_peer(hello, connection)
-            case "probe" if hello.port:  # `check` asks whether this seed would admit the peer
+            case "probe" if hello.port:  # `check` asks whether this seed can reach it
                 return await self._decide_peer(hello, connection)
             case "operator" if len(self.operators) >= MAX_OPERATORS:
                 return Refuse(RefusalCode.FULL, f"{MAX_OPERATORS} operators are connected", "close one of them")
@@ -115,7 +115,7 @@ class Acceptor:
 
     async def _decide_peer(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         check_hello(hello)
-        if len(hello.roles) != 1 or hello.roles[0] not in PERMITTED["peer"]:
+        if hello.purpose == "peer" and (len(hello.roles) != 1 or hello.roles[0] not in PERMITTED["peer"]):
             text = "a peer must have one role: worker, verifier or drafter"
             return Refuse(RefusalCode.ROLE, text, "set the role with p2ptrain join --role")
         if hello.job and hello.cluster not in ("", self._seed.cluster_id):
@@ -135,7 +135,7 @@ class Acceptor:
         try:
             await self.dial_back(host, hello.port, hello.peer_id)
         except P2PTrainError as problem:
-            return dial_back_refusal(problem, f"this {hello.roles[0]}", hello.port)
+            return self._refuse_unreached(problem, hello.port)
         rtt_ms = (self._seed.world.clock.now() - began) / 2 * 1e3  # TCP's handshake is one round trip, ours another
         if (least_s := connection.least_rtt_s) is not None:
             rtt_ms = min(rtt_ms, least_s * 1e3)  # the kernel answers in time, even while the worker loads libraries
@@ -157,7 +157,17 @@ class Acceptor:
         closed = old.connection.closed.is_set() or old.connection.close_cause is not None
         return closed or silent_s > 2 * old.detector.heartbeat_s or (old.host, old.port) == (host, port)
 
-    async def dial_back(self, host: str, port: int, peer_id: str = "") -> None:
+    @staticmethod
+    def _refuse_unreached(problem: P2PTrainError, port: int) -> Refuse:
+        """The answer to a peer that was not reached back: it may try again if it, or this seed, is only busy."""
+        slow = isinstance(problem, Refused) and problem.code in (RefusalCode.BUSY, RefusalCode.TOO_SLOW)
+        if slow or isinstance(problem, DeadlineExceeded) or is_out_of_files(problem.__cause__):
+            text = f"the seed dialled this machine back: {problem.message}"
+            return Refuse(RefusalCode.TOO_SLOW, text, problem.remedy)
+        text = f"the seed cannot reach this machine back: {problem.message}"
+        return Refuse(RefusalCode.UNREACHABLE, text, how_to_open(port))
+
+    async def dial_back(self, host: str, port: int, peer_id: str) -> None:
         """Check that a peer can be reached. Raises ``P2PTrainError`` if it cannot."""
         cluster_id = self._seed.cluster_id
         hello = local_hello(

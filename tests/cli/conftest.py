@@ -63,6 +63,11 @@ class FakeSeed:
             self.joined.append(hello)
             if self.refuse_peers is not None:
                 return self.refuse_peers
+        if hello.purpose == "probe" and hello.port:
+            if self.refuse_peers is not None:
+                return self.refuse_peers
+            back = local_hello(peer_id="5eed", name="fake", roles=["seed"], purpose="probe")
+            await (await dial(TcpNetwork(), connection.remote[0], hello.port, back, timeout_s=DEADLINE_S))[0].close()
         return local_welcome(peer_id="5eed", name="fake", cluster_id="c1", wall=time.time())
 
     async def _serve(self, connection: Connection, hello: Hello) -> None:
@@ -80,8 +85,8 @@ class FakeSeed:
     async def _answer(self, connection: Connection, request: Request) -> Response:
         answer = self.answers.get(request.method)
         try:
-            if answer is None and request.method.startswith("probe."):
-                answer = await self._probe(connection, request)
+            if answer is None and request.method == "probe.clock":
+                answer = {"wall": time.time() + self.wall_offset_s}
         except Refused as error:
             answer = error
         if isinstance(answer, Refused):
@@ -92,14 +97,6 @@ class FakeSeed:
         if answer is None:
             return Response(request.id, {}, "unknown-method", f"no answer for {request.method}")
         return Response(request.id, answer)
-
-    async def _probe(self, connection: Connection, request: Request) -> dict[str, Any]:
-        if request.method == "probe.clock":
-            return {"wall": time.time() + self.wall_offset_s}
-        hello = local_hello(peer_id="5eed", name="fake", roles=["seed"], purpose="probe")
-        back, _ = await dial(TcpNetwork(), connection.remote[0], request.params["port"], hello, timeout_s=DEADLINE_S)
-        await back.close()
-        return {}
 
 
 @pytest.fixture

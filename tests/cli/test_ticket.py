@@ -173,13 +173,13 @@ async def test_on_the_seeds_machine_its_address_is_enough(cluster: Cluster, tmp_
 async def test_what_a_ticket_gave_is_found_by_the_address_and_by_the_ticket(cluster: Cluster, tmp_path: Path) -> None:
     ticket = Ticket.parse_untrusted((await cluster.ask("tickets.new", uses=1))["text"])
     who = caller(tmp_path, peer_id="p1")
-    with pytest.raises(UserError, match="requires a ticket") as wanted:
+    with pytest.raises(UserError, match="no saved access") as wanted:
         await reach(cluster.address, who, TcpNetwork())
     assert "p2ptrain ticket new` prints one" in wanted.value.remedy
     first = await reach(ticket, who, TcpNetwork())
     assert (await reach(ticket, who, TcpNetwork())).peer_id == first.peer_id == "p1"
     assert (await reach(cluster.address, who, TcpNetwork())).peer_id == "p1"
-    with pytest.raises(UserError, match="requires a ticket"):
+    with pytest.raises(UserError, match="no saved access"):
         await reach(cluster.address, caller(tmp_path, peer_id="p2"), TcpNetwork())
     with pytest.raises(Refused, match="is used up"):
         await reach(ticket, caller(tmp_path, peer_id="p2"), TcpNetwork())
@@ -193,7 +193,7 @@ async def test_what_a_ticket_gave_is_good_for_its_role_alone(cluster: Cluster, t
         assert access.member.credentials.identity.roles == {role}
         assert (await reach(cluster.address, caller(tmp_path / role, role), TcpNetwork())).peer_id == access.peer_id
         for other in set(ROLES) - {role}:
-            with pytest.raises(UserError, match="requires a ticket") as wanted:
+            with pytest.raises(UserError, match="no saved access") as wanted:
                 await reach(cluster.address, caller(tmp_path / role, other), TcpNetwork())
             with pytest.raises(UserError, match="only a ticket for") as refusal:
                 await reach(ticket, caller(tmp_path / role, other), TcpNetwork())
@@ -212,10 +212,10 @@ async def test_a_certificate_that_ends_soon_is_not_relied_on(
     await reach(ticket, caller(tmp_path), TcpNetwork())
     real = time.time
     monkeypatch.setattr("p2ptrain.cli.access.time.time", lambda: real() + 23.5 * 3600)
-    with pytest.raises(UserError, match="requires a ticket"):
+    with pytest.raises(UserError, match="no saved access"):
         await reach(cluster.address, caller(tmp_path), TcpNetwork())
     monkeypatch.setattr("p2ptrain.cli.access.time.time", lambda: real() + 25 * 3600)
-    with pytest.raises(UserError, match="requires a ticket"):
+    with pytest.raises(UserError, match="no saved access"):
         await reach(cluster.address, caller(tmp_path), TcpNetwork())
     assert not list((tmp_path / "kept").iterdir()), "and one that ended is not kept"
 
@@ -283,6 +283,6 @@ async def test_nobody_elsewhere_is_trusted_without_encryption(cluster: Cluster, 
     address = ("localhost", plain.address[1])
     access = await reach(address, caller(tmp_path), TcpNetwork())
     assert (access.member, access.host) == (None, "127.0.0.1"), "the name is not asked again"
-    with pytest.raises(UserError, match="requires a ticket"):
+    with pytest.raises(UserError, match="no saved access"):
         await reach(address, caller(tmp_path), Rebound())
     await plain.close()

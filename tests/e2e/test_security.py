@@ -51,7 +51,7 @@ async def test_a_cluster_with_tls_from_ticket_to_eviction(machine: Machine, tmp_
         await worker.until(r"step .* 3 members")
     code, refused = await Home(machine, tmp_path / "stranger").run("join", address)
     assert code == 2
-    assert "requires a ticket" in refused.text
+    assert "no saved access" in refused.text
     assert "ticket new" in refused.text
     assert await third.interrupt() == 0
     third = await guest.start("join", address, "--name", "third", "--slot", "2")

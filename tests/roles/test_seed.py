@@ -24,8 +24,9 @@ from ring.coordination import Peer
 from ring.replicas import records
 from ring.view import View
 from roles.seed import events
-from roles.seed.peers import announced_to, dial_back_refusal
+from roles.seed.peers import announced_to
 from roles.seed.run import run_seed
+from roles.seed.server import Acceptor
 from roles.seed.store import Records
 from roles.seed_link import may_pass
 from wire.client import SeedClient
@@ -288,7 +289,7 @@ async def test_a_peer_that_only_checks_is_dialled_back_and_not_listed(bench: Ben
     ],
 )
 def test_a_slow_peer_may_try_again_and_a_closed_port_is_final(problem: P2PTrainError, code: str) -> None:
-    refuse = dial_back_refusal(problem, "this worker", 7339)
+    refuse = Acceptor._refuse_unreached(problem, 7339)
     assert refuse.code == code
     assert may_pass(Refused(refuse.code, refuse.message)) == (code == RefusalCode.TOO_SLOW)
     assert ("firewall" in refuse.remedy) == (code == RefusalCode.UNREACHABLE)
@@ -298,8 +299,8 @@ def test_a_seed_without_file_descriptors_blames_no_firewall() -> None:
     try:
         raise unreachable("10.0.0.2", 7339, OSError(errno.EMFILE, ""), 5) from OSError(errno.EMFILE, "")
     except P2PTrainError as problem:
-        refuse = dial_back_refusal(problem, "this worker", 7339)
-    assert (refuse.code, "the seed has too many open files" in refuse.message) == (RefusalCode.BUSY, True)
+        refuse = Acceptor._refuse_unreached(problem, 7339)
+    assert (refuse.code, "too many open files" in refuse.message) == (RefusalCode.TOO_SLOW, True)
 
 
 async def test_who_answers_the_dial_back_must_be_the_worker_itself(bench: Bench) -> None:
@@ -721,8 +722,6 @@ async def test_long_lists_are_cut_to_a_frame_and_say_so(bench: Bench) -> None:
         ("metrics.history", {"job": "first", "limit": 201}, "bad-parameter"),
         ("metrics.history", {"job": "first", "after_step": "x"}, "bad-parameter"),
         ("events.list", {"limit": True}, "bad-parameter"),
-        ("probe.dialback", {"port": 0}, "bad-parameter"),
-        ("probe.dialback", {"port": 1}, "unreachable"),
         ("checkpoints.restore", {}, "bad-parameter"),
         ("nonsense", {}, "unknown-method"),
     ],
@@ -820,6 +819,7 @@ WEIGH = """
 import asyncio, pathlib, random, sys, psutil
 from p2ptrain.core.world import real_world
 from roles.seed.run import run_seed
+from roles.seed.server import Acceptor
 from wire.client import SeedClient
 from wire.transport import TcpNetwork
 async def main():

@@ -267,7 +267,7 @@ def test_who_claims_more_roles_than_its_certificate_has() -> None:
         ("ring", {"worker"}),
         ("heal", {"worker"}),
         ("operator", {"operator"}),
-        ("probe", {"seed", "worker", "verifier", "drafter"}),
+        ("probe", {"seed", "worker", "verifier", "drafter", "operator"}),
         ("chain", {"operator", "verifier"}),
         ("give", {"operator", "verifier"}),
         ("model", {"worker", "operator", "verifier"}),
