@@ -103,6 +103,7 @@ class JobOptions:
         parts: of the model.
         training: the sizes that placement needs, and the cuts if they are chosen; None: not known.
         masked: nobody sees the contribution of one member.
+        least_steps: a job is not done before; 0: it may end early.
     """
 
     replicas: int
@@ -120,6 +121,7 @@ class JobOptions:
     parts: int = 1
     training: Training | None = None
     masked: bool = False
+    least_steps: int = 0
 
     @property
     def places(self) -> int:

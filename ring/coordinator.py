@@ -59,6 +59,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -324,6 +325,8 @@ class Coordinator:
         elif report.status == "hung" and peer_id in self._roster.running:
             self._hung(peer_id, report.reason, now)
         elif report.status in STANDSTILL:
+            if report.status == "done" and report.applied < self.options.least_steps:
+                report = replace(report, status="held")  # by the member's word alone
             known.standing = report
             if report.status == "broken":
                 if report.cause == "dial" and self.view and self.view.rank_of(report.suspect) is not None:

@@ -256,7 +256,10 @@ class Trainer:
             summed = PlainGradients if spec.sgd else SummedGradients
             return summed(self._flat, spec.optimizer, steps=spec.steps, unit=self._unit, weighed=spec.private)
         kind = ExactAverage if spec.local.slots else LocalSteps
-        return kind(self._flat, spec.optimizer, spec.local, steps=spec.steps)
+        update = kind(self._flat, spec.optimizer, spec.local, steps=spec.steps)
+        if spec.local.fragments == 1 and not spec.local.overlap:  # else it has inner steps of several steps
+            update.most = 1.001 * spec.micro_batches  # of the weights, and of the targets in full micro-batches
+        return update
 
     def share_cores(self, workers: int) -> None:
         share_cores(self._chosen, workers)

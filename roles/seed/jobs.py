@@ -187,6 +187,7 @@ class JobController:
             least=least_members(self._profile) if self._profile else 1,
             asynchronous=self._asynchronous,
             training=training_of(self._profile, record.shape, record.cuts),
+            least_steps=_least_steps(self._profile) if self._profile else 0,
             masked=self._profile is not None and self._profile.federated.secure,
         )
         self._links_seen = 0
@@ -619,6 +620,11 @@ class JobController:
             reason="another job has the workers" if queued else self.core.reason,
             **shown,
         )
+
+
+def _least_steps(profile: Profile) -> int:
+    may_end_early = profile.validation.patience or profile.privacy.epsilon
+    return 0 if may_end_early else profile.job.steps
 
 
 def _step_s(row: MetricRow) -> float:

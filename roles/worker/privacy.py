@@ -49,7 +49,7 @@ class Budget:
         self._limit, self._noise, self.delta = settings.epsilon, settings.noise, settings.delta
         self.noise_std = settings.noise * settings.clip_norm  # of the noise in the members' sum
         self._files, self._path = files, files.root.parent / COUNT_FILE
-        self.releases = 0
+        self.releases, self._teller = 0, ""
 
     @property
     def epsilon(self) -> float:
@@ -64,7 +64,7 @@ class Budget:
     def reason(self) -> str:
         return (
             f"stopped early: another step would spend more than privacy.epsilon = {self._limit:g}; the steps spent "
-            f"{self.epsilon:.4g} at delta {self.delta:g}"
+            f"{self.epsilon:.4g} at delta {self.delta:g}{self._teller}"
         )
 
     async def load(self) -> None:
@@ -84,7 +84,15 @@ class Budget:
     async def view_began(self, session: RingSession, *, patience_s: float) -> None:
         """Agree with the other members. Raises as ``RingSession.all_gather``."""
         told = await session.all_gather(_COUNT.pack(self.releases), patience_s=patience_s)
-        self.releases = max(session.view.step, *(_COUNT.unpack(each)[0] for each in told))
+        counts = [_COUNT.unpack(each)[0] for each in told]
+        self.releases = max(session.view.step, *counts)
+        *_, second, _ = sorted([0, session.view.step, *counts])
+        self._teller = ""
+        if self.due and self._after(second + 2) <= self._limit:  # nobody can disprove it, and no text may be risked
+            name = session.view.members[counts.index(self.releases)].name
+            self._teller = (
+                f". {name} alone counts {self.releases:,} steps, the others at most {second:,}: ask who runs it"
+            )
 
     async def spend(self) -> bool:
         """Count a release before it is made. Returns whether the budget allows it; if not, it is not counted."""

@@ -197,6 +197,17 @@ def test_a_gradient_that_is_not_finite_spoils_no_later_step(text: Path, local: d
         assert np.isfinite(outer_step(trainers, step))
 
 
+def test_a_weight_of_the_sum_that_no_members_have_spoils_the_norm(text: Path) -> None:
+    """A member that told 1e30 would have each update divided by it."""
+    (trainer,) = members(text, 1)
+    contribute(trainer, 0, 0, MICRO_BATCHES)
+    buffer = trainer.reduce_buffer
+    assert np.isfinite(trainer.partial_square_sum(0, len(buffer)))
+    for weight in (1e30, -1.0, float("nan")):
+        buffer[-3] = weight
+        assert np.isnan(trainer.partial_square_sum(0, len(buffer)))
+
+
 def test_validation_is_of_the_shared_parameters(text: Path) -> None:
     trainers = members(text, fragments=2)
     for step in range(3):

@@ -111,6 +111,18 @@ def test_in_exact_mode_who_sent_other_bytes_than_arrived_is_named() -> None:
     assert next_view(desk) == (["a", "c", "d"], False)
 
 
+def test_a_job_is_not_done_before_its_last_step_by_the_word_of_its_members() -> None:
+    desk = Desk(co.JobOptions(replicas=2, micro_batches=8, least_steps=STEP + 1))
+    desk.run("a", "b")
+    for peer_id in "ab":
+        desk.report(peer_id, "done", STEP)
+    desk.after(1.0)
+    assert next_view(desk) == (["a", "b"], False)
+    for peer_id in "ab":
+        desk.report(peer_id, "done", STEP + 1)
+    assert desk.core.phase is Phase.DONE
+
+
 def test_one_report_alone_excludes_nobody() -> None:
     desk = running("a", "b", "c")
     for peer_id, cause, suspect in (("c", "figure", "a"), ("a", "", ""), ("b", "", "")):

@@ -22,9 +22,11 @@ from roles.strategies.pipeline import strategy_of
 from roles.worker.early_stop import EarlyStop
 from roles.worker.privacy import COUNT_FILE, Budget, epsilon_of
 from tests.compute.tiny_trainer import state_bytes
+from tests.ring.local import local_ring
 from tests.roles.in_process import DEADLINE_S, Cluster, Gate, Peer
 from tests.roles.test_cluster import done
 from tests.roles.test_local import PRIVATE, own_text
+from wire.memory import MemoryNetwork
 
 SETS = [*PRIVATE, "job.strategy=federated", "job.workers=3", "job.steps=1000", "privacy.epsilon=2.6",
         "privacy.noise=6", "privacy.clip_norm=0.1"]  # fmt: skip
@@ -41,6 +43,19 @@ def test_epsilon_is_the_accountants(releases: int, noise: float, delta: float) -
 
 def test_an_epsilon_that_the_library_cannot_compute_is_infinite() -> None:
     assert epsilon_of(1, 1e-200, 1e-5) == epsilon_of(2**64 - 1, 1.0, 1e-5) == math.inf
+
+
+async def test_who_alone_says_that_the_budget_is_spent_is_named() -> None:
+    files: Any = SimpleNamespace(root=Path("job/checkpoints"))
+    async with local_ring(3, MemoryNetwork()) as ring:
+        budgets = [Budget(private_profile().privacy, files) for _ in ring]
+        budgets[1].releases = 10**9
+        pairs = zip(budgets, ring, strict=True)
+        await asyncio.gather(*(one.view_began(member.session, patience_s=9.0) for one, member in pairs))
+    name = ring[1].session.view.members[1].name
+    for one in budgets:
+        assert one.due
+        assert f"{name} alone counts 1,000,000,000 steps, the others at most 0" in one.reason
 
 
 def test_a_checkpoint_has_the_count_and_never_lowers_it() -> None:
