@@ -78,18 +78,22 @@ def describe(path: Path) -> str:
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
-def load(profile: str, environ: Mapping[str, str], sets: Sequence[str]) -> Loaded:
+def load(
+    profile: str, environ: Mapping[str, str], sets: Sequence[str], usual: Mapping[str, tuple[object, str]] | None = None
+) -> Loaded:
     """Load the effective profile.
 
     Args:
         profile: name of a shipped profile, or the path of a TOML file (recognised by its suffix or a separator).
         environ: environment variables; only those that begin with ``P2PTRAIN__`` count.
         sets: overrides, ``table.key=value``.
+        usual: values by key, each with its place, that override only defaults and shipped profiles.
 
     Raises:
         ConfigError: unknown profile, unreadable file, unknown key, bad value, or values that contradict each other.
     """
-    return _merged(chain(_profile_layers(profile), _environment_layer(environ), _override_layer(sets)))
+    layers = chain(_profile_layers(profile), _environment_layer(environ), _override_layer(sets))
+    return _merged(layers, {key: _Setting(value, place, place) for key, (value, place) in (usual or {}).items()})
 
 
 def load_settings(profile: str | Mapping[str, Any], sets: Mapping[str, Any]) -> Profile:
@@ -104,11 +108,15 @@ def load_settings(profile: str | Mapping[str, Any], sets: Mapping[str, Any]) -> 
     return _merged(chain(layers, _document_layers(dict(sets), lambda key: f"set {key}", ""))).profile
 
 
-def _merged(layers: Iterable[tuple[str, _Setting]]) -> Loaded:
+def _merged(layers: Iterable[tuple[str, _Setting]], usual: Mapping[str, _Setting] | None = None) -> Loaded:
     settings: dict[str, _Setting] = {}
     for key, setting in layers:
         settings.pop(key, None)  # reinsert, so that the map stays in order of precedence
         settings[key] = setting
+    for key, setting in (usual or {}).items():
+        if key not in settings or is_shipped(settings[key].source):
+            settings.pop(key, None)
+            settings[key] = setting
     sources = {key: settings[key].source if key in settings else DEFAULT_SOURCE for key in _FIELDS}
     return Loaded(_validated(settings), sources)
 

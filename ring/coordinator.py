@@ -197,7 +197,7 @@ class Coordinator:
             elif self.phase is Phase.RUNNING and self.view and self.view.replicas >= self.options.places:
                 said[peer_id] = "each micro-batch of a step has a worker; this one replaces one that leaves", math.inf
             elif self.phase is Phase.RUNNING and self._roster.parts > 1:
-                text = f"waiting for workers of other parts: a replica has one for each of {self._roster.parts}"
+                text = f"more workers are needed: one for each of the model's {self._roster.parts} parts"
                 said[peer_id] = text, math.inf
         return said
 
@@ -601,8 +601,10 @@ class Coordinator:
             self._lacks_parts(ready, now)
             return
         if self.view is None:
-            self.reason = f"{len(ready)} of {self.options.replicas * self._roster.parts} workers are ready"
-            if min(map(len, self._roster.by_part(ready))) < self.options.replicas:
+            lacking = sum(max(0, self.options.replicas - len(part)) for part in self._roster.by_part(ready))
+            wanted = self.options.replicas * self._roster.parts
+            self.reason = f"{_more_workers(lacking)} needed ({len(ready)} of {wanted} are ready)"
+            if lacking:
                 return
         passed = self._deadlines.passed
         patient = "grace" not in passed or ("build" not in passed and self._roster.building())
@@ -619,7 +621,7 @@ class Coordinator:
         """Whether so many workers may form no view; then says so."""
         least = self.options.least * self._roster.parts
         if is_short := fit < least and self.options.least > 1:
-            self.reason = f"{fit} workers are ready, and the job needs {least}: start more"
+            self.reason = f"{_more_workers(least - fit)} needed ({fit} of {least} are ready)"
         return is_short
 
     def _carried(self) -> State | None:
@@ -638,7 +640,7 @@ class Coordinator:
         else:
             self._deadlines.drop("part")
         lacking = [str(part) for part, reports in enumerate(self._roster.by_part(ready)) if not reports]
-        text = f"waiting for workers of part {', '.join(lacking)}: a replica has one for each of {parts}"
+        text = f"a worker is needed for part {', '.join(lacking)} of the model's {parts} parts"
         self.reason = self._planner.unfit or text
 
     def _be_patient(self, ready: Reports, now: float) -> None:
@@ -652,7 +654,7 @@ class Coordinator:
 
     def _go_back(self, step: int, now: float) -> None:
         """Load the newest step of which all parts have a checkpoint: the states that are loaded do not match."""
-        self._say("warning", "steps-lost", f"goes back to step {step}: no later state is held for every part")
+        self._say("warning", "steps-lost", f"goes back to step {step}: of later steps some part of the model is lost")
         self.restore, self._recovery.tries = co.Restore(step, "", ""), step
         self._begin_restore(now)
 
@@ -941,6 +943,10 @@ class Coordinator:
         self._failures.clear()
         self._banned.clear()
         self.restore, self.paused = None, False
+
+
+def _more_workers(lacking: int) -> str:
+    return "one more worker is" if lacking == 1 else f"{lacking} more workers are"
 
 
 _HANDLERS: dict[Any, Callable[[Coordinator, Any, float], None]] = {

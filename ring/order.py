@@ -310,12 +310,11 @@ def _order(
 
 def _streams(link: LinkQuality | None, ring_options: RingOptions) -> tuple[int, str]:
     if count := ring_options.streams:
-        return count, f"{count} stream{'s' * (count != 1)}, as the profile says"
+        return count, f"{count} connection{'s' * (count != 1)} per link, as ring.streams says"
     if link is None:
-        return 1, "1 stream: no link is measured"
-    if _is_near(link):
-        return 1, "1 stream: the members are near each other"
-    return STRIPES, f"{STRIPES} streams: the members are far from each other"
+        return 1, "1 connection per link (none is measured)"
+    count, round_trip_ms = 1 if _is_near(link) else STRIPES, 2e3 * link.latency_s
+    return count, f"{count} connection{'s' * (count != 1)} per link (round trip {round_trip_ms:.3g} ms)"
 
 
 def _is_near(link: LinkQuality) -> bool:

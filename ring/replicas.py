@@ -272,5 +272,5 @@ def shares_by_size(view: View, reports: Reports) -> str:
 def described(view: View, before: View | None) -> str:
     gone = [member.name for member in before.members if view.rank_of(member.peer_id) is None] if before else []
     replicas = ("+".join(member.name for member in view.replica(rank)) for rank in range(0, view.size, view.stages))
-    text = f"generation {view.generation} from step {view.step}: {' → '.join(replicas)}"
-    return text + (f"; without {', '.join(gone)}" if gone else "")
+    text = f"{' → '.join(replicas)} train from step {view.step} (generation {view.generation})"
+    return text + (f", without {', '.join(gone)}" if gone else "")

@@ -130,7 +130,7 @@ def translated(error: BaseException) -> ComputeFailed:
     line = " ".join(str(error).split())[:300] or "the exception has no message"
     remedy = ""
     if isinstance(error, MemoryError) or "out of memory" in line.lower():
-        remedy = "lower batch.micro_batch_sequences, or use a smaller model"
+        remedy = "lower batch.micro_batch_sequences and raise batch.micro_batches, or choose a smaller [model]"
     failed = ComputeFailed(f"{type(error).__name__} while computing: {line}", remedy=remedy)
     failed.__cause__ = error
     return failed

@@ -230,7 +230,7 @@ class SeedLink:
                 self._met(place, welcome)
                 return connection, welcome
             connection.abort()
-            text = f"the seed at {format_address(*place)} has term {welcome.term}; one with term {met} has replaced it"
+            text = f"a seed that was restored from a backup has replaced the one at {format_address(*place)}"
             problems.append(Refused(RefusalCode.STALE_TERM, text, remedy="join the restored seed"))
         raise problems[0]
 

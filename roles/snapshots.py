@@ -10,6 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from p2ptrain.core.errors import ResourceError
+from p2ptrain.core.texts import human_bytes
 from roles.compute_thread import ComputeThread
 from roles.engine import Blob, Engine
 
@@ -63,7 +64,8 @@ class Snapshots:
                 return each
         if len(held) + self._copying >= self._most:
             raise ResourceError(
-                f"{self._most} earlier copies of the state are still being read", remedy="raise checkpoint.every"
+                f"{self._most} earlier copies of the model are still being written or sent",
+                remedy="save less often: raise checkpoint.every",
             )
         free = [each.blobs for each in self._made if not each.holders]
         self._made, self._copying = held, self._copying + 1
@@ -91,7 +93,8 @@ def _copied(engine: Engine, free: list[list[Blob]]) -> list[Blob]:
         targets = [_writable(blob) for blob in memory] if memory else [np.empty(size, np.uint8) for size in sizes]
     except MemoryError:
         raise ResourceError(
-            f"a copy of the state needs {sum(sizes) / 1e6:.1f} MB of memory", remedy="train a smaller model"
+            f"there is no memory for a copy of the model and the optimizer's state, {human_bytes(sum(sizes))}",
+            remedy="close other programs, or choose a smaller [model]",
         ) from None
     for target, blob in zip(targets, state, strict=True):
         np.copyto(target, np.frombuffer(blob.view, np.uint8))

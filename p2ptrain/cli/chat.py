@@ -280,7 +280,7 @@ class ChatSession:
             try:
                 line = sys.stdin.readline(_LONGEST + 1)
             except UnicodeDecodeError as error:
-                raise UserError("standard input is not UTF-8 text") from error
+                raise UserError("standard input is not UTF-8 text", remedy="convert it with iconv -t UTF-8") from error
             if not line:
                 return
             if len(line) > _LONGEST:

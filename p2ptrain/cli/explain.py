@@ -97,7 +97,8 @@ def explain(
     from configs.loader import load
     from p2ptrain.cli.inputs import checked
 
-    own = checked(load(profile, os.environ, sets).profile, download=download).alone()
+    usual = {"job.workers": (workers, f"--workers {workers}")} if workers else {}
+    own = checked(load(profile, os.environ, sets, usual).profile, download=download).alone()
     sets = [*sets, f"model.path={own.model.path}"] if own.model.path else sets  # a model that was fetched
     if workers or not (cluster or seed):
         where: int | Cluster = workers or own.job.workers

@@ -306,7 +306,8 @@ def _read(file: str) -> str:
         text = f"cannot read {_named(file)}: {error.strerror}"
         raise UserError(text, remedy="name a text file with one prompt per line") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{_named(file)} is not UTF-8 text (byte {error.start})") from error
+        text = f"{_named(file)} is not UTF-8 text (byte {error.start})"
+        raise UserError(text, remedy="convert it with iconv -t UTF-8") from error
 
 
 def _named(file: str) -> str:

@@ -189,19 +189,12 @@ def _free(port: int) -> int:
 def _profile(name: str, sets: list[str], workers: int) -> Profile:
     """Load the profile for this number of workers: the job begins with all of them, unless the user's own settings say
     that fewer are enough. A job that needs more of them would wait for ever."""
-    from configs.loader import is_shipped, load
+    from configs.loader import load
 
-    loaded = load(name, os.environ, sets)
+    loaded = load(name, os.environ, sets, {"job.workers": (workers, f"--workers {workers}")})
     wanted, source = loaded.profile.job.workers, loaded.sources["job.workers"]
-    if workers == wanted or (workers > wanted and not is_shipped(source)):
+    if wanted <= workers:
         return loaded.profile
-    stages = loaded.profile.stages
-    if workers < stages:
-        text = f"each of the model's {stages} parts needs a worker, and {workers} would be started"
-        parts = "sharded.shards" if loaded.profile.job.strategy == "sharded" else "pipeline.stages"
-        raise UserError(text, remedy=f"give --workers {stages}" + f", or set fewer {parts}" * (workers > 1))
-    if is_shipped(source):
-        return load(name, os.environ, [*sets, f"job.workers={workers}"]).profile
     raise UserError(
         f"{source}: the job needs {wanted} workers to begin, and {workers} would be started",
         remedy=f"give --workers {wanted}, or --set job.workers={workers}",

@@ -83,7 +83,7 @@ async def _follow(client: SeedClient, followed: JobProgress, console: Console) -
             state, reason = info.state, f": {info.reason}" if info.reason else ""
             if not console.quiet:
                 console.event("info", f"job {info.name} ({info.id}) is {state}{reason}")
-    raise ConnectionLost("the seed ended")
+    raise ConnectionLost("the seed ended", remedy="start it again; its workers go on meanwhile")
 
 
 async def newest_saved(client: SeedClient, job: str) -> CheckpointInfo | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from p2ptrain.compute.device import HOST, check_memory
+from p2ptrain.compute.device import HOST, available_bytes, check_memory
 from p2ptrain.compute.packing import FIRST, TARGET, Marks, packed
 from p2ptrain.compute.rows import Rows, unreadable
 from p2ptrain.compute.sampling import Indices, permuted
@@ -23,6 +23,7 @@ from p2ptrain.compute.text import ChatFormat
 from p2ptrain.compute.tokenizer import Tokenizer, Tokens
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.text_files import STDLIB, find_files
+from p2ptrain.core.texts import human_bytes
 
 _BLOCK_WINDOWS = 16
 NO_TARGET = -100
@@ -134,7 +135,9 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
     files = find_files(spec.path, spec.format)
     total = sum(_size(file) for file in files)
     read_bytes = min(total, spec.limit_bytes or total)
-    check_memory(read_bytes * (3 if tokenizer.is_bytes else 8), HOST, f"reading {read_bytes / 1e6:.1f} MB of text")
+    copies = 3 if tokenizer.is_bytes else 8
+    remedy = f"set data.limit_bytes = {available_bytes(HOST) // copies}"
+    check_memory(read_bytes * copies, HOST, f"the text ({human_bytes(read_bytes)} in data.path)", remedy)
     is_chat, width = spec.format == "chat", spec.sequence_tokens + 1
     rows = Rows(spec.path, spec.format, spec.text_key or ("messages" if is_chat else "text"), spec.bad_rows)
     marks, cut = None, ""

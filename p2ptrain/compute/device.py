@@ -15,6 +15,7 @@ from torch import Tensor
 
 from p2ptrain.core.container import memory_left_bytes
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
+from p2ptrain.core.texts import human_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +118,22 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def check_memory(need_bytes: int, device: Device, what: str) -> None:
+SMALLER = "lower batch.micro_batch_sequences and raise batch.micro_batches, or choose a smaller [model]"
+"""A remedy for training that does not fit into memory."""
+
+
+def check_memory(need_bytes: int, device: Device, what: str, remedy: str) -> None:
     """Raise ``ResourceError``, which names both numbers, if ``need_bytes`` exceed the free memory.
 
     Args:
         what: description of the load, such as ``"training 124 M parameters"``.
+        remedy: the settings that make it smaller.
     """
     available = available_bytes(device)
     if need_bytes > available:
         raise ResourceError(
-            f"{what} needs {need_bytes / 2**30:.2f} GiB and {device.label} has {available / 2**30:.2f} GiB free",
-            remedy="use a smaller model, micro-batch or corpus, close other programs, or use a larger device",
+            f"{what} needs {human_bytes(need_bytes)} of memory, and {device.label} has {human_bytes(available)} free",
+            remedy=f"{remedy}, or close other programs",
         )
 
 

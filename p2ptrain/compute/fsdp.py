@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
 )
 from transformers import PretrainedConfig
 
-from p2ptrain.compute.device import HOST, Device, check_memory
+from p2ptrain.compute.device import HOST, SMALLER, Device, check_memory
 from p2ptrain.compute.flat import FlatModel, Segment, placed, trained
 from p2ptrain.compute.part import ModelLayout, Part, PartAssembly, layer_sizes
 from p2ptrain.compute.process_group import Operations, RingProcessGroup
@@ -114,10 +114,10 @@ def check_shard_memory(
         )
     return_freed_memory(max(sizes.layers_bytes))
     if device.kind != "cpu" and shard.offload:
-        check_memory(beside, device, what)
-        check_memory(rows, HOST, what)
+        check_memory(beside, device, what, SMALLER)
+        check_memory(rows, HOST, what, SMALLER)
     else:
-        check_memory(rows + beside, device, what)
+        check_memory(rows + beside, device, what, SMALLER)
 
 
 def return_freed_memory(layer_bytes: int) -> None:

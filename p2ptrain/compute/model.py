@@ -209,7 +209,10 @@ def load_model(
             remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
         ) from error
     if missing := sorted(report["missing_keys"]):
-        raise ConfigError(f"the weights in {directory} lack {missing[0]} and {len(missing) - 1} other tensors")
+        text = f"the weights in {directory} lack {missing[0]} and {len(missing) - 1} other tensors"
+        raise ConfigError(
+            text, remedy="copy all *.safetensors of the model there, with the config.json that belongs to them"
+        )
     return cast(PreTrainedModel, model)
 
 
@@ -230,7 +233,8 @@ def directory_config(directory: Path, vocab_size: int) -> PretrainedConfig:
             remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
         ) from error
     if config.vocab_size < vocab_size:
-        raise ConfigError(f"the model in {directory} has {config.vocab_size} tokens, its tokenizer has {vocab_size}")
+        text = f"the model in {directory} has {config.vocab_size} tokens, its tokenizer has {vocab_size}"
+        raise ConfigError(text, remedy="put the tokenizer there that the model was trained with")
     return without_dropout(config)
 
 

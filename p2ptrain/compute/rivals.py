@@ -160,7 +160,8 @@ class AssistedPair:
     def _loaded(self, directory: Path, text: ModelText) -> Any:
         config = model_config(ModelSpec(path=directory), text.tokenizer.vocab_size)
         dtype = dtype_of(config)
-        check_memory(parameter_count(config) * dtype.itemsize, self._place, f"the model in {directory}")
+        what = f"the model in {directory}"
+        check_memory(parameter_count(config) * dtype.itemsize, self._place, what, "choose a smaller one")
         model: Any = load_model(directory, dtype, config=config)
         model.generation_config = GenerationConfig()
         return model.to(self._place.torch_device).eval()

@@ -19,7 +19,7 @@ from typing import cast
 from p2ptrain.compute.device import HOST, check_memory
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.text_files import format_of, is_stdlib
-from p2ptrain.core.texts import shortened
+from p2ptrain.core.texts import human_bytes, shortened
 
 Messages = list[dict[str, str]]
 """A conversation: each message has a ``role`` and a ``content``."""
@@ -217,7 +217,8 @@ def _parquet_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
             columns = (group.column(index) for group in groups for index in range(group.num_columns))
             named = [column for column in columns if column.path_in_schema.partition(".")[0] == key]
             size_bytes = sum(column.total_uncompressed_size for column in named)
-            check_memory(3 * size_bytes, HOST, f"reading {size_bytes / 1e6:.1f} MB of {file}")
+            what = f"reading {human_bytes(size_bytes)} of {file}"
+            check_memory(3 * size_bytes, HOST, what, "cut it into smaller files")
             for batch in table.iter_batches(batch_size=256, columns=[key]):
                 for scalar in batch.column(0):
                     number += 1

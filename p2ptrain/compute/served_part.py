@@ -58,6 +58,9 @@ class _Session:
     kind: int = 0
 
 
+_LESS = "choose a smaller dtype, or split the model over more workers"
+
+
 def begin_part(spec: PartSpec, names: Collection[str]) -> ServedPartBuilder:
     """Start building a part. Implements ``roles.engine.BuildPart``.
 
@@ -118,7 +121,7 @@ def _load_unsplit(text: str, table: TensorTable, *, device: str, dtype: str, on_
     spec = PartSpec(text, 0, 1, 1, dtype, device)
     computed = _dtype(dtype, config)
     total_bytes = sum(math.prod(entry.shape) for entry in table.entries.values()) * computed.itemsize
-    check_memory(total_bytes, place, f"the model in {directory}")
+    check_memory(total_bytes, place, f"the model in {directory}", _LESS)
     loaded: Any = load_model(directory, computed)
     if isinstance(table, MergedTable):
         for name, parameter in table.adapted.items():
@@ -191,7 +194,8 @@ class ServedPartBuilder:
         self.wanted: Mapping[str, tuple[int, ...]] = self._assembly.wanted
         self.weights_bytes = sum(math.prod(shape) for shape in self.wanted.values()) * self._dtype.itemsize
         self.cache_position_bytes = self._assembly.cache_position_bytes
-        check_memory(self.weights_bytes, self._device, f"a part of {len(part)} of {part.layers} layers")
+        what = f"a part of {len(part)} of {part.layers} layers"
+        check_memory(self.weights_bytes, self._device, what, _LESS)
 
     def place(self, name: str, dtype: str, data: memoryview, start: int = 0) -> None:
         """Copy bytes [start, ...) of a tensor. Pieces come in order. Raises as ``PartAssembly.place_bytes``."""
@@ -250,9 +254,9 @@ class ServedPart:
         if len(self._sessions) >= MAX_SESSIONS:
             raise ResourceError(f"this part already has {MAX_SESSIONS} sessions, the maximum", remedy="close one")
         picker = Picker(sampling)
-        check_memory(
-            positions * self.cache_position_bytes, self._place, f"a cache of {positions} positions for a session"
-        )
+        cache_bytes = positions * self.cache_position_bytes
+        what = f"the cache of a text of {positions} tokens"
+        check_memory(cache_bytes, self._place, what, "ask for fewer tokens, or fewer texts at a time")
         with _told_of_memory("the cache of a session", self._place):
             cache = self._model.new_cache(positions)
         ids = torch.zeros(0, dtype=torch.int64)

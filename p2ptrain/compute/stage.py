@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from p2ptrain.compute.device import HOST, Device, available_bytes, check_memory
+from p2ptrain.compute.device import HOST, SMALLER, Device, available_bytes, check_memory
 from p2ptrain.compute.model import initialize, parameter_count
 from p2ptrain.compute.part import ModelLayout, Part, PartAssembly, PartModel, load_part, part_bytes, refused
 from p2ptrain.core.activations import activation_bytes
@@ -110,7 +110,7 @@ def initial_tensors(whole: ModelLayout, seed: int, wanted: set[str] | None = Non
         if wanted is not None and wanted.isdisjoint(f"{name}.{leaf}" for leaf in unit.state_dict()):
             continue
         need_bytes = 4 * sum(parameter.numel() for parameter in unit.parameters())
-        check_memory(need_bytes, HOST, f"initializing {name} of a {whole.model.config.model_type!r}")
+        check_memory(need_bytes, HOST, f"initializing {name} of a {whole.model.config.model_type!r}", SMALLER)
         unit.to_empty(device="cpu")
         with torch.no_grad():
             for tensor in unit.state_dict().values():
@@ -204,9 +204,9 @@ def check_training_memory(
             f"{what} needs about {human_bytes(need)}, but this worker offers {human_bytes(spec.memory_bytes)}",
             remedy="give it more (--memory), smaller parts (pipeline.cuts, pipeline.stages) or pipeline.recompute=true",
         )
-    check_memory(need, device, what)
+    check_memory(need, device, what, SMALLER)
     if device.kind != "cpu" or held:  # reduce buffer, and weights during the build, which is in fp32
-        check_memory(weights + buffers * (2 if exact else 1), HOST, what)
+        check_memory(weights + buffers * (2 if exact else 1), HOST, what, SMALLER)
 
 
 def most_in_flight(

@@ -58,10 +58,13 @@ def place_in(environment: Mapping[str, str] = os.environ) -> Place | None:
     local_size = _number(environment, names[3], local_rank + 1)
     if not (rank < size <= MOST_PROCESSES and local_rank < local_size <= size):
         text = ", ".join(f"{name}={environment.get(name, '')}" for name in names)
-        raise UserError(f"no place in an island: {text}", remedy="start all its processes with torchrun or srun")
+        raise UserError(
+            f"this process does not know its place among those of its worker: {text}",
+            remedy="start all its processes with torchrun or srun",
+        )
     address = environment.get("MASTER_ADDR") or _first_host(environment.get("SLURM_STEP_NODELIST", ""))
     if not address:
-        raise UserError("the address of the island's first process is not known", remedy="set MASTER_ADDR to it")
+        raise UserError("the address of this worker's first process is not known", remedy="set MASTER_ADDR to it")
     # Jobs of the same user on one machine have different ports.
     port = _number(environment, "MASTER_PORT", 15_000 + _number(environment, "SLURM_JOB_ID", 0) % 10_000)
     if not 0 < port < 1 << 16:

@@ -264,7 +264,7 @@ class GenerationSession:
 
     def _failure(self) -> NetworkError:
         assert self._error is not None
-        text = f"the chain broke and cannot be repaired: {self._error.message}"
+        text = f"the split model broke and cannot be repaired: {self._error.message}"
         failure = NetworkError(text, remedy=self._error.remedy or "start another worker: p2ptrain join; then try again")
         failure.__cause__ = self._error
         return failure

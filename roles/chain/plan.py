@@ -295,7 +295,9 @@ class WorkerPool:
         this process need not load it. Raises ``Refused`` if the model does not split, else the last worker's error."""
         if (known := self._measured.get((config, dtype))) is not None:
             return known
-        problem: P2PTrainError = NetworkError("no worker is there to measure the model", remedy="p2ptrain join")
+        problem: P2PTrainError = NetworkError(
+            "no worker is there to measure the model", remedy="start one: p2ptrain join"
+        )
         for peer in [each for each in self.peers.values() if not each.lost]:
             try:
                 answer = await peer.ask("model.measure", {"config": config, "dtype": dtype}, timeout_s=OFFER_S)

@@ -486,7 +486,7 @@ class Session:
             return
         self._stalls += 1
         if self._stalls > MOST_STALLS:
-            text = f"no stage is lost, but the chain did not answer for {now - requests[0].sent_at:.0f} s"
+            text = f"the workers of the split model did not answer for {now - requests[0].sent_at:.0f} s"
             self._fail(DeadlineExceeded(text, remedy="a worker may be overloaded: see p2ptrain peers list"), out)
             return
         self._begin_mending(now)
@@ -546,7 +546,7 @@ class Session:
     def _set_back(self, what: str, remedy: str, out: list[Instruction]) -> None:
         self._setbacks += 1
         if self._setbacks > 8 + 3 * len(self._stages):
-            text = f"the chain failed {self._setbacks} times without any progress; the last failure: {what}"
+            text = f"the split model failed {self._setbacks} times without any progress; the last failure: {what}"
             self._fail(PeerError(text, remedy=remedy), out)
 
     def _fail(self, error: P2PTrainError, out: list[Instruction]) -> None:

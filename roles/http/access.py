@@ -50,20 +50,20 @@ def read_key(path: Path, warn: Callable[[str], None]) -> str:
 class Keys:
     """The keys of an endpoint, and what each of them permits. Only digests are kept."""
 
-    def __init__(self, permits: Mapping[str, str]) -> None:
-        """``permits``: key → the word for what its holder may do."""
+    def __init__(self, permits: Mapping[str, str], remedy: str = "send the key as Authorization: Bearer KEY") -> None:
+        """``permits``: key → the word for what its holder may do. ``remedy``: for who has none."""
+        self._remedy = remedy
         self._permits = {_digest(key.encode()): permit for key, permit in permits.items()}
 
     def permit(self, authorization: str) -> str:
         """What the bearer of the key in this header may do. Raises ``Problem`` without a valid key."""
         scheme, _, shown = authorization.partition(" ")
         if not shown:
-            text = "an API key is required: send it as Authorization: Bearer KEY"
-            raise Problem(401, text, code="missing_api_key", headers=_BEARER)
+            raise Problem(401, f"locked: {self._remedy}", code="missing_api_key", headers=_BEARER)
         # A digest says nothing about how much of a key was right, so the time of this look-up does not, either.
         found = self._permits.get(_digest(shown.strip().encode("latin-1", "replace")))
         if scheme.lower() != "bearer" or found is None:
-            raise Problem(401, "that is not the API key of this endpoint", code="invalid_api_key", headers=_BEARER)
+            raise Problem(401, f"the key is wrong: {self._remedy}", code="invalid_api_key", headers=_BEARER)
         return found
 
 

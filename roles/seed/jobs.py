@@ -439,7 +439,7 @@ class JobController:
             if before.get(peer_id) != (why, until):
                 left_s = until - self._seed.world.clock.now()
                 limit = f" for up to {left_s:.0f} s" if 0 < left_s < math.inf else ""
-                text = clipped(f"this worker does not train{limit}: {why}")
+                text = clipped(f"waiting{limit}: {why}")
                 self._say(peer_id, EventNotice("info", "kept-out", text, self.id))
 
     def _places_seen_by(self, peer_id: str, peers: Iterable[co.Peer]) -> list[MemberRecord]:

@@ -97,7 +97,7 @@ class Acceptor:
             return Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "try again when it is back")
         self._seed.gate.judge(connection)
         if hello.cluster == self._seed.cluster_id and hello.term > self._seed.term:
-            text = f"this seed has term {self._seed.term}, and a restored seed with term {hello.term} has replaced it"
+            text = "a seed that was restored from a backup has replaced this one"
             return Refuse(RefusalCode.STALE_TERM, text, "stop this seed, and use the restored one")
         match hello.purpose:
             case "peer":
@@ -523,7 +523,7 @@ class Seed:
     def _tell_idle(self, link: Link) -> None:
         jobs = [item for item in self.controllers.values() if item.live]
         reasons = (f"job {item.record.name} {item.core.refusal(link.id) or 'is being restored'}" for item in jobs)
-        idle = clipped("no job has this worker: " + ("; ".join(reasons) or "there is none to train"))
+        idle = clipped("idle: " + ("; ".join(reasons) or "`p2ptrain jobs create` starts a job"))
         if idle != link.idle:
             link.idle = idle
             link.say(EventNotice("info", "kept-out", idle, ""))

@@ -83,7 +83,8 @@ class RobustStrategy(SyncStrategy):
             self._rows = {}
             self._exchange = self._outgoing = None
             what = f"robust.rule = {self._robust.rule!r} with the vectors of {session.size} members"
-            check_memory((session.size + keeps_center(self._robust)) * buffer.nbytes, HOST, what)
+            need_bytes = (session.size + keeps_center(self._robust)) * buffer.nbytes
+            check_memory(need_bytes, HOST, what, "choose a smaller [model], or fewer job.workers")
             self._vectors = np.empty(session.size * buffer.size, buffer.dtype)
         bounds, members = self._bounds_of(step), session.size
         self._gathered = [

@@ -82,7 +82,8 @@ class SecureStrategy(SyncStrategy):
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
         if session.size < LEAST_MASKED:
-            raise JobFailed(f"a view of {session.size} members would show each what the other contributes")
+            text = f"federated.secure with {session.size} workers would show each what the other contributes"
+            raise JobFailed(text, remedy=f"start more, {LEAST_MASKED} at least: p2ptrain join")
         secret = X25519PrivateKey.from_private_bytes(session.entropy(KEY_BYTES))
         told = await session.all_gather(secret.public_key().public_bytes_raw())
         label = f"{session.view.job} {session.view.generation} "

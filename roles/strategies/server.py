@@ -220,7 +220,7 @@ class ServerStrategy(SyncStrategy):
             raise ResourceError(
                 f"the gradients of {workers} workers take {need_bytes / 1e6:,.0f} MB of the server's memory, and "
                 f"{free_bytes / 1e6:,.0f} MB are free",
-                remedy="use fewer workers, a smaller server.buffer or a smaller model",
+                remedy="lower job.workers or server.buffer, or choose a smaller [model]",
             )
         self._slots = [np.empty(self._contribution_bytes, np.uint8) for _ in range(workers)]
         self._vectors = np.empty((vectors, numel), np.float32)

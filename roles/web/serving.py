@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import ssl
 import string
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -108,7 +108,7 @@ async def serving_web(
             await asyncio.to_thread(certify)
             beside.start(_recertify(certify), "web certificate")
         experiments = Experiments(directory / "experiments", connect)
-        access = Keys(dict(zip(keys, needed, strict=True))) if keys else None
+        access = Keys(dict(zip(keys, needed, strict=True)), _where(keys.values())) if keys else None
         app = WebApp(seed, LocalRequests(seed), create_job, experiments, access, allowed)
         await stack.enter_async_context(experiments.serving())
         await stack.enter_async_context(serving(app, sock, tls=tls, websockets=True))
@@ -132,6 +132,12 @@ def _keys(files: dict[str, Path | None], directory: Path, disk: Disk, warn: Call
             raise UserError("the read key and the operator key are the same", remedy="give two different ones")
         found[key] = path
     return found
+
+
+def _where(files: Iterable[Path]) -> str:
+    """Where people find the keys. ``files``: of the one to read, and of the operator's."""
+    read, operate = (path.name for path in files)
+    return f"paste the key from {operate} on the seed's machine ({read} to look only)"
 
 
 def _loaded(context: ssl.SSLContext, certificate: Path, key: Path | None) -> list[str]:

@@ -64,7 +64,7 @@ class BoundaryWork:
         odd = odd_ones_out(digests, session.view.stages)
         if odd and session.rank == 0:
             names = ", ".join(session.view.members[number].name for number in sorted(odd))
-            self._context.notify("warning", "drift", f"the state of {names} differs from the others': it is healed")
+            self._context.notify("warning", "drift", f"{names} had other weights than the others: replaced by theirs")
         return tuple(digests)
 
     async def _compare_stages(self, digest: bytes, session: RingSession, patience_s: float) -> list[bytes]:

@@ -546,13 +546,13 @@ class Follower:
         try:
             await self._follow(message, engine)
         except (NetworkError, PeerError) as problem:
-            self._context.notify("warning", "not-following", f"does not follow the ring any more: {problem.message}")
+            self._context.notify("warning", "not-following", f"stopped catching up: {problem.message}")
             if self._core.torn:
                 self._then.insert(0, Unloaded("the state fetched beside the ring is incomplete"))
             else:
                 self._say()  # report how far it came: the ring may admit it, and the rest is healed within
         except P2PTrainError as problem:
-            self._context.notify("error", "not-following", f"cannot follow the ring: {problem.message}")
+            self._context.notify("error", "not-following", f"cannot catch up: {problem.message}")
             self._then.insert(0, Unloaded("the state may be half applied"))
         finally:
             self._task = None
@@ -589,7 +589,7 @@ class Follower:
                 if fetch.newest - core.applied <= 1 and not self._said:
                     self._say()
                     behind = max(fetch.newest - core.applied, 0)
-                    context.notify("info", "following", f"follows the ring, {behind} step{'s' * (behind != 1)} behind")
+                    context.notify("info", "following", f"caught up: {behind} step{'s' * (behind != 1)} behind")
                 step = await fetch.step()
                 await self._to_its_end(self._replay(engine, fetch, step))
 

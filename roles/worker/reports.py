@@ -264,8 +264,8 @@ def described(view: View, peer_id: str) -> str:
     rank = view.rank_of(peer_id)
     share = view.members[rank].count if rank is not None else 0
     return (
-        f"generation {view.generation}: rank {rank} of {view.size}, {share} micro-batches a step, "
-        f"from step {view.step} ({names})"
+        f"trains from step {view.step}: rank {rank} of {view.size}, {share} micro-batches a step, "
+        f"{names} (generation {view.generation})"
     )
 
 

@@ -134,7 +134,7 @@ def test_a_file_describes_a_cluster(command: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("link = 'wan'\nmember = 1", "member must be a valid list"),
+        ("link = 'wan'\nmember = 1", "member must be a list"),
         ("link = 'wan'\n[[member]]\nname = 'a'", "member.1.gflops"),
         (GOOD.replace('"lab-2"]', '"cellar"]'), "lab-1 and cellar are not two members"),
         (GOOD.replace('"lab"', '"attic-1"').replace('"attic"\n', '"attic-1-1"\n'), "two members attic-1-1"),

@@ -91,7 +91,7 @@ def test_a_worker_checks_the_memory_that_the_seed_placed_it_by(
     assert training is not None
     config = model_config(training_spec(profile).model, 256)
     asked: list[int] = []
-    monkeypatch.setattr("p2ptrain.compute.stage.check_memory", lambda need, device, what: asked.append(need))
+    monkeypatch.setattr("p2ptrain.compute.stage.check_memory", lambda need, device, what, remedy: asked.append(need))
     for device in (Device(torch.device("cpu"), "cpu"), Device(torch.device("mps"), "mps")):
         for stage, (start, stop) in enumerate([(0, 1), (1, 4)]):
             spec = StageSpec(

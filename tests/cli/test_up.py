@@ -306,6 +306,9 @@ def test_up_starts_nothing_where_nobody_would_answer(command: Any, more: tuple[s
     assert "--http" in outcome.err
 
 
-@pytest.mark.parametrize(("sets", "workers", "begins_with"), [([], 3, 3), ([], 1, 1), (["job.workers=2"], 3, 2)])
+@pytest.mark.parametrize(
+    ("sets", "workers", "begins_with"),
+    [([], 3, 3), ([], 1, 1), (["job.workers=2"], 3, 2), (["batch.micro_batches=1"], 1, 1)],
+)
 def test_the_job_begins_with_as_many_workers_as_are_started(sets: list[str], workers: int, begins_with: int) -> None:
     assert _profile("tiny", sets, workers).job.workers == begins_with

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,8 +131,9 @@ def test_what_is_not_text(tmp_path: Path, content: bytes, cause: str) -> None:
 def test_memory_is_checked_before_reading(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "_size", lambda file: 1 << 50)
     monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("read before the check"))
-    with pytest.raises(ResourceError, match="GiB"):
+    with pytest.raises(ResourceError, match=r"the text \(.* TiB in data.path\) needs .* TiB of memory") as caught:
         load_corpus(spec(tree), BYTES)
+    assert re.search(r"set data.limit_bytes = \d{6,}, or close other programs", caught.value.remedy)
 
 
 @pytest.mark.parametrize("windows", [2, 3, 12, 124, 1600, 1543])

@@ -84,9 +84,11 @@ def test_kernels_threads_flush_denormals_too() -> None:
 
 
 def test_memory_is_checked_with_numbers() -> None:
-    check_memory(1 << 20, HOST, "a little")
-    with pytest.raises(ResourceError, match=r"a lot needs 1048576\.00 GiB and this machine .* has \d+\.\d\d GiB free"):
-        check_memory(1 << 50, HOST, "a lot")
+    check_memory(1 << 20, HOST, "a little", "lower it")
+    with pytest.raises(
+        ResourceError, match=r"a lot needs 1024\.0 TiB of memory, and this machine .* has \d+\.\d GiB free"
+    ):
+        check_memory(1 << 50, HOST, "a lot", "lower it")
 
 
 @pytest.mark.parametrize(("asked", "workers", "expected"), [(0, 2, 2), (0, 3, 1), (0, 99, 1), (0, 0, 4), (3, 2, 3)])

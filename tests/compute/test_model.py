@@ -155,7 +155,7 @@ def test_a_micro_batch_too_large_is_refused_before_it_is_computed() -> None:
 def test_the_memory_of_exact_sums_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     needs: list[int] = []
     monkeypatch.setattr(
-        "p2ptrain.compute.stage.check_memory", lambda need_bytes, device, what: needs.append(need_bytes)
+        "p2ptrain.compute.stage.check_memory", lambda need_bytes, device, what, remedy: needs.append(need_bytes)
     )
     config, whole = model_config(TINY, 256), StageSpec(0, (0, TINY.layers))
     for exact in (False, True):

@@ -350,7 +350,7 @@ def test_sessions_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: p
         part.close(name)
     monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 8 * part.cache_position_bytes)
     part.open("s", positions=8, sampling=GREEDY)
-    with pytest.raises(ResourceError, match="a cache of 9 positions"):
+    with pytest.raises(ResourceError, match="the cache of a text of 9 tokens"):
         part.open("t", positions=9, sampling=GREEDY)
     part.close("s")
 

@@ -156,7 +156,7 @@ async def test_a_job_that_cannot_be_done_fails_with_its_reason_and_the_worker_do
     few = "they fill 0 windows of 32; give at least 65 tokens of text, or a smaller data.sequence_tokens"
     bad: list[tuple[dict[str, Any], str]] = [
         ({"data__path": data / "short.txt"}, f"data.path = '{data}/short.txt' has too few tokens: {few}"),
-        (HUGE, "needs 1283.56 GiB and cpu (1 thread) has "),
+        (HUGE, "needs 1.3 TiB of memory, and cpu (1 thread) has "),
         ({"device__kind": "mps" if sys.platform != "darwin" else "cuda"}, "this machine has no "),
     ]
     for changes, reason in bad:

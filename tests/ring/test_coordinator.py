@@ -112,7 +112,7 @@ def test_first_view_waits_for_enough_workers() -> None:
     desk.offer("b", "a")
     assert desk.said == [co.SendAssign("a", "", -1)]
     desk.ready("b")
-    assert desk.said == [co.SetCorpus("C"), co.SetState("waiting", "1 of 2 workers are ready")]
+    assert desk.said == [co.SetCorpus("C"), co.SetState("waiting", "one more worker is needed (1 of 2 are ready)")]
     desk.ready("a")
     view = desk.minted()
     assert (view.generation, view.step, view.lineage, ids(view), healthy(view)) == (1, 0, "L0", ["a", "b"], ["a", "b"])
@@ -473,7 +473,7 @@ def test_a_view_has_the_order_of_the_measured_links_and_says_why() -> None:
     assert (view.streams, view.sub_chunk_bytes, view.codec) == (2, 65536, "bf16")
     texts = {item.kind: item.text for item in desk.said if isinstance(item, co.Emit)}
     assert "; slowest edge name-" in texts["ring-order"]
-    assert texts["ring-transport"] == "2 streams, as the profile says; codec bf16, as the profile says"
+    assert texts["ring-transport"] == "2 connections per link, as ring.streams says; codec bf16, as the profile says"
 
 
 def test_a_better_order_ends_no_ring_but_is_taken_by_the_next_view() -> None:
@@ -503,7 +503,7 @@ def test_an_asynchronous_view_begins_with_its_server_a_holder_of_the_newest_vers
     desk.tell(co.PeerLost(third, "its connection ended"))
     desk.stand("broken", 13, second, suspect=third)
     assert desk.core.phase is co.Phase.WAITING
-    assert desk.core.reason == "1 workers are ready, and the job needs 2: start more"
+    assert desk.core.reason == "one more worker is needed (1 of 2 are ready)"
     desk.offer("d")
     desk.ready("d")
     view = desk.minted()

@@ -247,7 +247,7 @@ def test_with_too_few_members_a_job_waits_for_a_newcomer_and_takes_it_at_once() 
     desk.tell(co.PeerLost("c", "it died"))
     desk.stand("broken", 4, "a", "b")
     assert (desk.core.phase, desk.core.short) == (Phase.WAITING, True)
-    assert desk.core.reason == "2 workers are ready, and the job needs 3: start more"
+    assert desk.core.reason == "one more worker is needed (2 of 3 are ready)"
     desk.offer("d")
     desk.ready("d")
     view = desk.minted()
@@ -264,7 +264,7 @@ def test_a_member_excluded_in_the_last_moment_leaves_no_view_of_too_few() -> Non
         desk.ready("c")
         assert (desk.core.phase is Phase.WAITING) is waits  # its second death excludes it for a while
         if waits:
-            assert desk.core.reason == "2 workers are ready, and the job needs 3: start more"
+            assert desk.core.reason == "one more worker is needed (2 of 3 are ready)"
             desk.after(FIRST_FALL_S)
         assert ids(desk.minted()) == ["a", "b", "c"]
         desk.tell(co.Progress(step + 1))

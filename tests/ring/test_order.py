@@ -160,7 +160,7 @@ def test_without_measurements_all_is_as_it_was():
     assert (plan.order, plan.streams, plan.sub_chunk_bytes, plan.codec) == (("a", "b", "c"), 1, 0, "fp32")
     assert not plan.measured
     assert plan.reason == "order as they joined: no link between them is measured"
-    assert plan.transport_reason == "1 stream: no link is measured; codec fp32, as the profile says"
+    assert plan.transport_reason == "1 connection per link (none is measured); codec fp32, as the profile says"
     assert plan_ring("a", {}, AUTO, 1 << 20).codec == "fp32"
 
 
@@ -170,14 +170,14 @@ def test_what_the_profile_says_is_taken():
     plan = plan_ring("abcd", links, ring_options, 1 << 22)
     assert (plan.order, plan.streams, plan.sub_chunk_bytes, plan.codec) == (tuple("abcd"), 3, 8192, "int8")
     assert plan.reason == "order as they joined, as the profile says; slowest edge a → b: 50 Mbit/s, 50 ms"
-    assert plan.transport_reason == "3 streams, as the profile says; codec int8, as the profile says"
+    assert plan.transport_reason == "3 connections per link, as ring.streams says; codec int8, as the profile says"
 
 
 @pytest.mark.parametrize(
     ("link", "streams", "why"),
     [
-        (NEAR, 1, "1 stream: the members are near each other"),
-        (FAR, 4, "4 streams: the members are far from each other"),
+        (NEAR, 1, "1 connection per link (round trip 0.2 ms)"),
+        (FAR, 4, "4 connections per link (round trip 100 ms)"),
     ],
 )
 def test_streams_are_as_many_as_the_slowest_edge_has_use_for(link, streams, why):
@@ -191,7 +191,7 @@ def test_the_codec_follows_from_the_edge_the_load_and_the_budget():
     assert plan_ring("ab", mesh("ab", NEAR), AUTO, 1 << 20, 0.5).codec == "fp32"
     plan = plan_ring("ab", mesh("ab", FAR), AUTO, *load)
     assert plan.codec == "int8"
-    assert plan.transport_reason.startswith("4 streams: the members are far from each other; codec int8: int8 takes ")
+    assert plan.transport_reason.startswith("4 connections per link (round trip 100 ms); codec int8: int8 takes ")
     assert plan_ring("ab", mesh("ab", FAR), RingOptions(codec="auto", error_budget=0.0), *load).codec == "fp32"
     unknown = plan_ring("ab", mesh("ab", FAR), AUTO)
     assert unknown.codec == "fp32"

@@ -432,7 +432,7 @@ def test_workers_that_do_not_train_are_told_why() -> None:
     play = Play()
     play.begun("a", "b")
     play.comes("c")
-    text = "waiting for workers of other parts: a replica has one for each of 2"
+    text = "more workers are needed: one for each of the model's 2 parts"
     assert play.core.kept_out() == {"c": (text, math.inf)}
     play.tell(co.Saved({}, of_parts(a=frozenset({4}), b=frozenset({2, 4}), c=frozenset({2}))))
     for peer_id in ("a", "b"):

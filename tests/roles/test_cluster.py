@@ -314,15 +314,15 @@ async def test_a_loss_that_is_not_finite_fails_the_job_with_the_reason(cluster: 
 
 async def test_a_worker_that_does_not_train_is_told_why(cluster: Cluster) -> None:
     member = cluster.join()
-    await member.hears("no job has this worker: there is none to train")
+    await member.hears("idle: `p2ptrain jobs create` starts a job")
     profile = small_profile(job={"steps": 10**6, "workers": 1}, batch={"micro_batches": 1})
     job = await cluster.create(profile)
     await cluster.job_until(job, at(1))
     spare = cluster.join()
-    await spare.hears("this worker does not train: each micro-batch of a step has a worker")
+    await spare.hears("waiting: each micro-batch of a step has a worker")
     more = [cluster.join(), cluster.join()]
-    await more[1].hears("no job has this worker: job test has the 3 workers that it can use")
+    await more[1].hears("idle: job test has the 3 workers that it can use")
     await cluster.ask("jobs.pause", job=job)
     for peer in (member, spare):
-        await peer.hears("this worker does not train: the job is paused")
+        await peer.hears("waiting: the job is paused")
     await cluster.ask("jobs.cancel", job=job)

@@ -140,8 +140,10 @@ async def test_shares_are_equal_and_the_job_waits_when_members_are_too_few(clust
     await cluster.job_until(job, at(5))
     await peers[1].die()
     gate.on()
-    waiting = await cluster.job_until(job, lambda item: item["state"] == "waiting" and "needs 5" in item["reason"])
-    assert waiting["reason"] == "4 workers are ready, and the job needs 5: start more"
+    waiting = await cluster.job_until(
+        job, lambda item: item["state"] == "waiting" and "of 5 are ready" in item["reason"]
+    )
+    assert waiting["reason"] == "one more worker is needed (4 of 5 are ready)"
     gate.away()
     cluster.join(build)
     ended = await cluster.job_until(job, done)

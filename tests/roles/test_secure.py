@@ -155,7 +155,7 @@ async def test_a_drop_out_is_survived_and_two_wait_for_a_third(cluster: Cluster)
     await cluster.job_until(job, at(5))
     await peers[2].die()
     gate.away()
-    await cluster.job_until(job, lambda item: "needs 3" in item["reason"])
+    await cluster.job_until(job, lambda item: "of 3 are ready" in item["reason"])
     newcomer = cluster.join()
     ended = await cluster.job_until(job, done)
     assert ended["step"] == 12

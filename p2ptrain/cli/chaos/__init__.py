@@ -142,19 +142,17 @@ def chaos(
 
 def _profile(name: str, sets: list[str], workers: int, *, attacked: bool) -> Profile:
     """Load the profile, with this command's values for settings that the user did not choose."""
-    from configs.loader import is_shipped, load
+    from configs.loader import load
     from roles.attacker import check_attacked
 
-    loaded = load(name, os.environ, sets)
     wanted = {
-        "job.workers": str(workers),
-        **({} if attacked else {"job.steps": "1000000"}),  # the job must outlast the faults
-        "checkpoint.every": str(SAVE_EVERY),
-        "checkpoint.keep": "4",
+        "job.workers": (workers, f"--workers {workers}"),
+        **({} if attacked else {"job.steps": (1_000_000, "chaos")}),  # the job must outlast the faults
+        "checkpoint.every": (SAVE_EVERY, "chaos"),
+        "checkpoint.keep": (4, "chaos"),
     }
-    mine = [f"{key}={value}" for key, value in wanted.items() if is_shipped(loaded.sources[key])]
-    mine += [f"checkpoint.copies={workers}"]  # the end of the run compares the state of all workers
-    made = load(name, os.environ, [*sets, *mine]).profile
+    copies = f"checkpoint.copies={workers}"  # the end of the run compares the state of all workers
+    made = load(name, os.environ, [*sets, copies], wanted).profile
     if made.job.workers > workers:
         raise UserError(
             f"the job needs {made.job.workers} workers to begin, and --workers is {workers}",

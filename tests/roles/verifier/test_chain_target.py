@@ -191,7 +191,7 @@ def test_nobody_is_left_to_take_a_stage(tmp_path: Path) -> None:
         async with scene.chain() as chain:
             session = await target_of(chain).open(positions=60, sampling=GREEDY)
             disturbed = Disturbed(session, scene, {2: (0.015, "w1")})
-            with pytest.raises(NetworkError, match="the chain broke and cannot be repaired") as caught:
+            with pytest.raises(NetworkError, match="the split model broke and cannot be repaired") as caught:
                 await decoded(disturbed, PROMPT, tokens_of(CONFIG, PROMPT, 30, GREEDY), drafts=6, seed=3)
             assert "p2ptrain join" in caught.value.remedy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import ssl
 import stat
@@ -51,7 +52,9 @@ async def test_elsewhere_it_has_a_certificate_and_two_keys(cluster: Cluster) -> 
         assert read != operate
         trusted = ssl.create_default_context(cafile=str(cluster.root / "seed" / "authority" / "ca.pem"))
         jobs = "/api/v1/training/jobs"
-        assert (await fetched(url, jobs, tls=trusted))[0] == 401
+        status, answer = await fetched(url, jobs, tls=trusted)
+        where = "locked: paste the key from http-operate.key on the seed's machine (http-read.key to look only)"
+        assert (status, json.loads(answer)["error"]["message"]) == (401, where)
         for path in (jobs, "/api/v1/experiments"):
             assert (await fetched(url, path, f"Authorization: Bearer {read}", tls=trusted))[0] == 200
         with pytest.raises(ssl.SSLCertVerificationError):
