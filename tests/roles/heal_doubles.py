@@ -46,7 +46,7 @@ def world_of(network: Network) -> World:
     return World(LoopClock(), network, RealDisk(), random.Random(1))
 
 
-def around_of(world: World, told: list[tuple[str, str, str]], peer_id: str = "me", seed_host: str = "seed") -> Any:
+def around_of(world: World, told: list[tuple[str, str, str]], peer_id: str = "me", seed_host: str = "127.0.0.1") -> Any:
     """What a runner's parts need of their worker."""
     around = SimpleNamespace(
         world=world,
