@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Tokens = npt.NDArray[np.generic]
 
+TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,7 +37,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
 )
 PLAIN_CHAT = (
     "{% for message in messages %}"
@@ -51,6 +52,9 @@ PLAIN_CHAT = (
 beginning of the next question, so a model that is trained on conversations learns to write it."""
 _TEXTS_PER_CALL = 256
 _MOST_GROWTH = 256
+_PROBE = " aA\r\n e\u0301\u200b "
+_SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
 
 class Tokenizer:
@@ -59,14 +63,29 @@ class Tokenizer:
     Attributes:
         vocab_size: all ids are below this number.
         backend: the equivalent tokenizer of the ``tokenizers`` library.
-        is_bytes: whether this is the byte-level vocabulary.
+        is_bytes: whether ids are the bytes of a text, and nothing else.
         directory: the model directory that it came from; None for the byte-level vocabulary made here.
+        has_template: whether the directory has a chat template.
+        begin, end: ids around a document: what the tokenizer adds to a prompt, so that a model is trained on what it
+            will be asked; and the end token in any case, so that the model learns to stop. Empty if it has none.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, directory: Path | None = None) -> None:
+        settings = _settings(directory) if directory is not None else {}
+        _encode_by_default(backend, settings)
         self.backend, self.directory = backend, directory
-        self.is_bytes = backend.get_vocab() == _byte_vocabulary()
+        self.has_template = directory is not None and (
+            bool(settings.get("chat_template")) or (directory / TEMPLATE_FILE).is_file()
+        )
         self.vocab_size = 1 + max(backend.get_vocab().values())
+        encoding, end = backend.encode("a"), backend.token_to_id(_content(settings.get("eos_token")))
+        mask = [*encoding.special_tokens_mask, 0]
+        self.begin = encoding.ids[: mask.index(0)]
+        self.end = encoding.ids[len(mask) - mask[-2::-1].index(0) - 1 :] if 0 in mask[:-1] else []
+        if not self.end and end is not None:
+            self.end = [end]
+        is_plain = backend.encode(_PROBE).ids == list(_PROBE.encode())
+        self.is_bytes = is_plain and backend.get_vocab() == _byte_vocabulary()
         self._digest: str | None = None
 
     @classmethod
@@ -89,15 +108,15 @@ class Tokenizer:
         path = file_of(directory, "tokenizer.json")
         remedy = "save the fast tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         with library_errors(f"the tokenizer {path}", remedy):
-            made = cls(tokenizers.Tokenizer.from_str(path.read_text("utf-8")), path.parent)
-            backend = made.backend
+            backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
             steps = [
                 each and json.loads(each.__getstate__())
                 for each in (backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
             ]
         if any(_growth(step) > _MOST_GROWTH for step in steps if step):
             raise ConfigError(f"the tokenizer {path} makes more than {_MOST_GROWTH} characters of one", remedy=remedy)
-        return made
+        with library_errors(f"the tokenizer {path}", remedy):
+            return cls(backend, path.parent)
 
     @property
     def digest(self) -> str:
@@ -120,21 +139,24 @@ class Tokenizer:
         size = self.vocab_size
         return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32)
 
-    def encode(self, texts: Iterable[str]) -> Tokens:
-        """Ids of all texts, concatenated, shape (tokens,). No special tokens are added."""
+    def encode(self, texts: Iterable[str], *, documents: bool = False) -> Tokens:
+        """Ids of all texts, concatenated, shape (tokens,). ``documents``: each between ``begin`` and ``end``; else no
+        special tokens are added."""
+        begin, end = (self.begin, self.end) if documents else ([], [])
         if self.is_bytes:
-            return np.frombuffer(b"".join(text.encode() for text in texts), dtype=np.uint8)
+            return np.frombuffer(b"".join(bytes(begin) + text.encode() + bytes(end) for text in texts), dtype=np.uint8)
         parts: list[Tokens] = []
         batch: list[str] = []
         for text in texts:
             batch.append(text)
             if len(batch) == _TEXTS_PER_CALL:
-                parts.append(self._encode_batch(batch))
+                parts.append(self._encode_batch(batch, begin, end))
                 batch = []
-        return np.concatenate([*parts, self._encode_batch(batch)])
+        return np.concatenate([*parts, self._encode_batch(batch, begin, end)])
 
-    def save(self, directory: Path) -> None:
-        """Write the files that ``AutoTokenizer.from_pretrained`` reads. Raises ``StorageError``."""
+    def save(self, directory: Path, *, chat: bool = False) -> None:
+        """Write the files that ``AutoTokenizer.from_pretrained`` reads. ``chat``: the model was trained on
+        conversations, so its chat template is among them, be it the plain one. Raises ``StorageError``."""
         try:
             if self.directory is None:
                 self.with_plain_chat().save_pretrained(directory)
@@ -142,6 +164,8 @@ class Tokenizer:
             for name in TOKENIZER_FILES:
                 if (self.directory / name).is_file():
                     shutil.copyfile(self.directory / name, directory / name)
+            if chat and not self.has_template:
+                (directory / TEMPLATE_FILE).write_text(PLAIN_CHAT, "utf-8")
         except OSError as error:
             raise StorageError(f"cannot write the tokenizer to {directory}: {error.strerror or error}") from error
 
@@ -157,9 +181,44 @@ class Tokenizer:
         with library_errors(f"the tokenizer of {self.directory or 'a new model'}"):
             return self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
 
-    def _encode_batch(self, texts: list[str]) -> Tokens:
+    def _encode_batch(self, texts: list[str], begin: list[int], end: list[int]) -> Tokens:
         encodings = self.encodings(texts, add_special_tokens=False)
-        return np.concatenate([np.zeros(0, self.dtype), *(np.array(item.ids, self.dtype) for item in encodings)])
+        arrays = (np.array([*begin, *item.ids, *end], self.dtype) for item in encodings)
+        return np.concatenate([np.zeros(0, self.dtype), *arrays])
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    """What the small files beside ``tokenizer.json`` say. Raises ``OSError`` and ``ValueError``."""
+    found: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (directory / name).is_file():
+            found |= json.loads((directory / name).read_bytes())
+    return found
+
+
+def _content(token: Any) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
+
+
+def _encode_by_default(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    """Make a backend encode a text as ``AutoTokenizer(text)`` does, whatever state its file was saved with."""
+    from tokenizers import AddedToken
+
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
+    if getattr(backend.model, "dropout", None):
+        backend.model.dropout = None  # members with equal texts need equal tokens
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    tokens = [it for _, it in sorted((settings.get("added_tokens_decoder") or {}).items(), key=lambda it: int(it[0]))]
+    tokens += [settings.get(key) for key in _SPECIAL] + list(extra.values() if isinstance(extra, dict) else extra)
+    known = {"", *(token.content for token in backend.get_added_tokens_decoder().values())}
+    for token in tokens:
+        if (text := _content(token)) not in known:
+            flags = {key: token[key] for key in _FLAGS if key in token} if isinstance(token, dict) else {}
+            backend.add_tokens([AddedToken(text, **{"special": True} | flags)])
+            known.add(text)
 
 
 @contextmanager

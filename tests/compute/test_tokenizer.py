@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -152,3 +154,67 @@ def test_the_digest_is_of_what_ids_mean(words: Path, tmp_path: Path) -> None:
         spaced = text if old in text else text.replace('": ', '":')
         (words / "tokenizer.json").write_text(spaced.replace(old, new))
         assert Tokenizer.of_directory(words).digest != tokenizer.digest
+
+
+BEGINS = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 257)])
+BOTH = TemplateProcessing(single="<s> $A </s>", pair="<s> $A $B </s>", special_tokens=[("<s>", 257), ("</s>", 258)])
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(
+    ("state", "settings", "begin", "end"),
+    [
+        ({}, {}, [], []),
+        ({"truncation": 4}, {}, [], []),
+        ({"padding": 64}, NAMES, [], [258]),
+        ({"truncation": 4, "padding": 64, "dropout": 0.9}, NAMES, [], [258]),
+        ({"post_processor": BEGINS}, NAMES, [257], [258]),
+        ({"post_processor": BOTH, "truncation": 8}, {}, [257], [258]),
+        ({"post_processor": BOTH}, NAMES | {"add_bos_token": False}, [257], [258]),
+        (
+            {},
+            {"eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": True}, "add_bos_token": True},
+            [],
+            [258],
+        ),
+        ({}, {"split_special_tokens": True, "eos_token": "</s>"}, [], [258]),
+        ({}, {"pad_token": "<pad>", "eos_token": "<end>", "extra_special_tokens": ["é"]}, [], [259]),
+        ({}, {"added_tokens_decoder": {"259": {"content": "and", "lstrip": True, "special": False}}}, [], []),
+    ],
+)
+def test_texts_are_encoded_as_auto_tokenizer_does_whatever_state_a_file_carries(
+    tmp_path: Path, state: dict[str, Any], settings: dict[str, Any], begin: list[int], end: list[int]
+) -> None:
+    backend = tokenizers.Tokenizer(BPE(vocab=BYTES.backend.get_vocab() | {"Ġa": 256}, merges=[("Ġ", "a")]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(["<s>", "</s>"])
+    if "post_processor" in state:
+        backend.post_processor = state["post_processor"]
+    if "truncation" in state:
+        backend.enable_truncation(state["truncation"])
+    if "padding" in state:
+        backend.enable_padding(length=state["padding"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    written = {"tokenizer_class": "PreTrainedTokenizerFast"} | settings
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(written))
+    auto = AutoTokenizer.from_pretrained(tmp_path)
+    if "dropout" in state:
+        backend.model.dropout = state["dropout"]
+        backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.of_directory(tmp_path)
+    texts = [TEXT, "héllo </s> and <s><pad> <end>" * 9, ""]
+    for text in texts:
+        assert tokenizer.backend.encode(text).ids == auto(text)["input_ids"]
+    plain = [auto(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert tokenizer.encode(texts).tolist() == [*chain(*plain)]
+    assert (tokenizer.begin, tokenizer.end) == (begin, end)
+    assert tokenizer.encode(texts, documents=True).tolist() == [*chain(*([*begin, *ids, *end] for ids in plain))]
+
+
+def test_a_vocabulary_of_bytes_that_changes_its_text_is_no_bytes(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer.from_str(BYTES.backend.to_str())
+    backend.normalizer = tokenizers.normalizers.Lowercase()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.of_directory(tmp_path)
+    assert not tokenizer.is_bytes
+    assert bytes(tokenizer.encode(["ABC"])) == b"abc"
