@@ -6,11 +6,12 @@ A profile defines a job but not where it runs. Every member of a job gets the sa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from datetime import date
 from itertools import pairwise
 from pathlib import PureWindowsPath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from p2ptrain.core.errors import ProtocolError
@@ -119,6 +120,12 @@ class Lora(Table):
     needs the package bitsandbytes)."""
 
 
+def _real_date(text: str) -> str:
+    if text:
+        date.fromisoformat(text)
+    return text
+
+
 class Data(Table):
     """The training text. Every worker needs the same text, unless it is private: members compare its SHA-256."""
 
@@ -128,8 +135,15 @@ class Data(Table):
     """'text': whole files. 'jsonl', 'csv', 'parquet' (needs the package pyarrow): a text in each row.
     'auto': by the suffix of each file, else text. 'chat': conversations in rows of .jsonl or .parquet, each a list of
     {role, content}; they go through the model's chat template, only the assistant's answers are learned (the loss of a
-    step is the mean over their tokens), and those that share a sequence do not see each other. 'chat' of
+    step is the mean over their tokens) unless they have the weight 0, and those that share a sequence do not see each
+    other. 'chat' of
     'stdlib': questions about its modules and functions, answered by their docstrings."""
+    document_end: Literal["auto", "none"] = "auto"
+    """What ends a text that is no conversation, a file or a row. 'auto': the tokenizer's end token, so that the model
+    learns to stop, and before the next text comes what the tokenizer puts before a prompt; without an end token, a line
+    end. 'none': always a line end."""
+    date: Annotated[str, AfterValidator(_real_date)] = Field(default="", pattern=r"^(\d{4}-\d{2}-\d{2})?$")
+    """The date that a chat template prints, such as 2026-11-28; empty: the day on which the job was created (UTC)."""
     text_key: str = Field(default="", max_length=128)
     """Key of the text, or of the messages, in each row; empty: 'text', with format 'chat' 'messages'."""
     bad_rows: float = Field(default=0.01, ge=0, le=1)

@@ -86,6 +86,7 @@ class CheckpointFiles:
         part: the part whose parameters ``flat`` holds; None for a whole model.
         config: configuration of the whole model.
         corpus: digest of the corpus.
+        chat: whether the corpus is of conversations.
         base: the directory that the model came from, if it did.
         tied: the parameter that the first and the last stage share, if it trains.
         tuning: what of the model trains.
@@ -105,6 +106,7 @@ class CheckpointFiles:
         tokenizer: Tokenizer,
         corpus: str,
         *,
+        chat: bool,
         tied: Segment | None,
         tuning: Tuning,
         merged: Mapping[str, Segment] = MappingProxyType({}),
@@ -117,7 +119,7 @@ class CheckpointFiles:
         self._dtypes = {name: entry.dtype for name, entry in stored.items()}
         self._usual = max(stored.values(), key=lambda it: it.size_bytes).dtype if stored else "F32"
         self._halves = self._is_whole and not _HALVES.keys().isdisjoint(self._dtypes.values())
-        self._tokenizer, self._corpus = tokenizer, corpus
+        self._tokenizer, self._corpus, self._chat = tokenizer, corpus, chat
         self._copied = tied if part is not None and part.part.last else None
         count = len(self._parts)
         kind = ADAPTER if tuning.adapters and not merged else "model"
@@ -320,7 +322,7 @@ class CheckpointFiles:
                     shutil.copyfile(self._base / "config.json", directory / "config.json")
                 if self._base is not None and (settings := self._base / "generation_config.json").is_file():
                     shutil.copyfile(settings, directory / "generation_config.json")
-                self._tokenizer.save(directory)
+                self._tokenizer.save(directory, chat=self._chat)
                 paths = sorted(path for path in directory.iterdir() if path.suffix != ".safetensors")
                 return [FilePlan(path.name, (path.read_bytes(),)) for path in paths]
         except (OSError, SafetensorError) as error:

@@ -42,6 +42,8 @@ class DataSpec:
         bad_rows: largest share of rows that may be left out.
         limit_bytes: most bytes of UTF-8 text to read; 0 for all.
         validation_fraction: fraction of the windows that is held out, at least one window; 0: none.
+        document_end: ``auto``: texts begin and end as ``Tokenizer`` says; ``none``: they are joined by line ends.
+        date: what chat templates print as today's, as ``2026-11-28``; empty: today's, in UTC.
     """
 
     path: str = STDLIB
@@ -51,6 +53,8 @@ class DataSpec:
     bad_rows: float = 0.01
     limit_bytes: int = 0
     validation_fraction: float = 0.05
+    document_end: str = "auto"
+    date: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +146,12 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
     rows = Rows(spec.path, spec.format, spec.text_key or ("messages" if is_chat else "text"), spec.bad_rows)
     marks, cut = None, ""
     if is_chat:
-        form, found = ChatFormat(tokenizer), rows.conversations(files)
+        form, found = ChatFormat(tokenizer, spec.date), rows.conversations(files)
         tokens, marks, cut = packed(found, form, rows, width=width, limit_bytes=spec.limit_bytes)
     else:
-        tokens = tokenizer.encode(_limited(rows.texts(files), spec.limit_bytes))
+        documents = spec.document_end == "auto"
+        texts = rows.texts(files, line_end="" if documents and tokenizer.end else "\n")
+        tokens = tokenizer.encode(_limited(texts, spec.limit_bytes), documents=documents)
     told = [rows.note(), cut]
     windows = len(tokens) // width if is_chat else max(0, len(tokens) - 1) // spec.sequence_tokens
     training, validation = split_windows(spec, windows)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import IO, Any, cast
 
 from p2ptrain.core.errors import ConfigError, UserError
@@ -40,8 +41,9 @@ class TemplateProcess:
         self._template = ""  # that the process has
         atexit.register(self._stop)
 
-    def render(self, template: str, chats: Sequence[Chat], whose: str) -> list[str]:
-        """The texts of conversations. ``whose``: the name of the template's model, for messages.
+    def render(self, template: str, chats: Sequence[Chat], whose: str, date: str = "") -> list[str]:
+        """The texts of conversations. ``whose``: the name of the template's model, for messages. ``date``: that the
+        template prints, as ``2026-11-28``; empty: today's, in UTC.
 
         Raises:
             ConfigError: the template reached a limit, or ended its process.
@@ -49,7 +51,7 @@ class TemplateProcess:
         """
         with self._lock:
             process = self._started()
-            request = [None if template == self._template else template, chats]
+            request = [None if template == self._template else template, chats, date]
             try:
                 cast("IO[bytes]", process.stdin).write(json.dumps(request).encode() + b"\n")
                 cast("IO[bytes]", process.stdin).flush()
@@ -116,7 +118,15 @@ def serve() -> None:
     """Answer requests until the input ends."""
     from transformers.utils import chat_template_utils
 
-    render: Any = chat_template_utils.render_jinja_template
+    library: Any = chat_template_utils
+    compiled, now = library._compile_jinja_template, datetime.now(UTC)
+
+    def dated(text: str) -> Any:
+        template = compiled(text)
+        template.globals["strftime_now"] = lambda form: now.strftime(form)  # the library's prints the machine's time
+        return template
+
+    library._compile_jinja_template = dated
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     if sys.platform != "win32":
         import resource
@@ -126,14 +136,15 @@ def serve() -> None:
     for line in requests:
         texts = list[str]()
         try:
-            given, chats = json.loads(line)
+            given, chats, date = json.loads(line)
+            now = datetime.fromisoformat(date) if date else datetime.now(UTC)
             template = template if given is None else given
             for messages, settings in chats:
                 _limit_time(LIMIT_S + _S_PER_BYTE * len(line))
                 if not messages:
                     raise ValueError("the conversation is empty")
                 plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
-                texts += render(conversations=[plain], chat_template=template, **settings)[0]
+                texts += library.render_jinja_template(conversations=[plain], chat_template=template, **settings)[0]
             answers.write(json.dumps([texts, ""]).encode() + b"\n")
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)

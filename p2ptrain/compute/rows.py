@@ -14,15 +14,15 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from p2ptrain.compute.device import HOST, check_memory
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.text_files import format_of, is_stdlib
 from p2ptrain.core.texts import human_bytes, shortened
 
-Messages = list[dict[str, str]]
-"""A conversation: each message has a ``role`` and a ``content``."""
+Messages = list[dict[str, Any]]
+"""A conversation: each message has a ``role`` and a ``content``, and an answer that is not learned the ``weight`` 0."""
 
 ROLES = ("system", "user", "assistant")
 MOST_MESSAGES = 1024
@@ -54,11 +54,11 @@ class Rows:
         self._named: list[str] = []
         self._remedy = ""
 
-    def texts(self, files: Sequence[Path]) -> Iterator[str]:
-        """Texts that end with a line end. Raises ``UserError``."""
+    def texts(self, files: Sequence[Path], *, line_end: str = "\n") -> Iterator[str]:
+        """Texts that are not empty and end with ``line_end``. Raises ``UserError``."""
         for file in files:
             if format_of(file, self._form) == "text":
-                yield from _line(_read_text(file))
+                yield from _line(_read_text(file), line_end)
                 continue
             for place, value in self._values(file):
                 if not isinstance(value, str):
@@ -67,7 +67,7 @@ class Rows:
                 elif not _encodes(value):
                     self.leave_out(place, _NOT_UNICODE)
                 else:
-                    yield from _line(value)
+                    yield from _line(value, line_end)
 
     def conversations(self, files: Sequence[Path]) -> Iterator[tuple[str, Messages]]:
         """Conversations with at least one answer, each with its place. Raises ``UserError``."""
@@ -118,9 +118,9 @@ class Rows:
                 yield f"{file}:{number}", value
 
 
-def _line(text: str) -> Iterator[str]:
+def _line(text: str, end: str) -> Iterator[str]:
     if text:
-        yield text if text.endswith("\n") else text + "\n"
+        yield text if text.endswith(end) else text + end
 
 
 def unreadable(file: Path, error: OSError) -> UserError:
@@ -168,6 +168,9 @@ def _wrong_with(value: object, key: str) -> BadRow | None:
             return BadRow(f"has no such role or no text in message {number}", remedy)
         if not _encodes(content):
             return _NOT_UNICODE
+        if message.get("weight") not in (None, 0, 1):
+            remedy = "an answer of weight 0 is not learned, others are"
+            return BadRow(f"has the weight {message['weight']!r:.20}, not 0 or 1, in message {number}", remedy)
     if value[0]["role"] == "assistant" or all(message["role"] != "assistant" for message in value):
         return BadRow("has no question with an answer of the assistant", "only answers are learned: leave the row out")
     return None

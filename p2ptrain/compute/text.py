@@ -241,7 +241,6 @@ def _json_map(path: Path) -> dict[str, Any]:
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 _PLAIN_STOP = "\nUser:"
-_TEMPLATE_FILE, _TOKENIZER_FILE = "chat_template.jinja", "tokenizer_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +254,10 @@ class Turn:
 class ChatFormat:
     """Converts conversations to token ids, for a model's next answer and for training, with its chat template.
 
+    Args:
+        date: what a template that prints the date prints, as ``2026-11-28``; empty: today's, in UTC. So members of a
+            job in different zones, and on different days, train on equal tokens.
+
     Attributes:
         is_plain: whether the model has no chat template of its own.
         stop: strings that end an answer.
@@ -264,9 +267,10 @@ class ChatFormat:
         ConfigError: the directory's tokenizer cannot be read.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, date: str = "") -> None:
         self.tokenizer = tokenizer
-        brought = _templated(tokenizer.directory) if tokenizer.directory is not None else None
+        self._date = date
+        brought = _templated(tokenizer.directory) if tokenizer.directory and tokenizer.has_template else None
         self._template, self._special, end = (PLAIN_CHAT, {}, None) if brought is None else brought
         self.is_plain = self._template == PLAIN_CHAT
         self.stop = (_PLAIN_STOP,) if self.is_plain else ()
@@ -276,38 +280,43 @@ class ChatFormat:
     def ids(self, turns: Sequence[Turn]) -> list[int]:
         """Prompt ids for the model's next answer. Raises ``UserError`` if the template refuses the turns."""
         (text,) = self._written([([{"role": turn.role, "content": turn.text} for turn in turns], True)])
-        return list(self.encoded([text])[0].ids)
+        ids = list(self.tokenizer.encodings([text], add_special_tokens=False)[0].ids)
+        return [*self.tokenizer.begin, *ids] if self.is_plain else ids
 
     def encoded(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """Ids of texts that a template wrote; each text's special tokens are in it, except in the plain format."""
         return self.tokenizer.encodings(texts, add_special_tokens=self.is_plain)
 
-    def with_answers(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[int]]:
-        """The text of a conversation up to its last answer, and the bounds of the answers in it: start, stop, start,
-        ... An answer is what the template adds to the prompt for it, so it includes what ends the answer.
+    def learned(self, messages: Sequence[dict[str, Any]]) -> list[tuple[str, list[int]]]:
+        """The texts from which a conversation's answers are learned. Each has the bounds of its answers: start, stop,
+        start, ... An answer is what the template adds to the prompt for it, so it includes what ends the answer. One of
+        weight 0 is not learned.
+
+        Most templates only add to what they wrote, so one text has all answers. Others change earlier turns, such as
+        Qwen3's, which drops earlier thoughts. There an answer is in a text of its own, which ends with it, as the model
+        would write it.
 
         Raises:
-            UserError: the template refuses the messages, or does not write them as the beginning of a longer
-                conversation, so that the answers cannot be found.
+            UserError: the template refuses the messages, or does not write an answer as it prompts for it.
         """
-        text, bounds = "", list[int]()
-        answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+        found: list[tuple[str, list[int]]] = []
+        answers = [at for at, it in enumerate(messages) if it["role"] == ASSISTANT and it.get("weight") != 0]
         chats = [chat for index in answers for chat in ((messages[:index], True), (messages[: index + 1], False))]
         written = self._written(chats)
         for prompt, answered in zip(written[::2], written[1::2], strict=True):
-            if not (prompt.startswith(text) and answered.startswith(prompt)):
+            if not answered.startswith(prompt):
                 raise UserError(
-                    f"the chat template of {self._named} changes what it wrote when a conversation goes on",
-                    remedy="change the template in the model's directory so that it only adds to it",
+                    f"the chat template of {self._named} does not write an answer behind the prompt for it",
+                    remedy="change the template in the model's directory so that an answer follows the prompt for it",
                 )
-            text = answered
-            bounds += [len(prompt), len(answered)]
-        return text, bounds
+            bounds = found.pop()[1] if found and prompt.startswith(found[-1][0]) else []
+            found.append((answered, [*bounds, len(prompt), len(answered)]))
+        return found
 
-    def _written(self, chats: Iterable[tuple[Sequence[dict[str, str]], bool]]) -> list[str]:
+    def _written(self, chats: Iterable[tuple[Sequence[dict[str, Any]], bool]]) -> list[str]:
         """The texts of conversations, each of its messages, and whether an answer is to follow."""
         given = [(messages, self._special | {"add_generation_prompt": answer}) for messages, answer in chats]
-        return TEMPLATES.render(self._template, given, self._named)
+        return TEMPLATES.render(self._template, given, self._named, self._date)
 
     @property
     def _named(self) -> str:
@@ -384,12 +393,7 @@ class Conversation:
 def _templated(directory: Path) -> tuple[str, dict[str, Any], int | None] | None:
     """The chat template, the special tokens by name, and the end token, or None if the directory has no template.
     Raises ``ConfigError``."""
-    brings = (directory / _TEMPLATE_FILE).is_file()
-    settings = directory / _TOKENIZER_FILE
     with library_errors(f"the chat template of {directory}"):
-        brings = brings or (settings.is_file() and b'"chat_template"' in settings.read_bytes())
-        if not brings:
-            return None
         from transformers import PreTrainedTokenizerFast  # what AutoTokenizer would make, without torch
 
         fast: Any = PreTrainedTokenizerFast  # its annotations are partial

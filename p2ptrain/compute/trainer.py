@@ -242,6 +242,7 @@ class Trainer:
             self._stage,
             self._tokenizer,
             "" if self._spec.private else self._corpus.digest,
+            chat=self._spec.data.format == "chat",
             tied=self._tied,
             tuning=self._tuning,
             merged=self._update.places if isinstance(self._update, ExactAverage) else {},

@@ -13,7 +13,8 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError, Refused
@@ -84,11 +85,17 @@ def in_shards(spec: str, shards: int) -> str:
         ) from problem
 
 
-def cut_spec(spec: str, cuts: Sequence[int]) -> str:
-    if not cuts:
-        return spec
-    profile = Profile.from_spec_untrusted(spec)
-    return profile.model_copy(update={"pipeline": profile.pipeline.model_copy(update={"cuts": list(cuts)})}).to_spec()
+def assigned_spec(spec: str, cuts: Sequence[int], created_at: float) -> str:
+    """The profile for a worker of the job: with its cuts, and with the date of its creation for chat templates."""
+    profile, changes = profile_of(spec), dict[str, Any]()
+    if profile is None:
+        return spec  # the worker says that it cannot read it
+    if cuts:
+        changes["pipeline"] = profile.pipeline.model_copy(update={"cuts": list(cuts)})
+    if profile.data.format == "chat" and not profile.data.date:
+        day = datetime.fromtimestamp(created_at, UTC).date().isoformat()
+        changes["data"] = profile.data.model_copy(update={"date": day})
+    return profile.model_copy(update=changes).to_spec() if changes else spec
 
 
 def _ring_options_of(profile: Profile) -> RingOptions:
@@ -397,7 +404,7 @@ class JobController:
                 self._seed.survey.drop(peer_id)  # its earlier report is out of date
                 if self.record.held != self.core.held:  # its checkpoints will be of that stage
                     await self._keep(held=dict(self.core.held))
-                spec = cut_spec(self.spec, self.record.cuts)
+                spec = assigned_spec(self.spec, self.record.cuts, self.record.created_at)
                 there = self._places_seen_by(peer_id, holders)
                 self._say(peer_id, Assign(self.id, spec, corpus, restore_step, stage, stages, there, lineage))
             case co.Planned(cuts):

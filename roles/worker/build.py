@@ -248,6 +248,8 @@ def training_spec(profile: Profile) -> TrainingSpec:
             bad_rows=data.bad_rows,
             limit_bytes=data.limit_bytes,
             validation_fraction=data.validation_fraction,
+            document_end=data.document_end,
+            date=data.date,
         ),
         optimizer=OptimizerSpec(**profile.optimizer.model_dump()),
         steps=profile.job.steps,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from p2ptrain.compute import data
 from p2ptrain.compute.data import DataSpec, load_corpus, split_windows
@@ -77,6 +78,22 @@ def test_the_standard_library() -> None:
     corpus = load_corpus(DataSpec(limit_bytes=200_000), BYTES)
     assert len(corpus.tokens) == 200_000
     assert corpus.digest == load_corpus(DataSpec(limit_bytes=200_000), BYTES).digest
+
+
+def test_documents_begin_as_prompts_do_and_end_with_the_end_token(tmp_path: Path) -> None:
+    backend = Tokenizer.of_bytes().backend
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = Tokenizer.of_directory(tmp_path)
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("one", "", "two\n") * 9))
+    given = spec(tmp_path / "a.jsonl")
+    written = tokenizer.backend.decode(load_corpus(given, tokenizer).tokens, skip_special_tokens=False)
+    assert written == "<s>one</s><s>two\n</s>" * 9
+    plain = load_corpus(replace(given, document_end="none"), tokenizer)
+    assert tokenizer.backend.decode(plain.tokens) == "one\ntwo\n" * 9
+    assert bytes(load_corpus(given, BYTES).tokens) == b"one\ntwo\n" * 9
 
 
 def test_the_limit_cuts_between_characters(tmp_path: Path) -> None:

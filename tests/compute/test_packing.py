@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +17,22 @@ import torch.nn.functional as F  # noqa: N812
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoTokenizer
 
 from p2ptrain.compute.data import NO_TARGET, Corpus, DataSpec, load_corpus
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.local import LocalSpec
-from p2ptrain.compute.model import build_model
+from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.split_check import check_packs
 from p2ptrain.compute.text import ChatFormat, ModelText, Turn
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
-from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 from tests.compute.families import FAMILIES
+from tests.compute.saving import save
 from tests.compute.tiny_trainer import run_step, tiny, tiny_spec
 
 BYTES = Tokenizer.of_bytes()
@@ -154,14 +159,143 @@ def test_the_tokens_are_those_of_the_models_template(tmp_path: Path) -> None:
     assert tokenizer.backend.decode(learned, skip_special_tokens=False) == "a é a<|im_end|>\n"
 
 
-def test_a_template_that_takes_back_what_it_wrote_is_refused(tmp_path: Path) -> None:
-    template = "{% for message in messages %}{{ message.role if loop.last }}{{ message.content }}{% endfor %}"
+QWEN = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+    "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}{{ message.content.split('</think>')[-1].strip() }}"
+    "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The rule of Qwen3's: only the last answer has a thought, here an empty one."""
+
+
+def learned_texts(corpus: Corpus, tokenizer: Tokenizer) -> set[tuple[str, str]]:
+    """Of each text in the corpus: all of it, and what of it are targets."""
+    found = set()
+    batch = corpus.batch(everything(corpus))
+    assert batch.positions is not None
+    for inputs, targets, positions in zip(batch.inputs, batch.targets, batch.positions, strict=True):
+        for start, stop in pairwise([*np.flatnonzero(positions == 0).tolist(), len(positions)]):
+            answers = np.flatnonzero(targets[start:stop] != NO_TARGET)
+            if len(answers):
+                ids = [*inputs[start : start + answers[-1] + 1].tolist(), int(targets[start + answers[-1]])]
+                marked = [int(token) for token in targets[start:stop] if token != NO_TARGET]
+                decode = partial(tokenizer.backend.decode, skip_special_tokens=False)
+                found.add((decode(ids), decode(marked)))
+    return found
+
+
+def test_where_a_template_changes_earlier_turns_each_answer_is_learned_as_it_is_prompted(tmp_path: Path) -> None:
+    tokenizer = model_with(tmp_path, QWEN)
+    talk = [("user", "q"), ("assistant", "<think>why</think> a"), ("user", "r"), ("assistant", "b")]
+    path = written(tmp_path / "x.jsonl", [talk] * 4)
+    corpus = load_corpus(DataSpec(path=str(path), format="chat", sequence_tokens=160), tokenizer)
+    auto = AutoTokenizer.from_pretrained(tmp_path)
+    expected = set()
+    for stop in (1, 3):
+        messages = [{"role": role, "content": text} for role, text in talk]
+        prompt = auto.apply_chat_template(messages[:stop], add_generation_prompt=True, tokenize=False)
+        text = auto.apply_chat_template(messages[: stop + 1], tokenize=False)
+        expected.add((text, text[len(prompt) :]))
+    assert learned_texts(corpus, tokenizer) == expected
+    assert {answer for _, answer in expected} == {f"<think>\n\n</think>\n\n{text}<|im_end|>\n" for text in "ab"}
+    assert corpus.note.startswith("the chat template changes earlier turns, so 4 conversations make 8 texts")
+
+
+def test_memory_for_texts_that_repeat_turns_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "x.jsonl", [CONVERSATIONS[0]])
+    monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 1 << 30)
+    with pytest.raises(ResourceError, match="packing 1 texts of conversations"):
+        corpus_of(path, 1 << 19)
+
+
+def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    for first, second, learned in ((0, 1, " two\nUser:"), (1, 0.0, " one\nUser:"), (None, 1, " one\nUser: two\nUser:")):
+        pairs = [[("user", "q"), ("assistant", text)] for text in ("one", "two")]
+        talk = [{"role": role, "content": text} for role, text in chain(*pairs)]
+        talk[1]["weight"], talk[3]["weight"] = first, second  # type: ignore[assignment]
+        path.write_text("\n".join([json.dumps({"messages": talk})] * 8))
+        [(text, marked)] = learned_texts(corpus_of(path, 64), BYTES)
+        assert marked == learned
+        assert text.startswith("User: q\nAssistant: one\nUser:")
+    talk[1]["weight"] = talk[3]["weight"] = 0  # type: ignore[assignment]
+    path.write_text(path.read_text() + "\n" + json.dumps({"messages": talk}))
+    assert "1 have no answer" in corpus_of(path, 64).note
+    talk[3]["weight"] = 2  # type: ignore[assignment]
+    path.write_text(json.dumps({"messages": talk}))
+    with pytest.raises(UserError, match="the weight 2, not 0 or 1, in message 4"):
+        corpus_of(path, 64)
+
+
+def test_a_token_with_characters_of_the_prompt_and_of_the_answer_is_learned(tmp_path: Path) -> None:
+    """The prompt of this template ends with a space, which is one token with the answer's first letter."""
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    tokenizer = model_with(tmp_path, template + "{% if add_generation_prompt %}assistant: {% endif %}")
+    path = written(tmp_path / "x.jsonl", [[("user", "b"), ("assistant", "abc")]] * 8)
+    corpus = load_corpus(DataSpec(path=str(path), format="chat", sequence_tokens=32), tokenizer)
+    assert learned_texts(corpus, tokenizer) == {("user: b\nassistant: abc\n", " abc\n")}
+
+
+def test_the_date_of_a_template_is_the_jobs(tmp_path: Path) -> None:
+    tokenizer = model_with(tmp_path, "{{ strftime_now('%d %b %Y %H:%M') }}\n" + CHATML)
     path = written(tmp_path / "x.jsonl", CONVERSATIONS)
-    for text, why in ((template, "changes what it wrote"), ("{{ raise_exception('never') }}", "never")):
+    spec = DataSpec(path=str(path), format="chat", sequence_tokens=96, date="2026-03-09")
+    corpus = load_corpus(spec, tokenizer)
+    assert all(text.startswith("09 Mar 2026 00:00\n<|im_start|>") for text, _ in learned_texts(corpus, tokenizer))
+    assert load_corpus(spec, tokenizer).digest == corpus.digest
+    assert load_corpus(replace(spec, date="2026-03-10"), tokenizer).digest != corpus.digest
+    before = datetime.now(UTC)
+    text = tokenizer.backend.decode(ChatFormat(tokenizer).ids([Turn("user", "q")]))
+    days = [f"{moment:%d %b %Y %H:%M}" for moment in (before, datetime.now(UTC))]
+    assert text.startswith(tuple(days)), "in serving: now, in UTC"
+
+
+def test_a_template_that_prompts_otherwise_than_it_writes_is_refused(tmp_path: Path) -> None:
+    """There is no answer that the model could learn to give to its prompt."""
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    path = written(tmp_path / "x.jsonl", CONVERSATIONS)
+    for text, why in ((template, "behind the prompt for it"), ("{{ raise_exception('never') }}", "never")):
         tokenizer = model_with(tmp_path, text)
         with pytest.raises(ConfigError, match=why) as caught:
             load_corpus(DataSpec(path=str(path), format="chat", sequence_tokens=64), tokenizer)
         assert caught.value.remedy
+
+
+def test_the_plain_format_is_prompted_as_it_is_trained(tmp_path: Path) -> None:
+    """Also where the tokenizer adds tokens before and after a text."""
+    tokenizer = model_with(tmp_path, "")
+    (tmp_path / "chat_template.jinja").unlink()
+    ids = {f"<|im_{name}|>": tokenizer.backend.token_to_id(f"<|im_{name}|>") for name in ("start", "end")}
+    tokenizer.backend.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>", special_tokens=[*ids.items()]
+    )
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    form = ChatFormat(Tokenizer.of_directory(tmp_path))
+    assert form.is_plain
+    [(text, bounds)] = form.learned([{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}])
+    trained = form.encoded([text])[0].ids
+    prompt = form.ids([Turn("user", "q")])
+    assert trained[: len(prompt)] == prompt
+    assert form.tokenizer.backend.decode(prompt, skip_special_tokens=False) == "<|im_start|>User: q\nAssistant:"
+    assert bounds == [len("User: q\nAssistant:"), len(text)]
+
+
+def test_a_model_without_a_template_is_saved_with_the_one_that_it_was_trained_with(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    build_model(MODEL, 256, seed=3).save_pretrained(model)
+    BYTES.backend.save(str(model / "tokenizer.json"))
+    path = written(tmp_path / "x.jsonl", CONVERSATIONS)
+    for form in ("text", "chat"):
+        (tmp_path / form).mkdir()
+        data = DataSpec(path=str(path), format=form, sequence_tokens=64)
+        save(Trainer(tiny_spec(path, data=data, model=ModelSpec(path=model)), pick_device("cpu", 1)), tmp_path / form)
+    assert not (tmp_path / "text" / "chat_template.jinja").exists()
+    auto = AutoTokenizer.from_pretrained(tmp_path / "chat")
+    messages = [{"role": "user", "content": "q"}]
+    ids = auto.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    saved = ChatFormat(Tokenizer.of_directory(tmp_path / "chat"))
+    assert saved.ids([Turn("user", "q")]) == list(ids)
+    assert saved.is_plain
 
 
 def test_conversations_that_a_template_refuses_are_bad_rows(tmp_path: Path) -> None:
@@ -186,7 +320,7 @@ def test_a_checkpoint_brings_the_plain_template(tmp_path: Path) -> None:
     assert bytes(ids) == b"s\n\nUser: q\nAssistant: a\nUser: q2\nAssistant:"
     form = ChatFormat(ModelText(tmp_path).tokenizer)
     assert form.ids(turns) == list(ids)
-    trained, bounds = form.with_answers([*messages, {"role": "assistant", "content": "b"}])
+    trained, bounds = form.learned([*messages, {"role": "assistant", "content": "b"}])[0]
     assert trained.encode().startswith(bytes(ids))
     assert trained[bounds[2] :] == " b" + form.stop[0], "what ends an answer is learned"
 

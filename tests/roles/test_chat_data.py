@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from configs.loader import load
 from configs.schema import Profile
 from roles.engine import Engine
+from roles.seed.jobs import assigned_spec
 from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder, stage_builder
 from tests.roles.in_process import Cluster
@@ -43,24 +45,45 @@ async def rows_of(cluster: Cluster, job: str) -> list[dict[str, float]]:
     return list((await cluster.ask("metrics.history", job=job, after_step=0, limit=200))["rows"])
 
 
+def test_a_job_on_conversations_keeps_the_date_of_its_creation() -> None:
+    """In UTC, so that neither zones nor days change what a chat template prints."""
+    created_at = datetime(2026, 3, 9, 23, 59, tzinfo=UTC).timestamp()
+
+    def date_of(*sets: str) -> str:
+        spec = load("tiny", {}, list(sets)).profile.to_spec()
+        return Profile.from_spec_untrusted(assigned_spec(spec, [], created_at)).data.date
+
+    assert date_of("data.format=chat") == "2026-03-09"
+    assert date_of("data.format=chat", "data.date=2025-01-02") == "2025-01-02"
+    assert date_of() == ""
+    assert assigned_spec("of another release", [], created_at) == "of another release"
+
+
 @pytest.mark.parametrize(("workers", "stages"), [(2, 0), (2, 2)])
 async def test_conversations_give_the_losses_of_one_worker(
     cluster: Cluster, tmp_path: Path, workers: int, stages: int
 ) -> None:
     sets = [*SETS, f"data.path={conversations(tmp_path / 'x.jsonl', 120)}"]
     split = ["job.strategy=pipeline", f"pipeline.stages={stages}"] if stages else []
-    found = []
+    found, dates = [], set[str]()
+
+    def dated(profile: Profile) -> Engine:
+        dates.add(profile.data.date)
+        return engine_builder(threads=1)(profile)
+
     for more in (["job.workers=1"], [f"job.workers={workers}", *split]):
         profile = load("tiny", {}, [*sets, *more]).profile
         job = await cluster.create(profile)
         peers = [
-            cluster.join(engine_builder(threads=1), strategies=strategy_of, build_part=stage_builder(threads=1))
+            cluster.join(dated, strategies=strategy_of, build_part=stage_builder(threads=1))
             for _ in range(profile.job.workers)
         ]
         found.append(await rows_of(cluster, job))
         for peer in peers:
             await peer.hears("1 of 121 rows of the data are left out")
             await peer.leave()
+    assert "" not in dates, "workers are given the date"
+    assert len(dates) == 1
     alone, shared = found
     assert [row["members"] for row in shared] == [workers] * STEPS
     for one, many in zip(alone, shared, strict=True):

@@ -229,6 +229,7 @@ def service(
     text = model_text(directory)
     if template:
         (directory / "chat_template.jinja").write_text(template)
+        text = ModelText(directory)
     return VerifierService(
         world(network),
         target,
