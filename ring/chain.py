@@ -28,7 +28,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Stalled
 from p2ptrain.core.world import World
 from ring.links import ThisMember, Topology, connect_neighbours
 from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, RingBroken
@@ -512,7 +512,7 @@ class Chain:
                 if left_s <= 0:
                     remedy = "it may be stuck or very slow: look at its log"
                     silence = f"nothing came for {patience_s:g} s while this stage waited for {what}"
-                    self.links.give_up(hop.neighbour, DeadlineExceeded(silence, remedy=remedy))
+                    self.links.give_up(hop.neighbour, Stalled(silence, remedy=remedy))
                     raise self.links.failure()
                 await asyncio.wait({future}, timeout=min(left_s, patience_s * 0.05))
         finally:

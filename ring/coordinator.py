@@ -331,7 +331,7 @@ class Coordinator:
             if report.status == "broken":
                 if report.cause == "dial" and self.view and self.view.rank_of(report.suspect) is not None:
                     self._undialled[peer_id, report.suspect] = now
-                self._quarantine.reported(peer_id, report.suspect)
+                self._quarantine.reported(peer_id, report)
             self._no_longer_trains(peer_id, now, report.status)
             if report.suspect in self._roster.unheard and report.suspect not in self._roster.peers:
                 # Neither its neighbour nor this seed has a link to it.
@@ -708,7 +708,8 @@ class Coordinator:
             list(formed), links, self.options.ring_options, reduce_bytes, self._measured.compute_s,
             apart=self._apart(formed, now), name=lambda first: "+".join(map(roster.name, formed[first])),
         )  # fmt: skip
-        replicas = self._served([formed[first] for first in plan.order], healthy)
+        order = plan.order[::-1] if self._quarantine.turned else plan.order
+        replicas = self._served([formed[first] for first in order], healthy)
         chosen = {peer_id: ready[peer_id] for replica in replicas for peer_id in replica}
         loses = before and (not carried or self.options.asynchronous)  # versions that nobody pulled are gone
         kind, text = self._recovery.given_up(step, healthy, roster) if loses else ("", "")

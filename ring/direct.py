@@ -316,7 +316,7 @@ class DirectMessages:
     def _fail(self, message: _Message, error: P2PTrainError) -> None:
         if message in self._messages and not message.future.done():
             del self._messages[message]
-            kind = type(error) if type(error) in (DeadlineExceeded, ProtocolError) else ConnectionLost
+            kind = type(error) if isinstance(error, DeadlineExceeded | ProtocolError) else ConnectionLost
             message.future.set_exception(kind(error.message, remedy=error.remedy))
             message.future.exception()  # marks it as retrieved
 

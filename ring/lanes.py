@@ -55,6 +55,8 @@ class Flow:
         residual: shape (numel,), float32; only with a codec that needs feedback.
         source: shape (numel,), this member's contribution, which stays unchanged; None: it is in ``array``. Not with a
             codec.
+        check: called with the bytes of each sub-chunk before it is passed on. Raises ``ProtocolError``: then the left
+            neighbour is at fault, as it made them, or passed them on without this check.
     """
 
     schedule: Schedule
@@ -67,6 +69,7 @@ class Flow:
     residual: Residual | None = None
     reduction: np.ufunc = np.add
     source: Array | None = None
+    check: Callable[[bytes], object] | None = None
     flushed: bool = False
     finished: bool = False
     raw: memoryview = field(init=False)
@@ -197,6 +200,8 @@ class Lane:
             elif receive.reduce:
                 own = flow.own[receive.start : receive.stop]
                 reduce_into(target, own, received.view(target.dtype), flow.dtype, flow.reduction)
+            if flow.check is not None:
+                flow.check(target.tobytes())
         except P2PTrainError as error:
             self._on_error(self.left, error)
             return

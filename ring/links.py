@@ -18,7 +18,6 @@ from enum import Enum
 from typing import Any, Protocol
 
 from p2ptrain.core.errors import (
-    DeadlineExceeded,
     NeighbourAway,
     NetworkError,
     P2PTrainError,
@@ -187,7 +186,7 @@ class Inbound:
 
     async def take(self, job: str, generation: int, peer_id: str, channel: str, *, timeout_s: float) -> Connection:
         """Wait for the connection that ``peer_id`` opened for this view. It belongs to the caller from now on. Raises
-        ``DeadlineExceeded`` if it does not come within ``timeout_s``."""
+        ``NeighbourAway`` if it does not come within ``timeout_s``."""
         held = self._held.get((peer_id, channel))
         if held is not None and (held.job, held.generation) == (job, generation):
             del self._held[peer_id, channel]
@@ -203,8 +202,9 @@ class Inbound:
                 waiter.result().abort()  # it came in the same instant, so nobody else would close it
             if isinstance(given_up, asyncio.CancelledError):
                 raise
-            raise DeadlineExceeded(
+            raise NeighbourAway(
                 f"the {CHANNELS[channel].dialling} {peer_id} has not connected within {timeout_s:.0f} s",
+                peer_id=peer_id,
                 remedy="can it reach the port of this worker? see the other members' events",
             ) from None
         finally:

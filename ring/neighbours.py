@@ -19,7 +19,16 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    NetworkError,
+    P2PTrainError,
+    PeerError,
+    ProtocolError,
+    Refused,
+    Stalled,
+)
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import Clock
 from ring.detector import FailureDetector
@@ -84,6 +93,11 @@ class RingBroken:
     left: bool = False
 
 
+def cause_of(error: P2PTrainError) -> str:
+    """The cause of a break, as in ``Report``."""
+    return "protocol" if isinstance(error, PeerError) else "stalled" if isinstance(error, Stalled) else ""
+
+
 class NeighbourLinks:
     """Watches the neighbours of one member. ``close`` ends it, and so does the first loss.
 
@@ -100,6 +114,7 @@ class NeighbourLinks:
         parted: a neighbour that left while an operation could still complete without it. The owner ends the links after
             that operation.
         rtt_ms: round trip to the right neighbour; None before the first acknowledgement.
+        left_beat: the newest heartbeat of the left neighbour.
     """
 
     def __init__(
@@ -120,6 +135,7 @@ class NeighbourLinks:
         self.left, self.right = left, right
         self.parted: Neighbour | None = None
         self.rtt_ms: float | None = None
+        self.left_beat: Heartbeat | None = None
         self._heartbeat_s = 0.0  # 0 before the first beat
         self._clock, self._view, self._rank = clock, view, rank
         self._what, self._status, self._busy = what, status, busy
@@ -139,6 +155,10 @@ class NeighbourLinks:
     @property
     def neighbours(self) -> tuple[Neighbour, ...]:
         return tuple(neighbour for neighbour in (self.left, self.right) if neighbour is not None)
+
+    @property
+    def formed(self) -> bool:
+        return self._heartbeat_s > 0
 
     def failure(self) -> P2PTrainError:
         """A new copy of the error that broke the links: each raised error grows its own traceback."""
@@ -303,6 +323,7 @@ class NeighbourLinks:
             case Refuse(message=text):
                 raise ConnectionLost(f"it refuses to continue: {text}")
             case Heartbeat(seq=seq) if self.left is not None and connection is self.left.beat:
+                self.left_beat = message
                 connection.send(HeartbeatAck(seq), generation=self._view.generation)
             case HeartbeatAck(seq=seq) if self.right is not None and connection is self.right.beat:
                 if seq == self._beat_seq:

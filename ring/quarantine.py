@@ -13,7 +13,11 @@ Rules
     4. If the sum is wrong and no member told so, the step is repeated, and then tried without one replica after the
        other. Without the culprit it is committed: that one stays excluded, and the others are absolved. Sums with masks
        are not tried, because two of them would show a contribution: the job pauses.
-    5. If a link breaks twice without a committed step in between, the suspect is excluded. A death explains any break.
+    5. A break names two members: the suspect, and the one that noticed. Either may be at fault. So the next ring runs
+       the other way round, and gives both other neighbours. The member that two breaks have in common is excluded; of
+       the same two again, the suspect. Breaks count until a step is committed; those by bytes that break the protocol,
+       or that a living member withholds, for ``QUIET`` cooldowns. If a suspect itself names another member, as it waits
+       for that one, it is not at fault. A death explains any break.
     6. A member that dies repeatedly is excluded for longer each time.
 """
 
@@ -26,9 +30,12 @@ from dataclasses import dataclass
 
 from ring.coordination import Emit, Reports, Roster
 from ring.view import View
+from wire.job_messages import Report
 
 CAUSES = frozenset({"contribution", "digest", "hop", "figure"})
 """Values of ``Report.cause`` for a refused step."""
+WRONG = frozenset({"protocol", "stalled"})
+"""Values of ``Report.cause`` of breaks that no network explains."""
 QUIET = 10
 """How long a peer must be quiet to be forgiven, as a multiple of its last exclusion."""
 FIRST_FALL_S = 1.0
@@ -75,8 +82,10 @@ class Quarantine:
         self._cooldown_s, self._masked, self._witnesses = cooldown_s, masked, witnesses
         self._last: dict[str, tuple[float, float]] = {}  # length of the last exclusion, and its end
         self._why: dict[str, str] = {}
-        self._first: tuple[str, str] | None = None  # reporter and suspect of a break; later reports follow from it
-        self._strikes: Counter[frozenset[str]] = Counter()
+        self._accused: dict[str, Report] = {}  # by the member that noticed the break, in the order of the reports
+        self._breaks: list[
+            tuple[frozenset[str], float, bool]
+        ] = []  # the two members, when, and if a cause of ``WRONG``
         self._step = 0  # the refused step; applied steps count from 1
         self._contributors: set[str] = set()  # the members whose contributions to that step were refused
         self._tried: list[str] | None = None  # those without which that step was tried; None: it was not repeated yet
@@ -120,11 +129,18 @@ class Quarantine:
 
     # --------------------------------------------------------------------------------------------------------- verdicts
 
-    def reported(self, reporter: str, suspect: str) -> None:
-        self._first = self._first or (reporter, suspect)
+    @property
+    def turned(self) -> bool:
+        """Whether the next ring runs the other way round."""
+        return len(self._breaks) % 2 == 1
+
+    def reported(self, reporter: str, report: Report) -> None:
+        noticed = report.beside or reporter
+        if report.suspect and (noticed not in self._accused or noticed == reporter):  # else it repeats what it heard
+            self._accused[noticed] = report
 
     def committed(self, step: int) -> None:
-        self._strikes.clear()
+        self._forget_links()
         if step >= self._step:
             self._contributors.clear()
             self._step, self.lenient, self._tried, self._tries = 0, False, None, []
@@ -209,26 +225,43 @@ class Quarantine:
             self._last.pop(peer_id, None)
 
     def _broken_link(self, survivors: Reports, began_at: int, name: Callable[[str], str], now: float) -> Verdict | None:
-        if self._first is None:
+        if not self._accused:
             return None
         if any(report.applied > began_at for report in survivors.values()):
-            self._strikes.clear()
-        reporter, suspect = self._first
-        if self.fallen or reporter == suspect or not {reporter, suspect} <= set(survivors):
+            self._forget_links()
+        noticed, report = next(iter(self._accused.items()))
+        followed = {noticed}
+        while report.suspect in self._accused and report.suspect not in followed:
+            followed.add(noticed := report.suspect)
+            report = self._accused[noticed]
+        two = frozenset({noticed, report.suspect})
+        if self.fallen or len(two) < 2 or not two <= set(survivors):
             return None
-        edge = frozenset({reporter, suspect})
-        self._strikes[edge] += 1
-        if self._strikes[edge] < 2:
+        by_one = [told for key, told in self._accused.items() if frozenset({key, told.suspect}) == two]
+        report = min(by_one, key=lambda told: told.cause not in WRONG)
+        self._breaks = [one for one in self._breaks if one[1] > now - QUIET * self._cooldown_s]
+        common = next((known & two for known, *_ in reversed(self._breaks) if known & two), None)
+        if common is None:
+            self._breaks.append((two, now, report.cause in WRONG))
             return None
-        del self._strikes[edge]
-        text = f"the link between {name(reporter)} and {name(suspect)} keeps breaking"
-        return Verdict("link", f"{text}: {self._excluded([suspect], text, name, now)}")
+        culprit = next(iter(common)) if len(common) == 1 else report.suspect
+        self._breaks = [one for one in self._breaks if culprit not in one[0]]
+        text = f"the link between {' and '.join(sorted(map(name, two)))} keeps breaking"
+        if len(common) == 1:
+            text = f"the links of {name(culprit)} to two neighbours broke one after the other"
+        if report.cause in WRONG:
+            text += f" ({report.reason})"
+        return Verdict("link", f"{text}: {self._excluded([culprit], text, name, now)}")
+
+    def _forget_links(self) -> None:
+        self._breaks = [one for one in self._breaks if one[2]]
 
     def _excluded(self, suspects: Sequence[str], why: str, name: Callable[[str], str], now: float) -> str:
         seconds = max([self._exclude(suspect, why, now, self._cooldown_s, 600.0) for suspect in suspects])
         return f"{'+'.join(map(name, suspects))} is excluded for {seconds:.0f} s"
 
     def view_began(self) -> None:
-        self.broken, self._first = False, None
+        self.broken = False
+        self._accused.clear()
         self.fallen.clear()
         self.excused.clear()

@@ -29,18 +29,21 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NeighbourAway, PeerError, Stalled
 from p2ptrain.core.world import World
 from ring import collectives
 from ring.codecs import Codec
 from ring.collectives import MOST_SUB_CHUNK_BYTES, Schedule, cut
+from ring.detector import LEAST_WAIT_S
 from ring.dtypes import Array, check_reduction, reduce_into, storage_dtype
 from ring.lanes import Flow, Lane, Residual
 from ring.links import ThisMember, Topology, connect_neighbours
-from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks
+from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, cause_of
 from ring.view import View
 
 PATIENCE_S = 120.0
+LATER = 2
+"""A member whose left neighbour waits, too, and has less gives it up after so many times the patience."""
 SMALL_BYTES = 128 << 10
 """Limit of the small all-reduce, for the members' arrays together. Below it hops cost more than bytes."""
 
@@ -56,6 +59,7 @@ class Operation:
     finish: Callable[[], None] | None = None
     flows: list[tuple[Lane, Flow]] = field(default_factory=list)
     flows_left: int = 0
+    received: int = 0
     first_received_at: float | None = None
 
 
@@ -65,16 +69,16 @@ class RingSession:
     Attributes:
         rank, size: this member's rank, and the number of members.
         entropy: returns so many secret random bytes.
+        patience_s: of the owner, for operations whose callers know none.
         broken: resolves to ``RingBroken`` when the session has ended, for whatever reason.
     """
 
     def __init__(self, *, world: World, view: View, rank: int, left: Neighbour | None, right: Neighbour | None) -> None:
         self.view = view
-        self.rank, self.size = rank, view.size
+        self.rank, self.size, self.patience_s = rank, view.size, PATIENCE_S
         self._world, self.entropy = world, world.entropy
         self._sub_chunk_bytes = view.sub_chunk_bytes  # 0: near links, each array's size decides
         self._spare: list[npt.NDArray[np.uint8]] = []  # reusable buffers of small operations
-        self.progress = 0  # sub-chunks received, plus what the owner adds; every heartbeat carries it
         self._lanes: list[Lane] = []  # one per stream; a ring of one has none
         self._under_way: dict[int, Operation] = {}  # by stream, oldest first
         self._stream = 0
@@ -116,9 +120,9 @@ class RingSession:
         Raises:
             ValueError: this peer is no member.
             Refused: the right neighbour is in a newer view.
-            NeighbourAway: the right neighbour was not reached within ``ring.links.DIAL_PART`` of ``timeout_s``.
-            DeadlineExceeded: a member was not there within ``timeout_s``.
-            ConnectionLost, ProtocolError: a member went away meanwhile, or broke the protocol.
+            NeighbourAway: the right neighbour was not reached within ``ring.links.DIAL_PART`` of ``timeout_s``, or the
+                left one did not come in time, or a neighbour broke the protocol.
+            ConnectionLost: a member went away meanwhile.
         """
         rank, now = view.rank_of(me.peer_id), me.world.clock.now
         if rank is None:
@@ -133,8 +137,16 @@ class RingSession:
         session = cls(world=me.world, view=view, rank=rank, left=from_left, right=to_right)
         try:
             await session.barrier(patience_s=deadline - now())
-        except BaseException:  # also cancelled in the instant when all were there: nobody else could close it
+        except (
+            BaseException
+        ) as problem:  # also cancelled in the instant when all were there: nobody else could close it
             session.close("forming the ring failed at this member")
+            lost = session.broken.result()
+            if isinstance(problem, DeadlineExceeded | PeerError) and lost.beside == me.peer_id:
+                cause = cause_of(problem)
+                raise NeighbourAway(
+                    problem.message, peer_id=lost.suspect, remedy=problem.remedy, cause=cause
+                ) from problem
             raise
         session.links.begin_beats(view.heartbeat_s, view.death_s)
         return session
@@ -169,7 +181,7 @@ class RingSession:
             patience_s: the ring counts as broken after so long without any progress.
 
         Returns:
-            A future. It fails with DeadlineExceeded, which names the neighbour, after ``patience_s`` without progress,
+            A future. It fails with Stalled, which names the neighbour, after ``patience_s`` without progress,
             and with ConnectionLost or ProtocolError if the session broke. ``broken`` names the suspect.
 
         Raises:
@@ -270,12 +282,18 @@ class RingSession:
             self._add(operation, lane, barrier, np.zeros(self.size, np.uint8), "uint8", 1)
         return self._start(operation)
 
-    async def all_gather(self, mine: bytes, *, patience_s: float = PATIENCE_S) -> list[bytes]:
-        """Every member's bytes, in rank order; all have the same length. Errors as ``submit``."""
+    async def all_gather(
+        self, mine: bytes, *, patience_s: float = PATIENCE_S, check: Callable[[bytes], object] | None = None
+    ) -> list[bytes]:
+        """Every member's bytes, in rank order; all have the same length. Errors as ``submit``.
+
+        ``check``: raises ``ProtocolError`` for invalid bytes. It is called before they are passed on, so the neighbour
+        that sent them is the one to blame.
+        """
         each = len(mine)
         gathered = np.empty(self.size * each, np.uint8)
         gathered[self.rank * each : (self.rank + 1) * each] = np.frombuffer(mine, np.uint8)
-        await self._on_one_lane("all-gather", gathered, patience_s)
+        await self._on_one_lane("all-gather", gathered, patience_s, least_numel=each, check=check)
         return [gathered[rank * each : (rank + 1) * each].tobytes() for rank in range(self.size)]
 
     async def barrier(self, *, patience_s: float = PATIENCE_S) -> None:
@@ -314,13 +332,15 @@ class RingSession:
 
     # ---------------------------------------------------------------------------------------------- running operations
 
-    def _on_one_lane(self, title: str, array: Array, patience_s: float) -> asyncio.Future[None]:
-        """Begin an all-gather in place."""
+    def _on_one_lane(
+        self, title: str, array: Array, patience_s: float, least_numel: int = 1, **settings: Any
+    ) -> asyncio.Future[None]:
+        """Begin an all-gather in place. ``least_numel``: of a sub-chunk. ``settings``: further fields of ``Flow``."""
         operation = self._begin(title, patience_s)
-        sub_chunk_numel = max((self._sub_chunk_bytes or MOST_SUB_CHUNK_BYTES) // array.itemsize, 1)
+        sub_chunk_numel = max((self._sub_chunk_bytes or MOST_SUB_CHUNK_BYTES) // array.itemsize, least_numel)
         schedule = collectives.all_gather(self.rank, self.size, array.size, sub_chunk_numel)
         for lane in self._lanes[:1]:
-            self._add(operation, lane, schedule, array, "uint8", sub_chunk_numel)
+            self._add(operation, lane, schedule, array, "uint8", sub_chunk_numel, **settings)
         return self._start(operation)
 
     def _is_small(self, buffer: Array) -> bool:
@@ -412,8 +432,9 @@ class RingSession:
         self._moved_at = now = self._world.clock.now()
         if flow is None:
             return
-        self.progress += 1
         operation = self._under_way.get(flow.stream)
+        if operation is not None:
+            operation.received += 1
         if operation is not None and operation.first_received_at is None:
             operation.first_received_at = now
             self._waited_s += now - max(operation.began_at, self._received_at)
@@ -422,6 +443,7 @@ class RingSession:
     def _await_progress(self, in_s: float) -> None:
         if self._patience is not None:
             self._patience.cancel()
+        in_s = max(in_s, LEAST_WAIT_S)
         self._judged_at = self._world.clock.now() + in_s
         self._patience = asyncio.get_running_loop().call_later(in_s, self._judge_progress)
 
@@ -437,15 +459,25 @@ class RingSession:
             self._await_progress(patience_s - still_s)
             return
         starving = any(lane.expects for lane in self._lanes)
+        left = self.links.left_beat
+        waits = left is not None and left.state != AT_WORK and left.progress < self._status()[0]
+        if starving and waits and still_s < LATER * patience_s:  # a member before it is the cause
+            self._await_progress(LATER * patience_s - still_s)
+            return
         what = f"sent no part of the {title}" if starving else f"took no part of the {title}"
         remedy = "it may be stuck or very slow: look at its log"
-        silence = DeadlineExceeded(f"{what} for {patience_s:g} s", remedy=remedy)
+        kind = Stalled if self.links.formed else DeadlineExceeded  # else a third member may not have come
+        silence = kind(f"{what} for {patience_s:g} s", remedy=remedy)
         self.links.give_up(self.links.left if starving else self.links.right, silence)
 
     # -------------------------------------------------------------------------------------------------------- breaking
 
     def _status(self) -> tuple[int, str]:
-        return self.progress, next((operation.title for operation in self._under_way.values()), AT_WORK)
+        """This member's progress and state, for its heartbeats. The progress is the number of the operation, and how
+        many sub-chunks of it arrived. A correct member has sent more of them, so its right neighbour has more."""
+        for stream, operation in self._under_way.items():
+            return (stream << 20) + operation.received, operation.title
+        return self._stream << 20, AT_WORK
 
     def _settle(self) -> None:
         for lane in self._lanes:

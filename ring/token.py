@@ -109,6 +109,13 @@ class Token:
         return cls(generation, step, Flag(flags), part, digest, lineage, unit_us, own, usual, *sums)
 
 
+def check_untrusted(data: bytes, mine: Token) -> None:
+    """Raise ``ProtocolError`` unless ``data`` is a token of the same vote as ``mine``."""
+    token = Token.decode_untrusted(data)
+    if (token.generation, token.step) != (mine.generation, mine.step):
+        raise ProtocolError(f"a step token of step {token.step + 1} in the vote of step {mine.step + 1}")
+
+
 def is_lineage(text: str) -> bool:
     """Whether ``text`` has the form of a lineage: 16 bytes in hex. Check text from a peer or a file with it."""
     return _LINEAGE.fullmatch(text) is not None

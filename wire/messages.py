@@ -183,7 +183,8 @@ class Heartbeat(Message):
     """Peer to seed, and between ring neighbours: it is alive, and how far it is.
 
     Attributes:
-        progress: grows with every micro-batch and sub-chunk handled; heartbeats without progress show a stuck peer.
+        progress: to the seed: grows with every micro-batch handled. To a neighbour: how far it is in the ring's or the
+            chain's operations.
         stats: figures for display: ``rtt_ms``, ``in_bps``, ``out_bps``, ``sent_bytes`` (see ``PeerInfo``),
             ``tokens_per_s``, ``memory_bytes``, ``memory_total_bytes``,
             ``compute_ms``, ``communicate_ms``, ``wait_ms``, ``compute_flops`` (absent until measured; 0 if it cannot be

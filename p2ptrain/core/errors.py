@@ -111,6 +111,10 @@ class DeadlineExceeded(NetworkError):
     """A peer was silent for too long."""
 
 
+class Stalled(DeadlineExceeded):
+    """A peer lives, but sent nothing of what it owes, or took nothing."""
+
+
 class NeighbourAway(DeadlineExceeded):
     """The member ``peer_id`` was not reached in time, or the view cannot go on with it. ``cause``: see ``Report``."""
 

@@ -51,6 +51,7 @@ class Machine:
         announced: step → digest of the newest checkpoint that its worker reported, since its last restore.
         wholes: the same for checkpoints with all parts of a split model.
         flips: byte of the reduce buffer in which the next reduction flips a bit; 0: none.
+        misbehaves: one of ``faults.MISBEHAVIOURS``, now; empty: it does not.
         lies: number of steps to come with a contribution of the kind ``lie``.
         false_tokens: number of tokens to come with the figures ``falsely``.
     """
@@ -68,6 +69,7 @@ class Machine:
         self.announced: dict[int, str] = {}
         self.wholes: dict[int, str] = {}
         self.flips = self.lies = 0
+        self.misbehaves = ""
         self._lied = False  # it lied and will lie again
         self.lie = ""
         self.false_tokens = 0

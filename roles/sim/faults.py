@@ -30,6 +30,8 @@ KINDS = {
     "join": 7,
     "freeze": 4,
     "hang": 3,
+    "garble": 2,
+    "withhold": 2,
     "cut": 3,
     "cut-in-follow": 2,
     "silence": 2,
@@ -78,7 +80,8 @@ PATIENCE_S = 5.0
 """Longest wait for a phase; then the fault strikes anyway."""
 LASTS_S = (0.3, 0.3, 1.0, 1.0, 3.0, 3.0, 8.0, 35.0)
 """Durations of lasting faults: below and above the deadlines of heartbeats (2 s) and of the grace (30 s)."""
-HANGS_S = (1.0, 8.0, 100.0, 100.0)
+MISBEHAVIOURS = ("hang", "garble", "withhold")
+MISBEHAVES_S = (1.0, 8.0, 150.0, 150.0)
 GOES_ON_S = 30.0
 """The others make steps again so long after one member began to misbehave."""
 
@@ -89,13 +92,15 @@ class Faults:
         self._random = simulation.random
         self._tell = simulation.observer.tell
         self._lasting: list[asyncio.Task[None]] = []
-        self._strikes = 0  # of faults but "join" and "hang"
+        self._strikes = 0  # of faults but "join" and ``MISBEHAVIOURS``
 
     async def strike(self, kind: str) -> None:
         """Inject one of ``KINDS``. Without a possible victim nothing happens."""
         if kind != "join":
             self._simulation.observer.kept = (0, set())
-            self._strikes += kind != "hang"
+            if kind not in MISBEHAVIOURS:
+                self._strikes += 1
+                self._simulation.observer.culprits = None
         simulation, rng = self._simulation, self._random
         live = simulation.live
         victims = rng.sample(live, len(live))
@@ -135,9 +140,9 @@ class Faults:
                 self.join()
             case "freeze" if victims:
                 await self._in_phase(victims[0], rng.choice(PHASES), self._freeze)
-            case "hang" if len(victims) > 1 and all(one.process.hung_until <= simulation.loop.time() for one in live):
+            case "hang" | "garble" | "withhold" if len(victims) > 2 and not any(one.misbehaves for one in live):
                 await self._until(lambda: victims[0].trained)
-                await self._in_phase(victims[0], Phase.COMPUTING, self._hang)
+                await self._in_phase(victims[0], Phase.COMPUTING, lambda victim: self._misbehave(victim, kind))
             case "cut-in-follow" if victims:
                 await self._in_follow(next((one for one in simulation.workers if not one.up), victims[0]))
             case "cut" | "silence" | "one-way" if len(hosts) > 1:
@@ -237,6 +242,8 @@ class Faults:
                 machine.start()
 
     def join(self) -> None:
+        if any(machine.misbehaves == "withhold" for machine in self._simulation.live):
+            self._simulation.observer.culprits = None
         free = [machine for machine in self._simulation.workers if not machine.up]
         if free:
             self._start(self._random.choice(free))
@@ -253,11 +260,18 @@ class Faults:
 
         self._later(seconds, thaw)
 
-    def _hang(self, victim: Machine) -> None:
-        process, seconds, observer = victim.process, self._random.choice(HANGS_S), self._simulation.observer
+    def _misbehave(self, victim: Machine, how: str) -> None:
+        """``hang``: its computing. ``garble``: it sends invalid tokens. ``withhold``: it sends no payload."""
+        process, seconds, observer = victim.process, self._random.choice(MISBEHAVES_S), self._simulation.observer
         now, strikes = self._simulation.loop.time(), self._strikes
-        self._tell(f"the computing of {victim.host} hangs for {seconds} s ({victim.phase})")
-        process.hung_until = now + seconds
+        self._tell(f"{victim.host}: {how} for {seconds} s ({victim.phase})")
+        process.hung_until = now + seconds if how == "hang" else 0.0
+        victim.misbehaves = how
+        self._later(seconds, lambda: setattr(victim, "misbehaves", ""))
+        if observer.culprits is not None:
+            observer.culprits.add(victim.host)
+        if how == "withhold" and not all(one.trained for one in self._simulation.live):
+            observer.culprits = None  # a newcomer waits longer than others, before it knows how long a step is
         before = max(observer.line.lineages, default=0) if victim.trained else 0
 
         def went_on() -> None:
@@ -265,9 +279,9 @@ class Faults:
             alone = enough and strikes == self._strikes and process.alive
             if before and alone and observer.job_state in ("running", "done"):
                 step = max(observer.line.lineages, default=0)
-                observer.check("goes on", step > before, lambda: f"still step {step}, as {victim.host} hangs")
+                observer.check("goes on", step > before, lambda: f"still step {step}: {victim.host}, {how}")
 
-        self._later(GOES_ON_S, went_on)
+        self._later(2 * GOES_ON_S if how == "withhold" else GOES_ON_S, went_on)  # it is noticed twice
 
     def _sever(self, how: str, pairs: list[tuple[str, str]]) -> None:
         network = self._simulation.network

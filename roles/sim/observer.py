@@ -17,7 +17,8 @@
 - *used once*: no key of noise makes two contributions, and no mask covers two of one member;
 - *privacy counted*: no member's count of releases is below the steps, repeated ones too, of which a sum may be known;
 - *attacker excluded*: robust rules that leave vectors out leave out the attacker's in each step;
-- *goes on*: while one member's computing hangs, and nothing else is wrong, the others make steps again soon;
+- *goes on*: while one member hangs or misbehaves, and nothing else is wrong, the others make steps again soon;
+- *innocent*: while members hang or misbehave, and nothing else is wrong, no other one is excluded;
 - *versions* (strategy 'server'): each recorded version is made of as many contributions as wanted, of distinct workers,
   each with its number once, a staleness within its bound, the weight that follows, and a base of its own view. A view
   begins with a version that a member has held;
@@ -114,6 +115,7 @@ class Observer:
         self.commits = 0
         self.believed_a_liar = False
         self.liars: set[str] = set()  # hosts that told false figures
+        self.culprits: set[str] | None = set()  # hosts that misbehaved; None: there were other faults
         self._bits: dict[tuple[int, str, int], bytes] = {}  # step, lineage, stage
         self._holders: dict[tuple[int, str], set[str]] = {}  # step, lineage → hosts that ever held that state
         self._members: dict[int, set[str]] = {}  # generation → hosts

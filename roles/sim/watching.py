@@ -24,9 +24,13 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.core.checkpoints import MANIFEST, CheckpointStore, manifest_untrusted
 from ring import replicas, staleness, token, transaction
 from ring.coordinator import Coordinator
+from ring.lanes import Lane
 from ring.links import Inbound
+from ring.neighbours import AT_WORK
+from ring.quarantine import Quarantine
+from ring.session import RingSession
 from ring.staleness import Intake
-from ring.token import Flag, Token
+from ring.token import TOKEN_BYTES, Flag, Token
 from ring.transaction import Followed, Phase, Transaction
 from ring.view import View
 from roles import gauges
@@ -214,6 +218,28 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
                 "attacker excluded", out, lambda: f"{rule} has used the attacker's vector of step {step + 1}"
             )
 
+    def excluded(self: Quarantine, peer_id: str, why: str, *rest: Any) -> None:
+        if observer.culprits is not None:
+            guilty = [simulation.machines[host].worker for host in observer.culprits]
+            known = any(worker is not None and worker.peer_id == peer_id for worker in guilty)
+            observer.check("innocent", known, lambda: f"{peer_id} is excluded: {why}")
+
+    def all_gather(original: Any) -> Any:
+        async def call(self: RingSession, mine: bytes, **more: Any) -> Any:
+            machine = here()
+            garbled = machine is not None and machine.misbehaves == "garble" and len(mine) == TOKEN_BYTES
+            return await original(self, bytes(len(mine)) if garbled else mine, **more)
+
+        return call
+
+    def send_ready(original: Any) -> Any:
+        def call(self: Lane) -> None:
+            machine = here()
+            if machine is None or machine.misbehaves != "withhold":
+                original(self)
+
+        return call
+
     def masked(self: Masks, values: Any, step: int) -> None:
         for key in self._keys.values():
             observer.used(key, step, self._rank)
@@ -252,6 +278,9 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             (SeedLedger, "_give_up_gap", give_up),
             (SyncStrategy, "_summarize", summarize),
             (Reports, "step_done", _then(step_done)),
+            (Quarantine, "_exclude", _then(excluded)),
+            (RingSession, "all_gather", all_gather),
+            (Lane, "_send_ready", send_ready),
             (secrets, "token_hex", lambda original: lambda number=32: names.randbytes(number).hex()),
             (secrets, "token_bytes", lambda original: lambda number=32: names.randbytes(number)),
             (gauges.Gauges, "machine", lambda original: lambda self: {"memory_bytes": 1e8, "memory_total_bytes": 1e10}),
@@ -300,6 +329,15 @@ def _anyones(original: Any) -> Any:
     return lambda tokens: Flag(functools.reduce(operator.or_, (token.flags for token in tokens)))
 
 
+def _unchecked(original: Any) -> Any:
+    def arrived(self: Lane) -> None:
+        if self._posted:
+            self._posted[0][0].check = None
+        original(self)
+
+    return arrived
+
+
 def _disband(original: Any) -> Any:
     def disband(self: JobRunner, reason: str) -> None:
         original(self, reason)
@@ -344,6 +382,16 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         [(Transaction, "_confirm", lambda original: lambda self: self._to_boundary(confirmed=True))],
         ("kill-in-phase", "kill-two", "join", "save", "cut", "freeze"),
     ),
+    # After a break the ring runs the same way, and heartbeats do not say how far a member is.
+    "turned": (
+        [
+            (Quarantine, "turned", lambda original: property(lambda self: False)),
+            (RingSession, "_status", lambda original: lambda self: (0, AT_WORK)),
+        ],
+        ("withhold",),
+    ),
+    # Bytes are not checked before they are passed on.
+    "check": ([(Lane, "_arrived", _unchecked)], ("garble", "join")),
     # A member whose computing hangs does not say so.
     "hang": ([(JobRunner, "_watch_compute", lambda original: lambda self: asyncio.sleep(0))], ("hang", "join")),
 }

@@ -15,6 +15,7 @@ Members send their public keys round the ring, so this protects from members and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,13 +42,17 @@ def pair_keys_untrusted(secret: X25519PrivateKey, told: Sequence[bytes], rank: i
     keys = {}
     for other, public in enumerate(told):
         if other != rank:
-            try:
-                shared = secret.exchange(X25519PublicKey.from_public_bytes(public))
-            except ValueError as error:
-                raise ProtocolError(f"rank {other} sent an invalid key for its masks") from error
+            shared = _shared_untrusted(secret, public)
             pair = b"".join(sorted((public, told[rank])))
             keys[other] = HKDF(SHA256(), KEY_BYTES, None, b"p2ptrain mask " + label.encode() + pair).derive(shared)
     return keys
+
+
+def _shared_untrusted(secret: X25519PrivateKey, public: bytes) -> bytes:
+    try:
+        return secret.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError as error:
+        raise ProtocolError("an invalid key for masks") from error
 
 
 class Masks:
@@ -85,7 +90,8 @@ class SecureStrategy(SyncStrategy):
             text = f"federated.secure with {session.size} workers would show each what the other contributes"
             raise JobFailed(text, remedy=f"start more, {LEAST_MASKED} at least: p2ptrain join")
         secret = X25519PrivateKey.from_private_bytes(session.entropy(KEY_BYTES))
-        told = await session.all_gather(secret.public_key().public_bytes_raw())
+        mine, check = secret.public_key().public_bytes_raw(), partial(_shared_untrusted, secret)
+        told = await session.all_gather(mine, patience_s=session.patience_s, check=check)
         label = f"{session.view.job} {session.view.generation} "
         self._masks = Masks(session.rank, pair_keys_untrusted(secret, told, session.rank, label))
         self._members = session.size

@@ -35,6 +35,7 @@ import xxhash
 from configs.schema import Robust, Server
 from p2ptrain.core.errors import NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError, ResourceError
 from ring.direct import DirectMessages
+from ring.neighbours import cause_of
 from ring.session import RingSession
 from ring.staleness import (
     REPLY_BYTES,
@@ -242,7 +243,7 @@ class ServerStrategy(SyncStrategy):
                 outcome = await self._taken(rank, request, messages) if request.contributes else NOTHING
                 await self._reply(rank, request, outcome, messages)
         except (NetworkError, PeerError) as problem:
-            self._give_up(self._without(rank, problem.message), messages)
+            self._give_up(self._without(rank, problem.message, cause_of(problem)), messages)
         except Exception as problem:  # noqa: BLE001 - ``compute`` raises it
             self._give_up(problem if isinstance(problem, P2PTrainError) else translated(problem), messages)
 
@@ -305,7 +306,7 @@ class ServerStrategy(SyncStrategy):
                 try:
                     self._decode(self._slots[one.rank - 1], vector)
                 except ProtocolError as problem:
-                    raise self._without(one.rank, problem.message) from problem
+                    raise self._without(one.rank, problem.message, cause_of(problem)) from problem
                 vector[:-scalars] *= np.float32(count * one.weight)  # as if it were of all micro-batches
                 vector[-scalars:] *= np.float32(count)
                 if self._robust.rule not in ("", "mean"):
@@ -360,7 +361,7 @@ class ServerStrategy(SyncStrategy):
         try:
             return await self._exchanged(applied, lineage, self._messages)
         except PeerError as problem:
-            raise self._without(0, problem.message) from problem
+            raise self._without(0, problem.message, cause_of(problem)) from problem
 
     async def _exchanged(self, applied: int, lineage: str, messages: DirectMessages) -> PullReply:
         request, outgoing = PullRequest(False, applied, lineage), list[tuple[int, Bytes]]()

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ParamSpec, cast
 
 from configs.schema import Profile
@@ -16,8 +17,9 @@ from p2ptrain.core.errors import JobFailed, NeighbourAway, NetworkError, P2PTrai
 from ring.chain import Chain
 from ring.direct import DirectMessages
 from ring.links import Topology
+from ring.neighbours import RingBroken, cause_of
 from ring.session import RingSession
-from ring.token import Flag
+from ring.token import Flag, Token, check_untrusted
 from ring.transaction import (
     Adopt,
     Apply,
@@ -73,9 +75,15 @@ from wire.job_messages import CatchUp, MemberRecord
 from wire.messages import Hello
 
 WATCH_S = 1.0
+STILL_S, NEW_S = 12.0, 60.0
+"""Part of the patience with members, and with new ones. It is longer than a hang takes to be noticed."""
 FORM_TIMEOUT_S = 20.0  # a neighbour may have to abort a long micro-batch before it joins the new view
 
 P = ParamSpec("P")
+
+
+def broken_by(lost: RingBroken, generation: int) -> Broken:
+    return Broken(generation, lost.suspect, lost.cause.message, cause=cause_of(lost.cause), beside=lost.beside)
 
 
 class JobRunner:
@@ -162,6 +170,7 @@ class JobRunner:
             context, self.core, self._healer, say=self.reports.send, handle=self._brought_on, tasks=self._tasks
         )
         self._state_bytes = 0
+        self._trained: set[str] = set()  # members of the newest step
 
     # ------------------------------------------------------------------------------------------- what the worker calls
 
@@ -325,8 +334,10 @@ class JobRunner:
         except (NetworkError, PeerError) as problem:
             ended = [session.broken.result() for session in self._sessions() if session.broken.done()]
             broken = next((broken for broken in ended if broken.suspect), None)
-            suspect, beside = (broken.suspect, broken.beside) if broken else ("", "")
-            self._handle(Broken(generation, suspect, problem.message, beside=beside))
+            if broken is not None:
+                self._handle(broken_by(broken, generation))
+            else:
+                self._handle(Broken(generation, "", problem.message))
         except P2PTrainError as problem:
             self._handle(Failed(self.reports.cannot_go_on(problem)))
 
@@ -373,8 +384,6 @@ class JobRunner:
 
     def _did_something(self) -> None:
         self.progress += 1
-        for session in self._sessions():
-            session.progress += 1  # heartbeats carry it, so neighbours see that this member is slow, not stuck
 
     # ----------------------------------------------------------------------------------------------------- activities
 
@@ -422,6 +431,7 @@ class JobRunner:
         beside = sum(member.host == here for member in form.view.members)
         await context.compute.run(self._ready_engine().share_cores, beside)
         session.broken.add_done_callback(lambda _: self._session_broke(session, form.view.generation))
+        session.patience_s = self._patience_s()
         if self._asynchronous:
             only = replace(form.view, members=(form.view.members[session.rank],))
             self._alone = await RingSession.form(context, only, timeout_s=FORM_TIMEOUT_S)
@@ -487,7 +497,7 @@ class JobRunner:
             for other in self._sessions():
                 if other is not session and not other.links.lost_elsewhere(broken):
                     other.close(broken.cause.message)
-            self._handle(Broken(generation, broken.suspect, broken.cause.message, beside=broken.beside))
+            self._handle(broken_by(broken, generation))
 
     async def _heal(self, instruction: Heal) -> None:
         self.heal_source.cut("it is healed itself")
@@ -546,7 +556,8 @@ class JobRunner:
     async def _vote(self, instruction: Vote) -> None:
         session = self._voters()
         with self._communicating(session):
-            tokens = await session.all_gather(instruction.token, patience_s=self._patience_s())
+            check = partial(check_untrusted, mine=Token.decode_untrusted(instruction.token))
+            tokens = await session.all_gather(instruction.token, patience_s=self._patience_s(), check=check)
         self._handle(Gathered(instruction.ticket, tuple(tokens)))
 
     @contextmanager
@@ -561,17 +572,18 @@ class JobRunner:
             await self.heal_source.keep(self._ready_engine())
             self.reports.steps.applied(await self._ready_strategy().commit(instruction.step, instruction.square_sum))
         self._did_something()
+        self._trained = {member.peer_id for member in self._session.view.members} if self._session else set()
         self.reports.step_done(instruction.step, self._ready_strategy().scores, redone=instruction.redo)
         self._handle(Finished(instruction.ticket))
 
     async def _confirm(self, instruction: Confirm) -> None:
         engine, session = self._ready_engine(), self._voters()
-        digests = await self._between.compare(engine, session, patience_s=self._patience_s())
+        digests = await self._between.compare(engine, session, patience_s=self._patience_s() + NEW_S)
         self._handle(Gathered(instruction.ticket, digests))
 
     async def _boundary(self, instruction: Boundary) -> None:
         engine, session, applied = self._ready_engine(), self._ready_session(), instruction.applied
-        strategy, patience_s = self._ready_strategy(), self._patience_s()
+        strategy, patience_s = self._ready_strategy(), self._patience_s() + NEW_S
         if self._asynchronous:
             await self._publish(over=self.core.stopping, last=instruction.last)
         val_loss = await self._between.validate(instruction, engine, strategy, self._voters(), patience_s=patience_s)
@@ -627,12 +639,18 @@ class JobRunner:
     def _patience_s(self) -> float:
         """Longest time a collective may make no progress. Heartbeats prove that a peer lives; this bounds a stuck one.
 
-        Two causes of slowness are allowed for. A member computes: 20 times the longest step seen, or 600 s before the
-        first one. A member heals: the whole state at 1 MB/s; for a split model, the largest stage's state.
+        Three causes of slowness are allowed for. A member computes: 5 times the longest step seen, or 600 s before the
+        first one. A member copies its state, at 100 MB/s. In the first step of a view, a member that was not in the
+        last step is new: it loads libraries and heals, the whole state (of a split model, the largest stage's) at 1
+        MB/s.
         """
-        view = self.core.view
-        usual_s = 20.0 * self.clock.longest_s if self.clock.longest_s else 600.0
-        return 60.0 + usual_s + max(self._state_bytes, view.state_bytes if view else 0) / 1e6
+        core, view = self.core, self.core.view
+        usual_s = 5.0 * self.clock.longest_s if self.clock.longest_s else 600.0
+        state_bytes = max(self._state_bytes, view.state_bytes if view else 0)
+        known = {member.peer_id for member in view.members if member.healthy} & self._trained if view else set()
+        if view is not None and (core.applied > view.step or len(known) == view.size):
+            return STILL_S + usual_s + state_bytes / 100e6
+        return NEW_S + usual_s + state_bytes / 1e6
 
     def _ready_engine(self) -> Engine:
         if self._engine is None:

@@ -206,6 +206,51 @@ def test_a_silent_survivor_is_struck_off_and_may_come_back() -> None:
     assert not desk.core.refusal("b")
 
 
+def broken(desk: Desk, noticed: str, suspect: str, cause: str = "protocol") -> None:
+    """All members of the view report that ``noticed`` accuses ``suspect``, which lost that neighbour in turn."""
+    view = desk.core.view
+    assert view is not None
+    for peer_id in ids(view):
+        if peer_id == suspect:
+            desk.report(peer_id, "broken", 1, suspect=noticed, beside=suspect)
+        else:
+            desk.report(peer_id, "broken", 1, suspect=suspect, beside=noticed, cause=cause * (peer_id == noticed))
+
+
+@pytest.mark.parametrize("cause", ["protocol", "stalled"])
+@pytest.mark.parametrize("first", [("b", "a"), ("a", "d")], ids=["it is accused twice", "it accuses two"])
+def test_member_at_both_of_two_broken_links_is_excluded(first: tuple[str, str], cause: str) -> None:
+    desk = Desk(co.JobOptions(replicas=4, micro_batches=8))
+    before = ids(desk.run("a", "b", "c", "d"))
+    broken(desk, *first, cause)
+    assert ids(desk.minted()) == before[::-1], "the neighbours change sides"
+    desk.tell(co.Progress(2))  # a step that is committed meanwhile absolves nobody
+    second = ("d", "a") if first == ("b", "a") else ("a", "b")
+    broken(desk, *second, cause)
+    assert ids(desk.minted()) == ["b", "c", "d"]
+    assert desk.kinds()[0] == "link"
+    assert "name-a is excluded for 30 s" in str(desk.said)
+
+
+def test_breaks_of_links_are_forgotten_with_a_commit() -> None:
+    desk = Desk(co.JobOptions(replicas=3, micro_batches=8))
+    desk.run("a", "b", "c")
+    broken(desk, "b", "a", "")
+    desk.tell(co.Progress(2))
+    broken(desk, "c", "a", "")
+    assert len(ids(desk.minted())) == 3
+
+
+def test_suspect_that_waits_for_another_member_is_not_at_fault() -> None:
+    desk = Desk(co.JobOptions(replicas=3, micro_batches=8))
+    desk.run("a", "b", "c")
+    for _ in range(2):
+        desk.report("b", "broken", 1, suspect="a")
+        desk.report("a", "broken", 1, suspect="c")
+        desk.report("c", "broken", 1)
+    assert ids(desk.minted()) == ["a", "b"]
+
+
 def test_member_that_hangs_is_removed_and_nobody_else() -> None:
     desk = Desk(co.JobOptions(replicas=3, micro_batches=8))
     desk.run("a", "b", "c")

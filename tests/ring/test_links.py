@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NeighbourAway, Refused
 from p2ptrain.core.world import Network
 from ring.links import Inbound, Topology
 from ring.local import HOST, LocalMember, local_view
@@ -113,7 +113,7 @@ async def test_a_member_that_never_comes_is_missed_by_all():
     members = [LocalMember(peer_id, network) for peer_id in "abc"]
     view = local_view({member.peer_id: await member.listen() for member in members})
     ends = await asyncio.gather(*(member.form(view) for member in members[:2]), return_exceptions=True)
-    assert [type(end) for end in ends] == [DeadlineExceeded, DeadlineExceeded] or isinstance(ends[1], ConnectionLost)
+    assert [type(end) for end in ends] == [NeighbourAway, NeighbourAway] or isinstance(ends[1], ConnectionLost)
     for member in members:
         await member.stop()
 

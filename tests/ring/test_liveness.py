@@ -104,6 +104,17 @@ async def test_no_progress_breaks_the_ring_and_names_the_neighbour():
 
 
 @virtual
+async def test_who_waits_with_less_is_no_suspect_and_who_passes_nothing_on_is():
+    """c takes part in the barrier and sends nothing. a, whose left neighbour it is, has the longest patience."""
+    async with local_ring(3, MemoryNetwork()) as members:
+        members[2].session._lanes[0]._send_ready = lambda: None
+        waits = [member.session.barrier(patience_s=50 - 20 * rank) for rank, member in enumerate(members[:2])]
+        withheld = asyncio.create_task(members[2].session.barrier(patience_s=3600))
+        await asyncio.gather(*waits, withheld, return_exceptions=True)
+        assert [(await member.session.broken).suspect for member in members[:2]] == ["c", "c"]
+
+
+@virtual
 async def test_progress_renews_the_patience():
     async with local_ring(2, MemoryNetwork()) as members:
         for number in range(1, 4):
@@ -139,7 +150,8 @@ async def test_beats_say_how_far_this_member_is():
         await members[1].session.barrier()
         await waiting
         await asyncio.sleep(5)
-        assert [(message.state, message.progress) for message in heard] == [("barrier", 1), ("between operations", 2)]
+        of = [(message.state, *divmod(message.progress, 1 << 20)) for message in heard]
+        assert of == [("barrier", 2, 0), ("between operations", 2, 0)], "the operation, and what of it arrived"
 
 
 @pytest.mark.parametrize("preset", ["wifi", "transcontinental", "lossy"])

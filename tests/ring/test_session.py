@@ -15,7 +15,7 @@ from ring.codecs import codec_named
 from ring.local import LocalMember
 from ring.neighbours import RingBroken
 from ring.session import RingSession
-from tests.ring.local import local_ring
+from tests.ring.local import local_ring, virtual
 from wire.job_messages import CODEC_NAMES, StepMetrics
 from wire.memory import MemoryNetwork
 from wire.transport import TcpNetwork
@@ -295,6 +295,22 @@ async def test_a_neighbour_that_speaks_nonsense_breaks_the_ring(network):
         assert broken.suspect == "a"
         assert isinstance(broken.cause, ProtocolError)
         assert "StepMetrics, which is not allowed" in broken.cause.message
+
+
+@virtual
+async def test_invalid_bytes_name_their_sender_before_they_are_passed_on():
+    """c's bytes are invalid: a has them first, and says so of c; b never gets them."""
+
+    def check(part):
+        if part == b"c":
+            raise ProtocolError("c is no letter")
+
+    async with local_ring(3, MemoryNetwork()) as members:
+        parts = [member.session.all_gather(member.peer_id.encode(), check=check) for member in members]
+        ends = await asyncio.gather(*parts, return_exceptions=True)
+        assert [type(end) for end in ends[:2]] == [ProtocolError, ConnectionLost]
+        assert {(await member.session.broken).suspect for member in members[:2]} == {"c"}
+        assert (await members[1].session.broken).beside == "a"
 
 
 # ------------------------------------------------------------------------------------------------------------- leaving

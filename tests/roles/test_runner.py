@@ -46,13 +46,16 @@ def test_a_member_whose_ring_broke_says_so_again() -> None:
 
 
 def test_a_small_stage_waits_as_long_as_a_large_one_may_take_to_heal() -> None:
-    patience_s, form_s = [], []
+    patience_s, form_s, settled_s = [], [], []
     for own_bytes, most_bytes in ((12e9, 4e9), (12e6, 4e9), (12e6, 0)):
         here = replace(view(7, ["a", "b"]), reduce_bytes=int(most_bytes))
         runner: Any = JobRunner.__new__(JobRunner)
-        runner.core, runner.clock = SimpleNamespace(view=here), SimpleNamespace(longest_s=1.0)
-        runner.profile, runner._state_bytes = Profile(), int(own_bytes)
+        runner.core, runner.clock = SimpleNamespace(view=here, applied=0), SimpleNamespace(longest_s=1.0)
+        runner.profile, runner._state_bytes, runner._trained = Profile(), int(own_bytes), {"a"}
         patience_s.append(runner._patience_s())
         form_s.append(runner._forming_s(here) - FORM_TIMEOUT_S)
-    assert patience_s == [60 + 20 + 12_000, 60 + 20 + 12_000, 60 + 20 + 12]
+        runner._trained = {"a", "b"}
+        settled_s.append(runner._patience_s())
+    assert patience_s == [60 + 5 + 12_000, 60 + 5 + 12_000, 60 + 5 + 12]
+    assert settled_s == pytest.approx([12 + 5 + 120, 12 + 5 + 120, 12 + 5 + 0.12]), "no member is new"
     assert form_s == pytest.approx([120, 120, 0.12])

@@ -20,7 +20,9 @@ FOUND = {
     "confirm": (22, "confirmed"),
     "term": (3, "generations grow"),
     "adopt": (2, "restored keeps"),
-    "hang": (3, "goes on"),
+    "turned": (14, "goes on"),
+    "check": (18, "goes on"),
+    "hang": (9, "goes on"),
 }
 WITHIN = 60
 """Schedules within which each of them is found, from any number on; searched where the product has moved on."""
