@@ -132,12 +132,12 @@ class Data(Table):
     path: Text = Field(default="stdlib", min_length=1)
     """'stdlib' (Python's standard library), a file, a directory or a glob."""
     format: Literal["auto", "text", "jsonl", "csv", "parquet", "chat"] = "auto"
-    """'text': whole files. 'jsonl', 'csv', 'parquet' (needs the package pyarrow): a text in each row.
-    'auto': by the suffix of each file, else text. 'chat': conversations in rows of .jsonl or .parquet, each a list of
-    {role, content}; they go through the model's chat template, only the assistant's answers are learned (the loss of a
-    step is the mean over their tokens) unless they have the weight 0, and those that share a sequence do not see each
-    other. 'chat' of
-    'stdlib': questions about its modules and functions, answered by their docstrings."""
+    """'text': whole files. 'jsonl' (also an array in a .json), 'csv' (also .tsv), 'parquet' (needs the package
+    pyarrow): a text in each row. 'auto': by the suffix of each file, else text. 'chat': conversations in rows of JSON
+    or .parquet, each a list of {role, content}; they go through the model's chat template, only the assistant's answers
+    are learned (the loss of a step is the mean over their tokens) unless they have the weight 0, and those that share a
+    sequence do not see each other. 'chat' of 'stdlib': questions about its modules and functions, answered by their
+    docstrings."""
     document_end: Literal["auto", "none"] = "auto"
     """What ends a text that is no conversation, a file or a row. 'auto': the tokenizer's end token, so that the model
     learns to stop, and before the next text comes what the tokenizer puts before a prompt; without an end token, a line

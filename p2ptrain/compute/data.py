@@ -9,7 +9,7 @@ Running text is cut into windows wherever they end. Conversations are kept whole
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from p2ptrain.compute.sampling import Indices, permuted
 from p2ptrain.compute.text import ChatFormat
 from p2ptrain.compute.tokenizer import Tokenizer, Tokens
 from p2ptrain.core.errors import ConfigError
-from p2ptrain.core.text_files import STDLIB, find_files
+from p2ptrain.core.text_files import STDLIB, search_files
 from p2ptrain.core.texts import human_bytes
 
 _BLOCK_WINDOWS = 16
@@ -136,7 +136,7 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
         UserError: a file cannot be read or is not text, or too many rows cannot be used.
         ResourceError: the text does not fit into memory.
     """
-    files = find_files(spec.path, spec.format)
+    files, not_read = search_files(spec.path, spec.format)
     total = sum(_size(file) for file in files)
     read_bytes = min(total, spec.limit_bytes or total)
     copies = 3 if tokenizer.is_bytes else 8
@@ -152,9 +152,9 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
         documents = spec.document_end == "auto"
         texts = rows.texts(files, line_end="" if documents and tokenizer.end else "\n")
         tokens = tokenizer.encode(_limited(texts, spec.limit_bytes), documents=documents)
-    told = [rows.note(), cut]
+    told = list(filter(None, (not_read, rows.note(), cut)))
     windows = len(tokens) // width if is_chat else max(0, len(tokens) - 1) // spec.sequence_tokens
-    training, validation = split_windows(spec, windows)
+    training, validation = split_windows(spec, windows, told)
     note = "; ".join(filter(None, (*told, _large_part(spec, len(validation), windows))))
     hasher = hashlib.sha256(f"{tokens.dtype.name} {tokenizer.vocab_size} ".encode())
     hasher.update(np.ascontiguousarray(tokens, tokens.dtype.newbyteorder("<")).data)
@@ -163,14 +163,16 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
     return Corpus(tokens, tokenizer.vocab_size, spec.sequence_tokens, digest, training, validation, marks, note)
 
 
-def split_windows(spec: DataSpec, windows: int) -> tuple[Indices, Indices]:
-    """Training and validation window numbers (see ``Corpus``); the former ascend. Raises ``ConfigError``."""
+def split_windows(spec: DataSpec, windows: int, told: Sequence[str] = ()) -> tuple[Indices, Indices]:
+    """Training and validation window numbers (see ``Corpus``); the former ascend. ``told``: what was left out. Raises
+    ``ConfigError``."""
     fraction = spec.validation_fraction
     block = min(_BLOCK_WINDOWS, max(1, round(windows * fraction)))  # smaller blocks for a tiny corpus
     blocks, least = windows // block, 2 if fraction else 1
     if blocks < least:
+        text = f"data.path = {spec.path!r} has too few tokens: they fill {windows} windows of {spec.sequence_tokens}"
         raise ConfigError(
-            f"data.path = {spec.path!r} has too few tokens: they fill {windows} windows of {spec.sequence_tokens}",
+            "; ".join([text, *told]),
             remedy=f"give at least {least * spec.sequence_tokens + 1} tokens of text, or a smaller "
             "data.sequence_tokens; with data.validation_fraction = 0 one window is enough",
         )

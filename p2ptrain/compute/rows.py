@@ -1,16 +1,20 @@
 """What the files of a corpus hold: texts, rows with a text, or conversations. Rows that cannot be used are counted.
 
-A *row* is a line of a ``.jsonl`` file, a record of a ``.csv`` file (its first record names the columns) or a row of a
-``.parquet`` file. Which rows are left out depends on the files alone, so members with equal files keep equal corpora.
+A *row* is a line of a ``.jsonl`` file or an item of a JSON array, a record of a ``.csv`` or ``.tsv`` file (its first
+record names the columns) or a row of a ``.parquet`` file. Files may be compressed with gzip. Which rows are left out
+depends on the files alone, so members with equal files keep equal corpora.
 """
 
 from __future__ import annotations
 
 import ast
 import csv
+import gzip
 import io
 import json
 import sysconfig
+import zlib
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +22,7 @@ from typing import Any, cast
 
 from p2ptrain.compute.device import HOST, check_memory
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.text_files import format_of, is_stdlib
+from p2ptrain.core.text_files import format_of, is_stdlib, kind_of
 from p2ptrain.core.texts import human_bytes, shortened
 
 Messages = list[dict[str, Any]]
@@ -28,6 +32,7 @@ ROLES = ("system", "user", "assistant")
 MOST_MESSAGES = 1024
 _NAMED = 3  # bad rows that a warning names
 _HOPELESS = 100  # the data is refused at once if its first rows, so many, are all bad
+_PART_BYTES = 1 << 24
 _FIELD_BYTES = (1 << 31) - 1  # of a .csv: the whole file is in memory already
 
 
@@ -127,25 +132,41 @@ def unreadable(file: Path, error: OSError) -> UserError:
     return UserError(f"cannot read {file}: {error.strerror or error}", remedy="check its permissions, or leave it out")
 
 
-def _read_text(file: Path) -> str:
+def _read_text(file: Path, errors: str = "strict") -> str:
+    """``errors``: as of ``bytes.decode``. With ``surrogateescape`` a wrong byte spoils its row, not the file."""
     try:
-        data = file.read_bytes()
+        data = _unpacked(file) if kind_of(file)[1] else file.read_bytes()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"cannot read {file}: {error}", remedy="it is no whole gzip file: make it anew") from error
     except OSError as error:
         raise unreadable(file, error) from error
+    is_text = errors == "strict" or data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig", "strict" if is_text else errors)
     except UnicodeDecodeError as error:
         raise UserError(
             f"{file} is not UTF-8 text (byte {error.start})", remedy="convert it with iconv -t UTF-8, or leave it out"
         ) from error
-    if "\0" in text:
+    if is_text and "\0" in text:
         raise UserError(f"{file} is not text: byte {text.index(chr(0))} is zero", remedy="leave it out of data.path")
     return text.replace("\r\n", "\n")
 
 
+def _unpacked(file: Path) -> bytes:
+    """A few bytes may become any number, so memory is checked while they do."""
+    data = bytearray()
+    with gzip.open(file) as stream:
+        while part := stream.read(_PART_BYTES):
+            data += part
+            remedy = "unpack it, and cut it into smaller files"
+            check_memory(3 * len(data), HOST, f"{file} ({human_bytes(len(data))} unpacked so far)", remedy)
+    return bytes(data)
+
+
 # ----------------------------------------------------------------------------------------------------- values of rows
 
-_NOT_UNICODE = BadRow("has half of a surrogate pair, which is no character", "write the text as UTF-8")
+_NOT_UNICODE = BadRow("has a byte that is not UTF-8, or half of a surrogate pair", "write the text as UTF-8")
+_NOT_TEXT = BadRow("has a zero byte", "leave it out")
 
 
 def _encodes(text: str) -> bool:
@@ -177,13 +198,24 @@ def _wrong_with(value: object, key: str) -> BadRow | None:
 
 
 def _jsonl_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
-    for number, line in enumerate(_read_text(file).split("\n"), start=1):
+    text = _read_text(file, "surrogateescape")
+    if text[:100].lstrip().startswith("["):  # one array, rather than a row in each line
+        check_memory(16 * len(text), HOST, f"the array in {file}", "write a row in each line, as .jsonl")
+        try:
+            records = json.loads(text)
+        except (ValueError, RecursionError):
+            records = []
+        for number, record in enumerate(records, start=1):
+            yield number, record.get(key) if isinstance(record, dict) else None
+        if records:
+            return
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            yield number, BadRow("is not JSON", "a .jsonl has one JSON object a line")
+            yield number, BadRow("is not JSON", "each line is one JSON object, or the file is one array of them")
         else:
             yield number, record.get(key) if isinstance(record, dict) else None
 
@@ -191,7 +223,9 @@ def _jsonl_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
 def _csv_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
     csv.field_size_limit(_FIELD_BYTES)
     # Strict: otherwise a quote that is not closed would make one text of the rest of the file.
-    reader = csv.reader(io.StringIO(_read_text(file), newline=""), strict=True)
+    delimiter = "\t" if kind_of(file)[0] == ".tsv" else ","
+    text = io.StringIO(_read_text(file, "surrogateescape"), newline="")
+    reader = csv.reader(text, strict=True, delimiter=delimiter)
     at = -1
     while True:
         number = reader.line_num + 1
@@ -205,7 +239,8 @@ def _csv_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
         if at < 0:
             at = _column(file, record, key)
         elif record:
-            yield number, record[at] if at < len(record) else None
+            value = record[at] if at < len(record) else None
+            yield number, _NOT_TEXT if value and "\0" in value else value
 
 
 def _parquet_values(file: Path, key: str) -> Iterator[tuple[int, object]]:

@@ -19,15 +19,21 @@ TEXT_SUFFIXES = frozenset(
     {".txt", ".md", ".rst", ".tex", ".jsonl", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java"}
     | {".kt", ".js", ".ts", ".rb", ".sh", ".sql", ".toml"}
 )
-ROW_SUFFIXES = {"jsonl": ".jsonl", "csv": ".csv", "parquet": ".parquet"}
+ROW_SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "csv": (".csv", ".tsv"), "parquet": (".parquet",)}
 """Formats of files of rows. With format ``auto`` a file's suffix decides; files of any other suffix are text."""
+_FORMATS = {suffix: form for form, suffixes in ROW_SUFFIXES.items() for suffix in suffixes}
+_ANYTHING = ".json"  # in a directory it may be anything, such as settings
 _SUFFIXES = {
-    "auto": TEXT_SUFFIXES | set(ROW_SUFFIXES.values()),
+    "auto": (TEXT_SUFFIXES | set(_FORMATS)) - {_ANYTHING},
     "text": TEXT_SUFFIXES,
-    "chat": frozenset({".jsonl", ".parquet"}),
-    **{name: frozenset({suffix}) for name, suffix in ROW_SUFFIXES.items()},
+    "chat": frozenset({".jsonl", ".ndjson", ".parquet"}),
+    **{name: frozenset(suffixes) - {_ANYTHING} for name, suffixes in ROW_SUFFIXES.items()},
 }
 """By format, the suffixes of the files that are read from a directory; a file or a glob may have any suffix."""
+_UNPACKERS = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
+"""Compressions that are not read, and the programs that undo them."""
+
+_NAMED = 3  # what is not read, in a note
 
 _STDLIB_SKIPPED = frozenset(
     {"__pycache__", "site-packages", "dist-packages"}  # not the library itself
@@ -46,38 +52,54 @@ def find_files(path: str, form: str = "auto") -> list[Path]:
     """The files that ``data.path`` names, in the order of their relative paths. ``form``: ``data.format``.
 
     Raises:
-        ConfigError: there are none, or the package that reads them is not installed.
+        ConfigError: there are none, or one cannot be read here: its compression, or a package that is not installed.
     """
+    return search_files(path, form)[0]
+
+
+def search_files(path: str, form: str) -> tuple[list[Path], str]:
+    """As ``find_files``, and what in a directory is not read though it may hold text; empty if there is nothing."""
     if is_stdlib(path) and form in ROW_SUFFIXES:
         remedy = "use data.format = 'auto' or 'chat', or set data.path to a file of your own"
         raise ConfigError(f"data.path = {path!r} has no files of data.format = {form!r}", remedy=remedy)
-    found = _stdlib_files(path[len(STDLIB) + 1 :]) if is_stdlib(path) else _named_files(path, _SUFFIXES[form])
-    if any(format_of(file, form) == "parquet" for file in found) and find_spec("pyarrow") is None:
-        raise ConfigError(
-            f"{found[0]} cannot be read: the package pyarrow is not installed",
-            remedy=f"run: {install_command('parquet')}",
-        )
-    return found
+    found, note = (_stdlib_files(path[len(STDLIB) + 1 :]), "") if is_stdlib(path) else _named_files(path, form)
+    for file in found:
+        packed, is_parquet = kind_of(file)[1], format_of(file, form) == "parquet"
+        if packed in _UNPACKERS or (packed and is_parquet):
+            remedy = f"unpack it: {_UNPACKERS.get(packed, 'gunzip')} {file}"
+            raise ConfigError(f"{file} cannot be read: it is compressed", remedy=remedy)
+        if is_parquet and find_spec("pyarrow") is None:
+            text = f"{file} cannot be read: the package pyarrow is not installed"
+            raise ConfigError(text, remedy=f"run: {install_command('parquet')}")
+    return found, note
+
+
+def kind_of(file: Path) -> tuple[str, str]:
+    """The suffix of what a file holds, and that of its compression, in lower case; empty if it has none."""
+    suffix = file.suffix.lower()
+    return (Path(file.stem).suffix.lower(), suffix) if suffix == ".gz" or suffix in _UNPACKERS else (suffix, "")
 
 
 def format_of(file: Path, form: str) -> str:
     """How to read one file: ``text``, or a key of ``ROW_SUFFIXES``."""
-    by_suffix = next((name for name, suffix in ROW_SUFFIXES.items() if file.suffix == suffix), "text")
+    by_suffix = _FORMATS.get(kind_of(file)[0], "text")
     if form == "chat":
         return "parquet" if by_suffix == "parquet" else "jsonl"
     return by_suffix if form == "auto" else form
 
 
-def _named_files(path: str, suffixes: frozenset[str]) -> list[Path]:
+def _named_files(path: str, form: str) -> tuple[list[Path], str]:
     place = Path(os.path.expanduser(path))
     if place.is_file():
-        return [place]
+        return [place], ""
     if place.is_dir():
-        found = _sorted_below(place, (item for item in place.rglob("*") if item.suffix in suffixes))
+        found, left = _files_below(place, _SUFFIXES[form])
+        more = f", and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        note = f"not read: {', '.join(left[:_NAMED])}{more}; a glob in data.path can name them" if left else ""
         if not found:
-            names = " ".join(sorted(suffixes))
-            raise ConfigError(f"data.path = {path!r} has no text files", remedy=f"a directory is searched for {names}")
-        return found
+            remedy = f"a directory is searched for {' '.join(sorted(_SUFFIXES[form]))}"
+            raise ConfigError(f"data.path = {path!r} has no text files", remedy=f"{remedy}{note and '; '}{note}")
+        return found, note
     if not glob.has_magic(path):
         raise ConfigError(
             f"data.path = {path!r} does not exist",
@@ -88,7 +110,26 @@ def _named_files(path: str, suffixes: frozenset[str]) -> list[Path]:
         raise ConfigError(
             f"data.path = {path!r} matches no file", remedy="quote the glob and check where the worker runs"
         )
-    return found
+    return found, ""
+
+
+def _files_below(root: Path, suffixes: frozenset[str]) -> tuple[list[Path], list[str]]:
+    """The files of a directory, and what else may hold text there. What is hidden is neither."""
+    found: list[Path] = []
+    left: list[str] = []
+    unread: list[OSError] = []
+    for place, folders, names in os.walk(root, onerror=unread.append):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        left += [f"{Path(place, name)} (a link to a folder)" for name in folders if Path(place, name).is_symlink()]
+        for file in (Path(place, name) for name in sorted(names) if not name.startswith(".")):
+            suffix = kind_of(file)[0]
+            if suffix == _ANYTHING:
+                left.append(f"{file} (a {_ANYTHING} may be anything)")
+            elif suffix in suffixes and file.is_file():
+                found.append(file)
+            elif suffix in suffixes:
+                left.append(f"{file} (a broken link, or no file)")
+    return _sorted_below(root, found), left + [f"{error.filename} ({error.strerror})" for error in unread]
 
 
 def _stdlib_files(package: str) -> list[Path]:

@@ -53,6 +53,32 @@ def test_a_directory_in_the_order_of_relative_paths(tree: Path) -> None:
     assert corpus_text(tree) == "pppp\n" * 20 + "one\ntwo\n" + "zzzz\n" * 20 + "bbbb " * 20 + "\n"
 
 
+def test_what_is_hidden_is_skipped_and_what_may_hold_text_is_said(tree: Path, tmp_path: Path) -> None:
+    before = load_corpus(spec(tree), BYTES)
+    assert before.note == ""
+    for hidden in (".git/x.txt", "a/.ipynb_checkpoints/x.py", ".x.txt"):
+        (tree / hidden).parent.mkdir(exist_ok=True)
+        (tree / hidden).write_text("hidden " * 99)
+    assert load_corpus(spec(tree), BYTES).digest == before.digest
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "x.txt").write_text("elsewhere " * 99)
+    (tree / "linked").symlink_to(elsewhere)
+    (tree / "gone.txt").symlink_to("nowhere")
+    (tree / "a" / "rows.json").write_text("[]")
+    corpus = load_corpus(spec(tree), BYTES)
+    assert corpus.digest == before.digest
+    assert corpus.note == (
+        f"not read: {tree}/linked (a link to a folder), {tree}/gone.txt (a broken link, or no file), "
+        f"{tree}/a/rows.json (a .json may be anything); a glob in data.path can name them"
+    )
+    (tree / "a" / "Z.TXT").symlink_to(elsewhere / "x.txt")
+    assert "elsewhere" in corpus_text(tree), "a link to a file, and a suffix in capitals"
+    (tree / "b.txt.zst").write_bytes(b"")
+    with pytest.raises(ConfigError, match="compressed"):
+        find_files(str(tree))
+
+
 def test_jsonl_with_another_key(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join(json.dumps({"body": f"line {index} é"}) for index in range(20)), "utf-8")

@@ -126,6 +126,14 @@ def test_what_does_not_fit_is_cut_and_counted(tmp_path: Path) -> None:
     assert cut == b"User: x\nAssistant: " + b"y" * (65 - 19)
 
 
+def test_the_reason_for_too_few_sequences_is_said(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.jsonl", [[("user", "x" * 90), ("assistant", "y")]] * 40)
+    with pytest.raises(
+        ConfigError, match=r"too few tokens.*; 40 of 40 conversations have more than .*40 have no answer"
+    ):
+        corpus_of(path, 64)
+
+
 def test_the_limit_counts_whole_conversations(tmp_path: Path) -> None:
     path = written(tmp_path / "x.jsonl", CONVERSATIONS)
     written(tmp_path / "y.jsonl", CONVERSATIONS[:11])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from pyarrow import parquet
 from p2ptrain.compute.data import Corpus, DataSpec, load_corpus
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core import text_files
-from p2ptrain.core.errors import ConfigError, UserError
+from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 from p2ptrain.core.text_files import find_files
 
 BYTES = Tokenizer.of_bytes()
@@ -61,6 +62,87 @@ def test_a_text_in_each_row(tmp_path: Path, suffix: str, write: Callable[..., Pa
     with pytest.raises(UserError, match="'body'") as caught:
         text_of(write(tmp_path / f"x.{suffix}", TEXTS), text_key="body")
     assert "data.text_key" in caught.value.remedy
+
+
+def tsv(path: Path, values: list[Any]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter="\t").writerows([["text", "id"], *([value, 1] for value in values)])
+    return path
+
+
+def array(path: Path, values: list[Any]) -> Path:
+    path.write_text(json.dumps([{"text": value} for value in values], indent=1), "utf-8")
+    return path
+
+
+def packed(path: Path, values: list[Any]) -> Path:
+    path.write_bytes(gzip.compress(jsonl(path, values).read_bytes()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("X.JSONL", jsonl), ("x.ndjson", jsonl), ("x.json", jsonl), ("x.json", array), ("x.jsonl", array),
+        ("X.Csv", as_csv), ("x.tsv", tsv), ("x.PARQUET", as_parquet), ("x.jsonl.gz", packed), ("X.NDJSON.GZ", packed),
+    ],
+)  # fmt: skip
+def test_a_file_is_read_as_what_its_suffix_says(tmp_path: Path, name: str, write: Callable[..., Path]) -> None:
+    texts = [*TEXTS, 'a tab\t and a quote "']
+    assert text_of(write(tmp_path / name, texts)) == "".join(text + "\n" for text in texts)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.zst", "X.CSV.XZ", "x.txt.bz2", "x.zip", "x.parquet.gz"])
+def test_a_compression_that_is_not_read_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"{}" * 99)
+    with pytest.raises(ConfigError, match="it is compressed") as caught:
+        find_files(str(tmp_path / name))
+    assert caught.value.remedy.startswith("unpack it: ")
+    assert caught.value.remedy.endswith(name)
+
+
+def test_hostile_gzip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.jsonl.gz"
+    whole = gzip.compress(json.dumps({"text": "word " * 1000}).encode())
+    for content in (b"", b"{}", whole[:-9], whole[:20] + b"\xff" * 9 + whole[29:], whole + b"rest"):
+        path.write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            corpus_of(path)
+        assert "x.jsonl.gz" in caught.value.message or not content
+    path.write_bytes(gzip.compress(bytes(1 << 27)))  # of 0.1 MB
+    monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 1 << 27)
+    with pytest.raises(ResourceError, match=r"x.jsonl.gz \(48.0 MiB unpacked so far\) needs 144.0 MiB"):
+        corpus_of(path)
+
+
+def test_a_wrong_byte_costs_its_row(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"text {index}", "x": "-"}).encode() for index in range(200)]
+    good = b"\n".join(lines[:70] + lines[71:])
+    lines[70], lines[90] = lines[70].replace(b"text 70", b"caf\xe9"), lines[90].replace(b'"-"', b'"\xe9"')
+    for name, content in {
+        "x.jsonl": b"\n".join(lines),
+        "x.json": b"[" + b",".join(lines) + b"]",
+        "x.csv": b"text\n" + b"".join(b"text %d\n" % at if at != 70 else b"caf\xe9\n" for at in range(200)),
+        "x.tsv": b"text\n" + b"".join(b"text %d\n" % at if at != 70 else b"z\0\n" for at in range(200)),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        corpus = corpus_of(tmp_path / name)
+        assert "1 of 200 rows of the data are left out" in corpus.note, name
+        assert "not UTF-8" in corpus.note or name == "x.tsv"
+        (tmp_path / "good.jsonl").write_bytes(good)
+        assert corpus.digest == corpus_of(tmp_path / "good.jsonl").digest
+    for data in ("hello".encode("utf-16"), b"\xfe\xff\0h\0e"):
+        (tmp_path / "x.jsonl").write_bytes(data * 99)
+        with pytest.raises(UserError, match="is not UTF-8 text"):
+            corpus_of(tmp_path / "x.jsonl")
+
+
+def test_an_array_that_is_broken_is_refused(tmp_path: Path) -> None:
+    path = array(tmp_path / "x.json", TEXTS)
+    for content in (path.read_text()[:-2], "[" * 100_000, "[]", '["a", 3, null]'):
+        path.write_text(content)
+        with pytest.raises(UserError, match="cannot be used"):
+            corpus_of(path)
 
 
 def test_any_file_may_be_read_as_text(tmp_path: Path) -> None:
