@@ -192,7 +192,10 @@ def _settings(directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (directory / name).is_file():
-            found |= json.loads((directory / name).read_bytes())
+            try:
+                found |= dict(json.loads((directory / name).read_bytes()))
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ValueError(f"{name} beside it: {error}") from error
     return found
 
 

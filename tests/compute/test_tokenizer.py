@@ -134,6 +134,14 @@ def test_a_panic_of_the_library_is_told(tmp_path: Path) -> None:
         Tokenizer.of_directory(tmp_path)
 
 
+@pytest.mark.parametrize("content", ["", "[1]", "3", "[" * 100_000, '{"added_tokens_decoder": 3}', '{"eos_token": ['])
+def test_broken_settings_of_a_tokenizer_are_refused(words: Path, content: str) -> None:
+    (words / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match="cannot use the tokenizer") as caught:
+        Tokenizer.of_directory(words)
+    assert "tokenizer_config.json beside it" in caught.value.message or "added" in content
+
+
 def test_nowhere_to_save_to(words: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write the tokenizer"):
         Tokenizer.of_directory(words).save(tmp_path / "missing")
