@@ -34,6 +34,7 @@ from ring.token import TOKEN_BYTES, Flag, Token
 from ring.transaction import Followed, Phase, Transaction
 from ring.view import View
 from roles import gauges
+from roles.seed import jobs
 from roles.seed import run as backup
 from roles.seed.jobs import JobController
 from roles.seed.ledger import Ledger as SeedLedger
@@ -357,9 +358,13 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         [(token, "_false_figure", _believed), (token, "_agreed", lambda original: lambda told, last: max(told))],
         ("false-token",),
     ),
-    # One member's word ends the job.
+    # One member's word ends the job, for the others and for the seed.
     "stop": (
-        [(token, "_false_figure", _believed), (transaction, "granted", _anyones)],
+        [
+            (token, "_false_figure", _believed),
+            (transaction, "granted", _anyones),
+            (jobs, "_least_steps", lambda original: lambda profile: 0),
+        ],
         ("false-token",),
     ),
     # The redo buffer is not kept until the outcome is known.

@@ -77,20 +77,22 @@ def clipped_trainer(text: Path, **changes: Any) -> Trainer:
 
 def test_each_sequence_is_clipped_alone_as_in_a_plain_loop(text: Path) -> None:
     trainer, plain = clipped_trainer(text, clip_norm=CLIP), clipped_trainer(text)
-    expected, lengths = np.zeros(plain.reduce_buffer.size - 1), []
+    numel = plain.reduce_buffer.size - plain.scalars
+    expected, lengths = np.zeros(numel), []
     for index in range(6):
         plain.begin_step(0, 0, 6)
         plain.micro_batch(0, index)
         plain.finish_gradients()
-        gradient = 6 * plain.reduce_buffer[:-1].astype(np.float64)  # it was divided by their number
+        gradient = plain.reduce_buffer[:numel] / np.float64(plain.reduce_buffer[numel])  # of its own targets
         lengths.append(np.linalg.norm(gradient))
         expected += gradient * min(1.0, CLIP / lengths[-1]) / 6
     assert max(lengths) > CLIP
     bare = contributed(trainer, (0.0, KEY), count=6)
-    np.testing.assert_allclose(bare[:-1], expected, rtol=1e-3, atol=1e-7)
+    np.testing.assert_allclose(bare[:numel], expected, rtol=1e-3, atol=1e-7)
     noised = contributed(trainer, (3.0, KEY), count=6)
-    assert np.array_equal(noised[:-1], bare[:-1] + gaussian(KEY, bare.size - 1, 3.0 / 6))
-    assert noised[-1] == bare[-1] == 0
+    assert np.array_equal(noised[:numel], bare[:numel] + gaussian(KEY, numel, 3.0 / 6))
+    assert not noised[numel:].any()
+    assert not bare[numel:].any()
     assert math.isnan(trainer.apply(0, trainer.partial_square_sum(0, bare.size)).loss)
     state = state_bytes(trainer)
     assert not contributed(trainer, None, count=6).any()

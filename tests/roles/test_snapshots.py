@@ -30,7 +30,7 @@ async def test_there_are_two_at_most_and_the_same_one_is_shared(engine: StandInE
     second = await take(2)
     before = bytes(first.blobs[0].view)
     engine.state()[0].view[:4] = b"\1\2\3\4"  # training goes on
-    with pytest.raises(ResourceError, match="still being read"):
+    with pytest.raises(ResourceError, match="still being written or sent"):
         await take(3)
     first.release()
     with pytest.raises(ResourceError):
