@@ -595,7 +595,10 @@ class _Accepted(TlsTransport):
             self._half_open.leave(self._remote[0])
 
     def _not_tls(self, start: bytes) -> None:
-        if is_loopback(self._remote[0]) and start[LENGTH_BYTES : LENGTH_BYTES + 1] == bytes((Hello.KIND,)):
+        here = self._below.get_extra_info("sockname") or ("",)  # the same address at both ends: this machine's
+        if (is_loopback(self._remote[0]) or here[0] == self._remote[0]) and start[
+            LENGTH_BYTES : LENGTH_BYTES + 1
+        ] == bytes((Hello.KIND,)):
             self._on_problem = None  # a command of this machine asks whether the cluster is encrypted
         remedy = "join with a ticket: p2ptrain ticket new, at the seed"
         refuse = Refuse(RefusalCode.TLS_REQUIRED, "this cluster is encrypted", remedy)

@@ -304,6 +304,16 @@ def test_nobody_is_taken_for_somebody() -> None:
 # ------------------------------------------------------------------------------------------------ who speaks no TLS
 
 
+@pytest.mark.parametrize(("caller", "codes"), [("good", []), ("hostile", ["tls-required"])])
+async def test_a_plain_command_of_the_seeds_machine_is_no_problem_whatever_address_it_dials(
+    caller: str, codes: list[str]
+) -> None:
+    network = MemoryNetwork()
+    async with Seed().listening(tls(network.at("good"), credentials("seed", "seed")), host="good") as seed:
+        assert (await refused(network.at(caller), seed)).code == "tls-required"
+        assert [problem.code for problem in seed.problems if isinstance(problem, Refused)] == codes
+
+
 def test_a_plain_caller_is_told_that_the_cluster_is_encrypted(on_stage: Play) -> None:
     async def scenario(network: Network) -> None:
         async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
