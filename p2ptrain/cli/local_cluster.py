@@ -16,12 +16,13 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from p2ptrain.cli.runtime import open_operator, operator
+from p2ptrain.cli.running import announced
+from p2ptrain.cli.runtime import DEFAULT_PORT, open_operator, operator
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import (
     ConnectionLost,
@@ -174,15 +175,19 @@ class LocalCluster:
     """A seed and peers with their state below ``root``.
 
     Args:
+        port: of the seed; 0: a free one, or, of a ``shown`` cluster, the usual one if it is free when the seed starts.
         web: where the seed answers HTTP; empty: nowhere.
+        shown: commands of this user find the seed.
 
     Attributes:
         peers: the processes besides the seed, by name.
         url: of the seed's page, once it is started.
     """
 
-    def __init__(self, root: Path, port: int = 0, *, tls: bool = False, web: str = "") -> None:
-        self.root, self.port, self.tls, self.web, self.url = root, port or free_port(), tls, web, ""
+    def __init__(self, root: Path, port: int = 0, *, tls: bool = False, web: str = "", shown: bool = False) -> None:
+        self.root, self.tls, self.web, self.url = root, tls, web, ""
+        self.port = port or (0 if shown else free_port())
+        self._shown, self._announced = shown, ExitStack()
         self._seed: Child | None = None
         self.peers: dict[str, Child] = {}
 
@@ -204,19 +209,27 @@ class LocalCluster:
 
     async def start_seed(self) -> Child:
         """Start a seed without a job and wait until it listens. Raises ``JobFailed``, ``StorageError``."""
-        arguments = ["seed", "--no-job", "--json", "--host", LOOPBACK, "--port", str(self.port)]
-        arguments += ["--state", str(self.root), *["--tls"] * self.tls, *(["--http", self.web] if self.web else [])]
-        seed = self._seed = await Child.start("seed", arguments, self.logs / "seed.log", listen=True)
-        assert seed.process.stdout is not None
-        try:
-            async with asyncio.timeout(SEED_READY_S):
-                ready = await seed.process.stdout.readline()
-        except TimeoutError:
-            ready = b""
-        if b'"ready"' not in ready:  # nothing, or the document of an error, which the log has too
-            await end_all([seed])
-            raise seed.failed("the seed did not start")
-        self.url = str(json.loads(ready).get("http", ""))
+        arguments = ["seed", "--no-job", "--json", "--host", LOOPBACK, "--state", str(self.root)]
+        arguments += [*["--tls"] * self.tls, *(["--http", self.web] if self.web else [])]
+        for port in [self.port] if self.port else [DEFAULT_PORT, 0]:
+            place = ["--port", str(port)]
+            seed = self._seed = await Child.start("seed", [*arguments, *place], self.logs / "seed.log", listen=True)
+            assert seed.process.stdout is not None
+            try:
+                async with asyncio.timeout(SEED_READY_S):
+                    ready = await seed.process.stdout.readline()
+            except TimeoutError:
+                ready = b""
+            if b'"ready"' in ready:
+                break
+            await end_all([seed])  # it said nothing, or the document of an error, which the log has too
+            problem = seed.failed("the seed did not start")
+            if port == self.port or problem.exit_code != UserError.exit_code:  # else that port may be in use
+                raise problem
+        told = json.loads(ready)
+        self.port, self.url = int(told["port"]), str(told.get("http", ""))
+        if self._shown:
+            self._announced.enter_context(announced((LOOPBACK, self.port), self.root))
         return seed
 
     async def start_peer(self, name: str, slot: int, *options: str, target: str = "", attack: str = "") -> Child:
@@ -328,6 +341,7 @@ class LocalCluster:
         """End all processes, the seed last, so that it records what the others saved. May be called twice."""
         await end_all(list(self.peers.values()))
         await end_all([self._seed] if self._seed is not None else [])
+        self._announced.close()
 
 
 # ----------------------------------------------------------------------------------------------- what the seed reports

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.inputs import DownloadOption, checked, own_texts
-from p2ptrain.cli.local_cluster import LOOPBACK, free_port, is_free
-from p2ptrain.cli.running import announced, default_state_dir
+from p2ptrain.cli.running import default_state_dir
 from p2ptrain.cli.runtime import (
-    DEFAULT_PORT,
     STATE_DEFAULT,
     ApiKeyOption,
     DryRunOption,
@@ -141,10 +139,8 @@ def up(
         check_dtype(dtype)
         checkpoint = newest_in(checkpoint, download=download).absolute()
         config_text(checkpoint, split)  # fail here
-        port = _free(port)
         split_plan = SplitPlan(split, spare, checkpoint, memory, dtype, root, port, link, web)
-        with announced((LOOPBACK, port), root):
-            run(hold(split_plan, as_json=as_json), children=True)
+        run(hold(split_plan, as_json=as_json), children=True)
         return
     given = {"checkpoint": checkpoint is not None, "spare": spare > 0, "memory": bool(memory), "dtype": bool(dtype)}
     if extra := next((name for name, value in given.items() if value), None):
@@ -158,7 +154,6 @@ def up(
         return
     if loaded.stages > 1:
         _check_fits(loaded, workers)
-    port = _free(port)
     texts = own_texts(loaded, workers, data)
     plan = Plan(
         profile, loaded, workers, root, port, new, link or loaded.link.preset, place, keys, texts, straggler, web
@@ -166,8 +161,7 @@ def up(
     full_screen = not plain and not as_json and at_terminal()
     from p2ptrain.cli.output import print_json
 
-    with announced((LOOPBACK, port), root):
-        outcome = run(train(plan, full_screen=full_screen, as_json=as_json), children=True)
+    outcome = run(train(plan, full_screen=full_screen, as_json=as_json), children=True)
     if outcome is None:
         return
     if as_json:
@@ -178,12 +172,8 @@ def up(
         print_summary(outcome)
         _print_next(outcome, loaded)
     if outcome["state"] != "done":
-        raise typer.Exit(EXIT_INTERRUPTED if outcome["state"] == "interrupted" else JobFailed.exit_code)
-
-
-def _free(port: int) -> int:
-    """``port``; of 0: the one that `p2ptrain tui` uses if it is free, else any."""
-    return port or (DEFAULT_PORT if is_free(DEFAULT_PORT) else free_port())
+        codes = {"interrupted": EXIT_INTERRUPTED, UNSAVED: StorageError.exit_code}
+        raise typer.Exit(codes.get(outcome["state"], JobFailed.exit_code))
 
 
 def _profile(name: str, sets: list[str], workers: int) -> Profile:

@@ -120,7 +120,7 @@ async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | No
         working = asyncio.create_task(run.work(), name="up")
         try:
             if full_screen:
-                run.view = View(plan.port)
+                run.view = View(run.cluster.port)
                 if await run.view.show(working):
                     console.event("info", LEAVING)
                     stop.set()
@@ -148,7 +148,7 @@ class Run:
     def __init__(self, plan: Plan, console: Console, *, as_json: bool) -> None:
         self.quiet = False
         self.view: View | None = None
-        self.cluster = LocalCluster(plan.root, plan.port, web=plan.web)
+        self.cluster = LocalCluster(plan.root, plan.port, web=plan.web, shown=True)
         self._plan, self._console, self._as_json = plan, console, as_json
         self._unsaid: list[tuple[str, str]] = []
         self._workers: list[Child] = []
@@ -397,7 +397,7 @@ class Run:
 
     @property
     def _seed_option(self) -> str:
-        return f" --seed {self.cluster.address}" * (self._plan.port != DEFAULT_PORT)
+        return f" --seed {self.cluster.address}" * (self.cluster.port != DEFAULT_PORT)
 
     def _ways(self) -> list[str]:
         ways = [f'p2ptrain generate "def " --stats{self._seed_option}', f"p2ptrain chat{self._seed_option}"]
@@ -514,7 +514,7 @@ async def hold(plan: SplitPlan, *, as_json: bool) -> None:
     from p2ptrain.cli.text_options import SplitOptions
 
     console, stop = stoppable()
-    cluster = LocalCluster(plan.root, plan.port, web=plan.web)
+    cluster = LocalCluster(plan.root, plan.port, web=plan.web, shown=True)
 
     async def work() -> None:
         await cluster.start_seed()
@@ -529,7 +529,7 @@ async def hold(plan: SplitPlan, *, as_json: bool) -> None:
         async with found as loading:
             chain = await cluster.while_alive(loading.load(), needed=[cluster.seed, *workers])
             try:
-                _tell_held(loading, chain, plan, as_json=as_json)
+                _tell_held(loading, chain, plan, cluster, as_json=as_json)
                 await cluster.while_alive(
                     forever(),
                     needed=[cluster.seed],
@@ -547,13 +547,13 @@ async def hold(plan: SplitPlan, *, as_json: bool) -> None:
         await cluster.end()
 
 
-def _tell_held(loaded: Planned, chain: Chain, plan: SplitPlan, *, as_json: bool) -> None:
+def _tell_held(loaded: Planned, chain: Chain, plan: SplitPlan, cluster: LocalCluster, *, as_json: bool) -> None:
     from p2ptrain.cli.placement import placement_map, print_prediction
     from p2ptrain.cli.split import print_split_facts, split_facts
     from roles.verifier.targets import PassTimes
 
     placement, facts = chain.plan.placement, split_facts(chain, PassTimes(), "")
-    seed_at = f"{LOOPBACK}:{plan.port}"
+    seed_at = cluster.address
     if as_json:
         where = {"seed": seed_at, "state": str(plan.root), "checkpoint": loaded.label}
         print_json({**where, "workers": plan.workers, "split": facts, "plan": placement_map(placement)})
@@ -561,7 +561,7 @@ def _tell_held(loaded: Planned, chain: Chain, plan: SplitPlan, *, as_json: bool)
     print_split_facts(facts)
     print_prediction(placement)
     options = f"--split {plan.stages} -c {loaded.label}" + f" --dtype {plan.dtype}" * bool(plan.dtype)
-    options += f" --seed {seed_at}" * (plan.port != DEFAULT_PORT)
+    options += f" --seed {seed_at}" * (cluster.port != DEFAULT_PORT)
     typer.echo("\nThe model is loaded and stays loaded. From another terminal:\n")
     typer.echo(f'  p2ptrain generate "Once upon a time" {options}')
     typer.echo(f"  p2ptrain chat {options}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from p2ptrain.cli import local_cluster
 from p2ptrain.cli.local_cluster import Child, LocalCluster
+from p2ptrain.cli.running import running_seeds
 from p2ptrain.core.errors import ConnectionLost, JobFailed
 from wire.records import PeerInfo
 from wire.schema import Record
@@ -52,6 +55,22 @@ async def test_the_signal_that_killed_it(tmp_path: Path) -> None:
     assert failed.message == "it ended: it was killed by SIGKILL"
     assert failed.remedy == f"the machine may have run out of memory; its log is {tmp_path / 'log'}"
     assert failed.exit_code == 5
+
+
+async def test_a_port_that_is_taken_when_the_seed_starts_is_no_obstacle_if_nobody_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(local_cluster, "DEFAULT_PORT", taken.getsockname()[1])
+        cluster = LocalCluster(tmp_path, shown=True)
+        try:
+            await cluster.start_seed()
+            assert cluster.port not in (0, taken.getsockname()[1])
+            assert [seed.address for seed in running_seeds()] == [("127.0.0.1", cluster.port)]
+        finally:
+            await cluster.end()
+        assert running_seeds() == []
 
 
 async def test_a_line_of_many_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
