@@ -158,7 +158,7 @@ class ViewAnnounced(Message):
             other, and the session chooses.
         codec: name of the encoding in which gradients travel (``ring.codecs``).
         lenient: a finite outlier is applied, because the data is its cause (``ring.quarantine``).
-        ledger_step: the seed's ledger has each step up to this one.
+        ledger_step: the seed has the ledger row and the metrics of each step up to this one.
         stages: number of parts of the model; rank r holds part r mod ``stages``. 1: each member holds all of it. The
             members of one replica have consecutive ranks; the replica's share is that of its stage 0.
         reduce_bytes: size of the largest array that a step reduces at any stage; 0: not known.

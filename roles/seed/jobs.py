@@ -112,6 +112,8 @@ _SHOWN = (
 )  # fmt: skip
 
 
+MAX_GAP = 512
+"""Newest steps of which a row may still come after that of a later step: more than a member remembers."""
 DISTANCES = 5
 """Window of the moving average of a member's distances. They are measured once in some steps."""
 SETTLE_S = 30.0
@@ -170,6 +172,8 @@ class JobController:
         if view is not None and view.stages != self.stages:
             minted_below, view = max(minted_below, view.generation), None  # its members held other parts
         self._row, self._val_loss = history.row, history.val_loss
+        # The steps up to ``_rows_to``, and those in ``_rows_beyond``, have their rows of metrics.
+        self._rows_to, self._rows_beyond = history.row.step if history.row else 0, set[int]()
         self._mean_ms, self._timed = history.step_ms
         past = co.StoredJob(
             state=record.state,
@@ -462,7 +466,10 @@ class JobController:
     async def _mint(self, view: View, branch: frozenset[str] | None, *, restored: bool) -> None:
         seed = self._seed
         self.ledger.view_began(view)  # removes later steps
-        ledger_step = min(self.ledger.step, view.step)  # read now: rows that arrive later are not stored with the view
+        self._rows_to = min(self._rows_to, view.step)
+        self._rows_beyond = {step for step in self._rows_beyond if step <= view.step}
+        # Read now: rows that arrive later are not stored with the view.
+        ledger_step = min(self.ledger.step, self._rows_to)
         branch_kept = sorted(branch) if branch is not None else None
         self.record = replace(self.record, branch=branch_kept, restoring=None)
         if await seed.store.call(Records.add_view, view, self.record):
@@ -527,8 +534,8 @@ class JobController:
             seed.store.add(ended)
             seed.subscriptions.add(ended)
         row = self._row
-        if row is not None and message.step <= row.step and message.generation > (row.generation or 0):
-            return  # the next view reports the step again, in case the reporter died before it had sent it
+        if not self._lacks(message.step):
+            return  # members report steps again, in case the first reporter, or the seed, died
         known = {name: value for name, value in message.values.items() if name in _METRICS and math.isfinite(value)}
         row = MetricRow(
             job=self.id,
@@ -551,6 +558,18 @@ class JobController:
         await self.post(co.Progress(message.step, _step_s(row)))
         if seed.store.crowded:
             await seed.store.flush()
+
+    def _lacks(self, step: int) -> bool:
+        """Whether the step has no row yet; notes that it has one now. The oldest lost steps are given up."""
+        if step <= self._rows_to or step in self._rows_beyond:
+            return False
+        self._rows_beyond.add(step)
+        if len(self._rows_beyond) > MAX_GAP:
+            self._rows_to = min(self._rows_beyond) - 1
+        while self._rows_to + 1 in self._rows_beyond:
+            self._rows_to += 1
+            self._rows_beyond.discard(self._rows_to)
+        return True
 
     def _scored(self, view: View, values: Mapping[str, float]) -> None:
         """Count a step that a robust rule combined. Members that left the view are forgotten."""

@@ -203,7 +203,7 @@ KEPT = 256
 
 
 class StepReporter:
-    """Reports steps, and remembers the newest: rank 0 may die before it reports one, or while the seed is away.
+    """Reports steps, and remembers the newest: rank 0, or the seed, may die before a reported one is recorded.
 
     ``say`` sends to the seed. ``on_step`` shows (applied, total, values) to the person.
     """
@@ -220,10 +220,9 @@ class StepReporter:
         self._say, self._on_step = say, on_step
         self._last: Applied | None = None
         self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT)  # steps and their values
-        self._told = 0  # the newest step that this member reported
 
     def forget(self) -> None:
-        self._last, self._told = None, 0
+        self._last = None
         self._rows.clear()
 
     def applied(self, last: Applied) -> None:
@@ -246,16 +245,14 @@ class StepReporter:
             self._say_row(applied, row, view)
         self._on_step(applied, self._steps_total, row)
 
-    def tell_what_was_cut_off(self, view: View, rank: int) -> None:
-        """Report steps before this view again, from rank 0: the former rank 0 may have died before it reported them, or
-        the seed was away. The seed ignores steps that it has."""
-        if rank == 0:
-            for step, values in self._rows:
-                if self._told < step <= view.step:
-                    self._say_row(step, values, view)
+    def tell_beyond(self, view: View, last: int) -> None:
+        """Report the steps up to ``last`` that the seed lacked when the view was minted. All members do: rank 0 may be
+        new, or lost. The seed ignores steps that it has."""
+        for step, values in self._rows:
+            if view.ledger_step < step <= last:
+                self._say_row(step, values, view)
 
     def _say_row(self, step: int, values: dict[str, float], view: View) -> None:
-        self._told = step
         self._say(StepMetrics(self._job, view.generation, step, values))
 
 
@@ -308,7 +305,7 @@ class Reports:
         if report.status == "healed" and self._fetched is not None:
             report = self._fetched.told_in(report)
         if report.status == "done" and self._rank():
-            self.tell_ledger()  # no view follows in which a missing row of rank 0 would be sent
+            self.tell_rows()  # no view follows in which a missing row of rank 0 would be sent
         self.send(report)
         if report.status == "done" and not self._done_told:  # once: a returning seed asks again
             self._done_told = True
@@ -345,7 +342,7 @@ class Reports:
         words = {name: getattr(trouble, name) for name in ("suspect", "reason", "cause", "beside")} if trouble else {}
         self.send(core.report(status, **words))
         if view is not None and (not core.running or self._rank() == 0):
-            self.tell_ledger()  # messages sent while the seed was away are lost
+            self.tell_rows()  # messages sent while the seed was away are lost
 
     def hung(self, text: str, *, first: bool) -> None:
         self.send(self._core.report("hung", reason=text))
@@ -417,9 +414,11 @@ class Reports:
         if view is not None and view.generation == row.generation and self._rank() == 0:
             self.ledger.tell_last()
 
-    def tell_ledger(self, *, restored: bool = False) -> None:
-        if self._core.view is not None:
-            self.ledger.tell_beyond(0 if restored else self._core.view.ledger_step)
+    def tell_rows(self, *, restored: bool = False) -> None:
+        view = self._core.view
+        if view is not None:
+            self.ledger.tell_beyond(0 if restored else view.ledger_step)
+            self.steps.tell_beyond(view, self._core.applied)
 
     def step_over(self, applied: int, session: RingSession, val_loss: float | None) -> None:
         """Report the committed step ``applied`` at the boundary after it."""

@@ -508,7 +508,8 @@ class JobRunner:
     async def _compute(self, instruction: Compute) -> None:
         step, first, count = instruction.step, instruction.first, instruction.count
         session, patience_s = self._ready_session(), self._patience_s()
-        self.reports.steps.tell_what_was_cut_off(session.view, session.rank)
+        if step == session.view.step:
+            self.reports.steps.tell_beyond(session.view, step)
         began, self._is_last = self._context.world.clock.now(), self._early.due
         if self._budget is not None:
             await self._spend(self._budget, session.size)
@@ -619,6 +620,8 @@ class JobRunner:
 
     async def _adopt(self, instruction: Adopt) -> None:
         core, strategy = self.core, self._server_strategy
+        if instruction.applied == session.view.step:  # the view begins after the last step
+            self.reports.steps.tell_beyond(session.view, instruction.applied)
         await strategy.adopt(instruction.applied)
         self.reports.steps.forget()
         # First, as the report that may follow drops rows that do not lead to its state.

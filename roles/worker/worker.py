@@ -200,7 +200,7 @@ class Worker(MemberProcess):
         if self._runner is not None and (view := self._runner.core.view) and view.term < welcome.term:
             # The seed was restored, and its backup may be older than this view.
             self._link.send(view)
-            self._runner.reports.tell_ledger(restored=True)
+            self._runner.reports.tell_rows(restored=True)
         if self._runner is not None:
             self._runner.seed_is_back()
 
@@ -228,7 +228,7 @@ class Worker(MemberProcess):
                 runner.catch_up(message)
             case Release():
                 self.notify("info", "released", f"released from the job: {message.reason}")
-                runner.reports.tell_ledger()
+                runner.reports.tell_rows()
                 self._retire(runner)
                 self._runner = None
 

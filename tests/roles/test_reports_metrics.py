@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from p2ptrain.core.training import Applied
 from ring.view import View
 from roles.worker.reports import KEPT, StepReporter
@@ -24,7 +26,7 @@ class Member:
         self.teller.tell(number, view, rank, {"step_ms": 5.0})
 
 
-def test_a_new_first_member_tells_of_what_the_old_one_took_with_it() -> None:
+def test_every_member_tells_of_what_the_seed_lacked_when_the_view_was_minted() -> None:
     first, second = Member(), Member()
     old = view(1, 0)
     for step in range(1, 6):
@@ -32,20 +34,15 @@ def test_a_new_first_member_tells_of_what_the_old_one_took_with_it() -> None:
         second.step(step, old, 1)
     assert first.told == [(1, step) for step in range(1, 6)]
     assert second.told == []
-    new = view(2, 4)
-    second.teller.tell_what_was_cut_off(new, 1)
-    assert second.told == [], "that is for rank 0"
-    second.teller.tell_what_was_cut_off(new, 0)
-    assert second.told == [(2, step) for step in range(1, 5)], "a step beyond the view's is taken back"
-    second.teller.tell_what_was_cut_off(view(3, 4), 0)
-    assert len(second.told) == 4, "once"
+    second.teller.tell_beyond(replace(view(2, 4), ledger_step=2), 4)  # rank 0 may be a newcomer
+    assert second.told == [(2, 3), (2, 4)], "a step beyond the view's is taken back"
 
 
 def test_steps_of_a_state_that_was_replaced_are_not_told() -> None:
     member = Member()
     member.step(1, view(1, 0), 1)
     member.teller.forget()
-    member.teller.tell_what_was_cut_off(view(2, 1), 0)
+    member.teller.tell_beyond(view(2, 1), 1)
     assert member.told == []
 
 
@@ -53,5 +50,5 @@ def test_no_more_is_remembered_than_can_be_told_at_once() -> None:
     member = Member()
     for step in range(1, KEPT + 11):
         member.step(step, view(1, 0), 1)
-    member.teller.tell_what_was_cut_off(view(2, KEPT + 10), 0)
+    member.teller.tell_beyond(view(2, KEPT + 10), KEPT + 10)
     assert [step for _, step in member.told] == list(range(11, KEPT + 11))

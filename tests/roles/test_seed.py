@@ -517,6 +517,27 @@ async def test_a_pause_outlives_the_seed(bench: Bench) -> None:
     await bench.ask("jobs.resume", job="first")
 
 
+async def test_any_member_fills_the_gaps_in_the_metrics_and_repeats_change_nothing(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    job = a.job
+
+    async def told(worker: Worker, generation: int, *steps: int) -> list[tuple[int, float | None]]:
+        for step in steps:
+            worker.say(StepMetrics(job, generation, step, {"loss": float(generation)}))
+        await worker.beaten()
+        async with bench.operator() as client:
+            return [(row.step, row.loss) async for row in client.all_metrics(job)]
+
+    assert await told(a, 1, 1, 2, 5) == [(1, 1.0), (2, 1.0), (5, 1.0)]
+    for worker in (a, b):
+        worker.report("broken", 5)
+    for worker in (a, b):
+        assert (await worker.viewed()).generation == 2
+        assert worker.view.ledger_step == 0, "of none of these steps it has the ledger row"
+    assert await told(b, 2, 2, 4, 5) == [(1, 1.0), (2, 1.0), (4, 2.0), (5, 1.0)]
+    assert await told(a, 2, 3, 6) == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 1.0), (6, 2.0)]
+
+
 async def test_jobs_queue_and_the_workers_go_to_the_next(bench: Bench) -> None:
     await bench.ask("jobs.create", name="second", profile="tiny", spec=SPEC)  # made first: it is the older one
     a, b = await bench.ring("a", "b")
