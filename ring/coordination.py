@@ -28,6 +28,8 @@ LEAVE_S = 1.0
 """If a ring stops unasked, a member is leaving and reports so next. A view with it would break at once."""
 UNDIALLED_S = 600.0
 """How long two members that did not reach each other are not placed beside each other, if another order exists."""
+SAVE_AGAIN_S, SAVE_AGAIN_MOST_S = 5.0, 60.0
+"""Pause between two attempts to save a job's result; it doubles when every member has tried."""
 MOST_ASYNCHRONOUS = 1024
 """Members of an asynchronous view; the server's memory allows fewer."""
 CATCHING_UP_PER_MEMBER = 2
@@ -47,9 +49,9 @@ class Phase(StrEnum):
 ENDED = frozenset({Phase.DONE, Phase.CANCELLED, Phase.FAILED})
 _W, _R, _S, _P = Phase.WAITING, Phase.RUNNING, Phase.STOPPING, Phase.PAUSED
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    _W: frozenset({_R, _P, Phase.CANCELLED, Phase.FAILED}),
+    _W: frozenset({_R, _P}) | ENDED,
     _R: frozenset({_W, _S, Phase.CANCELLED}),
-    _S: frozenset({_W, _P}) | ENDED,
+    _S: frozenset({_W, _P, Phase.CANCELLED, Phase.FAILED}),
     _P: frozenset({_S, Phase.CANCELLED, Phase.FAILED}),
     **{ended: frozenset({_W}) for ended in ENDED},
 }

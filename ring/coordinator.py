@@ -30,6 +30,9 @@ Rules
        view is minted, from workers of any earlier replicas. A worker keeps its part as long as its disk may hold it.
        A spare gets a part if that completes a replica (``ring.parts``). If no holder of a part comes back within the
        patience, and a whole checkpoint is here, a worker of another part may take it, but not the last of its own.
+   11. A job is done when its result, the state after the last step, is on a disk. Until then the members keep it, and
+       the coordinator asks one after another to save it, also newcomers. If only the parts of a split model are saved
+       after every member has tried to assemble them, they are enough.
 
 Theory of operation: ``Roster.running`` has the members that are not known to be stopped. Every event changes what the
 coordinator knows; then ``_advance`` checks whether the phase changes. Time enters only as ``now``. Deadlines have
@@ -45,7 +48,9 @@ names, and expire with the next event after their time (``Signal.TICK`` tells no
     RUNNING   no member is left, or none came back in time             WAITING
     STOPPING  all are stopped                                          WAITING     (then Mint, if the state is there)
     STOPPING  all are stopped, a pause was requested                   PAUSED
-    STOPPING  all are stopped, all done / all failed                   DONE, FAILED
+    STOPPING  all are stopped, all failed                              FAILED
+    WAITING   all members are done, and a disk has the result          DONE
+    WAITING   all members are done                                     WAITING     SendSave
     STOPPING  all are stopped, no member can compute the step          FAILED
     PAUSED    resume, restore, or a member that still trains           STOPPING    SendHold
     any live  cancel                                                   CANCELLED   SendRelease
@@ -69,6 +74,8 @@ from ring.coordination import (
     ENDED,
     LEAVE_S,
     RETURN_S,
+    SAVE_AGAIN_MOST_S,
+    SAVE_AGAIN_S,
     STANDSTILL,
     TORN_S,
     TRANSITIONS,
@@ -132,6 +139,7 @@ class Coordinator:
         self._measured = co.Measured({})
         self._undialled: dict[tuple[str, str], float] = {}  # a member that did not reach the other, and when
         self._transport = ""  # the last reported choice of streams and codec
+        self._saves_asked = 0  # attempts to save the result in this phase (rule 11)
         self._history: deque[tuple[float, Phase, co.Event]] = deque(maxlen=40)
         self._out: list[co.Instruction] = []
         if self.phase is Phase.WAITING and self.view is not None:  # its ring may still run: take it back as it is
@@ -147,7 +155,10 @@ class Coordinator:
 
     @property
     def state(self) -> str:
-        """``JobInfo.state``: the phase, but ``forming`` while a view is being formed or taken back."""
+        """``JobInfo.state``: the phase, but ``forming`` while a view is being formed or taken back, ``saving`` while
+        the result is on no disk."""
+        if self.phase is Phase.WAITING and "save" in self._deadlines:
+            return "saving"
         unheard = bool(self._roster.unheard) or not self._roster.running
         forming = self.phase is Phase.STOPPING or (self.phase is Phase.RUNNING and unheard)
         return "forming" if forming else self.phase.value
@@ -210,6 +221,12 @@ class Coordinator:
         """The reports of members that hold a paused job's state in memory; None if no member can be released."""
         quiet = self.phase is Phase.PAUSED and bool(self._roster.peers) and not self._roster.running
         return self._roster.survivors(self.view) if quiet else None
+
+    def is_last_holder(self, peer_id: str, others: Collection[str]) -> bool:
+        """Whether none of ``others`` keeps the run's state of that worker's part in memory."""
+        roster, part = self._roster, self._roster.part_of(peer_id)
+        holders = (roster.running | roster.survivors(self.view).keys()) - roster.healing
+        return not any(key in holders and roster.part_of(key) == part for key in others)
 
     def next_deadline(self) -> float | None:
         plan_due = [self._planner.due] if self._planner.due is not None else []
@@ -512,6 +529,7 @@ class Coordinator:
             self._end(Phase.CANCELLED, "cancelled by a person")
 
     def _save(self, event: Signal, now: float) -> None:
+        self._deadlines.drop("save")  # the result: tries again now
         members = tuple(sorted(self._roster.running - self._roster.unheard))
         if members and self.phase in (Phase.RUNNING, Phase.STOPPING):
             self._out.append(co.SendSave(members))
@@ -562,9 +580,9 @@ class Coordinator:
             self._go(Phase.PAUSED, "paused by a person")  # the restore happens after the resume
         elif self.restore:
             self._begin_restore(now)
-        elif self._roster.whole(survivors) and all(report.status == "done" for report in survivors.values()):
-            early = next((report.reason for report in survivors.values() if report.reason), "")
-            self._end(Phase.DONE, early or "every step is done")
+        elif self._all_done(survivors):
+            self.paused = False
+            self._go(Phase.WAITING, "every step is done")
         elif self.view and all(member.peer_id in self._failures for member in self.view.members):
             self._end(Phase.FAILED, next(iter(self._failures.values())))
         elif self.paused:
@@ -585,7 +603,39 @@ class Coordinator:
                 return True
         return verdict is not None and verdict.hopeless
 
+    def _all_done(self, survivors: Reports) -> bool:
+        return self._roster.whole(survivors) and all(report.status == "done" for report in survivors.values())
+
+    def _saves_result(self, now: float) -> bool:
+        """Rule 11: whether the members have only the result to save. Ends the job if it is saved."""
+        survivors, options, roster = self._roster.survivors(self.view), self.options, self._roster
+        if self.restore or not self._all_done(survivors):
+            return False
+        step, tried = max(report.applied for report in survivors.values()), self._saves_asked > len(survivors)
+        if self._recovery.has_saved(step, survivors, roster, in_parts=tried):
+            early = next((report.reason for report in survivors.values() if report.reason), "")
+            self._end(Phase.DONE, early or "every step is done")
+            return True
+        ready = roster.candidates(self._quarantine.out)
+        if min(options.places, *map(len, roster.by_part(ready))) > len(survivors) // roster.parts:
+            for peer_id in ready.keys() - survivors.keys():
+                self._catch_ups.let_in(peer_id, anew=True)
+            return False  # newcomers fetch the result, and may have room for it
+        told = {self._name(key): report.unsaved for key, report in sorted(survivors.items()) if report.unsaved}
+        why = "; ".join(f"{name}: {text}" for name, text in list(told.items())[:2]) or "no member has reported it"
+        retry = f"The workers keep it in memory and try again; at once: p2ptrain jobs save {self.job}"
+        self.reason = f"the result, step {step}, is not saved yet: {why}. {retry}"
+        if "save" not in self._deadlines:
+            order = sorted(survivors)
+            rounds, turn = divmod(self._saves_asked, len(order))
+            self._saves_asked += 1
+            self._deadlines.arm("save", now + min(SAVE_AGAIN_S * 2 ** min(rounds, 9), SAVE_AGAIN_MOST_S))
+            self._out.append(co.SendSave((order[turn],)))
+        return True
+
     def _try_mint(self, now: float) -> None:
+        if self._saves_result(now):
+            return
         if self.view is not None and self._too_few(len(self._roster.candidates(self._quarantine.out))):
             return
         if self.restore and not self._restored(self.restore, now):
@@ -896,6 +946,7 @@ class Coordinator:
         self._deadlines.arm("restore", now + self.options.build_s)
         self._banned.clear()
         self._catch_ups.clear()
+        self._saves_asked = 0
         for peer_id, known in self._roster.peers.items():
             if self._roster.part_of(peer_id) is not None:
                 known.standing = None

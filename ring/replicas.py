@@ -104,6 +104,17 @@ class RecoveryPolicy:
                 by_part[part].append(usable(peer_id, kept))
         return newest_kept(by_part, [usable(*item) for item in self.saved.wholes.items()])
 
+    def has_saved(self, step: int, members: Collection[str], roster: Roster, *, in_parts: bool) -> bool:
+        """Whether a peer of this run, or one of ``members``, has a checkpoint of ``step``. ``in_parts``: or peers have
+        one of every part."""
+
+        def counts(peer_id: str) -> bool:
+            return peer_id in members or self._is_own(peer_id)
+
+        if any(step in kept and counts(peer_id) for peer_id, kept in self.saved.wholes.items()):
+            return True
+        return in_parts and self._kept(roster, counts, {}) >= step
+
     def _reached(self, roster: Roster) -> int:
         return max(self.known_step, self._kept(roster, self._is_own, {}))
 

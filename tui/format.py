@@ -71,6 +71,7 @@ JOB_LOOKS = {
     "running": Look("▶", "good"),
     "forming": Look("◔", "busy"),
     "waiting": Look("○", "busy"),
+    "saving": Look("▲", "warn"),
     "queued": Look("○", "calm"),
     "paused": Look("■", "warn"),
     "done": Look("✓", "good"),

@@ -298,8 +298,8 @@ class Store:
 
     def current_job(self) -> JobInfo | None:
         """The job to show if the user chose none: a running one, else one that waits to run, else the newest."""
-        urgency = {"running": 0, "forming": 1, "paused": 2, "waiting": 3, "queued": 4}
-        return min(self.jobs_in_order(), key=lambda job: urgency.get(job.state, 5), default=None)
+        urgency = {"running": 0, "forming": 1, "saving": 2, "paused": 3, "waiting": 4, "queued": 5}
+        return min(self.jobs_in_order(), key=lambda job: urgency.get(job.state, 6), default=None)
 
     def events_in_order(self) -> list[EventInfo]:
         return [self.events[id_] for id_ in sorted(self.events, reverse=True)]

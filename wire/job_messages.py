@@ -23,6 +23,8 @@ from p2ptrain.core.errors import ProtocolError
 from wire.messages import Message, Silence
 from wire.schema import Bound, Count, Digest, Lineage, Port
 
+LEAVE = "job.leave"
+"""A worker's request to the seed before it leaves: does no other worker, that stays, keep the state of its job?"""
 MAX_STREAMS = 16
 MAX_STAGES = 256
 MAX_WINDOWS = 2**40
@@ -73,7 +75,7 @@ class Report(Message):
             to the seed is back, and the view still runs. ``broken``: a neighbour was lost, the step was aborted.
             ``hung``: its computing does not move, and the others wait for it; see ``reason``.
             ``healed``: it fetched the state of the view. ``following``: outside the ring, its background fetch is at
-            most a step behind, or is not possible; may join a view. ``done``: the last step is committed and saved;
+            most a step behind, or is not possible; may join a view. ``done``: the last step is committed;
             ``reason`` says why it came early, if it did.
             ``failed``: it cannot go on; see ``reason``.
         generation: the view that the report is about; 0 for ``ready`` and ``following``.
@@ -97,6 +99,7 @@ class Report(Message):
         fetched_bytes, sources: for ``healed`` and ``following``: bytes fetched, and from how many sources; 0 if
             unknown.
         first_row: the sender holds the ledger rows of the steps ``first_row`` to ``applied``; ``applied + 1``: of none.
+        unsaved: for ``done``: why this member could not save the state; empty if it could, or did not try.
     """
 
     KIND: ClassVar[int] = 19
@@ -119,6 +122,7 @@ class Report(Message):
     fetched_bytes: Count = 0
     sources: Count = 0
     first_row: Count = 0
+    unsaved: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,7 @@ class Release(Message):
 
 @dataclass(frozen=True, slots=True)
 class SaveNow(Message):
-    """Seed to members: write a checkpoint at the next step boundary."""
+    """Seed to members: write a checkpoint at the next step boundary; after the last step, now."""
 
     KIND: ClassVar[int] = 23
     job: str

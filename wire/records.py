@@ -144,7 +144,7 @@ class JobInfo(Record):
 
     Attributes:
         state: ``queued`` (another job runs), ``waiting`` (for its first members), ``forming``, ``running``, ``paused``,
-            ``done``, ``cancelled``, ``failed``.
+            ``saving`` (all steps are done, and their result is on no disk yet), ``done``, ``cancelled``, ``failed``.
         members: peer ids in rank order.
         edge_ms, edge_bps: latency (one way) and bandwidth from each member to its right neighbour; empty: all unknown.
         streams, codec: how gradients travel in the present view (``ring.view.View``); 0 and empty without a view.

@@ -258,7 +258,8 @@ def show(
 def watch(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
     """Show the progress of a job until it ends. Ctrl+C ends only the watching.
 
-    The exit code is 0 if the job is done, and 5 if the job failed or was cancelled.
+    The exit code is 0 if the job is done, 5 if it failed or was cancelled, and 6 if it ended before its result was
+    saved.
 
     \b
     Examples:
@@ -267,8 +268,8 @@ def watch(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
     """
     from p2ptrain.cli.output import Console
     from p2ptrain.cli.up import print_summary
-    from p2ptrain.cli.watch import watched
-    from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed
+    from p2ptrain.cli.watch import UNSAVED, watched
+    from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, StorageError
 
     console = Console(quiet=as_json)
     try:
@@ -280,7 +281,7 @@ def watch(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
         raise typer.Exit(EXIT_INTERRUPTED) from None
     print_json(summary) if as_json else print_summary(summary)
     if summary["state"] != "done":
-        raise typer.Exit(JobFailed.exit_code)
+        raise typer.Exit((StorageError if summary["state"] == UNSAVED else JobFailed).exit_code)
 
 
 @app.command()

@@ -99,7 +99,9 @@ def attention(
     """What a person should look at, the most important first. ``now``: the seed's Unix time."""
     coming = {peer.job for peer in peers if peer.state in ("joining", "building", "healing")}
     stuck = [job for job in jobs[-1:] if job.state == "failed"]
-    stuck += [job for job in jobs if job.state == "paused" or (job.state == "waiting" and job.id not in coming)]
+    stuck += [
+        job for job in jobs if job.state in ("paused", "saving") or (job.state == "waiting" and job.id not in coming)
+    ]
     found = [f"job {job.name} ({job.id}) is {job.state}{': ' * bool(job.reason)}{job.reason}" for job in stuck]
     gone = [peer for peer in peers if peer.state in ("lost", "away", "failed")]
     found += [f"peer {peer.name} ({peer.id}) is {peer.state}: p2ptrain logs {peer.id}" for peer in gone]

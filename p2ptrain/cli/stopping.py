@@ -27,7 +27,7 @@ def stoppable(*, with_parent: bool = False) -> tuple[Console, asyncio.Event]:
 
 
 def stop_on_signals(stop: asyncio.Event, say: Callable[[str], None]) -> None:
-    """Set ``stop`` on SIGINT or SIGTERM; a second one ends the process at once."""
+    """Set ``stop`` on SIGINT, SIGTERM or SIGHUP; a second one ends the process at once. `nohup` ignores SIGHUP."""
     loop = asyncio.get_running_loop()
 
     def ask() -> None:
@@ -36,7 +36,10 @@ def stop_on_signals(stop: asyncio.Event, say: Callable[[str], None]) -> None:
         stop.set()  # set first, because the message may fail
         say(LEAVING)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+    for number in {signal.SIGINT, signal.SIGTERM, hang_up}:
+        if number == hang_up and signal.getsignal(number) is signal.SIG_IGN:
+            continue
         try:
             loop.add_signal_handler(number, ask)
         except NotImplementedError:  # Windows: asyncio has no signal handlers there

@@ -25,7 +25,7 @@ from p2ptrain.cli.runtime import (
     run,
 )
 from p2ptrain.cli.text_options import CheckpointOption, DtypeOption, check_dtype, newest_in
-from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, UserError
+from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, StorageError, UserError
 from p2ptrain.core.texts import size_of
 
 if TYPE_CHECKING:
@@ -160,6 +160,7 @@ def up(
     )
     full_screen = not plain and not as_json and at_terminal()
     from p2ptrain.cli.output import print_json
+    from p2ptrain.cli.watch import UNSAVED
 
     outcome = run(train(plan, full_screen=full_screen, as_json=as_json), children=True)
     if outcome is None:

@@ -22,7 +22,7 @@ from p2ptrain.cli.inputs import is_model
 from p2ptrain.cli.local_cluster import LOOPBACK, Child, LocalCluster, end_all, threads_each
 from p2ptrain.cli.output import Console, number, print_json, print_pairs
 from p2ptrain.cli.runtime import DEFAULT_PORT, create_job, operator
-from p2ptrain.cli.watch import JobProgress, Summary, newest_saved, summed_up
+from p2ptrain.cli.watch import UNSAVED, JobProgress, Summary, newest_saved, summed_up
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
 from wire.address import format_address
 from wire.records import FINISHED_STATES, EventInfo, JobInfo, PeerInfo
@@ -263,7 +263,7 @@ class Run:
         found = {**self._trained, **(await self._summaries(interrupted=True))}
         if not self._plan.is_pair:
             return found[""]
-        bad = [item["state"] for item in found.values() if item["state"] in FINISHED_STATES - {"done"}]
+        bad = [item["state"] for item in found.values() if item["state"] in FINISHED_STATES - {"done"} | {UNSAVED}]
         return {"state": bad[0] if bad else "interrupted", **found}
 
     async def _save(self) -> None:
@@ -331,6 +331,8 @@ class Run:
         if job.state == "paused" != before:
             resume = f"p2ptrain jobs resume {job.id}{self._seed_option}"
             self._say("info", f"job {job.name} is paused at step {job.step:,}: {resume} continues it")
+        elif job.state == "saving" != before:
+            self._say("warning", f"job {job.name} is trained, but cannot end: {job.reason}")
         elif job.state == "waiting" != before and job.reason:
             self._say("info", f"job {job.name} waits at step {job.step:,}: {job.reason}")
         elif before == "paused" != job.state:
@@ -345,8 +347,13 @@ class Run:
                 shown, _ = await self.client.job(job)
                 newest = await newest_saved(self.client, job)
             found[role] = summed_up(job, shown, newest)
-            if interrupted and found[role]["state"] not in FINISHED_STATES:
-                found[role] |= {"state": "interrupted", "reason": ""}  # why the job has no members now is no news
+            if interrupted and shown is not None and shown.state not in FINISHED_STATES:
+                # Why the job has no members now is no news.
+                found[role] |= {"state": "interrupted", "reason": ""}
+                with suppress(P2PTrainError):
+                    if not await self._is_saved(shown):
+                        text = f"the steps up to {shown.step:,} are lost, if no worker elsewhere keeps them"
+                        found[role] |= {"state": UNSAVED, "reason": text}
         return found
 
     # -------------------------------------------------------------------------------------------------------- serving

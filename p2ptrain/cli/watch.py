@@ -19,6 +19,8 @@ AGAIN_S = 1.0
 """Pause between attempts to reach a seed that is away."""
 
 
+UNSAVED = "not saved"
+"""State in a summary of a job whose steps are all done, while its result is on no disk."""
 Summary = dict[str, Any]
 
 
@@ -29,10 +31,10 @@ class JobProgress:
         label: begins each line.
 
     Attributes:
-        info: the job's newest record. began: a step has followed.
+        info: the job's newest record. began: a step has followed. lost: it ended before its result was saved.
     """
 
-    began: bool = False
+    began = lost = False
 
     def __init__(self, info: JobInfo, console: Console, label: str = "") -> None:
         self.info = info
@@ -41,6 +43,7 @@ class JobProgress:
     def take(self, item: Record, *, quiet: bool = False) -> None:
         match item:
             case JobInfo() if item.id == self.info.id:
+                self.lost = self.info.state == "saving" and item.state in FINISHED_STATES - {"done"}
                 self.info = item
             case MetricRow() if item.job == self.info.id and item.step > self._told:
                 self._told, self.began = item.step, True
@@ -62,7 +65,8 @@ async def watched(seed: str, job: str, console: Console) -> dict[str, Any]:
                 info, _ = await client.job(followed.info.id if followed else job)
                 followed = followed or JobProgress(info, console)
                 await _follow(client, followed, console)
-                return summed_up(followed.info.id, followed.info, await newest_saved(client, followed.info.id))
+                summary = summed_up(followed.info.id, followed.info, await newest_saved(client, followed.info.id))
+                return summary | ({"state": UNSAVED} if followed.lost else {})
         except (NetworkError, UserError) as problem:  # a UserError: of @DIR, whose seed is away
             if followed is None:
                 raise
@@ -82,7 +86,8 @@ async def _follow(client: SeedClient, followed: JobProgress, console: Console) -
         if info.state != state:
             state, reason = info.state, f": {info.reason}" if info.reason else ""
             if not console.quiet:
-                console.event("info", f"job {info.name} ({info.id}) is {state}{reason}")
+                level = "warning" if state == "saving" else "info"
+                console.event(level, f"job {info.name} ({info.id}) is {state}{reason}")
     raise ConnectionLost("the seed ended", remedy="start it again; its workers go on meanwhile")
 
 

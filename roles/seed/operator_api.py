@@ -365,7 +365,7 @@ class OperatorApi:
 
     async def _jobs_save(self, params: Params, connection: Connection) -> Result:
         controller = self._controller(params)
-        if controller.core.phase is not Phase.RUNNING:
+        if controller.core.phase is not Phase.RUNNING and controller.core.state != "saving":
             raise _wrong_state(controller, "saved", "only a running job can save a checkpoint")
         return await self._tell(controller, co.Signal.SAVE, "was asked to save a checkpoint")
 

@@ -72,6 +72,7 @@ class Link:
         serving: what a verifier or a drafter serves; None before it has reported that.
         parts: the parts of models that a worker holds, by id, as it reported them.
         idle: why no job has it, as it was told; empty if one has.
+        leaves: it is about to leave.
         early: messages that wait until its job is settled (``roles.seed.jobs``).
     """
 
@@ -94,6 +95,7 @@ class Link:
     serving: ServingInfo | None = None
     parts: dict[str, PartInfo] = field(default_factory=dict)
     idle: str = ""
+    leaves: bool = False
     early: deque[Message] = field(default_factory=deque)
 
     @property
@@ -292,7 +294,8 @@ def checked_report(report: Report, steps_total: int) -> Report:
     prepared = is_lineage(report.prepared_lineage) if report.prepared > report.applied else not report.prepared_lineage
     if not (nothing_loaded or is_lineage(report.lineage)) or not prepared:
         raise ProtocolError("a report with an invalid lineage")
-    return dataclasses.replace(report, reason=clipped(report.reason, REASON_BYTES))
+    reason, unsaved = clipped(report.reason, REASON_BYTES), clipped(report.unsaved, REASON_BYTES)
+    return dataclasses.replace(report, reason=reason, unsaved=unsaved)
 
 
 def clipped(text: str, limit_bytes: int = TEXT_BYTES) -> str:

@@ -45,7 +45,7 @@ from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
 from wire.enrol import RENEW
 from wire.handshake import PERMITTED, dial, local_hello, local_welcome
-from wire.job_messages import CheckpointSaved, LedgerRows, Release, Report, StepMetrics, ViewAnnounced
+from wire.job_messages import LEAVE, CheckpointSaved, LedgerRows, Release, Report, StepMetrics, ViewAnnounced
 from wire.messages import (
     EventNotice,
     Heartbeat,
@@ -356,6 +356,12 @@ class Seed:
                     await self.store.flush()
             case Response():
                 link.calls.answered(message)
+            case Request() if message.method == LEAVE and link.trains:
+                link.leaves = True
+                stay = [other.id for other in self.links.values() if other.job == link.job and not other.leaves]
+                controller = self.controllers.get(link.job)
+                is_last = controller is not None and controller.core.is_last_holder(link.id, stay)
+                link.say(Response(message.id, {"last": is_last}))
             case Request() if message.method not in ASKED_BY.get(link.role, {RENEW}):
                 text = f"a {link.role} may not ask for {clipped(message.method, 80)!r}"
                 link.say(Response(message.id, {}, "unknown-method", text))

@@ -285,7 +285,7 @@ async def list_profiles(call: Call) -> Page:
     return Page([ProfileInfo(name, describe(path)) for name, path in shipped().items()])
 
 
-_GOING = ("queued", "waiting", "forming", "running")
+_GOING = ("queued", "waiting", "forming", "running", "saving")
 _JOB, _CHECKPOINT = "training/jobs/{job}", "checkpoints/{checkpoint}"
 _CREATES = "Create a job. It starts when enough workers are ready."
 _CANCELS = (

@@ -111,6 +111,7 @@ class CheckpointAssembler:
         self._context, self._job, self._stage = context, job, stage
         self.files, self._parts, self._checkpoints = files, parts, checkpoints
         self._did_something = did_something
+        self.problem = ""  # of the newest attempt; empty: it did not fail
         self._next: _Wanted | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -137,13 +138,18 @@ class CheckpointAssembler:
             try:
                 entry = await self._assembled(wanted)
             except P2PTrainError as problem:
-                text = f"cannot assemble the checkpoint of step {wanted.step}: {problem.message}"
+                self.problem = f"{problem.message}. {problem.remedy}".rstrip(". ")
+                text = f"cannot assemble the checkpoint of step {wanted.step}: {self.problem}"
                 self._context.notify("warning", "not-gathered", f"{text}; its parts remain where they were saved")
             else:
+                self.problem = ""
                 announce(self._context, self._job, entry)
                 self._context.notify("info", "gathered", f"assembled a checkpoint of step {entry.step}: {entry.path}")
 
     async def _assembled(self, wanted: _Wanted) -> CheckpointEntry:
+        for entry in await self.files.entries():
+            if (entry.step, entry.meta.get(LINEAGE)) == (wanted.step, wanted.lineage):
+                return entry
         async with AsyncExitStack() as stack:
             parts: list[_Part] = []
             for index, member in enumerate(wanted.replica):

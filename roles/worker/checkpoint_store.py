@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore, Draft, Meta
 from p2ptrain.core.disk import Disk
-from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
+from p2ptrain.core.errors import P2PTrainError, ResourceError, StorageError, UserError
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.training import FilePlan
 from ring.token import first_lineage, is_lineage
@@ -200,6 +200,7 @@ class Checkpointing:
         tasks: holds the writes, which outlive their ring.
         beside: returns small files to save with a state, at the moment of the save.
         where: returns the applied steps and a progress counter of this member.
+        save_soon: called when a skipped save can be made up for.
     """
 
     def __init__(
@@ -213,12 +214,16 @@ class Checkpointing:
         stage: Stage = WHOLE,
         beside: Callable[[], list[FilePlan]] = list,
         where: Callable[[], tuple[int, int]],
+        save_soon: Callable[[], None] = lambda: None,
     ) -> None:
+        self._save_soon = save_soon
         self._context, self._job, self._files, self._stage = context, job, files, stage
         self._beside, self._where = beside, where
         self._snapshots, self._tasks = snapshots, tasks
         self._saved = (-1, "")  # step and lineage of the newest durable checkpoint
         self._failed = (-1, "")  # of the newest failed save
+        self.problem = ""  # of the newest save; empty: it did not fail
+        self._owed = False  # a save was skipped because the disk or the memory was busy
         self._writing: dict[tuple[int, str], asyncio.Task[None]] = {}
         self._news = asyncio.Event()
 
@@ -228,8 +233,15 @@ class Checkpointing:
         if entry is not None:
             self._saved = (entry.step, str(entry.meta.get("lineage")))
             self._context.notify("info", "checkpoint-loaded", f"resuming from {entry.path} (step {entry.step})")
+        await self.announce_all()
+
+    async def announce_all(self) -> None:
+        """Report all checkpoints: the seed may have lost its record of one."""
         for known in await self._files.entries():
-            announce(self._context, self._job, known, self._stage)  # the seed may have lost its record of it
+            announce(self._context, self._job, known, self._stage)
+
+    def has_saved(self, step: int, lineage: str) -> bool:
+        return self._saved == (step, lineage)
 
     @property
     def newest(self) -> int:
@@ -240,8 +252,9 @@ class Checkpointing:
         return not self._writing
 
     def go_without(self, step: int) -> None:
+        self._owed = True
         text = f"no checkpoint at step {step}: an earlier one is still being written. raise checkpoint.every"
-        self._context.notify("error", "checkpoint-failed", text)
+        self._context.notify("error", "checkpoint-failed", f"{text}. A later step is saved instead")
 
     async def save(self, engine: Engine, meta: Meta, *, step: int, wait: bool, spared: int = -1) -> None:
         """Save the state, which is that of ``step`` and does not change until this returns. Failures are only reported.
@@ -269,17 +282,23 @@ class Checkpointing:
                     entry = await self._files.save(snapshot, [*plan, *beside], meta, urgent=wait, spared=spared)
             except P2PTrainError as problem:
                 # A full disk must not end the run: the state is in memory, here and at every member.
-                text = f"no checkpoint at step {step}: {problem.message}. {problem.remedy}".rstrip(". ")
-                self._context.notify("error", "checkpoint-failed", text)
+                before, self.problem = self.problem, f"{problem.message}. {problem.remedy}".rstrip(". ")
+                if (before, self._failed) != (self.problem, key):  # else it is said already
+                    text = f"no checkpoint at step {step}: {self.problem}"
+                    self._context.notify("error", "checkpoint-failed", text)
                 self._failed = key
+                self._owed |= isinstance(problem, ResourceError) and len(self._writing) > 1
             else:
-                self._saved = key
+                self._saved, self.problem = key, ""
                 announce(self._context, self._job, entry, self._stage)
                 self._context.notify("info", "checkpoint-saved", f"step {step} saved to {entry.path}")
             finally:
                 copied.set()
                 del self._writing[key]
                 self._told()
+                if self._owed and not self._writing:
+                    self._owed = False
+                    self._save_soon()
 
         # A ring that breaks now abandons the boundary, not the checkpoint. Later changes of the state run on the
         # compute thread, too, and so after the copy.

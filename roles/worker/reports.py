@@ -14,10 +14,11 @@ from statistics import median_low
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.core.texts import shortened
 from p2ptrain.core.training import FilePlan
 from ring.session import RingSession
 from ring.token import next_lineage
-from ring.transaction import Phase, Transaction
+from ring.transaction import REASON_CHARS, Phase, Transaction
 from ring.view import View
 from roles.engine import Applied, Engine, Stage
 from roles.strategies.interface import Strategy
@@ -279,9 +280,11 @@ class Reports:
         self.ledger = Ledger(job, context.say)
         self.steps = StepReporter(job=job, steps_total=profile.job.steps, say=context.say, on_step=context.on_step)
         self._timing: dict[str, float] = {}
+        self._validated: tuple[int, float | None] = 0, None  # step and loss
         self._tokens_per_s = 0.0  # of this member's replica, in the newest step
         self._fetched: Fetched | None = None  # result of the last heal
         self._done_told = False
+        self.unsaved: Callable[[], str] = str  # as ``Report.unsaved``
         self._trouble: Report | None = None  # the last report; sent again to a seed that was away
 
     # ---------------------------------------------------------------------------------------------- reports to the seed
@@ -289,7 +292,8 @@ class Reports:
     def send(self, report: Report) -> None:
         report = replace(report, first_row=self.ledger.first_row(report.applied, report.lineage))
         if report.status == "done":
-            report = replace(report, reason=self._stopped_early())
+            unsaved = shortened(self.unsaved(), REASON_CHARS)
+            report = replace(report, reason=self._stopped_early(), unsaved=unsaved)
         if self.engine is not None:
             report = replace(
                 report,
@@ -379,8 +383,8 @@ class Reports:
         what = f"the missing steps ({done.steps} in all) up to step" if done.steps else "the state of step"
         self._context.notify("info", "healed", f"fetched {what} {view.step}: {done}")
 
-    def meta(self, val_loss: float | None) -> Meta:
-        core = self._core
+    def meta(self) -> Meta:
+        core, (validated, val_loss) = self._core, self._validated
         assert self.engine is not None
         return {
             "job": self._job,
@@ -388,7 +392,7 @@ class Reports:
             "square_sum": core.square_sum,
             "generation": core.view.generation if core.view else 0,
             "corpus": self.engine.corpus_digest,
-            "val_loss": val_loss,
+            "val_loss": val_loss if validated == core.applied else None,
             "loss": self.steps.loss(core.applied),
             **self._early.meta(),
             **({"stage": self._stage.index, "stages": self._stage.count} if self._stage.split else {}),
@@ -423,6 +427,7 @@ class Reports:
     def step_over(self, applied: int, session: RingSession, val_loss: float | None) -> None:
         """Report the committed step ``applied`` at the boundary after it."""
         assert self.engine is not None
+        self._validated = applied, val_loss
         timing, self._timing = self._timing, {}
         values = {"members": float(session.size), **timing}
         if timing.get("step_ms"):

@@ -62,7 +62,7 @@ from roles.strategies.interface import Strategy
 from roles.strategies.server import ServerStrategy
 from roles.worker.boundary import BoundaryWork
 from roles.worker.checkpoint_assembler import CheckpointAssembler, assembles
-from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing
+from roles.worker.checkpoint_store import STANDSTILL_S, CheckpointFiles, Checkpointing
 from roles.worker.context import Context
 from roles.worker.early_stop import EarlyStop
 from roles.worker.heal import Follower, Healer
@@ -151,7 +151,9 @@ class JobRunner:
             stage=stage,
             beside=self.reports.ledger.files,
             where=lambda: (self.core.applied, self.progress),
+            save_soon=lambda: self.wish(Flag.SAVE),
         )
+        self.reports.unsaved = lambda: self._saving.problem or (self.assembler.problem if self.assembler else "")
         self.assembler: CheckpointAssembler | None = None
         if whole is not None:
             self.assembler = CheckpointAssembler(
@@ -171,6 +173,7 @@ class JobRunner:
         )
         self._state_bytes = 0
         self._trained: set[str] = set()  # members of the newest step
+        self._result: asyncio.Task[None] | None = None  # saves the state after the last step
 
     # ------------------------------------------------------------------------------------------- what the worker calls
 
@@ -250,6 +253,46 @@ class JobRunner:
 
     async def saved(self, step: int, lineage: str) -> None:
         await self._saving.outcome(step, lineage)
+
+    def save(self) -> None:
+        """Save the state at the next step boundary; after the last step now, because no boundary follows."""
+        if self.core.phase is not Phase.DONE:
+            self.wish(Flag.SAVE)
+        elif self._result is None or self._result.done():
+            self._result = started_in(self._tasks, self._save_result(), f"job {self.job}: result")
+
+    async def _save_result(self) -> None:
+        await self.save_state()
+        core, view, assembler = self.core, self.core.view, self.assembler
+        rank = view.rank_of(self._context.peer_id) if view is not None else None
+        if assembler is not None and view is not None and rank is not None and core.phase is Phase.DONE:
+            assembler.want(view, rank, core.applied, core.lineage, self._tasks.create_task)
+            while not await assembler.settled(STANDSTILL_S):
+                pass
+        if core.phase is Phase.DONE:
+            self.reports.send(core.report("done"))
+
+    @property
+    def has_unsaved_state(self) -> bool:
+        """Whether this member holds a state of its job's last view that it has not saved."""
+        core = self.core
+        if self._engine is None or core.view is None or core.torn or core.anew or self.follower.active:
+            return False
+        return core.applied >= max(core.view.step, 1) and not self._saving.has_saved(core.applied, core.lineage)
+
+    async def save_state(self) -> None:
+        """Stop in the ring, and save the state that this member holds. Failures are only reported."""
+        if self.core.running and self.core.view is not None:
+            self._handle(Broken(self.core.view.generation, "", "this worker leaves"))
+            await self.stand_still()
+        try:
+            if self.has_unsaved_state:
+                now = Boundary(0, self.core.applied, save=True, last=True)
+                await self._between.keep(now, self._ready_engine(), 0, self.reports.meta(), stopping=True)
+            else:
+                await self._saving.announce_all()
+        except P2PTrainError as problem:
+            self._context.notify("error", "checkpoint-failed", problem.message)
 
     async def give_state(self, connection: Connection, hello: Hello) -> None:
         if self._engine is None or self.follower.active:
@@ -579,6 +622,8 @@ class JobRunner:
 
     async def _confirm(self, instruction: Confirm) -> None:
         engine, session = self._ready_engine(), self._voters()
+        if instruction.applied == session.view.step:  # the view begins after the last step
+            self.reports.steps.tell_beyond(session.view, instruction.applied)
         digests = await self._between.compare(engine, session, patience_s=self._patience_s() + NEW_S)
         self._handle(Gathered(instruction.ticket, digests))
 
@@ -589,8 +634,7 @@ class JobRunner:
             await self._publish(over=self.core.stopping, last=instruction.last)
         val_loss = await self._between.validate(instruction, engine, strategy, self._voters(), patience_s=patience_s)
         self.reports.step_over(applied, session, val_loss)
-        meta = self.reports.meta(val_loss)
-        replica = session.view.replica_of(session.rank)
+        replica, meta = session.view.replica_of(session.rank), self.reports.meta()
         saves = await self._between.keep(instruction, engine, replica, meta, stopping=self.core.stopping)
         if (
             saves
@@ -620,8 +664,6 @@ class JobRunner:
 
     async def _adopt(self, instruction: Adopt) -> None:
         core, strategy = self.core, self._server_strategy
-        if instruction.applied == session.view.step:  # the view begins after the last step
-            self.reports.steps.tell_beyond(session.view, instruction.applied)
         await strategy.adopt(instruction.applied)
         self.reports.steps.forget()
         # First, as the report that may follow drops rows that do not lead to its state.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from configs.schema import Checkpoint, Profile
-from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import JobFailed, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
@@ -33,10 +33,11 @@ from roles.worker.stages import PURPOSES, Holding, Stages
 from wire.client import answer_to
 from wire.connection import Connection
 from wire.enrol import Member
-from wire.job_messages import MAX_STAGES, Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
+from wire.job_messages import LEAVE, MAX_STAGES, Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Scalar, Welcome
 from wire.schema import Bound, Count, Id, instance_untrusted
 
+SAVE_S = 60.0  # how long a leaving worker may take to save a state that no other worker keeps
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
 JOBS = "jobs"  # directory of the jobs' checkpoints, in a worker's own
 # What people are shown (``wire.records.PeerInfo.state``). All other phases are shown as training.
@@ -218,12 +219,14 @@ class Worker(MemberProcess):
 
     def _told(self, runner: JobRunner, message: ViewAnnounced | Hold | SaveNow | CatchUp | Release) -> None:
         match message:
+            case ViewAnnounced() if self._leaving:
+                pass  # it saves its state
             case ViewAnnounced():
                 runner.view_announced(View.of(message))
             case Hold():
                 runner.wish(Flag.HOLD, message.generation)
             case SaveNow():
-                runner.wish(Flag.SAVE)
+                runner.save()
             case CatchUp():
                 runner.catch_up(message)
             case Release():
@@ -363,6 +366,23 @@ class Worker(MemberProcess):
                     await runner.stand_still()
             except TimeoutError:
                 pass  # the step is long: the other members abort it and continue without this one
+        if runner is not None and runner.has_unsaved_state and await self._is_last_holder():
+            text = f"saving step {runner.core.applied}, which no other worker keeps"
+            self._notify_person("info", "leaving", f"{text}; press Ctrl+C again not to wait")
+            try:
+                async with asyncio.timeout(SAVE_S):
+                    await runner.save_state()
+            except TimeoutError:
+                text = f"the newest steps are not saved: it took longer than {SAVE_S:g} s"
+                self.notify("error", "checkpoint-failed", text)
         await super()._leave()
         if self._job_task is not None:
             self._job_task.cancel()  # not awaited: the next start deletes unfinished files
+
+    async def _is_last_holder(self) -> bool:
+        """Whether no worker that stays keeps the state in memory, as the seed knows; without a seed it may be so."""
+        try:
+            answer = await self._link.ask(LEAVE, {}, timeout_s=LEAVE_S)
+        except (NetworkError, Refused):
+            return True
+        return answer.get("last") is not False

@@ -51,10 +51,20 @@ def test_nothing_is_said_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         assert unread.tries >= 3
 
 
-async def test_it_is_asked_before_anything_is_said() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_it_is_asked_before_anything_is_said(number: signal.Signals) -> None:
     stop, asked = asyncio.Event(), list[bool]()
     stop_on_signals(stop, lambda text: asked.append(stop.is_set()))
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
     async with asyncio.timeout(10):
         await stop.wait()
     assert asked == [True]
+
+
+async def test_nohup_is_obeyed() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop_on_signals(asyncio.Event(), lambda text: None)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

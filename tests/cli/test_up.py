@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from configs.schema import Optimizer, Profile
+from configs.schema import Checkpoint, Optimizer, Profile
 from p2ptrain.cli import up_cluster
 from p2ptrain.cli.local_cluster import Child, LocalCluster
 from p2ptrain.cli.output import Console
 from p2ptrain.cli.up import _profile
 from p2ptrain.cli.up_cluster import Plan
-from p2ptrain.core.errors import JobFailed, UserError
+from p2ptrain.core.errors import JobFailed, StorageError, UserError
+from p2ptrain.core.training import FilePlan
 from roles.engine import Engine
 from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster
@@ -263,6 +264,30 @@ async def test_one_model_is_trained_and_summed_up(
     assert f"--set model.path={again['checkpoint']} goes on from its weights" in caught.value.remedy
     assert (await machine.up(free_port, profile=longer, new=True))["step"] == 240
     assert (await machine.up(free_port, profile=longer))["step"] == 240, "as the newest one"
+
+
+async def test_a_result_that_cannot_be_saved_is_told_and_not_called_done(
+    machine: Machine, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unsaved(StandInEngine):
+        def checkpoint_files(self, step: int) -> list[FilePlan]:
+            raise StorageError("no space on /x", remedy="free some")
+
+    told: list[str] = []
+
+    def say(run: up_cluster.Run, level: str, text: str) -> None:
+        if "cannot end" in text:
+            told.append(f"{level}: {text}")
+            machine.stop.set()
+
+    monkeypatch.setattr(up_cluster.Run, "_say", say)
+    machine.build = Unsaved
+    profile = PROFILE.alone().model_copy(update={"checkpoint": Checkpoint(every=0)})
+    outcome = await machine.up(free_port, profile=profile)
+    assert (outcome["state"], outcome["checkpoint"]) == ("not saved", None)
+    assert f"the steps up to {STEPS} are lost" in outcome["reason"]
+    assert told[0].startswith("warning: job pair is trained, but cannot end: the result, step 200, is not saved yet")
+    assert "no space on /x. free some" in told[0]
 
 
 async def test_a_worker_that_ends_alone_ends_it_with_its_last_words(machine: Machine, free_port: int) -> None:

@@ -102,6 +102,16 @@ def test_watch_ends_with_the_job_and_its_result(command: Command, seed: Any, sta
     assert (outcome.code, outcome.json["state"], outcome.err) == (code, state, "")
 
 
+def test_watch_tells_of_a_job_that_ended_before_its_result_was_saved(command: Command, seed: Any) -> None:
+    seed([JOB], [dataclasses.replace(JOB, state="saving", reason="no space on /x")], [ended("cancelled")])
+    outcome = command("jobs", "watch", "tiny")
+    assert outcome.code == 6
+    assert "is saving: no space on /x" in outcome.err
+    assert "state          not saved: why" in outcome.out
+    seed([dataclasses.replace(JOB, state="saving")], [ended("done")])
+    assert command("jobs", "watch", "tiny").code == 0
+
+
 def test_watch_outlives_the_seed(command: Command, seed: Any) -> None:
     away = seed([JOB], ConnectionLost("it left"), Unreachable("no answer"), [ROWS[-1], ended("done")])
     assert command("jobs", "watch", "tiny").code == 0

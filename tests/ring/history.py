@@ -112,6 +112,7 @@ class History(RuleBasedStateMachine):
         self.minted: list[View] = []
         self.heard: dict[str, Report] = {}
         self.nonce = 0
+        self.last_step = LAST_STEP
         self.branch: frozenset[str] | None = None
 
     def begins_with(self, running: int) -> None:
@@ -288,7 +289,7 @@ class History(RuleBasedStateMachine):
     def refuse(self, rank: int, cause: str, again: int) -> None:
         for _ in range(again):
             ring = self.ring()
-            if not ring or any(member.torn for member in ring) or ring[0].applied >= LAST_STEP:
+            if not ring or any(member.torn for member in ring) or ring[0].applied >= self.last_step:
                 return
             suspect, beside = ring[rank % len(ring)], ring[(rank + 1) % len(ring)]
             for member in ring:
@@ -319,7 +320,7 @@ class History(RuleBasedStateMachine):
         if not members or any(member.torn for member in members):
             return
         assert len({(member.applied, member.lineage) for member in members}) == 1, "a fork"
-        if members[0].applied >= LAST_STEP:
+        if members[0].applied >= self.last_step:
             for member in members:
                 member.say("done")
             return

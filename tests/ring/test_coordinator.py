@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ring import coordination as co
-from ring.coordination import LEAVE_S
+from ring.coordination import LEAVE_S, SAVE_AGAIN_S
 from ring.coordinator import Coordinator
 from ring.order import LinkQuality, RingOptions
 from ring.view import View
@@ -405,9 +405,87 @@ def test_done_when_all_members_are_done() -> None:
     desk.start("a", "b")
     desk.report("a", "done", 400)
     assert desk.core.state == "forming"
+    desk.tell(co.Saved({"a": frozenset({400})}))
     desk.report("b", "done", 400)
     assert desk.core.state == "done"
     assert desk.of(co.SendRelease) == []  # they keep the model until another job needs them
+
+
+def test_a_job_is_done_only_when_a_disk_has_its_result() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    desk.tell(co.Saved({"a": frozenset({300})}))
+    desk.report("a", "done", 400, unsaved="no space on /x. Free some")
+    desk.report("b", "done", 400)
+    assert desk.core.state == "saving"
+    assert "step 400, is not saved yet: name-a: no space on /x. Free some" in desk.core.reason
+    asked = [co.SendSave(("a",))]
+    assert desk.of(co.SendSave) == asked
+    desk.report("a", "done", 400, unsaved="no space on /x. Free some")
+    assert desk.of(co.SendSave) == [], "not again at once"
+    for peer_id in "baba":
+        asked = desk.after(SAVE_AGAIN_S - 0.1) + desk.after(SAVE_AGAIN_S * 8)
+        assert co.SendSave((peer_id,)) in asked
+    desk.tell(co.PeerLost("a", "closed"))
+    assert desk.core.state == "saving", "b keeps it"
+    desk.tell(co.Saved({"b": frozenset({400})}))
+    assert (desk.core.state, desk.core.reason) == ("done", "every step is done")
+
+
+def test_a_newcomer_may_have_room_for_the_result_and_one_without_a_place_is_no_reason_for_a_view() -> None:
+    desk = Desk(co.JobOptions(replicas=2, micro_batches=3), follows=True)
+    desk.run("a", "b")
+    desk.stand("done", 400, "a", "b")
+    assert desk.core.state == "saving"
+    desk.offer("c", "d")
+    desk.ready("c")
+    assert (ids(desk.minted()), healthy(desk.minted())) == (["a", "b", "c"], ["a", "b"])
+    desk.report("c", "healed", 400)
+    desk.stand("done", 400, "a", "b", "c")
+    desk.ready("d")
+    assert (desk.core.state, desk.of(co.Mint)) == ("saving", [])
+
+
+@pytest.mark.parametrize("verb", ["pause", "cancel", "restore"])
+def test_people_have_their_way_with_a_job_whose_result_is_not_saved(verb: str) -> None:
+    desk = Desk()
+    desk.run("a", "b")
+    desk.stand("done", 400, "a", "b")
+    match verb:
+        case "cancel":
+            desk.tell(co.Signal.CANCEL)
+            assert desk.core.state == "cancelled"
+        case "pause":
+            desk.tell(co.Signal.PAUSE)
+            assert desk.core.state == "paused"
+            desk.tell(co.Signal.RESUME)
+            assert desk.core.state == "saving"
+        case "restore":
+            desk.tell(co.Restore(100, "a", "L100"))
+            desk.ready("a", "b", applied=100)
+            assert desk.minted().step == 100
+
+
+def test_parts_of_a_result_are_enough_when_every_member_has_tried_to_assemble_them() -> None:
+    desk = Desk(co.JobOptions(replicas=1, micro_batches=2, parts=2))
+    desk.run("a", "b")
+    desk.tell(co.Saved({}, {("a", 0): frozenset({400}), ("b", 1): frozenset({400})}))
+    desk.stand("done", 400, "a", "b")
+    assert desk.of(co.SendSave) == [co.SendSave(("a",))]
+    assert co.SendSave(("b",)) in desk.after(SAVE_AGAIN_S + 0.1)
+    assert desk.core.state == "saving"
+    desk.after(4 * SAVE_AGAIN_S)
+    assert desk.core.state == "done"
+
+
+def test_the_last_holder_of_a_state_is_known() -> None:
+    desk = Desk()
+    desk.run("a", "b")
+    desk.offer("c")
+    assert not desk.core.is_last_holder("a", ["b", "c"])
+    assert desk.core.is_last_holder("a", ["c"]), "a newcomer has no state"
+    desk.stand("held", 5, "a", "b")
+    assert not desk.core.is_last_holder("a", ["b"]), "it keeps what it stopped with"
 
 
 def test_a_failed_member_leaves_the_view_and_the_others_go_on() -> None:

@@ -88,6 +88,8 @@ class Cluster(History):
         self.surveys = 0
         self.wanted: set[int] = set()  # steps that a person went back to
         self.gone: set[str] = set()  # for good
+        self.full: set[str] = set()  # those whose disks take nothing more
+        self.kept: set[tuple[int | None, tuple[int, str]]] = set()  # part and state of every save of a result
         self.began()
         self.begins_with(running)
 
@@ -124,6 +126,15 @@ class Cluster(History):
             self.assigned(self.members[item.peer_id], item)
         elif isinstance(item, co.SendCatchUp):
             self.catches_up(item)
+        elif isinstance(item, co.SendSave):
+            for peer_id in item.peer_ids:
+                self.save_result(self.members[peer_id])
+        elif isinstance(item, co.SetState) and item.state == "done":
+            done = {member.stage: (member.applied, member.lineage) for member in self.members.values()
+                    if member.status == "done" and member.view is self.core.view}  # fmt: skip
+            saved = {(stage, state) for disk in self.disks.values() for stage in disk.saved for state in disk.of(stage)}
+            assert done.items() <= saved | self.kept, "a result is on no disk"
+            self.offered.clear()
         elif isinstance(item, co.SendRelease):
             self.offered.discard(item.peer_id)
             member = self.members[item.peer_id]
@@ -133,6 +144,25 @@ class Cluster(History):
                 member.status, member.view, member.prepared_lineage = "", None, ""
         else:
             self.carry_out_alike(item, before)
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def fill_or_free_the_disk(self, peer_id: str) -> None:
+        self.full ^= {peer_id}
+
+    @rule(rare=st.integers(0, 7))
+    def take_the_last_step(self, rare: int) -> None:
+        if not rare and (ring := self.ring()) and ring[0].applied:
+            self.last_step = ring[0].applied
+            self.step_and_settle(True)
+
+    def save_result(self, member: Member) -> None:
+        if member.reached and member.status == "done" and member.stage is not None:
+            state = member.applied, member.lineage
+            if member.peer_id not in self.full and member.disk.of(member.stage)[-1] != state:
+                member.disk.of(member.stage).append(state)
+                self.kept.add((member.stage, state))
+                member.sent.append(self.what_is_saved())
+            member.say("done")
 
     def check_memory(self, item: co.SendAssign) -> None:
         """No worker is given a part that it has no memory for, and none before the model is cut."""
@@ -283,6 +313,9 @@ class Cluster(History):
         self.tell_saved()
 
     def tell_saved(self) -> None:
+        self.tell(self.what_is_saved())
+
+    def what_is_saved(self) -> co.Saved:
         parts = {}
         for peer_id, disk in self.disks.items():
             for stage, saved in disk.saved.items():
@@ -291,7 +324,7 @@ class Cluster(History):
         wholes = {peer_id: frozenset(step for step, _ in disk.wholes) for peer_id, disk in self.disks.items()}
         if self.stages == 1:
             parts, wholes = {}, {peer_id: steps for (peer_id, _), steps in parts.items()}
-        self.tell(co.Saved(wholes, parts))
+        return co.Saved(wholes, parts)
 
     @rule(peer_id=st.sampled_from(PEERS))
     def gather(self, peer_id: str) -> None:
@@ -391,6 +424,8 @@ class Cluster(History):
     def teardown(self) -> None:
         if hasattr(self, "gone") and self.gone and not any(self.disks[key].wholes for key in {*PEERS} - self.gone):
             return  # nothing can be told of the lost stage
+        if hasattr(self, "full"):
+            self.full.clear()
         self.comes_to_run(sorted({*self.enough} - getattr(self, "gone", set())), 80)
 
 

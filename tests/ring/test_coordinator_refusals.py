@@ -118,6 +118,7 @@ def test_a_job_is_not_done_before_its_last_step_by_the_word_of_its_members() -> 
         desk.report(peer_id, "done", STEP)
     desk.after(1.0)
     assert next_view(desk) == (["a", "b"], False)
+    desk.tell(co.Saved({"a": frozenset({STEP + 1})}))
     for peer_id in "ab":
         desk.report(peer_id, "done", STEP + 1)
     assert desk.core.phase is Phase.DONE

@@ -7,6 +7,7 @@ import itertools
 import re
 import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import StorageError
+from p2ptrain.core.errors import Refused, StorageError
 from p2ptrain.core.threads import RealThreads
 from p2ptrain.core.world import Network, World
 from roles.compute_thread import ComputeThread
@@ -24,7 +25,7 @@ from roles.snapshots import Snapshots
 from roles.stand_in import StandInEngine
 from roles.worker import checkpoint_store
 from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing
-from tests.roles.in_process import Cluster
+from tests.roles.in_process import Cluster, Gate
 from wire.memory import MemoryNetwork
 
 STEPS = 13
@@ -132,16 +133,101 @@ async def test_stages_never_lose_the_newest_state_that_all_have_saved(cluster: H
     await peers[1].die()
 
 
-async def test_a_run_does_not_end_for_a_broken_disk(cluster: HangingCluster) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+async def test_a_run_does_not_end_for_a_broken_disk_but_before_its_result_is_on_one(
+    cluster: HangingCluster, stages: int
+) -> None:
     cluster.disk.broken = True
     cluster.disk.go.set()
-    job = await cluster.create(profile(every=6))
-    peer = cluster.join()
-    ended = await cluster.job_until(job, lambda item: item["state"] == "done")
-    assert ended["step"] == STEPS
+    made = profile(every=6)
+    if stages > 1:
+        parts = {"job": {"steps": STEPS, "workers": 2, "strategy": "pipeline"}, "pipeline": {"stages": 2}}
+        made = Profile.model_validate(made.model_dump() | parts)
+    job = await cluster.create(made)
+    peers = [cluster.join() for _ in range(stages)]
+    held = await cluster.job_until(job, lambda item: item["state"] == "saving")
+    assert held["step"] == STEPS
+    assert "Input/output error. another disk" in held["reason"]
     assert await cluster.saved() == set()
-    assert [kind for _, kind, _ in peer.told].count("checkpoint-failed") == 3
-    assert not list(cluster.root.glob("worker-1/jobs/*/checkpoints/*")), "what was begun is cleared"
+    assert [kind for _, kind, _ in peers[0].told].count("checkpoint-failed") >= 3
+    assert not list(cluster.root.glob("worker-1/jobs/**/checkpoints/.new-*")), "what was begun is cleared"
+    cluster.disk.broken = False
+    while (await cluster.ask("jobs.list"))["jobs"][0]["state"] == "saving":
+        with suppress(Refused):  # it may have ended meanwhile
+            await cluster.ask("jobs.save", job=job)
+    ended = await cluster.job_until(job, lambda item: item["state"] == "done")
+    assert (ended["step"], await cluster.saved()) == (STEPS, {STEPS})
+
+
+async def test_a_save_that_was_skipped_for_a_busy_disk_is_made_up_for_once(tmp_path: Path) -> None:
+    soon: list[bool] = []
+    disk, compute, slow = RealThreads().start("disk"), ComputeThread(), HangingDisk()
+    engine = StandInEngine(Profile())
+    context: Any = SimpleNamespace(compute=compute, say=lambda message: None, notify=lambda *notice: None)
+    files = CheckpointFiles(disk, slow, tmp_path, 2, lambda *notice: None)
+    async with asyncio.TaskGroup() as tasks:
+        about: Any = {"job": "j", "files": files, "snapshots": Snapshots(compute), "tasks": tasks}
+        checkpoints = Checkpointing(
+            context, **about, where=lambda: (4, 0), save_soon=lambda: soon.append(checkpoints.idle)
+        )
+        for step in (1, 2, 3):  # memory has room for two copies
+            await checkpoints.save(engine, {"lineage": f"{step}" * 32, "square_sum": 1.0}, step=step, wait=False)
+        assert soon == [], "the disk is busy"
+        slow.go.set()
+        await checkpoints.settled()
+        assert soon == [True]
+        await checkpoints.save(engine, {"lineage": "4" * 32, "square_sum": 1.0}, step=4, wait=True)
+        assert soon == [True]
+    assert [entry.step for entry in await files.entries()] == [4, 2]
+    disk.close()
+    compute.close()
+
+
+def saved_by(root: Path, number: int) -> list[str]:
+    return [path.name for path in root.glob(f"worker-{number}/jobs/*/checkpoints/step-*")]
+
+
+async def test_the_last_worker_that_leaves_saves_also_in_the_middle_of_a_long_step(tmp_path: Path) -> None:
+    cluster, gate = Cluster(tmp_path, MemoryNetwork()), Gate(5)
+    await cluster.start_seed()
+    try:
+        long = Profile.model_validate(profile(every=0).model_dump() | {"job": {"steps": 100, "workers": 2}})
+        job = await cluster.create(long)
+        first, last = (
+            cluster.join(lambda profile: StandInEngine(profile, on_micro_batch=gate.wait), slot=slot) for slot in (1, 2)
+        )
+        await cluster.job_until(job, lambda item: item["step"] == 5)
+        await first.leave()
+        assert saved_by(tmp_path, 1) == [], "the other keeps the state"
+        leaving = asyncio.create_task(last.leave())
+        await last.hears("saving step 5, which no other worker keeps")
+        gate.away()
+        await leaving
+        assert saved_by(tmp_path, 2) == ["step-00000005"]
+    finally:
+        gate.away()
+        await cluster.close()
+
+
+async def test_a_worker_that_leaves_without_a_seed_saves(tmp_path: Path) -> None:
+    cluster, gate = Cluster(tmp_path, MemoryNetwork()), Gate(5)
+    await cluster.start_seed()
+    try:
+        job = await cluster.create(Profile.model_validate(profile(every=0).model_dump() | {"job": {"workers": 1}}))
+        peer = cluster.join(lambda profile: StandInEngine(profile, on_micro_batch=gate.wait), slot=1)
+        await cluster.job_until(job, lambda item: item["step"] == 5)
+        await cluster.stop_seed()
+        leaving = asyncio.create_task(peer.leave())
+        await peer.hears("saving step 5")
+        gate.away()
+        await leaving
+        assert saved_by(tmp_path, 1) == ["step-00000005"]
+        await cluster.start_seed()
+        cluster.join(slot=1)
+        await cluster.peers[-1].hears("resuming from")
+    finally:
+        gate.away()
+        await cluster.close()
 
 
 async def test_who_waits_for_a_save_waits_for_its_end_and_not_for_one_that_will_not_come(

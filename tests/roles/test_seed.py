@@ -544,6 +544,8 @@ async def test_jobs_queue_and_the_workers_go_to_the_next(bench: Bench) -> None:
     older = a.job
     jobs = {job["name"]: job for job in (await bench.ask("jobs.list"))["jobs"]}
     assert (jobs["second"]["id"], jobs["first"]["state"]) == (older, "queued")
+    a.say(CheckpointSaved(older, 100, "/c/100", "d", 5))
+    await a.beaten()
     for worker in (a, b):
         worker.report("done", 100)
     for worker in (a, b):
@@ -707,6 +709,8 @@ async def test_a_paused_job_lets_its_workers_go_when_another_needs_them(bench: B
     await bench.ask("jobs.resume", job="first")
     job = await bench.until("jobs", lambda job: bool(job["id"] == first and job["state"] == "queued"))
     assert job["reason"] == "another job has the workers"
+    a.say(CheckpointSaved(second, 100, "/c/100", "d", 5))
+    await a.beaten()
     for worker in (a, b):
         worker.report("done", 100)
     for worker in (a, b):

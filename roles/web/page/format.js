@@ -74,7 +74,7 @@ const LOOKS = {
   busy: { healing: "✚", following: "◑", building: "◔", joining: "◌", forming: "◔" },
   calm: { waiting: "○", queued: "○" },
   dim: { idle: "·", left: "–", cancelled: "–", info: "·" },
-  warn: { held: "□", paused: "■", leaving: "↗", away: "◇", warning: "▲", interrupted: "■" },
+  warn: { held: "□", paused: "■", saving: "▲", leaving: "↗", away: "◇", warning: "▲", interrupted: "■" },
   bad: { failed: "✗", lost: "✗", evicted: "⊘", error: "✗" },
 };
 

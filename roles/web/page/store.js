@@ -7,7 +7,7 @@ const MAX_EVENTS = 500;
 const MAX_ROWS = 4000;
 const RECENT_ROWS = 500; // the newest rows of a series are never thinned
 const FINISHED = new Set(["done", "cancelled", "failed"]);
-const URGENCY = ["running", "forming", "paused", "waiting", "queued"];
+const URGENCY = ["running", "forming", "saving", "paused", "waiting", "queued"];
 
 /** First index in `rows` whose step is at least `step`. */
 function place(rows, step) {
