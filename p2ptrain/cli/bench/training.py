@@ -244,4 +244,4 @@ class Training:
         if reason := next(filter(None, (difference(mine, token) for token in tokens)), ""):
             raise JobFailed(f"the members do not hold the same bytes: {reason} differs")
         ours.lineage = next_lineage(ours.lineage, contribution.digest)
-        return (await strategy.commit(step, sum((token.part for token in tokens), start=0.0))).loss
+        return (await strategy.commit(step, contribution.part)).loss
