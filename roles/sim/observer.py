@@ -24,7 +24,7 @@
   begins with a version that a member has held;
 - *true norm*: a step is committed with the norm of its sum, whatever one member tells;
 - *liar named*: of three members or more, none is accused of a false figure but one that told it;
-- *every step*: a job that ends has taken all its steps;
+- *every step*: a job that ends has taken all its steps; *result saved*: and the seed has recorded a checkpoint of it;
 - *one cut*: every worker that builds a part of a split model, at any time, gets the same cuts.
 """
 

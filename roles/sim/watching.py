@@ -387,6 +387,8 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         [(Transaction, "_confirm", lambda original: lambda self: self._to_boundary(confirmed=True))],
         ("kill-in-phase", "kill-two", "join", "save", "cut", "freeze"),
     ),
+    # A job is done although no disk has its result.
+    "result": ([(replicas.RecoveryPolicy, "has_saved", lambda original: lambda *_, **more: True)], ("disk-full",)),
     # After a break the ring runs the same way, and heartbeats do not say how far a member is.
     "turned": (
         [

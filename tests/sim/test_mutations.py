@@ -18,6 +18,7 @@ FOUND = {
     "ledger": (3, "ledger"),
     "rows": (22, "ledger"),
     "confirm": (22, "confirmed"),
+    "result": (0, "result saved"),
     "term": (3, "generations grow"),
     "adopt": (2, "restored keeps"),
     "turned": (14, "goes on"),
