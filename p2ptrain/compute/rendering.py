@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import IO, Any, cast
 
@@ -38,7 +39,6 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._template = ""  # that the process has
         atexit.register(self._stop)
 
     def render(self, template: str, chats: Sequence[Chat], whose: str, date: str = "") -> list[str]:
@@ -51,9 +51,9 @@ class TemplateProcess:
         """
         with self._lock:
             process = self._started()
-            request = [None if template == self._template else template, chats, date]
+            request = json.dumps([template, chats, date]).encode()
             try:
-                cast("IO[bytes]", process.stdin).write(json.dumps(request).encode() + b"\n")
+                cast("IO[bytes]", process.stdin).write(request + b"\n")
                 cast("IO[bytes]", process.stdin).flush()
                 line = cast("IO[bytes]", process.stdout).readline(_MOST_ANSWER_BYTES)
             except OSError:
@@ -64,7 +64,6 @@ class TemplateProcess:
             if not line.endswith(b"\n"):
                 text = f"the chat template of {whose} {self._why_ended()}"
                 raise ConfigError(text, remedy=_REMEDY)
-            self._template = template
         texts, problem = json.loads(line)
         if problem:
             has_system = any(message.get("role") == "system" for messages, _ in chats for message in messages)
@@ -96,14 +95,12 @@ class TemplateProcess:
         return f"writes too much, or ended its process (code {code})"
 
     def _stop(self) -> int:
-        process, self._process, self._template = self._process, None, ""
+        process, self._process = self._process, None
         if process is None:
             return 0
         for pipe in (process.stdin, process.stdout):
-            try:
+            with suppress(OSError):  # what it did not read
                 cast("IO[bytes]", pipe).close()
-            except OSError:
-                continue  # what it did not read
         try:
             return process.wait(0.5)  # it ends with its input
         except subprocess.TimeoutExpired:
@@ -132,13 +129,11 @@ def serve() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
-    template = ""
     for line in requests:
         texts = list[str]()
         try:
-            given, chats, date = json.loads(line)
+            template, chats, date = json.loads(line)
             now = datetime.fromisoformat(date) if date else datetime.now(UTC)
-            template = template if given is None else given
             for messages, settings in chats:
                 _limit_time(LIMIT_S + _S_PER_BYTE * len(line))
                 if not messages:
