@@ -92,8 +92,9 @@ def load(
     Raises:
         ConfigError: unknown profile, unreadable file, unknown key, bad value, or values that contradict each other.
     """
-    layers = chain(_profile_layers(profile), _environment_layer(environ), _override_layer(sets))
-    return _merged(layers, {key: _Setting(value, place, place) for key, (value, place) in (usual or {}).items()})
+    beneath = [(key, _Setting(value, place, place)) for key, (value, place) in (usual or {}).items()]
+    layers = chain(beneath, _profile_layers(profile), _environment_layer(environ), _override_layer(sets))
+    return _merged(sorted(layers, key=lambda layer: not is_shipped(layer[1].source)))  # what ships comes first
 
 
 def load_settings(profile: str | Mapping[str, Any], sets: Mapping[str, Any]) -> Profile:
@@ -108,15 +109,11 @@ def load_settings(profile: str | Mapping[str, Any], sets: Mapping[str, Any]) -> 
     return _merged(chain(layers, _document_layers(dict(sets), lambda key: f"set {key}", ""))).profile
 
 
-def _merged(layers: Iterable[tuple[str, _Setting]], usual: Mapping[str, _Setting] | None = None) -> Loaded:
+def _merged(layers: Iterable[tuple[str, _Setting]]) -> Loaded:
     settings: dict[str, _Setting] = {}
     for key, setting in layers:
         settings.pop(key, None)  # reinsert, so that the map stays in order of precedence
         settings[key] = setting
-    for key, setting in (usual or {}).items():
-        if key not in settings or is_shipped(settings[key].source):
-            settings.pop(key, None)
-            settings[key] = setting
     sources = {key: settings[key].source if key in settings else DEFAULT_SOURCE for key in _FIELDS}
     return Loaded(_validated(settings), sources)
 
@@ -227,10 +224,8 @@ def parse_toml(text: str, place: str) -> dict[str, Any]:
     for _ in range(_MOST_DEPTH):
         if any(isinstance(value, int) and not -(1 << 63) <= value < 1 << 63 for value in level):
             raise ConfigError(f"{place}: a number has more than 64 bits", remedy=_SYNTAX)
-        tables = [
-            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
-        ]
-        level = [value for table in tables for value in table]
+        inner = (it.values() if isinstance(it, dict) else it for it in level if isinstance(it, dict | list))
+        level = list(chain.from_iterable(inner))
     if level:
         raise ConfigError(problem, remedy=_SYNTAX)
     return document
