@@ -113,7 +113,8 @@ class CheckpointFiles:
         base: Path | None = None,
     ) -> None:
         self._flat, self._part, self._config, self._parts = flat, part, config, stage.parts
-        self._tuning, self._merged = tuning, merged
+        self._tuning = tuning
+        self._merged = {name: _range(it.offset, it.numel, blob=MERGED) for name, it in merged.items()}
         self._base, self._is_whole = base, bool(merged) or not tuning.adapters
         stored = TensorTable(base).entries if base is not None else {}
         self._dtypes = {name: entry.dtype for name, entry in stored.items()}
@@ -217,16 +218,14 @@ class CheckpointFiles:
         if self._copied is not None:
             optimizer.append((_TIED, "F32", self._copied.shape, [_range(self._copied.offset, self._copied.numel)]))
         frozen = {name: it for name, it in flat.model.named_parameters() if not it.requires_grad}
-        if self._merged:
-            return self._plans_of_merged(frozen, optimizer)
-        if adapters:
+        if adapters and not self._merged:
             config = FilePlan(ADAPTER_CONFIG, (self._tuning.config_file(),))
             small = [config, *self._small_files()] if part is None or part.part.first else []
             names, buffers = adapters, []
             frozen = {name: it for name, it in frozen.items() if name in adapters}
         elif part is None:
             small = self._small_files()
-            names = {name: name for name, _ in flat.model.named_parameters()}
+            names = {name: name.replace(".base_layer.", ".") for name, _ in flat.model.named_parameters()}
             buffers = list(_buffers(flat.model))
         else:
             small = self._of_all_stages() if part.part.first else []
@@ -237,9 +236,12 @@ class CheckpointFiles:
         weights = [
             self._weight(names[segment.name], segment.shape, _range(segment.offset, segment.numel))
             for segment in flat.segments
-            if segment != self._copied
+            if segment != self._copied and not self._merged
         ]
-        weights += [self._weight(names[name], tuple(it.shape), _range_of(it)) for name, it in frozen.items()]
+        weights += [
+            self._weight(names[name], tuple(it.shape), self._merged.get(name) or _range_of(it))
+            for name, it in frozen.items()
+        ]
         return [
             *small,
             _safetensors_plan(self.weights, [*weights, *buffers], {"format": "pt"}),
@@ -264,18 +266,6 @@ class CheckpointFiles:
             *small,
             _safetensors_plan(self.weights, weights, {"format": "pt"}),
             _safetensors_plan(self.optimizer, optimizer, {"layout": flat.layout}),
-        ]
-
-    def _plans_of_merged(self, frozen: Mapping[str, Tensor], optimizer: list[PlannedTensor]) -> list[FilePlan]:
-        weights: list[PlannedTensor] = []
-        for name, parameter in frozen.items():
-            place = self._merged.get(name)
-            span = _range_of(parameter) if place is None else _range(place.offset, place.numel, blob=MERGED)
-            weights.append(self._weight(name.replace(".base_layer.", "."), tuple(parameter.shape), span))
-        return [
-            *self._small_files(),
-            _safetensors_plan(self.weights, [*weights, *_buffers(self._flat.model)], {"format": "pt"}),
-            _safetensors_plan(self.optimizer, optimizer, {"layout": self._flat.layout}),
         ]
 
     def _of_all_stages(self) -> list[FilePlan]:
