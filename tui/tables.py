@@ -165,7 +165,6 @@ class TablePanel(Panel):
 
     @property
     def is_cut(self) -> bool:
-        """Whether the width hides columns."""
         return len(self.chosen) < len(self.COLUMNS)
 
     def detail(self, frame: Frame, key: str) -> list[Row]:

@@ -439,7 +439,6 @@ class IslandTrainer(Trainer):
                 whole[here].copy_(theirs[there])
 
     def _scatter(self, whole: Tensor | None, rows: Tensor) -> None:
-        """The reverse of ``_gather``."""
         if whole is None:
             self._island.received(rows, 0)
             return

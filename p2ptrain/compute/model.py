@@ -252,7 +252,6 @@ def check_architecture(name: str) -> None:
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Set every dropout in ``config`` to 0, and return it."""
     for key, value in config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or "pdrop" in key):
             setattr(config, key, 0.0)

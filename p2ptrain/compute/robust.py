@@ -125,7 +125,6 @@ def _combination(rule: str, squares: Squares, byzantine: int, fit: Sequence[bool
 
 
 def _weights(rule: str, squares: Squares, byzantine: int) -> Squares:
-    """Weights of the members' vectors and of the center."""
     members = len(squares) - 1
     weights = np.zeros(members + 1)
     if rule == "mean":

@@ -54,7 +54,7 @@ from p2ptrain.compute.data import NO_TARGET, Corpus, DataSpec, load_corpus
 from p2ptrain.compute.device import Device, flushed_denormals, share_cores
 from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
 from p2ptrain.compute.fedex import ExactAverage
-from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, square_sum, trained
+from p2ptrain.compute.flat import FlatModel, OptimizerSpec, square_sum, trained
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, build_rows, check_shard_memory, lost_members_told
 from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, OnFinal, bucket_bounds
 from p2ptrain.compute.local import LocalSpec, LocalSteps
@@ -205,7 +205,9 @@ class Trainer:
         self._fixed = FixedSum(self._flat.gradients, device.kind, spec.micro_batches) if exact else None
         self._summed = self._fixed.total if self._fixed else self._update.contribution
         on_host = self._fixed.on_host if self._fixed else self._is_host
-        self._host = self._summed if on_host else _host_buffer(self._summed)
+        self._host = self._summed
+        if not on_host:
+            self._host = torch.zeros_like(self._summed, device="cpu", pin_memory=device.kind == "cuda")
         early = self._update.final_early
         self._host_copier = _host_copier(self._summed, self._host, self._summed.device.type) if early else None
         self._watch = BackwardProgress(self._flat.stops, self._host_copier, self._fixed.add if self._fixed else None)
@@ -218,7 +220,8 @@ class Trainer:
         self._flights: dict[int, _Flight] = {}
         self._share = 0, spec.micro_batches  # first micro-batch and count
         self._seen: set[int] = set()  # sequences of this step, with a clip norm
-        self._tied = self._tied_segment()
+        tied_name = self._model_part.tied_name if self._model_part else ""
+        self._tied = next((segment for segment in self._flat.segments if segment.name == tied_name), None)
         self._files = self._files_of(self._flat)
         self.tokens_per_micro_batch = tokens
         self.device = device.label
@@ -626,12 +629,7 @@ class Trainer:
     def _state_arrays(self) -> dict[str, Tensor]:
         return {PARAMETERS: self._flat.parameters, **self._update.shared}
 
-    def _tied_segment(self) -> Segment | None:
-        name = self._model_part.tied_name if self._model_part else ""
-        return next((segment for segment in self._flat.segments if segment.name == name), None)
-
     def _batch(self, windows: Indices) -> _Batch:
-        """The micro-batch of ``windows`` (B,)."""
         batch = self._corpus.batch(windows)
 
         def moved(array: Indices) -> Tensor:
@@ -726,10 +724,6 @@ def _out_of_memory_told() -> Iterator[None]:
 
 def _blob(name: str, array: Tensor) -> Blob:
     return Blob(name, array.numpy().data.cast("B"))
-
-
-def _host_buffer(like: Tensor) -> Tensor:
-    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
 def _host_copier(gradients: Tensor, host: Tensor, kind: str) -> HostCopier | None:

@@ -142,7 +142,6 @@ class Tuning:
         return made
 
     def config_file(self) -> bytes:
-        """The text of ``adapter_config.json``."""
         from peft import LoraConfig
 
         config = LoraConfig(

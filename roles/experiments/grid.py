@@ -159,7 +159,6 @@ def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> Plan:
 
 
 def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: str) -> Iterator[Run]:
-    """The repeats of a cell."""
     where, varied = f"{place}: {_named(cell)}", dict[str, Any]()
     for axis, label in cell.items():
         if twice := varied.keys() & grid.axes[axis][label].keys():

@@ -32,7 +32,6 @@ Row = dict[str, Any]
 
 
 def time_to(target: float) -> str:
-    """Column of the time to a loss."""
     return f"seconds_to_{target:g}"
 
 
@@ -42,7 +41,6 @@ def bytes_to(target: float) -> str:
 
 
 def measured_columns(targets: Sequence[float]) -> list[str]:
-    """Columns with numbers that the runs measure."""
     return [*FIGURES, *(column(target) for target in targets for column in (time_to, bytes_to))]
 
 
