@@ -207,14 +207,19 @@ class CheckpointFiles:
 
     def _plans(self, moments: Mapping[str, int]) -> list[FilePlan]:
         flat, part = self._flat, self._part
-        if isinstance(flat, ShardedModel):
-            return self._plans_of_rows(flat, moments)
+        is_first = not isinstance(flat, ShardedModel) or not flat.shard.index
         adapters = self._tuning.adapters
         # The parameters in fp32, too: training goes on from them. With LoRA it needs no other file.
         arrays = {**moments, **({PARAMETERS: flat.numel} if self._halves or adapters else {})}
         optimizer: list[PlannedTensor] = [
             (name, "F32", (numel,), [BlobRange(name, 0, numel * _ELEMENT_BYTES)]) for name, numel in arrays.items()
         ]
+        if isinstance(flat, ShardedModel):  # by tensor, so that those of all shards can be joined
+            optimizer = [
+                (f"{name}/{it.name}", "F32", it.shape, [_range(it.offset, it.numel, blob=name)])
+                for name in arrays
+                for it in flat.segments
+            ]
         if self._copied is not None:
             optimizer.append((_TIED, "F32", self._copied.shape, [_range(self._copied.offset, self._copied.numel)]))
         frozen = {name: it for name, it in flat.model.named_parameters() if not it.requires_grad}
@@ -224,9 +229,9 @@ class CheckpointFiles:
             names, buffers = adapters, []
             frozen = {name: it for name, it in frozen.items() if name in adapters}
         elif part is None:
-            small = self._small_files()
+            small = self._small_files() if is_first else []
             names = {name: name.replace(".base_layer.", ".") for name, _ in flat.model.named_parameters()}
-            buffers = list(_buffers(flat.model))
+            buffers = list(_buffers(flat.model)) if is_first else []
         else:
             small = self._of_all_stages() if part.part.first else []
             names = dict(part.names)
@@ -245,26 +250,6 @@ class CheckpointFiles:
         return [
             *small,
             _safetensors_plan(self.weights, [*weights, *buffers], {"format": "pt"}),
-            _safetensors_plan(self.optimizer, optimizer, {"layout": flat.layout}),
-        ]
-
-    def _plans_of_rows(self, flat: ShardedModel, moments: Mapping[str, int]) -> list[FilePlan]:
-        weights: list[PlannedTensor] = []
-        optimizer: list[PlannedTensor] = []
-        shapes = [(segment, flat.shapes[segment.name]) for segment in flat.segments]
-        for segment, shape in shapes:
-            weights.append(self._weight(segment.name, shape, _range(segment.offset, math.prod(shape))))
-        for name in (*moments, *([PARAMETERS] if self._halves else [])):
-            for segment, shape in shapes:
-                rows = _range(segment.offset, math.prod(shape), blob=name)
-                optimizer.append((f"{name}/{segment.name}", "F32", shape, [rows]))
-        small: list[FilePlan] = []
-        if not flat.shard.index:
-            small = self._small_files()
-            weights += _buffers(flat.model)
-        return [
-            *small,
-            _safetensors_plan(self.weights, weights, {"format": "pt"}),
             _safetensors_plan(self.optimizer, optimizer, {"layout": flat.layout}),
         ]
 
