@@ -71,16 +71,18 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         setattr(owner, name, before)
 
 
+def _around(call: Callable[..., Any]) -> Callable[[Any], Any]:
+    """``call`` in the place of the original, which it gets as its first argument."""
+    return lambda original: lambda *given, **named: call(original, *given, **named)
+
+
 def _then(tell: Callable[..., object]) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        def call(*given: Any, **named: Any) -> Any:
-            result = original(*given, **named)
-            tell(*given, **named)
-            return result
+    def call(original: Any, *given: Any, **named: Any) -> Any:
+        result = original(*given, **named)
+        tell(*given, **named)
+        return result
 
-        return call
-
-    return make
+    return _around(call)
 
 
 @contextmanager
@@ -97,27 +99,21 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         found = re.search(r"/stage-(\d+)-of-", str(path))
         return int(found[1]) if found else None if observer.stages > 1 else 0
 
-    def handle(original: Any) -> Any:
-        def call(self: Transaction, event: Any) -> Any:
-            before, view, healing = (self.applied, self.lineage), self.view, self.phase is Phase.HEALING
-            result = original(self, event)
-            if (self.applied, self.lineage) != before:
-                machine = here()
-                if machine is not None:  # a member does not commit the steps it is given
-                    given = healing or isinstance(event, Followed) or self._is_worker
-                    observer.moved(machine, self, None if given else view, before)
-            return result
-
-        return call
+    def handle(original: Any, self: Transaction, event: Any) -> Any:
+        before, view, healing = (self.applied, self.lineage), self.view, self.phase is Phase.HEALING
+        result = original(self, event)
+        if (self.applied, self.lineage) != before:
+            machine = here()
+            if machine is not None:  # a member does not commit the steps it is given
+                given = healing or isinstance(event, Followed) or self._is_worker
+                observer.moved(machine, self, None if given else view, before)
+        return result
 
     minting: dict[int, bool] = {}  # generation → whether a person restores; without views that a restored seed adopts
 
-    def mint(original: Any) -> Any:
-        async def call(self: JobController, view: View, *rest: Any, restored: bool) -> None:
-            minting[view.generation] = restored
-            await original(self, view, *rest, restored=restored)
-
-        return call
+    async def mint(original: Any, self: JobController, view: View, *rest: Any, restored: bool) -> None:
+        minting[view.generation] = restored
+        await original(self, view, *rest, restored=restored)
 
     def view_added(self: Records, view: View, *rest: Any) -> None:
         if view.generation in minting:
@@ -129,18 +125,15 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             observer.tell(f"the job is {job.state} ({job.reason})")
             simulation.job_changed.set()
 
-    def publish(original: Any) -> Any:
-        def call(self: CheckpointStore, temporary: Path, target: Path) -> None:
-            machine = here()
-            if machine is not None:  # the checkpoint may exist from now on, wherever the process dies
-                encoded = self._disk.read(temporary / MANIFEST, max_bytes=1 << 20)
-                step, meta, files = manifest_untrusted(encoded)
-                states = sorted(name for name in files if name.endswith(".bin"))  # a split model's: by stage
-                bits = [bits_of(self._disk.read(temporary / name, max_bytes=1 << 20)) for name in states]
-                observer.saved(machine, step, hashlib.sha256(encoded).hexdigest(), meta, bits)
-            original(self, temporary, target)
-
-        return call
+    def publish(original: Any, self: CheckpointStore, temporary: Path, target: Path) -> None:
+        machine = here()
+        if machine is not None:  # the checkpoint may exist from now on, wherever the process dies
+            encoded = self._disk.read(temporary / MANIFEST, max_bytes=1 << 20)
+            step, meta, files = manifest_untrusted(encoded)
+            states = sorted(name for name in files if name.endswith(".bin"))  # a split model's: by stage
+            bits = [bits_of(self._disk.read(temporary / name, max_bytes=1 << 20)) for name in states]
+            observer.saved(machine, step, hashlib.sha256(encoded).hexdigest(), meta, bits)
+        original(self, temporary, target)
 
     def removed(self: CheckpointStore, path: Path) -> None:
         machine = here()
@@ -148,67 +141,49 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             kept = machine.announced if stage_of(path) is not None else machine.wholes
             kept.pop(int(path.name.rpartition("-")[2]), None)
 
-    def verify(original: Any) -> Any:
-        async def call(self: CheckpointFiles, step: int) -> Any:
-            found = await original(self, step)
-            machine = here()
-            stage = stage_of(self.root)
-            if machine is not None and stage is not None:  # a stage may have no room for its share of a whole one
-                observer.promised(machine, stage, step)
-            return found
+    async def verify(original: Any, self: CheckpointFiles, step: int) -> Any:
+        found = await original(self, step)
+        machine = here()
+        stage = stage_of(self.root)
+        if machine is not None and stage is not None:  # a stage may have no room for its share of a whole one
+            observer.promised(machine, stage, step)
+        return found
 
-        return call
+    async def load(original: Any, self: CheckpointFiles, *rest: Any, restore_step: int, **more: Any) -> Any:
+        found = await original(self, *rest, restore_step=restore_step, **more)
+        machine = here()
+        if machine is not None:
+            observer.loaded(machine, found[3], restore_step)
+        return found
 
-    def load(original: Any) -> Any:
-        async def call(self: CheckpointFiles, *rest: Any, restore_step: int, **more: Any) -> Any:
-            found = await original(self, *rest, restore_step=restore_step, **more)
-            machine = here()
-            if machine is not None:
-                observer.loaded(machine, found[3], restore_step)
-            return found
+    def send(original: Any, self: SeedLink, message: Any) -> None:
+        machine = here()
+        if isinstance(message, CheckpointSaved) and machine is not None:
+            observer.announced(machine, message.step, message.digest)
+        original(self, message)
 
-        return call
+    def give_up(original: Any, self: SeedLedger, *given: Any) -> Any:
+        before, text = self.step, original(self, *given)
+        if text:
+            observer.gave_up(before + 1, self.step)
+        return text
 
-    def send(original: Any) -> Any:
-        def call(self: SeedLink, message: Any) -> None:
-            machine = here()
-            if isinstance(message, CheckpointSaved) and machine is not None:
-                observer.announced(machine, message.step, message.digest)
-            original(self, message)
+    def summarize(original: Any, self: SyncStrategy, own: float) -> Any:
+        machine = here()
+        members = self._session.size if self._session is not None else 1
+        if machine is not None and machine.flips and members > 1:  # a lone member's flip cannot be noticed
+            memory = self._engine.reduce_buffer.view("u1")
+            memory[machine.flips % memory.size] ^= 1  # a part's buffer is smaller
+            machine.flips = 0
+        return original(self, own)
 
-        return call
-
-    def give_up(original: Any) -> Any:
-        def call(self: SeedLedger, *given: Any) -> Any:
-            before, text = self.step, original(self, *given)
-            if text:
-                observer.gave_up(before + 1, self.step)
-            return text
-
-        return call
-
-    def summarize(original: Any) -> Any:
-        def call(self: SyncStrategy, own: float) -> Any:
-            machine = here()
-            members = self._session.size if self._session is not None else 1
-            if machine is not None and machine.flips and members > 1:  # a lone member's flip cannot be noticed
-                memory = self._engine.reduce_buffer.view("u1")
-                memory[machine.flips % memory.size] ^= 1  # a part's buffer is smaller
-                machine.flips = 0
-            return original(self, own)
-
-        return call
-
-    def encode(original: Any) -> Any:
-        def call(self: Token) -> bytes:
-            machine = here()
-            if machine is not None and machine.false_tokens:
-                machine.false_tokens -= 1
-                observer.liars.add(machine.host)
-                self = replace(self, **machine.falsely)
-            return bytes(original(self))
-
-        return call
+    def encode(original: Any, self: Token) -> bytes:
+        machine = here()
+        if machine is not None and machine.false_tokens:
+            machine.false_tokens -= 1
+            observer.liars.add(machine.host)
+            self = replace(self, **machine.falsely)
+        return bytes(original(self))
 
     def step_done(self: Reports, step: int, scores: dict[str, float], *, redone: bool) -> None:
         view, rule = self._core.view, self._profile.robust.rule
@@ -225,63 +200,54 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             known = any(worker is not None and worker.peer_id == peer_id for worker in guilty)
             observer.check("innocent", known, lambda: f"{peer_id} is excluded: {why}")
 
-    def all_gather(original: Any) -> Any:
-        async def call(self: RingSession, mine: bytes, **more: Any) -> Any:
-            machine = here()
-            garbled = machine is not None and machine.misbehaves == "garble" and len(mine) == TOKEN_BYTES
-            return await original(self, bytes(len(mine)) if garbled else mine, **more)
+    async def all_gather(original: Any, self: RingSession, mine: bytes, **more: Any) -> Any:
+        machine = here()
+        garbled = machine is not None and machine.misbehaves == "garble" and len(mine) == TOKEN_BYTES
+        return await original(self, bytes(len(mine)) if garbled else mine, **more)
 
-        return call
-
-    def send_ready(original: Any) -> Any:
-        def call(self: Lane) -> None:
-            machine = here()
-            if machine is None or machine.misbehaves != "withhold":
-                original(self)
-
-        return call
+    def send_ready(original: Any, self: Lane) -> None:
+        machine = here()
+        if machine is None or machine.misbehaves != "withhold":
+            original(self)
 
     def masked(self: Masks, values: Any, step: int) -> None:
         for key in self._keys.values():
             observer.used(key, step, self._rank)
 
-    def spend(original: Any) -> Any:
-        async def call(self: JobRunner, budget: Budget, members: int) -> None:
-            before, view, machine = budget.releases, self.core.view, here()
-            await original(self, budget, members)
-            if budget.releases > before and view is not None and machine is not None:
-                observer.spent(machine.host, view, self.core.applied, budget.releases)
-
-        return call
+    async def spend(original: Any, self: JobRunner, budget: Budget, members: int) -> None:
+        before, view, machine = budget.releases, self.core.view, here()
+        await original(self, budget, members)
+        if budget.releases > before and view is not None and machine is not None:
+            observer.spent(machine.host, view, self.core.applied, budget.releases)
 
     with ExitStack() as stack:
         for owner, name, make in (
-            (Transaction, "handle", handle),
+            (Transaction, "handle", _around(handle)),
             (Transaction, "_rejected", _then(observer.rejected)),
-            (Token, "encode", encode),
+            (Token, "encode", _around(encode)),
             (StandInEngine, "use_noise", _then(lambda self, std, key: observer.used(key) if key else None)),
             (Masks, "add", _then(masked)),
-            (JobRunner, "_spend", spend),
-            (JobController, "_mint", mint),
+            (JobRunner, "_spend", _around(spend)),
+            (JobController, "_mint", _around(mint)),
             (Records, "add_view", _then(view_added)),
             (Records, "save_job", _then(job_saved)),
             (Records, "add_checkpoint", _then(lambda self, item, *_: observer.recorded(item.step, item.digest))),
-            (CheckpointStore, "_publish", publish),
+            (CheckpointStore, "_publish", _around(publish)),
             (CheckpointStore, "_remove", _then(removed)),
-            (CheckpointFiles, "load", load),
-            (CheckpointFiles, "verify", verify),
-            (SeedLink, "send", send),
+            (CheckpointFiles, "load", _around(load)),
+            (CheckpointFiles, "verify", _around(verify)),
+            (SeedLink, "send", _around(send)),
             (
                 backup,
                 "keep_copy",
                 _then(lambda disk, directory, data: simulation.copies.append((observer.line.generation, data))),
             ),
-            (SeedLedger, "_give_up_gap", give_up),
-            (SyncStrategy, "_summarize", summarize),
+            (SeedLedger, "_give_up_gap", _around(give_up)),
+            (SyncStrategy, "_summarize", _around(summarize)),
             (Reports, "step_done", _then(step_done)),
             (Quarantine, "_exclude", _then(excluded)),
-            (RingSession, "all_gather", all_gather),
-            (Lane, "_send_ready", send_ready),
+            (RingSession, "all_gather", _around(all_gather)),
+            (Lane, "_send_ready", _around(send_ready)),
             (secrets, "token_hex", lambda original: lambda number=32: names.randbytes(number).hex()),
             (secrets, "token_bytes", lambda original: lambda number=32: names.randbytes(number)),
             (gauges.Gauges, "machine", lambda original: lambda self: {"memory_bytes": 1e8, "memory_total_bytes": 1e10}),
@@ -297,29 +263,23 @@ Patch = tuple[Any, str, Callable[[Any], Any]]
 def _no_fence() -> list[Patch]:
     """The seed forgets a generation's number on restart, and no member rejects messages of an old generation."""
 
-    def is_current(original: Any) -> Any:
-        def call(self: Coordinator, peer_id: str, generation: int) -> bool:
-            return self.view is not None and self.view.rank_of(peer_id) is not None
-
-        return call
+    def is_current(original: Any, self: Coordinator, peer_id: str, generation: int) -> bool:
+        return self.view is not None and self.view.rank_of(peer_id) is not None
 
     def forget(self: Records, view: View, *rest: Any, **more: Any) -> None:
         self._db.execute("DELETE FROM views WHERE job = ? AND generation = ?", (view.job, view.generation))
 
     return [
         (Records, "add_view", _then(forget)),
-        (Coordinator, "_is_current", is_current),
+        (Coordinator, "_is_current", _around(is_current)),
         (Inbound, "_judge", lambda original: lambda self, job, generation, peer_id, topology: None),
         (FrameDecoder, "_is_stale", lambda original: lambda self, generation: False),
     ]
 
 
-def _any_digest(original: Any) -> Any:
-    def verdict(*tokens: Any, **known: Any) -> Any:
-        fault = original(*tokens, **known)
-        return None if fault is not None and fault.cause in ("digest", "figure") else fault
-
-    return verdict
+def _any_digest(original: Any, *tokens: Any, **known: Any) -> Any:
+    fault = original(*tokens, **known)
+    return None if fault is not None and fault.cause in ("digest", "figure") else fault
 
 
 def _believed(original: Any) -> Any:
@@ -330,29 +290,23 @@ def _anyones(original: Any) -> Any:
     return lambda tokens: Flag(functools.reduce(operator.or_, (token.flags for token in tokens)))
 
 
-def _unchecked(original: Any) -> Any:
-    def arrived(self: Lane) -> None:
-        if self._posted:
-            self._posted[0][0].check = None
-        original(self)
-
-    return arrived
+def _unchecked(original: Any, self: Lane) -> None:
+    if self._posted:
+        self._posted[0][0].check = None
+    original(self)
 
 
-def _disband(original: Any) -> Any:
-    def disband(self: JobRunner, reason: str) -> None:
-        original(self, reason)
-        if self._engine is not None:
-            self._engine.reduce_buffer[:] = 0
-
-    return disband
+def _disband(original: Any, self: JobRunner, reason: str) -> None:
+    original(self, reason)
+    if self._engine is not None:
+        self._engine.reduce_buffer[:] = 0
 
 
 MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     # The seed forgets a generation's number on restart, and no member rejects an old generation.
     "fence": (_no_fence(), ("seed-kill", "seed-restart", "cut", "join")),
     # Members commit without comparing the digests and the norms of the reduced bytes.
-    "digest": ([(transaction, "verdict", _any_digest)], ("bit-flip",)),
+    "digest": ([(transaction, "verdict", _around(_any_digest))], ("bit-flip",)),
     # Members believe the norm that one of them tells.
     "norm": (
         [(token, "_false_figure", _believed), (token, "_agreed", lambda original: lambda told, last: max(told))],
@@ -368,7 +322,7 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         ("false-token",),
     ),
     # The redo buffer is not kept until the outcome is known.
-    "redo": ([(JobRunner, "_disband", _disband)], ("kill-in-vote", "join")),
+    "redo": ([(JobRunner, "_disband", _around(_disband))], ("kill-in-vote", "join")),
     # Directories are not flushed after their entries changed.
     "dir-sync": ([(ProcessDisk, "sync_dir", lambda original: lambda self, path: None)], ("power-cut", "save")),
     # Reports lost while the seed was away are not repeated.
@@ -398,7 +352,7 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         ("withhold",),
     ),
     # Bytes are not checked before they are passed on.
-    "check": ([(Lane, "_arrived", _unchecked)], ("garble", "join")),
+    "check": ([(Lane, "_arrived", _around(_unchecked))], ("garble", "join")),
     # A member whose computing hangs does not say so.
     "hang": ([(JobRunner, "_watch_compute", lambda original: lambda self: asyncio.sleep(0))], ("hang", "join")),
 }
@@ -437,17 +391,14 @@ STAGED: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
 """The same for jobs whose model is split."""
 
 
-def _refuse_nothing(original: Any) -> Any:
-    def choose(self: Intake) -> Any:
-        first = self._waiting[: self._buffer] if len(self._waiting) >= self._buffer else []
-        return [self._accepted(rank) for rank in first], []
-
-    return choose
+def _refuse_nothing(original: Any, self: Intake) -> Any:
+    first = self._waiting[: self._buffer] if len(self._waiting) >= self._buffer else []
+    return [self._accepted(rank) for rank in first], []
 
 
 ASYNCHRONOUS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     # The server accepts contributions of any staleness.
-    "bound": ([(Intake, "choose", _refuse_nothing)], ("join", "slow")),
+    "bound": ([(Intake, "choose", _around(_refuse_nothing))], ("join", "slow")),
     # Stale contributions weigh as much as others.
     "weight": ([(staleness, "weight_of", lambda original: lambda staleness: 1.0)], ("join",)),
     # The server of a new view assigns numbers from 0 again.
