@@ -279,7 +279,7 @@ class Faults:
             alone = enough and strikes == self._strikes and process.alive
             if before and alone and observer.job_state in ("running", "done"):
                 step = max(observer.line.lineages, default=0)
-                observer.check("goes on", step > before, lambda: f"still step {step}: {victim.host}, {how}")
+                observer.check("goes on", step > before, f"still step {step}: {victim.host}, {how}")
 
         self._later(2 * GOES_ON_S if how == "withhold" else GOES_ON_S, went_on)  # it is noticed twice
 
@@ -330,7 +330,7 @@ class Faults:
                 room[:taken] = rest[:taken]
                 connection.buffer_updated(taken)
                 rest = rest[taken:]
-            self._simulation.observer.check("garbage ends it", connection._ended, lambda: f"{noise.hex()} was accepted")
+            self._simulation.observer.check("garbage ends it", connection._ended, f"{noise.hex()} was accepted")
 
         self._simulation.loop.call_soon(inject, context=contextvars.copy_context())
 

@@ -33,7 +33,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,20 +138,20 @@ class Observer:
     def tell(self, text: str) -> None:
         self.timeline.append((self._now(), text))
 
-    def check(self, name: str, holds: bool, text: Callable[[], str]) -> None:
+    def check(self, name: str, holds: bool, text: str) -> None:
         self.checks[name] = self.checks.get(name, 0) + 1
         if not holds and self.violation is None:
-            self.violation = Violation(name, text())
+            self.violation = Violation(name, text)
             self.tell(f"VIOLATION {self.violation}")
 
     def cut(self, who: str, cuts: tuple[int, ...]) -> None:
         known = self._cuts = cuts if self._cuts is None else self._cuts
-        self.check("one cut", cuts == known, lambda: f"{who} received cuts {cuts}, expected {known}")
+        self.check("one cut", cuts == known, f"{who} received cuts {cuts}, expected {known}")
 
     def used(self, key: bytes, number: int = 0, rank: int = 0) -> None:
         once = (key, number, rank) not in self._used
         self._used.add((key, number, rank))
-        self.check("used once", once, lambda: f"noise or the masks of step {number} are used twice")
+        self.check("used once", once, f"noise or the masks of step {number} are used twice")
 
     def spent(self, who: str, view: View, step: int, releases: int) -> None:
         """A member is about to make a private contribution. ``releases``: its count, with this one."""
@@ -160,7 +159,7 @@ class Observer:
         hosts.add(who)
         self._released += len(hosts) == view.size
         known = self._released
-        self.check("privacy counted", releases >= known, lambda: f"{who} counts {releases} of {known} releases")
+        self.check("privacy counted", releases >= known, f"{who} counts {releases} of {known} releases")
 
     # ----------------------------------------------------------------------------------------------------- the members
 
@@ -173,7 +172,7 @@ class Observer:
         step, lineage = core.applied, core.lineage
         self._same_bits(machine.host, step, lineage, engine.stage.index, engine.bits())
         self._holders.setdefault((step, lineage), set()).add(machine.host)
-        self.check("exactly once", engine.count == step, lambda: f"{machine.host}: {engine.count} steps in step {step}")
+        self.check("exactly once", engine.count == step, f"{machine.host}: {engine.count} steps in step {step}")
         self._as_undisturbed(machine.host, engine, step)
         committed = view is not None and step == before[0] + 1
         if not committed:
@@ -191,7 +190,7 @@ class Observer:
 
     def _same_bits(self, who: str, step: int, lineage: str, stage: int, bits: bytes) -> None:
         known = self._bits.setdefault((step, lineage, stage), bits)
-        self.check("same bits", known == bits, lambda: f"{who} has another state of step {step}, lineage {lineage[:8]}")
+        self.check("same bits", known == bits, f"{who} has another state of step {step}, lineage {lineage[:8]}")
 
     def _as_undisturbed(self, who: str, engine: SimEngine, step: int) -> None:
         if self.believed_a_liar or not self._expected:
@@ -199,35 +198,31 @@ class Observer:
         expected = self._expected[step][engine.part]
         worst = float(np.max(np.abs(engine.parameters - expected)))
         limit = 0.0 if engine.exact else ROUNDING * float(np.max(np.abs(expected)))
-        self.check(
-            "undisturbed", worst <= limit, lambda: f"{who}: step {step} is off by {worst:.2g} ({limit:.2g} at most)"
-        )
+        self.check("undisturbed", worst <= limit, f"{who}: step {step} is off by {worst:.2g} ({limit:.2g} at most)")
 
     def _true_norm(self, who: str, told: float, engine: SimEngine) -> None:
         true = engine.partial_square_sum(0, engine.reduce_buffer.size)
         fits = self.stages > 1 or math.isclose(told, true, rel_tol=1e-5)  # one stage does not know the whole
-        self.check("true norm", fits, lambda: f"{who} commits a step with a squared norm of {told}, it is {true}")
+        self.check("true norm", fits, f"{who} commits a step with a squared norm of {told}, it is {true}")
 
     def rejected(self, core: Transaction, fault: Fault) -> None:
         members = core.view.members if core.view is not None else ()
         if fault.cause == "figure" and fault.suspect is not None and len(members) > 2:
             name = members[fault.suspect].name
-            self.check("liar named", name in self.liars, lambda: f"{name} {fault.what}, and that is true")
+            self.check("liar named", name in self.liars, f"{name} {fault.what}, and that is true")
 
     def _commit(self, who: str, generation: int, step: int, lineage: str, before: str) -> None:
         known = self._committed.setdefault((generation, step), lineage)
-        self.check(
-            "no fork", known == lineage, lambda: f"{who}: generation {generation} has two lineages of step {step}"
-        )
+        self.check("no fork", known == lineage, f"{who}: generation {generation} has two lineages of step {step}")
         line = self.line
         if generation != line.generation:
             self.tell(f"{who} commits step {step} in the old generation {generation}")
             return
         self.tell(f"{who} commits step {step} {lineage[:6]} in generation {generation}")
         on_line = line.lineages.setdefault(step, lineage)
-        self.check("no fork", on_line == lineage, lambda: f"{who}: step {step} is committed with another lineage")
+        self.check("no fork", on_line == lineage, f"{who}: step {step} is committed with another lineage")
         parent = line.lineages.setdefault(step - 1, before)
-        self.check("no fork", parent == before, lambda: f"{who}: step {step} follows a step that is not the line's")
+        self.check("no fork", parent == before, f"{who}: step {step} follows a step that is not the line's")
 
     # -------------------------------------------------------------------------------------------------------- the seed
 
@@ -240,7 +235,7 @@ class Observer:
         self.check(
             "generations grow",
             view.generation > line.generation,
-            lambda: f"generation {view.generation} follows {line.generation}",
+            f"generation {view.generation} follows {line.generation}",
         )
         if restored:
             self._no_further_than_must_be(view)
@@ -252,28 +247,28 @@ class Observer:
         self.check(
             "no fork",
             restored or known == view.lineage,
-            lambda: f"generation {view.generation} begins at step {view.step} with another lineage",
+            f"generation {view.generation} begins at step {view.step} with another lineage",
         )
         self._began[view.generation] = view.step
         if self._server is not None:
             held = self._holders.get((view.step, view.lineage))
-            self.check("versions", bool(held), lambda: f"nobody ever held the step {view.step} of the next view")
+            self.check("versions", bool(held), f"nobody ever held the step {view.step} of the next view")
         self.check(
             "nothing saved is taken back",
             view.step >= line.saved_step,
-            lambda: f"generation {view.generation} begins at step {view.step}, but step {line.saved_step} was saved",
+            f"generation {view.generation} begins at step {view.step}, but step {line.saved_step} was saved",
         )
         self.check(
             "progress",
             self.stages == 1 or len(self._members) < MOST_VIEWS,
-            lambda: f"after {MOST_VIEWS} views the job is only at step {view.step}",
+            f"after {MOST_VIEWS} views the job is only at step {view.step}",
         )
         step, members = self.kept
         gone = members - {member.name for member in view.members}
         self.check(
             "restored keeps",
             view.step >= step and not gone,
-            lambda: f"generation {view.generation} begins at step {view.step} of {step} known ones, without {gone}",
+            f"generation {view.generation} begins at step {view.step} of {step} known ones, without {gone}",
         )
         self.kept = (0, set())
         line.generation, self._replicas = view.generation, view.replicas
@@ -305,7 +300,7 @@ class Observer:
             self.check(
                 "no further back",
                 len(stages) < self.stages,
-                partial("goes back to step {}, and all parts of step {} are here".format, view.step, step),
+                f"goes back to step {view.step}, and all parts of step {step} are here",
             )
 
     def ledger(self, head: LedgerHead | None, rows: Sequence[LedgerRow], micro_batches: int) -> None:
@@ -314,14 +309,12 @@ class Observer:
             return
         lineage, step = head.base_lineage, head.base_step
         anew = step == 0 or step in self.line.left_at
-        self.check("ledger", anew, lambda: f"the ledger begins at step {head.base_step}, where no view left the line")
+        self.check("ledger", anew, f"the ledger begins at step {head.base_step}, where no view left the line")
         for row in rows:
             step, lineage = step + 1, next_lineage(lineage, row.digest)
             on_line = self.line.lineages.get(row.step, lineage)
             fits = row.step == step and on_line == lineage and sum(counts_of_untrusted(row.counts)) == micro_batches
-            self.check(
-                "ledger", fits, partial("the ledger's row of step {} is not what was committed".format, row.step)
-            )
+            self.check("ledger", fits, f"the ledger's row of step {row.step} is not what was committed")
         self._versions(rows)
         missing = step + 1
         later = [
@@ -329,9 +322,7 @@ class Observer:
             for host, (process, _, last) in self._witnesses.items()
             if process.alive and missing <= last and missing in self.line.lineages
         ]
-        self.check(
-            "ledger", not later, lambda: f"the ledger lacks step {missing}, and {later} know of that or later ones"
-        )
+        self.check("ledger", not later, f"the ledger lacks step {missing}, and {later} know of that or later ones")
 
     def _versions(self, rows: Sequence[LedgerRow]) -> None:
         if self._server is None:
@@ -349,7 +340,7 @@ class Observer:
                 and abs(one.weight * (1 + staleness) ** 0.5 - 1) < 1e-9
                 for one in made
             )
-            self.check("versions", fits, partial("step {} is made of {}".format, row.step, made))
+            self.check("versions", fits, f"step {row.step} is made of {made}")
 
     def gave_up(self, first: int, last: int) -> None:
         """The seed's ledger continues after the steps ``first`` to ``last``, which are not recorded."""
@@ -361,7 +352,7 @@ class Observer:
         ]
         self.line.left_at.add(last)
         self.tell(f"the ledger lacks the steps {first} to {last}")
-        self.check("ledger", not known, lambda: f"the ledger gave up steps {first} to {last}, which {known} know of")
+        self.check("ledger", not known, f"the ledger gave up steps {first} to {last}, which {known} know of")
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
@@ -382,18 +373,14 @@ class Observer:
         members = self._members.get(generation if isinstance(generation, int) else 0, set())
         members = {machine.host} if self._server else members
         behind = members - self._holders.get((step, lineage), set())
-        self.check(
-            "confirmed",
-            not behind,
-            lambda: f"{machine.host} saved step {step}, which {sorted(behind)} never applied",
-        )
+        self.check("confirmed", not behind, f"{machine.host} saved step {step}, which {sorted(behind)} never applied")
         for stage, those in zip(sorted(stages), bits, strict=True):
             self._same_bits(f"{machine.host}'s checkpoint", step, lineage, stage, those)
 
     def announced(self, machine: Machine, step: int, digest: str) -> None:
         """A member reported a checkpoint to the seed, for the first time or again."""
         known = self._manifests.get(digest)
-        self.check("loaded was saved", known is not None, lambda: f"{machine.host} announces an unknown checkpoint")
+        self.check("loaded was saved", known is not None, f"{machine.host} announces an unknown checkpoint")
         if known is None:
             return
         whole = len(known[2]) == self.stages
@@ -424,7 +411,7 @@ class Observer:
         self.tell(f"{machine.host} loads step {step}")
         if entry is not None:
             known = entry.digest in self._manifests
-            self.check("loaded was saved", known, lambda: f"{machine.host} loads a checkpoint that nobody committed")
+            self.check("loaded was saved", known, f"{machine.host} loads a checkpoint that nobody committed")
             if (first := self._rows.get(entry.digest, step + 1)) <= step:
                 self._resumed[machine.host] = machine.process, first, step
         key = machine.host, machine.stage
@@ -433,7 +420,7 @@ class Observer:
             self.check(
                 "verified",
                 not promised or step == restore_step,
-                lambda: f"{machine.host} verified a checkpoint of step {restore_step}, but loads {step}",
+                f"{machine.host} verified a checkpoint of step {restore_step}, but loads {step}",
             )
             self._announced[key] = step
             machine.announced = {at: digest for at, digest in machine.announced.items() if at <= restore_step}
@@ -443,6 +430,4 @@ class Observer:
             self.line.lineages = {at: lineage for at, lineage in self.line.lineages.items() if at <= back}
             return
         least = self._announced.get(key, 0)
-        self.check(
-            "durable", step >= least, lambda: f"{machine.host} announced a checkpoint of step {least}, but loads {step}"
-        )
+        self.check("durable", step >= least, f"{machine.host} announced a checkpoint of step {least}, but loads {step}")

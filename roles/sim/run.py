@@ -172,8 +172,8 @@ async def _simulate(
             newest, steps = max(simulation.observer.line.lineages, default=0), simulation.profile.job.steps
             whole = newest == steps or simulation.profile.privacy.epsilon > 0 or simulation.observer.job_state != "done"
             kept = simulation.observer.line.saved_step == newest or simulation.observer.job_state != "done"
-            simulation.observer.check("result saved", kept, lambda: f"no disk has step {newest}, and the job is done")
-            simulation.observer.check("every step", whole, lambda: f"the job ended after step {newest} of {steps}")
+            simulation.observer.check("result saved", kept, f"no disk has step {newest}, and the job is done")
+            simulation.observer.check("every step", whole, f"the job ended after step {newest} of {steps}")
         finally:
             faults.cancel()
             simulation.close()

@@ -190,15 +190,13 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         ranks = [rank for rank, member in enumerate(view.members) if member.name == ATTACKER] if view else []
         for rank in ranks if rule in EXCLUDING and not redone else ():
             out = scores.get(excluded_key(rank)) == 1
-            observer.check(
-                "attacker excluded", out, lambda: f"{rule} has used the attacker's vector of step {step + 1}"
-            )
+            observer.check("attacker excluded", out, f"{rule} has used the attacker's vector of step {step + 1}")
 
     def excluded(self: Quarantine, peer_id: str, why: str, *rest: Any) -> None:
         if observer.culprits is not None:
             guilty = [simulation.machines[host].worker for host in observer.culprits]
             known = any(worker is not None and worker.peer_id == peer_id for worker in guilty)
-            observer.check("innocent", known, lambda: f"{peer_id} is excluded: {why}")
+            observer.check("innocent", known, f"{peer_id} is excluded: {why}")
 
     async def all_gather(original: Any, self: RingSession, mine: bytes, **more: Any) -> Any:
         machine = here()
