@@ -9,6 +9,7 @@ import json
 import math
 import struct
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from ring.staleness import (
     packed,
     unpacked_untrusted,
 )
-from ring.token import TOKEN_BYTES, Flag, Token
+from ring.token import TOKEN_BYTES, Flag, Token, check_untrusted
 from ring.view import View
 from roles.process_group import Place, _place_untrusted
 from roles.seed.links import measured_untrusted
@@ -145,7 +146,8 @@ STAGE = Target("stages", _STAGE, _check_stage, ("wire.schema.instance_untrusted"
 
 # ------------------------------------------------------------------------------------------------------------- tokens
 
-_TOKEN = Token(1, 2, Flag.HOLD, 0.5, bytes(16), bytes.fromhex(LINEAGE)).encode()
+_MINE = Token(1, 2, Flag.HOLD, 0.5, bytes(16), bytes.fromhex(LINEAGE))
+_TOKEN = _MINE.encode()
 
 
 def _signed(body: bytes) -> bytes:
@@ -154,6 +156,8 @@ def _signed(body: bytes) -> bytes:
 
 
 def _check_token(data: bytes) -> None:
+    with suppress(ProtocolError):
+        check_untrusted(data, _MINE)
     try:
         token = Token.decode_untrusted(data)
     except ProtocolError:
@@ -166,7 +170,7 @@ TOKEN = Target(
     "tokens",
     mutated(st.just(_TOKEN)) | mutated(st.just(_TOKEN[:-4])).map(_signed) | st.binary(max_size=2 * TOKEN_BYTES),
     _check_token,
-    ("ring.token.Token.decode_untrusted",),
+    ("ring.token.Token.decode_untrusted", "ring.token.check_untrusted"),
     peak_bytes=64 << 10,
 )
 
@@ -240,7 +244,7 @@ MASKS = Target(
     "masks",
     st.binary(min_size=32, max_size=32) | mutated(st.sampled_from([_PUBLIC, bytes(32)])),
     _check_key,
-    ("roles.strategies.secure.pair_keys_untrusted",),
+    ("roles.strategies.secure.pair_keys_untrusted", "roles.strategies.secure._shared_untrusted"),
     peak_bytes=64 << 10,
 )
 
