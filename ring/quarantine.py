@@ -83,9 +83,7 @@ class Quarantine:
         self._last: dict[str, tuple[float, float]] = {}  # length of the last exclusion, and its end
         self._why: dict[str, str] = {}
         self._accused: dict[str, Report] = {}  # by the member that noticed the break, in the order of the reports
-        self._breaks: list[
-            tuple[frozenset[str], float, bool]
-        ] = []  # the two members, when, and if a cause of ``WRONG``
+        self._breaks: list[tuple[frozenset[str], float, bool]] = []  # the two members, when, and if it is ``WRONG``
         self._step = 0  # the refused step; applied steps count from 1
         self._contributors: set[str] = set()  # the members whose contributions to that step were refused
         self._tried: list[str] | None = None  # those without which that step was tried; None: it was not repeated yet

@@ -137,9 +137,8 @@ class RingSession:
         session = cls(world=me.world, view=view, rank=rank, left=from_left, right=to_right)
         try:
             await session.barrier(patience_s=deadline - now())
-        except (
-            BaseException
-        ) as problem:  # also cancelled in the instant when all were there: nobody else could close it
+        except BaseException as problem:
+            # Also cancelled in the instant when all were there: nobody else could close it.
             session.close("forming the ring failed at this member")
             lost = session.broken.result()
             if isinstance(problem, DeadlineExceeded | PeerError) and lost.beside == me.peer_id:

@@ -20,18 +20,19 @@ import struct
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from enum import IntFlag
 from functools import reduce
-from operator import and_, or_
+from operator import and_, attrgetter, or_
 from statistics import median
 
 from p2ptrain.core.errors import ProtocolError
 
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
-# generation, step, flags, unit, part, own, usual, sent, received, digest of the reduced bytes, lineage before the step
-_TOKEN = struct.Struct("!QQIIdddQQ16s16s")
+_TOKEN = struct.Struct("!QQId16s16sIddQQ")  # the fields of ``Token``, in their order
 _SUM = struct.Struct("!I")
+_IDENTITY = ("generation", "step", "lineage", "digest")  # fields that are equal in all tokens of a good vote
+_identity = attrgetter(*_IDENTITY)
 TOKEN_BYTES = _TOKEN.size + _SUM.size
 
 
@@ -80,19 +81,7 @@ class Token:
     received: int = 0
 
     def encode(self) -> bytes:
-        body = _TOKEN.pack(
-            self.generation,
-            self.step,
-            self.flags,
-            min(self.unit_us, 2**32 - 1),
-            self.part,
-            self.own,
-            self.usual,
-            self.sent,
-            self.received,
-            self.digest,
-            self.lineage,
-        )
+        body = _TOKEN.pack(*astuple(replace(self, unit_us=min(self.unit_us, 2**32 - 1))))
         return body + _SUM.pack(zlib.crc32(body))
 
     @classmethod
@@ -103,10 +92,10 @@ class Token:
         body = data[: _TOKEN.size]
         if _SUM.pack(zlib.crc32(body)) != data[_TOKEN.size :]:
             raise ProtocolError("a step token was corrupted in transit")
-        generation, step, flags, unit_us, part, own, usual, *sums, digest, lineage = _TOKEN.unpack(body)
+        generation, step, flags, *figures = _TOKEN.unpack(body)
         if flags & ~_KNOWN:
             raise ProtocolError(f"a step token with unknown flags {flags:#x}")
-        return cls(generation, step, Flag(flags), part, digest, lineage, unit_us, own, usual, *sums)
+        return cls(generation, step, Flag(flags), *figures)
 
 
 def check_untrusted(data: bytes, mine: Token) -> None:
@@ -143,7 +132,7 @@ def next_lineage(lineage: str, digest: bytes) -> str:
 
 def difference(mine: Token, other: Token) -> str:
     """In words, the first difference between two tokens of one vote; empty if there is none."""
-    for name in ("generation", "step", "lineage", "digest"):
+    for name in _IDENTITY:
         if getattr(mine, name) != getattr(other, name):
             return f"{name} of step {mine.step + 1}"
     return ""
@@ -308,10 +297,6 @@ def odd_ones_out(digests: Sequence[bytes], stages: int = 1) -> set[int]:
         most = Counter(alike).most_common(1)[0][0]
         odd |= {stages * replica + stage for replica, digest in enumerate(alike) if digest != most}
     return odd
-
-
-def _identity(token: Token) -> tuple[int, int, bytes, bytes]:
-    return token.generation, token.step, token.lineage, token.digest
 
 
 # --------------------------------------------------------------------------------------------------------------- shares
