@@ -39,7 +39,7 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
-from wire.address import MEMBER_PORT, format_address, told_of
+from wire.address import MEMBER_PORT, format_address, is_loopback, told_of
 from wire.connection import Connection, last_word
 from wire.messages import PROTOCOL_VERSION, Hello, Message, RefusalCode, Refuse, Welcome
 from wire.transport import MAX_HALF_OPEN, HalfOpen, machine_of, no_answer
@@ -411,7 +411,7 @@ async def serve(
     """Listen on ``host:port`` and serve each caller that ``decide`` accepts. Raises ``UserError`` if it cannot bind.
 
     Args:
-        port: None: ``MEMBER_PORT``, or any free one if that is taken.
+        port: None: ``MEMBER_PORT``, or any free one if that is taken or ``host`` is the loopback.
         decide: answers a ``Hello`` of this protocol version in time. Raising ``Refused`` equals returning a ``Refuse``.
         serve: runs as a task per connection. When it returns or raises a ``P2PTrainError``, the connection is closed.
         on_problem: called with every refusal and every error of a handshake or of ``serve``, and the peer's address.
@@ -419,8 +419,9 @@ async def serve(
     """
     server = Server(decide=decide, serve=serve, half_open=HalfOpen(max_half_open), on_problem=on_problem)
     listen = partial(network.listen, host, factory=lambda: Connection(server._accept), on_problem=on_problem)
+    preferred = (0 if is_loopback(host) else MEMBER_PORT) if port is None else port
     try:
-        server._listener = await listen(MEMBER_PORT if port is None else port)
+        server._listener = await listen(preferred)
     except UserError:
         if port is not None:
             raise

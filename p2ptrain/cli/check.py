@@ -247,16 +247,14 @@ class ProbeContext:
 
     async def _listen(self, access: Access) -> int:
         from p2ptrain.cli.joining import usual_host
-        from wire.address import is_loopback
         from wire.handshake import serve
 
-        host = usual_host(self._host)
         if self._server is not None:
             await self._server.close()
         self._server = await serve(
             access.network,
-            host,
-            0 if self._dialback_port is None and is_loopback(host) else self._dialback_port,
+            usual_host(self._host),
+            self._dialback_port,
             decide=partial(_welcome, self._clock, access.peer_id or self._peer_id),
             serve=_hold_until_closed,
             on_problem=lambda error, remote: None,  # strangers may dial our port

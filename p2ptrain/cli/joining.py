@@ -161,8 +161,7 @@ async def stay(options: JoinOptions, make: Make) -> None:
             if access is None:
                 break
             others = tuple(place for place in places if place != (access.host, access.port))
-            host = listen_host or usual_host(access.host)
-            listen = (host, 0 if options.port is None and is_loopback(host) else options.port)
+            listen = listen_host or usual_host(access.host), options.port
             try:
                 await make(here, Found(access, listen, others, wait_s))(stop)
                 break
