@@ -49,8 +49,9 @@ MAX_SESSIONS = 256
 
 @dataclass(slots=True)
 class _Session:
-    """``ids``: token ids of all positions, and ``kind``: number of ``context_of``'s switches that they are beyond, if
-    the model has any."""
+    """A history. If the model has switches (``context_of``) the positions are those of ``ids``, their token ids; the
+    cache may have fewer, which are then computed again. ``kind``: number of switches that the cached keys are beyond.
+    """
 
     cache: PartCache | History
     picker: Picker | None  # on the last stage
@@ -282,21 +283,22 @@ class ServedPart:
         here or in the block cuts the session to ``keep``."""
         # The last stage computes one row even without samples, because ``logits=0`` would mean all rows.
         x, keep = self._input(work), work.keep
-        state.cache.cut(keep)
+        state.cache.cut(min(keep, state.cache.length))
         try:
             with torch.inference_mode(), _told_of_memory("the next positions of a session", self._place):
-                yield self._computed(state, x.to(self._place.torch_device), max(1, work.samples))
+                yield self._computed(state, x.to(self._place.torch_device), keep, max(1, work.samples))
         except BaseException:
             state.cache.cut_to_at_most(keep)  # only some layers may have the new positions
+            state.ids = state.ids[:keep]
             raise
 
-    def _computed(self, state: _Session, x: Tensor, rows: int) -> Tensor:
+    def _computed(self, state: _Session, x: Tensor, keep: int, rows: int) -> Tensor:
         """The last ``rows`` rows. Where the number of positions passes a switch, they are computed again from the first
         one, so that a row depends on the ids alone, however they came."""
-        cache, switches, kept = state.cache, self._model.switches, state.cache.length
-        stop = kept + len(x)
+        cache, switches = state.cache, self._model.switches
+        stop = keep + len(x)
         if switches:
-            x = state.ids = torch.cat([state.ids[:kept].to(x.device), x])
+            x = state.ids = torch.cat([state.ids[:keep].to(x.device), x])
         outs: list[Tensor] = []
         done = stop - rows
         for end in (*(each for each in switches if done < each < stop), stop):
@@ -304,7 +306,7 @@ class ServedPart:
             if kind != state.kind:
                 cache.cut(0)
                 state.kind = kind
-            start, first = cache.length, 0 if switches else kept
+            start, first = cache.length, 0 if switches else keep
             positions = torch.arange(start, end, device=x.device)
             outs.append(
                 self._model.forward(x[None, start - first : end - first], positions, cache, logits=end - done)[0]
@@ -320,7 +322,8 @@ class ServedPart:
         state = self._sessions.get(session)
         if state is None:
             raise ProtocolError(f"there is no session {session[:64]!r} on this part")
-        length, most = state.cache.length, state.cache.positions
+        length = len(state.ids) if self._model.switches else state.cache.length
+        most = state.cache.positions
         if not 0 <= keep <= length:
             raise ProtocolError(f"cannot keep {keep} positions: the session has {length}")
         if count < 1 or keep + count > most:

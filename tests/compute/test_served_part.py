@@ -415,7 +415,9 @@ def test_tensors_that_cannot_be(loaded: Callable[[str], Loaded]) -> None:
         builder.finish()
 
 
-def test_where_frequencies_change_with_the_length_the_keys_are_computed_again(tmp_path: Path) -> None:
+def test_where_frequencies_change_with_the_length_the_keys_are_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only a whole model has the token ids for that: a part ends there."""
     pairs = 8
     factors = {"short_factor": [1.0] * pairs, "long_factor": [8.0] * pairs, "factor": 4.0}
@@ -434,6 +436,16 @@ def test_where_frequencies_change_with_the_length_the_keys_are_computed_again(tm
         told = [*ids, *expected][keep : keep + chunk]
         got = client.run(told, keep=keep, samples=samples)
         assert list(got) == expected[keep + chunk - samples - 27 :][:samples], (keep, chunk)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no")
+
+    model: Any = part._model
+    with monkeypatch.context() as patch:
+        patch.setattr(model.module.model.layers[1].mlp, "forward", fails)
+        with pytest.raises(ResourceError):  # while all keys are computed again
+            client.run([*ids, *expected][30:39], keep=30, samples=9)
+    assert list(client.run([*ids, *expected][30:39], keep=30, samples=9)) == expected[3:12]
     chunked = Client([part], "chunked", GREEDY)
     chunked.run([*ids, *expected][:20])
     assert list(chunked.run([*ids, *expected][20:38])) == expected[10:11]
