@@ -80,15 +80,19 @@ class Subscription:
             await asyncio.sleep(INTERVAL_S)  # collect further changes
 
     def drain(self) -> Iterator[Update]:
-        for topic in STATE_TOPICS:
-            ids, self._dirty[topic] = self._dirty[topic], {}
-            found = {item_id: self._render(topic, item_id) for item_id in ids}
-            yield from _updates(topic, (item for item in found.values() if item is not None))
-            yield from _updates(f"{topic}-gone", ({"id": item_id} for item_id in ids if found[item_id] is None))
+        """What is new. All that led to a state comes before it: who waits for a job's end reads why."""
+        states = [update for topic in STATE_TOPICS for update in self._states(topic)]
         for topic, queue in self._rows.items():
             rows = list(queue)
             queue.clear()
             yield from _updates(topic, rows)
+        yield from states
+
+    def _states(self, topic: str) -> Iterator[Update]:
+        ids, self._dirty[topic] = self._dirty[topic], {}
+        found = {item_id: self._render(topic, item_id) for item_id in ids}
+        yield from _updates(topic, (item for item in found.values() if item is not None))
+        yield from _updates(f"{topic}-gone", ({"id": item_id} for item_id in ids if found[item_id] is None))
 
 
 class Subscriptions:

@@ -56,6 +56,7 @@ from wire.messages import (
     Response,
     Welcome,
 )
+from wire.records import EventInfo
 from wire.schema import instance_untrusted
 from wire.transport import no_answer, unreachable
 
@@ -228,6 +229,14 @@ class Bench:
             await self.end()
         for worker in self._workers:
             await worker.close()
+
+
+def test_what_led_to_a_state_is_told_before_it() -> None:
+    """Who waits for a job's end stops reading there: it must know by then that no checkpoint was written."""
+    feed = events.Subscription(lambda topic, item_id: {"id": item_id, "state": "done"})
+    feed.touch("jobs", ["job1"])
+    feed.add([EventInfo(1, 0.0, "error", "checkpoint-failed", "no checkpoint: the disk is full")])
+    assert [update.topic for update in feed.drain()] == ["events", "jobs"]
 
 
 def _ignore(problem: P2PTrainError, address: tuple[str, int]) -> None: ...
