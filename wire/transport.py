@@ -73,6 +73,8 @@ def unreachable(host: str, port: int, error: Exception, timeout_s: float) -> Unr
         cause, remedy = "the host name is not known", "check the name, or use the machine's IP address"
     elif isinstance(error, ConnectionRefusedError):
         cause, remedy = "connection refused", "is the seed running there, and on this port?"
+        if is_loopback(host):  # also where none was named
+            remedy += " If it runs on another machine, give that machine's address"
     elif isinstance(error, TimeoutError):
         cause = f"no answer within {timeout_s:.3g} s"
         remedy = "is the machine up, and does its firewall let this port in?"

@@ -233,6 +233,8 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 
 def _print_next(summary: dict[str, Any], profile: Profile) -> None:
+    if summary["state"] == "interrupted":
+        typer.echo("\nto go on, run the same command again")
     if not summary["checkpoint"]:
         return
     if not summary["whole"]:

@@ -18,7 +18,7 @@ from configs.schema import Checkpoint, Optimizer, Profile
 from p2ptrain.cli import up_cluster
 from p2ptrain.cli.local_cluster import Child, LocalCluster
 from p2ptrain.cli.output import Console
-from p2ptrain.cli.up import _profile
+from p2ptrain.cli.up import _print_next, _profile
 from p2ptrain.cli.up_cluster import Plan
 from p2ptrain.core.errors import JobFailed, StorageError, UserError
 from p2ptrain.core.training import FilePlan
@@ -337,3 +337,12 @@ def test_up_starts_nothing_where_nobody_would_answer(command: Any, more: tuple[s
 )
 def test_the_job_begins_with_as_many_workers_as_are_started(sets: list[str], workers: int, begins_with: int) -> None:
     assert _profile("tiny", sets, workers).job.workers == begins_with
+
+
+@pytest.mark.parametrize("checkpoint", [None, "/x"])
+def test_an_interrupted_run_says_how_to_go_on(capsys: pytest.CaptureFixture[str], checkpoint: str | None) -> None:
+    summary = {"state": "interrupted", "checkpoint": checkpoint, "whole": True}
+    _print_next(summary, Profile())
+    assert "to go on, run the same command again" in capsys.readouterr().out
+    _print_next(summary | {"state": "done"}, Profile())
+    assert "to go on" not in capsys.readouterr().out

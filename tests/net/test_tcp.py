@@ -244,6 +244,11 @@ def test_why_a_peer_is_unreachable(error: OSError, message: str, remedy: str) ->
     assert remedy in said.remedy
 
 
+def test_nobody_on_this_machine_may_mean_that_another_one_is_meant() -> None:
+    assert "on another machine" in unreachable("127.0.0.1", 7337, ConnectionRefusedError(), 5.0).remedy
+    assert "another" not in unreachable("10.0.0.1", 7337, ConnectionRefusedError(), 5.0).remedy
+
+
 @pytest.mark.parametrize(
     ("error", "message", "remedy"),
     [
