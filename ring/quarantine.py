@@ -58,6 +58,15 @@ class Verdict:
     pauses: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LinkBreak:
+    """Two members whose link broke. ``wrong``: by a cause in ``WRONG``."""
+
+    ends: frozenset[str]
+    at: float
+    wrong: bool
+
+
 class Quarantine:
     """Keeps the faults of one job's peers.
 
@@ -83,7 +92,7 @@ class Quarantine:
         self._last: dict[str, tuple[float, float]] = {}  # length of the last exclusion, and its end
         self._why: dict[str, str] = {}
         self._accused: dict[str, Report] = {}  # by the member that noticed the break, in the order of the reports
-        self._breaks: list[tuple[frozenset[str], float, bool]] = []  # the two members, when, and if it is ``WRONG``
+        self._breaks: list[LinkBreak] = []
         self._step = 0  # the refused step; applied steps count from 1
         self._contributors: set[str] = set()  # the members whose contributions to that step were refused
         self._tried: list[str] | None = None  # those without which that step was tried; None: it was not repeated yet
@@ -228,23 +237,23 @@ class Quarantine:
         if any(report.applied > began_at for report in survivors.values()):
             self._forget_links()
         noticed, report = next(iter(self._accused.items()))
-        followed = {noticed}
+        followed = {noticed}  # from each member to the one that it waits for, to the first that accuses nobody
         while report.suspect in self._accused and report.suspect not in followed:
             followed.add(noticed := report.suspect)
             report = self._accused[noticed]
-        two = frozenset({noticed, report.suspect})
-        if self.fallen or len(two) < 2 or not two <= set(survivors):
+        ends = frozenset({noticed, report.suspect})
+        if self.fallen or len(ends) < 2 or not ends <= set(survivors):
             return None
-        by_one = [told for key, told in self._accused.items() if frozenset({key, told.suspect}) == two]
-        report = min(by_one, key=lambda told: told.cause not in WRONG)
-        self._breaks = [one for one in self._breaks if one[1] > now - QUIET * self._cooldown_s]
-        common = next((known & two for known, *_ in reversed(self._breaks) if known & two), None)
+        by_an_end = [told for key, told in self._accused.items() if frozenset({key, told.suspect}) == ends]
+        report = min(by_an_end, key=lambda told: told.cause not in WRONG)
+        self._breaks = [known for known in self._breaks if known.at > now - QUIET * self._cooldown_s]
+        common = next((known.ends & ends for known in reversed(self._breaks) if known.ends & ends), None)
         if common is None:
-            self._breaks.append((two, now, report.cause in WRONG))
+            self._breaks.append(LinkBreak(ends, now, report.cause in WRONG))
             return None
         culprit = next(iter(common)) if len(common) == 1 else report.suspect
-        self._breaks = [one for one in self._breaks if culprit not in one[0]]
-        text = f"the link between {' and '.join(sorted(map(name, two)))} keeps breaking"
+        self._breaks = [known for known in self._breaks if culprit not in known.ends]
+        text = f"the link between {' and '.join(sorted(map(name, ends)))} keeps breaking"
         if len(common) == 1:
             text = f"the links of {name(culprit)} to two neighbours broke one after the other"
         if report.cause in WRONG:
@@ -252,7 +261,7 @@ class Quarantine:
         return Verdict("link", f"{text}: {self._excluded([culprit], text, name, now)}")
 
     def _forget_links(self) -> None:
-        self._breaks = [one for one in self._breaks if one[2]]
+        self._breaks = [known for known in self._breaks if known.wrong]
 
     def _excluded(self, suspects: Sequence[str], why: str, name: Callable[[str], str], now: float) -> str:
         seconds = max([self._exclude(suspect, why, now, self._cooldown_s, 600.0) for suspect in suspects])

@@ -32,7 +32,8 @@ class ComputeThread:
     """Runs blocking calls one after another. Callers of ``run`` wait, so each asyncio task queues at most one call.
 
     Attributes:
-        known: names of calls that ended. The owner may clear it.
+        known: names of calls that ended, also of those that ``HangDetector``, which looks once in a while, never saw.
+            The owner may clear it.
     """
 
     def __init__(self, threads: Threads | None = None) -> None:
