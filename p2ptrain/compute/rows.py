@@ -145,8 +145,7 @@ def _read_text(file: Path, errors: str = "strict") -> str:
         text = data.decode("utf-8-sig", "strict" if is_text else errors)
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{file} is not UTF-8 text (byte {error.start})",
-            remedy="unpack it if it is compressed, convert other text with iconv -t UTF-8, or leave it out",
+            f"{file} is not UTF-8 text (byte {error.start})", remedy="convert it with iconv -t UTF-8, or leave it out"
         ) from error
     if is_text and "\0" in text:
         raise UserError(f"{file} is not text: byte {text.index(chr(0))} is zero", remedy="leave it out of data.path")

@@ -199,14 +199,6 @@ def test_hostile_csv(tmp_path: Path) -> None:
         corpus_of(path)
 
 
-def test_a_compressed_file_is_refused_with_a_fitting_remedy(tmp_path: Path) -> None:
-    path = tmp_path / "x.txt.gz"
-    path.write_bytes(gzip.compress(b"good " * 400))
-    with pytest.raises(UserError, match=r"x\.txt\.gz is not UTF-8 text") as caught:
-        corpus_of(path)
-    assert "unpack it" in caught.value.remedy
-
-
 def test_hostile_parquet(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     values = pa.array([b"good good good good", b"\xff\xfe", None, b"good good good good"], pa.binary())
