@@ -52,6 +52,7 @@ class DdpTrainer:
         tokenizer = Tokenizer.of_bytes() if path is None else Tokenizer.of_directory(path)
         self._corpus = load_corpus(spec.data, tokenizer)
         windows = len(self._corpus.training)
+        self._target_counts = self._corpus.target_counts()[self._corpus.training]
         self._sampler = WindowSampler(windows, spec.seed, spec.micro_batches, spec.micro_batch_sequences)
         network = build_model(spec.model, tokenizer.vocab_size, spec.seed)
         self._ddp: Any
@@ -95,11 +96,13 @@ class DdpTrainer:
         total = torch.stack(self._losses)
         self._losses.clear()
         dist.all_reduce(total)
-        return [float(value) / self._spec.micro_batches for value in total]
+        return total.tolist()
 
     def _step(self, step: int, first: int, count: int) -> None:
         self._adamw.zero_grad(set_to_none=True)
         loss_sum = torch.zeros(())
+        whole = (self._sampler.sample(step, index) for index in range(self._spec.micro_batches))
+        targets_of_step = sum(int(self._target_counts[windows].sum()) for windows in whole)
         with flushed_denormals():
             for index in range(first, first + count):
                 batch = self._corpus.batch(self._corpus.training[self._sampler.sample(step, index)])
@@ -107,9 +110,9 @@ class DdpTrainer:
                 placed = {} if batch.positions is None else {"position_ids": torch.from_numpy(batch.positions)}
                 with self._exchanged(last=index == first + count - 1):
                     logits = self._ddp(input_ids=inputs, use_cache=False, **placed).logits
-                    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-                    # DDP averages over the members, but the step needs the mean over the micro-batches.
-                    (loss * (self._group.size / self._spec.micro_batches)).backward()  # type: ignore[no-untyped-call]
+                    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+                    loss = loss / targets_of_step
+                    (loss * self._group.size).backward()  # type: ignore[no-untyped-call]  # DDP averages over members
                 loss_sum += loss.detach()
             if self._spec.optimizer.clip_norm:
                 torch.nn.utils.clip_grad_norm_(self._ddp.parameters(), self._spec.optimizer.clip_norm)
