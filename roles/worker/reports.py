@@ -315,7 +315,8 @@ class Reports:
             self._done_told = True
             every = "all " * (report.applied >= self._core.steps_total)
             how = self._stopped_early() or f"{every}{report.applied:,} steps"
-            self._context.tell("info", "done", f"the job is done: {how}; waits for a new job")
+            done = f"the job is done: {how}; waits for a new job"
+            self._context.tell("info", "done", f"trained: {how}; not saved here" if self.unsaved() else done)
         if report.status == "broken":
             self._context.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from configs.schema import Checkpoint, Profile
-from p2ptrain.core.errors import JobFailed, NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import JobFailed, NetworkError, P2PTrainError, ProtocolError, Refused, StorageError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
@@ -369,12 +369,15 @@ class Worker(MemberProcess):
         if runner is not None and runner.has_unsaved_state and await self._is_last_holder():
             text = f"saving step {runner.core.applied}, which no other worker keeps"
             self._notify_person("info", "leaving", f"{text}; press Ctrl+C again not to wait")
+            why = ""
             try:
                 async with asyncio.timeout(SAVE_S):
                     await runner.save_state()
             except TimeoutError:
-                text = f"the newest steps are not saved: it took longer than {SAVE_S:g} s"
-                self.notify("error", "checkpoint-failed", text)
+                why = f"it took longer than {SAVE_S:g} s"
+            if runner.has_unsaved_state:
+                text = f"the state after step {runner.core.applied} is not saved: {why or runner.reports.unsaved()}"
+                self._problem = self._problem or StorageError(text, remedy="the job goes on from its last checkpoint")
         await super()._leave()
         if self._job_task is not None:
             self._job_task.cancel()  # not awaited: the next start deletes unfinished files

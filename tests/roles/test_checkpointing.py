@@ -183,6 +183,19 @@ async def test_a_save_that_was_skipped_for_a_busy_disk_is_made_up_for_once(tmp_p
     compute.close()
 
 
+async def test_a_worker_whose_disk_is_broken_claims_no_result_and_ends_with_the_reason(cluster: HangingCluster) -> None:
+    cluster.disk.broken = True
+    cluster.disk.go.set()
+    job = await cluster.create(profile(every=0))
+    peer = cluster.join()
+    await cluster.job_until(job, lambda item: item["state"] == "saving")
+    assert [text for _, kind, text in peer.told if kind == "done"] == ["trained: all 13 steps; not saved here"]
+    with pytest.raises(StorageError, match=r"step 13 is not saved: .* Input/output error"):
+        await peer.leave()
+    cluster.peers.remove(peer)  # its end was expected
+    peer.identity.release()
+
+
 def saved_by(root: Path, number: int) -> list[str]:
     return [path.name for path in root.glob(f"worker-{number}/jobs/*/checkpoints/step-*")]
 
