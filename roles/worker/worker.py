@@ -376,7 +376,7 @@ class Worker(MemberProcess):
             except TimeoutError:
                 why = f"it took longer than {SAVE_S:g} s"
             if runner.has_unsaved_state:
-                text = f"the state after step {runner.core.applied} is not saved: {why or runner.reports.unsaved()}"
+                text = f"step {runner.core.applied} is not saved here: {why or runner.reports.unsaved()}"
                 self._problem = self._problem or StorageError(text, remedy="the job goes on from its last checkpoint")
         await super()._leave()
         if self._job_task is not None:

@@ -190,7 +190,7 @@ async def test_a_worker_whose_disk_is_broken_claims_no_result_and_ends_with_the_
     peer = cluster.join()
     await cluster.job_until(job, lambda item: item["state"] == "saving")
     assert [text for _, kind, text in peer.told if kind == "done"] == ["trained: all 13 steps; not saved here"]
-    with pytest.raises(StorageError, match=r"step 13 is not saved: .* Input/output error"):
+    with pytest.raises(StorageError, match=r"step 13 is not saved here: .* Input/output error"):
         await peer.leave()
     cluster.peers.remove(peer)  # its end was expected
     peer.identity.release()
