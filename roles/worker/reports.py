@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from statistics import median_low
 
@@ -29,6 +29,7 @@ from wire.chain_messages import HeldPart
 from wire.job_messages import LedgerRow, LedgerRows, Report, StepMetrics
 from wire.messages import Message
 from wire.records import LedgerHead, LedgerPage, runs_of
+from wire.schema import instance_untrusted
 
 ROWS = 4096
 """Newest rows kept. A seed that is away for more steps misses the older ones."""
@@ -37,6 +38,8 @@ BATCH_BYTES = 32 << 10
 LEDGER_FILE = "ledger.json"
 """File of a checkpoint with its writer's rows: after a restart the worker tells the seed what the seed lacks."""
 LEDGER_FILE_BYTES = 2 << 20
+METRICS_FILE, METRICS_FILE_BYTES = "metrics.json", 1 << 20
+"""The same with the metrics of its newest steps."""
 
 
 class Ledger:
@@ -226,6 +229,21 @@ class StepReporter:
         self._last = None
         self._rows.clear()
 
+    def files(self) -> list[FilePlan]:
+        rows = [asdict(StepMetrics(self._job, 0, step, values)) for step, values in self._rows]
+        content = json.dumps(rows).encode()
+        return [FilePlan(METRICS_FILE, (content,))] if rows and len(content) <= METRICS_FILE_BYTES else []
+
+    def loaded_untrusted(self, applied: int, kept: bytes) -> None:
+        """Go on from a loaded state. ``kept``: content of the file ``METRICS_FILE`` of its checkpoint; one that
+        ``files`` did not make is dropped."""
+        self.forget()
+        try:
+            rows = [instance_untrusted(StepMetrics, row) for row in json.loads(kept)]
+        except (ValueError, TypeError, RecursionError, ProtocolError):
+            return
+        self._rows.extend((row.step, row.values) for row in rows if row.job == self._job and row.step <= applied)
+
     def applied(self, last: Applied) -> None:
         self._last = last
         values = {"loss": last.loss, "lr": last.lr, "grad_norm": last.grad_norm}
@@ -370,11 +388,15 @@ class Reports:
 
     # -------------------------------------------------------------------------------------------------------- its state
 
-    def loaded(self, applied: int, lineage: str, rows: bytes, *, wanted: int) -> None:
+    def files(self) -> list[FilePlan]:
+        """What a checkpoint of the newest step has beside the state."""
+        return [*self.ledger.files(), *self.steps.files()]
+
+    def loaded(self, applied: int, lineage: str, rows: bytes, metrics: bytes, *, wanted: int) -> None:
         if self._stage.split and applied < wanted:
             text = f"no checkpoint of step {wanted} of {self._stage} is here: starting from that of step {applied}"
             self._context.notify("warning", "no-checkpoint", text)
-        self.steps.forget()
+        self.steps.loaded_untrusted(applied, metrics)
         self.ledger.loaded_untrusted(applied, lineage, rows)
 
     def healed(self, view: View, done: Fetched) -> None:

@@ -68,7 +68,7 @@ from roles.worker.early_stop import EarlyStop
 from roles.worker.heal import Follower, Healer
 from roles.worker.heal_source import HealSource
 from roles.worker.privacy import Budget
-from roles.worker.reports import LEDGER_FILE, LEDGER_FILE_BYTES, Reports
+from roles.worker.reports import LEDGER_FILE, LEDGER_FILE_BYTES, METRICS_FILE, METRICS_FILE_BYTES, Reports
 from wire.chain_messages import HeldPart
 from wire.connection import Connection
 from wire.job_messages import CatchUp, MemberRecord
@@ -149,7 +149,7 @@ class JobRunner:
             snapshots=self.snapshots,
             tasks=self._tasks,
             stage=stage,
-            beside=self.reports.ledger.files,
+            beside=self.reports.files,
             where=lambda: (self.core.applied, self.progress),
             save_soon=lambda: self.wish(Flag.SAVE),
         )
@@ -459,7 +459,8 @@ class JobRunner:
         self._state_bytes = await context.compute.run(lambda: state_bytes(self._ready_engine().state()))
         self.heal_source.state_bytes = self._state_bytes
         rows = await self.checkpoints.beside(entry, LEDGER_FILE, LEDGER_FILE_BYTES)
-        self.reports.loaded(applied, lineage, rows, wanted=restore_step)
+        metrics = await self.checkpoints.beside(entry, METRICS_FILE, METRICS_FILE_BYTES)
+        self.reports.loaded(applied, lineage, rows, metrics, wanted=restore_step)
         await self._saving.resumed(entry)
         self._early.resumed(entry.meta if entry is not None else {})
         self._handle(Loaded(applied, lineage, square_sum))

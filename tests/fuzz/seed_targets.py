@@ -17,6 +17,7 @@ from ring.view import View
 from roles.member import drafters_untrusted
 from roles.seed.ledger import Ledger
 from roles.worker.reports import Ledger as MemberLedger
+from roles.worker.reports import StepReporter
 from wire.address import is_loopback
 from wire.job_messages import LedgerRow, LedgerRows, MemberRecord
 from wire.records import LedgerHead, runs_of
@@ -136,7 +137,27 @@ def _check_file(data: bytes) -> None:
     assert all(row.step <= 2 for _, row in kept._rows)
 
 
+@st.composite
+def _metrics(draw: st.DrawFn) -> bytes:
+    steps = draw(st.lists(st.integers(0, 4), max_size=4))
+    rows = [{"job": "j", "generation": 0, "step": step, "values": {"loss": draw(st.floats())}} for step in steps]
+    return json.dumps(rows).encode()
+
+
+def _check_metrics(data: bytes) -> None:
+    kept = StepReporter(job="j", steps_total=9, say=lambda row: None, on_step=lambda *step: None)
+    kept.loaded_untrusted(2, data)
+    assert all(step <= 2 for step, _ in kept._rows)
+
+
 TARGETS = (
+    Target(
+        "metrics-files",
+        _metrics() | mutated(_metrics()),
+        _check_metrics,
+        ("roles.worker.reports.StepReporter.loaded_untrusted",),
+        peak_bytes=256 << 10,
+    ),
     Target(
         "ledger-files",
         _file() | mutated(_file()),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from p2ptrain.core.training import Applied
 from ring.token import first_lineage, next_lineage
-from roles.worker.reports import BATCH_BYTES, LEDGER_FILE_BYTES, ROWS, Ledger
+from ring.view import View
+from roles.worker.reports import BATCH_BYTES, LEDGER_FILE_BYTES, ROWS, Ledger, StepReporter
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
-from wire.job_messages import LedgerRow, LedgerRows
+from wire.job_messages import LedgerRow, LedgerRows, StepMetrics
 
 ORIGIN = first_lineage("spec")
 
@@ -97,3 +99,19 @@ def test_a_state_from_elsewhere_begins_anew() -> None:
     told.ledger.stands_at(8, "00" * 16)
     told.ledger.tell_last()
     assert told.beyond(0) == []
+
+
+def test_metrics_go_on_from_a_checkpoint_and_are_told_to_a_seed_that_lacks_them() -> None:
+    said = list[StepMetrics]()
+
+    def reporter() -> StepReporter:
+        return StepReporter(job="job", steps_total=9, say=said.append, on_step=lambda *step: None)  # type: ignore[arg-type]
+
+    view = View("job", 3, (), 5, "ab" * 16, ledger_step=2)
+    before, after = reporter(), reporter()
+    for step in range(1, 6):
+        before.applied(Applied(step, loss=step / 2, lr=0.5, grad_norm=1.0))
+    (file,) = before.files()
+    after.loaded_untrusted(4, b"".join(map(bytes, file.parts)))  # type: ignore[arg-type]
+    after.tell_beyond(view, 9)
+    assert [(row.step, row.values["loss"]) for row in said] == [(3, 1.5), (4, 2.0)], "of the steps that the state has"
