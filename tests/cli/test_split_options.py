@@ -50,7 +50,7 @@ def test_what_travels(wire: str, encodings: tuple[str, str]) -> None:
         (["up", "--split", "2"], "up --split needs a model"),
         (
             ["up", "--workers", "1", "--set", "job.strategy=pipeline", "--set", "pipeline.stages=2"],
-            "--workers 1: pipeline.stages = 2 is more than job.workers = 1: each part needs a worker",
+            "--set pipeline.stages=2: pipeline.stages = 2 is more than job.workers = 1: each part needs a worker",
         ),
         (["up", "--checkpoint", "d"], "--checkpoint works only with --split"),
         (["up", "--spare", "1"], "--spare works only with --split"),

@@ -20,7 +20,7 @@ from p2ptrain.cli.local_cluster import Child, LocalCluster
 from p2ptrain.cli.output import Console
 from p2ptrain.cli.up import _print_next, _profile
 from p2ptrain.cli.up_cluster import Plan
-from p2ptrain.core.errors import JobFailed, StorageError, UserError
+from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError, UserError
 from p2ptrain.core.training import FilePlan
 from roles.engine import Engine
 from roles.stand_in import StandInEngine
@@ -53,8 +53,12 @@ class Process:
             self._leaving.append(asyncio.create_task(self._end()))
 
     async def _end(self) -> None:
-        await self._leave()
-        self.die(0)
+        try:
+            await self._leave()
+        except P2PTrainError as error:
+            self.die(error.exit_code)
+        else:
+            self.die(0)
 
     def die(self, code: int) -> None:
         self.returncode = code
@@ -95,7 +99,13 @@ class Machine:
         if name.startswith("worker"):
             assert self.cluster is not None
             self.started += 1
-            process = Process(self.cluster.join(self.build, slot=slot).leave)
+            peers, peer = self.cluster.peers, self.cluster.join(self.build, slot=slot)
+
+            async def leave() -> None:
+                peers.remove(peer)  # what it ends with is for `up`
+                await peer.leave()
+
+            process = Process(leave)
             self.workers.append(process)
         else:
             process = Process()

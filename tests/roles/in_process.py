@@ -75,9 +75,11 @@ class Peer:
 
     async def leave(self) -> None:
         self.stop.set()
-        async with asyncio.timeout(DEADLINE_S):
-            await self.task
-        self.identity.release()
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await self.task
+        finally:
+            self.identity.release()
 
     async def die(self) -> None:
         """End without a word, as a process that is killed: its sockets close, nothing else happens."""
