@@ -149,7 +149,7 @@ async def test_a_run_does_not_end_for_a_broken_disk_but_before_its_result_is_on_
     assert held["step"] == STEPS
     assert "Input/output error. another disk" in held["reason"]
     assert await cluster.saved() == set()
-    assert [kind for _, kind, _ in peers[0].told].count("checkpoint-failed") >= 3
+    assert "checkpoint-failed" in [kind for _, kind, _ in peers[0].told]
     assert not list(cluster.root.glob("worker-1/jobs/**/checkpoints/.new-*")), "what was begun is cleared"
     cluster.disk.broken = False
     while (await cluster.ask("jobs.list"))["jobs"][0]["state"] == "saving":
