@@ -390,7 +390,8 @@ class Reports:
 
     def files(self) -> list[FilePlan]:
         """What a checkpoint of the newest step has beside the state."""
-        return [*self.ledger.files(), *self.steps.files()]
+        # Times differ between members, so one part of a split model has them: the files of all parts are joined.
+        return self.ledger.files() + (self.steps.files() if self._stage.index == 0 else [])
 
     def loaded(self, applied: int, lineage: str, rows: bytes, metrics: bytes, *, wanted: int) -> None:
         if self._stage.split and applied < wanted:
