@@ -472,6 +472,8 @@ def _problem(code: int, path: Path) -> StorageError:
 
 Buffer = npt.NDArray[Any]
 
+STATE_BYTES = 64 << 20
+"""Largest state of a stand-in on a disk."""
 NUMEL = 320
 ATTACKER = "w1"
 """In a job with a robust rule this machine sends wrong vectors."""
@@ -529,7 +531,7 @@ class SimEngine(StandInEngine):
         self._count[:] = 0
 
     def load(self, directory: Path) -> None:
-        data = memoryview(self._disk.read(directory / self.state_file, max_bytes=1 << 20))
+        data = memoryview(self._disk.read(directory / self.state_file, max_bytes=STATE_BYTES))
         blobs = self.state()
         if data.nbytes != sum(blob.view.nbytes for blob in blobs):
             raise StorageError(f"{directory / self.state_file} is of another model")

@@ -40,7 +40,7 @@ from roles.seed.jobs import JobController
 from roles.seed.ledger import Ledger as SeedLedger
 from roles.seed.store import Records
 from roles.seed_link import SeedLink
-from roles.sim.machine import ATTACKER, PROCESS, ProcessDisk, bits_of
+from roles.sim.machine import ATTACKER, PROCESS, STATE_BYTES, ProcessDisk, bits_of
 from roles.stand_in import StandInEngine
 from roles.strategies import server, staged
 from roles.strategies.secure import Masks
@@ -131,7 +131,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             encoded = self._disk.read(temporary / MANIFEST, max_bytes=1 << 20)
             step, meta, files = manifest_untrusted(encoded)
             states = sorted(name for name in files if name.endswith(".bin"))  # a split model's: by stage
-            bits = [bits_of(self._disk.read(temporary / name, max_bytes=1 << 20)) for name in states]
+            bits = [bits_of(self._disk.read(temporary / name, max_bytes=STATE_BYTES)) for name in states]
             observer.saved(machine, step, hashlib.sha256(encoded).hexdigest(), meta, bits)
         original(self, temporary, target)
 
