@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ TEXT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """Files of a model directory that this module reads."""
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_CHATS_AT_ONCE = 8
 _SEEN_BEFORE = 8  # ids of the prompt to decode with the first new one
 _SHAPING = {
     "repetition_penalty": 1,
@@ -301,9 +303,10 @@ class ChatFormat:
         """
         found: list[tuple[str, list[int]]] = []
         answers = [at for at, it in enumerate(messages) if it["role"] == ASSISTANT and it.get("weight") != 0]
-        chats = [chat for index in answers for chat in ((messages[:index], True), (messages[: index + 1], False))]
-        written = self._written(chats)
-        for prompt, answered in zip(written[::2], written[1::2], strict=True):
+        written = self._written(
+            chat for index in answers for chat in ((messages[:index], True), (messages[: index + 1], False))
+        )
+        for prompt, answered in zip(written, written, strict=True):
             if not answered.startswith(prompt):
                 raise UserError(
                     f"the chat template of {self._named} does not write an answer behind the prompt for it",
@@ -313,10 +316,12 @@ class ChatFormat:
             found.append((answered, [*bounds, len(prompt), len(answered)]))
         return found
 
-    def _written(self, chats: Iterable[tuple[Sequence[dict[str, Any]], bool]]) -> list[str]:
-        """The texts of conversations, each of its messages, and whether an answer is to follow."""
-        given = [(messages, self._special | {"add_generation_prompt": answer}) for messages, answer in chats]
-        return TEMPLATES.render(self._template, given, self._named, self._date)
+    def _written(self, chats: Iterable[tuple[Sequence[dict[str, Any]], bool]]) -> Iterator[str]:
+        """The texts of conversations, each of its messages, and whether an answer is to follow. A few are made at once:
+        those of all turns of a long conversation would not fit into an answer of the process."""
+        given = ((messages, self._special | {"add_generation_prompt": answer}) for messages, answer in chats)
+        while some := list(islice(given, _CHATS_AT_ONCE)):
+            yield from TEMPLATES.render(self._template, some, self._named, self._date)
 
     @property
     def _named(self) -> str:

@@ -209,6 +209,12 @@ def test_where_a_template_changes_earlier_turns_each_answer_is_learned_as_it_is_
     assert corpus.note.startswith("the chat template changes earlier turns, so 4 conversations make 8 texts")
 
 
+def test_a_conversation_whose_texts_are_large_together_is_read(tmp_path: Path) -> None:
+    talk = [(("user", "assistant")[number % 2], "a" if number < 2 else "word " * 3000) for number in range(100)]
+    path = written(tmp_path / "x.jsonl", [*CONVERSATIONS, talk])  # one text has 1.5 MB, and those of all turns 75 MB
+    assert corpus_of(path, 128).note == "1 of 41 conversations have more than data.sequence_tokens and are cut"
+
+
 def test_memory_for_texts_that_repeat_turns_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "x.jsonl", [CONVERSATIONS[0]])
     monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 1 << 30)
