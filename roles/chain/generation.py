@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from p2ptrain.core.activations import decode_ids
@@ -157,8 +158,7 @@ class GenerationSession:
             if sender is None:
                 return
             reason = f"{peer.name}: {shortened(message.reason)}"
-            said = (message.code[:64], reason, shortened(message.remedy))
-            self.event(ev.Broken(sender, message.epoch, message.lost, *said))
+            self.event(ev.Broken(sender, replace(message, reason=reason, remedy=shortened(message.remedy))))
         else:
             arrived = arrived_untrusted(message, self._chain.vocab_size)
             last = len(arrived.spent_us) - 1
@@ -209,11 +209,12 @@ class GenerationSession:
     def _send(self, send: ev.Send) -> None:
         peer = self._chain.peer_in(0, send.seat)
         if peer is not None:  # otherwise ``Lost`` follows
-            count, what = len(send.ids), (send.last, send.samples, send.sample_index)
-            work = ForwardRequest(
-                self.id, send.epoch, send.number, send.keep, count, "ids", *what, prefill=send.prefill
+            work, count = send.work, len(send.work.ids)
+            what = (send.last, work.samples, work.sample_index)
+            request = ForwardRequest(
+                self.id, send.epoch, send.number, work.keep, count, "ids", *what, prefill=work.prefill
             )
-            peer.give(work, send.ids)
+            peer.give(request, work.ids)
 
     async def _ask(self, asked: ev.Ask) -> None:
         peer = self._chain.peer_in(asked.stage, asked.seat)

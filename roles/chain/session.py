@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, PeerError
-from wire.chain_messages import CHUNK, NEXT_LOST, UNKNOWN_PART, UNKNOWN_SESSION
+from wire.chain_messages import CHUNK, NEXT_LOST, UNKNOWN_PART, UNKNOWN_SESSION, ChainBroken
 
 TOO_SLOW = "too-slow"
 """Code of ``Declined``, set by the client: no answer came in time."""
@@ -117,25 +117,16 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A ``ChainBroken`` message of stage ``sender``. If a peer is known to be lost, ``Lost`` comes first."""
+    """A message of stage ``sender``. If a peer is known to be lost, ``Lost`` comes first."""
 
     sender: int
-    epoch: int
-    lost: int
-    code: str
-    reason: str
-    remedy: str = ""
+    message: ChainBroken
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Cut the history to its first ``keep`` positions, then append ``ids``.
-
-    Attributes:
-        samples: number of last positions for which a token is sampled.
-        sample_index: sample index of the first of them; 0 is the first new token of a generation.
-        prefill: the ids belong to a prompt.
-    """
+    """Cut the history to its first ``keep`` positions, then append ``ids``. ``samples``, ``sample_index``: as in
+    ``p2ptrain.core.serving.Pass``. ``prefill``: the ids belong to a prompt."""
 
     ids: tuple[int, ...]
     keep: int
@@ -159,17 +150,13 @@ Event = StageAssigned | StageUnassigned | Lost | Answered | Declined | Arrived |
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A forward request for the first stage. Fields are those of ``wire.chain_messages.ForwardRequest``."""
+    """A forward request for the first stage. ``number``, ``last``: as in ``wire.chain_messages.ForwardRequest``."""
 
     seat: int
     epoch: int
     number: int
-    keep: int
-    ids: tuple[int, ...]
+    work: Submit
     last: int
-    samples: int
-    sample_index: int
-    prefill: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +196,8 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A submitted request was answered.
-
-    Attributes:
-        index: index of the submitted request, from 0.
-        spent_us: compute time of each stage.
-        took_s: time since the request was first sent.
-        mended: the chain was mended meanwhile.
-    """
+    """The submitted request ``index``, from 0, was answered. ``took_s``: since it was first sent. ``mended``: the chain
+    was mended meanwhile."""
 
     index: int
     tokens: tuple[int, ...]
@@ -263,12 +244,8 @@ class Request:
 
     index: int
     number: int
-    keep: int
-    ids: tuple[int, ...]
+    work: Submit
     last: int
-    samples: int
-    sample_index: int
-    prefill: bool
     sent: bool = False
     sent_at: float = 0.0
     due: float = 0.0
@@ -343,7 +320,7 @@ class Session:
     @property
     def committed(self) -> int:
         """Positions that every stage holds, unless it was lost since, and that no request under way cuts off."""
-        return min([len(self._answered), *(request.keep for request in self.flight if request.sent)])
+        return min([len(self._answered), *(request.work.keep for request in self.flight if request.sent)])
 
     def next_deadline(self) -> float | None:
         """Time at which ``Tick`` is due if no event comes first. None: no answer to a forward request is awaited (an
@@ -405,9 +382,7 @@ class Session:
             raise ValueError(f"{WINDOW} requests are in flight, the maximum")
         del self.ids[event.keep :]
         self.ids += event.ids
-        last, number = len(self._stages) - 1, self._number()
-        of = (event.keep, event.ids, last, event.samples, event.sample_index, event.prefill)
-        self.flight.append(Request(self.submitted, number, *of))
+        self.flight.append(Request(self.submitted, self._number(), event, len(self._stages) - 1))
         self.submitted += 1
 
     def _arrived(self, event: Arrived, now: float, out: list[Instruction]) -> None:
@@ -416,7 +391,7 @@ class Session:
             return
         request = requests[0]
         told = (event.number, len(event.tokens), len(event.spent_us))
-        if told != (request.number, request.samples, request.last + 1):
+        if told != (request.number, request.work.samples, request.last + 1):
             self._begin_mending(now)
             reason = f"it sent an invalid answer to request {request.number}"
             self._set_back(f"stage {request.last}: {reason}", "", out)
@@ -425,7 +400,7 @@ class Session:
         requests.popleft()
         self._stalls = 0
         if requests:  # the next request had to wait for this one
-            requests[0].due = max(requests[0].due, now + self._patience_s(len(requests[0].ids)))
+            requests[0].due = max(requests[0].due, now + self._patience_s(len(requests[0].work.ids)))
         if self.phase is not Phase.RUNNING:
             if not self._feed:
                 for stage in self._stages[: request.last + 1]:
@@ -435,9 +410,10 @@ class Session:
         for stage in self._stages:
             stage.failures = 0
         if request.index >= 0:
-            del self._answered[request.keep :], self._prefilled[request.keep :]
-            self._answered += request.ids
-            self._prefilled += bytes([request.prefill]) * len(request.ids)
+            work = request.work
+            del self._answered[work.keep :], self._prefilled[work.keep :]
+            self._answered += work.ids
+            self._prefilled += bytes([work.prefill]) * len(work.ids)
             took_s = now - request.sent_at
             out.append(Done(request.index, event.tokens, event.spent_us, took_s, request.mended))
 
@@ -470,13 +446,13 @@ class Session:
             self._failed_itself(event.stage, event.reason, now, out)
 
     def _broken(self, event: Broken, now: float, out: list[Instruction]) -> None:
-        sender = self._stages[event.sender]
-        if event.epoch != self.epoch or sender.seat < 0 or not sender.opened:
+        sender, message = self._stages[event.sender], event.message
+        if message.epoch != self.epoch or sender.seat < 0 or not sender.opened:
             return
         self._begin_mending(now)
-        self._set_back(f"stage {event.sender} reports: {event.reason}", event.remedy, out)
-        if event.lost == event.sender:
-            self._failed_itself(event.sender, event.reason, now, out)
+        self._set_back(f"stage {event.sender} reports: {message.reason}", message.remedy, out)
+        if message.lost == event.sender:
+            self._failed_itself(event.sender, message.reason, now, out)
         else:
             sender.next_seat = None  # it dials again; if that fails the next stage is given up
 
@@ -610,7 +586,7 @@ class Session:
 
     def _go_on(self, now: float, out: list[Instruction]) -> None:
         if self.flight:
-            again = self._again(self.committed, self.flight[0].keep, len(self._stages) - 1)
+            again = self._again(self.committed, self.flight[0].work.keep, len(self._stages) - 1)
             self.flight.extendleft(reversed(again))
         for request in self.flight:
             request.due, request.number = 0.0, self._number()
@@ -629,7 +605,7 @@ class Session:
             if (other := self._prefilled.find(not prefill, start, end)) >= 0:
                 end = other
             ids = tuple(self._answered[start:end])
-            requests.append(Request(-1, self._number(), start, ids, last, 0, 0, bool(prefill)))
+            requests.append(Request(-1, self._number(), Submit(ids, start, 0, 0, bool(prefill)), last))
             start = end
         return requests
 
@@ -645,11 +621,10 @@ class Session:
         for place, request in enumerate(requests):
             if place >= WINDOW:
                 break
-            ahead += len(request.ids)
+            ahead += len(request.work.ids)
             if request.due:
                 continue
             if not request.sent:
                 request.sent, request.sent_at = True, now
             request.due = now + self._patience_s(ahead)
-            what = (request.keep, request.ids, request.last, request.samples, request.sample_index, request.prefill)
-            out.append(Send(self._stages[0].seat, self.epoch, request.number, *what))
+            out.append(Send(self._stages[0].seat, self.epoch, request.number, request.work, request.last))

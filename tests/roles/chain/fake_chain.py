@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from p2ptrain.core.errors import ResourceError
 from roles.chain import session as ev
 from roles.chain.session import Phase, Session
+from wire.chain_messages import ChainBroken
 
 PRIME = 1_000_003
 VOCAB = 5_003
@@ -181,7 +182,8 @@ class Chain:
 
     def _tell_broken(self, stage: Stage, lost: int, code: str) -> None:
         if stage.epoch >= 0:
-            self.to_client[stage.index].append(ev.Broken(stage.index, stage.epoch, lost, code, "it broke"))
+            broken = ChainBroken("", stage.epoch, lost, code, "it broke")
+            self.to_client[stage.index].append(ev.Broken(stage.index, broken))
 
     def step(self) -> bool:
         """Deliver one thing, drawn at random; False where nothing is on its way."""
@@ -223,7 +225,8 @@ class Chain:
         match asked:
             case ev.Send():
                 assert asked.last < len(self.stages)
-                wanted = (asked.keep, asked.ids, asked.last, asked.samples, asked.sample_index)
+                work = asked.work
+                wanted = (work.keep, work.ids, asked.last, work.samples, work.sample_index)
                 self._work(stage, ForwardRequest(asked.epoch, asked.number, *wanted))
             case ev.Ask("open"):
                 assert stage.epoch < 0, "a session is opened once"
@@ -269,7 +272,8 @@ class Chain:
         if work.epoch < stage.epoch:
             return  # of an older epoch
         if stage.epoch < 0:  # it was forgotten, or spoilt
-            self._say(stage, ev.Broken(stage.index, work.epoch, stage.index, "failed", "there is no such session"))
+            unknown = ChainBroken("", work.epoch, stage.index, "failed", "there is no such session")
+            self._say(stage, ev.Broken(stage.index, unknown))
             return
         assert work.epoch == stage.epoch, "no work comes before its epoch was made known"
         assert work.keep <= len(stage.states), "no work of this epoch finds less history than it keeps"
@@ -303,10 +307,10 @@ def validate(core: Session) -> None:
     assert not numbers or numbers[-1] <= core.last_number
     history = list(core._answered)
     for request in core.flight:
-        assert request.keep <= len(history), "a request keeps more than there is"
+        assert request.work.keep <= len(history), "a request keeps more than there is"
         if request.index >= 0:
-            del history[request.keep :]
-            history += request.ids
+            del history[request.work.keep :]
+            history += request.work.ids
     assert history == core.ids, "answered requests and those under way make up what was submitted"
     assert core.room >= 0
     for index, stage in enumerate(core._stages):

@@ -11,6 +11,7 @@ from p2ptrain.core.errors import ResourceError
 from roles.chain import session as ev
 from roles.chain.session import MOST_STALLS, WINDOW, Phase, Session
 from tests.roles.chain.decoding import Decoding
+from wire.chain_messages import ChainBroken
 
 from .fake_chain import VOCAB, Chain, picked, reference
 
@@ -181,7 +182,7 @@ def test_what_was_answered_for_an_older_attempt_does_not_count() -> None:
     assert core.handle(ev.Answered(0, 2), 0.0) == [ev.SessionReady((), 0.0)]
     (send,) = core.handle(ev.Submit((5,), 0, 1, 0), 0.0)
     assert isinstance(send, ev.Send)
-    core.handle(ev.Broken(0, 1, 1, ev.NEXT_LOST, "cut"), 1.0)
+    core.handle(ev.Broken(0, ChainBroken("", 1, 1, ev.NEXT_LOST, "cut")), 1.0)
     assert core.epoch == 2
     assert core.handle(ev.Arrived(1, send.number, (7,), (1, 1)), 1.0) == []
     assert core.answered == 0
@@ -195,8 +196,8 @@ def test_a_prompt_flows_through_the_chain_as_a_pipeline() -> None:
     decoding = Decoding([], list(range(50_000)), max_new_tokens=2)
     works = decoding.wants(core.room, 0)
     assert len(works) == WINDOW  # no queue grows without bound
-    sent = [send for work in works for send in core.handle(work, 0.0) if isinstance(send, ev.Send)]
-    assert [(send.keep, len(send.ids), send.samples) for send in sent] == [(2048 * i, 2048, 0) for i in range(WINDOW)]
+    sent = [send.work for work in works for send in core.handle(work, 0.0) if isinstance(send, ev.Send)]
+    assert [(work.keep, len(work.ids), work.samples) for work in sent] == [(2048 * i, 2048, 0) for i in range(WINDOW)]
     with pytest.raises(ValueError, match="in flight"):
         core.handle(ev.Submit((1,), 0, 0, 0), 0.0)
 
@@ -233,13 +234,13 @@ def test_a_stage_whose_work_failed_is_opened_again_and_the_second_time_replaced(
     core.handle(ev.Answered(1, 1), 0.0)
     core.handle(ev.Answered(0, 2), 0.0)
     core.handle(ev.Submit((5,), 0, 1, 0), 0.0)
-    out = core.handle(ev.Broken(1, 1, 1, "failed", "out of memory"), 1.0)
+    out = core.handle(ev.Broken(1, ChainBroken("", 1, 1, "failed", "out of memory")), 1.0)
     # The stage before dials it when it is open again: its session is another one now.
     assert [type(item) for item in out] == [ev.Close, ev.Ask]
     (resume,) = core.handle(ev.Answered(1, 3), 1.0)
     assert isinstance(resume, ev.Ask)
     assert any(isinstance(item, ev.Send) for item in core.handle(ev.Answered(0, resume.ask), 1.0))
-    out = core.handle(ev.Broken(1, 2, 1, "failed", "out of memory"), 2.0)
+    out = core.handle(ev.Broken(1, ChainBroken("", 2, 1, "failed", "out of memory")), 2.0)
     assert ev.Replace(1, 1, "out of memory") in out
 
 
@@ -263,7 +264,7 @@ def test_a_new_stage_gets_the_whole_history_through_those_before_it() -> None:
     (opened,) = asks_of(core.handle(ev.StageAssigned(1, 2), 11.0))
     (resumed,) = asks_of(core.handle(ev.Answered(1, opened.ask), 11.0))
     sent = [item for item in core.handle(ev.Answered(0, resumed.ask, 1000), 11.0) if isinstance(item, ev.Send)]
-    assert [(send.keep, len(send.ids), send.last) for send in sent] == [
+    assert [(send.work.keep, len(send.work.ids), send.last) for send in sent] == [
         (0, 256, 1),
         (256, 256, 1),
         (512, 256, 1),
@@ -272,7 +273,8 @@ def test_a_new_stage_gets_the_whole_history_through_those_before_it() -> None:
     for send in sent:
         assert core.phase is Phase.MENDING, "the request under way waits"
         out = core.handle(ev.Arrived(2, send.number, (), (1, 1)), 12.0)
-    assert [(send.keep, send.ids, send.last) for send in out if isinstance(send, ev.Send)] == [(1000, (5,), 2)]
+    (send,) = [send for send in out if isinstance(send, ev.Send)]
+    assert (send.work.keep, send.work.ids, send.last) == (1000, (5,), 2)
 
 
 def test_positions_are_computed_again_as_they_were() -> None:
@@ -283,13 +285,13 @@ def test_positions_are_computed_again_as_they_were() -> None:
     for keep, count, prefill in ((0, 4, True), (4, 2, True), (6, 1, False), (7, 2, False), (9, 1, True)):
         (send,) = core.handle(ev.Submit(tuple(range(count)), keep, 0, 0, prefill), 0.0)
         assert isinstance(send, ev.Send)
-        assert send.prefill == prefill
+        assert send.work.prefill == prefill
         core.handle(ev.Arrived(1, send.number, (), (1,)), 0.0)
     core.handle(ev.Lost(0, 1, "killed"), 1.0)
     (asked,) = core.handle(ev.StageAssigned(0, 2), 1.0)
     assert isinstance(asked, ev.Ask)
     sends = core.handle(ev.Answered(0, asked.ask), 1.0)
-    again = [(len(send.ids), send.prefill) for send in sends if isinstance(send, ev.Send)]
+    again = [(len(send.work.ids), send.work.prefill) for send in sends if isinstance(send, ev.Send)]
     assert again == [(6, True), (3, False), (1, True)]
 
 
