@@ -34,12 +34,11 @@ from transformers import PretrainedConfig
 
 from p2ptrain.compute.device import HOST, SMALLER, Device, check_memory
 from p2ptrain.compute.flat import FlatModel, Segment, placed, trained
-from p2ptrain.compute.part import ModelLayout, Part, PartAssembly, layer_sizes
+from p2ptrain.compute.part import Part, PartAssembly, layer_sizes
 from p2ptrain.compute.process_group import Operations, RingProcessGroup
-from p2ptrain.compute.stage import initial_tensors, kept_bytes
+from p2ptrain.compute.stage import first_weights, kept_bytes
 from p2ptrain.core.errors import ConfigError, ConnectionLost, ResourceError
 from p2ptrain.core.footprint import shard_training_bytes
-from p2ptrain.core.tensor_files import TensorTable
 from p2ptrain.core.texts import human_bytes
 
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
@@ -156,18 +155,9 @@ def build_rows(
     weights that ``build_model`` gives the model, by name. Only one of its modules, or tensors, is whole in memory.
 
     Raises:
-        ConfigError, StorageError, ResourceError: see ``PartAssembly``, ``initial_tensors``.
+        ConfigError, StorageError, ResourceError: see ``stage.first_weights``.
     """
-    if directory is not None:
-        table = TensorTable(directory)
-        assembly = _Rows(config, table.entries, shard)
-        assembly.place_all(table)
-    else:
-        whole = ModelLayout(config, torch.float32)
-        names = [f"{name}.{leaf}" for name, unit in whole.units.items() for leaf in unit.state_dict()]
-        assembly = _Rows(config, names, shard)
-        for name, tensor in initial_tensors(whole, seed, set(assembly.wanted)):
-            assembly.place(name, tensor)
+    assembly = first_weights(lambda names: _Rows(config, names, shard), config, directory, seed)
     module, layers = assembly.finish().module, assembly.layers
     module.config.use_cache = False
     module.train()

@@ -495,15 +495,6 @@ def build_part(config: PretrainedConfig, part: Part, weights: Mapping[str, Tenso
     return assembly.finish()
 
 
-def load_part(
-    config: PretrainedConfig, part: Part, table: TensorTable, *, dtype: torch.dtype = torch.float32
-) -> PartModel:
-    """The part on the CPU, with weights from a model directory. Raises as ``PartAssembly.place_all``."""
-    assembly = PartAssembly(config, part, table.entries, dtype=dtype)
-    assembly.place_all(table)
-    return assembly.finish()
-
-
 # ----------------------------------------------------------------------------------------------------------- computing
 
 

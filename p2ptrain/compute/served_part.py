@@ -41,7 +41,7 @@ from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, StorageError, UserError
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
-from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
+from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling, check_positions
 from p2ptrain.core.tensor_files import TensorTable
 
 MAX_SESSIONS = 256
@@ -212,11 +212,7 @@ class ServedPartBuilder:
 
 
 class ServedPart:
-    """Implements ``roles.engine.StageEngine``, which documents the attributes.
-
-    Attributes:
-        context: as in ``PartModel``.
-    """
+    """Implements ``roles.engine.StageEngine``, which documents the attributes. ``context``: as in ``PartModel``."""
 
     def __init__(self, spec: PartSpec, model: PartModel | WholeModel, dtype: torch.dtype, device: Device) -> None:
         self.spec = spec
@@ -244,14 +240,7 @@ class ServedPart:
         """
         if session in self._sessions:
             raise UserError(f"this part already has a session {session[:64]!r}", remedy="close it, or use another name")
-        if positions < 1:
-            raise UserError(f"a session cannot have {positions} positions", remedy="use at least one")
-        context = self._model.context
-        if context is not None and positions > context:
-            raise UserError(
-                f"{positions} positions are more than the model's context of {context}",
-                remedy=f"ask for at most {context}, prompt and new tokens together",
-            )
+        check_positions(positions, self._model.context)
         if len(self._sessions) >= MAX_SESSIONS:
             raise ResourceError(f"this part already has {MAX_SESSIONS} sessions, the maximum", remedy="close one")
         picker = Picker(sampling)
@@ -264,12 +253,8 @@ class ServedPart:
         self._sessions[session] = _Session(cache, picker if self._model.part.last else None, ids)
 
     def run(self, session: str, work: Pass) -> Ran:
-        """See ``StageEngine.run``.
-
-        Raises:
-            ProtocolError: ``work`` is invalid; the session is unchanged.
-            ResourceError, JobFailed: the computation or the sampling failed; the session is cut to ``keep``.
-        """
+        """See ``StageEngine.run``. After a ``ProtocolError`` the session is unchanged, after any other it is cut to
+        ``keep``."""
         state = self._checked(session, work)
         activation_bytes(work.out_encoding, 0, self.width)
         with self._forward(state, work) as out:

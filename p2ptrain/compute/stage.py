@@ -5,10 +5,11 @@ stage with all layers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig
 
 from p2ptrain.compute.device import HOST, SMALLER, Device, available_bytes, check_memory
 from p2ptrain.compute.model import initialize, parameter_count
-from p2ptrain.compute.part import ModelLayout, Part, PartAssembly, PartModel, load_part, part_bytes, refused
+from p2ptrain.compute.part import ModelLayout, Part, PartAssembly, PartModel, part_bytes, refused
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, ResourceError
 from p2ptrain.core.footprint import (
@@ -29,17 +30,17 @@ from p2ptrain.core.footprint import (
 from p2ptrain.core.tensor_files import TensorTable
 from p2ptrain.core.texts import human_bytes
 
+A = TypeVar("A", bound=PartAssembly)
+
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
     """Which part of the model a worker trains, and how.
 
     Attributes:
-        stage: index of the stage, from 0.
         bounds: stage s has layers [bounds[s], bounds[s + 1]).
         activations: encoding of activations between stages, a key of ``core.activations.ENCODINGS``.
         gradients: encoding of gradients by the activations: ``fp32`` or ``bf16``.
-        recompute: see ``compute.trainer``.
         in_flight: fewest micro-batches between forward and backward pass that the schedule needs. Memory is checked
             for as many.
         memory_bytes: the operator's memory limit for the part; 0: most of the free memory.
@@ -81,19 +82,28 @@ def build_training_part(config: PretrainedConfig, part: Part, directory: Path | 
     """The part on the CPU, in training mode, with the weights that ``build_model`` gives the whole model.
 
     Raises:
-        ConfigError, StorageError: see ``part.load_part``, ``initial_tensors``.
+        ConfigError, StorageError: see ``first_weights``.
     """
-    if directory is not None:
-        built = load_part(config, part, TensorTable(directory))
-    else:
-        whole = ModelLayout(config, torch.float32)
-        names = [f"{name}.{leaf}" for name, unit in whole.units.items() for leaf in unit.state_dict()]
-        assembly = PartAssembly(config, part, names)
-        for name, tensor in initial_tensors(whole, seed, set(assembly.wanted)):
-            assembly.place(name, tensor)
-        built = assembly.finish()
+    built = first_weights(lambda names: PartAssembly(config, part, names), config, directory, seed).finish()
     built.module.train()
     return built
+
+
+def first_weights(
+    make: Callable[[Collection[str]], A], config: PretrainedConfig, directory: Path | None, seed: int
+) -> A:
+    """The assembly that ``make`` returns for the names of a model's tensors, with the weights in ``directory``, or with
+    random ones. Raises as ``PartAssembly.place_all`` and ``initial_tensors``."""
+    if directory is not None:
+        table = TensorTable(directory)
+        assembly = make(table.entries)
+        assembly.place_all(table)
+        return assembly
+    whole = ModelLayout(config, torch.float32)
+    assembly = make([f"{name}.{leaf}" for name, unit in whole.units.items() for leaf in unit.state_dict()])
+    for name, tensor in initial_tensors(whole, seed, set(assembly.wanted)):
+        assembly.place(name, tensor)
+    return assembly
 
 
 def initial_tensors(whole: ModelLayout, seed: int, wanted: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -32,6 +32,17 @@ class PartSpec:
     device: str = "auto"
 
 
+def check_positions(positions: int, context: int | None) -> None:
+    """Check the length of a session against the model's context; None: it has no limit. Raises ``UserError``."""
+    if positions < 1:
+        raise UserError(f"a session cannot have {positions} positions", remedy="use at least one")
+    if context is not None and positions > context:
+        raise UserError(
+            f"{positions} positions are more than the model's context of {context}",
+            remedy=f"ask for at most {context}, prompt and new tokens together",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the last stage samples tokens, as in transformers' ``generate``.

@@ -14,7 +14,7 @@ from p2ptrain.compute import first_import
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, ResourceError, UserError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.serving import Pass, Sampling
+from p2ptrain.core.serving import Pass, Sampling, check_positions
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
 from roles.chain.client import Chain
@@ -90,16 +90,6 @@ class Target(Protocol):
         """Release the model. Never raises."""
 
 
-def _check_positions(positions: int, context: int | None) -> None:
-    if positions < 1:
-        raise UserError(f"a session cannot have {positions} positions", remedy="use at least one")
-    if context is not None and positions > context:
-        raise UserError(
-            f"{positions} positions are more than the model's context of {context}",
-            remedy=f"ask for at most {context}, prompt and new tokens together",
-        )
-
-
 # --------------------------------------------------------------------------------------------- whole, in this process
 
 
@@ -108,8 +98,6 @@ class WholeTarget:
 
     Args:
         engine: engine of all layers. compute: the thread on which it was made; it ends with this target.
-        context: most positions; None: unknown.
-        max_sessions: most sessions at a time.
         cache_bytes: limit of all sessions' caches together; 0: what the engine finds free.
     """
 
@@ -173,7 +161,7 @@ class WholeTarget:
     def _check(self, positions: int, need_bytes: int) -> None:
         if self._closed:
             raise Refused(RefusalCode.SHUTTING_DOWN, f"{self.label} is being released", remedy="try again later")
-        _check_positions(positions, self.context)
+        check_positions(positions, self.context)
         if self._cache_bytes and need_bytes > self._cache_bytes:
             most = self._cache_bytes // max(1, self.engine.cache_position_bytes)
             raise UserError(
@@ -246,16 +234,8 @@ async def load_whole_engine(
     dtype: str = "",
     on_bytes: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> tuple[StageEngine, int | None]:
-    """Load the model in ``directory``; return its engine and its context. A cancel stops it at the next piece.
-
-    Args:
-        compute: the thread on which the model computes.
-        device, dtype: as of ``compute.served_part.load_whole``.
-        on_bytes: called in the event loop with the bytes placed and those in all.
-
-    Raises:
-        ConfigError, StorageError, UserError, ResourceError: as ``compute.served_part.load_whole``.
-    """
+    """``compute.served_part.load_whole`` on the thread ``compute``; returns the engine and its context. A cancel stops
+    it at the next piece. ``on_bytes`` is called in the event loop."""
     loop, unwanted = asyncio.get_running_loop(), threading.Event()
 
     def told(done_bytes: int, total_bytes: int) -> None:
@@ -311,8 +291,6 @@ class ChainTarget:
 
     Args:
         chain: a loaded chain. It is closed with this target; the workers keep their parts.
-        context: most positions; None: unknown.
-        max_sessions: most sessions at a time.
         encoding, prefill_encoding: of hidden states, as of ``Chain.open``. Smaller ones than the default change the
             text.
 
@@ -338,7 +316,7 @@ class ChainTarget:
         self.sessions: set[ChainSession] = set()
 
     async def open(self, *, positions: int, sampling: Sampling) -> ChainSession:
-        _check_positions(positions, self.context)
+        check_positions(positions, self.context)
         if len(self.sessions) + self._opening >= self._max_sessions:
             raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=_CLOSE_REMEDY)
         self._opening += 1

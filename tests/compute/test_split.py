@@ -20,13 +20,12 @@ from p2ptrain.compute.part import (
     PartModel,
     build_part,
     layer_sizes,
-    load_part,
     part_bytes,
 )
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
 
-from .families import FAMILIES, VOCAB, chars_read, config_of, cut_at, load_parts, make, opened
+from .families import FAMILIES, VOCAB, chars_read, config_of, cut_at, load_part, load_parts, make, opened
 
 Saved = tuple[Path, Any]
 
