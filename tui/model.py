@@ -104,10 +104,6 @@ class Series:
         self.validations: list[tuple[int, float]] = []
         self._stride = 1
 
-    @property
-    def last_step(self) -> int:
-        return self.rows[-1].step if self.rows else -1
-
     def add(self, row: MetricRow) -> bool:
         """Insert ``row``; False if a newer generation already covers its step."""
         rows, generation = self.rows, row.generation or 0

@@ -209,10 +209,6 @@ class HealSource:
     def followers(self) -> int:
         return sum(not recipient.inside for recipient in self._recipients)
 
-    @property
-    def log_bytes(self) -> int:
-        return self._log.held_bytes
-
     def view_began(self) -> None:
         self._pace.ring_began()
         self._stepped_at = None

@@ -230,7 +230,7 @@ def test_who_is_too_slow_is_told_so_and_the_log_stays_bounded() -> None:
             for _ in range(24):
                 await ring.step()
                 await asyncio.sleep(0.001)
-                assert heal_source.log_bytes <= limit
+                assert heal_source._log.held_bytes <= limit
             gate.set()
             await quiet_until(lambda: not newcomer.follower.active)
             assert "not-following" in newcomer.kinds
@@ -251,7 +251,7 @@ def test_a_source_serves_only_so_many_and_gives_back_what_it_copied() -> None:
                 await quiet_until(lambda: member.heal_source.followers == MAX_FOLLOWERS)
                 await ring.steps_until(lambda: not member.heal_source.followers)
             await ring.step()
-            assert member.heal_source.log_bytes == 0
+            assert member.heal_source._log.held_bytes == 0
             assert all(not each.holders for each in member.snapshots._made)
 
     run_virtual(play())

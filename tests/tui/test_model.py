@@ -50,7 +50,7 @@ def test_everything_a_seed_tells_is_kept():
     assert store.cluster.name == "attic"
     assert [peer.name for peer in store.peers_in_order()] == ["atlas", "borea", "castor", "delos", "elara", "fjord"]
     assert [job.id for job in store.jobs_in_order()] == ["j2", "j1", "j0"]
-    assert store.series["j1"].last_step == 640
+    assert store.series["j1"].rows[-1].step == 640
     assert [item.step for item in store.checkpoints_in_order("j1")] == [600, 400, 200]
     assert store.events_in_order()[0].text == "fjord joined and follows the ring"
     assert [item.number for item in store.recoveries_in_order("j1")] == [1, 2, 3]
@@ -209,7 +209,7 @@ def test_a_restored_job_loses_the_steps_that_became_untrue():
     for step in range(1, 11):
         series.add(row(step, val_loss=2.0))
     assert series.add(row(5, generation=2))
-    assert series.last_step == 5
+    assert series.rows[-1].step == 5
     assert not series.add(row(8, generation=1))  # a late page of the history
     assert not series.add(row(5, generation=1))
     assert [step for step, _ in series.validations] == [1, 2, 3, 4, 5]

@@ -52,7 +52,7 @@ def test_everything_is_told_and_followed(watch):
         assert len(source.store.parts) == 6
         seed.tick()
         await until(source, lambda: source.store.jobs["j1"].step == 641)
-        assert source.store.series["j1"].last_step == 641
+        assert source.store.series["j1"].rows[-1].step == 641
         assert set(source.store.serving) == {"verifier", "dora", "nils"}
         seed.tell("serving-gone", [{"id": "nils"}])
         await until(source, lambda: "nils" not in source.store.serving)
@@ -98,7 +98,7 @@ def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(watch):
         await seed.start()
         await live(source)
         await until(source, lambda: "j1" in source._synced)
-        assert source.store.series["j1"].last_step == 940
+        assert source.store.series["j1"].rows[-1].step == 940
         assert len(source.store.series["j1"].rows) == 940
         assert len(source.store.peers) == 5
 
@@ -115,7 +115,7 @@ def test_after_a_new_generation_the_history_is_fetched_anew(watch):
         seed.cluster.generation, seed.cluster.step = 5, 220  # restored from the checkpoint of step 200
         await seed.start()
         await live(source)
-        await until(source, lambda: source.store.series["j1"].last_step == 220)
+        await until(source, lambda: [row.step for row in source.store.series["j1"].rows][-1:] == [220])
         check_store(source.store)
 
     watch(play)
