@@ -1,12 +1,8 @@
 """``p2ptrain jobs audit``: reads the ledger of a job page by page, and checks it from the first step to the last.
 
-It checks that the surviving history has every step exactly once; that the shares of each step cover the global batch;
-that the digests chain from each view's lineage to that of the next; that the view of its time computed each step; and,
-with the sampler's own arithmetic, that each epoch used every sample exactly once. It cannot check samples of private
-data: their numbers count in the text of the worker that computed them, whose size the ledger does not have. With
-strategy 'server' it checks who contributed to each version, the staleness against its bound, the weight, and that
-nothing counts twice. A contribution that was lost is left out of its epoch, so epochs are not checked. It does not use
-the job's progress, metrics or events.
+``ring.ledger.Audit`` checks the rows; here the sampler's own arithmetic checks that each epoch used every sample
+exactly once. Samples of private data cannot be checked: their numbers count in the text of the worker that computed
+them. With strategy 'server' a contribution that was lost is left out of its epoch, so epochs are not checked.
 """
 
 from __future__ import annotations

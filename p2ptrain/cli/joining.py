@@ -1,14 +1,7 @@
 """What every ``p2ptrain join`` does, whatever its role: it claims a slot, finds its seed, and stays.
 
 ``join`` reads the options into ``JoinOptions``. It then runs ``stay`` with a worker, or ``served`` for the other roles.
-The work of a verifier and a drafter is a coroutine in ``serving``::
-
-    async def serve(member: ServingMember, options: JoinOptions, console: Console) -> None
-
-It is the member's program (``roles.member``). It starts when the seed has accepted the process for the first time. When
-the process leaves, it is cancelled and must end within a few seconds. It loads the model of ``options`` and
-registers what it answers (``member.answer``) and serves (``member.serves``). If it cannot, it raises ``P2PTrainError``,
-which ends the process. ``console`` shows progress to the user; ``member.notify`` also tells the seed.
+The program of a verifier and a drafter (``roles.member``) is ``serving.serve``.
 """
 
 from __future__ import annotations
@@ -40,25 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class JoinOptions:
-    """The options of ``join``. One that is not given is empty, 0 or None.
+    """The options of ``join``, whose help describes them. One that is not given is empty, 0 or None.
 
     Attributes:
-        role: ``worker``, ``verifier`` or ``drafter``.
-        model: directory of the checkpoint that a verifier or a drafter serves.
         targets: seeds, in the order in which they are tried.
-        root: the state directory, absolute. name: default: the machine's. slot: default: the first free one.
-        host: where to listen; default: where the seed can reach it. port: default: ``MEMBER_PORT`` if others may need
-            it and it is free, else any free one. advertise: what others dial.
-        device: ``auto``, ``cpu``, ``cuda:1``, ...; default: the best one. threads: of the CPU; default: a good number.
-        memory_bytes: limit for models, their parts and caches.
-        dtype: of weights, caches and arithmetic: ``fp32``, ``bf16`` or ``fp16``; default: what the model says.
-        link: preset of an emulated link.
-        straggler: computes so many times slower; 1: as fast as it can.
-        data: a worker's own text for private jobs; default: the job's.
-        sessions: most sessions at a time; default: the usual number.
+        root: the state directory, absolute.
         split: of a verifier: number of stages over workers; 0: the fastest number; None: the whole model is here.
-        http: of a verifier: where it answers HTTP. api_keys: file with the keys that it accepts.
-        wait_s: how long to wait for a seed that does not answer; ``inf``: for ever.
     """
 
     role: str

@@ -158,11 +158,7 @@ def compute_flops(kind: str, threads: int = 0) -> float:
     """Peak fp32 FLOP/s (multiplications and additions) of a matrix product, which bounds training.
 
     On a CPU this is one thread's rate, by its CPU time, times the number of threads. A measurement with all threads and
-    by the clock would depend on other processes. It once gave two equal workers, started together on two cores, speeds
-    that differed twofold, and their model was cut 3 to 1.
-
-    Args:
-        kind, threads: as in ``pick_device``.
+    by the clock would depend on other processes.
 
     Raises:
         UserError: this machine does not have the device. RuntimeError: torch's, for too little memory.
@@ -181,14 +177,9 @@ def _flops(device: torch.device, rows: int, clock: Callable[[], float]) -> float
 
 
 def stream_bps(kind: str, *, size_bytes: int = 256 << 20) -> float:
-    """Peak bytes per second that a matrix-vector product reads, which bounds decoding.
+    """Peak bytes per second that a matrix-vector product reads, which bounds decoding. Raises as ``compute_flops``.
 
-    Args:
-        kind: as in ``pick_device``.
-        size_bytes: size of the matrix, larger than any cache.
-
-    Raises:
-        UserError: this machine does not have the device. RuntimeError: torch's, for too little memory.
+    ``size_bytes``: of the matrix, larger than any cache.
     """
     device = pick_device(kind).torch_device
     matrix = torch.ones(4096, size_bytes // (4 * 4096), dtype=torch.float32, device=device)

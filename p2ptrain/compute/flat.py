@@ -140,12 +140,7 @@ def placed(shapes: dict[str, tuple[int, ...]]) -> tuple[list[Segment], int, int]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """The ``[optimizer]`` table: AdamW (Loshchilov and Hutter, arXiv 1711.05101), linear warm-up, cosine decay.
-
-    Attributes:
-        min_lr_ratio: the last learning rate as a fraction of ``lr``.
-        clip_norm: largest global L2 norm of a gradient; 0 for no clipping.
-    """
+    """The ``[optimizer]`` table: AdamW (Loshchilov and Hutter, arXiv 1711.05101), linear warm-up, cosine decay."""
 
     lr: float = 3e-3
     min_lr_ratio: float = 0.1

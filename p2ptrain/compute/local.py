@@ -46,9 +46,6 @@ class LocalSpec:
     """The ``[local]`` table, whose values ``configs.schema`` has checked.
 
     Attributes:
-        outer_lr, outer_momentum: of the update of the shared parameters.
-        fragments: parts of the model that are exchanged in turn, P.
-        overlap: the exchange of a step runs while its inner steps are computed.
         proximal: factor of the pull towards the shared parameters (FedProx, arXiv 1812.06127).
         fresh: each step begins with fresh inner moments.
         clip_norm: largest contribution of a member; 0: contributions are neither clipped nor noised.

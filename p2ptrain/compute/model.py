@@ -44,15 +44,8 @@ threads share them."""
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The ``[model]`` table, whose values ``configs.schema`` has checked.
-
-    Attributes:
-        architecture: a ``model_type`` of transformers with a causal language model, such as ``llama`` or ``gpt2``;
-            or ``lstm`` (``compute.lstm``).
-        path: a local model directory (``config.json`` and safetensors); it overrides every other field.
-        context: the model's maximum number of positions, in tokens.
-        extra: further fields of the architecture's configuration.
-    """
+    """The ``[model]`` table, whose values ``configs.schema`` has checked. ``extra``: further fields of the
+    architecture's configuration."""
 
     architecture: str = "llama"
     path: Path | None = None

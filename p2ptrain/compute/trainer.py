@@ -100,12 +100,8 @@ class TrainingSpec:
     checked the values.
 
     Attributes:
-        steps: optimizer steps of the whole run; the learning rate schedule ends there.
-        seed: seed of the initial weights and of the order of the samples.
         micro_batches: micro-batches in a global batch, M.
         micro_batch_sequences: sequences in a micro-batch, B.
-        validation_batches: most micro-batches in a validation; there are fewer if less text is held out.
-        precision: ``fp32``, or ``bf16`` for autocast (weights, gradients and moments stay fp32).
         exact: exact mode, for a model that is not split. CPU kernels use ``device.threads`` threads, which must be the
             same at all members, or one thread if it is 0. They never use one thread per core by default.
         private: the text is this member's own. As long as its share is the same, each of its epochs has each sequence
@@ -114,8 +110,6 @@ class TrainingSpec:
         clip_norm: largest gradient of a micro-batch, which is one sequence (``ClippedGradients``); 0: not clipped. A
             sequence counts once in a step.
         sgd: without moments, instead of AdamW.
-        tuning: what of the model trains.
-        gradient_checkpointing: compute each layer again in the backward pass, for a model that is not split.
     """
 
     model: ModelSpec
@@ -309,12 +303,7 @@ class Trainer:
         return is_repeated
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
-        """See ``roles.engine``. The last stage adds its loss to the loss slot.
-
-        Raises:
-            ProtocolError: ``inputs`` are not valid activations.
-            ValueError: this micro-batch already had its forward pass.
-        """
+        """See ``roles.engine``. The last stage adds its loss to the loss slot."""
         if index in self._flights:
             raise ValueError(f"micro-batch {index} of step {step} already had its forward pass")
         if self._stage.recompute:
@@ -333,12 +322,7 @@ class Trainer:
         return None
 
     def backward(self, index: int, gradient: Payload | None, on_final: OnFinal | None = None) -> Payload | None:
-        """See ``roles.engine``.
-
-        Raises:
-            ProtocolError: ``gradient`` is not a valid gradient.
-            ValueError: there was no forward pass; ``gradient`` is given on the last stage or missing on another one.
-        """
+        """See ``roles.engine``."""
         flight = self._flights.get(index)
         if flight is None:
             raise ValueError(f"micro-batch {index} had no forward pass before its backward pass")
@@ -408,12 +392,7 @@ class Trainer:
         return view
 
     def contributed_square_sum(self, start: int, stop: int) -> float:
-        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss slot.
-
-        Before the tied gradients are summed, both stages count their own. NaN if an element is not finite. If the range
-        includes the loss slot: also NaN if the loss is not finite or a number before it cannot be, or, in exact mode,
-        if a contribution of this member in this step did not fit.
-        """
+        """See ``roles.engine``. Also NaN if a number before the loss slot cannot be."""
         numel = len(self.reduce_buffer) - self.scalars
         if stop > numel and not (self._fixed.fits if self._fixed else self._is_plausible(self.reduce_buffer[numel:])):
             return math.nan
@@ -433,11 +412,7 @@ class Trainer:
         return total + self.contributed_square_sum(after, stop) if after < stop else total
 
     def apply(self, step: int, square_sum: float) -> Applied:
-        """Clip the gradient to the global norm, then take one optimizer step.
-
-        Raises:
-            JobFailed: the loss or the norm is not finite. This is a last guard: such a step is not committed.
-        """
+        """See ``roles.engine``."""
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
         loss = self._update.mean_loss(self.reduce_buffer)
         withheld = self._spec.clip_norm > 0 or (self._spec.local is not None and self._spec.local.clip_norm > 0)
@@ -475,11 +450,7 @@ class Trainer:
         return losses, targets
 
     def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float, int]:
-        """Run validation micro-batch ``index`` through the part. Raises ``ProtocolError``.
-
-        Returns activations for the next stage, 0 and 0; on the last stage None, the sum of the losses (nats), and the
-        number of targets.
-        """
+        """See ``roles.engine``."""
         sequences = self._spec.micro_batch_sequences
         self._tuning.micro_batch = None
         lost = lost_members_told() if self._shard is not None else nullcontext()

@@ -43,13 +43,8 @@ _LINEAR = (nn.Linear, Conv1D)
 
 @dataclass(frozen=True, slots=True)
 class TuningSpec:
-    """The ``[lora]`` table, and ``model.freeze``. ``configs.schema`` has checked the values.
-
-    Attributes:
-        rank: 0: no LoRA.
-        freeze_a: of LoRA, train only the factors B (FFA-LoRA, arXiv 2403.12313).
-        freeze: glob patterns of the parameters that do not train; empty with LoRA.
-    """
+    """The ``[lora]`` table, and ``model.freeze``. ``configs.schema`` has checked the values. ``freeze_a``: train
+    only the factors B (FFA-LoRA, arXiv 2403.12313)."""
 
     rank: int = 0
     alpha: int = 16

@@ -22,13 +22,7 @@ GROUP = 2
 
 
 class Drafting:
-    """One session of a drafter.
-
-    Args:
-        ids: tokens so far.
-        prompt: length of the prompt; the sample at this position has sample index 0.
-        positions: largest length of the session.
-        depth: most drafts ahead of the verified text.
+    """One session of a drafter. Its arguments are as in ``wire.text_messages.DraftOpen``.
 
     Attributes:
         epoch: epoch of the line. number: number of the last verdict.

@@ -56,9 +56,7 @@ class Opening:
 
     Attributes:
         ids: all known ids. A later drafter begins with the same ids; its first verdict adds what was verified since.
-        prompt: length of the prompt; the sample at this position has sample index 0.
-        positions: largest length of the session.
-        depth: most drafts ahead of the verified text, until a verdict changes it.
+            The others are as in ``wire.text_messages.DraftOpen``.
     """
 
     ids: tuple[int, ...]

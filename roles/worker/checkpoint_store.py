@@ -259,10 +259,7 @@ class Checkpointing:
     async def save(self, engine: Engine, meta: Meta, *, step: int, wait: bool, spared: int = -1) -> None:
         """Save the state, which is that of ``step`` and does not change until this returns. Failures are only reported.
 
-        Args:
-            meta: with the state's ``lineage`` and the step's ``square_sum``.
-            wait: return only when the checkpoint is durable or failed.
-            spared: the checkpoint of this step is kept, however old it is.
+        ``meta``: with the state's ``lineage`` and the step's ``square_sum``. ``wait``: until it is durable, or failed.
         """
         lineage = str(meta["lineage"])
         key = step, lineage

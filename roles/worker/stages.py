@@ -74,10 +74,8 @@ class Holding:
         measure: returns the bytes of a model's layers and caches, by its ``config.json`` and dtype; called on the
             compute thread.
         limit_bytes: memory for parts and their caches.
-        stream_bps: measures the rate at which a matrix-vector pass reads weights; called once, on the compute thread.
-        free_bytes: returns the device's free memory.
-        device: the requested device, as for ``compute.device.pick_device``.
-        compute_flops: measures the rate of matrix products; called once, on the compute thread, after the warm-up.
+        stream_bps, compute_flops: as in ``compute.device``; each is called once, on the compute thread.
+        free_bytes: of the device.
     """
 
     build_part: BuildPart

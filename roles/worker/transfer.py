@@ -217,9 +217,7 @@ class Receiver:
         slowest_bytes_s: a source that sends less is given up; 0: no limit.
 
     Attributes:
-        sources: by id.
         problems: source's name → why it stopped sending.
-        changed: set whenever anything changes.
     """
 
     def __init__(
