@@ -3,7 +3,7 @@
 A dataclass is the only declaration of a message, of a record in a message, or of a request's parameters. The type of a
 field is its annotation; ``Annotated[int, Bound(0, 64)]`` adds a bound. ``instance_untrusted`` makes an instance from a
 peer's value, or raises ``ProtocolError``. The dataclass's method ``check`` holds conditions on several fields. The fuzz
-targets (``tests.fuzz``) and ``docs/protocol.md`` (``tools.protocol_page``) use the same declarations.
+targets (``tests.fuzz``) and ``docs/protocol.md`` (``wire.protocol``) use the same declarations.
 """
 
 from __future__ import annotations

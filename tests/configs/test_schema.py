@@ -8,10 +8,10 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
+from configs import example
 from configs.loader import PROFILES_DIR, describe, load, shipped
 from configs.schema import SPEC_LIMIT_BYTES, Link, LinkPresetName, Profile, fields
 from p2ptrain.core.errors import ProtocolError
-from tools import example_profile
 
 
 def test_defaults_are_valid_and_every_field_is_documented() -> None:
@@ -24,7 +24,7 @@ def test_defaults_are_valid_and_every_field_is_documented() -> None:
 
 def test_example_is_up_to_date() -> None:
     written = (PROFILES_DIR / "example.toml").read_text(encoding="utf-8")
-    assert written == example_profile.render(), "run: python -m tools.example_profile > configs/profiles/example.toml"
+    assert written == example.render(), "run: python -m configs.example > configs/profiles/example.toml"
 
 
 def test_example_holds_every_default() -> None:

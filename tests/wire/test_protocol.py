@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.protocol_page import document
 from wire.codec import MESSAGE_TYPES
+from wire.protocol import document
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 

@@ -1,4 +1,4 @@
-"""Generator of the example profile: ``python -m tools.example_profile > configs/profiles/example.toml``."""
+"""Generator of the example profile: ``python -m configs.example > configs/profiles/example.toml``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = """\
 #
 # A file may extend a shipped profile (base = "tiny", above the first table). Every file is overridden by the
 # environment (P2PTRAIN__OPTIMIZER__LR=1e-3) and the command line (--set optimizer.lr=1e-3).
-# Made from configs/schema.py by `python -m tools.example_profile`.
+# Made from configs/schema.py by `python -m configs.example`.
 """
 
 

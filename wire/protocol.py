@@ -1,4 +1,4 @@
-"""Generates ``docs/protocol.md`` from the message schema: ``python -m tools.protocol_page > docs/protocol.md``."""
+"""Generates ``docs/protocol.md`` from the message schema: ``python -m wire.protocol > docs/protocol.md``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = {int: "whole number", float: "number", str: "text", types.NoneType: "no
 
 _HEAD = f"""# The protocol
 
-Version {PROTOCOL_VERSION}. This page is made from the declarations in `wire/`; `make format` writes it.
+Version {PROTOCOL_VERSION}. This page is made from the declarations in `wire/`; `python -m wire.protocol` writes it.
 
 A frame is its length (4 bytes, big-endian; of all that follows), kind (1), flags (1, which is 0), length of the msgpack
 part (2), generation (8), stream (4), then a msgpack map of a message's fields, or a raw payload (kind {BULK_KIND}) as
