@@ -87,7 +87,7 @@ class MergedTable(TensorTable):
         return (weight.float() + (product.T if change.is_transposed else product)).to(weight.dtype)
 
     def _paired(self) -> list[tuple[str, _Adapted]]:
-        where, config = self._adapter.directory, directory_config(self._adapter.base, 0)
+        where, config = self._adapter.directory, directory_config(self._adapter.base)
         try:
             with DRAWING, torch.device("meta"):
                 model = _Auto.from_config(config)

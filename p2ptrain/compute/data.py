@@ -128,11 +128,13 @@ class Corpus:
         return places
 
 
-def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
-    """Find, read and tokenize the text that ``spec`` names.
+def load_corpus(spec: DataSpec, tokenizer: Tokenizer, model_tokens: int | None = None) -> Corpus:
+    """Find, read and tokenize the text that ``spec`` names, for a model with the ids below ``model_tokens``; None: with
+    all of the tokenizer's.
 
     Raises:
-        ConfigError: ``path`` names no text, or too little; the rows have no such field; or as ``packed``.
+        ConfigError: ``path`` names no text, or too little; the rows have no such field; it has a
+            token that the model lacks; or as ``packed``.
         UserError: a file cannot be read or is not text, or too many rows cannot be used.
         ResourceError: the text does not fit into memory.
     """
@@ -152,6 +154,11 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer) -> Corpus:
         documents = spec.document_end == "auto"
         texts = rows.texts(files, line_end="" if documents and tokenizer.end else "\n")
         tokens = tokenizer.encode(_limited(texts, spec.limit_bytes), documents=documents)
+    highest, known = int(tokens.max(initial=0)), model_tokens or tokenizer.vocab_size
+    if highest >= known:  # a token that no text has, such as one for padding, may be beyond
+        name = tokenizer.backend.id_to_token(highest)
+        text = f"the text has the token {name!r}, id {highest}, but the model has only the ids 0 to {known - 1}"
+        raise ConfigError(text, remedy="put the tokenizer there that the model was trained with")
     told = list(filter(None, (not_read, rows.note(), cut)))
     windows = len(tokens) // width if is_chat else max(0, len(tokens) - 1) // spec.sequence_tokens
     training, validation = split_windows(spec, windows, told)

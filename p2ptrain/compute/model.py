@@ -63,13 +63,13 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
     """The checked configuration of the model; nothing is allocated.
 
     Args:
-        vocab_size: the tokenizer's vocabulary size; the model's may be larger.
+        vocab_size: the tokenizer's vocabulary size; a directory's model has its own, which may differ.
 
     Raises:
         ConfigError: a key of ``[model]``, which the message names, is invalid.
     """
     if spec.path is not None:
-        return directory_config(spec.path, vocab_size)
+        return directory_config(spec.path)
     check_architecture(spec.architecture)
     config = AutoConfig.for_model(spec.architecture)
     known = set(config.to_dict()) | set(config.attribute_map)
@@ -209,9 +209,8 @@ def load_model(
     return cast(PreTrainedModel, model)
 
 
-def directory_config(directory: Path, vocab_size: int) -> PretrainedConfig:
-    """The configuration in a model directory. Raises ``ConfigError``: it is none, such as an adapter, or has fewer than
-    ``vocab_size`` tokens."""
+def directory_config(directory: Path) -> PretrainedConfig:
+    """The configuration in a model directory. Raises ``ConfigError``: it is none, such as an adapter."""
     path = directory / "config.json"
     if is_adapter(directory):
         raise adapter_alone(directory)
@@ -225,9 +224,6 @@ def directory_config(directory: Path, vocab_size: int) -> PretrainedConfig:
             f"{directory} is not a model directory: {first_line(error)}",
             remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
         ) from error
-    if config.vocab_size < vocab_size:
-        text = f"the model in {directory} has {config.vocab_size} tokens, its tokenizer has {vocab_size}"
-        raise ConfigError(text, remedy="put the tokenizer there that the model was trained with")
     return without_dropout(config)
 
 

@@ -50,11 +50,12 @@ class DdpTrainer:
     def __init__(self, group: GlooGroup, spec: TrainingSpec, backend: str = "gloo", *, sharded: bool = False) -> None:
         self._group, self._spec, optimizer, path = group, spec, spec.optimizer, spec.model.path
         tokenizer = Tokenizer.of_bytes() if path is None else Tokenizer.of_directory(path)
-        self._corpus = load_corpus(spec.data, tokenizer)
+        config = model_config(spec.model, tokenizer.vocab_size)
+        self._corpus = load_corpus(spec.data, tokenizer, config.vocab_size)
         windows = len(self._corpus.training)
         self._target_counts = self._corpus.target_counts()[self._corpus.training]
         self._sampler = WindowSampler(windows, spec.seed, spec.micro_batches, spec.micro_batch_sequences)
-        network = build_model(spec.model, tokenizer.vocab_size, spec.seed)
+        network = build_model(spec.model, tokenizer.vocab_size, spec.seed, config=config)
         self._ddp: Any
         if sharded:
             mesh = DeviceMesh.from_group(group.groups[backend], "cpu")

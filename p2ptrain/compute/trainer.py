@@ -178,7 +178,7 @@ class Trainer:
             check_training_memory(self._config, stage, device, exact=exact, **sizes)
             most = max(spec.micro_batches, stage.in_flight)
             self.in_flight = most_in_flight(self._config, stage, device, most=most, **sizes)
-        self._corpus: Corpus = load_corpus(spec.data, self._tokenizer)
+        self._corpus: Corpus = load_corpus(spec.data, self._tokenizer, self._config.vocab_size)
         if self._corpus.marks is not None:
             check_packs(self._config, split=not stage.is_whole)
         self._validation_batches = min(spec.validation_batches, -(-len(self._corpus.validation) // sequences))

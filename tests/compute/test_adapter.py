@@ -254,4 +254,4 @@ def test_where_only_a_whole_model_will_do_the_remedy_is_named(plain: Path) -> No
         TensorTable(plain)
     assert f"p2ptrain checkpoints merge {plain} OUT" in caught.value.remedy
     with pytest.raises(ConfigError, match="holds an adapter"):
-        directory_config(plain, 0)
+        directory_config(plain)

@@ -371,3 +371,17 @@ def test_bf16_learns_too(make_trainer: MakeTrainer) -> None:
 def test_sequences_longer_than_the_context_are_refused(make_trainer: MakeTrainer) -> None:
     with pytest.raises(ConfigError, match=r"data\.sequence_tokens = 16 is more than model\.context = 8"):
         make_trainer(model=tiny(context=8))
+
+
+def test_tokens_that_no_text_has_may_lie_beyond_the_embedding(tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    """Such as one for padding, which ``tokenizer_config.json`` alone names."""
+    build_model(TINY, 256, seed=1).save_pretrained(tmp_path)
+    Tokenizer.of_bytes().save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
+    text = tmp_path / "a.txt"
+    text.write_text("one and two " * 60)
+    trainer = make_trainer(model=ModelSpec(path=tmp_path), data=DataSpec(path=str(text), sequence_tokens=16))
+    assert math.isfinite(run_step(trainer, 0))
+    text.write_text("one and two <pad>" * 60)
+    with pytest.raises(ConfigError, match="has the token '<pad>', id 256, but the model has only the ids 0 to 255"):
+        make_trainer(model=ModelSpec(path=tmp_path), data=DataSpec(path=str(text), sequence_tokens=16))
