@@ -1,7 +1,7 @@
 """The text side of generation: token ids of a prompt, text from generated ids, and conversations.
 
-It reads only the small files of a model directory. It does not import torch, so that a client of peers that hold the
-weights starts in a fraction of a second; a conversation takes a second more, to import what renders its template.
+It reads only the small files of a model directory, and computes nothing. A client of peers that hold the weights of a
+model trained here on bytes starts in a second. For other models transformers' ``AutoTokenizer`` imports torch.
 
 A tokenizer's chat template defines the format of a conversation. It is a Jinja template, and runs in a sandbox as in
 transformers, within limits (``compute.rendering``); no code of the directory is run. A model without a template, such
@@ -272,8 +272,11 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer, date: str = "") -> None:
         self.tokenizer = tokenizer
         self._date = date
-        brought = _templated(tokenizer.directory) if tokenizer.directory and tokenizer.has_template else None
-        self._template, self._special, end = (PLAIN_CHAT, {}, None) if brought is None else brought
+        self._template, self._special, end = PLAIN_CHAT, dict[str, Any](), None
+        if tokenizer.has_template:
+            with library_errors(f"the chat template of {tokenizer.directory}"):
+                self._template = tokenizer.library.get_chat_template()
+                self._special, end = tokenizer.library.special_tokens_map, tokenizer.library.eos_token_id
         self.is_plain = self._template == PLAIN_CHAT
         self.stop = (_PLAIN_STOP,) if self.is_plain else ()
         end = None if self.is_plain else end
@@ -393,16 +396,3 @@ class Conversation:
                 )
             dropped, self._first = first - self._first, first
         return ids, min(answer_tokens or context, context - len(ids)), dropped
-
-
-def _templated(directory: Path) -> tuple[str, dict[str, Any], int | None] | None:
-    """The chat template, the special tokens by name, and the end token, or None if the directory has no template.
-    Raises ``ConfigError``."""
-    with library_errors(f"the chat template of {directory}"):
-        from transformers import PreTrainedTokenizerFast  # what AutoTokenizer would make, without torch
-
-        fast: Any = PreTrainedTokenizerFast  # its annotations are partial
-        made = fast.from_pretrained(directory, local_files_only=True)
-        if not made.chat_template:
-            return None
-        return made.get_chat_template(), made.special_tokens_map, made.eos_token_id

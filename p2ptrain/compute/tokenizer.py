@@ -53,8 +53,7 @@ beginning of the next question, so a model that is trained on conversations lear
 _TEXTS_PER_CALL = 256
 _MOST_GROWTH = 256
 _PROBE = " aA\r\n e\u0301\u200b "
-_SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+_MOST_SETTING = 1 << 20  # some classes make as many tokens as a number in the settings says
 
 
 class Tokenizer:
@@ -65,20 +64,21 @@ class Tokenizer:
         backend: the equivalent tokenizer of the ``tokenizers`` library.
         is_bytes: whether ids are the bytes of a text, and nothing else.
         directory: the model directory that it came from; None for the byte-level vocabulary made here.
+        library: transformers' tokenizer of the directory.
         has_template: whether the directory has a chat template.
         begin, end: ids around a document: what the tokenizer adds to a prompt, so that a model is trained on what it
             will be asked; and the end token in any case, so that the model learns to stop. Empty if it has none.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, directory: Path | None = None) -> None:
-        settings = _settings(directory) if directory is not None else {}
-        _encode_by_default(backend, settings)
-        self.backend, self.directory = backend, directory
-        self.has_template = directory is not None and (
-            bool(settings.get("chat_template")) or (directory / TEMPLATE_FILE).is_file()
-        )
+    def __init__(self, backend: tokenizers.Tokenizer, directory: Path | None = None, library: Any = None) -> None:
+        backend.no_truncation()  # encode a text as ``AutoTokenizer(text)`` does, whatever state its file was saved with
+        backend.no_padding()
+        if getattr(backend.model, "dropout", None):
+            backend.model.dropout = None  # members with equal texts need equal tokens
+        self.backend, self.directory, self.library = backend, directory, library
+        self.has_template = library is not None and bool(library.chat_template)
         self.vocab_size = 1 + max(backend.get_vocab().values())
-        encoding, end = backend.encode("a"), backend.token_to_id(_content(settings.get("eos_token")))
+        encoding, end = backend.encode("a"), None if library is None else library.eos_token_id
         mask = [*encoding.special_tokens_mask, 0]
         self.begin = encoding.ids[: mask.index(0)]
         self.end = encoding.ids[len(mask) - mask[-2::-1].index(0) - 1 :] if 0 in mask[:-1] else []
@@ -108,7 +108,9 @@ class Tokenizer:
         path = file_of(directory, "tokenizer.json")
         remedy = "save the fast tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         with library_errors(f"the tokenizer {path}", remedy):
-            backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
+            document = json.loads(path.read_bytes(), object_hook=_with_whole_table)
+            bare = {"model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}, "added_tokens": []}
+            backend = tokenizers.Tokenizer.from_str(json.dumps(document | bare))
             steps = [
                 each and json.loads(each.__getstate__())
                 for each in (backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
@@ -116,7 +118,8 @@ class Tokenizer:
         if any(_growth(step) > _MOST_GROWTH for step in steps if step):
             raise ConfigError(f"the tokenizer {path} makes more than {_MOST_GROWTH} characters of one", remedy=remedy)
         with library_errors(f"the tokenizer {path}", remedy):
-            return cls(backend, path.parent)
+            library = _library(path, is_bytes=document["model"].get("vocab") == _byte_vocabulary())
+            return cls(library.backend_tokenizer, path.parent, library)
 
     @property
     def digest(self) -> str:
@@ -135,9 +138,9 @@ class Tokenizer:
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """Smallest dtype for every id: uint8, uint16 or int32."""
-        size = self.vocab_size
-        return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32)
+        """Smallest dtype for every id: uint8, uint16, int32 or, of odd files, int64."""
+        sizes = ((1 << 8, np.uint8), (1 << 16, np.uint16), (1 << 31, np.int32))
+        return np.dtype(next((kind for most, kind in sizes if self.vocab_size <= most), np.int64))
 
     def encode(self, texts: Iterable[str], *, documents: bool = False) -> Tokens:
         """Ids of all texts, concatenated, shape (tokens,). ``documents``: each between ``begin`` and ``end``; else no
@@ -196,32 +199,22 @@ def _settings(directory: Path) -> dict[str, Any]:
                 found |= dict(json.loads((directory / name).read_bytes()))
             except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(f"{name} beside it: {error}") from error
+    for key, value in found.items():
+        if type(value) is int and abs(value) > _MOST_SETTING and "length" not in key:
+            raise ValueError(f"{key} = {value} in the settings beside it is more than {_MOST_SETTING}")
     return found
 
 
-def _content(token: Any) -> str:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
+def _library(path: Path, *, is_bytes: bool) -> Any:
+    """Transformers' tokenizer of a ``tokenizer.json`` and what is beside it; no code there is run."""
+    import transformers  # what is named below is imported then
 
-
-def _encode_by_default(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
-    """Make a backend encode a text as ``AutoTokenizer(text)`` does, whatever state its file was saved with."""
-    from tokenizers import AddedToken
-
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
-    if getattr(backend.model, "dropout", None):
-        backend.model.dropout = None  # members with equal texts need equal tokens
-    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    tokens = [it for _, it in sorted((settings.get("added_tokens_decoder") or {}).items(), key=lambda it: int(it[0]))]
-    tokens += [settings.get(key) for key in _SPECIAL] + list(extra.values() if isinstance(extra, dict) else extra)
-    known = {"", *(token.content for token in backend.get_added_tokens_decoder().values())}
-    for token in tokens:
-        if (text := _content(token)) not in known:
-            flags = {key: token[key] for key in _FLAGS if key in token} if isinstance(token, dict) else {}
-            backend.add_tokens([AddedToken(text, **{"special": True} | flags)])
-            known.add(text)
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    # The class of a family may build the tokenizer anew. That would change what was trained on bytes here.
+    is_as_written = is_bytes or "auto_map" in _settings(path.parent)
+    found: Any = transformers.PreTrainedTokenizerFast if is_as_written else transformers.AutoTokenizer
+    places = {"tokenizer_file": str(path), "local_files_only": True, "trust_remote_code": False}
+    return found.from_pretrained(path.parent, **places)
 
 
 @contextmanager
@@ -234,6 +227,14 @@ def library_errors(what: str, remedy: str = "use the tokenizer's files of anothe
             raise
         lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"cannot use {what}: {lines[0][:300]}", remedy=remedy) from error
+
+
+def _with_whole_table(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a map of the file. Raises ``ValueError``: the size that its characters claim would be allocated."""
+    packed = base64.b64decode(table.get("precompiled_charsmap") or "")
+    if (size := int.from_bytes(packed[:4], "little")) > len(packed):
+        raise ValueError(f"precompiled_charsmap claims {size} bytes and has {len(packed)}")
+    return table
 
 
 def _growth(step: dict[str, Any]) -> float:

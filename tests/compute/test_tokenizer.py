@@ -14,7 +14,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import BPE, WordLevel
+from tokenizers.models import BPE, Unigram, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -226,3 +226,64 @@ def test_a_vocabulary_of_bytes_that_changes_its_text_is_no_bytes(tmp_path: Path)
     tokenizer = Tokenizer.of_directory(tmp_path)
     assert not tokenizer.is_bytes
     assert bytes(tokenizer.encode(["ABC"])) == b"abc"
+
+
+PIECES = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("<s>", 0.0), ("<mask>", 0.0)]
+UNIGRAM = Unigram([*PIECES, ("▁", -2.0), *((letter, -3.0) for letter in "abcdehlo "), ("▁a", -4.0), ("ab", -4.0)], 2)
+PAIRS = BPE(
+    vocab={name: number for number, name in enumerate(["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", " ", "ab", "Ġ"])},
+    merges=[("▁", "a"), ("a", "b")],
+    unk_token="<unk>",
+)
+LSTRIP = {"content": "<s>", "lstrip": True, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (PAIRS, {"tokenizer_class": "LlamaTokenizer"}),
+        (PAIRS, {"tokenizer_class": "LlamaTokenizerFast", "legacy": False, "add_prefix_space": False}),
+        (PAIRS, {"tokenizer_class": "CodeLlamaTokenizer"}),
+        (PAIRS, {"tokenizer_class": "GemmaTokenizer"}),
+        (PAIRS, {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}),
+        (PAIRS, {"tokenizer_class": "Qwen2Tokenizer"}),
+        (UNIGRAM, {"tokenizer_class": "T5Tokenizer", "extra_ids": 2}),
+        (UNIGRAM, {"tokenizer_class": "XLMRobertaTokenizer"}),
+        (PAIRS, {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {"1": LSTRIP}}),
+        (PAIRS, {"tokenizer_class": "OfNoLibrary"}),
+    ],
+    ids=lambda value: value.get("tokenizer_class") if isinstance(value, dict) else "",
+)
+def test_a_class_that_builds_its_tokenizer_anew_is_obeyed(tmp_path: Path, model: Any, settings: dict[str, Any]) -> None:
+    backend = tokenizers.Tokenizer(model)
+    backend.add_special_tokens(["<s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    auto = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = Tokenizer.of_directory(tmp_path)
+    for text in ("ab a  b", "a ab <s> b\n a", " aab"):
+        assert tokenizer.encodings([text], add_special_tokens=True)[0].ids == auto(text)["input_ids"]
+        assert tokenizer.encode([text]).tolist() == auto(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.end == ([] if auto.eos_token_id is None else [auto.eos_token_id])
+
+
+@pytest.mark.parametrize("name", ["precompiled_charsmap", "extra_ids"])
+def test_what_claims_much_memory_is_refused_before_it_is_allocated(tmp_path: Path, name: str) -> None:
+    document = json.loads(tokenizers.Tokenizer(UNIGRAM).to_str())
+    settings: dict[str, Any] = {"tokenizer_class": "T5Tokenizer"}
+    if name == "extra_ids":
+        settings[name] = 1 << 40
+    else:
+        table = base64.b64encode((0xFFFFFFFC).to_bytes(4, "little") + bytes(64)).decode()
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "Precompiled", name: table}]}
+        document["normalizer"] = normalizer
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"claims 4294967292 bytes|extra_ids = 1099511627776"):
+        Tokenizer.of_directory(tmp_path)
+
+
+def test_code_of_a_directory_is_not_run(words: Path) -> None:
+    (words / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}}')
+    (words / "evil.py").write_text("raise SystemExit(9)")
+    assert Tokenizer.of_directory(words).encode(["w7"]).tolist() == [7]
