@@ -10,8 +10,8 @@ from __future__ import annotations
 import ast
 import csv
 import gzip
-import io
 import json
+import re
 import sysconfig
 import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
@@ -33,7 +33,8 @@ MOST_MESSAGES = 1024
 _NAMED = 3  # bad rows that a warning names
 _HOPELESS = 100  # the data is refused at once if its first rows, so many, are all bad
 _PART_BYTES = 1 << 24
-_FIELD_BYTES = (1 << 31) - 1  # of a .csv: the whole file is in memory already
+_FIELD_CHARACTERS = 1 << 24  # of a .csv: Python's reader takes up to 13 bytes for each
+_CSV_LINE = re.compile(r"[^\r\n]*[\r\n]|[^\r\n]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,17 +222,20 @@ def _jsonl_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
 
 
 def _csv_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
-    csv.field_size_limit(_FIELD_BYTES)
+    csv.field_size_limit(_FIELD_CHARACTERS)
     # Strict: otherwise a quote that is not closed would make one text of the rest of the file.
     delimiter = "\t" if kind_of(file)[0] == ".tsv" else ","
-    text = io.StringIO(_read_text(file, "surrogateescape"), newline="")
-    reader = csv.reader(text, strict=True, delimiter=delimiter)
+    lines = (found[0] for found in _CSV_LINE.finditer(_read_text(file, "surrogateescape")))
+    reader = csv.reader(lines, strict=True, delimiter=delimiter)
     at = -1
     while True:
         number = reader.line_num + 1
         try:
             record = next(reader, None)
         except csv.Error as error:
+            if "limit" in str(error):  # what follows would be read from inside the field
+                text = f"{file}:{number} has a field of more than {_FIELD_CHARACTERS:,} characters"
+                raise UserError(text, remedy="write long texts as .jsonl, or close the quote") from error
             yield number, BadRow(f"is not CSV ({error})", "quote fields with a comma, a quote or a line end in them")
             continue
         if record is None:

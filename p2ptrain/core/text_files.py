@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,7 +33,7 @@ _SUFFIXES = {
 """By format, the suffixes of the files that are read from a directory; a file or a glob may have any suffix."""
 _UNPACKERS = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
 """Compressions that are not read, and the programs that undo them."""
-
+_ANY_DEPTH = re.compile(r"(|.*?[/\\])\*\*(?:[/\\](.*))?", re.DOTALL)  # a glob's first ``**`` that is a whole name
 _NAMED = 3  # what is not read, in a note
 
 _STDLIB_SKIPPED = frozenset(
@@ -63,6 +64,13 @@ def search_files(path: str, form: str) -> tuple[list[Path], str]:
         remedy = "use data.format = 'auto' or 'chat', or set data.path to a file of your own"
         raise ConfigError(f"data.path = {path!r} has no files of data.format = {form!r}", remedy=remedy)
     found, note = (_stdlib_files(path[len(STDLIB) + 1 :]), "") if is_stdlib(path) else _named_files(path, form)
+    if not is_stdlib(path):
+        read: dict[Path, Path] = {}  # by the real one, of which there may be several links
+        for file in found:
+            read.setdefault(file.resolve(), file)
+        if again := len(found) - len(read):
+            note = f"{note}{note and '; '}{again} links to files that are read already are left out"
+        found = list(read.values())
     for file in found:
         packed, is_parquet = kind_of(file)[1], format_of(file, form) == "parquet"
         if packed in _UNPACKERS or (packed and is_parquet):
@@ -94,8 +102,7 @@ def _named_files(path: str, form: str) -> tuple[list[Path], str]:
         return [place], ""
     if place.is_dir():
         found, left = _files_below(place, _SUFFIXES[form])
-        more = f", and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
-        note = f"not read: {', '.join(left[:_NAMED])}{more}; a glob in data.path can name them" if left else ""
+        note = _note(left)
         if not found:
             remedy = f"a directory is searched for {' '.join(sorted(_SUFFIXES[form]))}"
             raise ConfigError(f"data.path = {path!r} has no text files", remedy=f"{remedy}{note and '; '}{note}")
@@ -105,23 +112,48 @@ def _named_files(path: str, form: str) -> tuple[list[Path], str]:
             f"data.path = {path!r} does not exist",
             remedy="give stdlib, a file, a directory or a glob; paths are relative to where the worker runs",
         )
-    matches = sorted(Path(name) for name in glob.glob(str(place), recursive=True))
+    left = []
+    matches = sorted({Path(name) for name in _matches(str(place), left)})
     if not (found := [item for item in matches if item.is_file()]):
         raise ConfigError(
             f"data.path = {path!r} matches no file", remedy="quote the glob and check where the worker runs"
         )
-    return found, ""
+    return found, _note(left)
+
+
+def _note(left: list[str]) -> str:
+    left = list(dict.fromkeys(left))
+    more = f", and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+    return f"not read: {', '.join(left[:_NAMED])}{more}; a glob in data.path can name them" if left else ""
+
+
+def _matches(pattern: str, left: list[str]) -> Iterator[str]:
+    """The names that a glob matches. Unlike Python's, ``**`` enters no link to a folder, which may lead back."""
+    if not (found := _ANY_DEPTH.fullmatch(pattern)):
+        yield from glob.iglob(pattern)
+        return
+    for root in glob.iglob(found[1] or "."):
+        for place, _ in _folders(root, left):
+            yield from _matches(os.path.join(glob.escape(place), found[2] or "*"), left)
+
+
+def _folders(root: Path | str, left: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """The folders of a directory, each with its files. What is hidden is skipped, and what is not entered is added to
+    ``left``."""
+    unread: list[OSError] = []
+    for place, folders, names in os.walk(root, onerror=unread.append):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        left += [f"{Path(place, name)} (a link to a folder)" for name in folders if Path(place, name).is_symlink()]
+        yield place, sorted(name for name in names if not name.startswith("."))
+    left += [f"{error.filename} ({error.strerror})" for error in unread]
 
 
 def _files_below(root: Path, suffixes: frozenset[str]) -> tuple[list[Path], list[str]]:
     """The files of a directory, and what else may hold text there. What is hidden is neither."""
     found: list[Path] = []
     left: list[str] = []
-    unread: list[OSError] = []
-    for place, folders, names in os.walk(root, onerror=unread.append):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        left += [f"{Path(place, name)} (a link to a folder)" for name in folders if Path(place, name).is_symlink()]
-        for file in (Path(place, name) for name in sorted(names) if not name.startswith(".")):
+    for place, names in _folders(root, left):
+        for file in (Path(place, name) for name in names):
             suffix = kind_of(file)[0]
             if suffix == _ANYTHING:
                 left.append(f"{file} (a {_ANYTHING} may be anything)")
@@ -129,7 +161,7 @@ def _files_below(root: Path, suffixes: frozenset[str]) -> tuple[list[Path], list
                 found.append(file)
             elif suffix in suffixes:
                 left.append(f"{file} (a broken link, or no file)")
-    return _sorted_below(root, found), left + [f"{error.filename} ({error.strerror})" for error in unread]
+    return _sorted_below(root, found), left
 
 
 def _stdlib_files(package: str) -> list[Path]:

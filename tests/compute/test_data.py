@@ -15,7 +15,7 @@ from p2ptrain.compute import data
 from p2ptrain.compute.data import DataSpec, load_corpus, split_windows
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
-from p2ptrain.core.text_files import find_files
+from p2ptrain.core.text_files import find_files, search_files
 
 BYTES = Tokenizer.of_bytes()
 
@@ -77,6 +77,22 @@ def test_what_is_hidden_is_skipped_and_what_may_hold_text_is_said(tree: Path, tm
     (tree / "b.txt.zst").write_bytes(b"")
     with pytest.raises(ConfigError, match="compressed"):
         find_files(str(tree))
+
+
+def test_a_glob_of_any_depth_reads_each_file_once(tree: Path) -> None:
+    expected = [file.relative_to(tree).as_posix() for file in find_files(f"{tree}/**/*.*")]
+    assert expected == ["a/lines.jsonl", "a/z.md", "a.py", "b.txt", "picture.png"]
+    assert find_files(f"{tree}/**") == find_files(f"{tree}/**/**/*.*") == find_files(f"{tree}/**/*.*")
+    (tree / "a" / "link").symlink_to(tree / "a")
+    (tree / "a" / "loop").symlink_to(tree)
+    (tree / "z.txt").symlink_to(tree / "b.txt")
+    found, note = search_files(f"{tree}/**/*.*", "auto")
+    assert [file.relative_to(tree).as_posix() for file in found] == expected
+    assert note == (
+        f"not read: {tree}/a/link (a link to a folder), {tree}/a/loop (a link to a folder); a glob in data.path can "
+        "name them; 1 links to files that are read already are left out"
+    )
+    assert find_files(f"{tree}/a/link/*.md") == [tree / "a" / "link" / "z.md"], "a link that is named is followed"
 
 
 def test_jsonl_with_another_key(tmp_path: Path) -> None:

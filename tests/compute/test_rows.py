@@ -185,6 +185,9 @@ def test_hostile_csv(tmp_path: Path) -> None:
     long = "x" * 200_000
     assert text_of(as_csv(tmp_path / "long.csv", [long])) == long + "\n", "longer than the module's own limit"
     path, good = tmp_path / "x.csv", "good good good good"
+    path.write_text(f'id,text\n1,{good}\n2,"' + "x" * (1 << 24) + "y\n" * 9 + '"')
+    with pytest.raises(UserError, match=r"x\.csv:3 has a field of more than 16,777,216 characters"):
+        corpus_of(path, bad_rows=0.9)
     path.write_text(f'id,text\n1,{good}\n2\n\n3,"a"b\n4,{good}\n5,"never closed\nand on')
     corpus = corpus_of(path, bad_rows=0.9)
     assert bytes(corpus.tokens).decode() == f"{good}\n" * 2
