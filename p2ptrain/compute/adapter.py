@@ -147,6 +147,7 @@ def write_merged(adapter: Adapter, out: Path, on_bytes: OnBytes = lambda done_by
                 draft.add(path.read_bytes())
                 draft.end()
         for file, names in files.items():
+            disk.make_dir((draft.path / file).parent)
             draft.begin(file)
             draft.add(disk.read_range(table.directory / file, 0, table.entries[names[0]].start))  # of equal tensors
             for name in names:
@@ -157,7 +158,8 @@ def write_merged(adapter: Adapter, out: Path, on_bytes: OnBytes = lambda done_by
                     on_bytes(done_bytes, total_bytes)
             if draft.end()[0] != disk.size(table.directory / file):
                 raise StorageError(f"{table.directory / file} has tensors that {INDEX_FILE} does not name")
-        disk.sync_dir(draft.path)
+        for place in {draft.path, *((draft.path / file).parent for file in files)}:
+            disk.sync_dir(place)
         disk.rename(draft.path, out)
         disk.sync_dir(out.parent)
     except BaseException:

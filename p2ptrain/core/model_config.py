@@ -18,7 +18,9 @@ MAX_CONFIG_BYTES = 64 << 10
 _MAX_LAYERS = 1024
 _MOST_EXPERTS = 1024  # each expert may be a module
 _MOST = 1 << 24
-"""A bound above any model's vocabulary or context."""
+"""A bound above any model's vocabulary or width."""
+_MOST_LENGTH = 1 << 40  # a model whose context is a tensor is refused later, when its size is known
+_LENGTHS = ("theta", "position", "length", "window", "seq", "token_id", "seed")
 _LAYERS = ("num_hidden_layers", "n_layer")
 _CODE = ("auto_map", "trust_remote_code")
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
@@ -41,7 +43,8 @@ def config_untrusted(text: str) -> dict[str, Any]:
     if not isinstance(table, dict) or not isinstance(table.get("model_type"), str):
         raise ProtocolError("a model's configuration has no model_type")
     for key, value in _numbers(table):
-        if abs(value) > (_MOST_EXPERTS if "experts" in key else _MOST) and not key.endswith("theta"):
+        most = _MOST_EXPERTS if "experts" in key else _MOST_LENGTH if any(it in key for it in _LENGTHS) else _MOST
+        if abs(value) > most:
             raise ProtocolError(f"a model's configuration has {key[:64]} = {value}, which is out of range")
     for key in _LAYERS:
         if key in table and not (type(table[key]) is int and 1 <= table[key] <= _MAX_LAYERS):

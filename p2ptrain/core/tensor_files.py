@@ -34,7 +34,7 @@ _SAMPLE_BYTES = 64
 _AGAIN = "fetch or save it again"
 _MAX_NAME = 512
 _MAX_FILES = 4096
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}\.safetensors")
+_FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}/){0,8}[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}\.safetensors")
 
 ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -97,7 +97,7 @@ def index_files_untrusted(encoded: bytes) -> dict[str, str]:
     """Parse a ``model.safetensors.index.json``: tensor name → file name.
 
     Raises:
-        ProtocolError: it is not an index, or a file name is not a plain name of a safetensors file.
+        ProtocolError: it is not an index, or a file name is not of a safetensors file below the directory.
     """
     where = _json_object_untrusted(encoded, INDEX_FILE).get("weight_map")
     if not isinstance(where, dict) or not where:

@@ -24,6 +24,8 @@ GOOD = {
 
 def test_what_published_models_say_is_taken() -> None:
     assert config_untrusted(json.dumps(GOOD)) == GOOD
+    endless = {"max_position_embeddings": 1 << 30, "sliding_window": (1 << 31) - 1, "text": {"seq_length": 10**9}}
+    assert config_untrusted(json.dumps(GOOD | endless)) == GOOD | endless
 
 
 def test_numbers_that_json_lacks_are_read_as_transformers_does() -> None:
@@ -51,6 +53,7 @@ def test_what_would_choose_code_is_left_out() -> None:
         ({"num_hidden_layers": 4.0}, "must have 1 to 1024 layers"),
         ({"hidden_size": 1 << 30}, "hidden_size = 1073741824"),
         ({"deep": [{"a": [-(1 << 60)]}]}, "a = -"),
+        ({"max_position_embeddings": 1 << 50}, "max_position_embeddings = 1125899906842624"),
         ({"num_local_experts": 1025}, "num_local_experts = 1025"),
         ({"x": "y" * MAX_CONFIG_BYTES}, "more than"),
     ],

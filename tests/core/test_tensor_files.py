@@ -57,6 +57,15 @@ def test_what_is_read_is_what_safetensors_reads(directory: Path, files: int) -> 
         table.read("c")
 
 
+def test_an_index_may_name_files_of_folders_as_in_transformers(directory: Path) -> None:
+    where = {name: f"weights/{file}" for name, file in split_in_two(directory).items()}
+    (directory / "weights").mkdir()
+    for file in set(where.values()):
+        (directory / Path(file).name).rename(directory / file)
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": where}))
+    assert bytes(TensorTable(directory).read("a")) == TENSORS["a"].tobytes()
+
+
 def test_an_index_beside_a_whole_file_is_ignored_as_by_transformers(directory: Path) -> None:
     where = split_in_two(directory)
     save_file({"new": TENSORS["a"]}, directory / WEIGHTS_FILE)
@@ -149,6 +158,7 @@ def test_a_damaged_file_is_refused(directory: Path, content: bytes, cause: str) 
     [
         ({"a": "../model-00001-of-00002.safetensors"}, "an invalid name of a file"),
         ({"a": "/etc/passwd"}, "an invalid name of a file"),
+        ({"a": "b/../../model-00001-of-00002.safetensors"}, "an invalid name of a file"),
         ({"a": 5}, "an invalid name of a file"),
         ({"c": "model-00001-of-00002.safetensors"}, "which lacks it"),
         ({"a": "model-00003-of-00002.safetensors"}, "cannot read"),

@@ -82,8 +82,8 @@ def _check_index(encoded: bytes) -> None:
     assert 0 < len(where) <= MAX_TENSORS
     for file in where.values():
         assert file.endswith(".safetensors")
-        assert not set(file) & set("/\\\x00")
-        assert not file.startswith(".")
+        assert not set(file) & set("\\\x00")
+        assert all(part and not part.startswith(".") for part in file.split("/"))
 
 
 _MODULE = "p2ptrain.core.tensor_files."
