@@ -65,7 +65,7 @@ class Epochs:
     def __init__(self, *, windows: int, seed: int, batch: int, step: int) -> None:
         self.complete = self.samples = 0
         self._windows, self._batch = windows, batch
-        self._sampler = WindowSampler(windows=windows, seed=seed, micro_batches=1, sequences=batch)
+        self._sampler = WindowSampler(windows, seed)
         self._seen = np.zeros(windows, np.bool_)
         self._next = step * batch
         self._whole = self._next % windows == 0

@@ -54,7 +54,7 @@ class DdpTrainer:
         self._corpus = load_corpus(spec.data, tokenizer, config.vocab_size)
         windows = len(self._corpus.training)
         self._target_counts = self._corpus.target_counts()[self._corpus.training]
-        self._sampler = WindowSampler(windows, spec.seed, spec.micro_batches, spec.micro_batch_sequences)
+        self._sampler = WindowSampler(windows, spec.seed)
         network = build_model(spec.model, tokenizer.vocab_size, spec.seed, config=config)
         self._ddp: Any
         if sharded:
@@ -102,11 +102,13 @@ class DdpTrainer:
     def _step(self, step: int, first: int, count: int) -> None:
         self._adamw.zero_grad(set_to_none=True)
         loss_sum = torch.zeros(())
-        whole = (self._sampler.sample(step, index) for index in range(self._spec.micro_batches))
-        targets_of_step = sum(int(self._target_counts[windows].sum()) for windows in whole)
+        sequences = self._spec.micro_batch_sequences
+        samples = self._spec.micro_batches * sequences
+        windows = self._sampler.numbered(step * samples, samples)
+        targets_of_step = int(self._target_counts[windows].sum())
         with flushed_denormals():
             for index in range(first, first + count):
-                batch = self._corpus.batch(self._corpus.training[self._sampler.sample(step, index)])
+                batch = self._corpus.batch(self._corpus.training[windows[index * sequences : (index + 1) * sequences]])
                 inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
                 placed = {} if batch.positions is None else {"position_ids": torch.from_numpy(batch.positions)}
                 with self._exchanged(last=index == first + count - 1):
@@ -136,7 +138,6 @@ class AssistedPair:
 
     Args:
         verifier, drafter: model directories with the same tokenizer; ``drafter`` may be None.
-        threads: number of threads of CPU kernels.
 
     Attributes:
         text: the verifier's ``ModelText``.

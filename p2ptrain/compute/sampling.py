@@ -1,10 +1,10 @@
 """The order of the samples: a pure function of (seed, epoch, step, micro-batch), without state or coordination.
 
-Samples are numbered through the whole run: micro-batch ``m`` of step ``s`` reads samples ``(s M + m) B ... + B - 1``.
-Sample ``c`` is position ``c mod N`` of epoch ``c div N``. Each epoch visits the N training windows in the order of a
-keyed permutation: a balanced Feistel network over the next even power of two, cycle-walked back into range (Black and
-Rogaway, "Ciphers with arbitrary finite domains", 2002). So an epoch reads each window exactly once, and any sample can
-be computed without the others.
+Samples are numbered through the whole run: with M micro-batches of B sequences, micro-batch ``m`` of step ``s`` reads
+samples ``(s M + m) B ... + B - 1``. Sample ``c`` is position ``c mod N`` of epoch ``c div N``. Each epoch visits the N
+training windows in the order of a keyed permutation: a balanced Feistel network over the next even power of two,
+cycle-walked back into range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). So an epoch reads each
+window exactly once, and any sample can be computed without the others.
 """
 
 from __future__ import annotations
@@ -51,22 +51,10 @@ def _mixed_key(*parts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WindowSampler:
-    """The order of the samples of one run.
-
-    Attributes:
-        windows: number of training windows, N.
-        micro_batches: micro-batches in a global batch, M.
-        sequences: sequences in a micro-batch, B.
-    """
+    """The order of the samples of one run. ``windows``: number of training windows, N."""
 
     windows: int
     seed: int
-    micro_batches: int
-    sequences: int
-
-    def sample(self, step: int, micro_batch: int) -> Indices:
-        """Window numbers of one micro-batch, shape (B,)."""
-        return self.numbered((step * self.micro_batches + micro_batch) * self.sequences, self.sequences)
 
     def numbered(self, first: int, count: int) -> Indices:
         """Window numbers of samples ``range(first, first + count)`` of the run, shape (count,)."""

@@ -183,7 +183,7 @@ class Trainer:
             check_packs(self._config, split=not stage.is_whole)
         self._validation_batches = min(spec.validation_batches, -(-len(self._corpus.validation) // sequences))
         self._target_counts = self._corpus.target_counts()[self._corpus.training]
-        self._sampler = WindowSampler(len(self._corpus.training), spec.seed, spec.micro_batches, sequences)
+        self._sampler = WindowSampler(len(self._corpus.training), spec.seed)
         self._device, self._chosen = device.torch_device, device
         self._autocast_dtype = PRECISIONS[spec.precision] if shard is None else None  # FSDP2 casts the parameters
         self._is_host = device.kind == "cpu" or (shard is not None and shard.offload)

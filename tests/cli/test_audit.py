@@ -13,6 +13,7 @@ from p2ptrain.cli import audit as module
 from p2ptrain.cli.audit import Epochs
 from p2ptrain.compute.sampling import WindowSampler
 from ring.token import next_lineage
+from tests.samples import StepSampler
 from wire.records import JobInfo, LedgerPage, RecoveryInfo, ViewBegan
 
 Command = Callable[..., Any]
@@ -134,7 +135,7 @@ def test_an_order_that_repeats_a_sample_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_order_of_an_audit_is_that_of_training() -> None:
-    sampler = WindowSampler(windows=37, seed=5, micro_batches=4, sequences=2)
+    sampler = StepSampler(windows=37, seed=5, micro_batches=4, sequences=2)
     trained = np.concatenate([sampler.sample(step, micro) for step in range(11) for micro in range(4)])
     assert (sampler.numbered(0, 88) == trained).all()
 

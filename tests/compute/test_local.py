@@ -80,7 +80,7 @@ class Reference:
         first, count = SHARES[member]
         model, losses = self.own[member], 0.0
         for number, index in enumerate(range(first, first + count), start=1):
-            windows = self.trainer._corpus.training[self.trainer._sampler.sample(step, index)]
+            windows = self.trainer._corpus.training[self.trainer._samples(step, index)]
             tokens_bt = torch.from_numpy(self.trainer._corpus.window_tokens(windows))
             logits_btv = model(input_ids=tokens_bt[:, :-1], use_cache=False).logits
             loss = F.cross_entropy(logits_btv.flatten(0, 1), tokens_bt[:, 1:].flatten())

@@ -106,7 +106,7 @@ def test_twenty_steps_are_those_of_peft_in_one_process(text_file: Path, base: Pa
             losses.append(pipeline.run(step).loss)
 
         optimizer.zero_grad()
-        windows = np.concatenate([one._sampler.sample(step, index) for index in range(4)])
+        windows = np.concatenate([one._samples(step, index) for index in range(4)])
         tokens = torch.from_numpy(one._corpus.window_tokens(one._corpus.training[windows]))
         outputs = plain(input_ids=tokens[:, :-1]).logits
         loss = F.cross_entropy(outputs.flatten(0, 1), tokens[:, 1:].flatten())
