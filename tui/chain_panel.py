@@ -10,7 +10,7 @@ from p2ptrain.core.texts import layers_text
 from tui import format as fmt
 from tui.chains import Chain, Gap, chains_of, how_to_split
 from tui.format import GONE, SLOWEST, Look, Row, Span, fit
-from tui.panels import ROOMY, Frame, TextPanel, not_connected, seed_address, what_next
+from tui.panels import ROOMY, Frame, TextPanel, advice, not_connected, seed_address, what_next
 from wire.records import PartInfo
 
 LEGEND = (
@@ -129,9 +129,5 @@ def no_chains(frame: Frame) -> list[Row]:
         return not_connected(frame)
     if not frame.store.peers:
         return what_next(frame)
-    return [
-        [Span("no model is split over machines yet", "strong")],
-        [],
-        [Span("Talk to one that no machine here could hold alone:")],
-        [Span(f"  {how_to_split(seed_address(frame))}", "accent")],
-    ]
+    text = "Talk to one that no machine here could hold alone:"
+    return advice("no model is split over machines yet", text, how_to_split(seed_address(frame)))

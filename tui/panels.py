@@ -220,35 +220,25 @@ def what_next(frame: Frame) -> list[list[Span]]:
     if frame.unconnected:
         return not_connected(frame)
     if not store.peers:
-        return [
-            [Span("no peers yet", "strong")],
-            [],
-            [Span("On each machine that should train:")],
-            [Span(f"  {how_to_join(seed_address(frame))}", "accent")],
-        ]
+        return advice("no peers yet", "On each machine that should train:", how_to_join(seed_address(frame)))
     workers = sum(map(_trains, store.peers.values()))
     if frame.job is None and not workers:
         writing = fmt.plural(len(store.peers), "peer")
-        return [
-            [Span("no peer here trains", "strong")],
-            [],
-            [Span(f"{writing} write text: 6 shows them. On each machine that should train:")],
-            [Span(f"  {how_to_join(seed_address(frame))}", "accent")],
-        ]
+        text = f"{writing} write text: 6 shows them. On each machine that should train:"
+        return advice("no peer here trains", text, how_to_join(seed_address(frame)))
     if frame.job is None:
-        many = fmt.plural(workers, "worker")
-        return [
-            [Span(f"{many} ready, no job yet", "strong")],
-            [],
-            [Span("Give them something to train:")],
-            [Span("  p2ptrain jobs create --profile tiny", "accent")],
-        ]
+        title = f"{fmt.plural(workers, 'worker')} ready, no job yet"
+        return advice(title, "Give them something to train:", "p2ptrain jobs create --profile tiny")
     look = fmt.look_in(fmt.JOB_LOOKS, frame.job.state)
     return [
         [Span(f"{look.symbol} ", look.role), Span(f"{frame.job.name} is {frame.job.state}", "strong")],
         [],
         [Span(frame.job.reason or "It has no ring at this moment.", "dim")],
     ]
+
+
+def advice(title: str, text: str, *commands: str) -> list[Row]:
+    return [[Span(title, "strong")], [], [Span(text)], *([Span(f"  {command}", "accent")] for command in commands)]
 
 
 def seed_address(frame: Frame) -> str:

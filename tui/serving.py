@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 from tui import format as fmt
 from tui.format import UNKNOWN, Look, Row, Span, fit
-from tui.panels import ROOMY, Frame, TextPanel, not_connected, seed_address
+from tui.panels import ROOMY, Frame, TextPanel, advice, not_connected, seed_address
 from wire.address import how_to_join
 from wire.records import ServingInfo
 
@@ -228,13 +228,9 @@ def serving_rows(frame: Frame, width: int) -> list[Row]:
         if not verifier.drafters:
             rows += [[], [Span("  no drafter: "), Span(how_to_join(seed_address(frame), "drafter"), "accent")]]
     if not rows:
-        rows = [
-            [Span("no verifier has joined yet", "strong")],
-            [],
-            [Span("A verifier writes with its model; drafters with a small one speed it up:")],
-            [Span(f"  {how_to_join(seed_address(frame), 'verifier')}", "accent")],
-            [Span(f"  {how_to_join(seed_address(frame), 'drafter')}", "accent")],
-        ]
+        text = "A verifier writes with its model; drafters with a small one speed it up:"
+        commands = [how_to_join(seed_address(frame), role) for role in ("verifier", "drafter")]
+        rows = advice("no verifier has joined yet", text, *commands)
     left = unused(store.serving)
     if left:
         names = ", ".join(f"{fit(info.name, 18)} ({fit(info.model, 20)})" for info in left)
