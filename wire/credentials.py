@@ -168,10 +168,7 @@ def sign_certificate(
     Raises:
         ValueError: the CA's key or certificate is damaged.
     """
-    ca_key = serialization.load_pem_private_key(ca_key_pem, password=None)
-    if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
-        raise ValueError("the CA's key is not of an elliptic curve")
-    issuer = x509.load_pem_x509_certificate(ca_pem).subject
+    ca_key, issuer = _signer(ca_key_pem, ca_pem)
     builder = _builder(_common_name(peer_id), issuer, public_key, ca_key.public_key(), now, lifetime_s, serial)
     names = [_PEER + peer_id, *(_ROLE + role for role in sorted(roles))]
     builder = builder.add_extension(_alternative(names), critical=False)
@@ -179,6 +176,13 @@ def sign_certificate(
         x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
     )
     return builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+
+
+def _signer(ca_key_pem: bytes, ca_pem: bytes) -> tuple[ec.EllipticCurvePrivateKey, x509.Name]:
+    ca_key = serialization.load_pem_private_key(ca_key_pem, password=None)
+    if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
+        raise ValueError("the CA's key is not of an elliptic curve")
+    return ca_key, x509.load_pem_x509_certificate(ca_pem).subject
 
 
 SERVER_LIFETIME_S = 30 * 24 * 3600.0
@@ -189,10 +193,8 @@ def server_certificate(ca_key_pem: bytes, ca_pem: bytes, names: Collection[str],
 
     It names no peer, so it admits to nothing else. Raises ``ValueError`` if the CA's key or certificate is damaged.
     """
-    ca_key = serialization.load_pem_private_key(ca_key_pem, password=None)
-    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
+    ca_key, issuer = _signer(ca_key_pem, ca_pem)
     key = ec.generate_private_key(ec.SECP256R1())
-    issuer = x509.load_pem_x509_certificate(ca_pem).subject
     subject = _common_name("p2ptrain seed")
     builder = _builder(subject, issuer, key.public_key(), ca_key.public_key(), now, SERVER_LIFETIME_S)
     alternative = x509.SubjectAlternativeName([_general_name(name) for name in names])

@@ -165,9 +165,9 @@ class JobController:
 
     def _begin(self, history: History) -> None:
         record, view = self.record, history.view
-        self._profile = profile_of(self.spec)
-        self.stages = self._profile.stages if self._profile else 1
-        self._asynchronous = self._profile is not None and self._profile.job.strategy == "server"
+        self.profile = profile_of(self.spec)
+        self.stages = self.profile.stages if self.profile else 1
+        self._asynchronous = self.profile is not None and self.profile.job.strategy == "server"
         minted_below = self._seed.minted_below  # the highest that an earlier term may have minted
         if view is not None and view.stages != self.stages:
             minted_below, view = max(minted_below, view.generation), None  # its members held other parts
@@ -191,18 +191,18 @@ class JobController:
         options = co.JobOptions(
             replicas=record.workers // self.stages,
             micro_batches=record.micro_batches,
-            ring_options=_ring_options_of(self._profile) if self._profile else RingOptions(),
+            ring_options=_ring_options_of(self.profile) if self.profile else RingOptions(),
             minted_below=minted_below,
-            share_rule=share_rule(self._profile) if self._profile else ShareRule(),
+            share_rule=share_rule(self.profile) if self.profile else ShareRule(),
             parts=self.stages,
-            least=least_members(self._profile) if self._profile else 1,
+            least=least_members(self.profile) if self.profile else 1,
             asynchronous=self._asynchronous,
-            training=training_of(self._profile, record.shape, record.cuts),
-            least_steps=_least_steps(self._profile) if self._profile else 0,
-            masked=self._profile is not None and self._profile.federated.secure,
+            training=training_of(self.profile, record.shape, record.cuts),
+            least_steps=_least_steps(self.profile) if self.profile else 0,
+            masked=self.profile is not None and self.profile.federated.secure,
         )
         self._links_seen = 0
-        self._robust = self._profile is not None and bool(self._profile.robust.rule)
+        self._robust = self.profile is not None and bool(self.profile.robust.rule)
         self._scores: dict[str, MemberScore] = {}  # of the members of the present view, if ``_robust``
         self.ledger = Ledger(record.id, history.head, history.begins)
         self._recoveries = Recorder(record.id, number=history.recoveries, view=view)
@@ -211,10 +211,6 @@ class JobController:
     @property
     def id(self) -> str:
         return self.record.id
-
-    @property
-    def profile(self) -> Profile | None:
-        return self._profile
 
     @property
     def live(self) -> bool:
@@ -226,10 +222,10 @@ class JobController:
 
     @property
     def keeps_best(self) -> bool:
-        return self._profile is not None and self._profile.checkpoint.best
+        return self.profile is not None and self.profile.checkpoint.best
 
     def peer(self, link: Link) -> co.Peer:
-        peer = seen_for(self._profile.device.kind if self._profile else "", link.peer)
+        peer = seen_for(self.profile.device.kind if self.profile else "", link.peer)
         # A newcomer of an asynchronous job pulls the state from the server, like all members.
         return replace(peer, follows=False) if self._asynchronous else peer
 
