@@ -31,13 +31,7 @@ NamePattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.*?-]{1,128}$")]
 
 
 class Conflict(ValueError):
-    """Settings that contradict each other.
-
-    Args:
-        keys: the dotted keys involved, such as ``model.heads``.
-        problem: what is wrong, with keys and values.
-        remedy: how to correct it.
-    """
+    """Settings that contradict each other. ``keys``: the dotted keys involved, such as ``model.heads``."""
 
     def __init__(self, *keys: str, problem: str, remedy: str) -> None:
         super().__init__(problem)

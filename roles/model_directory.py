@@ -95,8 +95,7 @@ class ModelDirectory:
     """A model with all tensors hashed. Reads from a file that changed since are refused.
 
     Attributes:
-        model: the model's id.
-        config: the text of ``config.json``.
+        model: its id.
         records: of the tensors, sorted by name, then of the small files.
     """
 

@@ -124,9 +124,6 @@ class Island:
     Args:
         mesh: over the processes; its group has the host's tensors, too.
         on_lost: called at the leader, on any thread, when a process is lost.
-
-    Attributes:
-        label: for people.
     """
 
     def __init__(

@@ -83,8 +83,7 @@ def load_whole(
     merged into its base's weights.
 
     Args:
-        device: as in ``compute.device.pick_device``.
-        dtype: dtype of weights, cache and arithmetic, as in ``PartSpec``.
+        device, dtype: as in ``PartSpec``.
         on_bytes: called on this thread after each piece; an exception from it ends the loading.
 
     Raises:

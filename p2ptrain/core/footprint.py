@@ -36,14 +36,8 @@ def head_kept_bytes(tokens: int, *, vocab: int) -> int:
 
 
 def least_in_flight(schedule: str, micro_batches: int, to_end: int, most: int) -> int:
-    """Micro-batches that a stage must have memory for.
-
-    Args:
-        schedule: ``1f1b`` or ``gpipe``.
-        micro_batches: micro-batches in a step.
-        to_end: number of stages from this one to the last, including both.
-        most: configured maximum; 0: no maximum.
-    """
+    """Micro-batches that a stage must have memory for, of those in a step. ``to_end``: number of stages from this one
+    to the last, including both. ``most``: configured maximum; 0: no maximum."""
     return min(most, micro_batches) or (micro_batches if schedule == GPIPE else min(to_end, micro_batches))
 
 

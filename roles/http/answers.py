@@ -29,15 +29,8 @@ HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 
 @dataclass(eq=False)
 class Problem(Exception):
-    """An error that a client receives. With status 503 it is told when to try again.
-
-    Attributes:
-        status: HTTP status.
-        message: text for people.
-        remedy: what they can do; empty if ``message`` says it.
-        code: stable word for programs, OpenAI's if there is one.
-        param: the parameter at fault, if any.
-    """
+    """An error that a client receives. With status 503 it is told when to try again. ``code``: stable word for
+    programs, OpenAI's if there is one. ``param``: the parameter at fault, if any."""
 
     status: int
     message: str

@@ -494,12 +494,7 @@ class Healer:
 
 
 class Follower:
-    """Keeps one worker's state level with a ring that it is not in.
-
-    Args:
-        say: sends a report to the seed.
-        handle: passes an event to the core.
-    """
+    """Keeps one worker's state level with a ring that it is not in."""
 
     def __init__(
         self,

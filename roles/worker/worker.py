@@ -74,8 +74,7 @@ class Worker(MemberProcess):
     """One worker process. The module's docstring describes it.
 
     Args:
-        build_engine: builds the engine of a profile; blocking, called on the compute thread.
-        strategies: returns a job's strategy factory; simulations replace it.
+        build_engine, build_part, strategies: as in ``Context``.
         warm_up: blocking, called first on the compute thread, while the seed is dialled.
         holding: what is needed to hold parts of split models; None if this worker holds none.
     """
