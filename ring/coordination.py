@@ -96,7 +96,6 @@ class JobOptions:
         grace_s: for members that are away while the ring runs, and for the holder of the newest state.
         build_s: for workers to build a state that may be the newest one, or a checkpoint that is to be restored.
         cooldown_s: first exclusion of a peer whose link keeps breaking; doubles each time.
-        ring_options: the profile's options for the ring.
         minted_below: an earlier seed may have minted generations up to this one.
         share_rule: how the replicas of a view share its micro-batches.
         least: fewest replicas of a view. With fewer the job waits.
@@ -141,7 +140,6 @@ class StoredJob:
 
     Attributes:
         paused: a person asked for a pause; ``state`` may not show it yet.
-        saved: the known checkpoints.
         held: peer id → the part that it holds, or held last, if the model has several.
         branch: the peers whose states and checkpoints belong to the run as it continued after it last went back to an
             older step. Those of other peers may belong to an *abandoned branch*: the later steps that it gave up.

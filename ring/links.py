@@ -224,7 +224,6 @@ class ThisMember(Protocol):
     """The member that forms rings and chains.
 
     Attributes:
-        name: for messages.
         seed_host: dialled for members whose own host is empty.
         inbound: where connections from other members arrive.
     """

@@ -103,7 +103,6 @@ class NeighbourLinks:
 
     Args:
         left, right: sends heartbeats to this member; receives this member's heartbeats.
-        what: ``"ring"`` or ``"chain"``, for messages.
         status: returns this member's progress and state, for the heartbeats.
         busy: whether an operation is under way.
         expects: whether it still needs bytes of a connection.

@@ -248,7 +248,6 @@ def plan_ring(
         total_bytes: of the array that a step reduces, as float32; 0: unknown.
         compute_s: seconds of a step during which the exchange may run; 0: unknown.
         apart: edges that could not be dialled.
-        name: maps a peer id to a name, for the reason.
     """
     order, reason = _order(joined, links, ring_options, total_bytes, apart)
     left, right, slowest = slowest_edge(order, links)

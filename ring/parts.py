@@ -100,13 +100,8 @@ class StagePlanner:
         most: int,
         now: float,
     ) -> tuple[dict[str, int], list[Instruction]]:
-        """Returns worker → its new part, and what to report.
-
-        Args:
-            peers: all workers. held: their parts; those without one are spares.
-            idle: workers that may change their part if that completes a replica.
-            most: number of replicas that are wanted.
-        """
+        """Returns worker → its new part, and what to report. ``idle``: workers that may change their part if that
+        completes a replica. ``most``: as in ``dealt``."""
         if not self._planned:
             return self._plan(peers, links, now)
         homes = {key: held[key] for key in idle}

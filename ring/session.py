@@ -67,7 +67,6 @@ class RingSession:
     """A member's place in the ring of one view. ``form`` makes it; ``close`` or the loss of a neighbour ends it.
 
     Attributes:
-        rank, size: this member's rank, and the number of members.
         entropy: returns so many secret random bytes.
         patience_s: of the owner, for operations whose callers know none.
         broken: resolves to ``RingBroken`` when the session has ended, for whatever reason.

@@ -110,8 +110,6 @@ class SeedLink:
         terms: cluster → the highest term that was met; changed in place.
         on_term: called when ``terms`` changed.
         hello: makes the current ``Hello`` (it names the running view).
-        pulse: makes the next heartbeat's content.
-        on_message: called with every message but heartbeats and answers to requests.
         on_up, on_down: called when the link is up, and when it is lost.
     """
 

@@ -151,8 +151,6 @@ class Ticket:
     """What a person pastes to join. Raises ``ValueError`` if a field is invalid.
 
     Attributes:
-        host, port: the seed's.
-        role: one of ``ROLES``.
         id: names the ticket; 12 hex digits, not secret.
         secret: 16 random bytes.
         pin: SHA-256 of the run CA's certificate in DER.

@@ -34,12 +34,7 @@ _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 @dataclass(frozen=True, slots=True)
 class _Adapted:
-    """A matrix that the adapter changes.
-
-    Attributes:
-        module: name of its module in the model.
-        is_transposed: it is stored as (in, out).
-    """
+    """A matrix that the adapter changes. ``is_transposed``: it is stored as (in, out)."""
 
     module: str
     down: str  # names of A and B in the adapter's file

@@ -1,8 +1,7 @@
 """Plans for the files of a checkpoint, of a model or of one stage, and the reading of its weights.
 
 A plan lists literal bytes and ranges of the flat state. The files are those of transformers' ``save_pretrained``, and
-the optimizer's. A safetensors file is eight bytes (the header's length, little-endian), a JSON header, and the tensors'
-bytes one after the other (https://github.com/huggingface/safetensors#format). So it can be written without torch, from
+the optimizer's. ``core.tensor_files`` has the format, which is so simple that a file can be written without torch, from
 a copy of the state.
 
 The files of all stages in one directory are an ordinary Hugging Face model. The first stage writes the files of the

@@ -20,12 +20,7 @@ from p2ptrain.core.texts import human_bytes
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A torch device.
-
-    Attributes:
-        label: name for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``.
-        threads: configured number of threads of CPU kernels; 0 if not configured.
-    """
+    """A torch device. ``threads``: configured number of threads of CPU kernels; 0: not configured."""
 
     torch_device: torch.device
     label: str

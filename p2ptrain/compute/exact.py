@@ -29,11 +29,9 @@ class FixedSum:
 
     Args:
         gradients: shape (numel,), fp32; backward writes each micro-batch's contribution here.
-        kind: kind of the gradients' device.
 
     Attributes:
         total: the sum, shape (numel,), int64.
-        on_host: whether ``total`` is in host memory.
     """
 
     def __init__(self, gradients: Tensor, kind: str, micro_batches: int) -> None:

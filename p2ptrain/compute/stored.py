@@ -53,11 +53,7 @@ class Conversion:
 
 
 class StoredTensors:
-    """The conversions from the files' tensors to those of ``model``, a whole one.
-
-    Attributes:
-        conversions: by ``Conversion.target``.
-    """
+    """The conversions from the files' tensors to those of ``model``, a whole one, by ``Conversion.target``."""
 
     def __init__(self, model: Any, names: Collection[str]) -> None:
         self._model = model

@@ -332,11 +332,7 @@ class ChatFormat:
 
 
 class Conversation:
-    """The turns of a conversation, and which of them still go into the prompt.
-
-    Attributes:
-        turns: all turns; the system's turn, if there is one, comes first.
-    """
+    """The turns of a conversation, the system's first, and which of them still go into the prompt."""
 
     def __init__(self, system: str = "") -> None:
         self.turns: list[Turn] = []

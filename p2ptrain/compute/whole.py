@@ -22,7 +22,6 @@ class History:
     """The cache of one session, with the interface of ``PartCache``.
 
     Attributes:
-        positions: most positions of the session.
         ids: token ids of all positions so far, shape (length,).
         state: keyword arguments for ``prepare_inputs_for_generation`` of the next token, with the model's own cache.
             Empty if there is no cache that fits ``ids``: then the next pass starts from the first token.

@@ -53,7 +53,6 @@ class Applied:
     Attributes:
         step: number of applied steps, including this one.
         loss: mean loss of the global batch in nats per token, before the step.
-        lr: learning rate of the step.
         grad_norm: global L2 norm of the gradient, before clipping.
     """
 

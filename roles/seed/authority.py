@@ -302,7 +302,6 @@ class Authority:
     """The authority, created by ``open``. ``now`` is always Unix seconds.
 
     Attributes:
-        ca_der: the CA's certificate.
         pin: SHA-256 of ``ca_der``, as tickets carry it.
         records: the current state; replaced as a whole.
     """

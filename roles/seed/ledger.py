@@ -45,7 +45,6 @@ class Ledger:
 
     Attributes:
         head: None before the first view.
-        begins: where views began.
         counts: micro-batches of each member in the newest row, in the rank order of view ``generation``.
     """
 

@@ -61,7 +61,6 @@ class Link:
     """A registered peer and its connection.
 
     Attributes:
-        host, port: where other peers reach it.
         job: id of the job that it is assigned to; empty while it is free.
         last_job: id of its job before. Reports that it kept while the link was down arrive late.
         rows: steps of its job of which it has ledger rows, as last reported; None before its first report.
@@ -70,9 +69,7 @@ class Link:
             ``evicted``.
         told: set once it has reported its speed, or is gone.
         serving: what a verifier or a drafter serves; None before it has reported that.
-        parts: the parts of models that a worker holds, by id, as it reported them.
         idle: why no job has it, as it was told; empty if one has.
-        leaves: it is about to leave.
         early: messages that wait until its job is settled (``roles.seed.jobs``).
     """
 
@@ -181,11 +178,8 @@ class Link:
         """The record that people see.
 
         Args:
-            view: the running view of its job, or None.
-            edge: quality of the link to its right neighbour.
             shares: the members' shares in the newest step, in rank order. A stage has the share of its replica's first.
             stage: its stage of a split model with ``stages`` stages.
-            paused: whether its job is.
         """
         beat, gone = self.beat, self.lost_at is not None
         stats = {name: value for name, value in beat.stats.items() if math.isfinite(value)} if beat and not gone else {}

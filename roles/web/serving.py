@@ -52,7 +52,6 @@ class Web:
     """What people are told of the server.
 
     Attributes:
-        url: where a browser reaches it.
         key_files: of the two keys; empty if none is needed.
         own_certificate: the run's authority signs its certificate.
     """

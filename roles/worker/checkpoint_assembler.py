@@ -90,12 +90,8 @@ def checkpoints_dir(jobs: Path, job: str, stage: Stage) -> Path:
 
 
 class CheckpointAssembler:
-    """Assembles one job's whole checkpoints on one worker, and extracts the worker's stage from them.
-
-    Args:
-        parts: checkpoints of the worker's stage.
-        files: checkpoints of the whole model.
-    """
+    """Assembles one job's whole checkpoints on one worker, and extracts the worker's stage from them. ``parts``:
+    checkpoints of that stage. ``files``: those of the whole model."""
 
     def __init__(
         self,
