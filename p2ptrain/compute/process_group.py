@@ -37,9 +37,10 @@ DEFAULT_TIMEOUT_S = 1800.0
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.int32, 8: torch.int64}
 _NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 _REDUCTIONS = {getattr(dist.ReduceOp.RedOpType, name.upper()): name for name in _NAMES}
-# Completes torch's futures. Their callbacks may take long, and may begin operations and wait for them: so they run
-# neither on the event loop's thread nor on a single one.
-_completing = ThreadPoolExecutor(8, thread_name_prefix="p2p callbacks")
+MAX_CALLBACKS = 1024
+# Completes torch's futures. Their callbacks may begin operations and wait for the futures of those, as PowerSGD's do
+# for each bucket. So each has a thread: the pool starts one whenever none is idle.
+_completing = ThreadPoolExecutor(MAX_CALLBACKS, thread_name_prefix="p2p callbacks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,9 @@ class RingWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         if self._future is None:
-            self._future = torch.futures.Future()
+            self._done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            # ``then`` makes an error of a Python exception. DDP in C++ would take the exception for tensors, and crash.
+            self._future = self._done.then(lambda done: done.value())
             self._left = itertools.count(len(self._pending) - 1, -1)
             for item in self._pending:
                 item.add_done_callback(self._one_done)
@@ -138,12 +141,11 @@ class RingWork(dist.Work):
                 _completing.submit(self._complete)
 
     def _complete(self) -> None:
-        assert self._future is not None
         error = self._error()
         if error is None:
-            self._future.set_result(self._tensors)
+            self._done.set_result(self._tensors)
         else:
-            self._future.set_exception(error)  # type: ignore[arg-type]  # torch declares T
+            self._done.set_exception(error)  # type: ignore[arg-type]  # torch declares T
 
     def _error(self) -> Exception | None:
         error = next((problem for item in self._pending if (problem := item.exception()) is not None), None)

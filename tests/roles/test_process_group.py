@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, _create_work_from_future
 
 from configs.schema import Profile
 from p2ptrain import torch_backend
@@ -292,6 +293,32 @@ def test_futures_have_the_tensors_and_their_callbacks_may_use_the_group() -> Non
 
     futures = [member.allreduce([tensors[member.rank()]]).get_future().then(again) for member in members]
     assert [future.wait().tolist() for future in futures] == [[4.0] * 3] * 2
+
+
+def test_callbacks_of_any_number_of_futures_may_wait_for_others() -> None:
+    (member, other), count = group(2), 40
+    all_run = threading.Barrier(count)
+
+    def again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        work = member.allreduce(future.value())
+        all_run.wait(TIMEOUT.total_seconds())
+        [tensor] = work.get_future().wait()
+        return tensor
+
+    futures = [member.allreduce([torch.ones(3)]).get_future().then(again) for _ in range(count)]
+    for value in (1.0, 2.0):
+        for _ in range(count):
+            other.allreduce([torch.full((3,), value)])
+    assert [future.wait().tolist() for future in futures] == [[4.0] * 3] * count
+
+
+def test_code_in_cpp_sees_the_error_of_a_future() -> None:  # such as DDP without a hook in Python
+    members = new_group(2)
+    future = members[0].allreduce([torch.ones(3)]).get_future()
+    members[1].shutdown()
+    with pytest.raises(RuntimeError, match=r"DistBackendError: backend p2p: lost the .* neighbour rank 1"):
+        future.wait()
+    assert not _create_work_from_future(future).is_success()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
