@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.compute import first_import
 from p2ptrain.core.adapters import file_of
 from p2ptrain.core.errors import ConfigError, StorageError
 
@@ -190,31 +191,41 @@ class Tokenizer:
         return np.concatenate([np.zeros(0, self.dtype), *arrays])
 
 
-def _settings(directory: Path) -> dict[str, Any]:
+def _settings(directory: Path, *names: str) -> dict[str, Any]:
     """What the small files beside ``tokenizer.json`` say. Raises ``OSError`` and ``ValueError``."""
     found: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in names:
         if (directory / name).is_file():
             try:
                 found |= dict(json.loads((directory / name).read_bytes()))
             except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(f"{name} beside it: {error}") from error
-    for key, value in found.items():
-        if type(value) is int and abs(value) > _MOST_SETTING and "length" not in key:
-            raise ValueError(f"{key} = {value} in the settings beside it is more than {_MOST_SETTING}")
     return found
 
 
 def _library(path: Path, *, is_bytes: bool) -> Any:
     """Transformers' tokenizer of a ``tokenizer.json`` and what is beside it; no code there is run."""
-    import transformers  # what is named below is imported then
-
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    # The class of a family may build the tokenizer anew. That would change what was trained on bytes here.
-    is_as_written = is_bytes or "auto_map" in _settings(path.parent)
-    found: Any = transformers.PreTrainedTokenizerFast if is_as_written else transformers.AutoTokenizer
+    settings = _settings(path.parent, "special_tokens_map.json", "tokenizer_config.json")
+    for key, value in settings.items():
+        if type(value) is int and abs(value) > _MOST_SETTING and "length" not in key:
+            raise ValueError(f"{key} = {value} in the settings beside it is more than {_MOST_SETTING}")
     places = {"tokenizer_file": str(path), "local_files_only": True, "trust_remote_code": False}
-    return found.from_pretrained(path.parent, **places)
+    with first_import():
+        import transformers  # what is named below is imported then
+
+        transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        fast: Any = transformers.PreTrainedTokenizerFast
+        # The class of a family may build the tokenizer anew. That would change what was trained on bytes here.
+        if not is_bytes and "auto_map" not in settings:
+            from transformers.models.auto.tokenization_auto import AutoTokenizer, tokenizer_class_from_name
+
+            named = [each.get("tokenizer_class") for each in (settings, _settings(path.parent, "config.json"))]
+            classes = [tokenizer_class_from_name(name) or fast for name in named if name]
+            if all(isinstance(each, type) and issubclass(each, fast) for each in classes):  # else it may load anything
+                made: Any = AutoTokenizer.from_pretrained(path.parent, **places)
+                if isinstance(made, fast):
+                    return made
+        return fast.from_pretrained(path.parent, **places)
 
 
 @contextmanager

@@ -283,7 +283,18 @@ def test_what_claims_much_memory_is_refused_before_it_is_allocated(tmp_path: Pat
         Tokenizer.of_directory(tmp_path)
 
 
-def test_code_of_a_directory_is_not_run(words: Path) -> None:
-    (words / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}}')
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}},
+        {"tokenizer_class": "RagTokenizer"},
+        {"tokenizer_class": "AutoModelForCausalLM"},
+        {"tokenizer_class": "pipeline"},
+    ],
+    ids=str,
+)
+def test_what_is_no_tokenizer_is_neither_run_nor_loaded(words: Path, file: str, settings: dict[str, Any]) -> None:
+    (words / file).write_text(json.dumps(settings))
     (words / "evil.py").write_text("raise SystemExit(9)")
     assert Tokenizer.of_directory(words).encode(["w7"]).tolist() == [7]
