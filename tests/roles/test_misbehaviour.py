@@ -1,13 +1,12 @@
 """Real members that break the protocol of a ring: the job goes on, the culprit is named, and nobody else is excluded.
 
-Members that withhold bytes are in ``tests/sim/test_mutations.py``, where waiting costs nothing.
+Members that withhold bytes are in ``tests/sim/test_mutations.py``, where waiting costs nothing. Those that send invalid
+keys for masks are in ``tests/roles/test_secure.py``.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-import pytest
 
 from configs.schema import Profile
 from ring.token import TOKEN_BYTES
@@ -16,7 +15,6 @@ from roles.strategies.pipeline import strategy_of
 from tests.roles.in_process import Cluster
 from tests.roles.test_cluster import LONG, done, small_profile
 
-KEY_BYTES = 32
 FROM_STEP = 6
 
 
@@ -34,7 +32,7 @@ def sending(bad: bytes) -> Any:
                 async def all_gather(mine: bytes, **more: Any) -> list[bytes]:
                     return list(await honest(bad if len(mine) == len(bad) else mine, **more))
 
-                if session.view.step >= FROM_STEP or len(bad) == KEY_BYTES:
+                if session.view.step >= FROM_STEP:
                     session.all_gather = all_gather
                 await begin(session, meet)
 
@@ -46,15 +44,13 @@ def sending(bad: bytes) -> Any:
     return strategies
 
 
-@pytest.mark.parametrize("what", ["tokens", "keys"])
-async def test_member_that_sends_garbage_is_named_and_excluded_alone(cluster: Cluster, what: str) -> None:
-    masked = {"job": {"strategy": "federated"}, "federated": {"secure": True}} if what == "keys" else {}
-    profile = small_profile(**{"job": {"workers": 3, "steps": LONG} | masked.pop("job", {}), **masked})
+async def test_member_that_sends_garbage_is_named_and_excluded_alone(cluster: Cluster) -> None:
+    profile = small_profile(job={"workers": 3, "steps": LONG})
     job = await cluster.create(profile)
     for _ in range(3):
         cluster.join()
     await cluster.job_until(job, lambda item: item["step"] >= FROM_STEP)
-    culprit = cluster.join(strategies=sending(bytes(TOKEN_BYTES if what == "tokens" else KEY_BYTES)))
+    culprit = cluster.join(strategies=sending(bytes(TOKEN_BYTES)))
     await cluster.job_until(job, done)
     events = (await cluster.ask("events.list", limit=200))["events"]
     excluded = [item["text"] for item in events if item["kind"] in ("link", "flapping", "struck-off")]

@@ -84,6 +84,23 @@ def test_a_public_key_of_no_curve_point_is_refused() -> None:
             pair_keys_untrusted(secret, [mine, bad], 0, "job 1 ")
 
 
+async def test_invalid_key_names_its_sender_before_it_is_passed_on() -> None:
+    """c's key is no point of the curve: a has it first, and says so of c; b never gets it."""
+    thread = ComputeThread()
+    try:
+        async with local_ring(3, MemoryNetwork()) as ring, asyncio.timeout(30):
+            sessions = [place.session for place in ring]
+            honest = [SecureStrategy(StandInEngine(PROFILE), thread, lambda: None, 0) for _ in range(2)]
+            pairs = zip(honest, sessions[:2], strict=True)
+            begun: list[Any] = [strategy.begin(session, None) for strategy, session in pairs]  # type: ignore[arg-type]
+            await asyncio.gather(*begun, sessions[2].all_gather(bytes(32)), return_exceptions=True)
+            assert all(session.broken.done() for session in sessions[:2]), "nobody is named"
+            assert {session.broken.result().suspect for session in sessions[:2]} == {"c"}
+            assert sessions[0].broken.result().cause.message == "lost the left neighbour c: an invalid key for masks"
+    finally:
+        thread.close()
+
+
 class Fixed(StandInEngine):
     """Contributes an array of its own."""
 
