@@ -439,7 +439,7 @@ def _add_verb(verb: str, done: str, explained: str, question: str = "") -> None:
     def ask_and_tell(
         job: JobArgument, yes: YesOption = False, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False
     ) -> None:
-        confirm(question.format(job), yes=yes)
+        confirm(question.format(job), seed, "jobs", job, yes=yes)
         tell(job, seed, as_json)
 
     examples = [f"p2ptrain jobs {verb} tiny", *([f"p2ptrain jobs {verb} tiny --yes"] if question else [])]
@@ -449,7 +449,7 @@ def _add_verb(verb: str, done: str, explained: str, question: str = "") -> None:
 
 _add_verb("pause", "pauses at the next step", "Stop a job at the next step boundary. Its workers keep the state.")
 _add_verb("resume", "goes on", "Let a paused job go on.")
-_add_verb("save", "writes a checkpoint after this step", "Write a checkpoint after the step that runs now.")
+_add_verb("save", "writes a checkpoint as soon as no step runs", "Write a checkpoint, after a step that runs now.")
 _add_verb("cancel", "is cancelled", "End a job for good. Its checkpoints stay.", "End {} for good?")
 _add_verb(
     "forget",

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from wire.address import is_loopback
+from wire.address import format_address, is_loopback
 from wire.transport import every_interface
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ async def stay(options: JoinOptions, make: Make) -> None:
     Raises:
         P2PTrainError: there is no seed in time, no slot or no ticket, or what ran raised it.
     """
-    from p2ptrain.cli.access import MENDED_BY_A_TICKET, Caller, place_of, reach_one, shown_address
+    from p2ptrain.cli.access import MENDED_BY_A_TICKET, Caller, place_of, reach_one
     from p2ptrain.cli.output import human_seconds
     from p2ptrain.cli.running import default_state_dir
     from p2ptrain.cli.stopping import stoppable, unless_stopped
@@ -116,7 +116,6 @@ async def stay(options: JoinOptions, make: Make) -> None:
     identity = claim(RealDisk(), options.root, role=role, name=options.name, slot=options.slot)
     here = ProcessContext(identity, console, stop)
     places = [place_of(target) for target in targets]
-    console.event("info", f"{role} {identity.name} ({identity.peer_id}) joins {', '.join(map(shown_address, targets))}")
     caller = Caller(role, identity.directory / "credentials", [options.root, default_state_dir()], identity.peer_id)
     listen_host, afresh = options.host, False
     clock = LoopClock()
@@ -140,6 +139,8 @@ async def stay(options: JoinOptions, make: Make) -> None:
             )
             if access is None:
                 break
+            place = format_address(access.host, access.port)
+            console.event("info", f"{role} {identity.name} ({identity.peer_id}) joins {place}")
             others = tuple(place for place in places if place != (access.host, access.port))
             listen = listen_host or usual_host(access.host), options.port
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import sys
 import threading
@@ -25,6 +26,7 @@ from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.core.errors import P2PTrainError
+    from wire.client import SeedClient
 
 SHORT_S, PLAIN_S = 1.0, 10.0
 """Work that takes less shows no progress; seconds between its lines where they are not rewritten."""
@@ -173,10 +175,17 @@ def number(value: float | None, form: str = ".4f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def confirm(question: str, *, yes: bool) -> None:
-    """Ask before an action that cannot be undone. Raises ``UserError`` if the answer is no, or nobody can answer."""
+def confirm(question: str, seed: str = "", group: str = "", name: str = "", *, yes: bool) -> None:
+    """Ask before an action that cannot be undone. Raises ``UserError`` without the object, a yes, or a terminal."""
+    from p2ptrain.cli.runtime import ask
     from p2ptrain.core.errors import UserError
 
+    async def is_listed(client: SeedClient) -> bool:
+        found = await getattr(client, "tickets" if group == "ticket" else group)()
+        return any(item.id.startswith(name) or getattr(item, "name", "") == name for item in found)
+
+    if not yes and name and not re.fullmatch("[0-9a-f]{12}", name) and not ask(seed, is_listed):
+        raise UserError(f"there is no {group.removesuffix('s')} {name}", remedy=f"see p2ptrain {group} list")
     if not yes and not sys.stdin.isatty():
         text = f"there is no terminal to ask: {printable(question)}"
         raise UserError(text, remedy="add --yes to do it without a question")

@@ -267,29 +267,29 @@ def newest_in(directory: Path, *, download: bool = False) -> Path:
         remedy = "name a model as save_pretrained writes it; `p2ptrain checkpoints list` shows where jobs store theirs"
         raise UserError(f"{directory} holds no checkpoint", remedy=remedy)
     newest = max(found, key=lambda path: (path.stat().st_mtime, path.parent.name)).parent
-    if not console.quiet:
-        others = f", the newest of {len(found)}" if len(found) > 1 else ""
-        typer.echo(f"(the model is {printable(str(newest))}{others})", err=True)
-    return _whole(newest)
+    return _whole(newest, len(found))
 
 
 def newest_of_job(seed: str, job: str) -> Path:
     """The newest checkpoint of a job on this machine. Raises ``UserError``."""
     found = ask(seed, lambda client: client.checkpoints(job))
-    if newest := newest_of(item for item in found if is_model(item.path)):
-        return _whole(Path(newest.path))
+    if newest := newest_of(here := [item for item in found if is_model(item.path)]):
+        return _whole(Path(newest.path), len(here))
     if not found:
         raise UserError(f"job {job} has no checkpoint yet", remedy=f"p2ptrain jobs save {job}")
     machines = ", ".join(sorted({item.peer_name for item in found}))
     raise UserError(f"no checkpoint of job {job} lies on this machine", remedy=f"they lie on {machines}: run it there")
 
 
-def _whole(directory: Path) -> Path:
-    """Return ``directory``. Raises ``UserError`` if it is the checkpoint of one part of a model."""
+def _whole(directory: Path, count: int = 0) -> Path:
+    """Return ``directory``, and say so if it was chosen from ``count``. Raises ``UserError`` if it is one part's."""
     from p2ptrain.core.checkpoint_parts import STAGE, STAGES, is_part
     from p2ptrain.core.checkpoints import read_checkpoint
     from p2ptrain.core.disk import RealDisk
 
+    if count and not json_output.wanted:
+        others = f", the newest of {count}; to use another: --checkpoint DIR" if count > 1 else ""
+        typer.echo(f"(the model is {printable(str(directory))}{others})", err=True)
     try:
         entry = read_checkpoint(RealDisk(), directory)
     except StorageError:

@@ -17,12 +17,12 @@ import numpy as np
 
 from p2ptrain.compute.device import HOST, available_bytes, check_memory
 from p2ptrain.compute.packing import FIRST, TARGET, Marks, packed
-from p2ptrain.compute.rows import Rows, unreadable
+from p2ptrain.compute.rows import Rows
 from p2ptrain.compute.sampling import Indices, permuted
 from p2ptrain.compute.text import ChatFormat
 from p2ptrain.compute.tokenizer import Tokenizer, Tokens
 from p2ptrain.core.errors import ConfigError
-from p2ptrain.core.text_files import STDLIB, search_files
+from p2ptrain.core.text_files import STDLIB, search_files, unreadable
 from p2ptrain.core.texts import human_bytes
 
 _BLOCK_WINDOWS = 16

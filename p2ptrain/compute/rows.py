@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from p2ptrain.compute.device import HOST, check_memory
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.text_files import format_of, is_stdlib, kind_of
+from p2ptrain.core.text_files import format_of, is_stdlib, kind_of, unreadable
 from p2ptrain.core.texts import human_bytes, shortened
 
 Messages = list[dict[str, Any]]
@@ -127,10 +127,6 @@ class Rows:
 def _line(text: str, end: str) -> Iterator[str]:
     if text:
         yield text if text.endswith(end) else text + end
-
-
-def unreadable(file: Path, error: OSError) -> UserError:
-    return UserError(f"cannot read {file}: {error.strerror or error}", remedy="check its permissions, or leave it out")
 
 
 def _read_text(file: Path, errors: str = "strict") -> str:

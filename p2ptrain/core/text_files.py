@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.extras import install_command
 
 STDLIB = "stdlib"
@@ -53,7 +53,7 @@ def find_files(path: str, form: str = "auto") -> list[Path]:
     """The files that ``data.path`` names, in the order of their relative paths. ``form``: ``data.format``.
 
     Raises:
-        ConfigError: there are none, or one cannot be read here: its compression, or a package that is not installed.
+        UserError: there are none, all are empty, or one cannot be read here: its compression, a missing package.
     """
     return search_files(path, form)[0]
 
@@ -71,7 +71,13 @@ def search_files(path: str, form: str) -> tuple[list[Path], str]:
         if again := len(found) - len(read):
             note = f"{note}{note and '; '}{again} links to files that are read already are left out"
         found = list(read.values())
+    has_text = False
     for file in found:
+        try:
+            with file.open("rb") as opened:
+                has_text |= bool(opened.read(1))
+        except OSError as error:
+            raise unreadable(file, error) from error
         packed, is_parquet = kind_of(file)[1], format_of(file, form) == "parquet"
         if packed in _UNPACKERS or (packed and is_parquet):
             remedy = f"unpack it: {_UNPACKERS.get(packed, 'gunzip')} {file}"
@@ -79,7 +85,13 @@ def search_files(path: str, form: str) -> tuple[list[Path], str]:
         if is_parquet and find_spec("pyarrow") is None:
             text = f"{file} cannot be read: the package pyarrow is not installed"
             raise ConfigError(text, remedy=f"run: {install_command('parquet')}")
+    if not has_text:
+        raise ConfigError(f"data.path = {path!r} names only empty files", remedy="name files with text")
     return found, note
+
+
+def unreadable(file: Path, error: OSError) -> UserError:
+    return UserError(f"cannot read {file}: {error.strerror or error}", remedy="check its permissions, or leave it out")
 
 
 def kind_of(file: Path) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.output import Console
-from p2ptrain.cli.text_options import newest_in
+from p2ptrain.cli.text_options import newest_in, newest_of_job
+from tests.cli.test_operator_commands import CHECKPOINT
 from wire.records import ClusterInfo
 
 Command = Callable[..., Any]
@@ -124,8 +126,16 @@ def test_what_is_missing_is_refused_before_anything_starts(
     assert command("jobs", "create", "--set", setting).code == 0
 
 
+def test_an_empty_text_is_refused_once_and_before_anything_starts(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "x.txt").touch()
+    outcome = command("up", "--plain", "--state", str(tmp_path / "state"), "--set", f"data.path={tmp_path}")
+    said = f"error: data.path = '{tmp_path}' names only empty files\n  → name files with text\n"
+    assert (outcome.code, outcome.err) == (2, said)
+    assert not (tmp_path / "state").exists()
+
+
 def test_a_directory_of_models_is_searched_and_the_choice_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fake_seed: Any
 ) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -133,7 +143,12 @@ def test_a_directory_of_models_is_searched_and_the_choice_is_said(
 
     os.utime(tmp_path / "a" / "config.json", (0, 0))
     assert newest_in(tmp_path) == tmp_path / "b"
-    assert f"(the model is {tmp_path / 'b'}, the newest of 2)" in capsys.readouterr().err
+    chosen = f"(the model is {tmp_path / 'b'}, the newest of 2; to use another: --checkpoint DIR)\n"
+    assert capsys.readouterr().err.endswith(chosen)
+    found = [dataclasses.replace(CHECKPOINT, path=str(tmp_path / name), step=step) for step, name in enumerate("ab")]
+    fake_seed.answers["checkpoints.list"] = {"checkpoints": [item.to_map() for item in found]}
+    assert newest_of_job(fake_seed.address, "tiny") == tmp_path / "b"
+    assert capsys.readouterr().err == chosen
 
 
 def test_long_work_is_shown_and_short_work_is_not(

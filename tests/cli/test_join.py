@@ -173,7 +173,9 @@ async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: 
     assert not root.exists()
 
 
-async def test_it_waits_for_a_seed_that_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_waits_for_a_seed_that_is_not_there_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     waits, said, made = asyncio.Event(), list[str](), list[Found]()
@@ -200,6 +202,7 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(tmp_path: Path, monkeyp
     with pytest.raises(Unreachable):
         await joining.stay(replace(of, wait_s=0.0), make)
     assert said == made == []
+    assert " joins " not in capsys.readouterr().err, "it has not reached the seed"
     async with asyncio.timeout(10):
         staying = asyncio.create_task(joining.stay(of, make))
         await waits.wait()
@@ -208,6 +211,7 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(tmp_path: Path, monkeyp
         await staying
         await server.close()
     assert made[0].access.port == port
+    assert f"joins 127.0.0.1:{port}\n" in capsys.readouterr().err
 
 
 def test_progress_is_rewritten_on_a_terminal_and_rarer_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,14 +166,17 @@ def test_missing_empty_and_unreadable(tmp_path: Path, monkeypatch: pytest.Monkey
     assert ".txt" in caught.value.remedy
     path = tmp_path / "x.txt"
     path.touch()
+    with pytest.raises(ConfigError, match="names only empty files"):
+        load_corpus(spec(path), BYTES)
+    path.write_text("x")
     with pytest.raises(ConfigError, match="too few") as caught:
         load_corpus(spec(path), BYTES)
     assert "at least 17 tokens" in caught.value.remedy
 
-    def denied(self: Path) -> bytes:
+    def denied(self: Path, *_: str) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", denied)
+    monkeypatch.setattr(Path, "open", denied)  # before any text is read
     with pytest.raises(UserError, match=r"cannot read .*x\.txt: Permission denied"):
         load_corpus(spec(path), BYTES)
 

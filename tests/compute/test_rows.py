@@ -214,7 +214,7 @@ def test_hostile_parquet(tmp_path: Path) -> None:
         corpus_of(path)
     as_parquet(path, TEXTS)
     whole = path.read_bytes()
-    for content in (b"", b"PAR1", whole[:-9], whole[:50] + b"\xff" * 60 + whole[110:], b"text, not Parquet\n" * 9):
+    for content in (b"PAR1", whole[:-9], whole[:50] + b"\xff" * 60 + whole[110:], b"text, not Parquet\n" * 9):
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"cannot read .*x\.parquet"):
             corpus_of(path)

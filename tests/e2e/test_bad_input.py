@@ -191,12 +191,12 @@ async def ended(machine: Any, job: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [(" joins ", signal.SIGTERM), ("building the model", signal.SIGINT), ("step", signal.SIGTERM)],
+    [("waiting for the seed", signal.SIGTERM), ("building the model", signal.SIGINT), ("step", signal.SIGTERM)],
 )
 async def test_a_worker_leaves_at_any_moment(machine: Any, taken: int, moment: str, number: signal.Signals) -> None:
     if moment != "step":
         machine.warm = None  # while libraries load, too
-    if moment == " joins ":
+    if moment == "waiting for the seed":
         machine.port = taken
     else:
         await machine.seed(*machine.settings(job__steps=LONG, job__workers=1))
