@@ -51,7 +51,7 @@ LEAVE = Binding("ctrl+c", "app.interrupt", show=False)
 """Ctrl+C also for dialogs, in which the app's own bindings do not work."""
 KEYS = (
     ("p  r", "pause, resume the job in view"),
-    ("s", "save a checkpoint after the next step"),
+    ("s", "save a checkpoint"),
     ("c", "cancel the job (asks first)"),
     ("1 to 6", "cluster, training, jobs, events, split models, serving"),
     ("tab", "the next table or view"),
@@ -393,7 +393,7 @@ class P2PTrainApp(App[bool]):
 _DONE = {
     "pause": "will pause at the next step boundary",
     "resume": "will resume",
-    "save": "will be saved after the next step",
+    "save": "will be saved as soon as no step runs",
     "cancel": "is cancelled",
 }
 

@@ -354,7 +354,7 @@ class CheckpointsPanel(TablePanel):
         return [
             [Span("no checkpoints yet", "strong")],
             [],
-            [Span("s", "accent"), Span(" saves one after the next step", "dim")],
+            [Span("s", "accent"), Span(" saves one", "dim")],
         ]
 
     def detail(self, frame: Frame, key: str) -> list[Row]:

@@ -173,7 +173,7 @@ class _Followed:
         self.memory_bytes, self.refused, self.sent_bytes = 0, dict[str, int](), {0: 0}
         self._client, self._run, self._show = client, run, show
         self._info: JobInfo | None = None
-        self._step, self._states, self._sent_by = 0, dict[str, str](), dict[str, int]()
+        self._step, self._states, self._sent_by, self._unsaved = 0, dict[str, str](), dict[str, int](), dict[str, str]()
         self._ours, self._active = set[str](), set[str]()  # the job's workers; those that were seen at work
 
     @property
@@ -212,10 +212,16 @@ class _Followed:
                 self._step = max(self._step, item.step)
                 loss = "" if item.loss is None else f"  loss {item.loss:.3f}"
                 self._show(f"step {item.step}/{self._run.profile.job.steps}{loss}")
-            case EventInfo() if item.job == self.job and item.kind == "worker-failed":
+            case EventInfo() if item.job == self.job and item.kind == "member-failed":
                 self.trouble = self.trouble or item.text
+            case EventInfo() if item.job == self.job and item.kind == "checkpoint-failed":
+                self._unsaved[item.peer] = item.text
             case PeerInfo():
                 self._take_peer(item)
+        if self._info is not None and self._info.state == "saving":
+            there = [peer for peer in self._ours if self._states.get(peer) not in ABSENT_STATES]
+            if there and all(f"step {self._info.step}:" in self._unsaved.get(peer, "") for peer in there):
+                self.trouble = self.trouble or self._unsaved[there[0]]  # each has tried to save the result
 
     def _take_peer(self, peer: PeerInfo) -> None:
         self._states[peer.id] = peer.state

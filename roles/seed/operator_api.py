@@ -33,6 +33,7 @@ from roles.training_shape import training_of
 from wire.client import answer_to
 from wire.connection import Connection
 from wire.enrol import RENEW
+from wire.handshake import SOFTWARE
 from wire.job_messages import MAX_STAGES
 from wire.messages import Request, Response
 from wire.records import LinkInfo, runs_of
@@ -75,29 +76,26 @@ MAX_SHOWN = 64
 """Largest number of workers that an answer names for one stage, and of spare workers."""
 
 
-REMEDY = "make the job with p2ptrain jobs create"
-
-
-def checked_profile(spec: str) -> Profile:
+def checked_profile(spec: str, remedy: str) -> Profile:
     """The profile of a new job. Raises ``Refused``."""
     try:
         return Profile.from_spec_untrusted(spec)
     except ProtocolError as problem:
-        raise Refused("bad-spec", problem.message, remedy=REMEDY) from problem
+        raise Refused("bad-spec", problem.message, remedy=remedy) from problem
 
 
-def checked_shape(params: Mapping[str, Any], profile: Profile) -> ModelShape | None:
+def checked_shape(params: Mapping[str, Any], profile: Profile, remedy: str) -> ModelShape | None:
     """The model's sizes in a request; None if it has none, or the job is not split by layers. Raises ``Refused``."""
     if params.get("shape") is None or profile.pipeline.stages < 2:
         return None
     try:
         shape = ModelShape.from_map_untrusted(params["shape"])
     except ProtocolError as problem:
-        raise Refused("bad-shape", problem.message, remedy=REMEDY) from problem
+        raise Refused("bad-shape", problem.message, remedy=remedy) from problem
     layers, cuts = shape.sizes.layers, profile.pipeline.cuts
     if not profile.model.path and layers != profile.model.layers:
         text = f"the model sizes have {layers} layers, but model.layers = {profile.model.layers}"
-        raise Refused("bad-shape", text, remedy=REMEDY)
+        raise Refused("bad-shape", text, remedy=remedy)
     if layers < profile.stages or (cuts and cuts[-1] >= layers):
         text = f"a model of {layers} layers does not fit pipeline.stages = {profile.stages}, pipeline.cuts = {cuts}"
         raise Refused("bad-shape", text, remedy=f"use at most {layers} stages, and cuts below {layers}")
@@ -308,8 +306,8 @@ class OperatorApi:
 
     async def _jobs_create(self, params: Params, connection: Connection) -> Result:
         spec = text_of(params, "spec", MAX_SPEC_BYTES)
-        profile = checked_profile(spec)
-        shape = checked_shape(params, profile)
+        profile = checked_profile(spec, remedy := self._same_version(connection))
+        shape = checked_shape(params, profile, remedy)
         self._seed.check_trackers(profile)
         record = JobRecord(
             id=new_id(),
@@ -326,9 +324,13 @@ class OperatorApi:
         await self._seed.create_job(record, spec)
         return {"job": record.id}
 
+    def _same_version(self, connection: Connection | None) -> str:
+        caller = self._seed.acceptor.operators.get(connection, "") if connection else ""
+        return f"install the same version on both: the seed is {SOFTWARE}, the caller {caller or 'not known'}"
+
     async def _jobs_plan(self, params: Params, connection: Connection) -> Result:
-        profile = checked_profile(text_of(params, "spec", MAX_SPEC_BYTES))
-        shape = checked_shape(params, profile)
+        profile = checked_profile(text_of(params, "spec", MAX_SPEC_BYTES), remedy := self._same_version(connection))
+        shape = checked_shape(params, profile, remedy)
         if shape is None:
             raise Refused("bad-shape", "a plan requires a split model and its sizes", remedy="give shape")
         return await planned(profile, shape, self._seed.links, self._seed.survey)

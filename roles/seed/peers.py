@@ -173,7 +173,7 @@ class Link:
         stage: int | None = None,
         stages: int = 1,
         *,
-        paused: bool = False,
+        job_state: str = "",
     ) -> PeerInfo:
         """The record that people see.
 
@@ -188,7 +188,7 @@ class Link:
         head = rank - view.stage_of(rank) if view and rank is not None else None
         said = beat.state if beat else "joining"
         known = said if said in _STATES else "idle"
-        present = "paused" if paused and known == "held" else known
+        present = {("paused", "held"): "paused", ("saving", "idle"): "held"}.get((job_state, known), known)
         state = present if not gone else "away" if rank is not None and self.end == "lost" else self.end
         return PeerInfo(
             id=self.id,

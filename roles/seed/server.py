@@ -88,7 +88,7 @@ class Acceptor:
         self.closed = False
         self.host = "127.0.0.1"
         self.measured: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
-        self.operators: set[Connection] = set()
+        self.operators: dict[Connection, str] = {}  # with their software
         self._foreign_jobs: set[str] = set()  # of which people were told
         self._seed = seed
 
@@ -279,14 +279,14 @@ class Seed:
         elif hello.purpose == "enrol":
             await self.gate.enrol(connection, hello)
         elif hello.purpose == "operator":
-            self.acceptor.operators.add(connection)
+            self.acceptor.operators[connection] = hello.software[:64]
             try:
                 await self.operator_api.serve(connection)
             except P2PTrainError as problem:
                 say_last(connection, problem)
                 raise
             finally:
-                self.acceptor.operators.discard(connection)
+                self.acceptor.operators.pop(connection, None)
 
     # ------------------------------------------------------------------------------------------------------------ peers
 
@@ -601,8 +601,8 @@ class Seed:
         edge = controller.edge_from(view, rank) if controller and view and rank is not None else None
         shares = controller.shares(view) if controller and view else ()
         stage = (controller.stage_of(link.id), controller.stages) if controller else (None, 1)
-        paused = controller is not None and controller.core.phase is co.Phase.PAUSED
-        return link.info(now, view, edge, shares, *stage, paused=paused)
+        job_state = controller.core.state if controller else ""
+        return link.info(now, view, edge, shares, *stage, job_state=job_state)
 
     @contextmanager
     def watching(self) -> Iterator[Subscription]:

@@ -374,10 +374,9 @@ class Reports:
 
     def cannot_go_on(self, problem: P2PTrainError) -> str:
         text = f"{problem.message}; {problem.remedy}" if problem.remedy else problem.message
+        self._context.tell("error", "worker-failed", text)  # the seed hears it in a report
         if self._profile.data.private:  # it may quote the text, or name files
-            self._context.tell("error", "worker-failed", text)
-            text = "the terminal of this worker says why: its data is private"
-        self._context.notify("error", "worker-failed", text)
+            return "the terminal of this worker says why: its data is private"
         return text
 
     def _stopped_early(self) -> str:

@@ -254,7 +254,7 @@ class Worker(MemberProcess):
             profile = Profile.from_spec_untrusted(message.spec)
         except ProtocolError as problem:  # the seed has another version: stay connected
             reason = f"this version cannot read the job's profile: {problem.message}"
-            self.notify("error", "worker-failed", reason)
+            self._notify_person("error", "worker-failed", reason)
             self._link.send(Report(message.job, 0, "failed", 0, 0, "", reason=shortened(reason, REASON_CHARS)))
             return
         if self._stages is not None:

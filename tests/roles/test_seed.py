@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import json
 import random
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from roles.seed.store import Records
 from roles.seed_link import may_pass
 from wire.client import SeedClient
 from wire.connection import Connection
-from wire.handshake import Server, dial, local_hello, local_welcome, serve
+from wire.handshake import SOFTWARE, Server, dial, local_hello, local_welcome, serve
 from wire.job_messages import (
     Assign,
     CheckpointSaved,
@@ -271,7 +272,17 @@ async def test_who_cannot_be_dialled_back_is_refused_with_a_remedy(bench: Bench)
         await bench.worker("a", port=1)
     assert caught.value.code == RefusalCode.UNREACHABLE
     assert "127.0.0.1:1" in caught.value.message
-    for word in ("firewall", "ufw", "nft", "netsh", "NAT", "router", "--advertise", "--port"):
+    for word in (
+        "firewall",
+        "ufw",
+        "nft insert rule FAMILY TABLE CHAIN",
+        "the chain with `hook input`",
+        "netsh",
+        "NAT",
+        "router",
+        "--advertise",
+        "--port",
+    ):
         assert word in caught.value.remedy
     assert (await bench.ask("peers.list"))["peers"] == []
 
@@ -465,6 +476,17 @@ async def test_a_restarted_seed_takes_the_ring_back_without_touching_it(bench: B
     job = await bench.job_is("running")
     assert (job["step"], job["members"]) == (12, ["a", "b"])
     await a.beaten()  # nothing else was said to it
+
+
+async def test_members_that_keep_a_result_which_is_on_no_disk_are_shown_as_held(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    for worker in (a, b):
+        worker.report("done", 100)
+    await bench.job_is("saving")
+    await a.hear(SaveNow)
+    await a.beaten("idle")
+    assert {peer["id"]: peer["state"] for peer in (await bench.ask("peers.list"))["peers"]}["a"] == "held"
+    assert (await bench.ask("jobs.save", job="first"))["job"] == a.job
 
 
 async def test_pause_resume_save_and_cancel_reach_the_members(bench: Bench) -> None:
@@ -769,6 +791,13 @@ async def test_bad_requests_are_refused_and_the_connection_lives_on(
             await client.request(method, params)
         assert caught.value.code == code
         assert (await client.request("cluster.info"))["cluster"]["name"] == "seed"
+
+
+async def test_a_job_with_a_setting_of_a_newer_version_is_refused_with_both_versions(bench: Bench) -> None:
+    spec = json.dumps(json.loads(SPEC) | {"job": {"later": 1}})
+    refused = await bench.refused("jobs.create", name="n", profile="p", spec=spec)
+    assert "job.later" in refused.message
+    assert refused.remedy == f"install the same version on both: the seed is {SOFTWARE}, the caller {SOFTWARE}"
 
 
 async def test_a_seed_on_all_addresses_names_one_to_dial(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ const jobOf = (checkpoint) => text(store.jobs.get(checkpoint.job)?.name ?? check
 const ACTIONS = {
   pause: { send: (job) => ["PUT", jobPath(job, "/pause")], done: (job) => `${text(job.name)} pauses at the next step` },
   resume: { send: (job) => ["PUT", jobPath(job, "/resume")], done: (job) => `${text(job.name)} goes on` },
-  save: { send: (job) => ["PUT", jobPath(job, "/save")], done: (job) => `${text(job.name)} is saved after this step` },
+  save: { send: (job) => ["PUT", jobPath(job, "/save")], done: (job) => `${text(job.name)} is saved as soon as no step runs` },
   cancel: {
     send: (job) => ["DELETE", jobPath(job)],
     done: (job) => `${text(job.name)} is cancelled`,

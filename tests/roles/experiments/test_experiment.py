@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from roles.experiments.run import carry_out, measure, members_away
 from roles.experiments.simulated import simulate
 from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster, Gate
+from tests.roles.test_checkpointing import HangingCluster
 from wire.memory import run_virtual
 
 NUMEL = 64
@@ -110,9 +112,29 @@ async def test_too_little_memory_and_a_loss_that_is_not_finite_are_results(
     cluster: Cluster, build: type[StandInEngine], state: str
 ) -> None:
     result = await measured(cluster, plan({"job.steps": [6]}), build)
+    events = [event["text"] for event in (await cluster.ask("events.list"))["events"] if event["level"] == "error"]
+    assert len(events) == len({*events}) <= 3, "one of each worker, and the job's end"
     assert result.state == state
     assert result.reason
     assert result.figures["steps"] == (2 if state == "diverged" else 0)
+
+
+async def test_a_result_that_no_disk_takes_ends_its_run_with_the_reason(tmp_path: Path) -> None:
+    cluster = HangingCluster(tmp_path)
+    cluster.disk.broken = True
+    cluster.disk.go.set()
+    await cluster.start_seed()
+    try:
+        made = plan({"job.workers": [1]})
+        await cluster.join(stand_in).joined.wait()
+        async with cluster.operator() as client:
+            result = await measure(client, made.runs[0], made, lambda text: None)
+        assert result.state == "failed"
+        assert "no checkpoint at step 6: cannot write" in result.reason
+        assert result.figures["steps"] == 6
+    finally:
+        with suppress(StorageError):  # the worker's end says it again
+            await cluster.close()
 
 
 async def test_a_job_whose_workers_do_not_come_ends_the_experiment(
