@@ -56,8 +56,8 @@ async def _reach(peer_id: str) -> Reached:
     network, ticket = TcpNetwork(), os.environ.get(TICKET_VARIABLE, "")
     if not ticket:
         return Reached(network)
-    from p2ptrain.cli.access import Caller, reach_one, read_targets, shown_host
-    from p2ptrain.cli.running import default_state_dir
+    from p2ptrain.cluster.access import Caller, reach_one, read_targets, shown_host
+    from p2ptrain.cluster.running import default_state_dir
     from p2ptrain.core.errors import NetworkError, ProtocolError, UserError
 
     root = default_state_dir()

@@ -93,7 +93,7 @@ def chat(
     """
     options.check("chat")
 
-    from p2ptrain.cli.output import Console
+    from p2ptrain.cluster.console import Console
 
     with Console(quiet=options.as_json).during(lambda: "starting"):
         from p2ptrain.cli.split import conversation_positions

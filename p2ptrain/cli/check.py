@@ -14,25 +14,24 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from p2ptrain.cli.output import human_time, print_json, printable
-from p2ptrain.cli.running import default_state_dir
+from p2ptrain.cli.output import human_time, print_json
 from p2ptrain.cli.runtime import (
-    CONNECT_TIMEOUT_S,
     DEFAULT_SEED,
     REQUEST_TIMEOUT_S,
     SEED_HELP,
     SEED_VARIABLE,
     JsonOption,
     MemberPortOption,
-    connect_operator,
-    operator_name,
     run,
 )
+from p2ptrain.cluster.console import printable
+from p2ptrain.cluster.operator import CONNECT_TIMEOUT_S, connect_operator, operator_name
+from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.ids import new_id
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.access import Access, Target
+    from p2ptrain.cluster.access import Access, Target
     from p2ptrain.core.world import Clock, Network
     from wire.client import SeedClient
     from wire.connection import Connection
@@ -71,7 +70,7 @@ def check(
       p2ptrain check 192.168.1.20:7337/AbC…
       p2ptrain check --port 7400 --once
     """
-    from p2ptrain.cli.access import read_target, shown_address
+    from p2ptrain.cluster.access import read_target, shown_address
     from p2ptrain.core.world import LoopClock
     from wire.transport import TcpNetwork
 
@@ -127,7 +126,7 @@ class ProbeContext:
     """The resources of one run: a connection to the seed, and a port for its dial-back."""
 
     def __init__(self, network: Network, clock: Clock, target: Target, dialback_port: int | None) -> None:
-        from p2ptrain.cli.access import place_of
+        from p2ptrain.cluster.access import place_of
 
         self._network, self._clock, self._target = network, clock, target
         self._host, self._port = place_of(target)
@@ -262,7 +261,7 @@ class ProbeContext:
         return self._server.address[1]
 
     async def _reach(self, role: str) -> Access:
-        from p2ptrain.cli.access import Caller, reach
+        from p2ptrain.cluster.access import Caller, reach
 
         if role not in self._access:
             root = default_state_dir()

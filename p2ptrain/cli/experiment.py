@@ -15,8 +15,8 @@ from p2ptrain.cli.runtime import JsonOption, run
 from p2ptrain.core.errors import JobFailed
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.local_cluster import LocalCluster
-    from p2ptrain.cli.output import Console
+    from p2ptrain.cluster.console import Console
+    from p2ptrain.cluster.local_cluster import LocalCluster
     from roles.experiments.grid import Machine, Plan, Run
     from roles.experiments.results import Result, Results, Row
     from roles.experiments.run import Show
@@ -50,7 +50,8 @@ def run_grid(
       p2ptrain experiment run grid.toml --simulated --dir simulated
     """
     from configs.loader import read_toml
-    from p2ptrain.cli.output import Console, print_json
+    from p2ptrain.cli.output import print_json
+    from p2ptrain.cluster.console import Console
     from roles.experiments.grid import plan_of
     from roles.experiments.results import Results
 
@@ -90,8 +91,8 @@ def analyze(
       p2ptrain experiment analyze experiments/strategies-links --x link.preset --y strategy
     """
     from p2ptrain.cli.output import print_json, print_table
+    from p2ptrain.cluster.console import printable
     from p2ptrain.core.disk import RealDisk, write_atomic
-    from p2ptrain.core.texts import printable
     from roles.experiments.analysis import Analysis, draw_figures, page
     from roles.experiments.results import load
 
@@ -115,7 +116,8 @@ def analyze(
 
 def _carry_out(results: Results, console: Console) -> None:
     """Carry out the runs that are left. Ctrl+C raises ``KeyboardInterrupt``."""
-    from p2ptrain.cli.output import human_seconds, number
+    from p2ptrain.cli.output import number
+    from p2ptrain.core.texts import human_seconds
     from roles.experiments.run import carry_out
     from roles.experiments.simulated import simulate
     from wire.memory import run_virtual
@@ -159,7 +161,7 @@ class LocalWorkers:
         self._machine: Machine | None = None
 
     async def __call__(self, run: Run, show: Show) -> Result:
-        from p2ptrain.cli.local_cluster import LocalCluster
+        from p2ptrain.cluster.local_cluster import LocalCluster
         from roles.experiments.results import DONE, Result
         from roles.experiments.run import failure
 
@@ -187,7 +189,7 @@ class LocalWorkers:
 
     async def _begin(self, run: Run) -> None:
         from p2ptrain.cli.inputs import own_texts
-        from p2ptrain.cli.local_cluster import LocalCluster, threads_each
+        from p2ptrain.cluster.local_cluster import LocalCluster, threads_each
 
         self._cluster, self._machine = LocalCluster(self._root), run.machine
         machine, texts = run.machine, own_texts(run.profile, run.machine.workers, [])

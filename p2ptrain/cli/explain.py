@@ -16,9 +16,10 @@ import typer
 from p2ptrain.cli.inputs import DownloadOption
 from p2ptrain.cli.measuring import PASSES, measure
 from p2ptrain.cli.model_sizes import shape_of
-from p2ptrain.cli.output import print_json, print_table, printable
+from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.placement import print_plan, to_json
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, LinkOption, SeedOption, SetOption, ask, run, seed_option
+from p2ptrain.cluster.console import printable
 from p2ptrain.compute.gradients import bucket_bounds
 from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, UserError
 from p2ptrain.core.texts import human_bytes, human_duration

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import Console, failure, print_json
+from p2ptrain.cli.output import failure, print_json
 from p2ptrain.cli.runtime import is_text, run
 from p2ptrain.cli.text_options import TextOptions, TokensOption, WithBareSplit, takes_text_options, write
+from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import P2PTrainError, UserError, first_error
 
 if TYPE_CHECKING:
@@ -120,8 +121,8 @@ class Written:
 
 
 async def _generate(request: GenerateRequest, directory: Path | None) -> None:
-    from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
     from p2ptrain.cli.text import Needs, text_source
+    from p2ptrain.cluster.stopping import stop_on_signals, unless_stopped
 
     console, stop = Console(quiet=request.options.as_json), asyncio.Event()
     shown = Shown(quiet=request.options.as_json)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.output import Console, json_output
+from p2ptrain.cli.output import json_output
+from p2ptrain.cluster.console import Console
 from p2ptrain.core.adapters import is_adapter
 from p2ptrain.core.errors import ConfigError, NetworkError, UserError
 from p2ptrain.core.tensor_files import adapter_alone

@@ -22,7 +22,7 @@ from p2ptrain.core.threads import RealThreads
 
 if TYPE_CHECKING:
     from p2ptrain.cli.joining import ProcessContext, Running
-    from p2ptrain.cli.local_cluster import Child
+    from p2ptrain.cluster.local_cluster import Child
     from p2ptrain.compute.device import Device
     from p2ptrain.compute.island import Island
 
@@ -92,8 +92,8 @@ class LeadIsland:
 
     async def run(self, here: ProcessContext, make: Make, stop: asyncio.Event) -> None:
         """Be the worker of ``make`` until ``stop`` is set, as long as all processes live. Raises ``P2PTrainError``."""
-        from p2ptrain.cli.local_cluster import LocalCluster
-        from p2ptrain.cli.stopping import unless_stopped
+        from p2ptrain.cluster.local_cluster import LocalCluster
+        from p2ptrain.cluster.stopping import unless_stopped
 
         form: Callable[[], tuple[Island, Device]] = partial(self._form, self._options.place, None)
         if self._options.ours and not self._children:
@@ -121,7 +121,7 @@ class LeadIsland:
 
     async def _start(self, here: ProcessContext) -> Callable[[], tuple[Island, Device]]:
         """Start the other processes. They meet where no other machine can."""
-        from p2ptrain.cli.local_cluster import Child
+        from p2ptrain.cluster.local_cluster import Child
 
         options, size = self._options, self._options.place.size
         listener = socket.create_server((LOOPBACK, 0))
@@ -153,7 +153,7 @@ class LeadIsland:
         self._lost.get_loop().call_soon_threadsafe(tell)
 
     async def close(self) -> None:
-        from p2ptrain.cli.local_cluster import end_all
+        from p2ptrain.cluster.local_cluster import end_all
 
         if self._formed is not None and not self._lost.done():
             await RealThreads().start("island").submit(self._formed[0].end)
@@ -162,7 +162,7 @@ class LeadIsland:
 
 async def follow(options: IslandOptions, *, with_parent: bool) -> None:
     """Be a process of an island that another process leads, until it ends. Raises ``P2PTrainError``."""
-    from p2ptrain.cli.stopping import stoppable
+    from p2ptrain.cluster.stopping import stoppable
 
     console, stop = stoppable(with_parent=with_parent)
     place = options.place

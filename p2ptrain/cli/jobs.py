@@ -10,16 +10,7 @@ import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.inputs import DownloadOption
-from p2ptrain.cli.output import (
-    confirm,
-    human_seconds,
-    human_time,
-    number,
-    print_json,
-    print_pairs,
-    print_table,
-    printable,
-)
+from p2ptrain.cli.output import confirm, human_time, number, print_json, print_pairs, print_table
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
     DryRunOption,
@@ -36,6 +27,8 @@ from p2ptrain.cli.runtime import (
     seed_option,
     short_of_warm_up,
 )
+from p2ptrain.cluster.console import printable
+from p2ptrain.core.texts import human_seconds
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -266,9 +259,9 @@ def watch(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
       p2ptrain jobs watch tiny
       p2ptrain jobs watch 3f9a --json | jq .state
     """
-    from p2ptrain.cli.output import Console
     from p2ptrain.cli.up import print_summary
     from p2ptrain.cli.watch import UNSAVED, watched
+    from p2ptrain.cluster.console import Console
     from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, StorageError
 
     console = Console(quiet=as_json)
@@ -306,7 +299,7 @@ def metrics(
     import sys
     from collections import deque
 
-    from p2ptrain.cli.runtime import operator
+    from p2ptrain.cluster.operator import operator
     from p2ptrain.core.errors import UserError
 
     if as_csv and as_json:
@@ -472,8 +465,8 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
     """
     from configs.schema import Profile
     from p2ptrain.cli.audit import audit as read_and_check
-    from p2ptrain.cli.output import Console
-    from p2ptrain.cli.runtime import operator
+    from p2ptrain.cluster.console import Console
+    from p2ptrain.cluster.operator import operator
     from wire.records import FINISHED_STATES
 
     console = Console()

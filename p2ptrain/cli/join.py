@@ -13,7 +13,6 @@ import typer
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.inputs import DownloadOption
 from p2ptrain.cli.output import step_line
-from p2ptrain.cli.running import default_state_dir
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
     SEED_HELP,
@@ -31,6 +30,7 @@ from p2ptrain.cli.runtime import (
     run,
 )
 from p2ptrain.cli.text_options import WithBareSplit, check_dtype
+from p2ptrain.cluster.running import default_state_dir
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -183,9 +183,9 @@ def join(
       p2ptrain join 192.168.1.20 --role verifier --model models/large --dtype fp32
       p2ptrain join 192.168.1.20 --role drafter --model models/small --threads 2
     """
-    from p2ptrain.cli.access import read_targets
     from p2ptrain.cli.island import follow, island_options
     from p2ptrain.cli.joining import JoinOptions, served
+    from p2ptrain.cluster.access import read_targets
     from p2ptrain.core.errors import UserError
     from p2ptrain.core.texts import size_of
 

@@ -21,8 +21,8 @@ from wire.transport import every_interface
 if TYPE_CHECKING:
     import asyncio
 
-    from p2ptrain.cli.access import Access
-    from p2ptrain.cli.output import Console
+    from p2ptrain.cluster.access import Access
+    from p2ptrain.cluster.console import Console
     from p2ptrain.core.world import Network, World
     from roles.identity import Identity
     from roles.member import MemberOptions
@@ -100,12 +100,12 @@ async def stay(options: JoinOptions, make: Make) -> None:
     Raises:
         P2PTrainError: there is no seed in time, no slot or no ticket, or what ran raised it.
     """
-    from p2ptrain.cli.access import MENDED_BY_A_TICKET, Caller, place_of, reach_one
-    from p2ptrain.cli.output import human_seconds
-    from p2ptrain.cli.running import default_state_dir
-    from p2ptrain.cli.stopping import stoppable, unless_stopped
+    from p2ptrain.cluster.access import MENDED_BY_A_TICKET, Caller, place_of, reach_one
+    from p2ptrain.cluster.running import default_state_dir
+    from p2ptrain.cluster.stopping import stoppable, unless_stopped
     from p2ptrain.core.disk import RealDisk
     from p2ptrain.core.errors import P2PTrainError, Refused
+    from p2ptrain.core.texts import human_seconds
     from p2ptrain.core.world import LoopClock
     from roles.identity import claim
     from roles.seed_link import may_pass, until_reached

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.cli.inputs import is_model
-from p2ptrain.cli.output import Console, json_output
+from p2ptrain.cli.output import json_output
+from p2ptrain.cluster.console import Console
 from p2ptrain.core.adapters import is_adapter
 from p2ptrain.core.errors import ConfigError, P2PTrainError, ResourceError, StorageError
 from p2ptrain.core.footprint import LLAMAS, llama_sizes

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import confirm, number, print_json, print_table, printable
+from p2ptrain.cli.output import confirm, number, print_json, print_table
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
+from p2ptrain.cluster.console import printable
 from p2ptrain.core.texts import human_bytes, layers_text
 from wire.address import how_to_join
 

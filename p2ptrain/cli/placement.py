@@ -7,7 +7,8 @@ from typing import Any
 
 import typer
 
-from p2ptrain.cli.output import number, print_table, printable
+from p2ptrain.cli.output import number, print_table
+from p2ptrain.cluster.console import printable
 from p2ptrain.core.texts import human_bytes, layers_text
 from ring.placement import Placement
 from wire.records import StagePlanInfo, TrainingPlanInfo

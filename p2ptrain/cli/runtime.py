@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -15,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from p2ptrain.cli.loops import loop_factory
-from p2ptrain.cli.running import default_state_dir
+from p2ptrain.cluster.operator import operator
+from p2ptrain.cluster.running import default_state_dir
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from p2ptrain.cli.access import Access
-    from p2ptrain.cli.output import Console
+    from p2ptrain.cluster.console import Console
     from wire.client import SeedClient, SeedRequests
     from wire.records import CheckpointInfo
 
@@ -36,7 +35,6 @@ SEED_HELP = (
     "The seed: its address, a ticket, @FILE that holds one, or @DIR, the --state of a seed that runs here; several "
     "with commas between. Default: the one that you run here."
 )
-CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0  # longer than the seed waits for a worker that it asks on our behalf
 
 SeedOption = Annotated[str, typer.Option("--seed", envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)]
@@ -103,76 +101,6 @@ def run(main: Coroutine[Any, Any, T], *, children: bool = False) -> T:
         main.close()  # avoids a warning if Ctrl+C came before it began
 
 
-async def connect_operator(access: Access, others: Sequence[tuple[str, int]] = ()) -> SeedClient:
-    """Dial the seed; if it is unreachable, dial the others. Raises the first error of ``SeedClient.connect``."""
-    from p2ptrain.core.errors import NetworkError, P2PTrainError
-    from wire.client import SeedClient
-
-    problem: P2PTrainError | None = None
-    for place in dict.fromkeys([(access.host, access.port), *others]):
-        try:
-            return await SeedClient.connect(
-                access.network, *place, name=operator_name(), peer_id=access.peer_id, timeout_s=CONNECT_TIMEOUT_S
-            )
-        except NetworkError as error:
-            problem = problem or error
-    assert problem is not None
-    raise problem
-
-
-async def open_operator(
-    seed: str | tuple[str, int], *, state: Path | None = None, afresh: bool = False
-) -> tuple[Access, SeedClient]:
-    """Reach and dial the seed. If it no longer honours the stored credentials, spend a new ticket.
-
-    Args:
-        seed: an address, or what the user gave.
-        state: state directory of this operator, and of a seed on this machine; default: the usual place.
-        afresh: as in ``access.reach``.
-
-    Raises:
-        UserError: it is no address and no ticket, or a ticket is needed; else as ``access.reach`` and
-            ``connect_operator``.
-    """
-    from p2ptrain.cli.access import MENDED_BY_A_TICKET, Caller, place_of, reach_one, read_targets
-    from p2ptrain.core.errors import Refused
-    from wire.transport import TcpNetwork
-
-    root = state or default_state_dir()
-    targets = read_targets(seed) if isinstance(seed, str) else [seed]
-    access = await reach_one(targets, Caller("operator", root / "operator", [root]), TcpNetwork(), afresh=afresh)
-    try:
-        return access, await connect_operator(access, [place_of(target) for target in targets])
-    except Refused as refusal:
-        if afresh or access.member is None or refusal.code not in MENDED_BY_A_TICKET:
-            raise
-    return await open_operator(seed, state=state, afresh=True)
-
-
-@asynccontextmanager
-async def operator(seed: str | tuple[str, int], *, state: Path | None = None) -> AsyncIterator[SeedClient]:
-    """An operator's connection to the seed; the end of the block closes it. Within the block the operator's certificate
-    is renewed in time."""
-    access, client = await open_operator(seed, state=state)
-    renewing = asyncio.create_task(_keep_fresh(access, client), name="renew")
-    try:
-        await access.freshen(client.request)
-        yield client
-    finally:
-        renewing.cancel()
-        await asyncio.wait({renewing})
-        await client.close()
-
-
-async def _keep_fresh(access: Access, client: SeedClient) -> None:
-    from p2ptrain.core.errors import P2PTrainError
-
-    try:
-        await access.keep_fresh(client.request)
-    except P2PTrainError as problem:  # the next connection tries again
-        client.connection.abort(problem)
-
-
 def ask(seed: str, question: Callable[[SeedClient], Awaitable[T]]) -> T:
     """Connect to the seed and return its answer, as in ``ask(seed, lambda client: client.jobs())``.
 
@@ -218,7 +146,7 @@ def short_of_warm_up(profile: Profile) -> str:
 
 def seed_option(seed: str) -> str:
     """The option by which another command reaches the same seed. It has no ticket, whose credentials are stored."""
-    from p2ptrain.cli.access import read_targets, shown_address
+    from p2ptrain.cluster.access import read_targets, shown_address
 
     if seed in ("", os.environ.get(SEED_VARIABLE)):
         return ""
@@ -266,13 +194,6 @@ def check_one_of(option: str, value: str, values: Sequence[str], more: str = "")
     near = difflib.get_close_matches(value, values, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(f"{option} {value} is not a valid value", remedy=f"{hint}use {', '.join(values)}{more}")
-
-
-def operator_name() -> str:
-    """The name that this command line sends to peers."""
-    import socket
-
-    return f"cli@{socket.gethostname()}"
 
 
 NameOption = Annotated[

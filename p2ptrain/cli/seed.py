@@ -13,19 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.access import addresses_for_others, shown_host
-from p2ptrain.cli.output import Console
-from p2ptrain.cli.running import announced, default_state_dir
-from p2ptrain.cli.runtime import (
-    DEFAULT_PORT,
-    STATE_DEFAULT,
-    NameOption,
-    SetOption,
-    create_job,
-    operator,
-    operator_name,
-    run,
-)
+from p2ptrain.cli.runtime import DEFAULT_PORT, STATE_DEFAULT, NameOption, SetOption, create_job, run
+from p2ptrain.cluster.access import addresses_for_others, shown_host
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.operator import operator, operator_name
+from p2ptrain.cluster.running import announced, default_state_dir
 from p2ptrain.core.errors import P2PTrainError, UserError
 from wire.address import EVERYWHERE, format_address, is_loopback, to_dial
 from wire.records import FINISHED_STATES
@@ -167,7 +159,7 @@ async def _serve(
     as_json: bool,
     with_parent: bool,
 ) -> None:
-    from p2ptrain.cli.stopping import stoppable, unless_stopped
+    from p2ptrain.cluster.stopping import stoppable, unless_stopped
     from p2ptrain.core.world import real_world
     from roles.seed.run import run_seed
     from wire.transport import TcpNetwork

@@ -21,8 +21,8 @@ from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.cli.joining import JoinOptions
-    from p2ptrain.cli.output import Console
     from p2ptrain.cli.text_options import SplitOptions
+    from p2ptrain.cluster.console import Console
     from p2ptrain.compute.text import ChatFormat, ModelText
     from roles.chain.client import Chain
     from roles.chain.peer import Context, WorkerAt
@@ -321,7 +321,7 @@ async def _loaded_by(pool: WorkerPool, options: SplitOptions, console: Console, 
 async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptions, service: VerifierService) -> str:
     if options.http is None:
         return ""
-    from p2ptrain.cli.access import shown_host
+    from p2ptrain.cluster.access import shown_host
     from roles.http.access import read_key
     from roles.verifier.http import serving_http
     from wire.address import format_address

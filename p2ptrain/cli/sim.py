@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from p2ptrain.cli.output import PLAIN_S, Console, human_seconds, print_json, print_table
+from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.runtime import JsonOption, check_one_of
+from p2ptrain.cluster.console import PLAIN_S, Console
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
+from p2ptrain.core.texts import human_seconds
 
 if TYPE_CHECKING:
     from roles.sim.run import Summary, Verdict

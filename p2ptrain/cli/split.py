@@ -13,11 +13,12 @@ from typing import Any
 import typer
 
 from p2ptrain.cli.model_sizes import check_stages, config_text
-from p2ptrain.cli.output import Console, print_json, print_table
+from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.placement import placement_map, print_placement
-from p2ptrain.cli.running import default_state_dir
-from p2ptrain.cli.runtime import open_operator, operator_name
 from p2ptrain.cli.text_options import SplitOptions
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.operator import open_operator, operator_name
+from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.compute.text import TEXT_FILES, ModelText
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.errors import UserError

@@ -10,18 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.output import Console, human_seconds, human_time, print_json, print_pairs, printable
-from p2ptrain.cli.runtime import (
-    DEFAULT_SEED,
-    SEED_HELP,
-    SEED_VARIABLE,
-    JsonOption,
-    SeedOption,
-    at_terminal,
-    operator,
-    run,
-)
+from p2ptrain.cli.output import human_time, print_json, print_pairs
+from p2ptrain.cli.runtime import DEFAULT_SEED, SEED_HELP, SEED_VARIABLE, JsonOption, SeedOption, at_terminal, run
+from p2ptrain.cluster.console import Console, printable
+from p2ptrain.cluster.operator import operator
 from p2ptrain.core.errors import UserError
+from p2ptrain.core.texts import human_seconds
 from wire.address import how_to_join
 from wire.records import FINISHED_STATES, CheckpointInfo, ClusterInfo, EventInfo, JobInfo, PeerInfo
 
@@ -149,7 +143,7 @@ def tui(
             "the full-screen view needs a terminal, and there is no terminal here",
             remedy="for scripts there are `p2ptrain jobs list --json` and `p2ptrain peers list --json`",
         )
-    from p2ptrain.cli.access import read_target, shown_address
+    from p2ptrain.cluster.access import read_target, shown_address
     from tui.app import run_tui
 
     run_tui(partial(operator, seed), shown_address(read_target(seed)))
@@ -220,8 +214,8 @@ def _print_events(events: list[EventInfo], last: int) -> int:
 
 
 def _print_log(seed: str, peer: str, limit: int) -> None:
-    from p2ptrain.cli.access import read_targets
-    from p2ptrain.cli.running import running_seeds
+    from p2ptrain.cluster.access import read_targets
+    from p2ptrain.cluster.running import running_seeds
 
     targets = read_targets(seed)
     for state in [each.state for each in running_seeds() if each.address in targets]:

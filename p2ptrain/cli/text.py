@@ -13,11 +13,11 @@ from typing import Any
 
 import typer
 
-from p2ptrain.cli.output import Console, printable
 from p2ptrain.cli.placement import placement_map
-from p2ptrain.cli.runtime import open_operator, operator_name
 from p2ptrain.cli.split import LEAVE_S, planned, print_split_facts, show_plan, split_facts, within
 from p2ptrain.cli.text_options import TextOptions, newest_in, newest_of_job
+from p2ptrain.cluster.console import Console, printable
+from p2ptrain.cluster.operator import open_operator, operator_name
 from p2ptrain.compute.text import ModelText
 from p2ptrain.core.adapters import model_name
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, Unreachable, UserError

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from p2ptrain.cli.inputs import DownloadOption, is_model, model_directory
-from p2ptrain.cli.output import Console, json_output, printable
+from p2ptrain.cli.output import json_output
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
     DryRunOption,
@@ -25,6 +25,7 @@ from p2ptrain.cli.runtime import (
     check_one_of,
     newest_of,
 )
+from p2ptrain.cluster.console import Console, printable
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.serving import SamplingOptions
 from p2ptrain.core.tensor_files import ADAPTER_CONFIG

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import confirm, human_seconds, human_time, print_json, print_table, printable
+from p2ptrain.cli.output import confirm, human_time, print_json, print_table
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, check_one_of, is_text, not_empty
+from p2ptrain.cluster.console import printable
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import seconds_of
+from p2ptrain.core.texts import human_seconds, seconds_of
 
 if TYPE_CHECKING:
     from wire.records import TicketInfo

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.inputs import DownloadOption, checked, own_texts
-from p2ptrain.cli.running import default_state_dir
 from p2ptrain.cli.runtime import (
     STATE_DEFAULT,
     ApiKeyOption,
@@ -25,6 +24,7 @@ from p2ptrain.cli.runtime import (
     run,
 )
 from p2ptrain.cli.text_options import CheckpointOption, DtypeOption, check_dtype, newest_in
+from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, StorageError, UserError
 from p2ptrain.core.texts import size_of
 
@@ -219,7 +219,8 @@ def _print_pair(outcome: dict[str, Any]) -> None:
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    from p2ptrain.cli.output import human_seconds, number, print_pairs
+    from p2ptrain.cli.output import number, print_pairs
+    from p2ptrain.core.texts import human_seconds
 
     pairs = [
         ("state", f"{summary['state']}{': ' + summary['reason'] if summary['reason'] else ''}"),

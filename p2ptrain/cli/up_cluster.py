@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from p2ptrain.cli.inputs import is_model
-from p2ptrain.cli.local_cluster import LOOPBACK, Child, LocalCluster, end_all, threads_each
-from p2ptrain.cli.output import Console, number, print_json, print_pairs
-from p2ptrain.cli.runtime import DEFAULT_PORT, create_job, operator
+from p2ptrain.cli.output import number, print_json, print_pairs
+from p2ptrain.cli.runtime import DEFAULT_PORT, create_job
 from p2ptrain.cli.watch import UNSAVED, JobProgress, Summary, newest_saved, summed_up
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.local_cluster import LOOPBACK, Child, LocalCluster, end_all, threads_each
+from p2ptrain.cluster.operator import operator
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
 from wire.address import format_address
 from wire.records import FINISHED_STATES, EventInfo, JobInfo, PeerInfo
@@ -105,7 +107,7 @@ async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | No
     Raises:
         P2PTrainError: something could not be started, or a process ended; the error has the process's last words.
     """
-    from p2ptrain.cli.stopping import LEAVING, stoppable, unless_stopped
+    from p2ptrain.cluster.stopping import LEAVING, stoppable, unless_stopped
 
     if plan.http is not None:
         from roles.verifier.http import check_place
@@ -517,8 +519,8 @@ class SplitPlan:
 async def hold(plan: SplitPlan, *, as_json: bool) -> None:
     """Start a seed and workers, load the model, and wait for Ctrl+C. Raises ``P2PTrainError``."""
     from p2ptrain.cli.split import LEAVE_S, conversation_positions, planned, within
-    from p2ptrain.cli.stopping import stoppable, unless_stopped
     from p2ptrain.cli.text_options import SplitOptions
+    from p2ptrain.cluster.stopping import stoppable, unless_stopped
 
     console, stop = stoppable()
     cluster = LocalCluster(plan.root, plan.port, web=plan.web, shown=True)

@@ -6,12 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.cli.output import step_line
-from p2ptrain.cli.runtime import newest_of, operator
+from p2ptrain.cli.runtime import newest_of
+from p2ptrain.cluster.operator import operator
 from p2ptrain.core.errors import ConnectionLost, NetworkError, UserError
 from wire.records import FINISHED_STATES, CheckpointInfo, JobInfo, MetricRow
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.output import Console
+    from p2ptrain.cluster.console import Console
     from wire.client import SeedClient
     from wire.schema import Record
 

@@ -37,6 +37,18 @@ def human_duration(seconds: float) -> str:
     return f"{three_digits(seconds * 1e6)} µs"
 
 
+def human_seconds(seconds: float) -> str:
+    """A duration in its two largest units: ``2 h 5 min``."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
 def three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 

@@ -31,7 +31,7 @@ from p2ptrain.cli.chaos.judge import (
     steps_per_s,
 )
 from p2ptrain.cli.chaos.proxy import Proxy
-from p2ptrain.cli.local_cluster import Child, JobObserver, LocalCluster, Row, Seen
+from p2ptrain.cluster.local_cluster import Child, JobObserver, LocalCluster, Row, Seen
 from p2ptrain.core.errors import UserError
 from wire.records import EventInfo, JobInfo, MemberScore, MetricRow
 from wire.schema import Record

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.experiment import LocalWorkers
-from p2ptrain.cli.local_cluster import LocalCluster
+from p2ptrain.cluster.local_cluster import LocalCluster
 from p2ptrain.core.errors import JobFailed
 from roles.experiments.grid import plan_of
 from roles.experiments.results import Result
@@ -48,7 +48,7 @@ class Recorded(LocalCluster):
 
 
 async def test_what_is_started_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.cli.local_cluster.LocalCluster", Recorded)
+    monkeypatch.setattr("p2ptrain.cluster.local_cluster.LocalCluster", Recorded)
     Recorded.made, Recorded.fails = [], None
     fixed = {"job": {"workers": 2}, "device.threads": 1}
     own = {"data.private": True, "job.strategy": "federated"}

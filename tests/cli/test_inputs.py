@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.output import Console
 from p2ptrain.cli.text_options import newest_in, newest_of_job
+from p2ptrain.cluster.console import Console
 from tests.cli.test_operator_commands import CHECKPOINT
 from wire.records import ClusterInfo
 
@@ -163,7 +163,7 @@ def test_long_work_is_shown_and_short_work_is_not(
     with Console().during(text):
         pass
     assert not shown.is_set()
-    monkeypatch.setattr("p2ptrain.cli.output.SHORT_S", 0.0)
+    monkeypatch.setattr("p2ptrain.cluster.console.SHORT_S", 0.0)
     with Console(itertools.count().__next__).during(text):
         assert shown.wait(10)
     assert capsys.readouterr().err.startswith("loading  (")

@@ -19,7 +19,7 @@ from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining
 from p2ptrain.cli.island import IslandOptions
 from p2ptrain.cli.joining import Found, JoinOptions, ProcessContext, Running
-from p2ptrain.cli.output import Console
+from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import ResourceError, Unreachable, UserError
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve

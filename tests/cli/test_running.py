@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.access import read_target
-from p2ptrain.cli.running import announced, running_seeds
+from p2ptrain.cluster.access import read_target
+from p2ptrain.cluster.running import announced, running_seeds
 from p2ptrain.core.errors import UserError
 
 Command = Callable[..., Any]

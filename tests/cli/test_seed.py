@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.cli.output import Console
 from p2ptrain.cli.seed import _first_job, _tell_of_addresses
+from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import Unreachable
 from wire.records import JobInfo
 

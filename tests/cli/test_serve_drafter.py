@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from p2ptrain.cli import serving
 from p2ptrain.cli.joining import JoinOptions
-from p2ptrain.cli.output import Console
+from p2ptrain.cluster.console import Console
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, ResourceError
 from roles.chain.peer import Context

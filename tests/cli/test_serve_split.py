@@ -17,7 +17,7 @@ import torch
 
 from p2ptrain.cli import serving as serving_module
 from p2ptrain.cli.joining import JoinOptions
-from p2ptrain.cli.output import Console
+from p2ptrain.cluster.console import Console
 from p2ptrain.compute.model import build_model, load_model
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import NetworkError, P2PTrainError

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.output import Console
 from p2ptrain.cli.split import LoadingLine, print_split_facts, split_facts
+from p2ptrain.cluster.console import Console
 from ring.placement import Peer, Placement, Stage
 from roles.chain.client import Progress
 from roles.verifier.targets import PassTimes

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from p2ptrain.cli.output import Console
-from p2ptrain.cli.stopping import stop_on_signals, stoppable
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.stopping import stop_on_signals, stoppable
 
 
 class Unread(io.StringIO):

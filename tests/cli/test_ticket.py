@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.access import Caller, reach, read_target, shown_address
-from p2ptrain.cli.runtime import open_operator
+from p2ptrain.cluster.access import Caller, reach, read_target, shown_address
+from p2ptrain.cluster.operator import open_operator
 from p2ptrain.core.errors import Refused, UserError
 from p2ptrain.core.world import ProtocolFactory
 from roles.seed.authority import ROLES
@@ -211,10 +211,10 @@ async def test_a_certificate_that_ends_soon_is_not_relied_on(
     ticket = Ticket.parse_untrusted((await cluster.ask("tickets.new"))["text"])
     await reach(ticket, caller(tmp_path), TcpNetwork())
     real = time.time
-    monkeypatch.setattr("p2ptrain.cli.access.time.time", lambda: real() + 23.5 * 3600)
+    monkeypatch.setattr("p2ptrain.cluster.access.time.time", lambda: real() + 23.5 * 3600)
     with pytest.raises(UserError, match="no saved access"):
         await reach(cluster.address, caller(tmp_path), TcpNetwork())
-    monkeypatch.setattr("p2ptrain.cli.access.time.time", lambda: real() + 25 * 3600)
+    monkeypatch.setattr("p2ptrain.cluster.access.time.time", lambda: real() + 25 * 3600)
     with pytest.raises(UserError, match="no saved access"):
         await reach(cluster.address, caller(tmp_path), TcpNetwork())
     assert not list((tmp_path / "kept").iterdir()), "and one that ended is not kept"

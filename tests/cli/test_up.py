@@ -16,10 +16,10 @@ import pytest
 
 from configs.schema import Checkpoint, Optimizer, Profile
 from p2ptrain.cli import up_cluster
-from p2ptrain.cli.local_cluster import Child, LocalCluster
-from p2ptrain.cli.output import Console
 from p2ptrain.cli.up import _print_next, _profile
 from p2ptrain.cli.up_cluster import Plan
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.local_cluster import Child, LocalCluster
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError, UserError
 from p2ptrain.core.training import FilePlan
 from roles.engine import Engine
@@ -162,7 +162,7 @@ async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     )
     monkeypatch.setattr(LocalCluster, "serving", served)
     monkeypatch.setattr(up_cluster, "print_json", tell)
-    monkeypatch.setattr("p2ptrain.cli.stopping.stoppable", lambda: (Console(), made.stop))
+    monkeypatch.setattr("p2ptrain.cluster.stopping.stoppable", lambda: (Console(), made.stop))
     yield made
     if made.cluster is not None:
         await made.cluster.close()

@@ -18,8 +18,8 @@ import pytest
 import typer
 
 from p2ptrain.cli import text as text_module
-from p2ptrain.cli.output import Console
-from p2ptrain.cli.stopping import LEAVING
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.stopping import LEAVING
 from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
 from roles.verifier.server import serve_texts

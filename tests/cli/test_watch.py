@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.output import print_table
-from p2ptrain.cli.running import announced
 from p2ptrain.cli.status import is_over
+from p2ptrain.cluster.running import announced
 from p2ptrain.core.errors import ConnectionLost, Unreachable, UserError
 from tests.cli.test_operator_commands import CHECKPOINT, JOB, PEER
 from wire.records import ClusterInfo, EventInfo, MemberScore, MetricRow

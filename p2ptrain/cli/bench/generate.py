@@ -22,7 +22,7 @@ from typing import Any
 from p2ptrain.cli.bench.report import Case, Contender, Report, times
 from p2ptrain.cli.bench.runner import Answer, Bench
 from p2ptrain.cli.inputs import is_model
-from p2ptrain.cli.local_cluster import LOOPBACK, LocalCluster, free_port
+from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, free_port
 from p2ptrain.core.errors import JobFailed, NetworkError, UserError
 from p2ptrain.core.texts import human_duration
 from roles.timed_model import text_after, write_timed_model

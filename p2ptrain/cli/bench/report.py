@@ -18,7 +18,8 @@ import psutil
 import typer
 
 import p2ptrain
-from p2ptrain.cli.output import print_table, printable
+from p2ptrain.cli.output import print_table
+from p2ptrain.cluster.console import printable
 from p2ptrain.core.texts import human_duration, three_digits
 from wire.records import percentile
 

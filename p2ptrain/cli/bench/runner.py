@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.cli.bench.report import Case, Report
-from p2ptrain.cli.local_cluster import Child
-from p2ptrain.cli.output import Console
-from p2ptrain.cli.stopping import stoppable, unless_stopped
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.local_cluster import Child
+from p2ptrain.cluster.stopping import stoppable, unless_stopped
 from p2ptrain.core.errors import DeadlineExceeded, JobFailed, ResourceError, UserError
 from roles.gauges import free_memory_bytes
 

@@ -25,9 +25,9 @@ from p2ptrain.cli.audit import audit
 from p2ptrain.cli.chaos import judge
 from p2ptrain.cli.chaos.judge import Action, InjectedFault, Report, Verdict
 from p2ptrain.cli.chaos.proxy import Proxy
-from p2ptrain.cli.local_cluster import LOOPBACK, Child, JobObserver, LocalCluster, Row, free_port, threads_each
-from p2ptrain.cli.output import Console
-from p2ptrain.cli.stopping import stop_on_signals, unless_stopped
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.local_cluster import LOOPBACK, Child, JobObserver, LocalCluster, Row, free_port, threads_each
+from p2ptrain.cluster.stopping import stop_on_signals, unless_stopped
 from p2ptrain.core.checkpoints import CheckpointStore, verify_checkpoint
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError

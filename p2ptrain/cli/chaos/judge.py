@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 import typer
 
 from p2ptrain.cli.jobs import suspects
-from p2ptrain.cli.local_cluster import Row, Seen
 from p2ptrain.cli.runtime import check_one_of
+from p2ptrain.cluster.local_cluster import Row, Seen
 from p2ptrain.core.errors import UserError
 from wire.records import JobInfo, MemberScore, percentile
 
@@ -353,7 +353,9 @@ class Report:
         }
 
     def print(self) -> None:
-        from p2ptrain.cli.output import human_seconds, print_pairs, print_table, printable
+        from p2ptrain.cli.output import print_pairs, print_table
+        from p2ptrain.cluster.console import printable
+        from p2ptrain.core.texts import human_seconds
 
         under = f"{len(self.injected_faults)} faults in {human_seconds(self.seconds)}"
         pairs = [("faults", under if self.complete else f"{under}, interrupted"), ("steps", str(self.steps))]

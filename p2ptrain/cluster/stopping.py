@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from p2ptrain.cli.output import Console
+from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import EXIT_INTERRUPTED
 
 LEAVING = "leaving; press Ctrl+C again not to wait"

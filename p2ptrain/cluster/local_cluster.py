@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from p2ptrain.cli.running import announced
-from p2ptrain.cli.runtime import DEFAULT_PORT, open_operator, operator
+from p2ptrain.cluster.operator import open_operator, operator
+from p2ptrain.cluster.running import announced
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import (
     ConnectionLost,
@@ -32,6 +32,7 @@ from p2ptrain.core.errors import (
     StorageError,
     UserError,
 )
+from wire.address import DEFAULT_PORT
 from wire.records import (
     ABSENT_STATES,
     FINISHED_STATES,

@@ -123,7 +123,7 @@ def read_target(text: str) -> Ticket | tuple[str, int]:
     Raises:
         UserError: it is neither, or there is no such seed.
     """
-    from p2ptrain.cli.running import the_running_seed
+    from p2ptrain.cluster.running import the_running_seed
     from wire.address import Ticket, is_ticket, parse_address
 
     if not text or (text.startswith("@") and _is(Path.is_dir, text[1:])):
@@ -243,7 +243,7 @@ def _encrypted(host: str, port: int, credentials: Credentials, base: Network) ->
 
 
 def _local_ticket(caller: Caller, port: int) -> Ticket | None:
-    from p2ptrain.cli.running import running_seeds
+    from p2ptrain.cluster.running import running_seeds
     from wire.address import Ticket, local_ticket_path
 
     for state in [*caller.states, *(seed.state for seed in running_seeds())]:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.cli import local_cluster
-from p2ptrain.cli.local_cluster import Child, LocalCluster
-from p2ptrain.cli.running import running_seeds
+from p2ptrain.cluster import local_cluster
+from p2ptrain.cluster.local_cluster import Child, LocalCluster
+from p2ptrain.cluster.running import running_seeds
 from p2ptrain.core.errors import ConnectionLost, JobFailed
 from wire.records import PeerInfo
 from wire.schema import Record

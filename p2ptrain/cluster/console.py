@@ -1,0 +1,117 @@
+"""Events and progress of a long-running command, on standard error."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import typer
+
+from p2ptrain.core.texts import human_bytes
+
+SHORT_S, PLAIN_S = 1.0, 10.0
+"""Work that takes less shows no progress; seconds between its lines where they are not rewritten."""
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters, because names and messages come from other machines."""
+    return "".join(letter if letter.isprintable() else "�" for letter in text)
+
+
+_COLOURS = {"warning": "yellow", "error": "red"}
+_MARKS = {"info": "·", "warning": "!", "error": "✗"}
+
+
+class Console:
+    """Writes to standard error, so that standard output stays free for results.
+
+    Args:
+        now: clock in seconds that limits how often progress is shown.
+        quiet: show no progress.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._now = now
+        self._live = sys.stderr.isatty()
+        self._drawn = 0
+        self._next = 0.0
+        self._loading_s: float | None = None  # since when
+
+    def event(self, level: str, text: str) -> None:
+        """Print one line with the time; its mark and colour show the level."""
+        self.clear()
+        self._say(f"{time.strftime('%H:%M:%S')} {self.mark(level)} {printable(text)}")
+
+    @staticmethod
+    def mark(level: str) -> str:
+        return typer.style(_MARKS.get(level, "·"), fg=_COLOURS.get(level, "cyan"), bold=level != "info")
+
+    def progress(self, text: str, *, last: bool = False, every_s: float = 1.0) -> None:
+        """Show progress. Dropped if the last one is too recent, unless ``last``.
+
+        ``every_s``: seconds between two lines if lines are not rewritten.
+        """
+        now = self._now()
+        if self.quiet or (now < self._next and not last):
+            return
+        self._next, text = now + (0.1 if self._live else every_s), printable(text)
+        if not self._live:
+            self._say(text)
+            return
+        text = text[: shutil.get_terminal_size().columns - 1]  # a folded line cannot be rewritten
+        self._draw("\r" + text.ljust(self._drawn)[: max(len(text), self._drawn)])
+        self._drawn = len(text)
+        if last:
+            self.finish()
+
+    def loading(self, done_bytes: int, total_bytes: int, more: str = "", *, last: bool = False) -> None:
+        """Show how much of a model is loaded. Where lines are not rewritten, a second must have passed before."""
+        self._loading_s = self._now() if self._loading_s is None else self._loading_s
+        if self._live or self._now() - self._loading_s > SHORT_S:
+            self.progress(f"loading  {human_bytes(done_bytes)} of {human_bytes(total_bytes)}{more}", last=last)
+
+    @contextmanager
+    def during(self, text: Callable[[], str]) -> Iterator[None]:
+        """Show ``text()`` and the time while the block runs, if it takes over a second. The block may use this thread
+        without a pause, as imports do, but must show no progress itself."""
+        began, ended = self._now(), threading.Event()
+
+        def show() -> None:
+            wait_s = SHORT_S
+            while not ended.wait(wait_s):
+                with suppress(OSError):  # of the text: a file that it looks at is gone
+                    self.progress(f"{text()}  ({self._now() - began:.0f} s)", every_s=PLAIN_S)
+                wait_s = 0.2
+
+        thread = threading.Thread(target=show, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.clear()
+
+    def finish(self) -> None:
+        if self._drawn:
+            self._draw("\n")
+            self._drawn = 0
+
+    def clear(self) -> None:
+        if self._drawn:
+            self._draw("\r" + " " * self._drawn + "\r")
+            self._drawn = 0
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError):
+            typer.echo(text, err=True)
+
+    def _draw(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
