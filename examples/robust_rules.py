@@ -3,7 +3,7 @@
     python examples/robust_rules.py [docs/robust-rules.svg]
 
 Members with equal states compute equal things, so one trainer stands for all honest members and another for the
-attackers (``roles.attacker`` describes the attacks). Rules, gradients and updates are those of a real run.
+attackers (``p2ptrain.lab.attacker`` describes the attacks). Rules, gradients and updates are those of a real run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.robust import aggregate, middle_of
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import JobFailed
-from roles.attacker import ATTACKS, attacking
+from p2ptrain.lab.attacker import ATTACKS, attacking
 from roles.worker.build import training_spec
 
 STEPS = 60

@@ -1,8 +1,8 @@
 """TCP transports, and what all transports share: flow control without copies, error texts, and a limit on handshakes.
 
-TCP and the network inside one process (``wire.memory``) are both a ``Network`` (``p2ptrain.core.world``) and pass the
-same conformance suite. Foreign exceptions are translated here: any failure to dial is ``Unreachable``, any failure to
-bind is ``UserError``.
+TCP and the network inside one process (``p2ptrain.lab.memory``) are both a ``Network`` (``p2ptrain.core.world``) and
+pass the same conformance suite. Foreign exceptions are translated here: any failure to dial is ``Unreachable``, any
+failure to bind is ``UserError``.
 
 ``SocketTransport`` replaces the event loops' own transports because of what they do between a write and the kernel:
 asyncio joins and copies the parts of a write, uvloop delays writes to the end of the turn. ``SocketTransport`` uses the

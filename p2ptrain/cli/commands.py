@@ -91,7 +91,7 @@ class Commands(Group):
             "Predict step time, memory and bytes; recommend a strategy.",
             _WATCH,
         ),
-        Entry("bench", "p2ptrain.cli.bench.commands:app", "Measure this machine, and compare it with targets.", _WATCH),
+        Entry("bench", "p2ptrain.cli.bench:app", "Measure this machine, and compare it with targets.", _WATCH),
         Entry("experiment", "p2ptrain.cli.experiment:app", "Train a grid of settings; compare the results.", _WATCH),
         Entry("chaos", "p2ptrain.cli.chaos:chaos", "Inject faults into a local cluster; check recovery.", _WATCH),
         Entry("sim", "p2ptrain.cli.sim:sim", "Simulate whole clusters under faults; check what must hold.", _WATCH),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,14 +10,11 @@ import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.runtime import JsonOption, run
-from p2ptrain.core.errors import JobFailed
 
 if TYPE_CHECKING:
     from p2ptrain.cluster.console import Console
-    from p2ptrain.cluster.local_cluster import LocalCluster
-    from roles.experiments.grid import Machine, Plan, Run
-    from roles.experiments.results import Result, Results, Row
-    from roles.experiments.run import Show
+    from p2ptrain.lab.experiments.grid import Run
+    from p2ptrain.lab.experiments.results import Results, Row
 
 app = new_typer(help="Train a grid of settings on this machine, one job after another, and compare the results.")
 
@@ -52,8 +47,8 @@ def run_grid(
     from configs.loader import read_toml
     from p2ptrain.cli.output import print_json
     from p2ptrain.cluster.console import Console
-    from roles.experiments.grid import plan_of
-    from roles.experiments.results import Results
+    from p2ptrain.lab.experiments.grid import plan_of
+    from p2ptrain.lab.experiments.results import Results
 
     document = read_toml(grid, "grid")[1] | ({"simulated": True} if simulated else {})
     plan = plan_of(document, str(grid), grid.parent)
@@ -93,8 +88,8 @@ def analyze(
     from p2ptrain.cli.output import print_json, print_table
     from p2ptrain.cluster.console import printable
     from p2ptrain.core.disk import RealDisk, write_atomic
-    from roles.experiments.analysis import Analysis, draw_figures, page
-    from roles.experiments.results import load
+    from p2ptrain.lab.experiments.analysis import Analysis, draw_figures, page
+    from p2ptrain.lab.experiments.results import load
 
     analysis = Analysis(*load(directory), x, y)
     path, disk = output or directory / "report.html", RealDisk()
@@ -118,9 +113,9 @@ def _carry_out(results: Results, console: Console) -> None:
     """Carry out the runs that are left. Ctrl+C raises ``KeyboardInterrupt``."""
     from p2ptrain.cli.output import number
     from p2ptrain.core.texts import human_seconds
-    from roles.experiments.run import carry_out
-    from roles.experiments.simulated import simulate
-    from wire.memory import run_virtual
+    from p2ptrain.lab.experiments.run import carry_out
+    from p2ptrain.lab.experiments.simulated import simulate
+    from p2ptrain.lab.memory import run_virtual
 
     def show(text: str, left_s: float | None) -> None:
         console.progress(text + ("" if left_s is None else f"  {human_seconds(left_s)} left"), every_s=5.0)
@@ -138,6 +133,8 @@ def _carry_out(results: Results, console: Console) -> None:
     show(f"{text} {human_seconds(left * results.plan.limit_s)} by the limit, and the starts of workers", None)
 
     async def on_local_workers() -> None:
+        from p2ptrain.lab.experiments.local_workers import LocalWorkers
+
         local = LocalWorkers(results.plan, results.directory / CLUSTER)
         try:
             await carry_out(results, local, show, tell)
@@ -148,67 +145,3 @@ def _carry_out(results: Results, console: Console) -> None:
         run_virtual(carry_out(results, partial(simulate, results.plan), show, tell))
     else:
         run(on_local_workers(), children=True)
-
-
-class LocalWorkers:
-    """Carries out runs on a seed and workers of this machine. They stay as long as the next run needs the same ones and
-    nothing went wrong."""
-
-    def __init__(self, plan: Plan, root: Path) -> None:
-        """``root``: directory of the processes' state."""
-        self._plan, self._root = plan, root.absolute()
-        self._cluster: LocalCluster | None = None
-        self._machine: Machine | None = None
-
-    async def __call__(self, run: Run, show: Show) -> Result:
-        from p2ptrain.cluster.local_cluster import LocalCluster
-        from roles.experiments.results import DONE, Result
-        from roles.experiments.run import failure
-
-        if self._cluster is None or self._machine != run.machine:
-            await self.end()
-            show("workers start")
-            await self._begin(run)
-        assert self._cluster is not None
-        needed = [self._cluster.seed, *self._cluster.peers.values()]
-        try:
-            result = await LocalCluster.while_alive(self._measured(self._cluster, run, show), needed=needed)
-        except JobFailed as error:  # a process ended; the end of the seed is no result
-            if self._cluster.seed.process.returncode is not None:
-                raise
-            result = Result(failure(error.message), f"{error.message}; {error.remedy}")
-        if result.state != DONE:
-            await self.end()
-        return result
-
-    async def _measured(self, cluster: LocalCluster, run: Run, show: Show) -> Result:
-        from roles.experiments.run import measure
-
-        async with cluster.operator() as client:
-            return await measure(client, run, self._plan, show)
-
-    async def _begin(self, run: Run) -> None:
-        from p2ptrain.cli.inputs import own_texts
-        from p2ptrain.cluster.local_cluster import LocalCluster, threads_each
-
-        self._cluster, self._machine = LocalCluster(self._root), run.machine
-        machine, texts = run.machine, own_texts(run.profile, run.machine.workers, [])
-        options = ["--threads", str(machine.threads or threads_each(machine.workers))]
-        options += ["--link", machine.link] * bool(machine.link)
-        await self._cluster.start_seed()
-        await self._cluster.start_workers(
-            machine.workers, *options, straggler=machine.straggler, texts=texts, attacks=machine.attacks
-        )
-        await self._cluster.joined(list(self._cluster.peers))
-
-    async def end(self) -> None:
-        """End the processes, and delete what they kept but for their logs."""
-        cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            await cluster.end()
-        await asyncio.to_thread(self._clear)
-
-    def _clear(self) -> None:
-        for path in self._root.iterdir() if self._root.is_dir() else ():
-            if path.name != "logs":
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -11,10 +11,10 @@ import typer
 
 from p2ptrain.cli.output import json_output
 from p2ptrain.cluster.console import Console
-from p2ptrain.core.adapters import is_adapter
+from p2ptrain.core.adapters import is_adapter, is_model
 from p2ptrain.core.errors import ConfigError, NetworkError, UserError
 from p2ptrain.core.tensor_files import adapter_alone
-from p2ptrain.core.text_files import STDLIB, STDLIB_PARTS, find_files
+from p2ptrain.core.text_files import find_files
 from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ DownloadOption = Annotated[
 FETCHED = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
 """Files of a model that are read here. Others, such as pickles, are not fetched."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w][\w.-]{0,95}", re.ASCII)
-
-
-def is_model(directory: str | Path) -> bool:
-    """Whether it has a model, or an adapter of one."""
-    return Path(directory, "config.json").is_file() or is_adapter(Path(directory))
 
 
 def checked(profile: Profile, *, download: bool = False) -> Profile:
@@ -48,23 +43,6 @@ def checked(profile: Profile, *, download: bool = False) -> Profile:
         raise ConfigError(text, remedy="name a directory as save_pretrained writes it")
     model = profile.model.model_copy(update={"path": str(found)})
     return profile.model_copy(update={"model": model})
-
-
-def own_texts(profile: Profile, workers: int, data: list[str]) -> tuple[str, ...]:
-    """The text of each worker, if each has its own. Private data of 'stdlib' is a package of it for each worker."""
-    if not profile.data.private:
-        if data:
-            raise UserError("--data is for private data", remedy="add --set data.private=true, or set data.path")
-        return ()
-    if not data and profile.data.path == STDLIB:
-        data = [f"{STDLIB}/{STDLIB_PARTS[index % len(STDLIB_PARTS)]}" for index in range(workers)]
-    if len(data) not in (0, workers):
-        raise UserError(
-            f"{workers} workers and {len(data)} texts", remedy=f"give --data {workers} times, or not at all"
-        )
-    for path in data:
-        find_files(path, profile.data.format)  # fail here, not in each worker
-    return tuple(data)
 
 
 def model_directory(name: str, *, download: bool = False, key: str = "") -> Path:

@@ -32,12 +32,11 @@ from p2ptrain.core.texts import human_seconds
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from p2ptrain.cli.audit import Verdict
+    from p2ptrain.lab.audit import Verdict
     from ring.training_costs import ModelShape
     from wire.records import (
         CheckpointInfo,
         JobInfo,
-        MemberScore,
         MetricRow,
         PeerInfo,
         RecoveryInfo,
@@ -92,9 +91,9 @@ def create(
     name = name or (f"{label}-drafter" if drafter else label)
     shape, planned = None, None
     if dry_run and loaded.pipeline.stages < 2:
-        from p2ptrain.cli.explain import of_seed, show_one
+        from p2ptrain.cli.explain import cluster_of_seed, show_one
 
-        show_one(loaded, of_seed(seed), as_json=as_json)
+        show_one(loaded, cluster_of_seed(seed), as_json=as_json)
         return
     if loaded.pipeline.stages > 1:
         from p2ptrain.cli import placement as plans
@@ -395,7 +394,7 @@ def _pairs(job: JobInfo) -> list[tuple[str, str]]:
             f"{len(job.members)} in generation {job.generation}: {' → '.join(map(str, job.members)) or 'none'}",
         ),
         *([("parts", _stages(job))] if job.stages > 1 else []),
-        *((score.peer, str(score)) for score in suspects(job)),
+        *((score.peer, str(score)) for score in job.suspects()),
         *([("versions", _VERSIONS)] if job.strategy == "server" else []),
         ("ring", _ring(job)),
         ("loss", f"{number(job.loss)} nats/token (validation {number(job.val_loss)})"),
@@ -412,11 +411,6 @@ def _pairs(job: JobInfo) -> list[tuple[str, str]]:
     if job.finished_at is not None:
         pairs.append(("finished", human_time(job.finished_at)))
     return pairs
-
-
-def suspects(job: JobInfo, most: int = 8) -> list[MemberScore]:
-    """The members whose vectors a robust rule trusts least: the farthest first, then the most often left out."""
-    return sorted(job.scores, key=lambda score: (-(score.distance or 0), -score.excluded))[:most]
 
 
 def _parts(job: JobInfo) -> list[str]:
@@ -464,9 +458,9 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
       p2ptrain jobs audit 3f9a --json | jq .fault
     """
     from configs.schema import Profile
-    from p2ptrain.cli.audit import audit as read_and_check
     from p2ptrain.cluster.console import Console
     from p2ptrain.cluster.operator import operator
+    from p2ptrain.lab.audit import audit as read_and_check
     from wire.records import FINISHED_STATES
 
     console = Console()

@@ -25,12 +25,12 @@ from p2ptrain.cli.runtime import (
     NameOption,
     SplitOption,
     StragglerOption,
-    check_one_of,
     is_text,
     run,
 )
 from p2ptrain.cli.text_options import WithBareSplit, check_dtype
 from p2ptrain.cluster.running import default_state_dir
+from p2ptrain.core.texts import check_one_of
 
 if TYPE_CHECKING:
     from configs.schema import Profile

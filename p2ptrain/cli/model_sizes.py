@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2ptrain.cli.inputs import is_model
 from p2ptrain.cli.output import json_output
 from p2ptrain.cluster.console import Console
-from p2ptrain.core.adapters import is_adapter
+from p2ptrain.core.adapters import is_adapter, is_model
 from p2ptrain.core.errors import ConfigError, P2PTrainError, ResourceError, StorageError
 from p2ptrain.core.footprint import LLAMAS, llama_sizes
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -181,19 +181,6 @@ def is_name(text: str) -> str:
     if (size_bytes := len(is_text(text).encode())) > NAME_BYTES:
         raise typer.BadParameter(f"it has {size_bytes} bytes, a name may have {NAME_BYTES}")
     return text
-
-
-def check_one_of(option: str, value: str, values: Sequence[str], more: str = "") -> None:
-    """Raises ``UserError`` if an option's value is not one of ``values``. ``more`` ends its remedy."""
-    import difflib
-
-    from p2ptrain.core.errors import UserError
-
-    if value in values:
-        return
-    near = difflib.get_close_matches(value, values, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"{option} {value} is not a valid value", remedy=f"{hint}use {', '.join(values)}{more}")
 
 
 NameOption = Annotated[

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -215,23 +216,41 @@ async def _serve(
         await asyncio.wait({serving})
 
 
-def _web(
+@asynccontextmanager
+async def _web(
     options: WebOptions, seed: Seed, bound: str, near: tuple[str, int], root: Path, console: Console
-) -> AbstractAsyncContextManager[Web]:
+) -> AsyncIterator[Web]:
     import socket
 
-    from p2ptrain.cli.inputs import checked
+    from p2ptrain.lab.experiments.endpoints import Experiments
     from roles.web.serving import serving_web
-
-    async def create(client: SeedRequests, name: str, label: str, profile: Profile) -> str:
-        if is_loopback(bound):  # otherwise each worker reads its own disk
-            profile = await asyncio.to_thread(checked, profile)
-        return await create_job(client, name, label, profile, console)
 
     names = [name for name in (shown_host(options.host), options.host, socket.gethostname()) if name not in EVERYWHERE]
     names = list(dict.fromkeys([*names, "localhost", "127.0.0.1"]))
-    connect, warn = partial(operator, near, state=root), partial(console.event, "warning")
-    return serving_web(options, names, root / "seed", seed, connect, create, warn=warn)
+    experiments = Experiments(root / "seed" / "experiments", partial(operator, near, state=root))
+    warn = partial(console.event, "warning")
+    web = serving_web(
+        options,
+        names,
+        root / "seed",
+        seed,
+        partial(_create_checked, bound, console),
+        experiments.endpoints(),
+        warn=warn,
+    )
+    async with web as served, experiments.serving():
+        yield served
+
+
+async def _create_checked(
+    bound: str, console: Console, client: SeedRequests, name: str, label: str, profile: Profile
+) -> str:
+    """Create a job for the HTTP API of a seed that listens on ``bound``."""
+    from p2ptrain.cli.inputs import checked
+
+    if is_loopback(bound):  # otherwise each worker reads its own disk
+        profile = await asyncio.to_thread(checked, profile)
+    return await create_job(client, name, label, profile, console)
 
 
 def _loaded(profile: str, sets: list[str]) -> Profile:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from p2ptrain.cli.output import print_json, print_table
-from p2ptrain.cli.runtime import JsonOption, check_one_of
+from p2ptrain.cli.runtime import JsonOption
 from p2ptrain.cluster.console import PLAIN_S, Console
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
-from p2ptrain.core.texts import human_seconds
+from p2ptrain.core.texts import check_one_of, human_seconds
 
 if TYPE_CHECKING:
-    from roles.sim.run import Summary, Verdict
+    from p2ptrain.lab.sim.run import Summary, Verdict
 
 VIOLATED = 1
 STRATEGIES = ("sync", "local", "federated", "private", "server")
@@ -61,9 +61,9 @@ def sim(
       p2ptrain sim --rule multi_krum --schedules 20
     """
     from configs.schema import Robust, RobustRule
-    from roles.sim.faults import KINDS, KINDS_OF_PARTS
-    from roles.sim.run import Summary, run_batch
-    from roles.sim.watching import ASYNCHRONOUS, MUTATIONS, PRIVATE, STAGED
+    from p2ptrain.lab.sim.faults import KINDS, KINDS_OF_PARTS
+    from p2ptrain.lab.sim.run import Summary, run_batch
+    from p2ptrain.lab.sim.watching import ASYNCHRONOUS, MUTATIONS, PRIVATE, STAGED
 
     check_one_of("--strategy", strategy, list(STRATEGIES))
     if stages > 1 and strategy != "sync":
@@ -117,7 +117,7 @@ def sim(
 
 
 def _report(summary: Summary, options: dict[str, Any], *, as_json: bool) -> None:
-    from roles.sim.run import replay
+    from p2ptrain.lab.sim.run import replay
 
     lines = [replay(verdict, **options) for verdict in summary.violations]
     if as_json:

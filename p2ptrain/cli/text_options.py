@@ -13,22 +13,15 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from p2ptrain.cli.inputs import DownloadOption, is_model, model_directory
+from p2ptrain.cli.inputs import DownloadOption, model_directory
 from p2ptrain.cli.output import json_output
-from p2ptrain.cli.runtime import (
-    DEFAULT_SEED,
-    DryRunOption,
-    JsonOption,
-    SeedOption,
-    SplitOption,
-    ask,
-    check_one_of,
-    newest_of,
-)
+from p2ptrain.cli.runtime import DEFAULT_SEED, DryRunOption, JsonOption, SeedOption, SplitOption, ask, newest_of
 from p2ptrain.cluster.console import Console, printable
+from p2ptrain.core.adapters import is_model
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.serving import SamplingOptions
 from p2ptrain.core.tensor_files import ADAPTER_CONFIG
+from p2ptrain.core.texts import check_one_of
 
 DTYPES = ("fp32", "bf16", "fp16")
 WIRES = (*DTYPES, "int8")

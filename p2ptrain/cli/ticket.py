@@ -8,10 +8,10 @@ import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import confirm, human_time, print_json, print_table
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, check_one_of, is_text, not_empty
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, is_text, not_empty
 from p2ptrain.cluster.console import printable
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import human_seconds, seconds_of
+from p2ptrain.core.texts import check_one_of, human_seconds, seconds_of
 
 if TYPE_CHECKING:
     from wire.records import TicketInfo

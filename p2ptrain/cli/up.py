@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.inputs import DownloadOption, checked, own_texts
+from p2ptrain.cli.inputs import DownloadOption, checked
 from p2ptrain.cli.runtime import (
     STATE_DEFAULT,
     ApiKeyOption,
@@ -24,6 +24,7 @@ from p2ptrain.cli.runtime import (
     run,
 )
 from p2ptrain.cli.text_options import CheckpointOption, DtypeOption, check_dtype, newest_in
+from p2ptrain.cluster.local_cluster import own_texts
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, StorageError, UserError
 from p2ptrain.core.texts import size_of
@@ -194,9 +195,9 @@ def _profile(name: str, sets: list[str], workers: int) -> Profile:
 
 def _check_fits(profile: Profile, workers: int) -> None:
     """Refuse a split model that does not fit into this machine's memory. Raises ``ResourceError``."""
-    from p2ptrain.cli.explain import equal_members, way_of
     from p2ptrain.cli.model_sizes import shape_of
-    from p2ptrain.cli.up_cluster import part_bytes
+    from p2ptrain.cluster.local_cluster import part_bytes
+    from p2ptrain.lab.explain.predictions import equal_members, way_of
     from ring.prediction import Calibration, predict
 
     shape = shape_of(profile, lambda _: None)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from p2ptrain.cli.inputs import is_model
 from p2ptrain.cli.output import number, print_json, print_pairs
 from p2ptrain.cli.runtime import DEFAULT_PORT, create_job
 from p2ptrain.cli.watch import UNSAVED, JobProgress, Summary, newest_saved, summed_up
 from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.local_cluster import LOOPBACK, Child, LocalCluster, end_all, threads_each
+from p2ptrain.cluster.local_cluster import LOOPBACK, Child, LocalCluster, end_all, part_bytes, threads_each
 from p2ptrain.cluster.operator import operator
+from p2ptrain.core.adapters import is_model
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
 from wire.address import format_address
 from wire.records import FINISHED_STATES, EventInfo, JobInfo, PeerInfo
@@ -88,14 +88,6 @@ class Plan:
 
     def threads(self, processes: int) -> str:
         return str(self.profile.device.threads or threads_each(processes))
-
-
-def part_bytes(device: str) -> int:
-    """Memory that the workers of this machine may use, all together, for parts of split models."""
-    from roles.gauges import free_memory_bytes
-    from roles.worker.build import FREE_SHARE
-
-    return int(FREE_SHARE * free_memory_bytes(device))
 
 
 async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | None:

@@ -32,6 +32,7 @@ from p2ptrain.core.errors import (
     StorageError,
     UserError,
 )
+from p2ptrain.core.text_files import STDLIB, STDLIB_PARTS, find_files
 from wire.address import DEFAULT_PORT
 from wire.records import (
     ABSENT_STATES,
@@ -46,6 +47,7 @@ from wire.records import (
 from wire.schema import Record
 
 if TYPE_CHECKING:
+    from configs.schema import Profile
     from wire.client import SeedClient
 
 T = TypeVar("T")
@@ -239,11 +241,11 @@ class LocalCluster:
         Args:
             slot: slot of the state directory. options: further options of ``join``.
             target: the seed to join; empty: this cluster's.
-            attack: what the worker does to its jobs, one of ``roles.attacker.ATTACKS``; empty: nothing.
+            attack: what the worker does to its jobs, one of ``p2ptrain.lab.attacker.ATTACKS``; empty: nothing.
         """
         arguments = ["join", target or self.address, "--state", str(self.root), "--slot", str(slot)]
         arguments += ["--name", name, "--wait", "0"]
-        program = ("p2ptrain.cli.chaos.attacker", attack) if attack else ("p2ptrain",)
+        program = ("p2ptrain.cli.attacking_worker", attack) if attack else ("p2ptrain",)
         child = await Child.start(name, [*arguments, *options], self.logs / f"{name}.log", program=program)
         self.peers[name] = child
         return child
@@ -461,6 +463,31 @@ class JobObserver:
                 self.joined_rtt_ms.setdefault((item.id, item.joined_at), item.rtt_ms or 0.0)
             case CheckpointInfo() if item.job == job:
                 self.saved.setdefault(item.id, item)  # keep the first report
+
+
+def own_texts(profile: Profile, workers: int, data: list[str]) -> tuple[str, ...]:
+    """The text of each worker, if each has its own. Private data of 'stdlib' is a package of it for each worker."""
+    if not profile.data.private:
+        if data:
+            raise UserError("--data is for private data", remedy="add --set data.private=true, or set data.path")
+        return ()
+    if not data and profile.data.path == STDLIB:
+        data = [f"{STDLIB}/{STDLIB_PARTS[index % len(STDLIB_PARTS)]}" for index in range(workers)]
+    if len(data) not in (0, workers):
+        raise UserError(
+            f"{workers} workers and {len(data)} texts", remedy=f"give --data {workers} times, or not at all"
+        )
+    for path in data:
+        find_files(path, profile.data.format)  # fail here, not in each worker
+    return tuple(data)
+
+
+def part_bytes(device: str) -> int:
+    """Memory that the workers of this machine may use, all together, for parts of split models."""
+    from roles.gauges import free_memory_bytes
+    from roles.worker.build import FREE_SHARE
+
+    return int(FREE_SHARE * free_memory_bytes(device))
 
 
 def threads_each(processes: int) -> int:

@@ -129,3 +129,8 @@ def fingerprint(directory: Path) -> str:
     adapter, factors = read_adapter(directory), TensorTable(directory, ADAPTER_FILE).fingerprint()
     text = f"{whole} {factors} {adapter.alpha} {adapter.is_rank_stabilized}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def is_model(directory: str | Path) -> bool:
+    """Whether it has a model, or an adapter of one."""
+    return Path(directory, "config.json").is_file() or is_adapter(Path(directory))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from p2ptrain.core.errors import UserError
 
@@ -81,3 +82,14 @@ def size_of(text: str) -> int:
     if size_bytes < 1:
         raise UserError(f"{text.strip()!r} is not a size", remedy="write bytes, or 64K, 1.5M, 4GiB")
     return size_bytes
+
+
+def check_one_of(option: str, value: str, values: Sequence[str], more: str = "") -> None:
+    """Raises ``UserError`` if an option's value is not one of ``values``. ``more`` ends its remedy."""
+    import difflib
+
+    if value in values:
+        return
+    near = difflib.get_close_matches(value, values, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"{option} {value} is not a valid value", remedy=f"{hint}use {', '.join(values)}{more}")

@@ -2,8 +2,8 @@
 
 Only this file and the real implementations that it names read a clock, make a random number, open a socket or a file of
 the state directory, or start a thread. The real world is ``real_world()`` with ``wire.transport.TcpNetwork``. The
-simulator (``roles.sim``) replaces the event loop's clock, the network, the disk and the threads, and runs the same
-shells.
+simulator (``p2ptrain.lab.sim``) replaces the event loop's clock, the network, the disk and the threads, and runs the
+same shells.
 """
 
 from __future__ import annotations

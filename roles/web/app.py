@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Collection, Coroutine
-from functools import partial
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import cache, partial
 from typing import Any
 
 from starlette.requests import HTTPConnection, Request
@@ -21,12 +21,11 @@ from roles.http.access import Keys, refuse_pages
 from roles.http.answers import HEADERS, Problem, json_response, read_body, read_model, while_wanted
 from roles.http.app import JsonApp
 from roles.seed.server import Seed
-from roles.web.endpoints import IDEMPOTENCY_KEY, READ, ROOT, AfterStep, Call, CreateJob, Endpoint, read_query
-from roles.web.experiments import Experiments
+from roles.web.endpoints import IDEMPOTENCY_KEY, READ, ROOT, AfterStep, Call, CreateJob, Endpoint, openapi, read_query
 from roles.web.feed import follow
 from roles.web.page import page
 from roles.web.prometheus import CONTENT_TYPE, exposition
-from roles.web.routes import ENDPOINTS, document
+from roles.web.routes import ENDPOINTS
 from wire.client import SeedRequests
 from wire.messages import RefusalCode
 
@@ -80,6 +79,7 @@ class WebApp(JsonApp):
 
     Args:
         create_job: see ``CreateJob``.
+        more: endpoints besides those of every seed.
         keys: with ``READ`` or ``OPERATE`` each; None: none is needed.
         names: of this machine; empty: only the loopback's.
     """
@@ -89,15 +89,17 @@ class WebApp(JsonApp):
         seed: Seed,
         client: SeedRequests,
         create_job: CreateJob,
-        experiments: Experiments,
+        more: Sequence[Endpoint] = (),
         keys: Keys | None = None,
         names: Collection[str] = (),
     ) -> None:
         self._seed, self._client, self._keys, self._names = seed, client, keys, names
-        self._call = partial(Call, seed, client, create_job, experiments)
+        self._call = partial(Call, seed, client, create_job)
         self._repeats = Repeats()
+        endpoints = [*ENDPOINTS, *more]
+        self._document = cache(partial(openapi, endpoints))
         declared = [
-            Route(f"{ROOT}/{each.path}", partial(self._endpoint, each), methods=[each.method]) for each in ENDPOINTS
+            Route(f"{ROOT}/{each.path}", partial(self._endpoint, each), methods=[each.method]) for each in endpoints
         ]
         others = [
             Route(f"{ROOT}/openapi.json", self._openapi, methods=["GET"]),
@@ -154,7 +156,7 @@ class WebApp(JsonApp):
 
     async def _openapi(self, request: Request) -> Response:
         # Not before somebody asks, and in a thread: it takes some tenths of a second.
-        return json_response(await asyncio.to_thread(document))
+        return json_response(await asyncio.to_thread(self._document))
 
     async def _prometheus(self, request: Request) -> Response:
         seed = self._seed

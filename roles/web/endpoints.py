@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.datastructures import QueryParams
@@ -17,9 +17,6 @@ from roles.http.answers import invalid
 from roles.seed.server import Seed
 from wire.client import SeedRequests
 from wire.schema import Record
-
-if TYPE_CHECKING:
-    from roles.web.experiments import Experiments
 
 ROOT = "/api/v1"
 READ, OPERATE = "read", "operate"
@@ -85,7 +82,6 @@ class Call:
     seed: Seed
     client: SeedRequests
     create_job: CreateJob
-    experiments: Experiments
     path: dict[str, str]
     query: Any
     body: Any

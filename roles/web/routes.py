@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field
@@ -16,8 +15,7 @@ from configs.loader import describe, load_settings, shipped
 from configs.schema import Profile
 from p2ptrain.core.errors import ConfigError, Refused
 from roles.http.answers import Problem
-from roles.web.endpoints import MOST_ITEMS, AfterStep, Call, Endpoint, Given, Handle, Limit, Page, Paging, openapi
-from roles.web.experiments import ENDPOINTS as EXPERIMENTS
+from roles.web.endpoints import MOST_ITEMS, AfterStep, Call, Endpoint, Given, Handle, Limit, Page, Paging
 from wire.messages import GpuInfo, RefusalCode
 from wire.records import (
     ABSENT_STATES,
@@ -324,11 +322,5 @@ ENDPOINTS: list[Endpoint] = [
     _list("checkpoints/jobs/{job}", "The checkpoints of a job, oldest first.", CheckpointInfo, list_checkpoints),
     Endpoint("DELETE", _CHECKPOINT, "Delete a checkpoint.", Removed, delete_checkpoint),
     Endpoint("POST", f"{_CHECKPOINT}/restore", _RESTORES, JobInfo, restore_checkpoint, body=Restoring),
-    *EXPERIMENTS,
 ]
-"""All endpoints of the API."""
-
-
-@cache
-def document() -> dict[str, Any]:
-    return openapi(ENDPOINTS)
+"""The endpoints of every seed."""

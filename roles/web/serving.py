@@ -25,9 +25,8 @@ from roles.http.server import serving
 from roles.seed.authority import Authority
 from roles.seed.server import Seed
 from roles.web.app import WebApp
-from roles.web.endpoints import OPERATE, READ, CreateJob
-from roles.web.experiments import Experiments
-from roles.web.feed import Connect, LocalRequests
+from roles.web.endpoints import OPERATE, READ, CreateJob, Endpoint
+from roles.web.feed import LocalRequests
 from wire.address import format_address, is_loopback
 from wire.credentials import SERVER_LIFETIME_S, server_names
 from wire.transport import TcpNetwork
@@ -67,8 +66,8 @@ async def serving_web(
     names: Sequence[str],
     directory: Path,
     seed: Seed,
-    connect: Connect,
     create_job: CreateJob,
+    more: Sequence[Endpoint] = (),
     *,
     warn: Callable[[str], None],
 ) -> AsyncIterator[Web]:
@@ -77,7 +76,7 @@ async def serving_web(
     Args:
         names: of this machine; the first one is for its URL.
         directory: the seed's; keys are made in it if they are needed and not given.
-        connect: connects to the seed as an operator.
+        create_job, more: as for ``WebApp``.
         warn: called if other users of this machine may read a key.
 
     Raises:
@@ -106,10 +105,8 @@ async def serving_web(
             certify = partial(_certify, tls, directory, names, seed.world)
             await asyncio.to_thread(certify)
             beside.start(_recertify(certify), "web certificate")
-        experiments = Experiments(directory / "experiments", connect)
         access = Keys(dict(zip(keys, needed, strict=True)), _where(keys.values())) if keys else None
-        app = WebApp(seed, LocalRequests(seed), create_job, experiments, access, allowed)
-        await stack.enter_async_context(experiments.serving())
+        app = WebApp(seed, LocalRequests(seed), create_job, more, access, allowed)
         await stack.enter_async_context(serving(app, sock, tls=tls, websockets=True))
         stack.callback(app.stop)
         url = f"{'http' if tls is None else 'https'}://{format_address(shown, port)}"

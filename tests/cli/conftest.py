@@ -19,8 +19,8 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.cli.main import main
-from p2ptrain.cli.measuring import Measured, short
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused
+from p2ptrain.lab.explain.measuring import Measured, short
 from wire.connection import Connection
 from wire.handshake import dial, local_hello, local_welcome, serve
 from wire.messages import Hello, Leave, Message, Refuse, Request, Response, Welcome
@@ -182,7 +182,7 @@ def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         there = [PeerInfo(f"p{n}", "", ["worker"], "cpu", "idle", "", 0.0, flops=5 * 10**10) for n in range(workers)]
         return Measured(there, [LinkInfo("p0", "p1", 1e-4, 1e10)], jobs)
 
-    monkeypatch.setattr("p2ptrain.cli.explain.measure", measure)
+    monkeypatch.setattr("p2ptrain.lab.explain.predictions.measure", measure)
 
 
 @pytest.fixture

@@ -13,26 +13,27 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.cli.bench import runner
-from p2ptrain.cli.bench.generate import GeneratePlan, Text, _conclude, _texts
-from p2ptrain.cli.bench.network import AllReducePlan, RingPlan, measure_allreduce
-from p2ptrain.cli.bench.pipeline import PipelinePlan, measure_pipeline
-from p2ptrain.cli.bench.report import (
+from p2ptrain.cli.bench_report import picture_of, print_report
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import JobFailed, ResourceError
+from p2ptrain.lab.bench import runner
+from p2ptrain.lab.bench.generate import GeneratePlan, Text, _conclude, _texts
+from p2ptrain.lab.bench.network import AllReducePlan, RingPlan, measure_allreduce
+from p2ptrain.lab.bench.pipeline import PipelinePlan, measure_pipeline
+from p2ptrain.lab.bench.report import (
     Case,
     Contender,
     Report,
     human_rate,
 )
-from p2ptrain.cli.bench.sockets import SocketRing, Traffic, make_credentials
-from p2ptrain.cli.bench.training import (
+from p2ptrain.lab.bench.sockets import SocketRing, Traffic, make_credentials
+from p2ptrain.lab.bench.training import (
     DDP,
     RING,
     StepPlan,
     add_block,
     conclude,
 )
-from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import JobFailed, ResourceError
 from ring.schedule import Costs, Schedule, simulate
 from roles.timed_model import text_after
 from wire.credentials import Credentials
@@ -79,7 +80,7 @@ def test_a_report_is_shown_to_people_and_to_programs(capsys: pytest.CaptureFixtu
     report = Report("allreduce", "a title", "bytes", human_rate, {"peers": 2}, [case], complete=False)
     report.columns = {"factor": ("FACTOR", "{:.1f}×".format), "missing": ("MISSING", str)}
     report.notes = ["a note"]
-    report.print()
+    print_report(report)
     said = capsys.readouterr().out
     assert "interrupted" in said
     assert re.search(r"1 MiB\s+this ring\s+0\.0028 G\s+375 ms\s+250–500 ms\s+2\s+2\.5×\s+-", said)
@@ -96,7 +97,7 @@ def test_a_report_is_shown_to_people_and_to_programs(capsys: pytest.CaptureFixtu
 
 def test_a_report_of_nothing_has_no_picture() -> None:
     report = Report("x", "", "bytes", human_rate)
-    assert report.picture() == ""
+    assert picture_of(report) == ""
     assert report.to_json()["results"] == []
 
 

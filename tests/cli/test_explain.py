@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.cli.cluster_file import read
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.lab.explain.cluster_file import read
 from ring.codecs import CODECS
 from ring.order import LinkQuality
 from wire.records import JobInfo, LinkInfo, MetricRow, PeerInfo
@@ -23,7 +23,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def measured(measured_at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("p2ptrain.cli.up_cluster.part_bytes", lambda device: 4096 * MIB)
+    monkeypatch.setattr("p2ptrain.cluster.local_cluster.part_bytes", lambda device: 4096 * MIB)
 
 
 def test_every_strategy_is_compared_in_every_codec_and_one_is_recommended(command: Command) -> None:

@@ -23,6 +23,7 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import NetworkError, P2PTrainError
 from p2ptrain.core.serving import SamplingOptions
 from p2ptrain.core.world import Network, World
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.member import ServingMember
 from roles.verifier.asking import TextRequest
 from roles.verifier.client import VerifierClient
@@ -30,7 +31,6 @@ from roles.worker.build import holding
 from tests.compute.tiny_trainer import tiny
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.stage_doubles import LoopThreads
-from wire.memory import MemoryNetwork, run_virtual
 from wire.records import ServingInfo
 
 PATIENCE_S = 600.0

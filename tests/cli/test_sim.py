@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roles.sim.run import Verdict, run_schedule
+from p2ptrain.lab.sim.run import Verdict, run_schedule
 
 Command = Callable[..., Any]
 
@@ -35,7 +35,7 @@ def test_ctrl_c_shows_what_was_found_so_far(command: Command, monkeypatch: pytes
             raise KeyboardInterrupt
         return real(number, **more)
 
-    monkeypatch.setattr("roles.sim.run.run_schedule", two)
+    monkeypatch.setattr("p2ptrain.lab.sim.run.run_schedule", two)
     ended = command("sim", "--schedules", "50", "--random-seed", "5", "--workers", "2")
     assert ended.code == 130
     assert "2 schedules" in ended.out

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.cli import up_cluster
-from p2ptrain.cli.explain import equal_members, shape_here, way_of
+from p2ptrain.cli.explain import shape_here
 from p2ptrain.cli.placement import prediction, short
+from p2ptrain.cluster import local_cluster
 from p2ptrain.core.errors import Refused, ResourceError
+from p2ptrain.lab.explain.predictions import equal_members, way_of
 from ring.prediction import Calibration, predict
 from ring.training_costs import ModelShape
 from ring.training_placement import Plan, plan
@@ -103,12 +104,12 @@ def test_a_plan_that_is_none_is_refused(command: Command, fake_seed: Any, answer
 
 @pytest.mark.usefixtures("measured_at_once")
 def test_up_divides_this_machine_and_starts_nothing(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up_cluster, "part_bytes", lambda device: 128 * MIB)
+    monkeypatch.setattr(local_cluster, "part_bytes", lambda device: 128 * MIB)
     shown = command("up", "--workers", "2", *SPLIT, "--dry-run", "--json").json
     assert [stage["limit_bytes"] for stage in shown["stages"]] == [64 * MIB] * 2
     assert shown["plan"]["tokens_per_s"] > 0
     assert command("up", "--workers", "2", *SPLIT, "--dry-run").out.startswith("STAGE  PEER")
-    monkeypatch.setattr(up_cluster, "part_bytes", lambda device: 8 * MIB)
+    monkeypatch.setattr(local_cluster, "part_bytes", lambda device: 8 * MIB)
     for more in (("--dry-run",), ()):
         outcome = command("up", "--workers", "2", *SPLIT, *more)
         assert (outcome.code, outcome.out) == (ResourceError.exit_code, "")

@@ -22,8 +22,8 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.local_cluster import Child, LocalCluster
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError, UserError
 from p2ptrain.core.training import FilePlan
+from p2ptrain.lab.stand_in import StandInEngine
 from roles.engine import Engine
-from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster
 from wire.records import ServingInfo
 from wire.transport import TcpNetwork

@@ -19,6 +19,7 @@ from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.chain.client import Chain
 from roles.chain.generation import _position_untrusted, arrived_untrusted
 from roles.chain.peer import Context, WorkerAt
@@ -28,7 +29,6 @@ from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
 from wire.chain_messages import CHUNK, ChainBroken, PartLoading, Sampled
 from wire.job_messages import MAX_STAGES
-from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import KeepAlive, Message, Request, Response
 from wire.schema import instance_untrusted
 

@@ -21,11 +21,12 @@ from configs.schema import Profile
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, StorageError
 from p2ptrain.core.training import Blob
 from p2ptrain.core.world import LoopClock
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.view import View
 from roles.line import Line
 from roles.seed.operator_api import OperatorApi
 from roles.snapshots import Snapshot
-from roles.stand_in import StandInEngine
 from roles.worker.heal import Fetch, Layout, Sender
 from roles.worker.heal_source import CHUNK_BYTES, HealSource, piece_untrusted
 from tests.roles.in_process import HOST, Cluster
@@ -36,7 +37,6 @@ from wire.credentials import PeerIdentity, unverified_context
 from wire.frame import encode_control
 from wire.handshake import local_hello, local_welcome, serve
 from wire.job_messages import BlobRecord, HealOffer, HealRequest, MemberRecord, RangeGone, RangeRequest, StepLogged
-from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Message, Refuse, Request, Welcome
 from wire.tls import TlsNetwork
 from wire.transport import HalfOpen

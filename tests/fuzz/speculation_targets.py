@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.serving import Sampling
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.speculation.events import VerdictReceived
 from roles.speculation.received import (
     packed,
@@ -39,7 +40,6 @@ from tests.roles.stage_stand_in import tokens_of
 from wire.chain_messages import MAX_POSITIONS
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Request
 from wire.schema import instance_untrusted
 from wire.text_messages import MAX_DEPTH, DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict

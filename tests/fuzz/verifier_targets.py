@@ -9,13 +9,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.verifier.asking import TextRequest
 from roles.verifier.client import VerifierClient
 from roles.verifier.protocol import request_untrusted
 from wire import text_messages as wire
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
-from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, KeepAlive, Message, Welcome
 from wire.records import ServingInfo
 from wire.schema import instance_untrusted

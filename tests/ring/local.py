@@ -9,9 +9,9 @@ from functools import wraps
 from typing import Any
 
 from p2ptrain.core.world import Network
-from ring.local import HOST, LocalMember, local_view
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.ring_member import HOST, LocalMember, local_view
 from wire.emulate import EmulatedNetwork, LinkPreset
-from wire.memory import MemoryNetwork, run_virtual
 
 
 @asynccontextmanager

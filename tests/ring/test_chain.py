@@ -12,14 +12,14 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused, Stalled
 from p2ptrain.core.world import Network
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.ring_member import HOST, LocalMember, local_view
 from ring.chain import PATIENCE_PART, Chain, Payload, figures_untrusted
 from ring.links import Topology
-from ring.local import HOST, LocalMember, local_view
 from ring.schedule import Kind, Schedule, extended, gpipe, one_f_one_b
 from tests.ring.local import local_chain, networks_apart, virtual
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import dial, local_hello
-from wire.memory import MemoryNetwork
 from wire.messages import RefusalCode
 from wire.transport import TcpNetwork
 

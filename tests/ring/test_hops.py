@@ -7,9 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
+from p2ptrain.lab.memory import MemoryNetwork
 from ring.codecs import codec_named
 from tests.ring.local import local_ring
-from wire.memory import MemoryNetwork
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])

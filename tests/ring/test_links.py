@@ -8,13 +8,13 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NeighbourAway, Refused
 from p2ptrain.core.world import Network
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.ring_member import HOST, LocalMember, local_view
 from ring.links import Inbound, Topology
-from ring.local import HOST, LocalMember, local_view
 from ring.view import View
 from tests.ring.local import virtual
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.memory import MemoryNetwork
 from wire.messages import Hello, RefusalCode
 from wire.transport import TcpNetwork
 

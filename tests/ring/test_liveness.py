@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
-from ring.local import LocalMember, local_view
+from p2ptrain.lab.memory import MemoryNetwork, VirtualClockLoop, run_virtual
+from p2ptrain.lab.ring_member import LocalMember, local_view
 from ring.session import RingSession
 from tests.ring.local import local_ring, virtual
 from wire.emulate import EmulatedNetwork, preset_named
-from wire.memory import MemoryNetwork, VirtualClockLoop, run_virtual
 
 
 def now() -> float:

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import uvloop
 
+from p2ptrain.lab.ring_member import LocalMember
 from ring.codecs import codec_named
-from ring.local import LocalMember
 from ring.session import MOST_SUB_CHUNK_BYTES, RingSession
 from tests.ring.local import local_ring
 from wire.transport import TcpNetwork

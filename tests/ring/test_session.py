@@ -11,13 +11,13 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.core.world import Network
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.ring_member import LocalMember
 from ring.codecs import codec_named
-from ring.local import LocalMember
 from ring.neighbours import RingBroken
 from ring.session import RingSession
 from tests.ring.local import local_ring, virtual
 from wire.job_messages import CODEC_NAMES, StepMetrics
-from wire.memory import MemoryNetwork
 from wire.transport import TcpNetwork
 
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait

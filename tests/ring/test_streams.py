@@ -7,10 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from ring.session import RingSession
 from tests.ring.local import local_ring
 from wire.emulate import EmulatedNetwork, LinkPreset
-from wire.memory import MemoryNetwork, run_virtual
 
 CAPPED = LinkPreset("capped", delay_ms=20.0, rate_bps=50e6, burst_bytes=64 << 10)
 """Far, and each flow is held to 50 Mbit/s."""

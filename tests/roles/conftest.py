@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from p2ptrain.lab.memory import MemoryNetwork
 from tests.roles.in_process import Cluster
-from wire.memory import MemoryNetwork
 
 
 @pytest.fixture

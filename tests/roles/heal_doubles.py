@@ -18,10 +18,10 @@ from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import LoopClock, Network, World
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.token import first_lineage, next_lineage
 from ring.view import View
 from roles.snapshots import Snapshots
-from roles.stand_in import StandInEngine
 from roles.worker.context import PeerContext
 from roles.worker.heal_source import HealSource
 from wire.connection import Connection

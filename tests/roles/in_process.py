@@ -18,12 +18,12 @@ from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import LoopClock, Network, World
+from p2ptrain.lab.stand_in import StandInEngine
 from roles.engine import Engine, Stage
 from roles.identity import Identity, claim
 from roles.member import MemberOptions, ServingMember
 from roles.seed.run import run_seed
 from roles.seed.server import Seed
-from roles.stand_in import StandInEngine
 from roles.strategies.interface import Factory
 from roles.strategies.pipeline import strategy_of
 from roles.strategies.staged import StagedStrategy

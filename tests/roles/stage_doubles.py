@@ -18,6 +18,7 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.compute_thread import ComputeThread
 from roles.line import Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
@@ -32,7 +33,6 @@ from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartL
 from wire.client import PendingCalls
 from wire.connection import Connection
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
-from wire.memory import MemoryNetwork
 from wire.messages import Hello, Message, Refuse, Response, Welcome
 from wire.schema import instance_untrusted
 

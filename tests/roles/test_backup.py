@@ -17,12 +17,12 @@ from configs.loader import load
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.world import World, real_world
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.sim.machine import Died, MachineDisk, Process
 from roles.seed.authority import Authority
 from roles.seed.run import COPY_NAME, Backup, _keep_directory, keep_copy, restore
 from roles.seed.store import JobRecord, Records, Store
-from roles.sim.machine import Died, MachineDisk, Process
 from tests.roles.in_process import Cluster
-from wire.memory import MemoryNetwork, run_virtual
 
 JOB = JobRecord("j1", "first", "tiny", "sync", 2, 4, 100, 3, 5.0)
 

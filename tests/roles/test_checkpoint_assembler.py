@@ -16,11 +16,11 @@ from p2ptrain.core.checkpoints import CheckpointEntry, read_checkpoint, verify_c
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.tensor_files import ADAPTER_FILE, TensorTable, header_of
 from p2ptrain.core.training import FilePlan
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.stand_in import StandInEngine
 from ring import coordination as co
 from roles.engine import Stage
-from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster, Gate, Peer
-from wire.memory import MemoryNetwork
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from p2ptrain.core.checkpoints import CheckpointEntry
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.threads import RealThreads
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.token import first_lineage
 from roles.compute_thread import ComputeThread
 from roles.snapshots import Snapshots, state_digest
-from roles.stand_in import StandInEngine
 from roles.worker.checkpoint_store import CheckpointFiles
 
 LINEAGE = "0123456789abcdef" * 2

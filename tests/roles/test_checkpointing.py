@@ -20,13 +20,13 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import Refused, StorageError
 from p2ptrain.core.threads import RealThreads
 from p2ptrain.core.world import Network, World
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.stand_in import StandInEngine
 from roles.compute_thread import ComputeThread
 from roles.snapshots import Snapshots
-from roles.stand_in import StandInEngine
 from roles.worker import checkpoint_store
 from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing
 from tests.roles.in_process import Cluster, Gate
-from wire.memory import MemoryNetwork
 
 STEPS = 13
 

@@ -12,8 +12,8 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.training import Applied
+from p2ptrain.lab.stand_in import StandInEngine
 from roles.engine import OnFinal
-from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster, Peer
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.serving import Sampling
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
@@ -26,7 +27,6 @@ from tests.roles.drafter_hosts import (
 )
 from tests.roles.stage_stand_in import tokens_of
 from wire.emulate import EmulatedNetwork, LinkPreset
-from wire.memory import MemoryNetwork, run_virtual
 
 PROMPT = [5, 80, 11, 11, 3]
 SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)

@@ -14,6 +14,7 @@ import pytest
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, ResourceError
 from p2ptrain.core.serving import Pass, Ran, Sampling
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.drafter.drafter import MAX_CALLERS
 from roles.line import Line
 from roles.speculation.events import VerdictReceived
@@ -37,7 +38,6 @@ from tests.roles.drafter_hosts import (
 from tests.roles.stage_stand_in import tokens_of
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Message, Response
 from wire.schema import instance_untrusted
 from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Verdict

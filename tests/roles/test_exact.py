@@ -19,18 +19,18 @@ import pytest
 import xxhash
 
 from configs.schema import Profile
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.session import RingSession
 from ring.token import first_lineage, next_lineage
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
 from roles.snapshots import state_digest
-from roles.stand_in import StandInEngine
 from roles.strategies.interface import Contribution
 from roles.strategies.sync import SyncStrategy
 from roles.worker.build import engine_builder
 from tests.ring.local import local_ring
 from tests.roles.in_process import Cluster
-from wire.memory import MemoryNetwork
 
 PATIENCE_S = 20.0
 MICRO_BATCHES = 4

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.transaction import Event, Heal, Loaded, Phase, Transaction, Unloaded, ViewArrived
-from roles.stand_in import StandInEngine
 from roles.worker.heal import Fetched, Follower, Healer
 from roles.worker.heal_source import MAX_FOLLOWERS, Recipient, log_limit_bytes
 from tests.roles.heal_doubles import (
@@ -27,7 +28,6 @@ from tests.roles.heal_doubles import (
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.job_messages import CatchUp, HealOffer, HealRequest, Report
-from wire.memory import MemoryNetwork, run_virtual
 
 NUMEL = 400_001
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from configs.schema import Profile
+from p2ptrain.lab.stand_in import StandInEngine
 from roles.compute_thread import FIRST_CALL_S, HANG_FACTOR, HANG_S, Call, HangDetector
-from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster
 from tests.roles.test_cluster import LONG, done, small_profile, state_of
 

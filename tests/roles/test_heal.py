@@ -12,8 +12,9 @@ import pytest
 
 from p2ptrain.core.errors import NetworkError
 from p2ptrain.core.world import Network
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.transaction import Heal
-from roles.stand_in import StandInEngine
 from roles.worker.heal import Fetch, Fetched, Healer
 from roles.worker.heal_source import CHUNK_BYTES
 from tests.roles.heal_doubles import (
@@ -37,7 +38,6 @@ from tests.roles.heal_doubles import (
 )
 from wire.handshake import dial, local_hello
 from wire.job_messages import HealOffer, HealRequest, RangeRequest
-from wire.memory import MemoryNetwork, run_virtual
 from wire.transport import TcpNetwork
 
 SILENCE_S = 2.0  # on a LAN

@@ -10,7 +10,7 @@ import pytest
 
 from configs.loader import load
 from configs.schema import Profile
-from p2ptrain.cli.audit import Verdict, audit
+from p2ptrain.lab.audit import Verdict, audit
 from ring.coordination import Peer
 from ring.replicas import records
 from ring.token import Shares, next_lineage

@@ -14,14 +14,14 @@ from configs.loader import load
 from configs.schema import Profile
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.lab import memory
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.ledger import counts_of_untrusted
 from roles.engine import Engine
-from roles.stand_in import StandInEngine
 from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder, with_data
 from tests.roles.in_process import Cluster, Gate
 from tests.roles.test_cluster import at, done, small_profile, state_of
-from wire import memory
 from wire.records import LedgerPage
 
 PRIVATE = [

@@ -13,13 +13,13 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.core.world import Network
-from ring.local import LocalMember
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.ring_member import LocalMember
 from ring.schedule import Schedule, extended, gpipe, one_f_one_b
 from roles.compute_thread import ComputeFailed, ComputeThread
 from roles.engine import Payload
 from roles.strategies.pipeline import StageRunner, StageStep
 from tests.ring.local import local_chain
-from wire.memory import MemoryNetwork
 from wire.transport import TcpNetwork
 
 from .arithmetic_part import ArithmeticPart

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from configs.schema import Profile
 from p2ptrain.compute.trainer import Trainer
+from p2ptrain.lab.memory import MemoryNetwork
 from ring import coordination as co
 from roles.seed import jobs
 from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder, stage_builder
 from tests.roles.in_process import Cluster, Gate, Peer
-from wire.memory import MemoryNetwork
 
 STEPS = 12
 

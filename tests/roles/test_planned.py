@@ -9,10 +9,10 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.core.errors import Refused
 from p2ptrain.core.footprint import ModelSizes
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.training_costs import ModelShape
 from roles.engine import Stage
 from roles.seed.peers import Link
-from roles.stand_in import StandInEngine
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.stage_stand_in import StandIns
 from wire.handshake import local_hello

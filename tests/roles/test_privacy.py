@@ -18,6 +18,7 @@ from configs.schema import Conflict, Profile
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.strategies.pipeline import strategy_of
 from roles.worker.early_stop import EarlyStop
 from roles.worker.privacy import COUNT_FILE, Budget, epsilon_of
@@ -26,7 +27,6 @@ from tests.ring.local import local_ring
 from tests.roles.in_process import DEADLINE_S, Cluster, Gate, Peer
 from tests.roles.test_cluster import done
 from tests.roles.test_local import PRIVATE, own_text
-from wire.memory import MemoryNetwork
 
 SETS = [*PRIVATE, "job.strategy=federated", "job.workers=3", "job.steps=1000", "privacy.epsilon=2.6",
         "privacy.noise=6", "privacy.clip_norm=0.1"]  # fmt: skip

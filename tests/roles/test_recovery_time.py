@@ -8,9 +8,9 @@ import random
 import pytest
 
 from configs.schema import Profile
-from roles.sim.cluster import Simulation
-from roles.sim.machine import SimLoop, undisturbed
-from roles.sim.watching import watched
+from p2ptrain.lab.sim.cluster import Simulation
+from p2ptrain.lab.sim.machine import SimLoop, undisturbed
+from p2ptrain.lab.sim.watching import watched
 
 LAN_S, THREAD_S, DISK_S = 0.0003, 0.01, 0.002
 FREEZE_S, KILL_S = 3.0, 1.0  # the goals, which include a step

@@ -12,15 +12,15 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.compute import device
 from p2ptrain.core.training import Applied
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.stand_in import StandInEngine
 from roles.compute_thread import ComputeThread
-from roles.stand_in import StandInEngine
 from roles.strategies.pipeline import strategy_of
 from roles.strategies.robust import RobustStrategy
 from tests.ring.local import local_ring
 from tests.roles.in_process import DEADLINE_S, Cluster, Gate
 from tests.roles.test_cluster import at, done, small_profile, state_of, undisturbed
 from tests.roles.test_local import counts_of
-from wire.memory import MemoryNetwork
 from wire.records import MemberScore
 
 FLIP = -6.0

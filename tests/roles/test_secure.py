@@ -13,15 +13,15 @@ from configs.loader import load
 from configs.schema import Conflict
 from p2ptrain.compute.gradients import to_fixed, to_float
 from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
-from roles.stand_in import StandInEngine
 from roles.strategies.secure import Masks, SecureStrategy, pair_keys_untrusted
 from tests.ring.local import local_ring
 from tests.roles.in_process import Cluster, Gate
 from tests.roles.test_cluster import at, done, small_profile, state_of
 from tests.roles.test_strategy import PATIENCE_S, PROFILE
-from wire.memory import MemoryNetwork
 
 NUMEL = 50_000
 

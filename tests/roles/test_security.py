@@ -16,9 +16,9 @@ import wire.enrol
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, NeighbourAway, Refused
 from p2ptrain.core.world import LoopClock
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.links import dial_patiently
 from roles.seed.authority import ROLES
-from roles.stand_in import StandInEngine
 from tests.roles.in_process import DEADLINE_S, HOST, Cluster, Peer
 from tests.roles.test_cluster import at, done, small_profile, state_of
 from wire.address import Ticket

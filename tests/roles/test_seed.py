@@ -21,6 +21,7 @@ from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import LoopClock, World
+from p2ptrain.lab.memory import MemoryNetwork
 from ring.coordination import Peer
 from ring.replicas import records
 from ring.view import View
@@ -43,7 +44,6 @@ from wire.job_messages import (
     StepMetrics,
     ViewAnnounced,
 )
-from wire.memory import MemoryNetwork
 from wire.messages import (
     EventNotice,
     Heartbeat,

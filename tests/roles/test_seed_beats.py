@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.errors import DeadlineExceeded
+from p2ptrain.lab.memory import run_virtual
 from ring.detector import FailureDetector, beat_defaults
 from roles.seed.peers import Link, ring_beats
 from wire.connection import Received
 from wire.handshake import local_hello
-from wire.memory import run_virtual
 from wire.messages import Heartbeat
 
 NEAR, FAR = beat_defaults(0.1), beat_defaults(80.0)

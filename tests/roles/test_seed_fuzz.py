@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from configs.schema import Profile
 from p2ptrain.core.errors import P2PTrainError, Refused
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.seed.operator_api import OperatorApi
 from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import PartsHeld
@@ -25,7 +26,6 @@ from wire.codec import MESSAGE_TYPES
 from wire.connection import Connection
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
 from wire.job_messages import Assign, CheckpointSaved, Report, StepMetrics, ViewAnnounced
-from wire.memory import MemoryNetwork
 from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Leave, Message, Response, Welcome
 from wire.text_messages import Serving
 

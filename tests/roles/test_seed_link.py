@@ -15,11 +15,11 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.seed_link import HeartbeatStats, SeedLink, WaitS, may_pass, no_wait
 from wire.connection import Connection
 from wire.handshake import Server, local_hello, local_welcome, serve
 from wire.job_messages import SaveNow, StepMetrics
-from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Heartbeat, HeartbeatAck, Hello, Message, RefusalCode, Refuse, Welcome
 
 T = TypeVar("T")

@@ -11,13 +11,13 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.core.world import LoopClock
+from p2ptrain.lab.memory import run_virtual
 from ring.order import LinkQuality
 from roles.seed import links as seed_links
 from roles.seed.links import MAX_AT_ONCE, START_S, LinkTable, Survey, measured_untrusted
 from roles.seed.peers import Link
 from tests.roles.in_process import Cluster
 from wire.handshake import local_hello
-from wire.memory import run_virtual
 
 GOOD = LinkQuality(0.01, 1e8)
 

@@ -17,16 +17,16 @@ import torch.nn.functional as F  # noqa: N812 - the field's name
 
 from configs.loader import load
 from configs.schema import Profile
-from p2ptrain.cli.audit import Verdict, audit
 from p2ptrain.compute.data import NO_TARGET, DataSpec, load_corpus
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
+from p2ptrain.lab.audit import Verdict, audit
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.ledger import counts_of_untrusted
 from ring.session import RingSession
 from ring.staleness import Accepted, unpacked_untrusted
 from roles.compute_thread import ComputeThread
 from roles.snapshots import state_digest
-from roles.stand_in import StandInEngine
 from roles.strategies.interface import ConnectPeers
 from roles.strategies.pipeline import strategy_of
 from roles.strategies.server import ServerStrategy

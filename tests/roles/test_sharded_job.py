@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.cli.audit import audit
 from p2ptrain.core.errors import Refused
+from p2ptrain.lab.audit import audit
 from roles.seed import jobs
 from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder, stage_builder

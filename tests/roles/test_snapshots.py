@@ -6,9 +6,9 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ResourceError
+from p2ptrain.lab.stand_in import StandInEngine
 from roles.compute_thread import ComputeThread
 from roles.snapshots import Snapshot, Snapshots
-from roles.stand_in import StandInEngine
 
 
 @pytest.fixture

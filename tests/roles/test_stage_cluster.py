@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.core.serving import Sampling
+from p2ptrain.lab.memory import MemoryNetwork
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.stage_doubles import TestChain, client_of, giving, load_params, model_at, open_params
 from tests.roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
-from wire.memory import MemoryNetwork
 
 CONFIG = stand_in_config(layers=6)
 

@@ -19,6 +19,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, Refused, StorageError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.serving import Sampling
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.line import QUIET_S, Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.model_table import FILE
@@ -40,7 +41,6 @@ from wire.chain_messages import TensorsPage, TensorsRequest
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
-from wire.memory import MemoryNetwork, run_virtual
 
 CONFIG = stand_in_config(layers=4)
 

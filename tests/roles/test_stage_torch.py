@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import RealThreads
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.worker.build import holding
 from tests.roles.stage_doubles import chain_of, model_at, sampling_params
-from wire.memory import MemoryNetwork
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3)])

@@ -14,14 +14,14 @@ import xxhash
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError, Refused
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.token import first_lineage, joined_digest, next_lineage
 from roles.engine import Stage
-from roles.stand_in import StandInEngine
 from roles.worker.heal import Fetch, Layout, Sender
 from tests.roles.heal_doubles import around_of, world_of
 from tests.roles.in_process import Cluster, Peer
 from wire.job_messages import HealOffer, HealRequest, StepLogged
-from wire.memory import MemoryNetwork
 
 
 def split_profile(stages: int, replicas: int, **job: Any) -> Profile:

@@ -11,6 +11,7 @@ import pytest
 
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.model_directory import ModelDirectory
 from roles.worker.forward_requests import MOST_QUEUED
 from tests.roles.stage_doubles import (
@@ -32,7 +33,6 @@ from tests.roles.stage_doubles import (
 from tests.roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, Sampled
 from wire.handshake import dial, local_hello
-from wire.memory import MemoryNetwork, run_virtual
 
 CONFIG = stand_in_config(layers=6)
 PROMPT = [5, 80, 11, 11, 3]

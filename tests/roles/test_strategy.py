@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import Profile
-from ring.local import LocalMember
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.ring_member import LocalMember
+from p2ptrain.lab.stand_in import StandInEngine
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import OnFinal
-from roles.stand_in import StandInEngine
 from roles.strategies.interface import Contribution
 from roles.strategies.sync import SyncStrategy
 from tests.ring.local import local_ring
-from wire.memory import MemoryNetwork
 
 MICRO_BATCHES = 4
 PATIENCE_S = 20.0

@@ -17,13 +17,13 @@ from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import DiskFull, Refused
 from p2ptrain.core.threads import RealThreads
+from p2ptrain.lab.memory import MemoryNetwork
 from ring.view import View
 from roles.seed import tracking
 from roles.seed.store import JobRecord, Records, Store
 from roles.seed.tracking import BATCH, EVERY_S, GAP_S, MAX_NODES, RETRY_S, Tracker, Trackers
 from roles.track.writers import Point, Run, Writer
 from tests.roles.in_process import DEADLINE_S, Cluster
-from wire.memory import MemoryNetwork
 from wire.records import JobInfo, MemberScore, MetricRow, PeerInfo, ServingInfo
 
 KEY = "a-secret-key\tof-forty-characters-0123456"

@@ -13,6 +13,7 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.world import LoopClock, Network, World
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.worker.links import (
     MAX_ASKED,
     PIECE_BYTES,
@@ -27,7 +28,6 @@ from tests.roles.heal_doubles import around_of
 from wire.connection import Connection
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import Server, dial, local_hello, local_welcome, serve
-from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Request, Response, Welcome
 from wire.schema import instance_untrusted
 

@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 from configs.schema import Profile
+from p2ptrain.lab.sim.cluster import PERSON, SEED, SEED_PORT, STATE, Simulation
+from p2ptrain.lab.sim.machine import SimLoop, undisturbed
+from p2ptrain.lab.sim.watching import watched
 from roles.seed.store import Records
-from roles.sim.cluster import PERSON, SEED, SEED_PORT, STATE, Simulation
-from roles.sim.machine import SimLoop, undisturbed
-from roles.sim.watching import watched
 from wire.client import SeedClient
 
 WORKERS = 3

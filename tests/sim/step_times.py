@@ -14,16 +14,16 @@ from unittest import mock
 
 from configs.schema import Profile
 from p2ptrain.core.footprint import ModelSizes
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.sim import machine
+from p2ptrain.lab.sim.cluster import SEED, Simulation
+from p2ptrain.lab.sim.machine import SimLoop
+from p2ptrain.lab.sim.watching import watched
 from ring.order import LinkQuality, RingOptions
 from ring.prediction import Calibration, Cluster, Way, predict, quality_of
 from ring.training_costs import CandidateWorker, ModelShape, Training
-from roles.sim import machine
-from roles.sim.cluster import SEED, Simulation
-from roles.sim.machine import SimLoop
-from roles.sim.watching import watched
 from tests.ring.test_prediction import step_s
 from wire.emulate import EmulatedNetwork, LinkPreset, preset_named
-from wire.memory import MemoryNetwork
 
 LINK = LinkQuality(latency_s=1e-3, bandwidth_bps=1e8)
 NUMEL = 1 << 16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from roles.sim.run import replay, run_batch, run_schedule
-from roles.sim.watching import ASYNCHRONOUS
+from p2ptrain.lab.sim.run import replay, run_batch, run_schedule
+from p2ptrain.lab.sim.watching import ASYNCHRONOUS
 
 # Name → a schedule that shows it, and by which invariant.
 FOUND = {

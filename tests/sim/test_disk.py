@@ -10,7 +10,7 @@ import pytest
 
 from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import StorageError
-from roles.sim.machine import Died, MachineDisk, Process
+from p2ptrain.lab.sim.machine import Died, MachineDisk, Process
 
 ROOT = Path("/state")
 FILE = ROOT / "file"

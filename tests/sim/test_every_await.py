@@ -8,10 +8,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from p2ptrain.lab.sim.cluster import Simulation
+from p2ptrain.lab.sim.faults import Faults
+from p2ptrain.lab.sim.run import Verdict, _to_the_end, run_schedule
 from ring.transaction import Phase
-from roles.sim.cluster import Simulation
-from roles.sim.faults import Faults
-from roles.sim.run import Verdict, _to_the_end, run_schedule
 
 MEMBERS, BEFORE, STEPS = 3, 3, 9  # the member that died is one again before the end
 EXACT = 2  # the number of a schedule whose sums are exact

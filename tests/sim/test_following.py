@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from roles.sim.cluster import SEED
+from p2ptrain.lab.sim.cluster import SEED
 from tests.sim.played import WORKERS, Played, play
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roles.sim.cluster import SEED
+from p2ptrain.lab.sim.cluster import SEED
 from tests.sim.played import Played, play
 
 

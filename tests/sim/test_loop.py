@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from roles.sim.machine import Process, SimLoop, SimThreads
+from p2ptrain.lab.sim.machine import Process, SimLoop, SimThreads
 
 
 def run(main: Callable[[SimLoop], Coroutine[Any, Any, None]]) -> None:

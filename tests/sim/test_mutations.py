@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from roles.sim.run import run_schedule
-from roles.sim.watching import MUTATIONS
+from p2ptrain.lab.sim.run import run_schedule
+from p2ptrain.lab.sim.watching import MUTATIONS
 
 # Name → a schedule that shows it, and by which invariant. Another one: `p2ptrain sim --without NAME --random-seed 0`.
 FOUND = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from p2ptrain.lab.sim.machine import MachineDisk
 from ring.view import TERM_BITS
-from roles.sim.machine import MachineDisk
 from tests.sim.played import WORKERS, Played, play
 
 

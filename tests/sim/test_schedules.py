@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from p2ptrain.lab.sim.cluster import Simulation
+from p2ptrain.lab.sim.faults import KINDS, KINDS_OF_PARTS, PHASES, Faults
+from p2ptrain.lab.sim.run import PRIVATE, _to_the_end, replay, run_batch, run_schedule
+from p2ptrain.lab.sim.watching import PRIVATE as MUTATIONS_OF_PRIVATE
 from ring.transaction import Phase
-from roles.sim.cluster import Simulation
-from roles.sim.faults import KINDS, KINDS_OF_PARTS, PHASES, Faults
-from roles.sim.run import PRIVATE, _to_the_end, replay, run_batch, run_schedule
-from roles.sim.watching import PRIVATE as MUTATIONS_OF_PRIVATE
 
 RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "6"))
 
@@ -86,7 +86,7 @@ def test_every_kind_of_fault_strikes_and_is_survived(at: int, stages: int) -> No
 
 def test_the_same_number_is_the_same_run_in_another_process_too_and_needs_no_torch() -> None:
     code = (
-        "import sys, p2ptrain.cli.sim; from roles.sim.run import run_schedule; "
+        "import sys, p2ptrain.cli.sim; from p2ptrain.lab.sim.run import run_schedule; "
         "print(run_schedule(5, verbose=True).fingerprint); assert 'torch' not in sys.modules"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1"}  # that of this process is another one

@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from roles.sim import run
-from roles.sim.run import replay, run_batch, run_schedule
-from roles.sim.watching import STAGED
+from p2ptrain.lab.sim import run
+from p2ptrain.lab.sim.run import replay, run_batch, run_schedule
+from p2ptrain.lab.sim.watching import STAGED
 
 RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "6")) // 3
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.lab.memory import MemoryNetwork, VirtualClockLoop
 from tests.tui.demo import DemoCluster
 from tui.source import SeedSource
 from wire.client import SeedClient
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
-from wire.memory import MemoryNetwork, VirtualClockLoop
 from wire.messages import Hello, Refuse, Request, Response, Update, Welcome
 
 

@@ -11,11 +11,11 @@ import pytest
 import uvloop
 
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
+from p2ptrain.lab.memory import MemoryNetwork, VirtualClockLoop
 from tests.wire import doubles
 from tests.wire.doubles import run
 from wire.credentials import Credentials
 from wire.emulate import EmulatedNetwork, LinkPreset
-from wire.memory import MemoryNetwork, VirtualClockLoop
 from wire.tls import TlsNetwork
 from wire.transport import TcpNetwork
 

@@ -9,9 +9,9 @@ import pytest
 
 from p2ptrain.core.errors import Unreachable
 from p2ptrain.core.world import Network
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from tests.wire.doubles import Recorder
 from wire.emulate import PIECE_BYTES, PRESETS, SPARE_BYTES, EmulatedNetwork, LinkPreset
-from wire.memory import MemoryNetwork, run_virtual
 
 DELAY_S = 0.050
 PLAIN = LinkPreset("plain", delay_ms=50.0)

@@ -20,6 +20,7 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.world import Network
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from tests.wire.doubles import Recorder
 from wire.address import MEMBER_PORT
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
@@ -36,7 +37,6 @@ from wire.handshake import (
     local_welcome,
     serve,
 )
-from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import PROTOCOL_VERSION, EventNotice, Hello, Message, RefusalCode, Refuse, Welcome
 
 Scenario = Callable[[Network], Awaitable[None]]

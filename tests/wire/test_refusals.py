@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, ResourceError
+from p2ptrain.lab.memory import VirtualClockLoop
 from wire.handshake import MAX_MACHINES, REFUSALS_S, Refusals
-from wire.memory import VirtualClockLoop
 from wire.messages import RefusalCode
 
 GARBAGE = ProtocolError("it does not speak our protocol")

@@ -20,12 +20,12 @@ from p2ptrain.core.errors import (
     Refused,
 )
 from p2ptrain.core.world import Network
+from p2ptrain.lab.memory import MemoryNetwork
 from tests.wire.doubles import Recorder, credentials, run
 from wire.address import ROLES
 from wire.connection import Connection
 from wire.credentials import Credentials, PeerIdentity, authority_context
 from wire.handshake import Dialler, Server, dial, judge_answerer, judge_caller, local_hello, local_welcome, serve
-from wire.memory import MemoryNetwork
 from wire.messages import EventNotice, Hello, Refuse, Welcome
 from wire.tls import HANDSHAKE_TIMEOUT_S, TlsDialler, TlsNetwork
 from wire.transport import MAX_HALF_OPEN_PER_MACHINE

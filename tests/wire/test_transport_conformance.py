@@ -14,9 +14,9 @@ import uvloop
 
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.world import Listener, Network
+from p2ptrain.lab.memory import MemoryNetwork, VirtualClockLoop
 from tests.wire.doubles import Recorder, credentials, play
 from wire.emulate import EmulatedNetwork, LinkPreset
-from wire.memory import MemoryNetwork, VirtualClockLoop
 from wire.tls import TlsNetwork
 from wire.transport import TcpNetwork
 

@@ -11,6 +11,7 @@ import pytest
 
 from p2ptrain.core.errors import NetworkError, Refused
 from p2ptrain.core.serving import Sampling
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.chain.client import Chain
 from roles.chain.peer import Context
 from roles.chain.plan import WorkerPool, local_model, workers_of
@@ -18,7 +19,6 @@ from tests.roles.chain.decoding import generate
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.stage_stand_in import WIDTH, StandIns, sizes_of, tokens_of, write_model
 from wire.handshake import dial, local_hello
-from wire.memory import MemoryNetwork
 
 from .scene import CONFIG
 

@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 
 from p2ptrain.core.world import real_world
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.verifier.http import serving_http
-from wire.memory import MemoryNetwork
 
 from .scripted import ScriptedService
 

@@ -19,6 +19,7 @@ from p2ptrain.core.errors import P2PTrainError, ResourceError
 from p2ptrain.core.serving import Pass, Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.background import Background
 from roles.speculation import events as ev
 from roles.speculation.cost_model import DrafterModel
@@ -27,7 +28,6 @@ from roles.verifier.drafter_link import Connected, DrafterFacts, Opening
 from roles.verifier.service import ServiceOptions, VerifierService
 from roles.verifier.targets import Passed
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
-from wire.memory import MemoryNetwork
 
 CONFIG = stand_in_config(layers=2, vocab_size=256, context=600, rows=1)
 GREEDY = Sampling(0.0)

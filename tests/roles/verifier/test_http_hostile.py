@@ -18,10 +18,10 @@ import pytest_asyncio
 
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.world import real_world
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.http import answers, server
 from roles.verifier import http_app
 from roles.verifier.http import serving_http
-from wire.memory import MemoryNetwork
 
 from .conftest import PATIENCE_S, Endpoint, request
 from .scripted import MODEL, ScriptedService, ScriptedWriting

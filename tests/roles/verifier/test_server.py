@@ -23,6 +23,7 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.serving import Sampling, SamplingOptions
+from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.line import Line
 from roles.verifier import server as server_module
 from roles.verifier.asking import TextRequest
@@ -34,7 +35,6 @@ from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, faili
 from wire import text_messages as wire
 from wire.connection import Connection
 from wire.handshake import dial, local_hello, local_welcome, serve
-from wire.memory import MemoryNetwork, run_virtual
 from wire.messages import Hello, Message, Request, Welcome
 from wire.records import ServingInfo
 from wire.schema import instance_untrusted

@@ -14,10 +14,10 @@ from p2ptrain.core.errors import ConfigError, P2PTrainError, ProtocolError, Refu
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock
+from p2ptrain.lab.memory import run_virtual
 from roles.compute_thread import ComputeThread
 from roles.verifier.targets import TargetSession, WholeTarget, load_whole_engine
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
-from wire.memory import run_virtual
 
 from .by_hand import decoded
 

@@ -14,12 +14,12 @@ import pytest
 import pytest_asyncio
 
 from configs.schema import Profile
+from p2ptrain.lab.experiments.endpoints import Experiments
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.web.app import WebApp
-from roles.web.experiments import Experiments
 from roles.web.feed import LocalRequests
 from tests.roles.in_process import DEADLINE_S, Cluster
 from wire.client import SeedRequests
-from wire.memory import MemoryNetwork
 
 LOCAL = {"host": "127.0.0.1"}
 
@@ -96,7 +96,7 @@ async def api_of(root: Path, *, encrypted: bool = False) -> AsyncIterator[Api]:
 
 def app_of(cluster: Cluster, experiments: Experiments, *access: Any) -> WebApp:
     seed = cluster.seeds[-1]
-    return WebApp(seed, LocalRequests(seed), create, experiments, *access)
+    return WebApp(seed, LocalRequests(seed), create, experiments.endpoints(), *access)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from p2ptrain.core.errors import ConnectionLost
+from p2ptrain.lab.experiments.endpoints import ExperimentInfo, Experiments
 from roles.http.server import serving
 from roles.seed.events import STATE_TOPICS, Subscription, Subscriptions
 from roles.web.app import WebApp
-from roles.web.experiments import ExperimentInfo, Experiments
 from tests.tui.demo import DemoCluster
 from wire.messages import Update
 from wire.records import TOPICS, EventInfo, JobInfo, MetricRow, RecoveryInfo
@@ -101,7 +101,7 @@ async def endpoint(seed: DemoSeed, sock: socket.socket) -> AsyncIterator[str]:
 
     experiments = Experiments(Path("nowhere"), cast(Any, None))
     experiments.infos["rates"] = ExperimentInfo("rates", "running", 5, 12, "lr=0.01, repeat 2: step 40 of 100", 420.0)
-    app = WebApp(cast(Any, seed), cast(Any, seed), create, experiments)
+    app = WebApp(cast(Any, seed), cast(Any, seed), create, experiments.endpoints())
     async with serving(app, sock, websockets=True):
         host, port = sock.getsockname()[:2]
         yield f"http://{host}:{port}"

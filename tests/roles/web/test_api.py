@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from starlette.datastructures import QueryParams
 
+from p2ptrain.lab.experiments import endpoints as experiments
 from roles.http.access import Keys
 from roles.http.answers import Problem, json_response
 from roles.web import app as web_app
-from roles.web import experiments, routes
+from roles.web import routes
 from roles.web.app import Repeats
 from roles.web.endpoints import OPERATE, READ, AfterStep, read_query
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from roles.experiments.grid import plan_of
-from roles.experiments.results import Results
-from roles.web.experiments import Experiments
+from p2ptrain.lab.experiments.endpoints import Experiments
+from p2ptrain.lab.experiments.grid import plan_of
+from p2ptrain.lab.experiments.results import Results
 from tests.roles.web.conftest import api_of
 
 GRID: dict[str, Any] = {

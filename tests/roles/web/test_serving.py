@@ -10,7 +10,6 @@ import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,6 +20,7 @@ from websockets.exceptions import InvalidStatus
 from configs.loader import load_settings
 from p2ptrain.cli import seed as command
 from p2ptrain.core.errors import UserError
+from p2ptrain.lab.experiments.endpoints import Experiments
 from roles.web.serving import Web, WebOptions, serving_web
 from tests.roles.in_process import DEADLINE_S, Cluster
 
@@ -30,7 +30,8 @@ from .conftest import create
 @asynccontextmanager
 async def served(cluster: Cluster, options: WebOptions) -> AsyncIterator[tuple[Web, str]]:
     names, seed = ("127.0.0.1", "localhost"), cluster.seeds[-1]
-    async with serving_web(options, names, cluster.root / "seed", seed, cluster.operator, create, warn=print) as web:
+    experiments = Experiments(cluster.root / "seed" / "experiments", cluster.operator).endpoints()
+    async with serving_web(options, names, cluster.root / "seed", seed, create, experiments, warn=print) as web:
         yield web, web.url
 
 
@@ -55,8 +56,7 @@ async def test_elsewhere_it_has_a_certificate_and_two_keys(cluster: Cluster) -> 
         status, answer = await fetched(url, jobs, tls=trusted)
         where = "locked: paste the key from http-operate.key on the seed's machine (http-read.key to look only)"
         assert (status, json.loads(answer)["error"]["message"]) == (401, where)
-        for path in (jobs, "/api/v1/experiments"):
-            assert (await fetched(url, path, f"Authorization: Bearer {read}", tls=trusted))[0] == 200
+        assert (await fetched(url, jobs, f"Authorization: Bearer {read}", tls=trusted))[0] == 200
         with pytest.raises(ssl.SSLCertVerificationError):
             await fetched(url, jobs, tls=ssl.create_default_context())
         stream = f"{url}/api/v1/metrics/stream/none".replace("https", "wss")
@@ -97,11 +97,9 @@ async def test_paths_are_checked_unless_workers_are_elsewhere(
         return "job"
 
     monkeypatch.setattr(command, "create_job", created)
-    monkeypatch.setattr("roles.web.serving.serving_web", lambda *given, warn: given[-1])
-    options, nothing, console = WebOptions("127.0.0.1", 1), cast(Any, None), cast(Any, SimpleNamespace(event=print))
-    make = cast(Any, command._web(options, nothing, bound, ("127.0.0.1", 1), Path(), console))
+    nothing, profile = cast(Any, None), load_settings("tiny", {"data.path": "/only/on/workers"})
     with pytest.raises(UserError, match="does not exist") if refused else nullcontext():
-        assert await make(None, "mine", "tiny", load_settings("tiny", {"data.path": "/only/on/workers"})) == "job"
+        assert await command._create_checked(bound, nothing, nothing, "mine", "tiny", profile) == "job"
 
 
 async def test_its_document_says_what_it_does(cluster: Cluster) -> None:

@@ -22,7 +22,6 @@ from roles.seed import events
 from roles.seed.events import Subscription, Subscriptions
 from roles.web import feed
 from roles.web.app import WebApp
-from roles.web.experiments import Experiments
 from roles.web.feed import follow
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo
 
@@ -205,7 +204,7 @@ async def test_a_reader_that_never_reads_is_cut_off_and_the_others_go_on(
     monkeypatch.setattr(server, "SEND_S", 0.1)
     async with following(monkeypatch) as (seed, _):
         requests = cast(Any, seed)
-        app = WebApp(requests, requests, create, Experiments(tmp_path, cast(Any, None)))
+        app = WebApp(requests, requests, create)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             port, path = listening.getsockname()[1], f"/api/v1/metrics/stream/{JOB}"

@@ -1,0 +1,356 @@
+"""``p2ptrain bench ...``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from p2ptrain.cli.commands import new_typer
+from p2ptrain.cli.output import print_json
+from p2ptrain.cli.runtime import JsonOption, LinkOption, ProfileOption, SetOption, run
+from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
+from p2ptrain.core.texts import check_one_of
+
+if TYPE_CHECKING:
+    from p2ptrain.lab.bench.report import Report
+    from p2ptrain.lab.bench.runner import Bench
+
+app = new_typer(
+    help="Measure this machine: the ring, training steps, links, pipelines, and generation, each beside what it must "
+    "beat."
+)
+
+SIZES, LINK_SIZES = "4K,64K,1M,16M,64M,256M", "64K,1M,4M"
+"""Default sizes of the tensor without and with ``--link``. 4M takes about half a second at 100 Mbit/s."""
+
+WorkersOption = Annotated[int, typer.Option("--workers", "-w", metavar="N", min=2, max=16, help="Number of workers.")]
+ThreadsOption = Annotated[
+    int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each process.")
+]
+CodecOption = Annotated[
+    str, typer.Option("--codec", metavar="NAME", help="Encoding of elements: fp32, bf16, fp16, int8, int4, topk.")
+]
+RoundsOption = Annotated[
+    int, typer.Option("--rounds", metavar="N", min=0, max=10_000, help="Rounds per tensor size; 0: automatic.")
+]
+RttOption = Annotated[
+    str, typer.Option("--rtt", metavar="LIST", help="Emulated round trips between neighbours, in milliseconds.")
+]
+TlsOption = Annotated[bool, typer.Option("--tls", help="Encrypt all connections, as between different machines.")]
+
+
+@app.command()
+def allreduce(
+    workers: WorkersOption = 2,
+    sizes: Annotated[
+        str,
+        typer.Option("--sizes", metavar="LIST", help=f"Tensor sizes; default: {SIZES}, with --link {LINK_SIZES}."),
+    ] = "",
+    dtype: Annotated[str, typer.Option("--elements", metavar="TYPE", help="Element type of the tensor.")] = "float32",
+    codec: CodecOption = "fp32",
+    link: LinkOption = "",
+    tls: TlsOption = False,
+    rounds: RoundsOption = 0,
+    backend: Annotated[
+        str,
+        typer.Option("--backend", metavar="NAME", help="torch: measure the ring as torch.distributed's backend p2p."),
+    ] = "ring",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the ring with torch's Gloo and with plain sockets.
+
+    They run in the same processes and take turns. The time of an operation is that of the slowest member. GB/s are
+    bytes of the tensor. Sockets are the limit: they move the same bytes and do nothing else.
+
+    \b
+    Examples:
+      p2ptrain bench allreduce
+      p2ptrain bench allreduce --workers 4 --sizes 1M,64M
+      p2ptrain bench allreduce --codec int8 --link wan
+      p2ptrain bench allreduce --backend torch
+    """
+    from p2ptrain.core.texts import size_of
+    from p2ptrain.lab.bench.network import AllReducePlan, RingPlan, measure_allreduce
+    from p2ptrain.lab.bench.runner import MEMBER_BYTES, check_fits
+    from ring.dtypes import storage_dtype
+
+    _check_names(link, codec)
+    _check_backend(backend, plain=not (link or tls or codec != "fp32"))
+    try:
+        item_bytes = storage_dtype(dtype).itemsize
+    except ValueError as error:
+        raise UserError(str(error), remedy="choose one of these with --elements") from None
+    if codec != "fp32" and dtype != "float32":
+        raise UserError(f"the codec {codec} is for float32, not {dtype}", remedy="leave out --elements, or --codec")
+    listed = sizes or (LINK_SIZES if link else SIZES)
+    chosen = sorted({size_of(part) for part in listed.split(",") if part.strip()})
+    if not chosen or any(size_bytes % item_bytes for size_bytes in chosen):
+        raise UserError(f"--sizes {listed}: a size is not a whole number of {dtype} elements", remedy="such as 64K,1M")
+    need_bytes = workers * (MEMBER_BYTES + 3 * chosen[-1])  # a member's own tensor, and two that Gloo keeps
+    check_fits(f"{workers} peers with tensors of {chosen[-1] / 2**20:,.0f} MiB", need_bytes)
+    ring = RingPlan(link, tls, codec=codec)
+    plan = AllReducePlan(workers, chosen, dtype, item_bytes, ring, rounds, backend == "torch")
+    _measure(plan.report(), lambda bench, report: measure_allreduce(bench, plan, report), as_json)
+
+
+@app.command()
+def step(
+    profile: ProfileOption = "tiny",
+    workers: WorkersOption = 2,
+    threads: ThreadsOption = 1,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, max=100_000, help="Measured steps of each contender.")
+    ] = 40,
+    sets: SetOption = [],  # noqa: B006 - Typer copies it
+    link: LinkOption = "",
+    tls: TlsOption = False,
+    backend: Annotated[
+        str,
+        typer.Option("--backend", metavar="NAME", help="torch: also DDP and FSDP2 on torch.distributed's backend p2p."),
+    ] = "ring",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare training steps with those of torch's DDP.
+
+    DistributedDataParallel on Gloo and this project take turns block by block, with the same processes, model, samples,
+    global batch, micro-batches and threads. Results: tokens a second, losses, and the part of communication that the
+    backward pass hides.
+
+    \b
+    Examples:
+      p2ptrain bench step
+      p2ptrain bench step --profile small --steps 20
+      p2ptrain bench step --set ring.codec=int8 --link wan
+      p2ptrain bench step --backend torch
+    """
+    from configs.loader import load
+    from p2ptrain.lab.bench.network import RingPlan
+    from p2ptrain.lab.bench.training import StepPlan, measure_steps
+
+    loaded = load(profile, os.environ, sets).profile
+    codec = loaded.ring.codec.replace("auto", "fp32")  # "auto" needs measured links
+    _check_names(link, codec)
+    _check_backend(backend, plain=not (link or tls))
+    micro_batches = loaded.batch.micro_batches
+    if micro_batches < workers:
+        raise UserError(
+            f"{workers} workers cannot share the {micro_batches} micro-batches of {profile}",
+            remedy=f"give --workers {micro_batches} or less, or --set batch.micro_batches={workers}",
+        )
+    ring = RingPlan(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
+    plan = StepPlan(loaded, Path(profile).stem, workers, threads, steps, ring, backend == "torch")
+    _measure(plan.report(), lambda bench, report: measure_steps(bench, plan, report), as_json)
+
+
+@app.command()
+def local(
+    profile: ProfileOption = "local",
+    workers: WorkersOption = 4,
+    inner_steps: Annotated[
+        int, typer.Option("--inner-steps", metavar="N", min=1, max=10_000, help="Inner steps of each worker in a step.")
+    ] = 100,
+    compute_ms: Annotated[
+        float,
+        typer.Option("--compute-ms", metavar="MS", min=0, max=60_000, help="Time of an inner step; 0: really compute."),
+    ] = 200.0,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, max=1000, help="Measured steps.")] = 3,
+    codec: CodecOption = "int4",
+    link: LinkOption = "80ms-100mbit",
+    sets: SetOption = [],  # noqa: B006 - Typer copies it
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the strategy 'local' with 'sync' over a slow link.
+
+    The workers are processes that exchange real bytes over an emulated link. They wait instead of computing, unless
+    --compute-ms is 0. A step of sync has one micro-batch of each worker. 'local' takes its turn as it is, and with
+    local.overlap. Results: tokens a second, the share of the time in which workers compute, and the bytes that each
+    sends in a step.
+
+    \b
+    Examples:
+      p2ptrain bench local
+      p2ptrain bench local --inner-steps 20 --steps 10
+      p2ptrain bench local --compute-ms 0 --workers 2 --link wan
+    """
+    from configs.loader import load
+    from p2ptrain.lab.bench.local import LocalPlan, measure_local
+
+    _check_names(link, codec)
+    loaded = load(profile, os.environ, [*sets, f"job.workers={workers}"]).profile
+    if loaded.job.strategy != "local":
+        raise UserError(f"{profile} has the strategy {loaded.job.strategy!r}", remedy="choose --profile local")
+    name = Path(profile).stem
+    plan = LocalPlan(loaded, name, workers, inner_steps, compute_ms / 1e3, steps, link, codec)
+    _measure(plan.report(), lambda bench, report: measure_local(bench, plan, report), as_json)
+
+
+@app.command()
+def link(
+    rounds: RoundsOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure this machine's sockets, with and without TLS.
+
+    The results are round trips, and bytes a second one way and both ways, by size of buffer.
+
+    \b
+    Example:
+      p2ptrain bench link
+    """
+    from p2ptrain.lab.bench.network import link_report, measure_link
+
+    _measure(link_report(), lambda bench, report: measure_link(bench, rounds, report), as_json)
+
+
+@app.command()
+def pipeline(
+    stages: Annotated[int, typer.Option("--stages", metavar="N", min=2, max=16, help="Stages of the pipeline.")] = 2,
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", metavar="N", min=1, max=1024, help="Micro-batches per step.")
+    ] = 16,
+    rtt: RttOption = "0,20,80,200",
+    forward_ms: Annotated[
+        float, typer.Option("--forward-ms", metavar="MS", min=0.1, max=60_000, help="Time of a forward pass, in ms.")
+    ] = 40.0,
+    backward_ms: Annotated[
+        float, typer.Option("--backward-ms", metavar="MS", min=0.1, max=60_000, help="Time of a backward pass, in ms.")
+    ] = 80.0,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, max=1000, help="Steps per schedule and round trip.")
+    ] = 3,
+    payload: Annotated[
+        str, typer.Option("--payload", metavar="SIZE", help="Size of a micro-batch's activations or gradients.")
+    ] = "1M",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare pipeline schedules over slow links.
+
+    The stages are processes that wait instead of computing. They exchange real payloads over emulated far links. 1F1B
+    with a warm-up extended for the links, plain 1F1B and GPipe take turns, step by step. Efficiency is the part of a
+    step that a stage computes. The ideal is the efficiency if only computing and links took time.
+
+    \b
+    Examples:
+      p2ptrain bench pipeline
+      p2ptrain bench pipeline --stages 4 --rtt 0,80 --steps 5 --json > pipeline.json
+    """
+    from p2ptrain.core.texts import human_bytes, size_of
+    from p2ptrain.lab.bench.pipeline import PipelinePlan, measure_pipeline
+    from p2ptrain.lab.bench.runner import PLAIN_BYTES, check_fits, numbers_of
+
+    payload_bytes, round_trips_ms = size_of(payload), numbers_of(rtt, "--rtt", 9999)
+    what = f"{stages} stages with {micro_batches} payloads of {human_bytes(payload_bytes)}"
+    need_bytes = stages * (PLAIN_BYTES + 2 * micro_batches * payload_bytes)  # all of a step may wait, out and in
+    check_fits(what, need_bytes)
+    times_s = (forward_ms / 1e3, backward_ms / 1e3)
+    plan = PipelinePlan(stages, micro_batches, round_trips_ms, *times_s, steps, payload_bytes)
+    _measure(plan.report(), lambda bench, report: measure_pipeline(bench, plan, report), as_json)
+
+
+@app.command()
+def generate(
+    verifier: Annotated[
+        Path | None, typer.Option("--model", metavar="DIR", help="Verifier's model; default: one that only waits.")
+    ] = None,
+    drafter: Annotated[
+        Path | None, typer.Option("--draft-model", metavar="DIR", help="Drafter's model, with the same tokenizer.")
+    ] = None,
+    split: Annotated[
+        int, typer.Option("--split", metavar="N", min=0, max=15, help="Workers that hold the verifier's model.")
+    ] = 0,
+    rtt: RttOption = "0,20,80,200",
+    alpha: Annotated[
+        str, typer.Option("--alpha", metavar="LIST", help="Probability that a draft is right if all before it are.")
+    ] = ".8",
+    pass_ms: Annotated[
+        float, typer.Option("--pass-ms", metavar="MS", min=0.5, max=10_000, help="Time of a verifier's pass, in ms.")
+    ] = 50.0,
+    draft_ms: Annotated[
+        float, typer.Option("--draft-ms", metavar="MS", min=0.1, max=10_000, help="Time of a draft, in ms.")
+    ] = 5.0,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "-n", metavar="N", min=8, max=10_000, help="New tokens per text.")
+    ] = 128,
+    texts: Annotated[int, typer.Option("--texts", metavar="N", min=1, max=1000, help="Texts per contender.")] = 4,
+    threads: ThreadsOption = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure texts with a far drafter, and of a split model.
+
+    Peers run as join starts them, over emulated far links. By default the models only take time, and the drafter is
+    right as often as --alpha says. It is compared with the verifier alone, and with the computed time of a protocol in
+    which both sides wait for each other. Real models are compared with transformers' generate and its assisted
+    generation.
+
+    \b
+    Examples:
+      p2ptrain bench generate
+      p2ptrain bench generate --alpha .6,.9 --rtt 40
+      p2ptrain bench generate --split 3 --rtt 0,20
+      p2ptrain bench generate --model big/ --draft-model small/ --rtt 0,20
+    """
+    from p2ptrain.lab.bench.generate import GeneratePlan, check_models, measure_generate
+    from p2ptrain.lab.bench.runner import numbers_of
+
+    check_models(verifier, drafter, split)
+    plan = GeneratePlan(
+        str(verifier.absolute()) if verifier else "",
+        str(drafter.absolute()) if drafter else "",
+        split,
+        numbers_of(rtt, "--rtt", 9999),
+        numbers_of(alpha, "--alpha", 1),
+        pass_ms / 1e3,
+        draft_ms / 1e3,
+        tokens,
+        texts,
+        threads,
+    )
+    _measure(plan.report(), lambda bench, report: measure_generate(bench, plan, report), as_json)
+
+
+@app.command(hidden=True)
+def member(
+    rank: int,
+    size: int,
+    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
+) -> None:
+    """One process of a benchmark: carries out the orders on its standard input."""
+    from p2ptrain.lab.bench.member import run_member
+
+    run(run_member(rank, size))
+
+
+def _measure(
+    report: Report,
+    work: Callable[[Bench, Report], Coroutine[Any, Any, None]],
+    as_json: bool,
+) -> None:
+    from p2ptrain.cli.bench_report import print_report
+    from p2ptrain.lab.bench.runner import conduct
+
+    run(conduct(report, lambda bench: work(bench, report)), children=True)
+    print_json(report.to_json()) if as_json else print_report(report)
+    if not report.complete:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _check_names(link: str, codec: str) -> None:
+    from ring.codecs import codec_named
+    from wire.emulate import preset_named
+
+    codec_named(codec)
+    if link:
+        preset_named(link)
+
+
+def _check_backend(backend: str, *, plain: bool) -> None:
+    check_one_of("--backend", backend, ["ring", "torch"])
+    if backend == "torch" and not plain:
+        raise UserError(
+            "--backend torch measures plain near connections only",
+            remedy="leave out --link, --tls and --codec",
+        )

@@ -1,6 +1,0 @@
-"""``p2ptrain bench``: measures speed, always beside a rival in the same run.
-
-``commands`` has the commands; each benchmark has a module. ``runner`` starts members as processes and sends them
-orders; ``member`` runs in each of them. ``sockets`` measures the limit of this machine. ``report`` shows the results.
-Only members load torch.
-"""

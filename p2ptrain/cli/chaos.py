@@ -1,0 +1,167 @@
+"""``p2ptrain chaos``: injects faults into a local cluster on a schedule and checks the invariants."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, run
+from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
+from p2ptrain.core.texts import check_one_of
+
+if TYPE_CHECKING:
+    from configs.schema import Profile
+
+DURATION, ATTACK_DURATION = "60s", "24h"  # an attack lasts until the job ends
+SAVE_EVERY = 20
+"""Steps between two checkpoints. They are frequent because each one also compares the members' states."""
+
+
+def chaos(
+    workers: Annotated[int, typer.Option("--workers", "-w", metavar="N", min=2, max=32, help="Number of workers.")] = 4,
+    profile: ProfileOption = "tiny",
+    duration: Annotated[
+        str, typer.Option("--duration", metavar="TIME", help=f"How long to inject faults; default: {DURATION}.")
+    ] = "",
+    faults: Annotated[
+        int,
+        typer.Option(
+            "--faults",
+            metavar="N",
+            min=0,
+            max=100_000,
+            help="Instead of --duration: inject N faults, each after all workers are members again.",
+        ),
+    ] = 0,
+    seed: Annotated[
+        int, typer.Option("--random-seed", metavar="N", min=0, help="Seed of the random fault schedule.")
+    ] = 1,
+    kinds: Annotated[
+        str,
+        typer.Option(
+            "--kinds",
+            metavar="LIST",
+            help="Any of kill, freeze, cut, slow, corrupt, seed, disk; or none. Default: all, corrupt only with --tls.",
+        ),
+    ] = "",
+    sets: SetOption = [],  # noqa: B006 - Typer copies it
+    attack: Annotated[
+        str,
+        typer.Option(
+            "--attack",
+            metavar="KIND",
+            help="Instead of faults, the last workers send wrong vectors: sign-flip, scale, noise, alie, label-flip.",
+        ),
+    ] = "",
+    attackers: Annotated[
+        int, typer.Option("--attackers", metavar="N", min=1, max=31, help="With --attack: number of those workers.")
+    ] = 1,
+    tls: Annotated[bool, typer.Option("--tls", help="Encrypt all connections, as between different machines.")] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state",
+            metavar="DIR",
+            help="Directory for all files, new or empty; default: a temporary one.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Start a real cluster on this machine, inject faults on a schedule, and check that it holds.
+
+    Each worker's links run through a small proxy in this command, so that it can cut, slow and damage them. The
+    recovery time is the time from a fault to the arrival of the next committed step. It includes the seed's message,
+    which is at most 0.1 s late. The exit code is 1 if an invariant is violated.
+
+    With --attack some workers send wrong vectors until the job ends. The report shows the losses, and what the job's
+    robust rule made of each member. With robust.rule=mean it shows the damage.
+
+    \b
+    Examples:
+      p2ptrain chaos
+      p2ptrain chaos --kinds kill --faults 200
+      p2ptrain chaos --kinds seed --faults 50
+      p2ptrain chaos --kinds none --duration 30m --workers 8
+      p2ptrain chaos --tls --duration 10m --random-seed 7
+      p2ptrain chaos --attack sign-flip --profile robust --workers 7
+      p2ptrain chaos --attack alie --attackers 2 --workers 11 --profile robust --set robust.byzantine=2
+    """
+    from p2ptrain.cli.chaos_report import print_report
+    from p2ptrain.cli.output import print_json
+    from p2ptrain.core.texts import seconds_of
+    from p2ptrain.lab.chaos.conduct import Plan, conduct, kinds_here
+    from p2ptrain.lab.chaos.judge import Report, kinds_of
+
+    if attack:
+        from p2ptrain.lab.attacker import ATTACKS
+
+        check_one_of("--attack", attack, ATTACKS)
+        if attackers >= workers:
+            raise UserError(f"--attackers {attackers}: of {workers} workers none would be honest", remedy="start more")
+        kinds = kinds or "none"
+    if duration and faults:
+        raise UserError("--duration and --faults exclude each other", remedy="leave one of them out")
+    chosen = kinds_of(kinds, tls=tls, here=kinds_here())
+    if faults and not chosen:
+        raise UserError("--faults does not work with --kinds none", remedy="give --duration instead")
+    loaded = _profile(profile, sets, workers, attacked=bool(attack))
+    root = Path(tempfile.mkdtemp(prefix="p2ptrain-chaos-")) if state is None else state.absolute()
+    if root.is_dir() and any(root.iterdir()):
+        raise UserError(f"{root} is not empty", remedy="name another directory: a run needs an empty one")
+    plan = Plan(
+        profile_name=profile,
+        profile=loaded,
+        workers=workers,
+        root=root,
+        kinds=chosen,
+        count=faults,
+        duration_s=seconds_of(duration or (ATTACK_DURATION if attack else DURATION), "--duration"),
+        seed=seed,
+        tls=tls,
+        attack=attack,
+        attackers=attackers,
+    )
+    report, well = Report(workers, tls), False
+    try:
+        run(conduct(plan, report), children=True)
+        print_json(report.to_json()) if as_json else print_report(report)
+        well = not report.broken
+    finally:
+        if state is None and well:
+            shutil.rmtree(root, ignore_errors=True)
+        else:
+            typer.echo(f"all files are kept in {root}", err=True)
+    if report.broken:
+        raise typer.Exit(1)
+    if not report.complete:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _profile(name: str, sets: list[str], workers: int, *, attacked: bool) -> Profile:
+    """Load the profile, with this command's values for settings that the user did not choose."""
+    from configs.loader import load
+    from p2ptrain.lab.attacker import check_attacked
+
+    wanted = {
+        "job.workers": (workers, f"--workers {workers}"),
+        **({} if attacked else {"job.steps": (1_000_000, "chaos")}),  # the job must outlast the faults
+        "checkpoint.every": (SAVE_EVERY, "chaos"),
+        "checkpoint.keep": (4, "chaos"),
+    }
+    copies = f"checkpoint.copies={workers}"  # the end of the run compares the state of all workers
+    made = load(name, os.environ, [*sets, copies], wanted).profile
+    if made.job.workers > workers:
+        raise UserError(
+            f"the job needs {made.job.workers} workers to begin, and --workers is {workers}",
+            remedy=f"give --workers {made.job.workers}",
+        )
+    if attacked:
+        check_attacked(made.job)
+    if made.checkpoint.every == 0:
+        raise UserError("checkpoint.every = 0: there would be nothing to compare", remedy=f"set it to {SAVE_EVERY}")
+    return made

@@ -1,0 +1,325 @@
+"""``bench generate``: what a drafter gains and what splitting a model costs, on real peers over emulated links.
+
+A seed, a verifier, and workers or a drafter run as ``join`` starts them, one round trip away from each other. Models
+are real, or only take time; then the text is known beforehand. Texts are requested over HTTP, with and without drafts
+in turn. The time of a text that is not the verifier's own does not count. The rival of real models is transformers in
+one process: ``generate`` and its assisted generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import time
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, free_port
+from p2ptrain.core.adapters import is_model
+from p2ptrain.core.errors import JobFailed, NetworkError, UserError
+from p2ptrain.core.texts import human_duration
+from p2ptrain.lab.bench.report import Case, Contender, Report, times
+from p2ptrain.lab.bench.runner import Answer, Bench
+from roles.timed_model import text_after, write_timed_model
+
+# Round trip → goal for the time per token, for alpha .8, a pass of 50 ms and a draft of 5 ms.
+GOALS_MS = {0.0: 20.0, 20.0: 22.5, 80.0: 31.5, 200.0: 42.5}
+NEVER_SLOWER = 1.05
+HOP_GOAL_S = 2e-3
+"""For a split model: the time of a hop besides its link."""
+PROMPTS = ("import os", "class Node:", "def read_file(path):", "for key, value in", "raise ValueError(")
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratePlan:
+    """What to measure.
+
+    Attributes:
+        verifier: a model's directory; empty: a model that takes ``pass_s`` or, if it is split, a random model.
+        drafter: a smaller model's directory; empty: one that takes ``draft_s`` and is right as often as an alpha says,
+            or none if the verifier is real.
+        stages: workers that hold the verifier's model; 0: it is not split.
+    """
+
+    verifier: str
+    drafter: str
+    stages: int
+    round_trips_ms: list[float]
+    alphas: list[float]
+    pass_s: float
+    draft_s: float
+    tokens: int
+    texts: int
+    threads: int
+
+    @property
+    def is_timed(self) -> bool:
+        return not self.verifier and not self.stages
+
+    @property
+    def drafts(self) -> bool:
+        return self.is_timed or bool(self.drafter)
+
+    def synchronous_s(self, alpha: float, round_trip_s: float) -> float:
+        """Time per token if verifier and drafter wait for each other, with the best number k of drafts: (k d + r + v) /
+        E(k), where a pass yields E(k) = 1 + alpha + ... + alpha^k tokens."""
+        return min(
+            (drafts * self.draft_s + round_trip_s + self.pass_s) / sum(alpha**power for power in range(drafts + 1))
+            for drafts in range(1, 33)
+        )
+
+    def goal_s(self, alpha: float, round_trip_ms: float) -> float | None:
+        if (alpha, self.pass_s, self.draft_s) != (0.8, 0.05, 0.005) or not self.is_timed:
+            return None
+        goal_ms = GOALS_MS.get(round_trip_ms)
+        return None if goal_ms is None else goal_ms / 1e3
+
+    def report(self) -> Report:
+        name = Path(self.verifier).name or ("a random model" if self.stages else "a model that only takes time")
+        split = f" · split over {self.stages} workers" if self.stages else ""
+        drafter = Path(self.drafter).name or f"one that takes {1e3 * self.draft_s:g} ms"
+        title = f"generate · {name}{split}" + (f" · drafter: {drafter}" if self.drafts else "")
+        report = Report("generate", title, "tokens", "{:.1f}".format, asdict(self))
+        report.columns = {"faster": ("FASTER", times), "goal_s": ("GOAL", human_duration)}
+        if self.is_timed:
+            report.columns["synchronous_s"] = ("IN TURNS", human_duration)
+        if self.stages:
+            report.columns["rest_a_hop_s"] = ("REST A HOP", human_duration)
+        report.notes.append(
+            "time per token, from the request to the last; faster: than the verifier alone; every text was compared"
+        )
+        return report
+
+
+@dataclass(slots=True)
+class Text:
+    """A text, and when each piece of it arrived."""
+
+    text: str = ""
+    tokens: int = 0
+    asked_s: float = 0.0
+    came_s: list[float] = field(default_factory=list)
+
+    @property
+    def token_s(self) -> float:
+        """Time per token. It includes the pass over the prompt, as that of transformers does."""
+        return (self.came_s[-1] - self.asked_s) / max(1, self.tokens)
+
+
+def ask(port: int, body: Answer) -> Text:
+    """Request one text over HTTP. Blocks. Raises ``JobFailed``, ``NetworkError``."""
+    text = Text(asked_s=time.perf_counter())
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=120.0)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise JobFailed(f"the verifier refused: {answer.read().decode(errors='replace')[:500]}")
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                raise JobFailed(f"a text failed: {event['error'].get('message')}")
+            if usage := event.get("usage"):
+                text.tokens = int(usage["completion_tokens"])
+            if piece := "".join(choice.get("text", "") for choice in event.get("choices", ())):
+                text.text += piece
+                text.came_s.append(time.perf_counter())
+    except (OSError, http.client.HTTPException) as error:
+        raise NetworkError(f"a text broke off: {error}") from error
+    finally:
+        connection.close()
+    if not text.came_s:
+        raise JobFailed("the verifier wrote a text without a token")
+    return text
+
+
+class Peers:
+    """The cluster of one case; ``started`` makes it."""
+
+    def __init__(self, cluster: LocalCluster, plan: GeneratePlan, port: int) -> None:
+        self.cluster, self.plan, self._port = cluster, plan, port
+        self.model = ""
+
+    async def write(self, number: int, speculate: str, tokens: int = 0) -> Text:
+        """Request text ``number``: even ones greedily; with real models odd ones are sampled."""
+        prompt = f"TEXT {number}: " if self.plan.is_timed else PROMPTS[number % len(PROMPTS)]
+        drawn = {"temperature": 0.8, "seed": number} if number % 2 and not self.plan.is_timed else {"temperature": 0}
+        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens or self.plan.tokens, **drawn}
+        work = asyncio.to_thread(ask, self._port, body | {"speculate": speculate})
+        return await self.cluster.while_alive(work, needed=[self.cluster.seed, self.cluster.peers["verifier"]])
+
+
+@asynccontextmanager
+async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], round_trip_ms: float) -> Any:
+    """Start a verifier and its workers or drafter, and wait until they are connected. Raises ``P2PTrainError``."""
+    cluster, port = LocalCluster(bench.root / f"cluster-{len(os.listdir(bench.root))}"), free_port()
+    link = ["--link", f"{round_trip_ms:g}ms"] * bool(round_trip_ms)
+    peers = Peers(cluster, plan, port)
+    try:
+        await cluster.start_seed()
+        threads = ["--threads", str(plan.threads)]
+        await cluster.start_workers(plan.stages, *threads, *link)
+        if "drafter" in models:
+            options = ("--role", "drafter", "--model", str(models["drafter"]), *threads, *link)
+            await cluster.start_peer("drafter", 1, *options)
+        if plan.stages:
+            await cluster.joined(list(cluster.peers))
+        options = ("--role", "verifier", "--model", str(models["verifier"]), "--http", f"{LOOPBACK}:{port}", *link)
+        await cluster.start_peer("verifier", 1, *options, *(["--split", str(plan.stages)] if plan.stages else threads))
+        peers.model = (await cluster.serving({"verifier", *models.keys() & {"drafter"}}))["verifier"].model
+        for number in range(2):  # warm up both
+            await peers.write(number, "auto", min(64, plan.tokens))
+        yield peers
+    finally:
+        await cluster.end()
+
+
+async def measure_generate(bench: Bench, plan: GeneratePlan, report: Report) -> None:
+    models = {name: Path(at) for name, at in (("verifier", plan.verifier), ("drafter", plan.drafter)) if at}
+    if plan.stages and not plan.verifier:
+        models["verifier"] = bench.root / "random"
+        async with bench.members(1) as members:
+            await members.all("generate", part="make", directory=str(models["verifier"]), seconds=5)
+    rival: dict[str, list[Answer]] = {}
+    if not plan.is_timed:
+        bench.progress("transformers, in one process")
+        async with bench.members(1, threads=plan.threads) as members:
+            how: Answer = {"verifier": str(models["verifier"]), "drafter": str(models.get("drafter", ""))}
+            how |= {"texts": plan.texts, "tokens": plan.tokens, "threads": plan.threads}
+            (answer,) = await members.all("generate", part="transformers", seconds=5.0 * plan.texts, **how)
+            report.torch, rival = answer["torch"], answer["rival"]
+    for round_trip_ms, alpha in product(plan.round_trips_ms, plan.alphas if plan.is_timed else [0.0]):
+        label = f"{round_trip_ms:g} ms" + (f", alpha {alpha:g}" if plan.is_timed else "")
+        bench.progress(f"{label}: peers start")
+        if plan.is_timed:
+            models = await asyncio.to_thread(_timed_models, bench.root / "models", plan, alpha)
+        async with started(bench, plan, models, round_trip_ms) as peers:
+            case = Case(label, 1, {"alone": Contender("alone")}, {"round_trip_ms": round_trip_ms, "differ": 0})
+            if plan.drafts:
+                case.facts["alpha"] = alpha
+                case.contenders["ahead"] = Contender("drafted ahead")
+            for name, texts in rival.items():
+                case.contenders[name] = Contender(name, [text["token_s"] for text in texts])
+            report.cases.append(case)
+            await _texts(bench, peers, case, rival.get("transformers", []))
+            _conclude(plan, report, case)
+
+
+def _timed_models(root: Path, plan: GeneratePlan, alpha: float) -> dict[str, Path]:
+    from p2ptrain.compute.tokenizer import Tokenizer
+
+    models = {
+        "verifier": write_timed_model(root / "verifier", plan.pass_s),
+        "drafter": write_timed_model(root / f"drafter-{alpha:g}", plan.draft_s, alpha=alpha),
+    }
+    for directory in models.values():
+        Tokenizer.of_bytes().save(directory)
+    return models
+
+
+async def _texts(bench: Bench, peers: Peers, case: Case, plain: list[Answer]) -> None:
+    """Measure each text alone and drafted, in turn. Raises ``JobFailed`` if a text of a timed model is wrong.
+
+    A real model rounds a pass of several rows differently than a step. A text that differs is counted, but not timed.
+    """
+    plan = peers.plan
+    for number in range(plan.texts):
+        own = ""
+        for name in ("alone", "ahead") if plan.drafts else ("alone",):
+            bench.progress(f"{case.label}: text {number + 1} of {plan.texts}, {case.contenders[name].title}")
+            text = await peers.write(number, "auto" if name == "ahead" else "off")
+            if plan.is_timed:
+                own = text_after(f"TEXT {number}: ".encode(), plan.tokens).decode()
+            elif plain:
+                own = own or plain[number]["text"]
+            if text.text == own:
+                case.contenders[name].seconds.append(text.token_s)
+                case.facts.setdefault("first_s", []).append(text.came_s[0] - text.asked_s)
+            elif plan.is_timed:
+                raise JobFailed(f"text {number}, {name}: not the verifier's own text, so its times are invalid")
+            else:
+                case.facts["differ"] += 1
+
+
+def _conclude(plan: GeneratePlan, report: Report, case: Case) -> None:
+    facts, round_trip_s = case.facts, case.facts["round_trip_ms"] / 1e3
+    if facts["differ"]:
+        report.notes.append(
+            f"{case.label}: {facts['differ']} texts differ from those of transformers, possibly by rounding; "
+            "their times do not count"
+        )
+    if plan.drafts:
+        facts["faster"] = case.ratio("alone", "ahead")
+        facts["goal_s"] = plan.goal_s(facts["alpha"], facts["round_trip_ms"])
+        facts["never_slower"] = facts["faster"] is not None and facts["faster"] * NEVER_SLOWER >= 1
+        reached = facts["goal_s"] is None or case.contenders["ahead"].median_s <= facts["goal_s"]
+        facts["held"] = facts["never_slower"] and reached
+        report.facts["held"] = all(each.facts.get("held") for each in report.cases)
+    if plan.is_timed:
+        facts["synchronous_s"] = plan.synchronous_s(facts["alpha"], round_trip_s)
+    if plan.stages and case.contenders["alone"].seconds:
+        hops = plan.stages + 1
+        link_s, whole_s = hops * round_trip_s / 2, case.contenders["transformers"].median_s
+        facts["rest_a_hop_s"] = rest_s = (case.contenders["alone"].median_s - whole_s - link_s) / hops
+        verdict = "reached" if rest_s <= HOP_GOAL_S else "not reached"
+        report.notes.append(
+            f"{case.label}: apart from computing and links a hop takes {human_duration(rest_s)}; goal "
+            f"{human_duration(HOP_GOAL_S)}: {verdict}"
+        )
+
+
+class Side:  # the orders that need torch
+    async def make(self, directory: str) -> Answer:
+        """Write a random model with Llama's architecture."""
+        from p2ptrain.compute.model import ModelSpec, build_model
+        from p2ptrain.compute.tokenizer import Tokenizer
+
+        def made() -> None:
+            spec = ModelSpec(
+                hidden_size=512, layers=12, heads=8, kv_heads=8, intermediate_size=1360, context=4096,
+                tie_embeddings=False,
+            )  # fmt: skip
+            build_model(spec, 256, seed=1).save_pretrained(directory)
+            Tokenizer.of_bytes().save(Path(directory))
+
+        await asyncio.to_thread(made)
+        return {}
+
+    async def transformers(self, verifier: str, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
+        return await asyncio.to_thread(_by_transformers, Path(verifier), drafter, texts, tokens, threads)
+
+
+def _by_transformers(verifier: Path, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
+    from p2ptrain.compute.gloo import TORCH_VERSION
+    from p2ptrain.compute.rivals import AssistedPair
+    from p2ptrain.core.serving import SamplingOptions
+
+    pair = AssistedPair(verifier, Path(drafter) if drafter else None, threads=threads)
+    names = ["transformers", *["assisted"] * pair.can_assist]
+    rival: dict[str, list[Answer]] = {name: [] for name in names}
+    for number in range(-1, texts):  # the first passes load kernels
+        sampling = pair.text.sampling(SamplingOptions(temperature=0.8 if number % 2 else 0.0, seed=abs(number)))
+        ids = pair.text.prompt_ids(PROMPTS[number % len(PROMPTS)])
+        for name, found in rival.items():
+            made, seconds = pair.write(ids, tokens, sampling, assisted=name == "assisted")
+            writer = pair.text.writer(ids)
+            text = "".join([writer.take(token) for token in pair.text.until_end(made)] + [writer.finish()])
+            if number >= 0:
+                found.append({"text": text, "token_s": seconds / max(1, len(made))})
+    return {"torch": TORCH_VERSION, "rival": rival}
+
+
+def check_models(verifier: Path | None, drafter: Path | None, stages: int) -> None:
+    if drafter is not None and verifier is None and not stages:
+        raise UserError("--draft-model works only with --model", remedy="add --model DIR, or leave it out")
+    for directory in (verifier, drafter):
+        if directory is not None and not is_model(directory):
+            raise UserError(f"{directory} holds no model", remedy="name a directory with a config.json")

@@ -1,0 +1,130 @@
+"""``bench local``: the strategy 'local' beside 'sync' in fp32, over an emulated far link.
+
+Both train the same number of sequences at a time. By default the workers wait instead of computing, so that a machine
+with few cores does not hide the link. A sync step has one micro-batch of each worker, a local step many.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from configs.schema import Profile
+from p2ptrain.core.texts import human_bytes, human_duration
+from p2ptrain.lab.bench.network import RingPlan, form_ring
+from p2ptrain.lab.bench.report import Case, Contender, Report, per_cent, times
+from p2ptrain.lab.bench.runner import Answer, Bench
+from p2ptrain.lab.stand_in import StandInEngine
+
+STEP_S = 60.0  # a slow step, for deadlines
+SYNC_STEPS = 8
+MUST_COMPUTE, MUST_SAVE = 0.96, 400.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlan:
+    """What to measure.
+
+    Attributes:
+        profile: of strategy 'local'; each worker takes ``inner_steps`` inner steps in a step.
+        compute_s: time of a micro-batch; 0: the real engine.
+        steps: measured steps; one more comes first, and does not count.
+        codec: of the local contender.
+    """
+
+    profile: Profile
+    name: str
+    workers: int
+    inner_steps: int
+    compute_s: float
+    steps: int
+    link: str
+    codec: str
+
+    def report(self) -> Report:
+        each = human_duration(self.compute_s) if self.compute_s else "real engine"
+        title = f"local · {self.name} · {self.workers} workers × {self.inner_steps} inner steps ({each}) · {self.link}"
+        settings = asdict(self) | {"profile": self.name}
+        report = Report("local", title, "tokens", "{:,.0f}".format, settings)
+        report.columns = {
+            "computing": ("COMPUTING", per_cent),
+            "sent_bytes": ("SENT A STEP", human_bytes),
+        }
+        return report
+
+
+class TimedEngine(StandInEngine):
+    """A stand-in whose micro-batches take a given time."""
+
+    def __init__(self, profile: Profile, numel: int, micro_batch_s: float) -> None:
+        super().__init__(profile, numel=numel)
+        self._micro_batch_s = micro_batch_s
+
+    def micro_batch(self, step: int, index: int, on_final: Callable[[int], None] | None = None) -> None:
+        ends_s = time.perf_counter() + self._micro_batch_s
+        super().micro_batch(step, index, on_final)
+        time.sleep(max(0.0, ends_s - time.perf_counter()))
+
+    def _target(self, step: int, index: int) -> npt.NDArray[np.float32]:
+        return np.ones(1, np.float32)  # its random numbers would take longer than a short micro-batch
+
+
+def of_sync(profile: Profile, workers: int) -> Profile:
+    """The same training with strategy 'sync': a step has one micro-batch of each worker."""
+    return profile.model_copy(
+        update={
+            "job": profile.job.model_copy(update={"strategy": "sync"}),
+            "batch": profile.batch.model_copy(update={"micro_batches": workers}),
+        }
+    )
+
+
+async def measure_local(bench: Bench, plan: LocalPlan, report: Report) -> None:
+    batch = plan.profile.batch.model_copy(update={"micro_batches": plan.workers * plan.inner_steps})
+    local = plan.profile.model_copy(update={"batch": batch})
+    overlapping = local.model_copy(update={"local": local.local.model_copy(update={"overlap": True})})
+    await _measure(bench, plan, report, local, plan.codec, plan.steps)
+    await _measure(bench, plan, report, overlapping, plan.codec, plan.steps)
+    await _measure(bench, plan, report, of_sync(plan.profile, plan.workers), "fp32", SYNC_STEPS)
+    plain, ours, sync = report.cases
+    saved = sync.facts["bytes_per_token"] / ours.facts["bytes_per_token"]
+    held = ours.facts["computing"] >= MUST_COMPUTE and saved >= MUST_SAVE
+    report.facts = {"fewer_bytes": saved, "computing": ours.facts["computing"], "held": held}
+    report.notes = [
+        "computing: the share of a step in which a worker computes; the rest it waits for the network",
+        f"local sends {saved:,.0f} times fewer bytes than sync in fp32 (goal {MUST_SAVE:g}) and computes "
+        f"{per_cent(plain.facts['computing'])} of the time, overlapping {per_cent(ours.facts['computing'])} (goal "
+        f"{per_cent(MUST_COMPUTE)}); tokens/s: "
+        f"{times(ours.amount / ours.contenders['ring'].median_s / (sync.amount / sync.contenders['ring'].median_s))}",
+    ]
+
+
+async def _measure(bench: Bench, plan: LocalPlan, report: Report, profile: Profile, codec: str, steps: int) -> None:
+    strategy = profile.job.strategy
+    inner_steps = profile.batch.micro_batches // plan.workers
+    title = f"{strategy}, {'overlapping, ' * profile.local.overlap}{codec}"
+    async with bench.members(plan.workers) as members:
+        bench.progress(f"{title}: forming the ring")
+        await form_ring(bench, members, RingPlan(plan.link, codec=codec))
+        how: Answer = {"spec": profile.to_spec(), "threads": 1, "rivals": [], "micro_batch_s": plan.compute_s}
+        facts, *_ = await members.all("build", seconds=STEP_S, **how)
+        contender = Contender(title)
+        case = Case(f"H = {inner_steps}", facts["tokens_per_step"], {"ring": contender}, {})
+        computed_s = sent_bytes = 0.0
+        for step in range(steps + 1):
+            seconds = max(STEP_S, 2 * inner_steps * plan.compute_s)
+            answers = await members.all("train", contender="ring", first=step, count=1, seconds=seconds)
+            if not step:
+                continue
+            contender.seconds.append(max(answer["seconds"][0] for answer in answers))
+            computed_s += min(answer["computed_s"] for answer in answers)
+            sent_bytes += max(answer["sent_bytes"] for answer in answers)
+            bench.progress(f"{title}: step {step} of {steps}, {human_duration(contender.seconds[-1])}")
+    case.facts["computing"] = computed_s / sum(contender.seconds)
+    case.facts["sent_bytes"] = round(sent_bytes / steps)
+    case.facts["bytes_per_token"] = sent_bytes / steps / case.amount
+    report.cases.append(case)

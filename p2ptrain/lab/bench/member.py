@@ -1,0 +1,279 @@
+"""One process of a benchmark. It carries out orders, and holds what is measured: a ring, Gloo, plain sockets, a
+training, a stage of a pipeline, the torch side of a generation."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.world import Network
+from p2ptrain.lab.bench.sockets import SocketRing, Traffic, peer_id
+from p2ptrain.lab.ring_member import LocalMember, local_view
+from ring.codecs import Codec, codec_named
+from ring.dtypes import storage_dtype
+from ring.session import RingSession
+from wire.credentials import Credentials
+from wire.emulate import EmulatedNetwork, preset_named
+from wire.tls import TlsNetwork
+from wire.transport import TcpNetwork
+
+if TYPE_CHECKING:
+    from p2ptrain.compute.gloo import GlooGroup
+    from p2ptrain.lab.bench.pipeline import StageMember
+    from p2ptrain.lab.bench.training import Training
+
+TILE_NUMEL = 262_147  # a prime, so that the repeated pattern differs on every chunk and sub-chunk
+
+Answer = dict[str, Any]
+
+
+async def run_member(rank: int, size: int) -> None:
+    """Carry out orders until standard input ends; then exit at once."""
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries goes to the log
+    orders: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)  # the next order comes after the answer
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(orders.put_nowait, json.loads(line))
+        os._exit(0)  # there is nothing to save, and a rival may block the event loop
+
+    threading.Thread(target=read, name="orders", daemon=True).start()
+    member = Member(rank, size)
+    while True:
+        order = await orders.get()
+        try:
+            act: Callable[..., Awaitable[Answer]] = getattr(member, order.pop("do"))
+            answer = await act(**order)
+        except P2PTrainError as error:
+            answer = {"failed": error.message, "remedy": error.remedy}
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+
+
+class Member:
+    """The state of one member between orders. Every public method is an order."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._local: LocalMember | None = None
+        self._session: RingSession | None = None
+        self._gloo: GlooGroup | None = None
+        self._sockets: dict[str, SocketRing] = {}
+        self._buffer: npt.NDArray[Any] = np.zeros(0, np.float32)
+        self._landed: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._tiles: list[npt.NDArray[Any]] = []
+        self._dtype = "float32"
+        self._codec: Codec | None = None
+        self._piece_bytes = 0
+        self._training: Training | None = None
+        self._stage: StageMember | None = None
+
+    @property
+    def session(self) -> RingSession:
+        assert self._session is not None, "no ring was formed"
+        return self._session
+
+    # -------------------------------------------------------------------------------------------------- coming together
+
+    async def listen(self, *, link: str, credentials: str) -> Answer:
+        """Listen for ring connections, over an emulated link and with TLS if these are given."""
+        network: Network = TcpNetwork()
+        if credentials:
+            own = Credentials.load(RealDisk(), Path(credentials))
+            network = TlsNetwork(TcpNetwork(), own, require_client_certificate=True)
+        if link:
+            network = EmulatedNetwork(network, preset_named(link), seed=self.rank)
+        self._local = LocalMember(peer_id(self.rank), network, seed=self.rank)
+        return {"port": await self._local.listen()}
+
+    async def form(self, *, ports: list[int], sub_chunk_bytes: int, streams: int, codec: str) -> Answer:
+        """Form the ring. ``codec`` is for gradients; ``prepare`` sets that of an all-reduce."""
+        assert self._local is not None
+        view = local_view({peer_id(rank): port for rank, port in enumerate(ports)})
+        self._session = await self._local.form(
+            view,
+            codec=codec,
+            death_s=600.0,  # a rival may block the loop as long as an order takes
+            streams=streams,
+            sub_chunk_bytes=sub_chunk_bytes,
+            timeout_s=30.0,
+        )
+        return {}
+
+    async def listen_plainly(self, *, name: str, credentials: str) -> Answer:
+        """Listen for plain sockets beside the ring, under this name."""
+        contexts: tuple[ssl.SSLContext, ssl.SSLContext] | tuple[()] = ()
+        if credentials:
+            own = Credentials.load(RealDisk(), Path(credentials))
+            contexts = own.server_context(), own.client_context()
+        self._sockets[name] = SocketRing(*contexts)
+        return {"port": self._sockets[name].port}
+
+    async def connect_plainly(self, *, name: str, ports: list[int]) -> Answer:
+        self._sockets[name].connect(ports[(self.rank + 1) % self.size])
+        return {}
+
+    async def open_gloo(self, *, timeout_s: float) -> Answer:
+        """Open a Gloo group's rendezvous at rank 0. ``missing`` in the answer says why there is none."""
+        from p2ptrain.compute import gloo
+
+        missing = gloo.why_no_gloo()
+        if not missing and self.rank == 0:
+            self._gloo = gloo.GlooGroup(0, self.size, 0, timeout_s=timeout_s)
+        port = self._gloo.store_port if self._gloo is not None else 0
+        return {"missing": missing, "torch": gloo.TORCH_VERSION, "store_port": port}
+
+    async def join_gloo(self, *, store_port: int, timeout_s: float, backends: list[str]) -> Answer:
+        from p2ptrain.compute import gloo
+
+        if self._gloo is None:
+            self._gloo = gloo.GlooGroup(self.rank, self.size, store_port, timeout_s=timeout_s)
+        self._gloo.join(backends)
+        return {}
+
+    # ------------------------------------------------------------------------------------------------------- all-reduce
+
+    async def prepare(self, *, dtype: str, numel: int, codec: str, piece_bytes: int) -> Answer:
+        """Allocate the tensor, and the pattern with which each rank fills it."""
+        storage = storage_dtype(dtype)
+        self._dtype, self._piece_bytes = dtype, piece_bytes
+        self._codec = codec_named(codec) if codec != "fp32" else None
+        self._tiles = [_tile(rank, dtype, storage) for rank in range(self.size)]
+        self._buffer, self._landed = np.zeros(0, storage), np.zeros(0, np.uint8)  # free the old ones first
+        self._buffer = np.empty(numel, storage)
+        self._landed = np.zeros(self._buffer.nbytes, np.uint8)
+        self._fill()
+        gc.collect()
+        gc.freeze()  # keeps torch's many objects out of the garbage collections of samples
+        return {}
+
+    async def sample(self, *, contender: str, repeat: int) -> Answer:
+        """After a barrier, seconds of one operation: the mean of ``repeat`` in a row."""
+        self._fill()
+        gc.disable()
+        try:
+            await self.session.barrier()
+            began = time.perf_counter()
+            for _ in range(repeat):
+                await self._reduce(contender)
+            return {"seconds": (time.perf_counter() - began) / repeat}
+        finally:
+            gc.enable()
+
+    async def check(self, *, contender: str) -> Answer:
+        """Reduce once more; return the digest of the result, and its relative error against the known sum."""
+        self._fill()
+        await self._reduce(contender)
+        expected = sum((_values(tile, self._dtype) for tile in self._tiles), start=np.zeros(TILE_NUMEL))
+        lost = total = 0.0
+        for start in range(0, self._buffer.size, TILE_NUMEL):
+            part = _values(self._buffer[start : start + TILE_NUMEL], self._dtype)
+            lost += float(np.square(part - expected[: part.size]).sum())
+            total += float(np.square(expected[: part.size]).sum())
+        digest = xxhash.xxh3_128_hexdigest(self._buffer.view(np.uint8).data)
+        return {"digest": digest, "error": (lost / total) ** 0.5 if total else 0.0}
+
+    async def _reduce(self, contender: str) -> None:
+        match contender:
+            case "ring":
+                await self.session.submit(self._buffer, self._dtype, codec=self._codec)
+            case "ring plain":
+                await self.session.submit(self._buffer, self._dtype)
+            case "gloo" | "p2p":
+                assert self._gloo is not None
+                self._gloo.all_reduce(self._buffer, self._dtype, contender)
+            case _:  # sockets move what an all-reduce moves: 2 (n - 1) / n of the tensor out, and as much in
+                total_bytes = max(1, 2 * (self.size - 1) * self._buffer.nbytes // self.size)
+                memory = self._buffer.view(np.uint8).data, self._landed.data
+                self._sockets[contender].exchange(Traffic(*memory, total_bytes, total_bytes, self._piece_bytes))
+
+    def _fill(self) -> None:
+        tile, buffer = self._tiles[self.rank], self._buffer
+        for start in range(0, buffer.size, TILE_NUMEL):
+            part = buffer[start : start + TILE_NUMEL]
+            part[:] = tile[: part.size]
+
+    # ------------------------------------------------------------------------------------------------------------- link
+
+    async def ping(self, *, name: str, count: int) -> Answer:
+        """Measure round trips between the two members. The first ones wake the processor and do not count."""
+        sockets = self._sockets[name]
+        sockets.ping(self.rank == 0, 50)
+        return {"seconds": sockets.ping(self.rank == 0, count)}
+
+    async def transfer(self, *, name: str, total_bytes: int, piece_bytes: int, both: bool) -> Answer:
+        """Measure the seconds of ``total_bytes`` from the first member to the second, or in ``both`` directions."""
+        if self._buffer.nbytes != 2 * piece_bytes:
+            self._buffer = np.zeros(2 * piece_bytes, np.uint8)
+        memory = self._buffer[:piece_bytes].data, self._buffer[piece_bytes:].data
+        send_bytes = total_bytes if both or self.rank == 0 else 0
+        receive_bytes = total_bytes if both or self.rank == 1 else 0
+        await self.session.barrier()
+        began = time.perf_counter()
+        self._sockets[name].exchange(Traffic(*memory, send_bytes, receive_bytes, piece_bytes))
+        return {"seconds": time.perf_counter() - began}
+
+    # ------------------------------------------------------------------------------------------------ other benchmarks
+
+    async def build(self, *, spec: str, threads: int, rivals: list[str], micro_batch_s: float = 0.0) -> Answer:
+        """Build the trainers of one profile; ``rivals``: also these. ``micro_batch_s``: see ``Training.build``."""
+        from p2ptrain.lab.bench.training import Training
+
+        self._training = await Training.build(
+            spec, self.session, threads=threads, gloo=self._gloo, rivals=rivals, micro_batch_s=micro_batch_s
+        )
+        return self._training.facts
+
+    async def train(self, *, contender: str, first: int, count: int) -> Answer:
+        assert self._training is not None
+        await self.session.barrier()
+        return await self._training.train(contender, first, count)
+
+    async def stage(self, *, part: str, **arguments: Any) -> Answer:
+        """Carry out the order ``part`` of the pipeline benchmark."""
+        from p2ptrain.lab.bench.pipeline import StageMember
+
+        self._stage = self._stage or StageMember(self.rank, self.size)
+        act: Callable[..., Awaitable[Answer]] = getattr(self._stage, part)
+        return await act(**arguments)
+
+    async def generate(self, *, part: str, **arguments: Any) -> Answer:
+        """Carry out the order ``part`` of the generation benchmark."""
+        from p2ptrain.lab.bench.generate import Side
+
+        act: Callable[..., Awaitable[Answer]] = getattr(Side(), part)
+        return await act(**arguments)
+
+
+def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The pattern of one rank, a function of the rank and type alone, shape (TILE_NUMEL,). It resembles gradients."""
+    generator = np.random.default_rng(rank)
+    if storage.kind in "iu" and dtype != "bfloat16":
+        return generator.integers(0, 8, TILE_NUMEL).astype(storage)  # sums of 16 such values fit into every type
+    values = generator.standard_normal(TILE_NUMEL, np.float32)
+    if dtype == "bfloat16":
+        return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return values.astype(storage)
+
+
+def _values(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return stored.astype(np.float64)

@@ -1,0 +1,201 @@
+"""Runs benchmarks: starts members as processes, sends all of them the same order at once, and samples contenders in
+turn.
+
+A member (``member``) reads one line of JSON per order from its standard input, and answers with one on its standard
+output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.local_cluster import Child
+from p2ptrain.cluster.stopping import stoppable, unless_stopped
+from p2ptrain.core.errors import DeadlineExceeded, JobFailed, ResourceError, UserError
+from p2ptrain.lab.bench.report import Case, Report
+from roles.gauges import free_memory_bytes
+
+ORDER_S = 60.0
+"""Time limit of an order, besides the time for its bytes: on a busy machine a process may wait for its turn."""
+MEMBER_BYTES, PLAIN_BYTES = 400 << 20, 80 << 20
+"""Resident memory of a member that has loaded torch, before it holds any tensor; and of one without torch."""
+
+Answer = dict[str, Any]
+Progress = Callable[[str], None]
+Sample = Callable[[str], Awaitable[float]]
+
+
+@dataclass(slots=True)
+class Bench:
+    """What every benchmark receives. ``root``: temporary directory of the run."""
+
+    console: Console
+    root: Path
+
+    def progress(self, text: str) -> None:
+        self.console.progress(text)
+
+    @asynccontextmanager
+    async def members(self, count: int, *, threads: int = 1) -> AsyncIterator[Members]:
+        """Start ``count`` members with ``threads`` CPU threads each; they end with the block.
+
+        Raises ``JobFailed``, ``DeadlineExceeded``, ``StorageError``.
+        """
+        self.progress(f"starting {count} members")
+        children: list[Child] = []
+        try:
+            for rank in range(count):
+                arguments = ["bench", "member", str(rank), str(count)]
+                name = f"member {rank}"
+                log = self.root / f"{name}-{len(os.listdir(self.root))}.log"
+                environment = _environment(threads)
+                children.append(await Child.start(name, arguments, log, listen=True, environment=environment))
+            yield Members(children)
+        finally:
+            for child in children:
+                child.ask_to_leave()
+            # A member has nothing to save, so it leaves at once.
+            await asyncio.gather(*(child.ended(0.4) for child in children))
+
+
+async def conduct(report: Report, work: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+    """Do the work, which fills the report. Raises ``P2PTrainError``.
+
+    After Ctrl+C ``report.complete`` is False. After a failure the run's directory is kept.
+    """
+    console, stop = stoppable()
+    bench = Bench(console, Path(tempfile.mkdtemp(prefix="p2ptrain-bench-")))
+    report.complete = False
+
+    async def all_of_it() -> bool:
+        await work(bench)
+        return True
+
+    try:
+        report.complete = bool(await unless_stopped(stop, all_of_it()))
+    finally:
+        console.finish()
+    await asyncio.to_thread(shutil.rmtree, bench.root, ignore_errors=True)
+
+
+class Members:
+    """All member processes of one benchmark."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        self._children = children
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    async def all(
+        self, do: str, *, each: Sequence[dict[str, Any]] | None = None, seconds: float = 0.0, **arguments: Any
+    ) -> list[Answer]:
+        """Send all members an order with ``arguments``; return their answers.
+
+        Args:
+            each: further arguments of each member.
+            seconds: expected time of the order.
+
+        Raises:
+            JobFailed: a member failed or is gone.
+            DeadlineExceeded: a member did not answer.
+        """
+        orders = [{"do": do, **arguments, **(each[rank] if each else {})} for rank in range(len(self))]
+        limit_s = ORDER_S + 20 * seconds
+        try:
+            async with asyncio.timeout(limit_s):
+                return list(await asyncio.gather(*(self._ask(rank, order) for rank, order in enumerate(orders))))
+        except TimeoutError:
+            raise DeadlineExceeded(f"the members did not {do} within {limit_s:.0f} s") from None
+
+    async def _ask(self, rank: int, order: dict[str, Any]) -> Answer:
+        child = self._children[rank]
+        assert child.process.stdin is not None
+        assert child.process.stdout is not None
+        try:
+            child.process.stdin.write(json.dumps(order).encode() + b"\n")
+            await child.process.stdin.drain()
+            line = await child.process.stdout.readline()
+        except (BrokenPipeError, ConnectionResetError):
+            line = b""
+        if not line:
+            await child.ended(1.0)
+            raise child.failed()
+        answer: Answer = json.loads(line)
+        if "failed" in answer:
+            raise JobFailed(f"{child.name}: {answer['failed']}", remedy=answer["remedy"])
+        return answer
+
+
+def _environment(threads: int) -> dict[str, str]:
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    loopback = next((name for name in names if name.startswith("lo")), "")
+    chosen = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    if loopback:  # Gloo's default is the interface of the host's name
+        chosen["GLOO_SOCKET_IFNAME"] = loopback
+    return os.environ | chosen
+
+
+async def interleave(
+    report: Report, case: Case, sample: Sample, *, rounds: int, budget_s: float, progress: Progress
+) -> None:
+    """Sample all contenders in rounds. Each round begins with another contender; the first round does not count.
+
+    Args:
+        rounds: 0: as many as fit into the budget, from 5 to 60.
+    """
+    names = list(case.contenders)
+    began = time.monotonic()
+    for name in names:
+        await sample(name)
+    round_s = time.monotonic() - began
+    rounds = rounds or max(5, min(60, int(budget_s / max(round_s, 1e-9)) - 1))
+    report.cases.append(case)
+    for number in range(rounds):
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            case.contenders[name].seconds.append(await sample(name))
+        first = case.contenders[names[0]]
+        rate = report.rate(case.amount / first.median_s)
+        progress(f"{case.label}: round {number + 1} of {rounds}, {first.title} {rate} {report.unit}/s")
+
+
+# ------------------------------------------------------------------------------------------ checks of the options
+
+
+def numbers_of(text: str, option: str, most: float) -> list[float]:
+    """Read a list of numbers from 0 to ``most``, with commas between; sorted, each once. Raises ``UserError``."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    form = re.compile(r"\d{0,4}\.?\d{1,4}", re.ASCII)
+    if not parts or not all(form.fullmatch(part) and float(part) <= most for part in parts):
+        raise UserError(f"{option} {text!r} is not a list of numbers, 0 to {most:g}", remedy=f"such as {option} 0,.5")
+    return sorted({float(part) for part in parts})
+
+
+def check_fits(what: str, need_bytes: int) -> None:
+    """Raises ``ResourceError`` if so much memory is not free."""
+    available_bytes = free_memory_bytes("cpu")
+    if need_bytes > available_bytes:
+        raise ResourceError(
+            f"{what} need {need_bytes / 2**30:.1f} GiB, {available_bytes / 2**30:.1f} GiB are free",
+            remedy="choose smaller numbers: see --help",
+        )
+
+
+def repeats_for(operation_s: float) -> int:
+    """Repetitions of an operation in a sample of at least 5 ms: the clock and the barrier cost some µs."""
+    return max(1, min(32, math.ceil(0.005 / max(operation_s, 1e-9))))

@@ -1,0 +1,241 @@
+"""The runs of an experiment, one after another: each job is created, followed to its end, and measured, over a seed's
+requests.
+
+What the program does about a job is a result: a refusal, too little memory, a loss that is not finite, a time limit.
+The end of the seed and workers that do not come are errors, and the next start repeats the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from statistics import mean, median
+
+import numpy as np
+
+from p2ptrain.core.errors import P2PTrainError, Refused, UserError
+from p2ptrain.lab.experiments.grid import Plan, Run
+from p2ptrain.lab.experiments.results import ALONE, DONE, Result, Results, Row, bytes_to, time_to
+from wire.client import SeedClient
+from wire.records import ABSENT_STATES, FINISHED_STATES, EventInfo, JobInfo, MetricRow, PeerInfo
+from wire.schema import Record
+
+START_S = 600.0
+"""How long the workers of a job may take until they are ready."""
+SETTLE_S = 15.0
+"""How long a job may take to be cancelled, and its workers to report the bytes of its last steps."""
+RECOVERIES = 256
+
+Show = Callable[[str], None]
+Execute = Callable[[Run, Show], Awaitable[Result]]
+"""Carries out a run. Its errors end the experiment."""
+
+
+async def carry_out(
+    results: Results,
+    execute: Execute,
+    on_progress: Callable[[str, float | None], object],
+    on_row: Callable[[Run, Row], None],
+) -> None:
+    """Carry out the runs that have no result yet. Raises what ``execute`` raises, and ``StorageError``.
+
+    ``on_progress``: called with what happens, and the seconds that are left; None before a run has ended.
+    """
+    missing, total, began = results.missing(), len(results.plan.runs), time.monotonic()
+    for done, run in enumerate(missing):
+        left = len(missing) - done
+        left_s = (time.monotonic() - began) / done * left if done else None
+        about = f"run {total - left + 1} of {total}: {run}, repeat {run.repeat}"
+
+        def show(text: str, about: str = about, left_s: float | None = left_s) -> None:
+            on_progress(f"{about}: {text}", left_s)
+
+        show("begins")
+        on_row(run, results.add(run, await execute(run, show)))
+
+
+async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Result:
+    """Run a job and measure it. ``client``: not subscribed yet.
+
+    Raises:
+        NetworkError: the seed is lost.
+        UserError: its workers did not become ready.
+    """
+    name = f"{plan.grid.name}-{run.id}"
+    for job in await client.jobs():
+        if job.name == name and job.state not in FINISHED_STATES:  # of a run that was interrupted
+            await client.tell_job(job.id, "cancel")
+    followed = _Followed(client, run, show)
+    for peer in await client.peers():
+        followed.take(peer)
+    try:
+        followed.job = await client.create_job(name, "experiment", run.profile.to_spec())
+    except Refused as refusal:
+        return Result("refused", refusal.message)
+    await followed.until(_WAITING, None)
+    has_begun = await followed.until(_BEGUN, START_S)
+    in_time = has_begun and await followed.until(_OVER, plan.limit_s)
+    late = f"it was {followed.state}"
+    with suppress(Refused):  # it has ended
+        await client.tell_job(followed.job, "cancel")
+    if not has_begun:
+        text = f"{run}: its job did not begin within {START_S:g} s: {late}"
+        raise UserError(text, remedy="start the workers that are missing, and then the experiment again")
+    await followed.until(_SETTLED, SETTLE_S)
+    info, _ = await client.job(followed.job)
+    rows = [row async for row in client.all_metrics(info.id)]
+    recoveries = len(await client.recoveries(info.id, RECOVERIES))
+    for saved in await client.checkpoints(info.id):
+        with suppress(P2PTrainError):  # a result needs none
+            await client.delete_checkpoint(saved.id)
+    began = rows[0].wall if rows and info.started_at is None else info.started_at or 0.0
+    steps = [row.step for row in rows]
+    times_s = [round(max(row.wall - began, 0.0), 3) for row in rows]
+    batch = run.profile.batch
+    step_tokens = batch.micro_batches * batch.micro_batch_sequences * run.profile.data.sequence_tokens
+    tokens = [step * step_tokens for step in steps]
+    # Between two reports of a worker, which are half a second or more apart, its bytes grow evenly.
+    reports = followed.sent_bytes
+    sent_bytes = [round(total) for total in np.interp(steps, list(reports), list(reports.values()))]
+    losses, val_losses = [row.loss for row in rows], [row.val_loss for row in rows]
+    known, val_known = ([loss for loss in it if loss is not None] for it in (losses, val_losses))
+    steps_ms = [row.step_ms for row in rows if row.step_ms]
+    computed_ms = [row.compute_ms for row in rows if row.compute_ms]
+    members = [row.members for row in rows if row.members]
+    figures = {
+        "duration_s": max(times_s, default=0.0),
+        "steps": max(steps, default=0),
+        "tokens": max(tokens, default=0),
+        "tokens_per_s": round(tokens[-1] / times_s[-1], 1) if rows and times_s[-1] else None,
+        "step_ms": round(median(steps_ms), 2) if steps_ms else None,
+        "compute_ms": round(median(computed_ms), 2) if computed_ms else None,
+        "sent_bytes": max(followed.sent_bytes.values()),
+        "loss": known[-1] if known else None,
+        "best_loss": min(known, default=None),
+        "val_loss": val_known[-1] if val_known else None,
+        "best_val_loss": min(val_known, default=None),
+        "memory_bytes": followed.memory_bytes or None,
+        "members_mean": round(mean(members), 3) if members else None,
+        "members_min": min(members, default=None),
+        "generation_changes": max(len({row.generation for row in rows}) - 1, 0),
+        "recoveries": recoveries,
+        "rejected": sum(followed.refused.values()) + sum(score.excluded for score in info.scores),
+        "epsilon": info.epsilon,
+    }
+    for target in plan.grid.loss_targets:
+        known_at = zip(times_s, sent_bytes, val_losses, strict=True)
+        reached = ((at_s, sent) for at_s, sent, loss in known_at if loss is not None and loss <= target)
+        figures[time_to(target)], figures[bytes_to(target)] = next(reached, (None, None))
+    curve = list(zip(steps, times_s, tokens, sent_bytes, losses, val_losses, strict=True))
+    if info.state == "done":
+        away = members_away(members, run.machine.workers)
+        state = ALONE if away and min(members) == 1 else DONE
+        return Result(state, "; ".join(filter(None, (away, info.reason))), figures, curve)
+    if not in_time:
+        return Result("time-limit", f"{late} after {plan.limit_s:g} s", figures, curve)
+    reason = followed.trouble or info.reason or info.state
+    return Result(failure(reason), reason, figures, curve)
+
+
+def members_away(members: Sequence[int], workers: int) -> str:
+    """Say in how many steps members were away; empty: in none. ``members``: of each step."""
+    away = [count for count in members if count < workers]
+    if not away:
+        return ""
+    return f"{len(away)} of {len(members)} steps had fewer than {workers} workers, {min(away)} at the least"
+
+
+def failure(reason: str) -> str:
+    """The state of a run that ended with this error."""
+    lower = reason.lower()
+    if "memory" in lower or "killed by sigkill" in lower:
+        return "out-of-memory"
+    return "diverged" if "not finite" in lower else "failed"
+
+
+_QUEUED, _WAITING, _BEGUN, _OVER, _SETTLED = range(5)
+"""Phases of a job: behind another job; for workers; it had a view; no step is to come; all bytes are reported."""
+
+
+class _Followed:
+    """What the seed said of a job and its workers.
+
+    Attributes:
+        trouble: why a worker cannot go on; empty: all can. state: of the job, and why.
+        memory_bytes: most of a worker. refused: gradients, by worker.
+        sent_bytes: step → what all workers had sent by their last reports when it was the newest step.
+    """
+
+    def __init__(self, client: SeedClient, run: Run, show: Show) -> None:
+        self.job, self.trouble, self.state = "", "", "waiting"
+        self.memory_bytes, self.refused, self.sent_bytes = 0, dict[str, int](), {0: 0}
+        self._client, self._run, self._show = client, run, show
+        self._info: JobInfo | None = None
+        self._step, self._states, self._sent_by, self._unsaved = 0, dict[str, str](), dict[str, int](), dict[str, str]()
+        self._ours, self._active = set[str](), set[str]()  # the job's workers; those that were seen at work
+
+    @property
+    def phase(self) -> int:
+        info = self._info
+        if info is None or info.state == "queued":
+            return _QUEUED
+        if info.state in FINISHED_STATES:
+            # Each was idle before, too: so it must have been seen at work, or have sent something, unless it was alone.
+            told = self._active >= self._ours or len(self._ours) == 1 or not info.step
+            states = {self._states[peer] for peer in self._ours if peer in self._states}
+            return _SETTLED if told and states <= {"idle", *ABSENT_STATES} else _OVER
+        return _OVER if self.trouble else _WAITING if info.started_at is None else _BEGUN
+
+    async def until(self, phase: int, seconds: float | None) -> bool:
+        """Wait for a phase or a later one, so long at most; return whether it came. Raises ``NetworkError``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                if self.phase < phase:
+                    async for records in self._client.news():
+                        for record in records:
+                            self.take(record)
+                        if self.phase >= phase:
+                            break
+        return self.phase >= phase
+
+    def take(self, item: Record) -> None:
+        match item:
+            case JobInfo() if item.id == self.job:
+                self._info = item
+                self._ours.update(item.members)
+                self.state = f"{item.state}{': ' * bool(item.reason)}{item.reason}"
+                if not item.step:
+                    self._show(self.state)
+            case MetricRow() if item.job == self.job:
+                self._step = max(self._step, item.step)
+                loss = "" if item.loss is None else f"  loss {item.loss:.3f}"
+                self._show(f"step {item.step}/{self._run.profile.job.steps}{loss}")
+            case EventInfo() if item.job == self.job and item.kind == "member-failed":
+                self.trouble = self.trouble or item.text
+            case EventInfo() if item.job == self.job and item.kind == "checkpoint-failed":
+                self._unsaved[item.peer] = item.text
+            case PeerInfo():
+                self._take_peer(item)
+        if self._info is not None and self._info.state == "saving":
+            there = [peer for peer in self._ours if self._states.get(peer) not in ABSENT_STATES]
+            if there and all(f"step {self._info.step}:" in self._unsaved.get(peer, "") for peer in there):
+                self.trouble = self.trouble or self._unsaved[there[0]]  # each has tried to save the result
+
+    def _take_peer(self, peer: PeerInfo) -> None:
+        self._states[peer.id] = peer.state
+        if self.job and peer.job == self.job:
+            self._ours.add(peer.id)
+        if peer.state in ABSENT_STATES:  # it says nothing now
+            return
+        known, self._sent_by[peer.id] = self._sent_by.get(peer.id, 0), peer.sent_bytes
+        if peer.id not in self._ours:
+            return
+        self.memory_bytes = max(self.memory_bytes, peer.memory_bytes)
+        self.refused[peer.id] = max(self.refused.get(peer.id, 0), peer.refused)
+        more = peer.sent_bytes - known if peer.sent_bytes >= known else peer.sent_bytes  # a new process
+        if more:
+            self.sent_bytes[self._step] = max(self.sent_bytes.values()) + more
+        if more or peer.state != "idle":
+            self._active.add(peer.id)

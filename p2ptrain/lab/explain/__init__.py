@@ -1,0 +1,1 @@
+"""Predicts what training costs here. ``measuring`` trains some steps, ``predictions`` computes the rest from them."""

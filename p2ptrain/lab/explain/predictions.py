@@ -1,0 +1,220 @@
+"""What a step costs in each way to train (``ring.prediction``), from measurements on this machine."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from configs.loader import load
+from p2ptrain.cluster import local_cluster
+from p2ptrain.compute.gradients import bucket_bounds
+from p2ptrain.core.errors import P2PTrainError, UserError
+from p2ptrain.core.texts import human_duration
+from p2ptrain.lab.explain.measuring import PASSES, measure
+from ring.codecs import CODECS
+from ring.codecs.choice import STATED_ERROR
+from ring.order import LinkQuality, RingOptions
+from ring.prediction import EXACT, Calibration, Cluster, Prediction, Way, fitted, predict, quality_of
+from ring.training_costs import CandidateWorker, ModelShape
+from wire.emulate import preset_named
+from wire.records import ABSENT_STATES, LinkInfo, PeerInfo
+
+if TYPE_CHECKING:
+    from configs.schema import Profile
+
+MOST_AT_ONCE = 4
+"""Workers that are measured at once. More of them share the cores in proportion."""
+STRATEGIES = ("sync", "sharded", "pipeline", "server", "local", "federated")
+"""In the order of preference."""
+LOCAL = ("local", "federated")
+MOST_WAITING, MOST_INNER = 0.1, 512
+"""Share of a step that ``local`` waits for the network at most, if the profile does not say how many inner steps; and
+how many of these a worker makes at most."""
+
+
+async def calibrate(
+    profile: Profile, shape: ModelShape, where: int | Cluster, strategies: Sequence[str], link: str, *, quiet: bool
+) -> tuple[dict[str, Calibration], Cluster] | None:
+    """Measure the strategies here; return each one's calibration, and the cluster. None after Ctrl+C.
+
+    Args:
+        shape: of the profile's model.
+        where: so many workers of this machine; or a cluster.
+        link: preset of the emulated link between workers of this machine; empty: the loopback.
+    """
+    if link:
+        preset_named(link)
+    count = min(where, MOST_AT_ONCE) if isinstance(where, int) else min(2, os.cpu_count() or 1)
+    found = await measure(profile, count, list(map(_measured_as, strategies)), quiet=quiet)
+    if found is None:
+        return None
+    flops = statistics.median(peer.flops for peer in found.workers)
+    loopback = typical_link(found.links)
+    unlimited = equal_members(count, 0, flops, "", loopback)
+    known, calibrations = Calibration(0.0, 0.0, flops), dict[str, Calibration]()
+    for strategy, (short, figures) in found.jobs.items():
+        way, step_s = way_of(short, shape, count), figures["step_ms"] / 1e3
+        if strategy == "sync":
+            known = replace(known, micro_batch_s=figures["compute_ms"] / 1e3 / PASSES)
+            before = predict(way, unlimited, known)
+            # What a worker held was a whole model, and no copy of it for a checkpoint.
+            base_bytes = max(int(figures["memory_bytes"]) - before.memory_bytes + 3 * way.trained_bytes, 0)
+            known = replace(known, update_s=max(step_s - before.step_s, 0.0), base_bytes=base_bytes)
+        calibrations[strategy] = fitted(way, unlimited, known, step_s)
+    if not isinstance(where, int):
+        return calibrations, where
+    memory_bytes = local_cluster.part_bytes(profile.device.kind) // where
+    return calibrations, equal_members(where, memory_bytes, flops, link, loopback, flops * count)
+
+
+def typical_link(links: Sequence[LinkInfo]) -> LinkQuality | None:
+    """A link with the medians; None if there is none."""
+    rates = [link.bandwidth_bps for link in links if link.bandwidth_bps]
+    latencies = [link.latency_s for link in links]
+    return LinkQuality(statistics.median(latencies), statistics.median(rates) if rates else None) if links else None
+
+
+def equal_members(
+    workers: int,
+    memory_bytes: int,
+    flops: float = 0.0,
+    link: str = "",
+    loopback: LinkQuality | None = None,
+    host_flops: float = 0.0,
+) -> Cluster:
+    """Equal workers of this machine, over an emulated link, or over the loopback."""
+    there = [
+        CandidateWorker(f"worker-{number:02}", f"worker-{number}", memory_bytes, flops, True, "here", host_flops)
+        for number in range(1, workers + 1)
+    ]
+    preset = preset_named(link) if link else None
+    way = quality_of(preset) if preset else loopback
+    pairs = [(one.id, other.id) for one in there for other in there if one is not other]
+    links = dict.fromkeys(pairs, way) if way else {}
+    return Cluster(tuple(there), links, emulated=True, burst_bytes=preset.burst_bytes if preset else 0)
+
+
+def cluster_of(peers: Sequence[PeerInfo], links: Sequence[LinkInfo], among: Sequence[str] | None = None) -> Cluster:
+    """The workers that are connected to a seed; only those ``among`` a job's members. Raises ``UserError``."""
+    peers = [peer for peer in peers if peer.roles == ["worker"]]
+    there = [peer for peer in peers if peer.state not in ABSENT_STATES and (among is None or peer.id in among)]
+    if not any(peer.flops for peer in there):
+        text = "no worker is connected to the seed, or none has measured its speed"
+        do = "start some: p2ptrain join; or predict without them: p2ptrain explain --workers N, or --cluster FILE"
+        raise UserError(text, remedy=do)
+    typical = statistics.median(peer.flops for peer in there if peer.flops)
+    members = []
+    for peer in there:
+        flops, on_host = peer.flops or typical, not peer.device.startswith(("cuda", "mps"))
+        most = flops * peer.cores / (peer.threads or peer.cores or 1) if on_host else 0.0
+        host = peer.address.rpartition(":")[0]
+        members.append(CandidateWorker(peer.id, peer.name, peer.part_bytes, flops, on_host, host, most))
+    known = {(way.source, way.target): LinkQuality(way.latency_s, way.bandwidth_bps) for way in links}
+    return Cluster(tuple(members), known)
+
+
+def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence[str] = ()) -> Way:
+    """The profile's way to train with so many workers."""
+    from roles.strategies.federated import slots
+    from roles.training_shape import of_profile
+
+    job, ring, gathers = profile.job, profile.ring, bool(profile.robust.rule)
+    training = of_profile(profile, shape)
+    # Workers form as many replicas as possible.
+    training = replace(training, replicas=max(min(workers // training.stages, training.micro_batches), 1))
+    widened = (2 if job.exact or profile.federated.secure else 1) * max(slots(profile), 1)
+    fragments = profile.local.fragments if job.strategy == "local" else 1
+    numel = int(training.trained * training.sizes.weights_bytes(0, training.layers)) // 4 // fragments
+    return Way(
+        job.strategy,
+        training,
+        "fp32" if ring.codec == "auto" else ring.codec,
+        RingOptions(ring.order, ring.streams, ring.sub_chunk_bytes),
+        tuple(settings),
+        buckets=1 if gathers else len(bucket_bounds(numel, 4 * widened, ring.bucket_bytes)),
+        vectors=(profile.server.buffer if job.strategy == "server" else workers) if gathers else 0,
+        widened=widened,
+        fragments=fragments,
+        overlap=job.strategy == "local" and profile.local.overlap,
+        buffer=profile.server.buffer,
+        moments=job.strategy != "server" or profile.server.optimizer == "adamw",
+        accumulate=profile.sharded.accumulate,
+        layers_kept=not profile.device.gradient_checkpointing,
+    )
+
+
+def all_ways(
+    name: str,
+    sets: Sequence[str],
+    own: Profile,
+    cluster: Cluster,
+    measured: dict[str, Calibration],
+    shape_of: Callable[[Profile], ModelShape],
+) -> tuple[list[Prediction], dict[str, str]]:
+    """Every strategy with every codec that differs from the one before, in the order of preference; and why other
+    strategies are impossible. ``shape_of``: of the model of a profile."""
+    workers, refused = len(cluster.members), dict.fromkeys(("sharded", "pipeline"), "it needs 2 workers")
+    refused["federated"] = "it needs data.private = true"
+    found: list[Prediction] = []
+    for strategy, codec in product(STRATEGIES, CODECS):
+        best: Prediction | None = None
+        for more in _variants(strategy, own, workers):
+            settings = [*more, *[f"ring.codec={codec}"] * (codec != own.ring.codec)]
+            try:
+                tried = load(name, os.environ, [*sets, f"job.workers={workers}", *settings]).profile.alone()
+                best = predict_calibrated(way_of(tried, shape_of(tried), workers, settings), cluster, measured)
+            except P2PTrainError as problem:
+                refused[strategy] = problem.message
+                continue
+            if strategy not in LOCAL or best.exposed_s <= MOST_WAITING * best.compute_s:
+                break
+        if best and (strategy, best.step_s) not in [(one.way.strategy, one.step_s) for one in found[-1:]]:
+            found.append(best)
+    possible = {one.way.strategy for one in found}
+    return found, {strategy: why for strategy, why in refused.items() if strategy not in possible}
+
+
+def predict_calibrated(way: Way, cluster: Cluster, measured: dict[str, Calibration]) -> Prediction:
+    """A strategy that could not be measured counts as ``sync``. Raises as ``predict``."""
+    return predict(way, cluster, measured.get(_measured_as(way.strategy), measured["sync"]))
+
+
+def _measured_as(strategy: str) -> str:
+    """The strategy that is measured in its place."""
+    return "local" if strategy == "federated" else strategy
+
+
+def _variants(strategy: str, own: Profile, workers: int) -> Iterator[list[str]]:
+    """Settings that choose a strategy, of which the first that will do is taken: the fewest parts, or the fewest inner
+    steps."""
+    if strategy == own.job.strategy:
+        yield []
+        return
+    chosen = [f"job.strategy={strategy}"] + ["pipeline.stages=0"] * (own.pipeline.stages > 0 and strategy != "pipeline")
+    if strategy in ("pipeline", "sharded"):
+        key = "pipeline.stages" if strategy == "pipeline" else "sharded.shards"
+        yield from ([*chosen, f"{key}={parts}"] for parts in range(2, workers + 1) if not workers % parts)
+    elif strategy in LOCAL and (strategy == "local" or own.data.private):
+        first = own.batch.micro_batches
+        numbers = [first << times for times in range(20) if not times or first << times <= MOST_INNER * workers]
+        yield from ([*chosen, *[f"batch.micro_batches={number}"] * (number != first)] for number in numbers)
+    elif strategy != "federated":
+        yield chosen
+
+
+def reasons_for(best: Prediction) -> list[str]:
+    """Why this way is recommended, and what it costs, in sentences."""
+    strategy, codec, waits = best.way.strategy, best.way.codec, 100 * best.exposed_s / best.step_s
+    bounds = "the links bound it" if best.bound == "link" else "computing bounds it"
+    cost = "staleness, so the same tokens may teach less" if strategy not in EXACT else "learns as one worker would"
+    loss = f"; {codec} errs by up to {100 * STATED_ERROR[codec]:.2g} % in an exchange" if codec != "fp32" else ""
+    speed = f"{human_duration(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s"
+    return [
+        f"recommended: {strategy} with {codec}: {speed}",
+        f"why: a step waits {waits:.0f} % of its time for the network, so {bounds}",
+        f"cost: {cost}{loss}",
+    ]

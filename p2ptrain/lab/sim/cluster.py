@@ -1,0 +1,345 @@
+"""A cluster of simulated machines: the real seed, the real workers, a person, and what faults can do to them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+from configs.schema import Profile
+from p2ptrain.core.errors import NetworkError, P2PTrainError, StorageError
+from p2ptrain.core.footprint import ModelSizes
+from p2ptrain.core.world import LoopClock, World
+from p2ptrain.lab.attacker import attacking
+from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.lab.sim.machine import ATTACKER, PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
+from p2ptrain.lab.sim.observer import Observer
+from ring.training_costs import ModelShape
+from ring.transaction import Phase
+from roles.engine import WHOLE, Engine, Stage
+from roles.identity import claim
+from roles.member import MemberOptions
+from roles.seed import ledger
+from roles.seed.run import COPY_NAME, keep_copy, restore, run_seed
+from roles.strategies.pipeline import strategy_of
+from roles.strategies.staged import StagedStrategy
+from roles.worker.worker import Worker
+from wire.client import SeedClient
+from wire.messages import Scalar
+
+SEED, PERSON, LISTEN = "seed", "person", "127.0.0.1"
+SEED_PORT = 7700
+STATE, BACKUP = Path("/state"), Path("/backup")
+SHAPE = ModelShape.of(ModelSizes((1 << 20,) * 4, (0,) * 4, 1 << 20, 1 << 20), 64, 64, 64)
+"""Shape of the split model, as the creator of the job reports it."""
+AGAIN_S = 3.0  # delay before a person restarts a program that ended with an error
+
+
+class SimClock(LoopClock):
+    """The loop's virtual time. The wall clock starts at a fixed date."""
+
+    def wall(self) -> float:
+        return 1_700_000_000.0 + self.now()
+
+
+class Machine:
+    """A computer with a disk. At most one program of the cluster runs on it at a time.
+
+    Attributes:
+        call_s: mean virtual time of one call on its threads.
+        announced: step → digest of the newest checkpoint that its worker reported, since its last restore.
+        wholes: the same for checkpoints with all parts of a split model.
+        flips: byte of the reduce buffer in which the next reduction flips a bit; 0: none.
+        misbehaves: one of ``faults.MISBEHAVIOURS``, now; empty: it does not.
+        lies: number of steps to come with a contribution of the kind ``lie``.
+        false_tokens: number of tokens to come with the figures ``falsely``.
+    """
+
+    def __init__(self, simulation: Simulation, host: str, call_s: float) -> None:
+        self.host, self.call_s = host, call_s
+        self._simulation = simulation
+        self.disk = self._new_disk()
+        self.process = Process(host)
+        self.process.alive = False
+        self.task: asyncio.Task[None] | None = None
+        self.stop = asyncio.Event()
+        self.engine: SimEngine | None = None
+        self.worker: Worker | None = None
+        self.announced: dict[int, str] = {}
+        self.wholes: dict[int, str] = {}
+        self.flips = self.lies = 0
+        self.misbehaves = ""
+        self._lied = False  # it lied and will lie again
+        self.lie = ""
+        self.false_tokens = 0
+        self.falsely: dict[str, Any] = {}
+
+    @property
+    def up(self) -> bool:
+        return self.process.alive
+
+    @property
+    def phase(self) -> Phase | None:
+        runner = self.worker._runner if self.worker is not None else None
+        return runner.core.phase if runner is not None and self.up else None
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has committed a step of its view, which is not the job's last, and others hold the same part."""
+        core = self.worker._runner.core if self.worker is not None and self.worker._runner is not None else None
+        if not self.up or core is None or core.view is None or core.view.replicas == 1:
+            return False
+        return core.view.step < core.applied < core.steps_total
+
+    @property
+    def linked(self) -> bool:
+        return self.worker is not None and self.worker._link.up
+
+    @property
+    def following(self) -> bool:
+        """Whether its worker follows a ring that it is not in, or heals for that."""
+        runner = self.worker._runner if self.worker is not None else None
+        return runner is not None and runner.follower.active
+
+    @property
+    def stage(self) -> int:
+        return self.engine.stage.index if self.engine is not None else 0
+
+    @property
+    def left(self) -> str:
+        view = self.worker._runner.core.view if self.worker is not None and self.worker._runner is not None else None
+        rank = next((rank for rank, one in enumerate(view.members) if one.name == self.host), 0) if view else 0
+        return view.left_of(rank).name if view else ""
+
+    def start(self) -> None:
+        self.process, self.stop = Process(self.host), asyncio.Event()
+        self.worker = self.engine = None
+        main = self._seed() if self.host == SEED else self._worker()
+        self.task = self._simulation.loop.start(self.process, main)
+        self.task.add_done_callback(self._ended)
+
+    def kill(self) -> None:
+        """End the process as by SIGKILL: the kernel resets every connection."""
+        process = self.process
+        if process.alive:
+            self._simulation.loop.kill(process)
+            self._simulation.network.crash(self.host)
+            self._simulation.observer.kept = (0, set())
+            self.worker = self.engine = None
+
+    def power_cut(self) -> None:
+        self.kill()
+        self.disk.power_cut()
+
+    def lose_disk(self) -> None:
+        self.kill()
+        self.disk.close()
+        self.disk = self._new_disk()
+        self.announced, self.wholes = {}, {}
+        self._simulation.observer.forget(self.host)
+
+    def restore(self, copy: bytes) -> None:
+        self.lose_disk()
+        keep_copy(self.disk.seen_by(Process(self.host)), BACKUP, copy)
+        self._simulation.observer.restored([machine.host for machine in self._simulation.live if machine.left])
+        self.start()
+
+    def _new_disk(self) -> MachineDisk:
+        disk = MachineDisk(random.Random(self._simulation.random.getrandbits(64)))  # noqa: S311
+        disk.killed = self.kill
+        return disk
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        problem = None if task.cancelled() else task.exception()
+        if self.process.alive and task is self.task:
+            self.process.alive = False
+            self._simulation.network.crash(self.host)
+            if problem is not None:
+                self._simulation.unexpected(self, problem)
+
+    def _world(self) -> World:
+        simulation, process = self._simulation, self.process
+        rng = random.Random(simulation.random.getrandbits(64))  # noqa: S311
+        return World(
+            SimClock(),
+            simulation.network.at(self.host),
+            self.disk.seen_by(process),
+            rng,
+            SimThreads(process, rng, self.call_s),
+            rng.randbytes,
+        )
+
+    async def _worker(self) -> None:
+        simulation, joined = self._simulation, False
+
+        def notify(level: str, kind: str, text: str) -> None:
+            nonlocal joined
+            joined = joined or kind == "joined"
+            simulation.told(self, level, kind, text)
+
+        world = self._world()
+        identity = claim(world.disk, STATE, role="worker", slot=1, name=self.host)
+        while not self.stop.is_set():
+            self.worker = Worker(
+                world,
+                identity,
+                MemberOptions("worker", (SEED, SEED_PORT), (LISTEN, 0), ("", 0), simulation.said),
+                build_engine=self._build,
+                build_part=self._build,
+                strategies=lambda profile: StagedStrategy if profile.stages > 1 else strategy_of(profile),
+                warm_up=lambda: None,
+                notify=notify,
+                on_step=lambda applied, total, values: None,
+            )
+            try:
+                await self.worker.run(self.stop)
+            except P2PTrainError as problem:
+                if joined:
+                    raise
+                simulation.told(self, "error", "not-joined", problem.message)
+                await asyncio.sleep(AGAIN_S)
+        identity.release()
+
+    def _build(self, profile: Profile, stage: Stage = WHOLE) -> Engine:
+        if stage.split:
+            self._simulation.observer.cut(self.host, tuple(profile.pipeline.cuts))
+        self.engine = engine = SimEngine(profile, self.disk.seen_by(self.process), self._spoil, stage)
+        if profile.job.strategy == "federated":
+            engine.windows = 1000 * int(self.host[1:])
+        attack = "sign-flip" if self.host == ATTACKER and profile.robust.rule not in ("", "mean") else ""
+        return attacking(engine, attack, micro_batches=profile.batch.micro_batches, seed=0)
+
+    def _spoil(self, buffer: Buffer) -> None:
+        """Spoil the next ``lies`` contributions. A lone member stops before its third lie: the job would rightly fail,
+        because it cannot tell that member from bad data."""
+        if self.lies:
+            self.lies -= 1
+            if not self.lies and self._lied and self._simulation.observer.alone(self.host):
+                return
+            self._lied = self.lies > 0
+            huge = 1 << 40 if buffer.dtype.kind == "i" else 1e12
+            if self.lie == "huge":
+                buffer[:] = huge
+                # A huge value is accepted while the others have seen too few steps, or were told to accept it.
+                self._simulation.observer.believed_a_liar = True
+            elif buffer.dtype.kind == "f":
+                buffer[7] = float("nan")
+
+    async def _seed(self) -> None:
+        while not self.stop.is_set():
+            try:
+                world = self._world()
+                if COPY_NAME in world.disk.list_dir(BACKUP) and STATE / "seed.sqlite3" not in self.disk.databases:
+                    restore(world.disk, BACKUP, STATE)
+                await run_seed(
+                    world,
+                    state_dir=STATE,
+                    backup_dir=BACKUP,
+                    host=LISTEN,
+                    port=SEED_PORT,
+                    name=SEED,
+                    on_ready=lambda address: None,
+                    stop=self.stop,
+                )
+            except StorageError as problem:
+                self._simulation.told(self, "error", "seed-ended", problem.message)
+                await asyncio.sleep(AGAIN_S)
+
+
+class Simulation:
+    """The machines, the network between them, and the person who owns the job."""
+
+    def __init__(
+        self, loop: SimLoop, profile: Profile, expected: list[Any], number: int, *, peers: int, verbose: bool
+    ) -> None:
+        self.loop, self.profile, self.number = loop, profile, number
+        self.random = random.Random(number)  # noqa: S311 - a replay must be possible
+        self._network_conditions = random.Random(number + 1)  # noqa: S311
+        self._latency_s = self._network_conditions.choice((0.0003, 0.003, 0.03))
+        self.slow: dict[frozenset[str], float] = {}
+        self.network = MemoryNetwork(delay_s=self._delay_s)
+        server = (profile.server.buffer, profile.server.bound) if profile.job.strategy == "server" else None
+        self.observer = Observer(loop.time, expected, profile.stages, server)
+        self.observer.here = lambda: [machine for machine in self.live if machine.linked]
+        self.job_changed = asyncio.Event()
+        self.machines: dict[str, Machine] = {}
+        self.seed = Machine(self, SEED, 0.002)
+        self.machines[SEED] = self.seed
+        for index in range(1, peers + 1):
+            host = f"w{index}"
+            self.machines[host] = Machine(self, host, 0.01 * self.random.choice((1, 1, 1, 2, 5)))
+        self._verbose = verbose
+        # Every fourth split model has known sizes and memory limits: the seed has its links measured, and cuts it by
+        # them.
+        self._is_placed = profile.stages > 1 and number % 4 == 1
+        self.said: dict[str, Scalar] = {"parts_memory_bytes": (1 << 40)} if self._is_placed else {}
+        self.copies: list[tuple[int, bytes]] = []  # backup copies of the seed, each with the newest generation then
+        self.job = ""
+        self.complaints: list[str] = []
+
+    @property
+    def least(self) -> int:
+        """Workers without which the job may not end. In a split model each may have the only checkpoints of a part."""
+        needed = (
+            max(self.profile.job.workers, self.profile.robust.least) if self.profile.stages == 1 else len(self.workers)
+        )
+        return min(needed, len(self.workers))
+
+    @property
+    def workers(self) -> list[Machine]:
+        return [machine for machine in self.machines.values() if machine is not self.seed]
+
+    @property
+    def live(self) -> list[Machine]:
+        return [m for m in self.workers if m.up and not m.stop.is_set() and not m.process.frozen]
+
+    def _delay_s(self, source: str, target: str) -> float:
+        base = self._latency_s * (0.5 + self._network_conditions.random())
+        return base + self.slow.get(frozenset((source, target)), 0.0) if self.slow else base
+
+    def told(self, machine: Machine, level: str, kind: str, text: str) -> None:
+        if self._verbose or level != "info":
+            self.observer.tell(f"{machine.host}: {kind}: {text}")
+
+    def unexpected(self, machine: Machine, problem: BaseException) -> None:
+        self.complaints.append(f"{machine.host} ended: {problem!r}")
+        self.observer.tell(f"{machine.host} ended: {problem!r}")
+
+    def complaint(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The loop's exception handler. Errors of a killed process do not count."""
+        process = PROCESS.get()
+        if process is None or process.alive:
+            self.complaints.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    async def ask(self, method: str, **params: Any) -> dict[str, Any]:
+        """Send a person's request. Returns {} if it is refused or the seed cannot be reached."""
+        try:
+            client = await SeedClient.connect(self.network.at(PERSON), SEED, SEED_PORT, name=PERSON)
+        except P2PTrainError:
+            return {}
+        try:
+            return await client.request(method, params)
+        except (NetworkError, P2PTrainError) as problem:
+            self.observer.tell(f"{method}: {problem.message}")
+            return {}
+        finally:
+            await client.close()
+
+    async def create_job(self) -> None:
+        while not self.job:
+            more = {"shape": SHAPE.to_map()} if self._is_placed else {}
+            created = await self.ask("jobs.create", name="sim", profile="sim", spec=self.profile.to_spec(), **more)
+            self.job = str(created.get("job", ""))
+            await asyncio.sleep(0.1)
+
+    def audit(self) -> None:
+        database = self.seed.disk.database(STATE / "seed.sqlite3")
+        head = ledger.head(database, self.job)
+        rows = ledger.rows(database, self.job, head.base_step, self.profile.job.steps) if head else []
+        self.observer.ledger(head, rows, self.profile.batch.micro_batches)
+
+    def close(self) -> None:
+        for machine in self.machines.values():
+            machine.kill()
+            machine.disk.close()

@@ -1,0 +1,271 @@
+"""``p2ptrain chaos`` without a process: its schedule, its verdicts, its report."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import signal
+from asyncio.subprocess import PIPE
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.cli.chaos_report import print_report
+from p2ptrain.cluster.local_cluster import Child, JobObserver, LocalCluster, Row, Seen
+from p2ptrain.core.errors import UserError
+from p2ptrain.lab.chaos.conduct import Cluster, WorkerSlot
+from p2ptrain.lab.chaos.judge import (
+    CUTS,
+    KINDS,
+    LASTS_S,
+    Attack,
+    InjectedFault,
+    Report,
+    Verdict,
+    every_step_once,
+    evictions,
+    kinds_of,
+    recovered,
+    same,
+    schedule,
+    steps_per_s,
+)
+from p2ptrain.lab.chaos.proxy import Proxy
+from wire.records import EventInfo, JobInfo, MemberScore, MetricRow
+from wire.schema import Record
+
+Command = Callable[..., Any]
+
+# --------------------------------------------------------------------------------------------------------- schedule
+
+
+def first(count: int, seed: int, kinds: tuple[str, ...] = KINDS, workers: int = 4) -> list[Any]:
+    return list(itertools.islice(schedule(seed, workers=workers, kinds=kinds), count))
+
+
+def test_the_same_number_gives_the_same_schedule_and_another_one_another() -> None:
+    assert first(50, 7) == first(50, 7)
+    assert first(50, 7) != first(50, 8)
+
+
+def test_actions_lie_within_what_is_promised() -> None:
+    actions = first(500, 3)
+    assert {action.kind for action in actions} == set(KINDS)
+    assert {action.cut for action in actions} == set(CUTS)
+    assert all(0.5 <= action.gap_s <= 2.0 for action in actions)
+    assert [action.number for action in actions] == list(range(1, 501))
+    assert all(sorted(action.order) == [1, 2, 3, 4] for action in actions)
+    assert all(LASTS_S[action.kind][0] <= action.lasts_s <= LASTS_S[action.kind][1] for action in actions)
+
+
+def test_kinds_that_a_person_names() -> None:
+    assert kinds_of("kill, freeze", tls=False, here=KINDS) == ("kill", "freeze")
+    assert kinds_of("none", tls=False, here=KINDS) == ()
+    with pytest.raises(UserError, match="--kinds kil is not a valid value"):
+        kinds_of("kil", tls=False, here=KINDS)
+    with pytest.raises(UserError, match="does not support"):
+        kinds_of("disk", tls=False, here=("kill",))
+
+
+def test_kinds_that_nobody_names() -> None:
+    with pytest.raises(UserError, match="names no fault"):
+        kinds_of(" , ", tls=False, here=KINDS)
+    plain = kinds_of("", tls=False, here=KINDS)
+    assert set(KINDS) - set(plain) == {"corrupt"}, "plain TCP cannot know of a damaged byte"
+    assert kinds_of("", tls=True, here=KINDS) == KINDS
+
+
+# ---------------------------------------------------------------------------------------------------------- verdicts
+
+
+def injected(**changes: Any) -> InjectedFault:
+    return dataclasses.replace(InjectedFault(1, "kill", at_s=10.0, generation=3, step=50), **changes)
+
+
+def test_a_step_of_the_old_view_is_no_recovery_from_a_death() -> None:
+    rows = [Row(9.9, 50, 3), Row(10.3, 51, 3), Row(10.6, 52, 4), Row(10.9, 53, 4)]
+    assert recovered(injected(), rows, 0.1) == rows[2]
+    assert recovered(injected(), rows[:2], 0.1) is None, "however late it was told"
+
+
+def test_what_was_on_its_way_is_no_recovery_from_a_cut() -> None:
+    rows = [Row(10.05, 51, 3), Row(10.3, 52, 3)]
+    assert recovered(injected(kind="cut"), rows, 0.1) == rows[1]
+    later = [Row(10.05, 51, 4)]
+    assert recovered(injected(kind="cut"), later, 0.1) == later[0], "of a later view it counts at once"
+    again = [Row(10.5, 50, 3)]
+    assert recovered(injected(kind="cut"), again, 0.1) is None, "told again, it is no new step"
+
+
+def test_an_eviction_without_a_fault_is_told() -> None:
+    views = [Seen(1.0, 1, ("a", "b", "c")), Seen(11.0, 2, ("a", "c"))]
+    names = {"a": "one", "b": "two", "c": "three"}
+    blamed = ["two left view 1 without a fault"]
+    assert evictions(views, [], names, 2.0) == blamed
+    hit = injected(excused=frozenset({"b"}), until_s=10.5)
+    assert evictions(views, [hit], names, 2.0) == []
+    assert evictions(views, [dataclasses.replace(hit, excused=frozenset({"a"}))], names, 2.0) == blamed
+    assert evictions(views, [dataclasses.replace(hit, at_s=11.5)], names, 2.0) == blamed, "before the fault"
+    early = dataclasses.replace(hit, at_s=2.0, until_s=8.0, whole_s=8.0)
+    assert evictions(views, [early], names, 2.0) == blamed, "long after it"
+    assert evictions(views, [early], names, 4.0) == []
+    assert evictions(views, [dataclasses.replace(early, whole_s=12.0)], names, 2.0) == [], (
+        "it never came back until now"
+    )
+
+
+def test_steps_on_record() -> None:
+    assert every_step_once([3, 1, 2], 3) == Verdict("every step is on record once", True, "steps 1 to 3")
+    assert every_step_once([1, 3, 3, 4], 4).text == "missing: 2; twice: 3"
+    assert every_step_once([], 0).held
+    lost = every_step_once([], 9)
+    assert (lost.held, lost.text) == (False, "missing: 1, 2, 3, 4, 5, 6, and 3 more")
+
+
+def test_equal_states() -> None:
+    assert same("equal", {"a": "x" * 20, "b": "x" * 20}).held
+    odd = same("equal", {"a": "x" * 20, "b": "y" * 20, "c": "x" * 20})
+    assert (odd.held, odd.text) == (False, f"{'x' * 16}… at a, c; {'y' * 16}… at b")
+    assert same("equal", {}).held is None
+
+
+def test_steps_that_are_done_again_are_no_goodput() -> None:
+    rows = [Row(0.0, 10, 1), Row(1.0, 11, 1), Row(2.0, 12, 1), Row(3.0, 12, 2), Row(4.0, 13, 2)]
+    assert steps_per_s(rows, 0.0, 4.0) == 0.75
+    assert steps_per_s(rows, 4.0, 4.0) == 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(4, False, complete=True, baseline_steps_per_s=4.0, steps_per_s=3.0)
+    report.injected_faults = [injected(recovery_s=0.5), injected(recovery_s=1.5), injected()]
+    report.verdicts = [Verdict("this", True), Verdict("that", None)]
+    document = report.to_json()
+    assert document["recovery_s"] == {"kill": {"n": 2, "p50": 0.5, "p99": 1.5, "max": 1.5}}
+    assert (document["goodput"], document["broken"]) == (0.75, False)
+    report.verdicts.append(Verdict("the last", False, "why"))
+    assert report.broken
+    print_report(report)
+    shown = capsys.readouterr().out
+    assert "BROKEN    the last: why" in shown
+    assert "not seen  that" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--duration", "5s", "--faults", "3"], "exclude each other"),
+        (["--kinds", "none", "--faults", "3"], "does not work with --kinds none"),
+        (["--kinds", "bite"], "--kinds bite is not a valid value"),
+        (["--duration", "soon"], "not a duration"),
+        (["--set", "job.workers=5", "--workers", "2"], "5 workers"),
+        (["--set", "checkpoint.every=0"], "nothing to compare"),
+        (["--attack", "bite"], "--attack bite is not a valid value"),
+        (["--attack", "scale", "--attackers", "4"], "none would be honest"),
+        (["--attack", "scale", "--set", "job.exact=true"], "change whole vectors"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(command: Command, arguments: list[str], says: str) -> None:
+    result = command("chaos", *arguments)
+    assert result.code == 2
+    assert says in result.err
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(command: Command, tmp_path: Any) -> None:
+    (tmp_path / "mine").write_text("kept")
+    result = command("chaos", "--state", str(tmp_path))
+    assert result.code == 2
+    assert "is not empty" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+# ----------------------------------------------------------------------------------------------------------- cluster
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system freezes no process")
+async def test_whoever_is_frozen_goes_on_when_a_run_is_left(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec("cat", stdin=PIPE, stdout=PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        cluster = Cluster(LocalCluster(tmp_path, 1), 1, 1, lambda: None)
+        child = Child("worker-1", process, tmp_path / "log", 0)
+        proxies = Proxy(("127.0.0.1", 1)), Proxy(("127.0.0.1", 1))
+        cluster.places[1] = WorkerSlot(1, *proxies, child, frozen=True)
+        process.send_signal(signal.SIGSTOP)
+        process.stdin.write(b"hello\n")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(process.stdout.readline(), 0.2)
+        cluster.let_go()
+        assert await asyncio.wait_for(process.stdout.readline(), 10) == b"hello\n"
+    finally:
+        process.kill()
+        await process.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------- observer
+
+
+def told(observer: JobObserver, topic: str, at_s: float, **item: Any) -> None:
+    kinds: dict[str, type[Record]] = {"jobs": JobInfo, "metrics": MetricRow, "events": EventInfo}
+    observer.take("j", kinds[topic].from_map_untrusted(item), at_s)
+
+
+def job(generation: int, members: list[str], state: str = "running") -> dict[str, Any]:
+    known = {"name": "n", "profile": "p", "strategy": "sync", "created_at": 0.0, "steps_total": 9}
+    return known | {"id": "j", "state": state, "generation": generation, "members": members}
+
+
+def nobody() -> Any:
+    raise AssertionError("no seed in this test")
+
+
+def test_what_a_seed_tells_again_is_kept_once_and_at_its_first_time() -> None:
+    observer = JobObserver(nobody)
+    for at_s in (1.0, 2.0):
+        told(observer, "metrics", at_s, job="j", step=7, wall=0.0, generation=2)
+        told(observer, "events", at_s, id=3, wall=0.0, level="info", kind="lost", text="x")
+    told(observer, "metrics", 3.0, job="j", step=7, wall=0.0, generation=3)
+    told(observer, "metrics", 3.0, job="another", step=8, wall=0.0, generation=3)
+    assert observer.rows == [Row(1.0, 7, 2), Row(3.0, 7, 3)]
+    assert [at_s for at_s, _ in observer.told] == [1.0]
+
+
+def test_views_are_those_of_a_running_ring() -> None:
+    observer = JobObserver(nobody)
+    told(observer, "jobs", 1.0, **job(1, ["a", "b"]))
+    told(observer, "jobs", 2.0, **job(1, ["a", "b"]))
+    told(observer, "jobs", 3.0, **job(1, [], state="waiting"))
+    assert observer.members == ()
+    told(observer, "jobs", 4.0, **job(2, ["a"]))
+    assert observer.views == [Seen(1.0, 1, ("a", "b")), Seen(4.0, 2, ("a",))]
+    assert observer.members == ("a",)
+    told(observer, "jobs", 5.0, **job(2, ["a"], state="done"))
+    assert observer.finished
+
+
+# ------------------------------------------------------------------------------------------------------------ attacks
+
+
+def test_an_attack_is_found_if_the_attackers_are_the_farthest(capsys: pytest.CaptureFixture[str]) -> None:
+    scores = [MemberScore("a", 40, 2, 0.9), MemberScore("b", 40, 38, 9.5), MemberScore("c", 40, 0, 4.0)]
+    job = JobInfo("j", "robust", "robust", "sync", "done", 0.0, 40, step=40, loss=2.5, scores=scores)
+    names = {"a": "worker-1", "b": "worker-2", "c": "worker-3"}
+    assert Attack.of("scale", job, names, ["b"]).found is True
+    assert Attack.of("scale", job, names, ["b", "c"]).found is True
+    assert Attack.of("scale", job, names, ["c"]).found is False
+    near = dataclasses.replace(job, scores=[MemberScore("b", 40, 40, 1.2)])
+    assert Attack.of("alie", near, names, ["b"]).found is False, "left out, but not far: it may be any member"
+    assert Attack.of("scale", dataclasses.replace(job, scores=[]), names, ["b"]).found is None
+    report = Report(3, tls=False, attack=Attack.of("scale", job, names, ["b"]))
+    print_report(report)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["worker-2", "yes", "38", "40", "9.5"] in lines
+    assert ["worker-3", "0", "40", "4.0"] in lines
+    told: Any = report.to_json()["attack"]
+    assert (told["loss"], told["found"], told["attackers"]) == (2.5, True, ("worker-2",))
