@@ -780,8 +780,8 @@ def _check_at_most(profile: Profile, key: str, most_key: str, *, why: str = "") 
 
 
 def _conflict(profile: Profile, *keys: str, why: str, remedy: str) -> Conflict:
-    said = ", ".join(f"{key} = {profile.value(key)!r}" for key in keys)
-    return Conflict(*keys, problem=f"{said}: {why}", remedy=remedy)
+    settings = ", ".join(f"{key} = {profile.value(key)!r}" for key in keys)
+    return Conflict(*keys, problem=f"{settings}: {why}", remedy=remedy)
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:

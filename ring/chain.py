@@ -43,7 +43,7 @@ PATIENCE_PART = 0.1
 one gives up first."""
 
 _STREAMS = 1 << 32
-_GATHERED, _TOLD = PINGS, PINGS + 1  # streams of the round trips, on their way to the first stage and from it
+_GATHERED, _RETURNED = PINGS, PINGS + 1  # streams of the round trips, on their way to the first stage and from it
 _FIRST_STREAM = PINGS + 2
 
 
@@ -434,9 +434,9 @@ class Chain:
         most[self.stage] = mine
         if self._before is not None:
             self._before.send(_GATHERED, _packed([*known_s, *most]))
-            known_s, most = await self._figures(self._before, _TOLD, patience_s)
+            known_s, most = await self._figures(self._before, _RETURNED, patience_s)
         if self._after is not None:
-            self._after.send(_TOLD, _packed([*known_s, *most]))
+            self._after.send(_RETURNED, _packed([*known_s, *most]))
         for hop in self._hops:
             await self._wait(hop, hop.all_flushed(), "the kernel to take the round trips", patience_s)
         self.round_trips_s, self.in_flight = tuple(known_s), tuple(most)

@@ -16,9 +16,9 @@ from wire.job_messages import MemberRecord, Report
 
 STANDSTILL = frozenset({"held", "broken", "done"})
 """Values of ``Report.status`` of a member that has stopped training in the view that it names."""
-BESIDE = frozenset({"ready", "following"})
+OUTSIDE = frozenset({"ready", "following"})
 """Values of a worker that may be put into a view. ``following``: it keeps up with a ring that it is not in."""
-STATUSES = STANDSTILL | BESIDE | {"training", "healed", "hung", "failed"}
+STATUSES = STANDSTILL | OUTSIDE | {"training", "healed", "hung", "failed"}
 """All values of ``Report.status``."""
 TORN_S = 3.0
 """How long the others wait for a member that was healing. It may have to load its state again."""
@@ -561,11 +561,11 @@ class CatchUps:
             if not chase.following and chase.due <= now:
                 chase.following = chase.overdue = True
 
-    def to_ask(self, beside: Collection[str], members: int, room: int) -> list[str]:
-        """Which of the newcomers ``beside`` a ring of ``members`` to ask now, if the view has ``room`` for more."""
-        under_way = [chase for peer_id, chase in self._catching_up.items() if peer_id in beside and not chase.anew]
+    def to_ask(self, outside: Collection[str], members: int, room: int) -> list[str]:
+        """Which of the newcomers ``outside`` a ring of ``members`` to ask now, if the view has ``room`` for more."""
+        under_way = [chase for peer_id, chase in self._catching_up.items() if peer_id in outside and not chase.anew]
         chasing = sum(not chase.following for chase in under_way)
-        catching_up = ((peer_id, self._catching_up.get(peer_id)) for peer_id in sorted(beside))
+        catching_up = ((peer_id, self._catching_up.get(peer_id)) for peer_id in sorted(outside))
         wanted = [peer_id for peer_id, chase in catching_up if chase is None or (chase.anew and not chase.following)]
         return wanted[: max(min(CATCHING_UP_PER_MEMBER * members - chasing, room - len(under_way)), 0)]
 
@@ -578,7 +578,7 @@ class CatchUps:
     def let_in(self, peer_id: str, *, anew: bool) -> None:
         self._catching_up.setdefault(peer_id, _CatchUpState(0.0, following=True, overdue=True, anew=anew))
 
-    def said(self, peer_id: str, status: str) -> None:
+    def take_status(self, peer_id: str, status: str) -> None:
         if chase := self._catching_up.get(peer_id):
             chase.anew = status == "ready"
             chase.following = chase.overdue or not chase.anew
@@ -606,11 +606,11 @@ def holds(report: Report, step: int, lineage: str) -> bool:
 
 def held_with(held: Mapping[str, int], peer_id: str, part: int, here: Collection[str]) -> dict[str, int]:
     """``StoredJob.held`` with a worker that was assigned ``part``. Of those that are not ``here``, the newest 1024."""
-    told = {key: value for key, value in held.items() if key != peer_id} | {peer_id: part}
-    away = [key for key in told if key not in here and key != peer_id]
+    parts = {key: value for key, value in held.items() if key != peer_id} | {peer_id: part}
+    away = [key for key in parts if key not in here and key != peer_id]
     for key in away[: max(0, len(away) - 1024)]:
-        del told[key]
-    return told
+        del parts[key]
+    return parts
 
 
 def other_data(corpus: str, ours: str) -> str:

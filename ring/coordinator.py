@@ -70,9 +70,9 @@ from typing import Any
 
 from ring import coordination as co
 from ring.coordination import (
-    BESIDE,
     ENDED,
     LEAVE_S,
+    OUTSIDE,
     RETURN_S,
     SAVE_AGAIN_MOST_S,
     SAVE_AGAIN_S,
@@ -114,7 +114,7 @@ class Coordinator:
     """The core of one job; see the top of this file. Only ``handle`` changes it."""
 
     def __init__(self, job: str, options: co.JobOptions, *, past: co.StoredJob | None = None, now: float = 0.0) -> None:
-        told, past = ((past.state, past.reason) if past is not None else None), past or co.StoredJob()
+        announced, past = ((past.state, past.reason) if past is not None else None), past or co.StoredJob()
         self.job, self.options, self.view, self.corpus = job, options, past.view, past.corpus
         self.paused = past.paused  # what a person requested; the phase follows
         self.restore: co.Restore | None = None
@@ -149,7 +149,7 @@ class Coordinator:
             self._deadlines.arm("absence", now + options.grace_s)
         elif self.phase is Phase.WAITING and past.reread:
             self._deadlines.arm("return", now + options.grace_s)
-        self._told = told or (self.state, self.reason)
+        self._announced = announced or (self.state, self.reason)
 
     # ---------------------------------------------------------------------------------------------------- the interface
 
@@ -195,22 +195,25 @@ class Coordinator:
 
     def kept_out(self) -> dict[str, tuple[str, float]]:
         """Why workers of this job do not train now, and until when (``inf``: not known), for their own terminals."""
-        said: dict[str, tuple[str, float]] = {}
+        reasons: dict[str, tuple[str, float]] = {}
         for peer_id, known in self._roster.peers.items():
             if peer_id in self._roster.running | self._catch_ups.moving:
                 continue
             if peer_id in self._quarantine.out:
-                said[peer_id] = self._quarantine.reason(peer_id)
+                reasons[peer_id] = self._quarantine.reason(peer_id)
             elif self.phase is Phase.PAUSED:
-                said[peer_id] = "the job is paused", math.inf
+                reasons[peer_id] = "the job is paused", math.inf
             elif self.phase is Phase.WAITING and (known.standing or self._roster.part_of(peer_id) is None):
-                said[peer_id] = self.reason, self._deadlines.at("grace")
+                reasons[peer_id] = self.reason, self._deadlines.at("grace")
             elif self.phase is Phase.RUNNING and self.view and self.view.replicas >= self.options.places:
-                said[peer_id] = "each micro-batch of a step has a worker; this one replaces one that leaves", math.inf
+                reasons[peer_id] = (
+                    "each micro-batch of a step has a worker; this one replaces one that leaves",
+                    math.inf,
+                )
             elif self.phase is Phase.RUNNING and self._roster.parts > 1:
                 text = f"more workers are needed: one for each of the model's {self._roster.parts} parts"
-                said[peer_id] = text, math.inf
-        return said
+                reasons[peer_id] = text, math.inf
+        return reasons
 
     @property
     def short(self) -> bool:
@@ -241,9 +244,9 @@ class Coordinator:
             handler(self, event, now)
         self._expire(now)
         self._advance(now)
-        if self._told != (self.state, self.reason):
-            self._told = (self.state, self.reason)
-            self._out.append(co.SetState(*self._told))
+        if self._announced != (self.state, self.reason):
+            self._announced = (self.state, self.reason)
+            self._out.append(co.SetState(*self._announced))
         return self._out
 
     def validate(self) -> None:
@@ -297,8 +300,8 @@ class Coordinator:
         if known is None or self._roster.part_of(event.peer_id) is None:
             return
         current = self._is_current(event.peer_id, report.generation)
-        if report.status in BESIDE:
-            self._beside(known, report, now)
+        if report.status in OUTSIDE:
+            self._take_outside(known, report, now)
         elif report.status == "failed":
             self._failed(known, report, now)
         elif self._goes_back:
@@ -370,7 +373,7 @@ class Coordinator:
             self._deadlines.drop("absence")
             self.reason = ""
 
-    def _beside(self, known: KnownPeer, report: Report, now: float) -> None:
+    def _take_outside(self, known: KnownPeer, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
         if report.status == "following" and peer_id not in self._catch_ups.moving:
             if not known.returned or peer_id in self._roster.running - self._roster.unheard:
@@ -381,9 +384,9 @@ class Coordinator:
             self._out.append(co.SetCorpus(report.corpus))
         if report.corpus != self.corpus:
             self._ban(known, co.other_data(report.corpus, self.corpus), "corpus")
-        elif not self._goes_back or self._has_gone_back(known, report):
+        elif not self._goes_back or self._has_reverted(known, report):
             known.standing, known.asked, known.ready_at = report, None, min(known.ready_at, now)
-            self._catch_ups.said(peer_id, report.status)
+            self._catch_ups.take_status(peer_id, report.status)
         self._no_longer_trains(peer_id, now)
 
     @property
@@ -396,7 +399,7 @@ class Coordinator:
         holder = self.restore.peer_id if self.restore is not None else ""
         return bool(holder) and holder not in self._roster.peers and "restore" not in self._deadlines.passed
 
-    def _has_gone_back(self, known: KnownPeer, report: Report) -> bool:
+    def _has_reverted(self, known: KnownPeer, report: Report) -> bool:
         """Whether the report answers the request to go back. If it answers an earlier request, asks again."""
         assert self.restore is not None
         step = self.restore.step
@@ -437,7 +440,9 @@ class Coordinator:
         part_of, others = self._roster.part_of, self._roster.running - {peer_id}
         if part_of(peer_id) not in map(part_of, others) and "hung" not in self._deadlines.passed:
             if "hung" not in self._deadlines:
-                self._say("warning", "hung", f"{self._name(peer_id)}: {why}, and no other member has its part", peer_id)
+                self._tell(
+                    "warning", "hung", f"{self._name(peer_id)}: {why}, and no other member has its part", peer_id
+                )
             self._deadlines.start("hung", now + self.options.grace_s)
             return
         self._roster.healing.discard(peer_id)
@@ -492,7 +497,7 @@ class Coordinator:
     def _measured_anew(self, event: co.Measured, now: float) -> None:
         self._measured = event
 
-    def _told_anew(self, event: co.PeerTold, now: float) -> None:
+    def _take_capabilities(self, event: co.PeerTold, now: float) -> None:
         if known := self._roster.peers.get(event.peer.peer_id):
             known.peer = event.peer
 
@@ -596,7 +601,7 @@ class Coordinator:
         if verdict is not None and verdict.hopeless:
             self._end(Phase.FAILED, verdict.text)
         elif verdict is not None:
-            self._say("error" if verdict.pauses else "warning", verdict.kind, verdict.text)
+            self._tell("error" if verdict.pauses else "warning", verdict.kind, verdict.text)
             if verdict.pauses:
                 self.paused = True
                 self._go(Phase.PAUSED, verdict.text)
@@ -621,8 +626,8 @@ class Coordinator:
             for peer_id in ready.keys() - survivors.keys():
                 self._catch_ups.let_in(peer_id, anew=True)
             return False  # newcomers fetch the result, and may have room for it
-        told = {self._name(key): report.unsaved for key, report in sorted(survivors.items()) if report.unsaved}
-        why = "; ".join(f"{name}: {text}" for name, text in list(told.items())[:2]) or "no member has reported it"
+        unsaved = {self._name(key): report.unsaved for key, report in sorted(survivors.items()) if report.unsaved}
+        why = "; ".join(f"{name}: {text}" for name, text in list(unsaved.items())[:2]) or "no member has reported it"
         retry = f"The workers keep it in memory and try again; at once: p2ptrain jobs save {self.job}"
         self.reason = f"the result, step {step}, is not saved yet: {why}. {retry}"
         if "save" not in self._deadlines:
@@ -704,7 +709,7 @@ class Coordinator:
 
     def _go_back(self, step: int, now: float) -> None:
         """Load the newest step of which all parts have a checkpoint: the states that are loaded do not match."""
-        self._say("warning", "steps-lost", f"goes back to step {step}: of later steps some part of the model is lost")
+        self._tell("warning", "steps-lost", f"goes back to step {step}: of later steps some part of the model is lost")
         self.restore, self._recovery.tries = co.Restore(step, "", ""), step
         self._begin_restore(now)
 
@@ -730,7 +735,7 @@ class Coordinator:
         if state is not None:
             self._mint(state, now)
             return False
-        self._say("error", "restore-failed", f"no worker could load the checkpoint of step {restore.step}")
+        self._tell("error", "restore-failed", f"no worker could load the checkpoint of step {restore.step}")
         self.restore = None
         if restore.peer_id:
             self._deadlines.passed |= {"grace", "build"}  # newer states were set aside: there is nothing to wait for
@@ -764,7 +769,7 @@ class Coordinator:
         loses = before and (not carried or self.options.asynchronous)  # versions that nobody pulled are gone
         kind, text = self._recovery.given_up(step, healthy, roster) if loses else ("", "")
         if kind and not self.restore:
-            self._say("warning", kind, text)
+            self._tell("warning", kind, text)
         went_back = bool(kind) or self.restore is not None
         self._recovery.begin(step, chosen, went_back=went_back, carried=survivors if carried else ())
         generation = max(before.generation if before else 0, self.options.minted_below) + 1
@@ -783,13 +788,13 @@ class Coordinator:
             stages=roster.parts,
         )
         self._out.append(co.Mint(self.view, went_back, self._recovery.branch))
-        self._say("info", "view", described(self.view, before))
+        self._tell("info", "view", described(self.view, before))
         if self.options.share_rule.by_size:
-            self._say("info", "shares", shares_by_size(self.view, ready))
+            self._tell("info", "shares", shares_by_size(self.view, ready))
         if plan.measured:
-            self._say("info", "ring-order", plan.reason)
+            self._tell("info", "ring-order", plan.reason)
             if plan.transport_reason != self._transport:
-                self._say("info", "ring-transport", plan.transport_reason)
+                self._tell("info", "ring-transport", plan.transport_reason)
             self._transport = plan.transport_reason
         for peer_id, report in chosen.items():
             roster.peers[peer_id].standing, roster.peers[peer_id].entered = None, (report.applied, report.lineage)
@@ -835,9 +840,9 @@ class Coordinator:
             return  # spares must be told who has the files
         peers = {peer_id: known.peer for peer_id, known in roster.peers.items()}
         idle = sorted(key for key, report in roster.standing().items() if self._may_change(key, report))
-        given, said = planner.assign(peers, roster.held, idle, self._measured.links, self.options.most, now)
-        self._out += said
-        for peer_id, part in given.items():
+        assigned, notices = planner.assign(peers, roster.held, idle, self._measured.links, self.options.most, now)
+        self._out += notices
+        for peer_id, part in assigned.items():
             roster.give(peer_id, part)
             self._catch_ups.forget(peer_id)
             self._assign(peer_id)
@@ -919,7 +924,7 @@ class Coordinator:
         self._deadlines.arm("stop", now + self.options.hold_s)
         self._hold(sorted(self._roster.running - self._roster.unheard), reason)
 
-    def _say(self, level: str, kind: str, text: str, peer_id: str = "") -> None:
+    def _tell(self, level: str, kind: str, text: str, peer_id: str = "") -> None:
         self._out.append(co.Emit(level, kind, text, peer_id))
 
     def _hold(self, peer_ids: Iterable[str], reason: str) -> None:
@@ -959,7 +964,7 @@ class Coordinator:
         self._banned.add(peer_id)
         self._roster.healing.discard(peer_id)
         self._catch_ups.forget(peer_id)
-        self._say("error", kind, f"{known.peer.name}{place}: {text}", peer_id)
+        self._tell("error", kind, f"{known.peer.name}{place}: {text}", peer_id)
         self._out.append(co.SendRelease(peer_id, text))
 
     def _strike_off(self, peer_ids: set[str], why: str) -> None:
@@ -973,11 +978,11 @@ class Coordinator:
                 continue
             if known:
                 self._out.append(co.SendRelease(peer_id, f"removed from the ring: {why}"))
-            self._say("warning", "struck-off", f"{name} was removed from the ring: {why}", peer_id)
+            self._tell("warning", "struck-off", f"{name} was removed from the ring: {why}", peer_id)
 
     def _name(self, peer_id: str) -> str:
-        gone = {member.peer_id: member.name for member in self.view.members} if self.view else {}
-        return self._roster.name(peer_id) if peer_id in self._roster.peers else gone.get(peer_id, peer_id)
+        former = {member.peer_id: member.name for member in self.view.members} if self.view else {}
+        return self._roster.name(peer_id) if peer_id in self._roster.peers else former.get(peer_id, peer_id)
 
     def _forget(self, peer_id: str) -> None:
         self._roster.forget(peer_id)
@@ -986,7 +991,7 @@ class Coordinator:
     def _end(self, phase: Phase, reason: str) -> None:
         keep = self._roster.survivors(self.view) if phase is Phase.DONE else {}
         self._out += [co.SendRelease(peer_id, reason) for peer_id in sorted(self._roster.peers) if peer_id not in keep]
-        self._say("error" if phase is Phase.FAILED else "info", f"job-{phase}", reason)
+        self._tell("error" if phase is Phase.FAILED else "info", f"job-{phase}", reason)
         self._go(phase, reason)
         self._roster.clear()
         self._quarantine.out.clear()
@@ -1009,7 +1014,7 @@ _HANDLERS: dict[Any, Callable[[Coordinator, Any, float], None]] = {
     co.Progress: Coordinator._progress,
     co.Saved: Coordinator._saved,
     co.Measured: Coordinator._measured_anew,
-    co.PeerTold: Coordinator._told_anew,
+    co.PeerTold: Coordinator._take_capabilities,
     co.Restore: Coordinator._restore,
     Signal.SURVEYED: Coordinator._surveyed,
     Signal.PAUSE: Coordinator._pause,

@@ -88,7 +88,7 @@ class DirectMessages:
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
         self._messages: dict[_Message, None] = {}  # unfinished ones, in their order
-        self._gone: dict[int, P2PTrainError] = {}  # members from which nothing more comes
+        self._ended: dict[int, P2PTrainError] = {}  # members from which nothing more comes
         self._failure: P2PTrainError | None = None
         self.bytes_in = self.bytes_out = 0  # of finished messages
         self._tasks: set[asyncio.Task[None]] = set()
@@ -129,7 +129,7 @@ class DirectMessages:
                 link.offers.remove(offer)
                 self._take(link, offer, message)
                 return message.future
-        if failure := self._failure or (self._gone.get(source) if source is not None else None):
+        if failure := self._failure or (self._ended.get(source) if source is not None else None):
             self._fail(message, failure)
         return message.future
 
@@ -146,7 +146,7 @@ class DirectMessages:
         if rank is None or self._failure is not None:
             return
         link = self._incoming[rank] = _Incoming(rank, connection)
-        self._gone.pop(rank, None)
+        self._ended.pop(rank, None)
         connection.tune_for_bulk()
         error: P2PTrainError = ConnectionLost("this member left")
         try:
@@ -255,7 +255,7 @@ class DirectMessages:
         current = self._incoming.get(link.rank) is link  # else the sender has dialled again
         if current:
             del self._incoming[link.rank]
-            self._gone[link.rank] = error
+            self._ended[link.rank] = error
         for message in list(self._messages):
             waits = current and not message.sending and message.peer == link.rank and message.connection is None
             if waits or message.connection is link.connection:
@@ -267,7 +267,7 @@ class DirectMessages:
         if not broken.left or rank is None:
             self._end(broken.cause)
         elif rank not in self._incoming:  # else its connection ends after what it has sent
-            self._gone[rank] = broken.cause
+            self._ended[rank] = broken.cause
             for message in list(self._messages):
                 if not message.sending and message.peer == rank:
                     self._fail(message, broken.cause)

@@ -133,7 +133,7 @@ def counting(view: View, begins: Begins, lineage: str, rows: Sequence[LedgerRow]
 
 
 def continuing(
-    head: LedgerHead, view: View, begins: Begins, told: Iterable[Placed]
+    head: LedgerHead, view: View, begins: Begins, placed: Iterable[Placed]
 ) -> tuple[LedgerHead, list[LedgerRow], str]:
     """Choose the rows that continue the ledger.
 
@@ -141,7 +141,7 @@ def continuing(
         The new head, the rows, and in words how a row contradicts the ledger; empty if none does.
     """
     taken: list[LedgerRow] = []
-    for lineage, row in told:
+    for lineage, row in placed:
         after = next_lineage(lineage, row.digest)
         if row.step == head.step + 1:
             if lineage != head.lineage:

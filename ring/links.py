@@ -27,7 +27,7 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.world import World
 from ring.neighbours import Neighbour
 from ring.view import LABEL, View
-from wire.address import host_beside
+from wire.address import advertised_host
 from wire.connection import Connection
 from wire.handshake import HANDSHAKE_TIMEOUT_S, dial, local_hello
 from wire.job_messages import MAX_STREAMS, MemberRecord
@@ -250,7 +250,7 @@ async def dial_patiently(
         NeighbourAway: the neighbour was not reached in time.
         Refused, ProtocolError: the neighbour refuses for a reason that a retry does not change.
     """
-    world, host, pause_s = me.world, host_beside(me.seed_host, member.host), FIRST_PAUSE_S
+    world, host, pause_s = me.world, advertised_host(me.seed_host, member.host), FIRST_PAUSE_S
     now = world.clock.now
     problem: P2PTrainError
     while True:

@@ -64,7 +64,7 @@ class Neighbour:
     def last_heard(self) -> float:
         return max(connection.last_heard for connection in self.connections)
 
-    def say(self, connection: Connection, message: Message, generation: int) -> bool:
+    def send_control(self, connection: Connection, message: Message, generation: int) -> bool:
         """Send ``message``. Returns False if the connection is gone; its listener gets the error as well."""
         try:
             connection.send(message, generation=generation)
@@ -180,18 +180,18 @@ class NeighbourLinks:
             else:
                 neighbour.abort()
 
-    def follow(self, gone: Neighbour) -> None:
-        """End the links because ``gone`` left while no operation runs. The other neighbour still gets what was sent to
-        it, then ``Leave``."""
+    def follow(self, former: Neighbour) -> None:
+        """End the links because ``former`` left while no operation runs. The other neighbour still gets what was sent
+        to it, then ``Leave``."""
         if self.broken.done():
             return
         me = self._view.members[self._rank].peer_id
-        self._settle(RingBroken(gone.peer_id, ConnectionLost(f"lost {gone.title}: it left the {self._what}"), me))
+        self._settle(RingBroken(former.peer_id, ConnectionLost(f"lost {former.title}: it left the {self._what}"), me))
         for neighbour in self.neighbours:
-            if neighbour is gone:
+            if neighbour is former:
                 neighbour.abort()
             else:
-                self._leave(neighbour, f"{gone.title} has left")
+                self._leave(neighbour, f"{former.title} has left")
 
     async def wait_closed(self) -> None:
         """Wait after the end until all connections are closed; a second at most."""
@@ -238,7 +238,7 @@ class NeighbourLinks:
         self._settle(RingBroken(news.peer_id, error, news.beside, news.left) if news else RingBroken("", error))
         for other in self.neighbours:
             tell = news is not None and other is not neighbour and other.peer_id != news.peer_id
-            if tell and news is not None and other.say(other.beat, news, self._view.generation):
+            if tell and news is not None and other.send_control(other.beat, news, self._view.generation):
                 self._part(other.beat)
                 for bulk in other.bulks:
                     bulk.abort()
@@ -264,7 +264,7 @@ class NeighbourLinks:
         self.give_up(None, broken.cause, news)
         return True
 
-    def _told(self, neighbour: Neighbour, news: MemberLost) -> None:
+    def _take_loss(self, neighbour: Neighbour, news: MemberLost) -> None:
         """Handle ``MemberLost``. If it names this member or no member, the neighbour that sent it counts as lost."""
         rank = self._view.rank_of(news.peer_id)
         if rank is None or rank == self._rank or self._view.rank_of(news.beside) is None:
@@ -274,7 +274,7 @@ class NeighbourLinks:
 
     def _leave(self, neighbour: Neighbour, reason: str) -> None:
         for connection in neighbour.connections:
-            if neighbour.say(connection, Leave(shortened(reason, REASON_CHARS)), self._view.generation):
+            if neighbour.send_control(connection, Leave(shortened(reason, REASON_CHARS)), self._view.generation):
                 self._part(connection)
             else:
                 connection.abort()
@@ -328,7 +328,7 @@ class NeighbourLinks:
                 if seq == self._beat_seq:
                     self.rtt_ms = (self._clock.now() - self._beat_sent_at) * 1e3
             case MemberLost() if connection is neighbour.beat:
-                self._told(neighbour, message)
+                self._take_loss(neighbour, message)
             case _:
                 raise ProtocolError(f"it sent {type(message).__name__}, which is not allowed in a ring")
 
@@ -353,7 +353,7 @@ class NeighbourLinks:
         progress, state = self._status()
         beat = Heartbeat(self._beat_seq, progress, self._view.step, state)
         if self.right is not None:
-            self.right.say(self.right.beat, beat, self._view.generation)
+            self.right.send_control(self.right.beat, beat, self._view.generation)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -28,7 +28,7 @@ def dealt(
         most: number of replicas that are wanted.
         fits: whether a worker has the memory for a stage.
     """
-    given: dict[str, int] = {}
+    dealt_stages: dict[str, int] = {}
     for replicas in range(min(counts) + 1, most + 1):
         wanted = [stage for stage, count in enumerate(counts) for _ in range(max(replicas - count, 0))]
         taken: dict[str, int] = {}
@@ -40,19 +40,19 @@ def dealt(
 
             able = {each: [key for key in pool if fits(key, each)] for each in set(wanted)}
             if not _matched(stage, {**able, stage: sorted(able[stage], key=rank)}, taken, set()):
-                return given
-        given = taken
-    return given
+                return dealt_stages
+        dealt_stages = taken
+    return dealt_stages
 
 
-def _matched(stage: int, able: Mapping[int, Sequence[str]], taken: dict[str, int], seen: set[str]) -> bool:
+def _matched(stage: int, able: Mapping[int, Sequence[str]], taken: dict[str, int], tried: set[str]) -> bool:
     """Give ``stage`` one more worker, if necessary by moving others to stages that fit them too (Kuhn 1955)."""
     for key in (key for key in able[stage] if key not in taken):
         taken[key] = stage
         return True
-    for key in (key for key in able[stage] if key in taken and taken[key] != stage and key not in seen):
-        seen.add(key)
-        if _matched(taken[key], able, taken, seen):
+    for key in (key for key in able[stage] if key in taken and taken[key] != stage and key not in tried):
+        tried.add(key)
+        if _matched(taken[key], able, taken, tried):
             taken[key] = stage
             return True
     return False
@@ -109,39 +109,39 @@ class StagePlanner:
         totals = [here.count(part) for part in range(self._parts)]
         counts = [total - list(homes.values()).count(part) for part, total in enumerate(totals)]
         spares = sorted(key for key in peers if key not in held)
-        given = dealt(counts, [*spares, *homes], homes, most, lambda key, stage: self._fits(peers[key], stage))
-        left = {key: peers[key] for key in spares if key not in given}
-        return {key: part for key, part in given.items() if homes.get(key) != part}, self._why_not(totals, left)
+        assigned = dealt(counts, [*spares, *homes], homes, most, lambda key, stage: self._fits(peers[key], stage))
+        left = {key: peers[key] for key in spares if key not in assigned}
+        return {key: part for key, part in assigned.items() if homes.get(key) != part}, self._why_not(totals, left)
 
     def _plan(self, peers: Mapping[str, Peer], links: Links, now: float) -> tuple[dict[str, int], list[Instruction]]:
         training = self.training
         if training is None or len(peers) < training.workers:
             self.due = None
             return {}, []
-        said: list[Instruction] = []
-        if self._waits_for_figures(peers, now, said):
-            return {}, said
+        notices: list[Instruction] = []
+        if self._waits_for_figures(peers, now, notices):
+            return {}, notices
         from ring.training_placement import plan  # numpy with it: a seed without split jobs stays small
 
         self.due = None
         there = [_trainee(peer) for peer in peers.values()]
         if frozenset(there) == self._asked_for:
-            return {}, said
+            return {}, notices
         self._asked_for = frozenset(there)
         try:
             info, stages = plan(training, there, links)
         except (ResourceError, UserError) as refusal:
             self.unfit = f"{refusal.message}; {refusal.remedy}"
-            return {}, [*said, Emit("warning", "does-not-fit", self.unfit)]
+            return {}, [*notices, Emit("warning", "does-not-fit", self.unfit)]
         self._planned, self.unfit = True, ""
         if not training.cuts:
             cuts = tuple(stage.start for stage in stages[1:])
             self.training = replace(training, cuts=cuts)
-            said.append(Planned(cuts))
-        said.append(Emit("info", "planned", _summary(info, stages)))
-        return {peer_id: stage.stage for stage in stages for peer_id in stage.peers}, said
+            notices.append(Planned(cuts))
+        notices.append(Emit("info", "planned", _summary(info, stages)))
+        return {peer_id: stage.stage for stage in stages for peer_id in stage.peers}, notices
 
-    def _waits_for_figures(self, peers: Mapping[str, Peer], now: float, said: list[Instruction]) -> bool:
+    def _waits_for_figures(self, peers: Mapping[str, Peer], now: float, notices: list[Instruction]) -> bool:
         if all(peer.flops is not None for peer in peers.values()):
             self._tell_due = None
         elif self._tell_due is None:
@@ -152,7 +152,7 @@ class StagePlanner:
         known = any(peer.flops or peer.memory_bytes for peer in peers.values())
         if known and peers.keys() - self._surveyed:
             self._surveyed, self._survey_due = frozenset(peers), now + 4.0  # the shell gives up earlier
-            said.append(SendSurvey(tuple(sorted(peers))))
+            notices.append(SendSurvey(tuple(sorted(peers))))
         self.due = self._survey_due
         return self._survey_due is not None and now < self._survey_due
 
@@ -167,9 +167,9 @@ class StagePlanner:
 
     def _why_not(self, counts: Sequence[int], left: Mapping[str, Peer]) -> list[Instruction]:
         training, bounds = self.training, self._bounds
-        said: list[Instruction] = []
+        notices: list[Instruction] = []
         if training is None or not bounds:
-            return said
+            return notices
         lacking = [stage for stage, count in enumerate(counts) if count == min(counts)]
         for key, peer in left.items():
             useful = len(left) < len(lacking) and any(self._fits(peer, stage) for stage in range(len(counts)))
@@ -182,8 +182,8 @@ class StagePlanner:
             need_bytes, at = min(needs)
             text = f"it offers {human_bytes(peer.memory_bytes)}, and stage {at} (layers {bounds[at]} to "
             text += f"{bounds[at + 1] - 1}) needs {human_bytes(need_bytes)} to train"
-            said.append(Emit("warning", "too-small", f"{peer.name} stays a spare: {text}", key))
-        return said
+            notices.append(Emit("warning", "too-small", f"{peer.name} stays a spare: {text}", key))
+        return notices
 
 
 def _trainee(peer: Peer) -> CandidateWorker:

@@ -275,21 +275,21 @@ def place(wanted: Wanted, peers: Iterable[Peer], *, stages: int | None = None) -
         ResourceError: no chain has enough memory and connections. The error tells what is needed, what there is, and a
             remedy.
     """
-    given = sorted(peers, key=lambda peer: peer.id)
-    if not given:
+    candidates = sorted(peers, key=lambda peer: peer.id)
+    if not candidates:
         raise UserError("a model cannot be placed: there is no peer to hold it", remedy="start some: p2ptrain join")
-    reached = [peer for peer in given if (wanted.client, peer.id) not in wanted.apart]
-    most = min(len(given), wanted.sizes.layers)
+    reached = [peer for peer in candidates if (wanted.client, peer.id) not in wanted.apart]
+    most = min(len(candidates), wanted.sizes.layers)
     if stages is not None and not 1 <= stages <= most:
         raise UserError(
-            f"{len(given)} peers and {wanted.sizes.layers} layers do not make a chain of {stages} stages",
+            f"{len(candidates)} peers and {wanted.sizes.layers} layers do not make a chain of {stages} stages",
             remedy=f"ask for 1 to {most} stages, or leave the number out for the best one",
         )
     looked_at = _looked_at(reached)
-    cuts, hops = cut_places(wanted.sizes.layers), _Hops(wanted, given)
+    cuts, hops = cut_places(wanted.sizes.layers), _Hops(wanted, candidates)
     found = best_chain(_cost_table(wanted, looked_at, hops, cuts), range(1, most + 1) if stages is None else [stages])
     if not found:
-        raise _refusal(wanted, given, reached, stages)
+        raise _refusal(wanted, candidates, reached, stages)
     return _placement(wanted, hops, [(looked_at[peer], cuts[start], cuts[stop]) for peer, start, stop in found])
 
 
@@ -331,8 +331,8 @@ def replacement(
                 made = _placement(wanted, hops, trial)
                 tries.append((made.bottleneck_s, made.token_s, len(tries), made, peer))
         if not tries:
-            told = _named(refusals, "; ") or "there is no other peer"
-            return None, f"no peer can take layers {start} to {stop - 1}: {told}"
+            reasons = _named(refusals, "; ") or "there is no other peer"
+            return None, f"no peer can take layers {start} to {stop - 1}: {reasons}"
         *_, plan, peer = min(tries, key=lambda made: made[:3])
         chain[index] = (peer, start, stop)
         taken.append(f"{peer.name} takes layers {start} to {stop - 1}")
@@ -407,14 +407,14 @@ def _looked_at(peers: Sequence[Peer]) -> list[Peer]:
     return sorted(chosen, key=lambda peer: (peer.memory_bytes, -peer.byte_s, peer.id))
 
 
-def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], stages: int | None) -> ResourceError:
+def _refusal(wanted: Wanted, candidates: Sequence[Peer], reached: Sequence[Peer], stages: int | None) -> ResourceError:
     sizes = wanted.sizes
     weights_bytes, need_bytes = sizes.weights_bytes(0, sizes.layers), wanted.need_bytes(0, sizes.layers)
     offered_bytes = sum(peer.memory_bytes for peer in reached)
     largest_bytes, largest = max((wanted.need_bytes(index, index + 1), index) for index in range(sizes.layers))
     offers = [f"{peer.name} {human_bytes(peer.memory_bytes)}" for peer in reached]
-    away = [peer.name for peer in given if peer not in reached]
-    told = [
+    away = [peer.name for peer in candidates if peer not in reached]
+    lines = [
         f"the model needs {human_bytes(need_bytes)} ({human_bytes(weights_bytes)} of weights, "
         f"{human_bytes(need_bytes - weights_bytes)} of cache for {wanted.positions} positions; "
         f"layer {largest} alone {human_bytes(largest_bytes)}), "
@@ -423,19 +423,19 @@ def _refusal(wanted: Wanted, given: Sequence[Peer], reached: Sequence[Peer], sta
     ]
     do = []
     if away:
-        told.append(f"the client cannot reach {_named(away, ', ')}")
+        lines.append(f"the client cannot reach {_named(away, ', ')}")
         do.append("make all peers reachable (p2ptrain check shows the cause)")
     if stages is not None:
-        told.append(f"{stages} stage{'s were' if stages != 1 else ' was'} requested")
+        lines.append(f"{stages} stage{'s were' if stages != 1 else ' was'} requested")
         do.append("ask for another number of stages, or leave it out")
     if wanted.apart and need_bytes <= offered_bytes:
-        told.append("the memory is sufficient, but some peers cannot reach each other")
+        lines.append("the memory is sufficient, but some peers cannot reach each other")
         do.append("make the peers reach each other (p2ptrain check shows the cause)")
     if largest_bytes > max((peer.memory_bytes for peer in reached), default=0):
         do.append(f"start a peer with {human_bytes(largest_bytes)} at least")
     else:
         do.append("start more peers, or peers with more memory")
-    return ResourceError("; ".join(told), remedy=", or ".join([*do, "use fewer positions or a smaller dtype"]))
+    return ResourceError("; ".join(lines), remedy=", or ".join([*do, "use fewer positions or a smaller dtype"]))
 
 
 def _named(names: Sequence[str], between: str) -> str:

@@ -321,9 +321,9 @@ def _with_server(step: _Step) -> Prediction:
     compute_s = min(step_s * unit_s * max(map(step.slowdown, workers)) / max(cycles_s), step_s - made_s)
     vectors = way.vectors or way.buffer * (way.buffer > 1)
     # Two copies of the state: the one that is sent, and the next.
-    beside = 2 * state + len(workers) * gradient + vectors * way.trained_bytes
+    server_bytes = 2 * state + len(workers) * gradient + vectors * way.trained_bytes
     return step.prediction(
-        [step.whole_bytes(server) + beside, *(step.whole_bytes(one) + state for one in workers)],
+        [step.whole_bytes(server) + server_bytes, *(step.whole_bytes(one) + state for one in workers)],
         compute_s=compute_s,
         update_s=made_s,
         exchange_s=moved_s,

@@ -170,10 +170,10 @@ class Quarantine:
             for report in survivors.values()
             if report.status == "broken" and report.cause in CAUSES
         )
-        told = {one: count for one, count in votes.items() if count >= min(self._witnesses, view.size)}
-        if not told:
+        agreed = {one: count for one, count in votes.items() if count >= min(self._witnesses, view.size)}
+        if not agreed:
             return None  # members that lost a neighbour may not have seen the vote
-        step, cause, suspect, beside = min(told, key=lambda it: (it[1] != "hop", -told[it], it))
+        step, cause, suspect, other_end = min(agreed, key=lambda it: (it[1] != "hop", -agreed[it], it))
         if step != self._step:
             self.committed(self._step)
             self._step = step
@@ -202,7 +202,7 @@ class Quarantine:
         elif cause == "figure":
             what = f"{name(suspect)} told what the other members know to be false"
         elif cause == "hop":
-            what = f"{name(beside)} received other bytes than {name(suspect)} sent"
+            what = f"{name(other_end)} received other bytes than {name(suspect)} sent"
         else:
             what = f"{name(suspect)} holds another sum than the other members"
         done = self._excluded(suspects, what, name, now)
@@ -244,8 +244,8 @@ class Quarantine:
         ends = frozenset({noticed, report.suspect})
         if self.fallen or len(ends) < 2 or not ends <= set(survivors):
             return None
-        by_an_end = [told for key, told in self._accused.items() if frozenset({key, told.suspect}) == ends]
-        report = min(by_an_end, key=lambda told: told.cause not in WRONG)
+        by_an_end = [claim for key, claim in self._accused.items() if frozenset({key, claim.suspect}) == ends]
+        report = min(by_an_end, key=lambda claim: claim.cause not in WRONG)
         self._breaks = [known for known in self._breaks if known.at > now - QUIET * self._cooldown_s]
         common = next((known.ends & ends for known in reversed(self._breaks) if known.ends & ends), None)
         if common is None:

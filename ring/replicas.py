@@ -276,12 +276,12 @@ def sources_for(peer_id: str, part: int, view: View, links: Links) -> tuple[Memb
 def shares_by_size(view: View, reports: Reports) -> str:
     """What the members say of their texts, and what they get for it."""
     total = sum(member.count for member in view.members)
-    told = ((one.name, reports[one.peer_id].windows, one.count) for one in view.members)
-    return "; ".join(f"{name} says {size:,} sequences: {count} of {total} micro-batches" for name, size, count in told)
+    sizes = ((one.name, reports[one.peer_id].windows, one.count) for one in view.members)
+    return "; ".join(f"{name} says {size:,} sequences: {count} of {total} micro-batches" for name, size, count in sizes)
 
 
 def described(view: View, before: View | None) -> str:
-    gone = [member.name for member in before.members if view.rank_of(member.peer_id) is None] if before else []
+    absent = [member.name for member in before.members if view.rank_of(member.peer_id) is None] if before else []
     replicas = ("+".join(member.name for member in view.replica(rank)) for rank in range(0, view.size, view.stages))
     text = f"{' → '.join(replicas)} train from step {view.step} (generation {view.generation})"
-    return text + (f", without {', '.join(gone)}" if gone else "")
+    return text + (f", without {', '.join(absent)}" if absent else "")

@@ -214,9 +214,9 @@ def simulate(schedule: Schedule, costs: Costs) -> float:
             left[stage].popleft()
             takes_s = (costs.forward_s if operation.kind is Kind.FORWARD else costs.backward_s)[stage]
             free_s[stage] = ended[stage, operation] = max(arrives_s, free_s[stage]) + takes_s
-            beside = stage + 1 if operation.kind is Kind.FORWARD else stage - 1
-            if 0 <= beside < stages and beside not in waiting:
-                waiting.append(beside)
+            neighbour = stage + 1 if operation.kind is Kind.FORWARD else stage - 1
+            if 0 <= neighbour < stages and neighbour not in waiting:
+                waiting.append(neighbour)
     assert not any(left), "stages wait for ever"
     return max(free_s)
 

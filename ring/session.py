@@ -346,8 +346,8 @@ class RingSession:
 
     def _pieces(self, array: Array) -> tuple[int, int]:
         """Elements of a sub-chunk, and segments in transit at a time, of an operation on one lane."""
-        given = self._sub_chunk_bytes
-        plan = cut(array.size, array.itemsize, members=self.size, lanes=1, sub_chunk_bytes=given)
+        fixed_bytes = self._sub_chunk_bytes
+        plan = cut(array.size, array.itemsize, members=self.size, lanes=1, sub_chunk_bytes=fixed_bytes)
         return plan[0][2:]
 
     def _gathered(self, operation: Operation, buffer: Array, take: Callable[[Array], None]) -> asyncio.Future[None]:

@@ -156,17 +156,17 @@ class Guard:
 
     def __init__(self, outlier_factor: float) -> None:
         self._factor = outlier_factor
-        self._seen: deque[float] = deque(maxlen=64)
+        self._norms: deque[float] = deque(maxlen=64)
 
     def committed(self, square_sum: float) -> None:
-        self._seen.append(square_sum)
+        self._norms.append(square_sum)
 
     def forget(self) -> None:
-        self._seen.clear()
+        self._norms.clear()
 
     @property
     def usual(self) -> float:
-        return median(self._seen) if len(self._seen) >= LEAST_STEPS else 0.0
+        return median(self._norms) if len(self._norms) >= LEAST_STEPS else 0.0
 
     def limit(self, usual: float, *, lenient: bool) -> float:
         """The largest squared norm that is no outlier. ``usual``: 0 if it is not known."""
@@ -243,10 +243,10 @@ def is_same(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=SAME) if all(finite) else not any(finite)
 
 
-def _agreed(told: Sequence[float], last: float) -> float:
+def _agreed(norms: Sequence[float], last: float) -> float:
     """The figure in the middle of those that several members tell of the same. If two are, the one that is nearer to
     ``last``."""
-    ordered = sorted(figure if 0 <= figure < math.inf else math.inf for figure in told)
+    ordered = sorted(figure if 0 <= figure < math.inf else math.inf for figure in norms)
     middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
     return min(middle, key=lambda it: abs(math.log(it) - math.log(last)) if min(it, last) > 0 else math.inf)
 
@@ -293,9 +293,9 @@ def odd_ones_out(digests: Sequence[bytes], stages: int = 1) -> set[int]:
     On a tie the lowest rank's digest counts."""
     odd = set()
     for stage in range(stages):
-        alike = digests[stage::stages]
-        most = Counter(alike).most_common(1)[0][0]
-        odd |= {stages * replica + stage for replica, digest in enumerate(alike) if digest != most}
+        same_part = digests[stage::stages]
+        most = Counter(same_part).most_common(1)[0][0]
+        odd |= {stages * replica + stage for replica, digest in enumerate(same_part) if digest != most}
     return odd
 
 

@@ -172,8 +172,8 @@ def _cost_table(training: Training, groups: Sequence[Group], hops: _Hops, cuts: 
     for flying in sorted({training.in_flight(stage) for stage in range(training.stages)}):
         keeping = kept + flying * inputs if training.recompute else flying * kept
         needs = {on_host: copies * weights + keeping for on_host, copies in copies_of.items()}
-        alike = {_kind(group): group for group in groups}
-        costs_of = {kind: _costs_of(group, needs, flop, upper) for kind, group in alike.items()}
+        by_kind = {_kind(group): group for group in groups}
+        costs_of = {kind: _costs_of(group, needs, flop, upper) for kind, group in by_kind.items()}
         levels.append([costs_of[_kind(group)] for group in groups])
     hop_s, occupied_s = np.full((2, len(groups) + 1, len(groups) + 1), np.inf)
     hop_s[-1, :-1] = hop_s[:-1, -1] = occupied_s[-1, :-1] = occupied_s[:-1, -1] = 0.0
@@ -314,11 +314,11 @@ def _refusal(training: Training, there: Sequence[CandidateWorker]) -> ResourceEr
     most = 8  # workers named in the message
     offers = [f"{each.name} {human_bytes(each.memory_bytes) if each.memory_bytes else 'any'}" for each in there[:most]]
     offers += [f"{len(there) - most} more"] if len(there) > most else []
-    told = (
+    text = (
         f"the model ({human_bytes(training.sizes.weights_bytes(0, layers))} of weights) cannot train as {stages} "
         f"stages by {training.replicas} replica{'s' * (training.replicas != 1)}: "
         f"{'' if training.cuts else 'with equal stages, '}"
-        f"{_told(training, min(needs), 'the smallest')}, {_told(training, max(needs), 'the largest')}, a "
+        f"{_shortage(training, min(needs), 'the smallest')}, {_shortage(training, max(needs), 'the largest')}, a "
         f"whole replica {human_bytes(sum(need[0] for need in needs))}, and the workers offer {', '.join(offers)}"
     )
     do = ["start workers with more memory"]
@@ -334,10 +334,10 @@ def _refusal(training: Training, there: Sequence[CandidateWorker]) -> ResourceEr
         do.append(f"set job.workers={stages} for one replica")
     elif stages < layers:
         do.append("set pipeline.stages higher and start as many workers")
-    return ResourceError(told, remedy=", or ".join(do))
+    return ResourceError(text, remedy=", or ".join(do))
 
 
-def _told(training: Training, need: tuple[int, int, int, int], what: str) -> str:
+def _shortage(training: Training, need: tuple[int, int, int, int], what: str) -> str:
     need_bytes, stage, start, stop = need
     span = f"layer {start}" if stop - start == 1 else f"layers {start} to {stop - 1}"
     flying = training.in_flight(stage)

@@ -193,9 +193,9 @@ class Line:
 
     async def _beat(self) -> None:
         while True:
-            said = self.connection.bytes_out
+            sent_bytes = self.connection.bytes_out
             await asyncio.sleep(self._interval_s)
-            if self.connection.bytes_out == said and not self.connection.unsent_bytes:
+            if self.connection.bytes_out == sent_bytes and not self.connection.unsent_bytes:
                 try:
                     self.connection.send(KeepAlive())
                 except ConnectionLost:

@@ -31,7 +31,7 @@ from p2ptrain.core.world import World
 from roles.gauges import Gauges
 from roles.identity import Identity
 from roles.seed_link import HeartbeatStats, Notify, SeedLink, WaitS, no_wait, terms_in, write_terms
-from wire.address import host_beside
+from wire.address import advertised_host
 from wire.connection import Connection
 from wire.enrol import LOOK_S, Member
 from wire.handshake import Refusals, local_hello, local_welcome, serve
@@ -289,7 +289,7 @@ class ServingMember(MemberProcess):
         self._program = program
         self._doors: dict[str, tuple[Serve, Judge]] = {}
         self._serving: Callable[[], Serving] | None = None
-        self._told: Serving | None = None
+        self._announced: Serving | None = None
         self._on_drafters: Callable[[tuple[DrafterAt, ...]], None] = lambda drafters: None
         self._changed = asyncio.Event()
         self._welcomed = asyncio.Event()
@@ -345,9 +345,9 @@ class ServingMember(MemberProcess):
     def _pulse(self) -> HeartbeatStats:
         state, stats = "building", self._machine_stats()
         if self._serving is not None:
-            said = self._serving()
-            state = "serving" if said.sessions else "idle"
-            stats["tokens_per_s"] = said.stats.get("tokens_per_s", 0.0)
+            serving = self._serving()
+            state = "serving" if serving.sessions else "idle"
+            stats["tokens_per_s"] = serving.stats.get("tokens_per_s", 0.0)
         return HeartbeatStats(0, 0, "leaving" if self._leaving else state, stats)
 
     async def _tell(self) -> None:
@@ -356,13 +356,13 @@ class ServingMember(MemberProcess):
                 async with asyncio.timeout(TELL_S):
                     await self._changed.wait()
             self._changed.clear()
-            if self._serving is not None and self._link.up and (said := self._serving()) != self._told:
-                self._link.send(said)
-                self._told = said
+            if self._serving is not None and self._link.up and (serving := self._serving()) != self._announced:
+                self._link.send(serving)
+                self._announced = serving
             await asyncio.sleep(TELL_AT_MOST_S)  # collect further changes
 
     def _seed_up(self, welcome: Welcome) -> None:
-        self._told = None
+        self._announced = None
         self.changed()
         self._welcomed.set()
 
@@ -409,4 +409,4 @@ def drafters_untrusted(message: DrafterList, seed_host: str) -> tuple[DrafterAt,
 def _drafter(item: DrafterAt, seed_host: str) -> DrafterAt:
     if not is_id(item.peer_id) or not 0 < item.port < 65536 or len(item.host) > 255 or item.vocab_size < 0:
         raise ProtocolError(f"the seed's list has an invalid drafter: {item.peer_id[:40]!r}")
-    return replace(item, host=host_beside(seed_host, item.host))
+    return replace(item, host=advertised_host(seed_host, item.host))

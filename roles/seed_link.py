@@ -44,7 +44,7 @@ from wire.messages import (
     Welcome,
 )
 
-TOLD_EVERY_S = 30.0
+NOTICE_EVERY_S = 30.0
 TERMS_FILE = "terms.json"
 MAX_CLUSTERS = 8
 
@@ -249,7 +249,7 @@ class SeedLink:
                 return 0.0
             # The loss of the seed was reported already; this refusal was not.
             if isinstance(problem, Refused) and clock.now() >= tell_at:
-                tell_at = clock.now() + TOLD_EVERY_S
+                tell_at = clock.now() + NOTICE_EVERY_S
                 self._on_down(problem)
             return math.inf
 

@@ -19,7 +19,7 @@ from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Clock, LoopClock
 from tui import format as fmt
 from tui.chain_panel import ChainsPanel
-from tui.format import GONE, SLOWEST, SPENT_LOOKS, Span
+from tui.format import ABSENT, SLOWEST, SPENT_LOOKS, Span
 from tui.model import Link, Phase
 from tui.panels import Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
 from tui.serving import ServingPanel
@@ -72,7 +72,7 @@ _LEGENDS = {
         "busy": fmt.BUSY,
         "bubble": fmt.BUBBLE,
         "slowest": SLOWEST,
-        "missing": GONE,
+        "missing": ABSENT,
     },
     "Serving: where a token's time goes": SPENT_LOOKS,
 }

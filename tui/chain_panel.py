@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from p2ptrain.core.texts import layers_text
 from tui import format as fmt
 from tui.chains import Chain, Gap, chains_of, how_to_split
-from tui.format import GONE, SLOWEST, Look, Row, Span, fit
+from tui.format import ABSENT, SLOWEST, Look, Row, Span, fit
 from tui.panels import ROOMY, Frame, TextPanel, advice, not_connected, seed_address, what_next
 from wire.records import PartInfo
 
@@ -40,14 +40,17 @@ def draw_chain(chain: Chain, look_of: LookOf, width: int) -> list[Row]:
         if isinstance(stage, Gap):
             why = "no part fits from here" if stage.held else "nobody holds these layers"
             row[:] = [
-                Span(fit(f"{layers_text(stage.start, stage.stop):<{ranges + 2}} {GONE.symbol} {why}", width), GONE.role)
+                Span(
+                    fit(f"{layers_text(stage.start, stage.stop):<{ranges + 2}} {ABSENT.symbol} {why}", width),
+                    ABSENT.role,
+                )
             ]
     rows = [_title(chain, width), *rows]
-    beside = [
+    unchained = [
         (look_of(part.peer), f"{fit(part.peer_name or part.peer, 18)} {layers_text(part.start, part.stop)}  ")
-        for part in chain.beside
+        for part in chain.unchained
     ]
-    return [*rows, fmt.listed("beside: ", beside, width)] if beside else rows
+    return [*rows, fmt.listed("beside: ", unchained, width)] if unchained else rows
 
 
 def _stage_cells(chain: Chain, stage: PartInfo | Gap, look_of: LookOf) -> list[Row]:
@@ -74,7 +77,9 @@ def _title(chain: Chain, width: int) -> Row:
     name = f"{chain.name} #{chain.number + 1}" if chain.number else chain.name
     found = [Span(fit(name, width), "strong")]
     if chain.missing:
-        found.append(Span(f"  {GONE.symbol} {chain.missing} of {fmt.plural(chain.layers, 'layer')} missing", GONE.role))
+        found.append(
+            Span(f"  {ABSENT.symbol} {chain.missing} of {fmt.plural(chain.layers, 'layer')} missing", ABSENT.role)
+        )
     kind = " · ".join(sorted({part.dtype for part in parts} - {""}))
     pace = f" · {fmt.count(chain.tokens_per_s)} tok/s"
     use = "in training" if chain.trains else fmt.plural(chain.sessions, "session")

@@ -46,7 +46,7 @@ class Chain:
     layers: int
     number: int
     stages: tuple[PartInfo | Gap, ...]
-    beside: tuple[PartInfo, ...]
+    unchained: tuple[PartInfo, ...]
     held: int
     trains: bool = False
 
@@ -106,9 +106,9 @@ def _chains(name: str, model: str, layers: int, parts: list[PartInfo], trains: b
         for stage in stages:
             if isinstance(stage, PartInfo):
                 del left[stage.id]
-    beside = tuple(sorted(left.values(), key=lambda part: (part.start, part.stop, part.peer_name, part.id)))
+    unchained = tuple(sorted(left.values(), key=lambda part: (part.start, part.stop, part.peer_name, part.id)))
     return [
-        Chain(model, name, layers, number, stages, beside if number == len(ways) - 1 else (), held, trains)
+        Chain(model, name, layers, number, stages, unchained if number == len(ways) - 1 else (), held, trains)
         for number, stages in enumerate(ways)
     ]
 

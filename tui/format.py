@@ -81,7 +81,7 @@ JOB_LOOKS = {
 LEVEL_LOOKS = {"info": Look("·", "dim"), "warning": Look("▲", "warn"), "error": Look("✗", "bad")}
 WEIGHTS, CACHES, FREE = Look("█", "compute"), Look("▓", "communicate"), Look("·", "border")
 BUSY, BUBBLE = Look("█", "good"), Look("░", "wait")
-SLOWEST, GONE = Look("!", "warn"), Look("✗", "bad")
+SLOWEST, ABSENT = Look("!", "warn"), Look("✗", "bad")
 SPENT_LOOKS = {
     "verify": Look("█", "compute"),
     "draft": Look("▓", "communicate"),

@@ -173,7 +173,7 @@ class Store:
     link: Link = field(default_factory=Link)
     cluster: ClusterInfo | None = None
     peers: dict[str, PeerInfo] = field(default_factory=dict)
-    peers_seen: dict[str, float] = field(default_factory=dict)
+    peer_changes: dict[str, float] = field(default_factory=dict)
     jobs: dict[str, JobInfo] = field(default_factory=dict)
     series: dict[str, Series] = field(default_factory=dict)
     events: dict[int, EventInfo] = field(default_factory=dict)
@@ -213,8 +213,8 @@ class Store:
         self._untold = {topic: set(getattr(self, topic)) for topic in _GOING}
 
     def settle(self) -> None:
-        for topic, gone in self._untold.items():
-            self.apply(f"{topic}-gone", [{"id": id_} for id_ in gone], 0.0)
+        for topic, removed in self._untold.items():
+            self.apply(f"{topic}-gone", [{"id": id_} for id_ in removed], 0.0)
         self._untold = {}
 
     def set_link(self, link: Link) -> None:
@@ -226,9 +226,9 @@ class Store:
         since = now if self.link.phase is Phase.LIVE else self.link.since
         self.set_link(Link(Phase.LOST, since, retry_at, None, printable(error.message), printable(error.remedy)))
 
-    def take(self, told: Record, now: float) -> None:
+    def take(self, received: Record, now: float) -> None:
         """Keep one record. Raises ``ProtocolError`` if it is too large."""
-        record: Any = _clean(told)
+        record: Any = _clean(received)
         topic = _TOPIC_OF[type(record)]
         self.versions[topic] += 1
         if isinstance(record, ClusterInfo):
@@ -253,14 +253,14 @@ class Store:
             _put(getattr(self, topic), record.id, record, MAX_RECORDS)
             self._untold.get(topic, set()).discard(record.id)
             if isinstance(record, PeerInfo):
-                _put(self.peers_seen, record.id, now, MAX_RECORDS)
+                _put(self.peer_changes, record.id, now, MAX_RECORDS)
 
     def _enter(self, cluster: ClusterInfo) -> None:
         if self.cluster is not None and self.cluster.cluster_id != cluster.cluster_id:
             # Another cluster answers at this address: no record belongs to it.
             for topic in TOPICS.keys() - {"cluster", "metrics"}:
                 getattr(self, topic).clear()
-            for known in (self.peers_seen, self.series, self._paces):
+            for known in (self.peer_changes, self.series, self._paces):
                 known.clear()
             self.versions.update(tuple(TOPICS))
         self.cluster = cluster
@@ -309,7 +309,7 @@ class Store:
         return sorted((item for item in self.recoveries.values() if item.job == job), key=lambda item: item.number)
 
     def heartbeat_age_s(self, peer: PeerInfo, now: float) -> float:
-        return peer.heartbeat_age_s + max(0.0, now - self.peers_seen.get(peer.id, now))
+        return peer.heartbeat_age_s + max(0.0, now - self.peer_changes.get(peer.id, now))
 
 
 K = TypeVar("K")

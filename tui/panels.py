@@ -161,7 +161,7 @@ class RingPanel(TextPanel):
     def show(self, frame: Frame) -> None:
         elsewhere = (("5: split models", frame.store.parts), ("6: serving", frame.store.serving))
         job = frame.job if frame.job is not None and frame.job.members else None
-        self.set_title(len(job.members) if job else "", "  ".join(told for told, there in elsewhere if there))
+        self.set_title(len(job.members) if job else "", "  ".join(text for text, there in elsewhere if there))
         self.draw(ring_rows(frame, job, self.size.width) if job else what_next(frame), frame)
 
 
@@ -197,8 +197,8 @@ def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
     off = [("off   left out", OFF)] if scores else []
     columns = [(" # member", 5 + names), ("state", 12), *off, (" tok/s", 6), ("to the next", room)]
     others = [peer for peer in frame.store.peers_in_order() if peer.id not in job.members and _trains(peer)]
-    told = [(frame.look_of(peer.id), f"{fmt.fit(peer.name, 18)} ({fmt.fit(peer.state, 10)})  ") for peer in others]
-    outside = [fmt.listed("not in the ring: ", told, width)] if told else []
+    parts = [(frame.look_of(peer.id), f"{fmt.fit(peer.name, 18)} ({fmt.fit(peer.state, 10)})  ") for peer in others]
+    outside = [fmt.listed("not in the ring: ", parts, width)] if parts else []
     return [title, *outside, [], *fmt.table(columns, rows, width)]
 
 
@@ -372,8 +372,8 @@ def recovery_lines(found: list[RecoveryInfo], width: int) -> list[list[Span]]:
     ]
     legend: list[list[Span]] = [[]]
     for name, seconds in last.phases():
-        look, told = fmt.PHASE_LOOKS[name], f"{name} {fmt.millis(1e3 * seconds)}  "
-        if sum(len(span.text) for span in legend[-1]) + len(told) + 2 > width:
+        look, text = fmt.PHASE_LOOKS[name], f"{name} {fmt.millis(1e3 * seconds)}  "
+        if sum(len(span.text) for span in legend[-1]) + len(text) + 2 > width:
             legend.append([])
-        legend[-1] += [Span(f"{look.symbol} ", look.role), Span(told)]
+        legend[-1] += [Span(f"{look.symbol} ", look.role), Span(text)]
     return rows + legend

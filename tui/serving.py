@@ -120,52 +120,52 @@ def _title(verifier: Verifier, look_of: Callable[[str], Look], width: int) -> Ro
     info, look = verifier.info, look_of(verifier.info.id)
     row = [Span(f"{look.symbol} ", look.role), Span(f"{fit(info.name, 24)}  ", "strong"), Span(fit(info.model, 40))]
     written = verifier.figure("tokens") or 0.0
-    told = ["idle" if verifier.idle else fmt.plural(info.sessions, "text")]
+    parts = ["idle" if verifier.idle else fmt.plural(info.sessions, "text")]
     if waiting := verifier.figure("waiting"):
-        told.append(f"{fmt.count(waiting)} waiting")
-    told += [f"{fmt.count(written)} tokens so far" if written else "nothing written yet"]
+        parts.append(f"{fmt.count(waiting)} waiting")
+    parts += [f"{fmt.count(written)} tokens so far" if written else "nothing written yet"]
     if verifier.idle and verifier.wrote:
-        told.append("figures of the last texts")
+        parts.append("figures of the last texts")
     if info.http:
-        told.append(info.http)
-    return fmt.fitting(row, _dotted(told, "  ", "dim"), width)
+        parts.append(info.http)
+    return fmt.fitting(row, _dotted(parts, "  ", "dim"), width)
 
 
 def _pace(verifier: Verifier, paces: Sequence[float | None], width: int) -> Row:
-    told = f" {fmt.count(verifier.figure('tokens_per_s') or 0.0):>6} tok/s"
-    cells = max(0, width - LABEL - cell_len(told))
+    text = f" {fmt.count(verifier.figure('tokens_per_s') or 0.0):>6} tok/s"
+    cells = max(0, width - LABEL - cell_len(text))
     line = fmt.sparkline(paces, cells) if any(paces) else " " * cells
-    return [Span(f"{'pace':<{LABEL}}", "dim"), Span(line, "calm"), Span(told, "strong")]
+    return [Span(f"{'pace':<{LABEL}}", "dim"), Span(line, "calm"), Span(text, "strong")]
 
 
 def _token(verifier: Verifier, width: int) -> list[Row]:
     parts = verifier.spent_ms
     whole = sum(spent for _, spent in parts)
-    told: Row = [Span(f" {fmt.millis(verifier.figure('token_ms'))}", "strong")]
+    row: Row = [Span(f" {fmt.millis(verifier.figure('token_ms'))}", "strong")]
     if (speed_up := verifier.figure("speed_up")) is not None:
         role = "bad" if speed_up < 0.97 else "good" if speed_up > 1.03 else "strong"
         alone = verifier.figure("alone_ms")
-        told += [
+        row += [
             Span(f" · {speed_up:.2f}×", role),
             Span(" as fast as alone" + f" ({fmt.millis(alone)})" * (alone is not None), "dim"),
         ]
     bar = fmt.stacked_bar(
-        [(fmt.SPENT_LOOKS[name], spent) for name, spent in parts], whole, max(4, width - LABEL - fmt.cells(told))
+        [(fmt.SPENT_LOOKS[name], spent) for name, spent in parts], whole, max(4, width - LABEL - fmt.cells(row))
     )
     legend: Row = [Span(" " * LABEL)]
     for name, spent in parts:
         if whole > 0 and spent >= 0.005 * whole:
             look = fmt.SPENT_LOOKS[name]
             legend += [Span(f"{look.symbol} ", look.role), Span(f"{name} {fmt.percent(spent / whole)}  ")]
-    return [[Span(f"{'a token':<{LABEL}}", "dim"), *bar, *told], fmt.cut(legend, width)]
+    return [[Span(f"{'a token':<{LABEL}}", "dim"), *bar, *row], fmt.cut(legend, width)]
 
 
 def _drafts(verifier: Verifier, width: int) -> list[Row]:
-    told: list[str] = []
+    parts: list[str] = []
     if (alpha := verifier.figure("alpha")) is not None:
-        told.append(f"{fmt.percent(alpha)} right")
+        parts.append(f"{fmt.percent(alpha)} right")
     if places := verifier.right_at:
-        told.append(f"by place {''.join('▁▂▃▄▅▆▇█'[min(7, int(8 * share))] for share in places)}")
+        parts.append(f"by place {''.join('▁▂▃▄▅▆▇█'[min(7, int(8 * share))] for share in places)}")
     for name, words in (
         ("accepted_length", "{:.2f} tokens a pass"),
         ("wasted_share", "{:.0%} wasted"),
@@ -173,9 +173,9 @@ def _drafts(verifier: Verifier, width: int) -> list[Row]:
         ("alone_share", "{:.0%} of passes without"),
     ):
         if (value := verifier.figure(name)) is not None:
-            told.append(words.format(value))
+            parts.append(words.format(value))
     label = [Span(f"{'drafts':<{LABEL}}", "dim")]
-    return [fmt.fitting(label, _dotted(told, "", ""), width)] if told else []
+    return [fmt.fitting(label, _dotted(parts, "", ""), width)] if parts else []
 
 
 def _dotted(words: Sequence[str], first: str, role: str) -> Row:

@@ -139,8 +139,8 @@ class TablePanel(Panel):
         self.set_title(len(rows))
         self.set_class(not rows, "-empty")
         if not rows:
-            told = [[Span("…", "dim")]] if frame.unconnected else self.empty(frame)
-            self.query_one(".empty", Lines).draw(told, frame.palette)
+            rows_shown = [[Span("…", "dim")]] if frame.unconnected else self.empty(frame)
+            self.query_one(".empty", Lines).draw(rows_shown, frame.palette)
             return
         labels = {column.key: _plain(column.label, "dim") for column in self.COLUMNS}
         self.query_one(".labels", Lines).draw([_line(labels, columns)], frame.palette, layout=False)
@@ -241,15 +241,15 @@ def _gpu(gpu: GpuInfo) -> str:
 
 
 def _served(peer: PeerInfo, serving: ServingInfo | None) -> list[str]:
-    told = [fmt.plural(peer.sessions, "session")]
+    parts = [fmt.plural(peer.sessions, "session")]
     if serving is None:
-        return told
+        return parts
     alpha, speed_up = serving.stats.get("alpha"), serving.stats.get("speed_up")
-    told += [f"{fmt.percent(alpha)} right"] if alpha is not None else []
-    told += [f"{speed_up:.2f}× alone"] if speed_up is not None else []
+    parts += [f"{fmt.percent(alpha)} right"] if alpha is not None else []
+    parts += [f"{speed_up:.2f}× alone"] if speed_up is not None else []
     if serving.role == "verifier":
-        told.append(fmt.plural(len(serving.drafters), "drafter"))
-    return told
+        parts.append(fmt.plural(len(serving.drafters), "drafter"))
+    return parts
 
 
 def memory_cell(peer: PeerInfo) -> Cell:

@@ -80,7 +80,7 @@ def to_dial(host: str, own: str = "127.0.0.1") -> str:
     return own if host in EVERYWHERE else host
 
 
-def host_beside(seed_host: str, host: str) -> str:
+def advertised_host(seed_host: str, host: str) -> str:
     """The host to dial of a member that the seed knows as ``host``, for a peer that reaches the seed at ``seed_host``:
     members on the seed's machine are known by its loopback, or without a host, and the name of an interface (the zone
     of a link-local address) is valid on one machine only."""
@@ -116,7 +116,7 @@ def how_to_open(port: int) -> str:
     )
 
 
-def told_of(address: tuple[str, int], text: str) -> str:
+def with_address(address: tuple[str, int], text: str) -> str:
     """Prefix ``text`` with the peer's address unless the text contains it."""
     named = format_address(*address)
     return text if named in text else f"{named}: {text}"

@@ -39,7 +39,7 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
-from wire.address import MEMBER_PORT, format_address, is_loopback, told_of
+from wire.address import MEMBER_PORT, format_address, is_loopback, with_address
 from wire.connection import Connection, last_word
 from wire.messages import PROTOCOL_VERSION, Hello, Message, RefusalCode, Refuse, Welcome
 from wire.transport import MAX_HALF_OPEN, HalfOpen, machine_of, no_answer
@@ -270,7 +270,7 @@ class Refusals:
         expected = isinstance(problem, Refused) and problem.code == RefusalCode.LOOPBACK_ONLY  # it comes again
         if not isinstance(problem, PeerError) or expected:
             return
-        self._last = told_of(address, problem.message)
+        self._last = with_address(address, problem.message)
         if self._timer is None:
             self._tell(f"refused a caller: {self._last}")
             self._timer = asyncio.get_running_loop().call_later(REFUSALS_S, self._sum_up)

@@ -45,13 +45,13 @@ Over TLS the caller's certificate must name a role that permits its purpose:
 
 def document() -> str:
     purposes = "".join(f"| `{purpose}` | {', '.join(sorted(roles))} |\n" for purpose, roles in PERMITTED.items())
-    parts, told = [_HEAD + purposes], set[type]()
+    parts, described = [_HEAD + purposes], set[type]()
     for module in (*codec.MODULES, records):
         parts.append(f"\n## {module.__name__}\n\n{_markdown(inspect.cleandoc(module.__doc__ or ''))}\n")
         for cls in vars(module).values():
             if isinstance(cls, type) and issubclass(cls, Message | Record) and cls not in (Message, Record):
-                new = [each for each in (cls, *_inner(cls)) if each not in told]
-                told.update(new)
+                new = [each for each in (cls, *_inner(cls)) if each not in described]
+                described.update(new)
                 parts.extend(map(_section, new))
     return "".join(parts)
 
@@ -59,7 +59,7 @@ def document() -> str:
 def _section(cls: Any) -> str:
     kind = f" (kind {cls.KIND}{'' if cls.KEYED else ', bare values'})" if issubclass(cls, Message) else ""
     docs = [inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n") for each in cls.__mro__[:-1]]
-    described = {name: told for _, _, attributes in reversed(docs) for name, told in _described(attributes).items()}
+    described = {name: text for _, _, attributes in reversed(docs) for name, text in _described(attributes).items()}
     text = f"\n### {cls.__name__}{kind}\n\n{_markdown(docs[0][0].rstrip())}\n"
     hints = typing.get_type_hints(cls, include_extras=True)
     rows = [

@@ -124,7 +124,7 @@ class _State(Enum):
 class TlsTransport(FlowControl, asyncio.BufferedProtocol):
     """A transport to the protocol above and a protocol to the transport below. This class is the dialling side.
 
-    ``settled`` is done when the handshake succeeded or failed. ``gone`` is set when the transport below is lost.
+    ``settled`` is done when the handshake succeeded or failed. ``ended`` is set when the transport below is lost.
 
     Args:
         factory: makes the protocol above when the handshake is done.
@@ -141,7 +141,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         self._server_side = server_side
         self._loop = asyncio.get_running_loop()
         self.settled: asyncio.Future[None] = self._loop.create_future()
-        self.gone = asyncio.Event()
+        self.ended = asyncio.Event()
         self._state = _State.QUIET
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._backlog: deque[memoryview] = deque()  # plaintext in the writers' memory; its first view shrinks
@@ -149,7 +149,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         self._below_full = False
         self._heard = False  # whether the peer's first byte was one of TLS
         self._reading = True
-        self._eof_below = self._eof_told = False
+        self._eof_below = self._eof_delivered = False
         self._answers_bytes = 0
         self._error: Exception | None = None  # the cause for connection_lost
         self._linger: asyncio.TimerHandle | None = None
@@ -227,7 +227,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             self._below.resume_reading()
 
     def _deliver(self) -> None:
-        while self.is_reading() and not self._eof_told:
+        while self.is_reading() and not self._eof_delivered:
             if not self._incoming.pending and not self._ssl.pending():
                 break
             nbytes, end = self._decrypt()
@@ -272,8 +272,8 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         return filled, None
 
     def _tell_eof(self) -> None:
-        if not self._eof_told:
-            self._eof_told = True
+        if not self._eof_delivered:
+            self._eof_delivered = True
             if not self._protocol.eof_received():
                 self.close()
 
@@ -422,7 +422,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             self._failed(exc or ConnectionResetError("the connection broke in the middle of the TLS handshake"))
         elif self._protocol is not _NO_PROTOCOL:
             self._protocol.connection_lost(self._error or exc)
-        self.gone.set()
+        self.ended.set()
 
     def pause_writing(self) -> None:
         self._below_full = True
@@ -479,7 +479,7 @@ class TlsDialler:
             shaking.abort()
             raise no_answer(host, port, timeout_s) from None
         except OSError as error:
-            await shaking.gone.wait()  # within LINGER_S
+            await shaking.ended.wait()  # within LINGER_S
             raise handshake_problem(error, who, dialled=True) from error
         except BaseException:
             shaking.abort()

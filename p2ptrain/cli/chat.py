@@ -244,8 +244,8 @@ class ChatSession:
 
     def document(self) -> dict[str, Any]:
         turns = [{"role": turn.role, "content": turn.text} for turn in self.conversation.turns]
-        said = {"turns": turns, "answers": [asdict(answer) for answer in self.answers], "stats": self._stats}
-        return self._source.identity | self._source.facts() | said
+        document = {"turns": turns, "answers": [asdict(answer) for answer in self.answers], "stats": self._stats}
+        return self._source.identity | self._source.facts() | document
 
     def show_stats(self) -> None:
         """Raises ``UserError`` if there are none."""
@@ -270,7 +270,7 @@ class ChatSession:
                 if warned:
                     return
                 warned = True
-                self._say("Ctrl+C again leaves, as Ctrl+D and /quit do")
+                self._print_line("Ctrl+C again leaves, as Ctrl+D and /quit do")
                 continue
             yield line
             warned = len(self.answers) > count and self.answers[-1].ended == "cancelled"
@@ -332,7 +332,7 @@ class ChatSession:
             if writing is not None:
                 self._thread.call(writing.close())  # Ctrl+C during this call leaves
         answer.text = answer.text.strip()
-        self._tell(answer, 0 if writing is None else writing.prompt_tokens)
+        self._print_stats(answer, 0 if writing is None else writing.prompt_tokens)
         return answer
 
     def _tell_left_out(self, left_out: int, shown: _Shown) -> None:
@@ -343,20 +343,20 @@ class ChatSession:
             context = f"the context of {self._source.service.context} tokens"
             typer.secho(f"(the oldest {oldest} {context}: the model does not see them any more)", dim=True, err=True)
 
-    def _tell(self, answer: Answer, prompt_tokens: int) -> None:
+    def _print_stats(self, answer: Answer, prompt_tokens: int) -> None:
         speed = answer.tokens / max(answer.seconds, 1e-9)
-        said = f"{answer.tokens} token{'s' * (answer.tokens != 1)}, {speed:.0f} tokens/s"
+        note = f"{answer.tokens} token{'s' * (answer.tokens != 1)}, {speed:.0f} tokens/s"
         if answer.tokens and not answer.text and answer.ended != "cancelled":
-            said += ", nothing but white space: the question is forgotten"
+            note += ", nothing but white space: the question is forgotten"
         if answer.ended == "cancelled":
-            said = f"{said}; cancelled. Ctrl+C again leaves" if answer.text else "cancelled, the question is forgotten"
+            note = f"{note}; cancelled. Ctrl+C again leaves" if answer.text else "cancelled, the question is forgotten"
         elif answer.ended == "length":
             context = self._source.service.context
             full = context is not None and prompt_tokens + self._max_new_tokens > context
-            said += "; cut off, the context is full" if full else "; cut off, --tokens N allows more"
-        self._say(said)
+            note += "; cut off, the context is full" if full else "; cut off, --tokens N allows more"
+        self._print_line(note)
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         if self._at_terminal and not self._quiet:
             typer.secho(f"({text})", dim=True, err=True)
 
@@ -372,7 +372,7 @@ class ChatSession:
         elif name == "/reset":
             self.conversation.reset()
             self._left_out = 0
-            self._say("a new conversation")
+            self._print_line("a new conversation")
         elif name == "/stats":
             if not self._quiet:  # the JSON document has them
                 self.show_stats()
@@ -402,7 +402,7 @@ class ChatSession:
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}", remedy="choose another place") from error
         self._saved.add(path)
-        self._say(f"{len(turns)} turns in {path}")
+        self._print_line(f"{len(turns)} turns in {path}")
 
 
 class _Shown:

@@ -196,10 +196,12 @@ class ProbeContext:
     async def compare_clocks(self) -> str:
         """Compare the seed's wall clock with ours, at the middle of the quickest round trip."""
         trip_s, skew_s = min(await self._ping())
-        seen = f"{abs(skew_s):.2f} s {'ahead of' if skew_s > 0 else 'behind'} this machine (± {trip_s / 2:.3f} s)"
+        difference = f"{abs(skew_s):.2f} s {'ahead of' if skew_s > 0 else 'behind'} this machine (± {trip_s / 2:.3f} s)"
         if abs(skew_s) > 30.0:
-            raise UserError(f"the seed's clock is {seen}", remedy="set both clocks by NTP: times in logs will mislead")
-        return f"the seed's is {seen}"
+            raise UserError(
+                f"the seed's clock is {difference}", remedy="set both clocks by NTP: times in logs will mislead"
+            )
+        return f"the seed's is {difference}"
 
     async def measure_round_trip(self) -> str:
         trips_ms = [1000 * trip_s for trip_s, _ in await self._ping()]

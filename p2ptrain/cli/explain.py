@@ -196,10 +196,13 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
     ]
     known = [(*each, 100 * (each[1] / each[2] - 1)) for each in figures if each[2]]
     if as_json:
-        table = {key: {"predicted": told, "measured": seen, "error_percent": off} for key, told, seen, _, off in known}
+        table = {
+            key: {"predicted": predicted, "measured": actual, "error_percent": off}
+            for key, predicted, actual, _, off in known
+        }
         print_json({"job": info.id, "steps": len(timed), **table})
         return
     how = f"{info.strategy} with {one.way.codec}, {size} members, {len(timed)} steps"
     typer.echo(f"job {printable(info.name)}: {how}\n")
-    rows = [(key, form(told), form(seen), f"{off:+.0f} %") for key, told, seen, form, off in known]
+    rows = [(key, form(predicted), form(actual), f"{off:+.0f} %") for key, predicted, actual, form, off in known]
     print_table(("", "PREDICTED", "MEASURED", "ERROR"), rows, right=("PREDICTED", "MEASURED", "ERROR"))

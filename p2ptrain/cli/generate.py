@@ -271,13 +271,13 @@ class Shown:
     def leaving(self, console: Console) -> Callable[[str], None]:
         """The callback for Ctrl+C: stop printing the text, and print the message below it."""
 
-        def say(text: str) -> None:
+        def announce(text: str) -> None:
             self._quiet = True
             with suppress(BrokenPipeError):  # the reader may have closed the pipe
                 self.broken()
             console.event("info", text)
 
-        return say
+        return announce
 
 
 def _prompts(prompt: str, file: str) -> list[str]:

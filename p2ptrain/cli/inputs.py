@@ -55,14 +55,14 @@ def model_directory(name: str, *, download: bool = False, key: str = "") -> Path
     """
     if Path(name).is_dir():
         return Path(name)
-    said = f"{key} = {name}" if key else name
+    what = f"{key} = {name}" if key else name
     if not _HUB_ID.fullmatch(name):
         remedy = f"name the directory of a model{f', --set {key}=DIR' if key else ''}; "
         remedy += "`p2ptrain checkpoints list` shows where jobs store theirs"
-        raise UserError(f"{said} is not a directory", remedy=remedy)
+        raise UserError(f"{what} is not a directory", remedy=remedy)
     if not download:
         remedy = "if it is a model of the Hugging Face hub, --download fetches it"
-        raise UserError(f"{said} is not a directory on this machine", remedy=remedy)
+        raise UserError(f"{what} is not a directory on this machine", remedy=remedy)
     found = _fetched(name)
     if not any(found.glob("*.safetensors")):
         raise UserError(f"{name} has no weights in safetensors", remedy="choose a model that has; pickles are not read")

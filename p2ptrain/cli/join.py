@@ -242,15 +242,15 @@ def _checked(options: JoinOptions, model: str, *, download: bool) -> JoinOptions
     of_both = {"--model": bool(model), "--sessions": bool(options.sessions), "--dtype": bool(options.dtype)}
     of_verifiers = {"--split": options.split is not None, "--http": options.http is not None}
     of_verifiers["--api-key-file"] = options.api_keys is not None
-    given = of_verifiers if role == "drafter" else of_both | of_verifiers if role == "worker" else {}
-    if extra := next((option for option, is_given in given.items() if is_given), None):
-        meant = "verifier" if extra in of_verifiers else "drafter, or verifier"
-        raise UserError(f"{extra} is not for a {role}", remedy=f"add --role {meant}, or leave it out")
+    forbidden = of_verifiers if role == "drafter" else of_both | of_verifiers if role == "worker" else {}
+    if extra := next((option for option, is_set in forbidden.items() if is_set), None):
+        role_for = "verifier" if extra in of_verifiers else "drafter, or verifier"
+        raise UserError(f"{extra} is not for a {role}", remedy=f"add --role {role_for}, or leave it out")
     if role == "worker":
         return options
     device, memory_bytes, threads = options.device, options.memory_bytes, options.threads
     of_workers = {"--device": bool(device), "--memory": bool(memory_bytes), "--threads": bool(threads)}
-    extra = next((option for option, is_given in of_workers.items() if is_given), None)
+    extra = next((option for option, is_set in of_workers.items() if is_set), None)
     if options.split is not None and extra is not None:
         raise UserError(
             f"{extra} does not apply to a verifier with --split: workers compute its model",
@@ -304,7 +304,7 @@ def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | Non
 
 async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
     from p2ptrain.cli.island import LeadIsland
-    from p2ptrain.cli.joining import member_options, stay, world_of
+    from p2ptrain.cli.joining import member_options, run_member, world_of
     from roles.worker.build import engine_builder, holding, island_builder, no_stage, stage_builder, warm_up, with_data
     from roles.worker.worker import Worker
 
@@ -318,9 +318,12 @@ async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
         if formed is not None:
             build_engine = island_builder(*formed, memory_bytes)
         # Only workers of one process hold parts of models: the memory of others for them is too small for any.
-        said: dict[str, Scalar] = {"parts_memory_bytes": 1 if parts is None else parts.limit_bytes, "threads": threads}
+        capabilities: dict[str, Scalar] = {
+            "parts_memory_bytes": 1 if parts is None else parts.limit_bytes,
+            "threads": threads,
+        }
         if formed is not None:
-            said["device"] = formed[0].label
+            capabilities["device"] = formed[0].label
 
         def build(profile: Profile) -> Engine:
             own = with_data(profile, options.data)
@@ -330,7 +333,7 @@ async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
         return Worker(
             world_of(options, found),
             here.identity,
-            member_options(options, found, **said),
+            member_options(options, found, **capabilities),
             build_engine=build,
             build_part=build_part if formed is None else no_stage,
             warm_up=warm_up,
@@ -343,10 +346,10 @@ async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
         ).run
 
     if island is None:
-        await stay(options, worker)
+        await run_member(options, worker)
         return
     lead = LeadIsland(island, options.root / "logs")
     try:
-        await stay(options, lambda here, found: partial(lead.run, here, partial(worker, here, found)))
+        await run_member(options, lambda here, found: partial(lead.run, here, partial(worker, here, found)))
     finally:
         await lead.close()

@@ -1,7 +1,7 @@
 """What every ``p2ptrain join`` does, whatever its role: it claims a slot, finds its seed, and stays.
 
-``join`` reads the options into ``JoinOptions``. It then runs ``stay`` with a worker, or ``served`` for the other roles.
-The program of a verifier and a drafter (``roles.member``) is ``serving.serve``.
+``join`` reads the options into ``JoinOptions``. It then runs ``run_member`` with a worker, or ``served`` for the other
+roles. The program of a verifier and a drafter (``roles.member``) is ``serving.serve``.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ Running: TypeAlias = "Callable[[asyncio.Event], Coroutine[Any, Any, None]]"
 Make: TypeAlias = "Callable[[ProcessContext, Found], Running]"
 
 
-async def stay(options: JoinOptions, make: Make) -> None:
+async def run_member(options: JoinOptions, make: Make) -> None:
     """Claim a slot, find the seed, and run what ``make`` returns until Ctrl+C.
 
     ``make`` is called again if the seed needs this process to listen elsewhere, or to join afresh.
@@ -125,8 +125,8 @@ async def stay(options: JoinOptions, make: Make) -> None:
         waited_s = clock.now() - began
         if not may_pass(problem) or waited_s >= options.wait_s:
             return 0.0
-        told = f"{problem.message} ({problem.remedy})" if problem.remedy else problem.message
-        text = f"waiting for the seed, {human_seconds(waited_s)}: {told}; Ctrl+C gives up"
+        reason = f"{problem.message} ({problem.remedy})" if problem.remedy else problem.message
+        text = f"waiting for the seed, {human_seconds(waited_s)}: {reason}; Ctrl+C gives up"
         console.progress(text, every_s=max(waited_s, 1.0))  # in a file the lines become rarer
         return options.wait_s - waited_s
 
@@ -181,7 +181,7 @@ async def served(options: JoinOptions) -> None:
             membership=found.access.member,
         ).run
 
-    await stay(options, member)
+    await run_member(options, member)
 
 
 def world_of(options: JoinOptions, found: Found) -> World:

@@ -39,7 +39,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:  # before Typer handles it
         code = EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the outermost handler: users see a line, no traceback
-        code = told(error)
+        code = print_failure(error)
     code = code if isinstance(code, int) else 0
     if args is None and "torch" in sys.modules:
         # Normal shutdown would wait for a kernel that still runs, and takes seconds even without one.
@@ -60,7 +60,7 @@ def _open_missing_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
 
 
-def told(error: Exception) -> int:
+def print_failure(error: Exception) -> int:
     """Report the error to the user and, if requested, as JSON; return the exit code. In debug mode, raise it again."""
     if os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
         raise error

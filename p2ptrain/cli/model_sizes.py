@@ -50,13 +50,13 @@ def config_text(directory: Path, stages: int | None = None) -> str:
     return text
 
 
-def shape_of(profile: Profile, say: Callable[[str], object] | None = None) -> ModelShape | None:
+def shape_of(profile: Profile, warn: Callable[[str], object] | None = None) -> ModelShape | None:
     """The shape of the model that the profile trains; None if its directory is not on this machine. With
-    ``say`` it is also None if the model cannot be measured here, and ``say`` gets the reason.
+    ``warn`` it is also None if the model cannot be measured here, and ``warn`` gets the reason.
 
     Raises:
         ConfigError: it is invalid, or cannot be trained in parts.
-        ResourceError, StorageError: without ``say``: there is too little memory to measure it, or it cannot be read.
+        ResourceError, StorageError: without ``warn``: there is too little memory to measure it, or it cannot be read.
     """
     if not profile.model.path and profile.model.architecture in LLAMAS:
         sizes = llama_sizes(profile.model, BYTES_VOCAB)
@@ -68,9 +68,9 @@ def shape_of(profile: Profile, say: Callable[[str], object] | None = None) -> Mo
         try:
             _known[key] = _measured_apart(profile)
         except P2PTrainError as error:
-            if say is None or isinstance(error, ConfigError):
+            if warn is None or isinstance(error, ConfigError):
                 raise
-            say(f"the workers cut the model by its weights, because it could not be measured: {error.message}")
+            warn(f"the workers cut the model by its weights, because it could not be measured: {error.message}")
     return _known.get(key)
 
 

@@ -53,8 +53,8 @@ def failure(error: P2PTrainError) -> dict[str, Any]:
     """The ``error`` field of a document."""
     from p2ptrain.core.errors import Refused
 
-    said = {"message": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
-    return said | ({"code": error.code} if isinstance(error, Refused) else {})
+    fields = {"message": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
+    return fields | ({"code": error.code} if isinstance(error, Refused) else {})
 
 
 def print_error(error: P2PTrainError) -> None:

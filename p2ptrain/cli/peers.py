@@ -36,8 +36,8 @@ def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> 
     serve = any(peer.model for peer in found)
     serving = {info.id: info for info in ask(seed, lambda client: client.serving())} if serve else {}
     if as_json:
-        beside = {"serving": [info.to_map() for info in serving.values()]} if serve else {}
-        print_json({"peers": [peer.to_map() for peer in found]} | beside)
+        serving_maps = {"serving": [info.to_map() for info in serving.values()]} if serve else {}
+        print_json({"peers": [peer.to_map() for peer in found]} | serving_maps)
         return
     print_peers(found, serving)
     if not found:
@@ -95,11 +95,11 @@ def evict(
       p2ptrain peers evict laptop --yes
     """
     confirm(f"Evict {peer} for good?", seed, "peers", peer, yes=yes)
-    gone, name = ask(seed, lambda client: client.evict(peer))
+    evicted, name = ask(seed, lambda client: client.evict(peer))
     if as_json:
-        print_json({"evicted": gone, "name": name})
+        print_json({"evicted": evicted, "name": name})
         return
-    typer.echo(f"{printable(name)} ({printable(gone)}) is evicted")
+    typer.echo(f"{printable(name)} ({printable(evicted)}) is evicted")
     typer.echo(
         "It could join again as another peer with an open ticket: p2ptrain ticket rotate closes those.", err=True
     )
@@ -155,7 +155,7 @@ def _rows(chain: Chain) -> list[tuple[str, ...]]:
         else _missing(name, chain, stage)
         for stage in chain.stages
     ]
-    return rows + [_row(name, part, "in no chain") for part in chain.beside]
+    return rows + [_row(name, part, "in no chain") for part in chain.unchained]
 
 
 def _missing(name: str, chain: Chain, gap: Gap) -> tuple[str, ...]:

@@ -119,17 +119,17 @@ def print_plan(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> None:
 def prediction(info: TrainingPlanInfo) -> list[str]:
     replicas = f"{info.replicas} replica{'s' * (info.replicas != 1)} of {info.stages} stages, {info.schedule}"
     if info.step_s is None or info.bubble is None:
-        told = [f"{replicas}: no worker has reported its speed, so nothing is predicted"]
+        lines = [f"{replicas}: no worker has reported its speed, so nothing is predicted"]
     else:
-        told = [
+        lines = [
             f"{replicas}, {info.micro_batches} micro-batches a step, predicted: {number(info.step_s, '.3g')} s a step, "
             f"{number(info.tokens_per_s, ',.0f')} tokens/s, bubble {100 * info.bubble:.0f} %, the busiest stage works "
             f"{100 * (info.efficiency or 0):.0f} % of the time"
             + (f", {number(info.reduce_s, '.3g')} s of it to sum gradients" if info.reduce_s else "")
         ]
     if info.spares:
-        told.append(f"more replicas of the job, or spares: {', '.join(map(printable, info.spares))}")
-    return told
+        lines.append(f"more replicas of the job, or spares: {', '.join(map(printable, info.spares))}")
+    return lines
 
 
 def short(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> str:

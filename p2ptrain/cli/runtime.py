@@ -123,10 +123,10 @@ async def create_job(client: SeedRequests, name: str, label: str, profile: Profi
     """Create a job, with what its placement needs to know of a split model, and say so."""
     from p2ptrain.cli.model_sizes import shape_of
 
-    say = partial(console.event, "warning")
+    warn = partial(console.event, "warning")
     if text := short_of_warm_up(profile):
-        say(text)
-    shape = await asyncio.to_thread(shape_of, profile, say) if profile.pipeline.stages > 1 else None
+        warn(text)
+    shape = await asyncio.to_thread(shape_of, profile, warn) if profile.pipeline.stages > 1 else None
     more = {} if shape is None else {"shape": shape.to_map()}
     job = await client.create_job(name, label, profile.to_spec(), **more)
     console.event("info", f"created job {name} ({job}) from profile {label}")

@@ -112,8 +112,8 @@ def attention(
         job for job in jobs if job.state in ("paused", "saving") or (job.state == "waiting" and job.id not in coming)
     ]
     found = [f"job {job.name} ({job.id}) is {job.state}{': ' * bool(job.reason)}{job.reason}" for job in stuck]
-    gone = [peer for peer in peers if peer.state in ("lost", "away", "failed")]
-    found += [f"peer {peer.name} ({peer.id}) is {peer.state}: p2ptrain logs {peer.id}" for peer in gone]
+    absent = [peer for peer in peers if peer.state in ("lost", "away", "failed")]
+    found += [f"peer {peer.name} ({peer.id}) is {peer.state}: p2ptrain logs {peer.id}" for peer in absent]
     names = {peer.id: peer.name for peer in peers}
     for job in jobs:
         for score in (score for score in job.scores if score.is_far and job.state not in FINISHED_STATES):

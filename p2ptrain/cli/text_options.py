@@ -139,9 +139,9 @@ class TextOptions:
         """The stop strings, unescaped. Raises ``UserError``."""
         from p2ptrain.core.stop_strings import StopStrings
 
-        meant = tuple(_unescaped(text) for text in self.stop)
-        StopStrings(meant)
-        return meant
+        texts = tuple(_unescaped(text) for text in self.stop)
+        StopStrings(texts)
+        return texts
 
     @property
     def split_options(self) -> SplitOptions:
@@ -175,9 +175,9 @@ def takes_text_options(command: Callable[..., None]) -> Callable[..., None]:
     names = {each.name for each in declared}
 
     @wraps(command)
-    def called(**given: Any) -> None:
-        options = TextOptions(**{name: given.pop(name) for name in names})
-        command(**given, options=options)
+    def called(**arguments: Any) -> None:
+        options = TextOptions(**{name: arguments.pop(name) for name in names})
+        command(**arguments, options=options)
 
     hints = get_type_hints(TextOptions, include_extras=True)
     signature = inspect.signature(command, eval_str=True)
@@ -208,13 +208,13 @@ class WithBareSplit(TyperCommand):
 
 def with_number(args: list[str]) -> list[str]:
     """Give every ``--split`` without a number the number 0."""
-    given = list[str]()
+    words = list[str]()
     for number, word in enumerate(args):
         if word == "--":
-            return [*given, *args[number:]]
+            return [*words, *args[number:]]
         is_bare = word == "--split" and not (number + 1 < len(args) and args[number + 1].isdecimal())
-        given.append("--split=0" if is_bare else word)
-    return given
+        words.append("--split=0" if is_bare else word)
+    return words
 
 
 def check_dtype(dtype: str) -> None:

@@ -143,8 +143,13 @@ def up(
         split_plan = SplitPlan(split, spare, checkpoint, memory, dtype, root, port, link, web)
         run(hold(split_plan, as_json=as_json), children=True)
         return
-    given = {"checkpoint": checkpoint is not None, "spare": spare > 0, "memory": bool(memory), "dtype": bool(dtype)}
-    if extra := next((name for name, value in given.items() if value), None):
+    split_options = {
+        "checkpoint": checkpoint is not None,
+        "spare": spare > 0,
+        "memory": bool(memory),
+        "dtype": bool(dtype),
+    }
+    if extra := next((name for name, value in split_options.items() if value), None):
         raise UserError(f"--{extra} works only with --split", remedy="add --split N, or leave it out")
     loaded = checked(_profile(profile, sets, workers), download=download)
     place, keys = http_place(http, api_keys, loaded), None if api_keys is None else api_keys.absolute()

@@ -181,7 +181,7 @@ class Run:
                 self._jobs[role] = await self._job_for(name, profile, begun)
             else:
                 self._trained[role] = done
-                self._say("info", f"the {role} is trained: {done['checkpoint']}")
+                self._report("info", f"the {role} is trained: {done['checkpoint']}")
         if not self._jobs:
             return
         memory = str(part_bytes(plan.profile.device.kind) // plan.workers)
@@ -194,14 +194,14 @@ class Run:
         ]
         await self.cluster.start_workers(plan.workers, *options, straggler=plan.straggler, texts=plan.texts)
         self._workers = list(self.cluster.peers.values())
-        self._say("info", self.cluster.workers_start(plan.workers))
+        self._report("info", self.cluster.workers_start(plan.workers))
 
     async def _tell_finished(self, profile: Profile) -> None:
         """Say that a job of these settings is done. Raises ``UserError`` if it had another number of steps: the person
         may want to go on, and not to begin again."""
         for job in reversed(await self.client.jobs()):
             _, spec = await self.client.job(job.id)
-            if job.state != "done" or not _alike(spec, profile, steps=profile.job.steps):
+            if job.state != "done" or not _has_settings_of(spec, profile, steps=profile.job.steps):
                 continue
             text = f"job {job.name} ({job.id}) of these settings is done at step {job.step:,}"
             if job.steps_total == profile.job.steps:
@@ -286,11 +286,11 @@ class Run:
             await self._client.close()
         await self.cluster.end()
 
-    def _say(self, level: str, text: str) -> None:
+    def _report(self, level: str, text: str) -> None:
         if self.quiet:
             self._unsaid.append((level, text))
             if self.view is not None:
-                self.view.say(level, text)
+                self.view.show_notice(level, text)
         else:
             self._console.event(level, text)
 
@@ -324,13 +324,13 @@ class Run:
     def _tell_standstill(self, before: str, job: JobInfo) -> None:
         if job.state == "paused" != before:
             resume = f"p2ptrain jobs resume {job.id}{self._seed_option}"
-            self._say("info", f"job {job.name} is paused at step {job.step:,}: {resume} continues it")
+            self._report("info", f"job {job.name} is paused at step {job.step:,}: {resume} continues it")
         elif job.state == "saving" != before:
-            self._say("warning", f"job {job.name} is trained, but cannot end: {job.reason}")
+            self._report("warning", f"job {job.name} is trained, but cannot end: {job.reason}")
         elif job.state == "waiting" != before and job.reason:
-            self._say("info", f"job {job.name} waits at step {job.step:,}: {job.reason}")
+            self._report("info", f"job {job.name} waits at step {job.step:,}: {job.reason}")
         elif before == "paused" != job.state:
-            self._say("info", f"job {job.name} goes on")
+            self._report("info", f"job {job.name} goes on")
 
     async def _summaries(self, *, interrupted: bool) -> dict[str, Summary]:
         found = {}
@@ -357,7 +357,7 @@ class Run:
         plan, cluster = self._plan, self.cluster
         for role, summary in self._trained.items():
             check_whole(role, summary)
-        self._say("info", "both models are trained; a verifier and a drafter load them")
+        self._report("info", "both models are trained; a verifier and a drafter load them")
         device = plan.profile.device.kind
         for role in (VERIFIER, DRAFTER):
             options = ["--role", role, "--model", self._trained[role]["checkpoint"], "--threads", plan.threads(2)]
@@ -376,7 +376,7 @@ class Run:
             self.view.serves("\n".join(["from another terminal:", *self._ways()]))
 
         def alone(child: Child) -> None:
-            self._say("warning", f"{child.failed().message}; the verifier continues without it")
+            self._report("warning", f"{child.failed().message}; the verifier continues without it")
 
         await cluster.while_alive(forever(), needed=[cluster.seed, verifier], others=[drafter], on_end=alone)
 
@@ -431,9 +431,13 @@ async def unfinished(client: SeedClient, profiles: Collection[Profile], root: Pa
         if job.state in FINISHED_STATES:
             continue
         _, spec = await client.job(job.id)
-        alike = [profile.to_spec() for profile in profiles if _alike(spec, profile) and profile.to_spec() not in found]
-        if alike:
-            found[alike[0]] = job.id
+        matching = [
+            profile.to_spec()
+            for profile in profiles
+            if _has_settings_of(spec, profile) and profile.to_spec() not in found
+        ]
+        if matching:
+            found[matching[0]] = job.id
             if job.state == "paused":
                 await client.tell_job(job.id, "resume")
         elif cancel:
@@ -455,13 +459,13 @@ async def trained_before(client: SeedClient, profile: Profile) -> Summary | None
         if job.state != "done":
             continue
         _, spec = await client.job(job.id)
-        newest = await newest_saved(client, job.id) if _alike(spec, profile) else None
+        newest = await newest_saved(client, job.id) if _has_settings_of(spec, profile) else None
         if newest is not None and newest.stage is None and is_model(newest.path):
             return summed_up(job.id, job, newest)
     return None
 
 
-def _alike(spec: str, profile: Profile, **job: int) -> bool:
+def _has_settings_of(spec: str, profile: Profile, **job: int) -> bool:
     """Whether the settings are the same but for the number of workers, and those of ``job``."""
     from configs.schema import Profile
 
@@ -590,7 +594,7 @@ class View:
         finally:
             work.remove_done_callback(self._over)
 
-    def say(self, level: str, text: str) -> None:
+    def show_notice(self, level: str, text: str) -> None:
         if level != "info":
             self.app.tell(level, "Trouble", text)
 

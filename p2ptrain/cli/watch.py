@@ -39,15 +39,15 @@ class JobProgress:
 
     def __init__(self, info: JobInfo, console: Console, label: str = "") -> None:
         self.info = info
-        self._console, self._label, self._told = console, label, info.step
+        self._console, self._label, self._shown_step = console, label, info.step
 
     def take(self, item: Record, *, quiet: bool = False) -> None:
         match item:
             case JobInfo() if item.id == self.info.id:
                 self.lost = self.info.state == "saving" and item.state in FINISHED_STATES - {"done"}
                 self.info = item
-            case MetricRow() if item.job == self.info.id and item.step > self._told:
-                self._told, self.began = item.step, True
+            case MetricRow() if item.job == self.info.id and item.step > self._shown_step:
+                self._shown_step, self.began = item.step, True
                 if not quiet:
                     known = {key: value for key, value in item.to_map().items() if isinstance(value, int | float)}
                     line = step_line(item.step, self.info.steps_total, known)

@@ -45,7 +45,7 @@ class Console:
     def event(self, level: str, text: str) -> None:
         """Print one line with the time; its mark and colour show the level."""
         self.clear()
-        self._say(f"{time.strftime('%H:%M:%S')} {self.mark(level)} {printable(text)}")
+        self._print(f"{time.strftime('%H:%M:%S')} {self.mark(level)} {printable(text)}")
 
     @staticmethod
     def mark(level: str) -> str:
@@ -61,7 +61,7 @@ class Console:
             return
         self._next, text = now + (0.1 if self._live else every_s), printable(text)
         if not self._live:
-            self._say(text)
+            self._print(text)
             return
         text = text[: shutil.get_terminal_size().columns - 1]  # a folded line cannot be rewritten
         self._draw("\r" + text.ljust(self._drawn)[: max(len(text), self._drawn)])
@@ -107,7 +107,7 @@ class Console:
             self._draw("\r" + " " * self._drawn + "\r")
             self._drawn = 0
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         with suppress(OSError):
             typer.echo(text, err=True)
 

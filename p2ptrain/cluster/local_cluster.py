@@ -229,8 +229,8 @@ class LocalCluster:
             problem = seed.failed("the seed did not start")
             if port == self.port or problem.exit_code != UserError.exit_code:  # else that port may be in use
                 raise problem
-        told = json.loads(ready)
-        self.port, self.url = int(told["port"]), str(told.get("http", ""))
+        announcement = json.loads(ready)
+        self.port, self.url = int(announcement["port"]), str(announcement.get("http", ""))
         if self._shown:
             self._announced.enter_context(announced((LOOPBACK, self.port), self.root))
         return seed
@@ -273,13 +273,13 @@ class LocalCluster:
 
     async def joined(self, names: Collection[str]) -> None:
         """Wait until the seed lists these peers. Raises ``JobFailed`` after a time limit, or if a process ends."""
-        await self._told(PeerInfo, lambda it: "" if it.state in ABSENT_STATES else it.name, set(names), "join")
+        await self._until_listed(PeerInfo, lambda it: "" if it.state in ABSENT_STATES else it.name, set(names), "join")
 
     async def serving(self, roles: Collection[str]) -> dict[str, Any]:
         """Wait until each of these roles is served; return its ``ServingInfo`` by role. Raises as ``joined``."""
-        return await self._told(ServingInfo, lambda it: it.role, set(roles), "serve")
+        return await self._until_listed(ServingInfo, lambda it: it.role, set(roles), "serve")
 
-    async def _told(self, kind: type[R], key: Callable[[R], str], wanted: set[str], what: str) -> dict[str, R]:
+    async def _until_listed(self, kind: type[R], key: Callable[[R], str], wanted: set[str], what: str) -> dict[str, R]:
         newest, there = dict[str, R](), dict[str, R]()  # by id, and by key
 
         async def work() -> dict[str, R]:
@@ -360,7 +360,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedView:
     """The members of a running view. ``at_s``: monotonic time of their arrival here."""
 
     at_s: float
@@ -384,13 +384,13 @@ class JobObserver:
     def __init__(self, operator: Callable[[], AbstractAsyncContextManager[SeedClient]]) -> None:
         self.job: JobInfo | None = None
         self.rows: list[Row] = []
-        self.views: list[Seen] = []
-        self.told: list[tuple[float, EventInfo]] = []
+        self.views: list[ObservedView] = []
+        self.events: list[tuple[float, EventInfo]] = []
         self.saved: dict[str, CheckpointInfo] = {}
         self.names: dict[str, str] = {}
         self.joined_rtt_ms: dict[tuple[str, float], float] = {}
         self._operator = operator
-        self._seen_rows: set[tuple[int, int]] = set()
+        self._row_keys: set[tuple[int, int]] = set()
         self._last_event = 0
         self._news = asyncio.Event()
 
@@ -448,16 +448,16 @@ class JobObserver:
                 self.job = item
                 view = self.job.generation, tuple(self.job.members)
                 if self.members and (not self.views or (self.views[-1].generation, self.views[-1].members) != view):
-                    self.views.append(Seen(now, *view))
+                    self.views.append(ObservedView(now, *view))
             case MetricRow() if item.job == job:
                 key = (item.step, item.generation or 0)
-                if key not in self._seen_rows:
-                    self._seen_rows.add(key)
+                if key not in self._row_keys:
+                    self._row_keys.add(key)
                     self.rows.append(Row(now, *key))
             case EventInfo():
                 if item.id > self._last_event:
                     self._last_event = item.id
-                    self.told.append((now, item))
+                    self.events.append((now, item))
             case PeerInfo():
                 self.names[item.id] = item.name
                 self.joined_rtt_ms.setdefault((item.id, item.joined_at), item.rtt_ms or 0.0)

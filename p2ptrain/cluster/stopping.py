@@ -26,7 +26,7 @@ def stoppable(*, with_parent: bool = False) -> tuple[Console, asyncio.Event]:
     return console, stop
 
 
-def stop_on_signals(stop: asyncio.Event, say: Callable[[str], None]) -> None:
+def stop_on_signals(stop: asyncio.Event, announce: Callable[[str], None]) -> None:
     """Set ``stop`` on SIGINT, SIGTERM or SIGHUP; a second one ends the process at once. `nohup` ignores SIGHUP."""
     loop = asyncio.get_running_loop()
 
@@ -34,7 +34,7 @@ def stop_on_signals(stop: asyncio.Event, say: Callable[[str], None]) -> None:
         if stop.is_set():
             os._exit(EXIT_INTERRUPTED)
         stop.set()  # set first, because the message may fail
-        say(LEAVING)
+        announce(LEAVING)
 
     hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
     for number in {signal.SIGINT, signal.SIGTERM, hang_up}:

@@ -29,8 +29,8 @@ def activation_bytes(encoding: str, rows: int, width: int) -> int:
         return rows * ID_BYTES
     if encoding not in ENCODINGS:
         raise ProtocolError(f"unknown encoding of hidden states {encoding[:32]!r}; known are {', '.join(ENCODINGS)}")
-    element, beside = ENCODINGS[encoding]
-    return rows * (width * element + beside)
+    element, extra_bytes = ENCODINGS[encoding]
+    return rows * (width * element + extra_bytes)
 
 
 def encode_ids(ids: Sequence[int]) -> bytes:

@@ -140,8 +140,8 @@ def _tensors(disk: Disk, draft: Draft, file: str) -> tuple[dict[str, TensorEntry
         found = header_entries_untrusted(header, file, size_bytes)
     except ProtocolError as error:
         raise StorageError(error.message) from error
-    told = json.loads(header).get("__metadata__", {}).items()
-    metadata = {name: value for name, value in told if isinstance(value, str)}
+    metadata = json.loads(header).get("__metadata__", {}).items()
+    metadata = {name: value for name, value in metadata if isinstance(value, str)}
     return dict(sorted(found.items(), key=lambda item: item[1].start)), metadata
 
 

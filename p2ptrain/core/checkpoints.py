@@ -224,10 +224,10 @@ class CheckpointStore:
     def _prune(self, keep: int, step: int) -> bool:
         """Remove old checkpoints, and return whether there were any. The newest ``keep`` stay, at least ``MIN_KEEP``.
         So does ``step``: a restored run writes lower steps."""
-        old, stay = self._directories()[max(keep, MIN_KEEP) :], self.spared | {step}
+        old, kept = self._directories()[max(keep, MIN_KEEP) :], self.spared | {step}
         if old and self._best:
-            stay |= {best_step((entry.step, entry.meta.get("val_loss")) for entry in self.entries())}
-        pruned = [path for found, path in old if found not in stay]
+            kept |= {best_step((entry.step, entry.meta.get("val_loss")) for entry in self.entries())}
+        pruned = [path for found, path in old if found not in kept]
         for path in pruned:
             self._remove(path)
         return bool(pruned)

@@ -81,28 +81,28 @@ class SamplingOptions:
         top_p = 1.0 if self.top_p is None else self.top_p
         check_sampling(Sampling(self.temperature or 0.0, self.top_k or 0, top_p, self.seed))
 
-    def of(self, said: Mapping[str, Any]) -> Sampling:
-        """Combine these options with a model's ``generation_config.json``, ``said``, as in transformers' ``generate``.
+    def of(self, table: Mapping[str, Any]) -> Sampling:
+        """Combine these options with a model's ``generation_config.json``, ``table``, as in transformers' ``generate``.
         Options override the model's settings. Temperature 0 takes the likeliest token. Any other option enables
         sampling. Without options the model's ``do_sample`` decides.
 
         Raises:
-            ConfigError: a value in ``said`` is invalid.
+            ConfigError: a value in ``table`` is invalid.
         """
-        given = (self.temperature, self.top_k, self.top_p)
-        draws = said.get("do_sample") is True if given == (None, None, None) else self.temperature != 0
+        options = (self.temperature, self.top_k, self.top_p)
+        draws = table.get("do_sample") is True if options == (None, None, None) else self.temperature != 0
         if not draws:
             return Sampling(0.0, seed=self.seed)
         usual = {"temperature": USUAL.temperature, "top_k": USUAL.top_k, "top_p": USUAL.top_p}
         temperature, top_k, top_p = (
-            value if value is not None else _number(said, name, usual[name])
-            for value, name in zip(given, usual, strict=True)
+            value if value is not None else _number(table, name, usual[name])
+            for value, name in zip(options, usual, strict=True)
         )
         return Sampling(float(temperature), int(top_k), float(top_p), self.seed)
 
 
-def _number(said: Mapping[str, Any], name: str, usual: float) -> float:
-    value = usual if said.get(name) is None else said[name]
+def _number(table: Mapping[str, Any], name: str, usual: float) -> float:
+    value = usual if table.get(name) is None else table[name]
     try:
         whole = name == "top_k"
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float):

@@ -48,7 +48,7 @@ class _Attacker:
         self._random, self._scale = np.random.default_rng(seed), np.float32(1)
         self._vector = engine.reduce_buffer[: -engine.scalars]
         self._own = self._variance = np.zeros(0, np.float32)  # with 'alie', shape (numel,)
-        self._seen = 0
+        self._applied_steps = 0
         if attack == "label-flip":
             engine._corpus = _with_wrong_targets(engine._corpus)
 
@@ -75,15 +75,15 @@ class _Attacker:
             vector *= NOISE * length / np.sqrt(np.float32(vector.size))
         elif self._attack == "alie":
             self._own = vector * self._scale
-            if self._seen:
+            if self._applied_steps:
                 vector -= ALIE_Z / self._scale * np.sqrt(self._variance)
 
     def apply(self, step: int, square_sum: float) -> Applied:
         if self._own.size:
-            self._seen = min(self._seen + 1, ALIE_STEPS)
+            self._applied_steps = min(self._applied_steps + 1, ALIE_STEPS)
             square = (self._own - self._vector) ** 2
             before = self._variance if self._variance.size else square
-            self._variance = before + (square - before) / np.float32(self._seen)
+            self._variance = before + (square - before) / np.float32(self._applied_steps)
         return cast(Applied, self._engine.apply(step, square_sum))
 
 

@@ -66,7 +66,7 @@ class Epochs:
         self.complete = self.samples = 0
         self._windows, self._batch = windows, batch
         self._sampler = WindowSampler(windows, seed)
-        self._seen = np.zeros(windows, np.bool_)
+        self._used = np.zeros(windows, np.bool_)
         self._next = step * batch
         self._whole = self._next % windows == 0
 
@@ -78,9 +78,9 @@ class Epochs:
             count = min(1 << 16, last - self._next, self._windows - position)
             windows = self._sampler.numbered(self._next, count)
             step = self._next // self._batch + 1
-            if bool(self._seen[windows].any()) or len(np.unique(windows)) != count:
+            if bool(self._used[windows].any()) or len(np.unique(windows)) != count:
                 return Fault(step, "samples", f"a sample was seen twice in epoch {epoch}, at step {step} or soon after")
-            self._seen[windows] = True
+            self._used[windows] = True
             self._next += count
             self.samples += count
             if position + count == self._windows and (fault := self._epoch_ends(epoch, step)):
@@ -88,8 +88,8 @@ class Epochs:
         return None
 
     def _epoch_ends(self, epoch: int, step: int) -> Fault | None:
-        missing = int(self._windows - np.count_nonzero(self._seen))
-        self._seen[:] = False
+        missing = int(self._windows - np.count_nonzero(self._used))
+        self._used[:] = False
         whole, self._whole = self._whole, True
         if whole and missing:
             return Fault(step, "samples", f"epoch {epoch} did not use {missing} of {self._windows} samples")

@@ -18,7 +18,7 @@ from p2ptrain.core.world import World
 from roles.background import Background
 from roles.line import DIAL_S, QUIET_S, Line
 from roles.seed.peers import host_seen_from
-from wire.address import host_beside
+from wire.address import advertised_host
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartLoading, Sampled
 from wire.client import PendingCalls
 from wire.connection import Connection
@@ -61,7 +61,7 @@ class Context:
     ) -> Connection:
         """Connect to another peer. A loopback address means the seed's machine. Raises as ``wire.handshake.dial``."""
         hello = local_hello(peer_id=self.peer_id, name=self.name, roles=[self.role], purpose=purpose, job=job)
-        host = host_beside(self.seed_host, at.host)
+        host = advertised_host(self.seed_host, at.host)
         connection, _ = await dial(
             self.world.network, host, at.port, hello, timeout_s=timeout_s, expect_peer=at.peer_id, expect_role=role
         )

@@ -42,24 +42,26 @@ class Problem(Exception):
 
     def as_json(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        said = {"message": self.message, "remedy": self.remedy, "type": kind}
-        return {"error": said | {"param": self.param or None, "code": self.code or None}}
+        fields = {"message": self.message, "remedy": self.remedy, "type": kind}
+        return {"error": fields | {"param": self.param or None, "code": self.code or None}}
 
     def response(self) -> Response:
         again = {"retry-after": str(RETRY_AFTER_S)} if self.status == 503 else {}
         return json_response(self.as_json(), status=self.status, headers=again | dict(self.headers))
 
 
-def json_bytes(said: Mapping[str, Any]) -> bytes:
-    """Encode ``said`` as JSON in ASCII.
+def json_bytes(document: Mapping[str, Any]) -> bytes:
+    """Encode ``document`` as JSON in ASCII.
 
     Half a surrogate pair has no UTF-8, and some clients take U+2028 for a line end, which would end an event.
     """
-    return json.dumps(said, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def json_response(said: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(json_bytes(said), status, {**HEADERS, **(headers or {})}, media_type="application/json")
+def json_response(
+    document: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(json_bytes(document), status, {**HEADERS, **(headers or {})}, media_type="application/json")
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:
@@ -97,10 +99,10 @@ def invalid(error: ValidationError) -> Problem:
     errors = error.errors(include_url=False, include_input=False, include_context=False)
     # For a union pydantic names the type that it tried, which is not in the request. The type that came furthest is
     # the one that was meant.
-    field = list(itertools.takewhile(_is_given, errors[0]["loc"]))
+    field = list(itertools.takewhile(_is_in_body, errors[0]["loc"]))
     rivals = [each for each in errors if [*each["loc"][: len(field)]] == field]
     first = max(rivals, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
-    where = ".".join(str(part) for part in first["loc"] if _is_given(part))
+    where = ".".join(str(part) for part in first["loc"] if _is_in_body(part))
     if first["type"] == "json_invalid":
         return Problem(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
     if first["type"] == "missing":
@@ -108,7 +110,7 @@ def invalid(error: ValidationError) -> Problem:
     return wrong(where, complaint(first))
 
 
-def _is_given(part: int | str) -> bool:
+def _is_in_body(part: int | str) -> bool:
     return isinstance(part, int) or (part.isidentifier() and part != "str")
 
 

@@ -25,7 +25,7 @@ class JsonApp(ABC):
     def __init__(self, routes: Sequence[BaseRoute]) -> None:
         self.stopping = asyncio.Event()
         kinds = (HTTPException, ClientDisconnect, Problem, P2PTrainError, Exception)
-        self._app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, self._told))
+        self._app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, self._answer_error))
         self._app.router.redirect_slashes = False
 
     @abstractmethod
@@ -59,7 +59,7 @@ class JsonApp(ABC):
             return self.problem_of(error)
         return Problem(500, "internal error; the terminal of this program has the details", code="internal_error")
 
-    async def _told(self, request: Request, error: Exception) -> Response:
+    async def _answer_error(self, request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)
         if isinstance(error, HTTPException):

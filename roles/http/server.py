@@ -104,8 +104,8 @@ class _Parser(h11.Connection):
 class _Connection(H11Protocol):
     """uvicorn's connection with the deadlines that it lacks, and with JSON as its answer to what is no HTTP."""
 
-    def __init__(self, *, app_state: dict[str, Any], **given: Any) -> None:
-        super().__init__(app_state=app_state | {"connection": self}, **given)
+    def __init__(self, *, app_state: dict[str, Any], **options: Any) -> None:
+        super().__init__(app_state=app_state | {"connection": self}, **options)
         self.conn = _Parser(h11.SERVER, MOST_HEADER_BYTES)
         self._patience: asyncio.TimerHandle | None = None
         self._lost = asyncio.Event()

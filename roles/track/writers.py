@@ -75,8 +75,8 @@ class Writer:
 
     def begin(self, run: Run) -> None:
         run.directory.mkdir(parents=True, exist_ok=True)
-        told = {"job": run.job, "name": run.name, **run.tags, "config": run.config}
-        (run.directory / "job.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        metadata = {"job": run.job, "name": run.name, **run.tags, "config": run.config}
+        (run.directory / "job.json").write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
 
     def write(self, points: Sequence[Point]) -> None:
         """When it returns, the points are on the disk, or with the other program."""

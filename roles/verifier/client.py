@@ -18,7 +18,7 @@ from roles.line import QUIET_S, Line
 from roles.verifier.asking import Piece, Pieces, TextRequest
 from roles.verifier.protocol import error_untrusted, question
 from wire import text_messages as wire
-from wire.address import host_beside
+from wire.address import advertised_host
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Message
@@ -63,7 +63,7 @@ class VerifierClient:
         hello = local_hello(peer_id=peer_id, name=name, roles=["operator"], purpose="generate")
         connection, _ = await dial(
             network,
-            host_beside(seed_host, verifier.host),
+            advertised_host(seed_host, verifier.host),
             verifier.port,
             hello,
             timeout_s=DIAL_S,

@@ -28,13 +28,13 @@ CreateJob = Callable[[SeedRequests, str, str, Profile], Awaitable[str]]
 """Creates a job from its name, its label and its profile on a seed, and returns its id."""
 
 
-class Given(BaseModel):
+class Fields(BaseModel):
     """Base of bodies and of query parameters: unknown names are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Limit(Given):
+class Limit(Fields):
     limit: int = Field(default=100, ge=1, le=MOST_ITEMS, description="Longest list in an answer.")
 
 
@@ -42,17 +42,17 @@ class Paging(Limit):
     after: str = Field(default="", max_length=256, description="`next` of the answer before this one.")
 
 
-class AfterStep(Given):
+class AfterStep(Fields):
     after_step: int = Field(default=-1, ge=-1, le=2**53, description="Rows after this step; -1: from the first one.")
 
 
-G = TypeVar("G", bound=Given)
+G = TypeVar("G", bound=Fields)
 
 
-def read_query(schema: type[G], given: QueryParams) -> G:
+def read_query(schema: type[G], query: QueryParams) -> G:
     """Raises ``Problem``. A parameter that is given twice is a list, which none may be."""
     lists: dict[str, list[str]] = {}
-    for name, value in given.multi_items():
+    for name, value in query.multi_items():
         lists.setdefault(name, []).append(value)
     try:
         return schema.model_validate({name: values if values[1:] else values[0] for name, values in lists.items()})
@@ -106,8 +106,8 @@ class Endpoint:
     answer: type[Record]
     handle: Handle
     listed: bool = False
-    query: type[Given] = Given
-    body: type[Given] | None = None
+    query: type[Fields] = Fields
+    body: type[Fields] | None = None
     status: int = 200
 
 

@@ -86,15 +86,17 @@ def _page(
     yield GaugeMetricFamily("p2ptrain_seed_start_time_seconds", "When the seed started.", value=cluster.started_at)
     yield GaugeMetricFamily("p2ptrain_seed_peers", "Connected peers.", value=cluster.peers)
     yield GaugeMetricFamily("p2ptrain_seed_jobs", "Jobs, with those that have ended.", value=cluster.jobs)
-    told = [{"job": job.id, "name": job.name, "profile": job.profile, "strategy": job.strategy} for job in jobs]
-    yield _labelled("p2ptrain_job_info", "A job.", told)
-    told = [{"job": job.id, "name": job.name, "state": job.state} for job in jobs]
-    yield _labelled("p2ptrain_job_state", "State of a job.", told)
+    labels = [{"job": job.id, "name": job.name, "profile": job.profile, "strategy": job.strategy} for job in jobs]
+    yield _labelled("p2ptrain_job_info", "A job.", labels)
+    labels = [{"job": job.id, "name": job.name, "state": job.state} for job in jobs]
+    yield _labelled("p2ptrain_job_state", "State of a job.", labels)
     yield from _families("job", JOBS, jobs)
-    told = [{"peer": peer.id, "name": peer.name, "role": ",".join(peer.roles), "device": peer.device} for peer in peers]
-    yield _labelled("p2ptrain_peer_info", "A peer.", told)
-    told = [{"peer": peer.id, "name": peer.name, "state": peer.state} for peer in peers]
-    yield _labelled("p2ptrain_peer_state", "State of a peer.", told)
+    labels = [
+        {"peer": peer.id, "name": peer.name, "role": ",".join(peer.roles), "device": peer.device} for peer in peers
+    ]
+    yield _labelled("p2ptrain_peer_info", "A peer.", labels)
+    labels = [{"peer": peer.id, "name": peer.name, "state": peer.state} for peer in peers]
+    yield _labelled("p2ptrain_peer_state", "State of a peer.", labels)
     yield from _families("peer", PEERS, peers)
     yield from _families("serving", SERVING, serving)
 

@@ -15,7 +15,7 @@ from configs.loader import describe, load_settings, shipped
 from configs.schema import Profile
 from p2ptrain.core.errors import ConfigError, Refused
 from roles.http.answers import Problem
-from roles.web.endpoints import MOST_ITEMS, AfterStep, Call, Endpoint, Given, Handle, Limit, Page, Paging
+from roles.web.endpoints import MOST_ITEMS, AfterStep, Call, Endpoint, Fields, Handle, Limit, Page, Paging
 from wire.messages import GpuInfo, RefusalCode
 from wire.records import (
     ABSENT_STATES,
@@ -49,7 +49,7 @@ def _page(call: Call, records: Sequence[R], order: Callable[[R], Any]) -> Page:
 # ---------------------------------------------------------------------------------------------------------------- jobs
 
 
-class JobRequest(Given):
+class JobRequest(Fields):
     profile: str | dict[str, Any] = Field(
         default="tiny",
         description='Name of a profile that ships, or settings: {"base": "tiny", "optimizer": {"lr": 0.001}}.',
@@ -59,7 +59,7 @@ class JobRequest(Given):
     drafter: bool = Field(default=False, description="Create the job of the profile's [drafter].")
 
 
-class Removal(Given):
+class Removal(Fields):
     forget: bool = Field(default=False, description="Remove the record of a job that is over.")
 
 
@@ -125,7 +125,7 @@ async def list_recoveries(call: Call) -> Page:
 # ------------------------------------------------------------------------------------------------------------- cluster
 
 
-class NodeRequest(Given):
+class NodeRequest(Fields):
     role: Literal["worker", "verifier", "drafter", "operator"] = "worker"
     expires_s: float = Field(default=7 * 86_400.0, ge=60, le=366 * 86_400, description="How long its ticket is valid.")
     uses: int | None = Field(default=None, ge=1, le=1_000_000, description="Peers that may use it; null: any number.")
@@ -260,7 +260,7 @@ async def delete_checkpoint(call: Call) -> Removed:
     return Removed(ident)
 
 
-class Restoring(Given):
+class Restoring(Fields):
     shards: int = Field(
         default=0, ge=0, le=64, description="Hold the model in so many shards from now on; 0: as before."
     )
@@ -296,12 +296,12 @@ _METRICS = "The rows of a job's steps. `next` is the `after_step` of the followi
 _EVENTS = "The event log. `next` is the `after_id` of later ones."
 
 
-def _list(path: str, about: str, item: type[Record], handle: Handle, query: type[Given] = Paging) -> Endpoint:
+def _list(path: str, about: str, item: type[Record], handle: Handle, query: type[Fields] = Paging) -> Endpoint:
     return Endpoint("GET", path, about, item, handle, listed=True, query=query)
 
 
 ENDPOINTS: list[Endpoint] = [
-    _list("training/profiles", "The profiles that ship.", ProfileInfo, list_profiles, Given),
+    _list("training/profiles", "The profiles that ship.", ProfileInfo, list_profiles, Fields),
     _list("training/jobs", "All jobs, oldest first.", JobInfo, list_jobs),
     Endpoint("POST", "training/jobs", _CREATES, JobInfo, create_job, body=JobRequest, status=201),
     Endpoint("GET", _JOB, "One job.", JobInfo, get_job),
@@ -314,7 +314,7 @@ ENDPOINTS: list[Endpoint] = [
     _list("cluster/nodes", "All peers.", PeerInfo, list_nodes),
     Endpoint("POST", "cluster/nodes", _INVITES, Invitation, invite_node, body=NodeRequest, status=201),
     Endpoint("DELETE", "cluster/nodes/{node}", "Evict a peer for good.", Removed, evict_node),
-    _list("cluster/gpu-status", "Every GPU of every node, as it was a second ago.", GpuStatus, list_gpus, Given),
+    _list("cluster/gpu-status", "Every GPU of every node, as it was a second ago.", GpuStatus, list_gpus, Fields),
     Endpoint("GET", "metrics/cluster/summary", "The cluster in figures.", ClusterSummary, summarise_cluster),
     _list("metrics/jobs/{job}", _METRICS, MetricRow, list_metrics, MetricPaging),
     _list("events", _EVENTS, EventInfo, list_events, EventPaging),

@@ -100,11 +100,11 @@ async def serving_web(
             allowed = _loaded(tls, options.certificate, options.certificate_key)
             shown = next((name for name in [shown, *allowed] if name in allowed and "*" not in name), shown)
         elif tls is not None:
-            beside = Background()
-            stack.push_async_callback(beside.stop)
+            background = Background()
+            stack.push_async_callback(background.stop)
             certify = partial(_certify, tls, directory, names, seed.world)
             await asyncio.to_thread(certify)
-            beside.start(_recertify(certify), "web certificate")
+            background.start(_recertify(certify), "web certificate")
         access = Keys(dict(zip(keys, needed, strict=True)), _where(keys.values())) if keys else None
         app = WebApp(seed, LocalRequests(seed), create_job, more, access, allowed)
         await stack.enter_async_context(serving(app, sock, tls=tls, websockets=True))
@@ -116,9 +116,9 @@ async def serving_web(
 def _keys(files: dict[str, Path | None], directory: Path, disk: Disk, warn: Callable[[str], None]) -> dict[str, Path]:
     """Map each key to its file, in the order of ``files``. One that is not given is made once, in ``directory``."""
     found: dict[str, Path] = {}
-    for permit, given in files.items():
-        path = given or directory / f"http-{permit}.key"
-        if given is None and path.name not in disk.list_dir(directory):
+    for permit, chosen in files.items():
+        path = chosen or directory / f"http-{permit}.key"
+        if chosen is None and path.name not in disk.list_dir(directory):
             write_atomic(disk, path, f"{secrets.token_urlsafe(32)}\n".encode(), private=True)
         key = read_key(path, warn)
         if not set(key) <= _KEY_LETTERS:

@@ -35,13 +35,13 @@ MOST_ABOVE, MOST_LOSS = 10.0, 1e6
 """A mean loss that is so many times that of most members, or beyond this, is no loss of the same model."""
 
 
-def mean_loss_untrusted(told: Sequence[bytes], most: int) -> tuple[float, list[int]]:
+def mean_loss_untrusted(messages: Sequence[bytes], most: int) -> tuple[float, list[int]]:
     """The mean loss per target from what each member told of its share, and the ranks whose figures cannot be. They are
     left out. ``most``: targets of one member."""
-    known = [_VALIDATION.unpack(item) if len(item) == _VALIDATION.size else (math.nan, 0) for item in told]
+    known = [_VALIDATION.unpack(item) if len(item) == _VALIDATION.size else (math.nan, 0) for item in messages]
     means = [total / max(targets, 1) for total, targets in known]
     usual = median([mean for mean, (_, targets) in zip(means, known, strict=True) if targets and mean >= 0] or [0.0])
-    limit = min(MOST_ABOVE * usual, MOST_LOSS) if len(told) > 2 else MOST_LOSS
+    limit = min(MOST_ABOVE * usual, MOST_LOSS) if len(messages) > 2 else MOST_LOSS
     odd = [r for r, (mean, (_, targets)) in enumerate(zip(means, known, strict=True))
            if not (0 <= mean <= limit and targets <= most)]  # fmt: skip
     fit = [each for rank, each in enumerate(known) if rank not in odd]
@@ -70,8 +70,8 @@ class BoundaryWork:
     async def _compare_stages(self, digest: bytes, session: RingSession, patience_s: float) -> list[bytes]:
         saved, view = self._checkpoints, session.view
         self._idle = saved.idle or not self._saves(view.replica_of(session.rank))
-        told = await session.all_gather(_SAVING.pack(saved.newest, self._idle, digest), patience_s=patience_s)
-        newest, idle, digests = zip(*map(_SAVING.unpack, told), strict=True)
+        messages = await session.all_gather(_SAVING.pack(saved.newest, self._idle, digest), patience_s=patience_s)
+        newest, idle, digests = zip(*map(_SAVING.unpack, messages), strict=True)
         self._spared = min(max(newest[stage :: view.stages]) for stage in range(view.stages))
         self._all_idle = all(idle)
         return list(digests)

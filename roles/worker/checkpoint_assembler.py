@@ -187,10 +187,10 @@ class CheckpointAssembler:
 
         await stack.enter_async_context(receiver.attached(source, heard))
         connection.send(asked)
-        told: FilesOffer = await source.line.landed(offer)
-        if told.reason:
-            raise ProtocolError(f"{member.name} cannot send the files of part {asked.stage}: {shortened(told.reason)}")
-        meta, files = offered_untrusted(told.manifest, asked)
+        reply: FilesOffer = await source.line.landed(offer)
+        if reply.reason:
+            raise ProtocolError(f"{member.name} cannot send the files of part {asked.stage}: {shortened(reply.reason)}")
+        meta, files = offered_untrusted(reply.manifest, asked)
 
         async def pieces(name: str, size_bytes: int) -> AsyncIterator[bytearray]:
             for start in range(0, size_bytes, PIECE_BYTES):
@@ -250,8 +250,8 @@ class CheckpointAssembler:
             return
         newest = mine[0].step if mine else 0
         for entry in wholes:
-            told = lineage in ("", entry.meta.get(LINEAGE))
-            wanted = entry.step > newest if restore_step < 0 else entry.step == restore_step and told
+            has_lineage = lineage in ("", entry.meta.get(LINEAGE))
+            wanted = entry.step > newest if restore_step < 0 else entry.step == restore_step and has_lineage
             if wanted and await self._taken(str(entry.path), self._from_here(entry)):
                 return
         for holder in holders if restore_step > 0 else ():
@@ -295,8 +295,8 @@ async def _unverified(data: memoryview) -> bytes:
 def offered_untrusted(manifest: bytes, asked: FilesRequest) -> tuple[Meta, dict[str, tuple[int, str]]]:
     """Parse the offered meta and files. Raises ``ProtocolError`` if they do not fit the request."""
     step, meta, files = manifest_untrusted(manifest)
-    told = (step, meta.get("job"), meta.get(STAGE), meta.get(STAGES))
-    if told != (asked.step, asked.job, asked.stage, asked.stages):
+    facts = (step, meta.get("job"), meta.get(STAGE), meta.get(STAGES))
+    if facts != (asked.step, asked.job, asked.stage, asked.stages):
         raise ProtocolError(f"the manifest is not that of step {asked.step} of part {asked.stage}")
     lineage = meta.get(LINEAGE)
     if not isinstance(lineage, str) or not is_lineage(lineage):

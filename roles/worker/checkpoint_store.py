@@ -212,13 +212,13 @@ class Checkpointing:
         snapshots: Snapshots,
         tasks: asyncio.TaskGroup,
         stage: Stage = WHOLE,
-        beside: Callable[[], list[FilePlan]] = list,
+        extra_files: Callable[[], list[FilePlan]] = list,
         where: Callable[[], tuple[int, int]],
         save_soon: Callable[[], None] = lambda: None,
     ) -> None:
         self._save_soon = save_soon
         self._context, self._job, self._files, self._stage = context, job, files, stage
-        self._beside, self._where = beside, where
+        self._extra_files, self._where = extra_files, where
         self._snapshots, self._tasks = snapshots, tasks
         self._saved = (-1, "")  # step and lineage of the newest durable checkpoint
         self._failed = (-1, "")  # of the newest failed save
@@ -267,7 +267,7 @@ class Checkpointing:
             await self.settled()
         if self._saved == key or key in self._writing:
             return
-        copied, beside = asyncio.Event(), self._beside()
+        copied, extra_files = asyncio.Event(), self._extra_files()
 
         async def write() -> None:
             square_sum = float(meta["square_sum"] or 0.0)
@@ -276,7 +276,7 @@ class Checkpointing:
                 with await taking as snapshot:
                     plan = await self._context.compute.run(engine.checkpoint_files, step)
                     copied.set()
-                    entry = await self._files.save(snapshot, [*plan, *beside], meta, urgent=wait, spared=spared)
+                    entry = await self._files.save(snapshot, [*plan, *extra_files], meta, urgent=wait, spared=spared)
             except P2PTrainError as problem:
                 # A full disk must not end the run: the state is in memory, here and at every member.
                 before, self.problem = self.problem, f"{problem.message}. {problem.remedy}".rstrip(". ")
@@ -292,7 +292,7 @@ class Checkpointing:
             finally:
                 copied.set()
                 del self._writing[key]
-                self._told()
+                self._announce()
                 if self._owed and not self._writing:
                     self._owed = False
                     self._save_soon()
@@ -300,7 +300,7 @@ class Checkpointing:
         # A ring that breaks now abandons the boundary, not the checkpoint. Later changes of the state run on the
         # compute thread, too, and so after the copy.
         self._writing[key] = self._tasks.create_task(write(), name=f"save {step}")
-        self._told()
+        self._announce()
         await (self.settled() if wait else copied.wait())
 
     async def outcome(self, step: int, lineage: str) -> None:
@@ -319,7 +319,7 @@ class Checkpointing:
                 if key not in self._writing and self._where() == (applied, progress):
                     return
 
-    def _told(self) -> None:
+    def _announce(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 

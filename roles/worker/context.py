@@ -14,7 +14,7 @@ from roles.engine import Engine, Stage
 from roles.line import DIAL_S
 from roles.seed_link import Notify
 from roles.strategies.interface import Factory
-from wire.address import host_beside
+from wire.address import advertised_host
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, Message, Welcome
@@ -52,7 +52,7 @@ class PeerContext:
         ``wire.handshake.dial``."""
         connection, welcome = await dial(
             self.world.network,
-            host_beside(self.seed_host, host),
+            advertised_host(self.seed_host, host),
             port,
             hello,
             timeout_s=timeout_s,

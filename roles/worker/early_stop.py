@@ -65,14 +65,14 @@ class EarlyStop:
     def told(self) -> bytes:
         return _WIRE.pack(*astuple(self._known))
 
-    def agree_untrusted(self, told: Sequence[bytes], step: int) -> None:
+    def agree_untrusted(self, messages: Sequence[bytes], step: int) -> None:
         """Take up what most members know that know anything; of equally many, what ends the job last.
 
         Args:
-            told: by each (``told``). What cannot be known counts as nothing.
+            told: by each (``messages``). What cannot be known counts as nothing.
             step: that the members have applied.
         """
-        votes = Counter(Validations(*_WIRE.unpack(each)) for each in told if len(each) == _WIRE.size)
+        votes = Counter(Validations(*_WIRE.unpack(each)) for each in messages if len(each) == _WIRE.size)
         fit = {it: n for it, n in votes.items() if max(it.best_step, it.since, 1) <= it.step <= step}
         self._known = min(fit, key=lambda it: (-fit[it], it.since, -it.step), default=Validations())
 

@@ -28,7 +28,7 @@ from roles.engine import WHOLE, Applied, Blob, Engine, Stage
 from roles.line import Line
 from roles.worker.context import Context
 from roles.worker.heal_source import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes
-from roles.worker.transfer import Piece, Receiver, Source, most_said
+from roles.worker.transfer import Piece, Receiver, Source, most_frequent
 from wire.job_messages import CatchUp, HealOffer, HealRequest, MemberRecord, Report, StepLogged
 from wire.messages import Message
 
@@ -116,7 +116,7 @@ class Sender(Source):
         super().__init__(id, name, line)
         self.offer: Base | None = None
         self.first, self.last = 0, -1
-        self.said: dict[int, News] = {}
+        self.news: dict[int, News] = {}
 
 
 async def _digest(data: memoryview) -> bytes:
@@ -275,7 +275,7 @@ class Fetch:
         if held in offers and not self._torn:
             self._base = held
             return
-        self._base = base = most_said(offer for offer in offers if offer.root)  # offers of steps only do not count
+        self._base = base = most_frequent(offer for offer in offers if offer.root)  # offers of steps only do not count
         if base is None:
             return
         if not self._torn:
@@ -341,9 +341,9 @@ class Fetch:
         most = 2 * self._log_steps + STEPS_AHEAD
         # A source that is further ahead no longer keeps the step ``_next``.
         if news.step >= self._next and (self._next < 0 or news.step < self._next + most):
-            sender.said[news.step] = value
-            if self._next < 0 and len(sender.said) > most:
-                del sender.said[next(iter(sender.said))]  # older than any state that can still be used
+            sender.news[news.step] = value
+            if self._next < 0 and len(sender.news) > most:
+                del sender.news[next(iter(sender.news))]  # older than any state that can still be used
         self._want_steps()
 
     def _gone(self, source: Source, key: Hashable) -> None:
@@ -360,16 +360,16 @@ class Fetch:
             return
         senders, ahead = list(self.senders.values()), range(self._next, self._next + STEPS_AHEAD)
         for step in ahead:
-            news = most_said(sender.said[step] for sender in senders if step in sender.said)
+            news = most_frequent(sender.news[step] for sender in senders if step in sender.news)
             if news is not None:
                 self._agreed[step] = news
                 self.receiver.want(
                     step, Piece(f"{STEP}{step}", 0, self._layout.reduce_bytes, self._buffer(step), news[0])
                 )
         for sender in senders:
-            for old in [step for step in sender.said if step < self._next]:
-                del sender.said[old]
-            right = (step for step in ahead if step in sender.said and sender.said[step] == self._agreed.get(step))
+            for old in [step for step in sender.news if step < self._next]:
+                del sender.news[old]
+            right = (step for step in ahead if step in sender.news and sender.news[step] == self._agreed.get(step))
             self.receiver.offers(sender, {step for step in right if step >= sender.first})
 
     def _buffer(self, step: int) -> memoryview:
@@ -435,8 +435,8 @@ class Healer:
         """Bring the state to the start of the view. Raises ``NetworkError`` with each source's problem."""
         core, view = self._core, instruction.view
         rank = view.rank_of(self._context.peer_id) or 0
-        alike, own = view.same_stage(rank), view.replica_of(rank)
-        ahead = [*alike[own:], *alike[:own]]  # healing members start with different sources
+        same_part, own = view.same_stage(rank), view.replica_of(rank)
+        ahead = [*same_part[own:], *same_part[:own]]  # healing members start with different sources
         sources = [member for member in ahead if member.healthy]
         have = (-1, "") if instruction.torn or core.applied >= view.step else (core.applied, core.lineage)
         silence_s = max(view.death_s, self._context.beats()[1])
@@ -502,16 +502,16 @@ class Follower:
         core: Transaction,
         healer: Healer,
         *,
-        say: Callable[[Report], None],
+        report: Callable[[Report], None],
         handle: Callable[[Event], None],
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._context, self._core, self._healer = context, core, healer
-        self._send, self._handle, self._tasks = say, handle, tasks
+        self._send, self._handle, self._tasks = report, handle, tasks
         self._task: asyncio.Task[None] | None = None
         self._then: list[Event] = []
         self._last: Callable[[], None] | None = None
-        self._said = False
+        self._reported = False
         self._fetched: Fetched | None = None
 
     @property
@@ -520,11 +520,11 @@ class Follower:
 
     @property
     def reported(self) -> bool:
-        return self.active and self._said
+        return self.active and self._reported
 
     def begin(self, message: CatchUp, engine: Engine) -> None:
         """Fetch from ``message.sources``, then follow their ring. A worker that follows already reports that again."""
-        self._said = False
+        self._reported = False
         if self._task is None:
             self._task = self._tasks.create_task(self._guarded(message, engine), name="follow")
 
@@ -545,7 +545,7 @@ class Follower:
             if self._core.torn:
                 self._then.insert(0, Unloaded("the state fetched beside the ring is incomplete"))
             else:
-                self._say()  # report how far it came: the ring may admit it, and the rest is healed within
+                self._report()  # report how far it came: the ring may admit it, and the rest is healed within
         except P2PTrainError as problem:
             self._context.notify("error", "not-following", f"cannot catch up: {problem.message}")
             self._then.insert(0, Unloaded("the state may be half applied"))
@@ -581,8 +581,8 @@ class Follower:
                 self._handle(Followed(base.step, base.lineage, base.square_sum))
                 context.notify("info", "fetched", f"fetched the state of step {base.step}: {self._fetched}")
             while True:
-                if fetch.newest - core.applied <= 1 and not self._said:
-                    self._say()
+                if fetch.newest - core.applied <= 1 and not self._reported:
+                    self._report()
                     behind = max(fetch.newest - core.applied, 0)
                     context.notify("info", "following", f"caught up: {behind} step{'s' * (behind != 1)} behind")
                 step = await fetch.step()
@@ -601,8 +601,8 @@ class Follower:
             await task
             raise
 
-    def _say(self) -> None:
-        self._said = True
+    def _report(self) -> None:
+        self._reported = True
         report = self._core.report("following")
         self._send(report if self._fetched is None else self._fetched.told_in(report))
 

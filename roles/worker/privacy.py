@@ -77,14 +77,14 @@ class Budget:
 
     def resumed(self, meta: Meta) -> None:
         """Go on from a checkpoint's ``meta``, or from nothing."""
-        told = meta.get(COUNT_FILE)
-        if isinstance(told, int) and 0 < told < 2**63:  # another worker may have written it
-            self.releases = max(self.releases, told)
+        count = meta.get(COUNT_FILE)
+        if isinstance(count, int) and 0 < count < 2**63:  # another worker may have written it
+            self.releases = max(self.releases, count)
 
     async def view_began(self, session: RingSession, *, patience_s: float) -> None:
         """Agree with the other members. Raises as ``RingSession.all_gather``."""
-        told = await session.all_gather(_COUNT.pack(self.releases), patience_s=patience_s)
-        counts = [_COUNT.unpack(each)[0] for each in told]
+        messages = await session.all_gather(_COUNT.pack(self.releases), patience_s=patience_s)
+        counts = [_COUNT.unpack(each)[0] for each in messages]
         self.releases = max(session.view.step, *counts)
         *_, second, _ = sorted([0, session.view.step, *counts])
         self._teller = ""

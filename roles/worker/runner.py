@@ -149,7 +149,7 @@ class JobRunner:
             snapshots=self.snapshots,
             tasks=self._tasks,
             stage=stage,
-            beside=self.reports.files,
+            extra_files=self.reports.files,
             where=lambda: (self.core.applied, self.progress),
             save_soon=lambda: self.wish(Flag.SAVE),
         )
@@ -169,7 +169,7 @@ class JobRunner:
         self.heal_source = HealSource(context, self.core, want_snapshot=lambda: self.wish(Flag.SNAPSHOT), stage=stage)
         self._healer = Healer(context, self.core, progress=self._did_something, stage=stage)
         self.follower = Follower(
-            context, self.core, self._healer, say=self.reports.send, handle=self._brought_on, tasks=self._tasks
+            context, self.core, self._healer, report=self.reports.send, handle=self._brought_on, tasks=self._tasks
         )
         self._state_bytes = 0
         self._trained: set[str] = set()  # members of the newest step

@@ -37,7 +37,7 @@ WINDOW = 4
 V = TypeVar("V", bound=Hashable)
 
 
-def most_said(values: Iterable[V]) -> V | None:
+def most_frequent(values: Iterable[V]) -> V | None:
     """The most frequent value, of a tie the first one. None if there are no values."""
     counted = Counter(values).most_common(1)  # which keeps the order of insertion
     return counted[0][0] if counted else None
@@ -110,9 +110,9 @@ class Transfer:
         return self.asks(now)
 
     def lost(self, source: str, now: float) -> list[Ask]:
-        gone = self._sources.pop(source, None)
-        if gone is not None:
-            self._give_back(gone.under_way)
+        former = self._sources.pop(source, None)
+        if former is not None:
+            self._give_back(former.under_way)
         return self.asks(now)
 
     def gone(self, source: str, key: Hashable) -> None:
@@ -314,8 +314,8 @@ class Receiver:
         left. ``waits``: whether a source may still come while there is none."""
         while not satisfied():
             if not self.sources and not waits():
-                said = "; ".join(f"{name}: {problem}" for name, problem in self.problems.items())
-                raise NetworkError(said or "there is no source")
+                reasons = "; ".join(f"{name}: {problem}" for name, problem in self.problems.items())
+                raise NetworkError(reasons or "there is no source")
             self.changed.clear()
             await self.changed.wait()
 
@@ -373,10 +373,10 @@ class Receiver:
         self.ask()
         self.changed.set()
 
-    def gone_untrusted(self, source: Source, said: RangeGone) -> None:
-        key = self._taken(source, said.stream)
+    def gone_untrusted(self, source: Source, message: RangeGone) -> None:
+        key = self._taken(source, message.stream)
         if key is None or self._on_gone is None:
-            raise ProtocolError(f"it cannot send what it offered: {shortened(said.reason)}")
+            raise ProtocolError(f"it cannot send what it offered: {shortened(message.reason)}")
         self._core.gone(source.id, key)
         self._on_gone(source, key)
         self.ask()

@@ -290,7 +290,7 @@ async def test_a_result_that_cannot_be_saved_is_told_and_not_called_done(
             told.append(f"{level}: {text}")
             machine.stop.set()
 
-    monkeypatch.setattr(up_cluster.Run, "_say", say)
+    monkeypatch.setattr(up_cluster.Run, "_report", say)
     machine.build = Unsaved
     profile = PROFILE.alone().model_copy(update={"checkpoint": Checkpoint(every=0)})
     outcome = await machine.up(free_port, profile=profile)

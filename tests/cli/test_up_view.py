@@ -68,8 +68,8 @@ async def test_trouble_meanwhile_is_said_within_the_view_and_what_is_usual_is_no
     view = View(1)
 
     async def goes_on() -> None:
-        view.say("info", "workers start")
-        view.say("warning", "the drafter ended")
+        view.show_notice("info", "workers start")
+        view.show_notice("warning", "the drafter ended")
         await asyncio.Event().wait()
 
     async def stopped() -> None:

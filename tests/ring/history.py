@@ -60,7 +60,7 @@ class Member:
     def say(self, status: str, suspect: str = "", cause: str = "", beside: str = "") -> None:
         if status != "healed":
             self.status = status
-        generation = self.view.generation if self.view and status not in co.BESIDE else 0
+        generation = self.view.generation if self.view and status not in co.OUTSIDE else 0
         prepared = self.applied + bool(self.prepared_lineage)
         report = Report("job", generation, status, self.applied, prepared, self.lineage, self.prepared_lineage,
                         square_sum=1.0, corpus="C", suspect=suspect, cause=cause, beside=beside)  # fmt: skip
@@ -214,7 +214,7 @@ class History(RuleBasedStateMachine):
             self.offered.add(member.peer_id)
             self.tell(co.PeerReturned(self.peer_of(member.peer_id), member.view.generation if member.view else 0))
             if member.assigned and member.status not in ("", "pending") and not member.catching_up:
-                member.say("ready" if member.status in co.BESIDE else member.status)
+                member.say("ready" if member.status in co.OUTSIDE else member.status)
         self.offer()
 
     def offer(self) -> None:

@@ -52,7 +52,7 @@ class Desk:
     def report(
         self, peer_id: str, status: str, applied: int = 0, lineage: str = "", **more: object
     ) -> list[co.Instruction]:
-        beside = status in co.BESIDE
+        beside = status in co.OUTSIDE
         generation = 0 if beside or self.core.view is None else self.core.view.generation
         values: dict[str, object] = {
             "job": "job", "generation": generation, "status": status, "applied": applied, "prepared": applied,

@@ -205,7 +205,7 @@ class Cluster(History):
             member.restore = item.restore_step
         elif member.catching_up:
             member.building, member.status, member.view = True, "", None
-        elif member.status in co.BESIDE:
+        elif member.status in co.OUTSIDE:
             member.say("ready")
         elif member.status not in ("", "pending"):
             member.say(member.status)

@@ -78,7 +78,7 @@ def test_a_kill_or_a_power_cut_leaves_the_old_copy_or_the_new_one() -> None:
     found = set()
     for number in range(200):
         disk, process = MachineDisk(random.Random(number)), Process("seed")
-        keep_copy(disk.seen_by(process), Path("/backup"), b"old")
+        keep_copy(disk.view_for(process), Path("/backup"), b"old")
         disk.die_in = disk.calls + 1 + number % 8
 
         def killed(process: Process = process) -> None:
@@ -86,11 +86,11 @@ def test_a_kill_or_a_power_cut_leaves_the_old_copy_or_the_new_one() -> None:
 
         disk.killed = killed
         try:
-            keep_copy(disk.seen_by(process), Path("/backup"), b"new")
+            keep_copy(disk.view_for(process), Path("/backup"), b"new")
         except Died:
             found.add("died")
         disk.power_cut()
-        found.add(disk.seen_by(Process("seed")).read(Path("/backup") / COPY_NAME, max_bytes=9))
+        found.add(disk.view_for(Process("seed")).read(Path("/backup") / COPY_NAME, max_bytes=9))
     assert found == {"died", b"old", b"new"}
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roles.worker.heal_source import SHARE, Pace
-from roles.worker.transfer import Ask, GiveUp, Transfer, most_said
+from roles.worker.transfer import Ask, GiveUp, Transfer, most_frequent
 
 
 def right(key: int) -> bytes:
@@ -88,7 +88,7 @@ def test_whatever_sources_do_all_pieces_arrive_while_one_is_left(pieces: int, de
 
 @pytest.mark.parametrize(("said", "most"), [("x", "x"), ("xy", "x"), ("xyy", "y"), ("", None)])
 def test_most_decide_and_ties_go_to_the_first(said: str, most: str | None) -> None:
-    assert most_said(said) == most
+    assert most_frequent(said) == most
 
 
 def test_a_piece_that_is_gone_comes_from_another_and_one_that_is_forgotten_from_nobody() -> None:

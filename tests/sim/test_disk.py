@@ -18,13 +18,13 @@ FILE = ROOT / "file"
 
 def machine(seed: int = 0) -> tuple[MachineDisk, Process, Disk]:
     disk, process = MachineDisk(random.Random(seed)), Process("a")
-    seen = disk.seen_by(process)
+    seen = disk.view_for(process)
     seen.make_dir(ROOT)
     return disk, process, seen
 
 
 def left(disk: MachineDisk) -> bytes | None:
-    seen = disk.seen_by(Process("a"))
+    seen = disk.view_for(Process("a"))
     try:
         return seen.read(FILE, max_bytes=99)
     except StorageError:
@@ -113,7 +113,7 @@ def test_a_database_keeps_what_was_committed() -> None:
 
 def test_a_lock_ends_with_its_process() -> None:
     disk, process, seen = machine()
-    other = disk.seen_by(Process("a"))
+    other = disk.view_for(Process("a"))
     assert seen.try_lock(ROOT / "lock") is not None
     assert other.try_lock(ROOT / "lock") is None
     process.alive = False

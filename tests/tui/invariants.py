@@ -16,7 +16,7 @@ def check_series(series: Series) -> None:
 
 
 def check_store(store: Store) -> None:
-    for topic in ("peers", "jobs", "checkpoints", "parts", "serving", "recoveries", "peers_seen", "_paces"):
+    for topic in ("peers", "jobs", "checkpoints", "parts", "serving", "recoveries", "peer_changes", "_paces"):
         assert len(getattr(store, topic)) <= model.MAX_RECORDS, topic
     assert len(store.series) <= model.MAX_SERIES
     assert len(store.events) <= model.MAX_EVENTS

@@ -39,13 +39,13 @@ def shape(chain: Chain) -> list[str]:
 def test_stages_stand_in_the_order_of_layers():
     (chain,) = chains_of([part(5, 8, "c"), part(0, 2, "a"), part(2, 5, "b")])
     assert shape(chain) == ["a0-2", "b2-5", "c5-8"]
-    assert (chain.missing, chain.beside, chain.held) == (0, (), 8)
+    assert (chain.missing, chain.unchained, chain.held) == (0, (), 8)
 
 
 def test_parts_that_overlap_do_not_fit_and_are_beside():
     (chain,) = chains_of([part(0, 5, "a"), part(4, 8, "b"), part(3, 4, "c")])
     assert shape(chain) == ["a0-5", "~5-8"]
-    assert [beside.peer for beside in chain.beside] == ["c", "b"]
+    assert [unchained.peer for unchained in chain.unchained] == ["c", "b"]
     (chain,) = chains_of([part(0, 5, "a"), part(4, 7, "b")])
     assert shape(chain) == ["a0-5", "~5-7", "?7-8"]
 
@@ -64,7 +64,7 @@ def test_replicas_are_told_apart_by_whom_they_send_to():
     parts = [part(0, 4, "a", next="y", sessions=2), part(0, 4, "b", next="x"), part(4, 8, "x"), part(4, 8, "y")]
     first, second = chains_of(parts)
     assert (shape(first), shape(second)) == (["a0-4", "y4-8"], ["b0-4", "x4-8"])
-    assert first.beside == second.beside == ()
+    assert first.unchained == second.unchained == ()
 
 
 def test_models_are_kept_apart_and_stand_by_name():
@@ -123,7 +123,7 @@ def held(draw: st.DrawFn) -> list[PartInfo]:
 def test_the_first_chain_lacks_least_and_all_that_is_held_is_told_once(parts: list[PartInfo]):
     chains = chains_of(parts)
     assert bool(chains) == bool(parts)
-    told = [item.id for chain in chains for item in (*chain.parts, *chain.beside)]
+    told = [item.id for chain in chains for item in (*chain.parts, *chain.unchained)]
     assert sorted(told) == sorted(item.id for item in parts)
     for chain in chains:
         places = [0, *(stage.stop for stage in chain.stages)]
@@ -161,4 +161,4 @@ def test_as_many_parts_as_a_viewer_keeps_are_ordered_in_time():
     chains = chains_of(parts)
     assert time.process_time() - began < 1.0
     assert len(chains) == MAX_CHAINS
-    assert len(chains[-1].beside) == MAX_RECORDS - MAX_CHAINS
+    assert len(chains[-1].unchained) == MAX_RECORDS - MAX_CHAINS

@@ -187,7 +187,7 @@ def test_everything_is_bounded():
     store.apply("metrics", [row(1).to_map() | {"job": f"j{n}"} for n in range(MAX_SERIES + 5)], 1.0)
     store.apply("parts", [cluster.parts()[0].to_map() | {"id": f"p/{n}"} for n in range(MAX_RECORDS + 9)], 1.0)
     check_store(store)
-    assert len(store.peers_seen) <= 2 * MAX_RECORDS
+    assert len(store.peer_changes) <= 2 * MAX_RECORDS
     assert min(store.events) == MAX_EVENTS  # the newest stay
     assert f"j{MAX_SERIES + 4}" in store.series
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError, UserError
-from wire.address import ROLES, Ticket, host_beside, is_ticket, parse_address, proof, to_dial, verify_proof
+from wire.address import ROLES, Ticket, advertised_host, is_ticket, parse_address, proof, to_dial, verify_proof
 
 SECRET = bytes(range(100, 116))
 TICKET = Ticket("192.168.1.20", 7337, "worker", "0123456789ab", SECRET, bytes(range(32)))
@@ -77,7 +77,7 @@ def test_a_link_local_address_needs_an_interface() -> None:
     ],
 )
 def test_a_member_is_dialled_as_this_machine_can(seed: str, host: str, dialled: str) -> None:
-    assert host_beside(seed, host) == dialled
+    assert advertised_host(seed, host) == dialled
 
 
 def test_who_listens_everywhere_is_dialled_at_an_address_of_that_machine() -> None:

@@ -606,18 +606,18 @@ class Run:
         return [judge.every_step_once(steps, last), judge.none_of("the ledger covers every sample once", faults)]
 
     async def _judged(
-        self, cluster: Cluster, observer: JobObserver, faults: Faults, seen: list[Verdict], job: str, step: int
+        self, cluster: Cluster, observer: JobObserver, faults: Faults, recorded: list[Verdict], job: str, step: int
     ) -> None:
         plan, report = self.plan, self.report
         rtt_ms = max(observer.joined_rtt_ms.values(), default=0.0)
         grace_s = 2 * (plan.profile.membership.death_s or beat_defaults(rtt_ms)[1])
         lost = [
             event.text
-            for at_s, event in observer.told
+            for at_s, event in observer.events
             if event.kind == "lost" and not judge.excuse(event.peer, at_s, faults.done, grace_s)
         ]
         dropped = judge.evictions(observer.views, faults.done, observer.names, grace_s)
-        drift = [event.text for _, event in observer.told if event.kind == "drift"]
+        drift = [event.text for _, event in observer.events if event.kind == "drift"]
         damaging = any(injected.kind == "corrupt" for injected in faults.done) and not plan.tls
         found = await asyncio.to_thread(saved, plan.root, job, step, [it.name for it in cluster.places.values()])
         failed = [observer.job.reason] if observer.job and observer.job.state in ("failed", "cancelled") else []
@@ -629,7 +629,7 @@ class Run:
             judge.none_of("training continues after every fault", [*faults.stuck, *failed]),
             judge.none_of("no process ended by itself", cluster.exits),
             judge.none_of("no worker is evicted without a fault", dropped + lost),
-            *seen,
+            *recorded,
             equal,
             _unless(damaging, judge.none_of("no replica drifted", drift)),
             judge.none_of(f"checkpoints are whole ({found.count} of them)", found.damaged),

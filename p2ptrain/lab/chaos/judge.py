@@ -18,7 +18,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from p2ptrain.cluster.local_cluster import Row, Seen
+from p2ptrain.cluster.local_cluster import ObservedView, Row
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import check_one_of
 from wire.records import JobInfo, MemberScore, percentile
@@ -171,7 +171,7 @@ def recovered(injected: InjectedFault, rows: Iterable[Row], interval_s: float) -
 
 
 def evictions(
-    views: Sequence[Seen], injected_faults: Sequence[InjectedFault], names: Mapping[str, str], grace_s: float
+    views: Sequence[ObservedView], injected_faults: Sequence[InjectedFault], names: Mapping[str, str], grace_s: float
 ) -> list[str]:
     """List the peers that lost their place in a view and that no fault excuses; one line each.
 
@@ -256,9 +256,9 @@ class Attack:
         scores = job.suspects()
         first = scores[: len(attackers)]
         found = {score.peer for score in first if score.is_far} == set(attackers) if scores else None
-        told = tuple((names.get(score.peer, score.peer), score) for score in scores)
+        named_scores = tuple((names.get(score.peer, score.peer), score) for score in scores)
         wrong = tuple(names.get(peer, peer) for peer in attackers)
-        return cls(kind, job.step, job.loss, job.val_loss, wrong, told, found)
+        return cls(kind, job.step, job.loss, job.val_loss, wrong, named_scores, found)
 
 
 @dataclass(slots=True)

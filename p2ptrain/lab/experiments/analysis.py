@@ -132,10 +132,10 @@ class Analysis:
     def conclusions(self) -> list[str]:
         """What the results support, in sentences."""
         simulated = " (simulated)" * self.grid.simulated
-        told = [f"{len(self.rows)} of {self.grid.planned} runs have a result{simulated}."]
+        sentences = [f"{len(self.rows)} of {self.grid.planned} runs have a result{simulated}."]
         if uneven := int(self._uneven.sum()):
             text = f"In {uneven} of them members were away for some steps: their times and bytes are of fewer workers."
-            told.append(text)
+            sentences.append(text)
         tokens = self.estimates("tokens")["mean"]
         for measure in (it for it in self.measures if it in IN_WORDS or it not in MEASURES):
             known = self.estimates(measure).dropna(subset="mean")
@@ -146,23 +146,27 @@ class Analysis:
                 if measure not in MEASURES:  # a mean over the runs that reached the loss tells nothing of the others
                     is_reached = cells["runs"] == [self.states[cell][DONE] for cell in cells.index]
                     if missed := [cell[-1] for cell in cells[~is_reached].index]:
-                        told.append(f"{about}: not reached by every run of {', '.join(missed)}, which are left out.")
+                        sentences.append(
+                            f"{about}: not reached by every run of {', '.join(missed)}, which are left out."
+                        )
                     cells = cells[is_reached]
                 if cells.empty or np.allclose(cells["mean"], cells["mean"].iloc[0], rtol=1e-3):
                     continue  # nothing to choose
                 trained = tokens[cells.index]
                 if measure in OF_EQUAL_TOKENS and not np.allclose(trained, trained.iloc[0], rtol=1e-3):
                     numbers = " to ".join(shown("tokens", it) for it in (trained.min(), trained.max()))
-                    told.append(f"{about}: not compared: the runs trained on different numbers of tokens ({numbers}).")
+                    sentences.append(
+                        f"{about}: not compared: the runs trained on different numbers of tokens ({numbers})."
+                    )
                     continue
                 best, others = cells.iloc[0], cells.iloc[1:]
                 reach = (best["half_95"] + others["half_95"]).fillna(math.inf)  # one run tells nothing apart
                 near = [cell[-1] for cell in others[abs(others["mean"] - best["mean"]) <= reach].index]
-                told.append(
+                sentences.append(
                     f"{about}: best with {self.axes[-1]} = {best.name[-1]} ({best['text']})"
                     + (f", not told apart from {', '.join(near)}." if near else ", no other 95 % interval overlaps.")
                 )
-        return told
+        return sentences
 
     def to_json(self) -> dict[str, Any]:
         cells = [{"cell": self._named(cell), "states": dict(states)} for cell, states in self.states.items()]

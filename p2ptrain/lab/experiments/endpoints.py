@@ -16,7 +16,7 @@ from configs.loader import parse_toml
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, P2PTrainError, Refused
 from roles.background import Background
-from roles.web.endpoints import Call, Endpoint, Given, Page
+from roles.web.endpoints import Call, Endpoint, Fields, Page
 from roles.web.feed import Connect
 from wire.schema import Record
 
@@ -50,11 +50,11 @@ class Comparison(Record):
     summary: dict[str, Any]
 
 
-class ExperimentRequest(Given):
+class ExperimentRequest(Fields):
     grid: dict[str, Any] | str = Field(description="The grid, as an object or as the text of a TOML file.")
 
 
-class Axes(Given):
+class Axes(Fields):
     x: str = Field(default="", max_length=256, description="Axis of the choice; empty: the second.")
     y: str = Field(default="", max_length=256, description="Axis of the condition; empty: the first.")
 

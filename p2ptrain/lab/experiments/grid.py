@@ -175,8 +175,8 @@ def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: s
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}", remedy=error.remedy) from None
     job, model, is_private = first.job, first.model, first.data.private
-    given = {"workers": job.workers, "link": first.link.preset, "threads": first.device.threads, "private": is_private}
-    machine = _valid(Machine, given | own, where)
+    values = {"workers": job.workers, "link": first.link.preset, "threads": first.device.threads, "private": is_private}
+    machine = _valid(Machine, values | own, where)
     is_llama = model.architecture in LLAMAS and not model.path
     if grid.simulated and (job.strategy not in SIMULATED or is_private or not is_llama or machine.attack):
         remedy = f"what can be: {', '.join(SIMULATED)} with a new model of {', '.join(LLAMAS)}, shared data, no attack"
@@ -188,9 +188,9 @@ def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: s
         yield Run(digest, cell, settings, repeat, profile, machine)
 
 
-def _valid(kind: type[T], given: Mapping[str, Any], place: str) -> T:
+def _valid(kind: type[T], values: Mapping[str, Any], place: str) -> T:
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(values)
     except ValidationError as error:
         details: Any = error.errors(include_url=False)[0]
         key = ".".join(map(str, details["loc"]))

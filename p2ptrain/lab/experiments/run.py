@@ -183,9 +183,9 @@ class _Followed:
             return _QUEUED
         if info.state in FINISHED_STATES:
             # Each was idle before, too: so it must have been seen at work, or have sent something, unless it was alone.
-            told = self._active >= self._ours or len(self._ours) == 1 or not info.step
+            were_active = self._active >= self._ours or len(self._ours) == 1 or not info.step
             states = {self._states[peer] for peer in self._ours if peer in self._states}
-            return _SETTLED if told and states <= {"idle", *ABSENT_STATES} else _OVER
+            return _SETTLED if were_active and states <= {"idle", *ABSENT_STATES} else _OVER
         return _OVER if self.trouble else _WAITING if info.started_at is None else _BEGUN
 
     async def until(self, phase: int, seconds: float | None) -> bool:

@@ -45,7 +45,7 @@ async def simulate(plan: Plan, run: Run, show: Show) -> Result:
 
     def world(over: Network, threads: LoopThreads) -> World:
         own = random.Random(rng.getrandbits(64))  # noqa: S311
-        return World(SimClock(), over, MachineDisk(own).seen_by(Process("")), own, threads, own.randbytes)
+        return World(SimClock(), over, MachineDisk(own).view_for(Process("")), own, threads, own.randbytes)
 
     async def worker(number: int) -> None:
         threads = LoopThreads()

@@ -62,12 +62,12 @@ async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, 
         return await LocalCluster.while_alive(training, needed=[cluster.seed, *cluster.peers.values()])
 
     try:
-        told = await unless_stopped(stop, work())
+        found = await unless_stopped(stop, work())
     finally:
         await cluster.end()
         console.finish()
     await asyncio.to_thread(shutil.rmtree, cluster.root, ignore_errors=True)
-    return told
+    return found
 
 
 async def _trained(

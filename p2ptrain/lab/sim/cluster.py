@@ -141,7 +141,7 @@ class Machine:
 
     def restore(self, copy: bytes) -> None:
         self.lose_disk()
-        keep_copy(self.disk.seen_by(Process(self.host)), BACKUP, copy)
+        keep_copy(self.disk.view_for(Process(self.host)), BACKUP, copy)
         self._simulation.observer.restored([machine.host for machine in self._simulation.live if machine.left])
         self.start()
 
@@ -164,7 +164,7 @@ class Machine:
         return World(
             SimClock(),
             simulation.network.at(self.host),
-            self.disk.seen_by(process),
+            self.disk.view_for(process),
             rng,
             SimThreads(process, rng, self.call_s),
             rng.randbytes,
@@ -176,7 +176,7 @@ class Machine:
         def notify(level: str, kind: str, text: str) -> None:
             nonlocal joined
             joined = joined or kind == "joined"
-            simulation.told(self, level, kind, text)
+            simulation.report_event(self, level, kind, text)
 
         world = self._world()
         identity = claim(world.disk, STATE, role="worker", slot=1, name=self.host)
@@ -184,7 +184,7 @@ class Machine:
             self.worker = Worker(
                 world,
                 identity,
-                MemberOptions("worker", (SEED, SEED_PORT), (LISTEN, 0), ("", 0), simulation.said),
+                MemberOptions("worker", (SEED, SEED_PORT), (LISTEN, 0), ("", 0), simulation.capabilities),
                 build_engine=self._build,
                 build_part=self._build,
                 strategies=lambda profile: StagedStrategy if profile.stages > 1 else strategy_of(profile),
@@ -197,14 +197,14 @@ class Machine:
             except P2PTrainError as problem:
                 if joined:
                     raise
-                simulation.told(self, "error", "not-joined", problem.message)
+                simulation.report_event(self, "error", "not-joined", problem.message)
                 await asyncio.sleep(AGAIN_S)
         identity.release()
 
     def _build(self, profile: Profile, stage: Stage = WHOLE) -> Engine:
         if stage.split:
             self._simulation.observer.cut(self.host, tuple(profile.pipeline.cuts))
-        self.engine = engine = SimEngine(profile, self.disk.seen_by(self.process), self._spoil, stage)
+        self.engine = engine = SimEngine(profile, self.disk.view_for(self.process), self._spoil, stage)
         if profile.job.strategy == "federated":
             engine.windows = 1000 * int(self.host[1:])
         attack = "sign-flip" if self.host == ATTACKER and profile.robust.rule not in ("", "mean") else ""
@@ -243,7 +243,7 @@ class Machine:
                     stop=self.stop,
                 )
             except StorageError as problem:
-                self._simulation.told(self, "error", "seed-ended", problem.message)
+                self._simulation.report_event(self, "error", "seed-ended", problem.message)
                 await asyncio.sleep(AGAIN_S)
 
 
@@ -273,7 +273,7 @@ class Simulation:
         # Every fourth split model has known sizes and memory limits: the seed has its links measured, and cuts it by
         # them.
         self._is_placed = profile.stages > 1 and number % 4 == 1
-        self.said: dict[str, Scalar] = {"parts_memory_bytes": (1 << 40)} if self._is_placed else {}
+        self.capabilities: dict[str, Scalar] = {"parts_memory_bytes": (1 << 40)} if self._is_placed else {}
         self.copies: list[tuple[int, bytes]] = []  # backup copies of the seed, each with the newest generation then
         self.job = ""
         self.complaints: list[str] = []
@@ -298,7 +298,7 @@ class Simulation:
         base = self._latency_s * (0.5 + self._network_conditions.random())
         return base + self.slow.get(frozenset((source, target)), 0.0) if self.slow else base
 
-    def told(self, machine: Machine, level: str, kind: str, text: str) -> None:
+    def report_event(self, machine: Machine, level: str, kind: str, text: str) -> None:
         if self._verbose or level != "info":
             self.observer.tell(f"{machine.host}: {kind}: {text}")
 

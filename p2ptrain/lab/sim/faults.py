@@ -187,12 +187,12 @@ class Faults:
         """Act some callbacks after the victim entered ``phase``, if it is still in it; else at its next time there.
         Most phases last a few callbacks, some last dozens."""
         # callbacks in the phase before the fault, on average 5
-        moments, seen = int(self._random.expovariate(1 / 5.0)), 0
+        moments, moments_in_phase = int(self._random.expovariate(1 / 5.0)), 0
 
         def there() -> bool:
-            nonlocal seen
-            seen = seen + 1 if victim.phase is phase else 0
-            return seen > moments
+            nonlocal moments_in_phase
+            moments_in_phase = moments_in_phase + 1 if victim.phase is phase else 0
+            return moments_in_phase > moments
 
         self._tell(f"wait for {victim.host} to be {phase}, {moments} callbacks long")
         await self._when(victim, there, act)
@@ -341,7 +341,7 @@ class Faults:
         elif kind == "seed-restart":
             self._tell("the seed is restarted")
             seed.stop.set()
-            await self._gone(seed)
+            await self._until_stopped(seed)
             self._start(seed)
         else:
             cut = rng.random() < 0.3
@@ -424,7 +424,7 @@ class Faults:
         self._tell("the operator resumes the job")
         await self._simulation.ask("jobs.resume", job=self._simulation.job)
 
-    async def _gone(self, machine: Machine) -> None:
+    async def _until_stopped(self, machine: Machine) -> None:
         if machine.task is not None:
             await asyncio.wait([machine.task], timeout=max(LASTS_S))
         if machine.up:
@@ -448,7 +448,7 @@ class Faults:
         for machine in simulation.workers:
             machine.disk.die_in = None
             if machine.up and machine.stop.is_set():
-                await self._gone(machine)
+                await self._until_stopped(machine)
         simulation.slow.clear()
         self._start(simulation.seed)
         while len(simulation.live) < least:

@@ -217,7 +217,7 @@ class _Database(sqlite3.Connection):
 
 
 class MachineDisk:
-    """The disk of one machine. ``seen_by`` gives the view of one process.
+    """The disk of one machine. ``view_for`` gives the view of one process.
 
     Attributes:
         calls: number of changing calls so far.
@@ -235,7 +235,7 @@ class MachineDisk:
         self.die_in: int | None = None
         self.killed: Callable[[], None] = lambda: None
 
-    def seen_by(self, process: Process) -> Disk:
+    def view_for(self, process: Process) -> Disk:
         return ProcessDisk(self, process)
 
     def power_cut(self, directory: _Dir | None = None) -> None:

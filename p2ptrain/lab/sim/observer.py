@@ -200,10 +200,10 @@ class Observer:
         limit = 0.0 if engine.exact else ROUNDING * float(np.max(np.abs(expected)))
         self.check("undisturbed", worst <= limit, f"{who}: step {step} is off by {worst:.2g} ({limit:.2g} at most)")
 
-    def _true_norm(self, who: str, told: float, engine: SimEngine) -> None:
+    def _true_norm(self, who: str, claimed: float, engine: SimEngine) -> None:
         true = engine.partial_square_sum(0, engine.reduce_buffer.size)
-        fits = self.stages > 1 or math.isclose(told, true, rel_tol=1e-5)  # one stage does not know the whole
-        self.check("true norm", fits, f"{who} commits a step with a squared norm of {told}, it is {true}")
+        fits = self.stages > 1 or math.isclose(claimed, true, rel_tol=1e-5)  # one stage does not know the whole
+        self.check("true norm", fits, f"{who} commits a step with a squared norm of {claimed}, it is {true}")
 
     def rejected(self, core: Transaction, fault: Fault) -> None:
         members = core.view.members if core.view is not None else ()
@@ -264,11 +264,11 @@ class Observer:
             f"after {MOST_VIEWS} views the job is only at step {view.step}",
         )
         step, members = self.kept
-        gone = members - {member.name for member in view.members}
+        missing = members - {member.name for member in view.members}
         self.check(
             "restored keeps",
-            view.step >= step and not gone,
-            f"generation {view.generation} begins at step {view.step} of {step} known ones, without {gone}",
+            view.step >= step and not missing,
+            f"generation {view.generation} begins at step {view.step} of {step} known ones, without {missing}",
         )
         self.kept = (0, set())
         line.generation, self._replicas = view.generation, view.replicas
@@ -363,8 +363,8 @@ class Observer:
 
     def saved(self, machine: Machine, step: int, digest: str, meta: Meta, bits: Sequence[bytes]) -> None:
         """A manifest is written: the checkpoint may exist from now on. ``bits``: hashes of its parts."""
-        lineage, told = str(meta.get("lineage")), meta.get("stage")
-        stages = frozenset({told}) if isinstance(told, int) else frozenset(range(self.stages))
+        lineage, stage_meta = str(meta.get("lineage")), meta.get("stage")
+        stages = frozenset({stage_meta}) if isinstance(stage_meta, int) else frozenset(range(self.stages))
         self._manifests[digest] = (step, lineage, stages)
         process, first, _ = self._witnesses.get(machine.host, (None, step + 1, 0))
         if process is machine.process and len(stages) == 1:

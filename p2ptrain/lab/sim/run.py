@@ -141,7 +141,7 @@ def run_schedule(
     violation = simulation.observer.violation
     name, text = (violation.name, str(violation)) if violation else problem
     timeline = simulation.observer.timeline
-    told = hashlib.sha256(repr((timeline, loop.callbacks)).encode()).hexdigest()[:16]
+    fingerprint = hashlib.sha256(repr((timeline, loop.callbacks)).encode()).hexdigest()[:16]
     return Verdict(
         number,
         peers,
@@ -151,7 +151,7 @@ def run_schedule(
         loop.time(),
         time.perf_counter() - began,
         simulation.observer.commits,
-        told,
+        fingerprint,
         timeline,
     )
 

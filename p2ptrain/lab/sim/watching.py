@@ -73,13 +73,13 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 def _around(call: Callable[..., Any]) -> Callable[[Any], Any]:
     """``call`` in the place of the original, which it gets as its first argument."""
-    return lambda original: lambda *given, **named: call(original, *given, **named)
+    return lambda original: lambda *arguments, **named: call(original, *arguments, **named)
 
 
 def _then(tell: Callable[..., object]) -> Callable[[Any], Any]:
-    def call(original: Any, *given: Any, **named: Any) -> Any:
-        result = original(*given, **named)
-        tell(*given, **named)
+    def call(original: Any, *arguments: Any, **named: Any) -> Any:
+        result = original(*arguments, **named)
+        tell(*arguments, **named)
         return result
 
     return _around(call)
@@ -105,8 +105,8 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         if (self.applied, self.lineage) != before:
             machine = here()
             if machine is not None:  # a member does not commit the steps it is given
-                given = healing or isinstance(event, Followed) or self._is_worker
-                observer.moved(machine, self, None if given else view, before)
+                is_handed_over = healing or isinstance(event, Followed) or self._is_worker
+                observer.moved(machine, self, None if is_handed_over else view, before)
         return result
 
     minting: dict[int, bool] = {}  # generation → whether a person restores; without views that a restored seed adopts
@@ -162,8 +162,8 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             observer.announced(machine, message.step, message.digest)
         original(self, message)
 
-    def give_up(original: Any, self: SeedLedger, *given: Any) -> Any:
-        before, text = self.step, original(self, *given)
+    def give_up(original: Any, self: SeedLedger, *arguments: Any) -> Any:
+        before, text = self.step, original(self, *arguments)
         if text:
             observer.gave_up(before + 1, self.step)
         return text
@@ -307,7 +307,7 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     "digest": ([(transaction, "verdict", _around(_any_digest))], ("bit-flip",)),
     # Members believe the norm that one of them tells.
     "norm": (
-        [(token, "_false_figure", _believed), (token, "_agreed", lambda original: lambda told, last: max(told))],
+        [(token, "_false_figure", _believed), (token, "_agreed", lambda original: lambda claimed, last: max(claimed))],
         ("false-token",),
     ),
     # One member's word ends the job, for the others and for the seed.
@@ -400,10 +400,10 @@ ASYNCHRONOUS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     # Stale contributions weigh as much as others.
     "weight": ([(staleness, "weight_of", lambda original: lambda staleness: 1.0)], ("join",)),
     # The server of a new view assigns numbers from 0 again.
-    "numbers": ([(server, "next_number", lambda original: lambda *given: 0)], ("kill", "join")),
+    "numbers": ([(server, "next_number", lambda original: lambda *arguments: 0)], ("kill", "join")),
     # A view that lacks versions that nobody pulled counts as if none were lost.
     "lost": (
-        [(replicas.RecoveryPolicy, "given_up", lambda original: lambda self, *given: ("", ""))],
+        [(replicas.RecoveryPolicy, "given_up", lambda original: lambda self, *arguments: ("", ""))],
         ("kill-in-phase", "save", "join"),
     ),
 }

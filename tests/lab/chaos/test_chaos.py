@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.chaos_report import print_report
-from p2ptrain.cluster.local_cluster import Child, JobObserver, LocalCluster, Row, Seen
+from p2ptrain.cluster.local_cluster import Child, JobObserver, LocalCluster, ObservedView, Row
 from p2ptrain.core.errors import UserError
 from p2ptrain.lab.chaos.conduct import Cluster, WorkerSlot
 from p2ptrain.lab.chaos.judge import (
@@ -101,7 +101,7 @@ def test_what_was_on_its_way_is_no_recovery_from_a_cut() -> None:
 
 
 def test_an_eviction_without_a_fault_is_told() -> None:
-    views = [Seen(1.0, 1, ("a", "b", "c")), Seen(11.0, 2, ("a", "c"))]
+    views = [ObservedView(1.0, 1, ("a", "b", "c")), ObservedView(11.0, 2, ("a", "c"))]
     names = {"a": "one", "b": "two", "c": "three"}
     blamed = ["two left view 1 without a fault"]
     assert evictions(views, [], names, 2.0) == blamed
@@ -233,7 +233,7 @@ def test_what_a_seed_tells_again_is_kept_once_and_at_its_first_time() -> None:
     told(observer, "metrics", 3.0, job="j", step=7, wall=0.0, generation=3)
     told(observer, "metrics", 3.0, job="another", step=8, wall=0.0, generation=3)
     assert observer.rows == [Row(1.0, 7, 2), Row(3.0, 7, 3)]
-    assert [at_s for at_s, _ in observer.told] == [1.0]
+    assert [at_s for at_s, _ in observer.events] == [1.0]
 
 
 def test_views_are_those_of_a_running_ring() -> None:
@@ -243,7 +243,7 @@ def test_views_are_those_of_a_running_ring() -> None:
     told(observer, "jobs", 3.0, **job(1, [], state="waiting"))
     assert observer.members == ()
     told(observer, "jobs", 4.0, **job(2, ["a"]))
-    assert observer.views == [Seen(1.0, 1, ("a", "b")), Seen(4.0, 2, ("a",))]
+    assert observer.views == [ObservedView(1.0, 1, ("a", "b")), ObservedView(4.0, 2, ("a",))]
     assert observer.members == ("a",)
     told(observer, "jobs", 5.0, **job(2, ["a"], state="done"))
     assert observer.finished
