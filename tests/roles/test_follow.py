@@ -67,7 +67,7 @@ async def newcomer_to(ring: Ring, *, at: int = 0, numel: int = NUMEL) -> AsyncIt
     async with asyncio.TaskGroup() as tasks:
         healer = Healer(context, core, progress=lambda: None)
         said: list[Report] = []
-        follower = Follower(context, core, healer, say=said.append, handle=handle, tasks=tasks)
+        follower = Follower(context, core, healer, report=said.append, handle=handle, tasks=tasks)
         made = Newcomer(core, engine, follower, said, told=told)
         yield made
         follower.end()
