@@ -200,11 +200,11 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(
     monkeypatch.setattr(Console, "progress", progress)
     of = JoinOptions("drafter", targets=[("127.0.0.1", port)], root=tmp_path)
     with pytest.raises(Unreachable):
-        await joining.stay(replace(of, wait_s=0.0), make)
+        await joining.run_member(replace(of, wait_s=0.0), make)
     assert said == made == []
     assert " joins " not in capsys.readouterr().err, "it has not reached the seed"
     async with asyncio.timeout(10):
-        staying = asyncio.create_task(joining.stay(of, make))
+        staying = asyncio.create_task(joining.run_member(of, make))
         await waits.wait()
         assert "0 s: cannot reach 127.0.0.1" in said[0]
         server = await serve(TcpNetwork(), "127.0.0.1", port, decide=decide, serve=hang_up, on_problem=lambda *_: None)
