@@ -41,13 +41,12 @@ from roles.seed_link import HeartbeatStats, SeedLink, may_pass
 from wire.connection import Connection
 from wire.handshake import local_hello, local_welcome, serve
 from wire.job_messages import MemberRecord
-from wire.messages import Hello, RefusalCode, Refuse, Welcome
-from wire.messages import Message as WireMessage
+from wire.messages import Hello, Message, RefusalCode, Refuse, Welcome
 from wire.schema import Bound, Host, Id, Port, instance_untrusted
 from wire.transport import every_interface
 
 if TYPE_CHECKING:  # the thread of the groups needs no torch
-    from p2ptrain.compute.process_group import Message
+    from p2ptrain.compute.process_group import GroupMessage
 
 HEARTBEAT_S, SILENCE_S = 0.5, 10.0
 """A killed process is noticed at once, by its closed sockets. Python code may hold the interpreter, and with it the
@@ -146,7 +145,7 @@ class RingOperations:
         )
 
     def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], timeout_s: float, done: Done
+        self, sends: Sequence[GroupMessage], receives: Sequence[GroupMessage], timeout_s: float, done: Done
     ) -> Future[int]:
         def begin() -> asyncio.Future[Any]:
             direct = self._direct
@@ -405,7 +404,7 @@ def start_host(
     return host
 
 
-def _heard_from_seed(message: WireMessage) -> None:
+def _heard_from_seed(message: Message) -> None:
     if isinstance(message, Refuse):  # it stops, or a person evicted this process
         raise Refused(message.code, message.message, remedy=message.remedy)
 

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, UserError
-from p2ptrain.core.island import MOST_PROCESSES, Place, place_in
+from p2ptrain.core.island import MOST_PROCESSES, IslandPlace, place_in
 from p2ptrain.core.threads import RealThreads
 
 if TYPE_CHECKING:
     from p2ptrain.cli.joining import ProcessContext, Running
     from p2ptrain.cluster.local_cluster import Child
-    from p2ptrain.compute.device import Device
+    from p2ptrain.compute.device import ComputeDevice
     from p2ptrain.compute.island import Island
 
-Make: TypeAlias = "Callable[[tuple[Island, Device]], Running]"
+Make: TypeAlias = "Callable[[tuple[Island, ComputeDevice]], Running]"
 
 LOOPBACK = "127.0.0.1"
 FOLLOW_S = 8.0
@@ -43,12 +43,12 @@ class IslandOptions:
         ours: this process leads and starts the others.
     """
 
-    place: Place
+    place: IslandPlace
     kind: str
     threads: int
     ours: bool
 
-    def pick(self) -> Device:
+    def pick(self) -> ComputeDevice:
         """The device of this process. Raises ``UserError``."""
         from p2ptrain.compute.device import gpus, pick_device
 
@@ -74,7 +74,7 @@ def island_options(devices: str, kind: str, threads: int) -> IslandOptions | Non
     size = count if devices == "all" else int(devices)
     if count and size > count:
         raise UserError(f"--devices {size}: this machine has {count} GPUs", remedy=f"use at most {count}, or all")
-    return IslandOptions(Place(0, size, 0, size, LOOPBACK, 0), kind, threads, ours=True) if size > 1 else None
+    return IslandOptions(IslandPlace(0, size, 0, size, LOOPBACK, 0), kind, threads, ours=True) if size > 1 else None
 
 
 class LeadIsland:
@@ -87,7 +87,7 @@ class LeadIsland:
     def __init__(self, options: IslandOptions, logs: Path) -> None:
         self._options, self._logs = options, logs
         self._children: list[Child] = []
-        self._formed: tuple[Island, Device] | None = None
+        self._formed: tuple[Island, ComputeDevice] | None = None
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, here: ProcessContext, make: Make, stop: asyncio.Event) -> None:
@@ -95,7 +95,7 @@ class LeadIsland:
         from p2ptrain.cluster.local_cluster import LocalCluster
         from p2ptrain.cluster.stopping import unless_stopped
 
-        form: Callable[[], tuple[Island, Device]] = partial(self._form, self._options.place, None)
+        form: Callable[[], tuple[Island, ComputeDevice]] = partial(self._form, self._options.place, None)
         if self._options.ours and not self._children:
             form = await self._start(here)
 
@@ -119,13 +119,13 @@ class LeadIsland:
             ended.message = f"this worker leaves, because it is not complete: {ended.message}"
             raise
 
-    async def _start(self, here: ProcessContext) -> Callable[[], tuple[Island, Device]]:
+    async def _start(self, here: ProcessContext) -> Callable[[], tuple[Island, ComputeDevice]]:
         """Start the other processes. They meet where no other machine can."""
         from p2ptrain.cluster.local_cluster import Child
 
         options, size = self._options, self._options.place.size
         listener = socket.create_server((LOOPBACK, 0))
-        place = Place(0, size, 0, size, LOOPBACK, listener.getsockname()[1])
+        place = IslandPlace(0, size, 0, size, LOOPBACK, listener.getsockname()[1])
         if sys.platform == "linux":
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
@@ -139,7 +139,7 @@ class LeadIsland:
         here.console.event("info", f"{size - 1} more process{'es' * (size > 2)} of this worker; logs: {self._logs}")
         return partial(self._form, place, listener)
 
-    def _form(self, place: Place, listener: socket.socket | None) -> tuple[Island, Device]:
+    def _form(self, place: IslandPlace, listener: socket.socket | None) -> tuple[Island, ComputeDevice]:
         from p2ptrain.compute.island import Island, meet
 
         device = self._options.pick()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.cli.island import IslandOptions
     from p2ptrain.cli.joining import Found, JoinOptions, ProcessContext, Running
-    from p2ptrain.compute.device import Device
+    from p2ptrain.compute.device import ComputeDevice
     from p2ptrain.compute.island import Island
     from roles.engine import Engine
     from wire.messages import Scalar
@@ -312,7 +312,7 @@ async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
     parts = holding(device=device, threads=threads, memory_bytes=memory_bytes) if island is None else None
     build_part = stage_builder(device=device, threads=threads, memory_bytes=memory_bytes)
 
-    def worker(here: ProcessContext, found: Found, formed: tuple[Island, Device] | None = None) -> Running:
+    def worker(here: ProcessContext, found: Found, formed: tuple[Island, ComputeDevice] | None = None) -> Running:
         """``formed``: an island, and the device of this process in it."""
         build_engine = engine_builder(device=device, threads=threads)
         if formed is not None:

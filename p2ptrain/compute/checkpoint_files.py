@@ -78,7 +78,7 @@ PlannedTensor = tuple[str, str, tuple[int, ...], list[bytes | BlobRange]]
 """Name, safetensors' dtype, shape, content."""
 
 
-class CheckpointFiles:
+class CheckpointPlanner:
     """Plans the checkpoints of one model or stage. All plans except that with the step are made once.
 
     Args:

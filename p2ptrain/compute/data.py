@@ -58,7 +58,7 @@ class DataSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TokenBatch:
     """What a model computes of some windows.
 
     Attributes:
@@ -113,14 +113,14 @@ class Corpus:
         counts: Indices = np.count_nonzero(marks & TARGET, axis=1).astype(np.int64)
         return counts
 
-    def batch(self, windows: Indices) -> Batch:
+    def batch(self, windows: Indices) -> TokenBatch:
         tokens = self.window_tokens(windows)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         if self.marks is None:
-            return Batch(inputs, targets, None)
+            return TokenBatch(inputs, targets, None)
         marks, at = self.marks[self._places(windows)], np.arange(self.sequence_tokens)
         firsts = np.maximum.accumulate(np.where(marks[:, :-1] & FIRST, at, 0), axis=1)
-        return Batch(inputs, np.where(marks[:, 1:] & TARGET, targets, NO_TARGET), at - firsts)
+        return TokenBatch(inputs, np.where(marks[:, 1:] & TARGET, targets, NO_TARGET), at - firsts)
 
     def _places(self, windows: Indices) -> Indices:
         width = self.sequence_tokens + 1

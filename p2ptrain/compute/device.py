@@ -19,7 +19,7 @@ from p2ptrain.core.texts import human_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class ComputeDevice:
     """A torch device. ``threads``: configured number of threads of CPU kernels; 0: not configured."""
 
     torch_device: torch.device
@@ -32,7 +32,7 @@ class Device:
         return self.torch_device.type
 
 
-def pick_device(kind: str, threads: int = 0) -> Device:
+def pick_device(kind: str, threads: int = 0) -> ComputeDevice:
     """Choose the device to compute on, and set torch's thread count for the whole process.
 
     Args:
@@ -59,9 +59,9 @@ def pick_device(kind: str, threads: int = 0) -> Device:
     if name == "mps":
         if not torch.backends.mps.is_available():
             raise UserError("this machine has no MPS device (Apple GPU)", remedy="use auto or cpu")
-        return Device(torch.device("mps"), f"mps {platform.machine()}")
+        return ComputeDevice(torch.device("mps"), f"mps {platform.machine()}")
     count = torch.get_num_threads()
-    return Device(torch.device("cpu"), f"cpu ({count} thread{'s' * (count != 1)})", threads)
+    return ComputeDevice(torch.device("cpu"), f"cpu ({count} thread{'s' * (count != 1)})", threads)
 
 
 def gpus(kind: str) -> int:
@@ -69,7 +69,7 @@ def gpus(kind: str) -> int:
     return torch.cuda.device_count() if kind in ("", "auto", "cuda") and torch.cuda.is_available() else 0
 
 
-def _cuda(index: int, kind: str) -> Device:
+def _cuda(index: int, kind: str) -> ComputeDevice:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         have = f"{count} CUDA device{'s' * (count != 1)}" if count else "no CUDA device that this torch can use"
@@ -77,10 +77,10 @@ def _cuda(index: int, kind: str) -> Device:
             f"use cuda:0 to cuda:{count - 1}" if count else "use auto or cpu, or install torch with CUDA and its driver"
         )
         raise UserError(f"device {kind!r} was asked for and this machine has {have}", remedy=remedy)
-    return Device(torch.device("cuda", index), f"cuda:{index} {torch.cuda.get_device_name(index)}")
+    return ComputeDevice(torch.device("cuda", index), f"cuda:{index} {torch.cuda.get_device_name(index)}")
 
 
-def share_cores(device: Device, workers: int) -> None:
+def share_cores(device: ComputeDevice, workers: int) -> None:
     """Use 1/``workers`` of the machine's cores, unless the number of threads is configured.
 
     Twice as many threads as cores are far slower than half as many, because they wait for one another.
@@ -117,7 +117,7 @@ SMALLER = "lower batch.micro_batch_sequences and raise batch.micro_batches, or c
 """A remedy for training that does not fit into memory."""
 
 
-def check_memory(need_bytes: int, device: Device, what: str, remedy: str) -> None:
+def check_memory(need_bytes: int, device: ComputeDevice, what: str, remedy: str) -> None:
     """Raise ``ResourceError``, which names both numbers, if ``need_bytes`` exceed the free memory.
 
     Args:
@@ -132,7 +132,7 @@ def check_memory(need_bytes: int, device: Device, what: str, remedy: str) -> Non
         )
 
 
-def available_bytes(device: Device) -> int:
+def available_bytes(device: ComputeDevice) -> int:
     return int(torch.cuda.mem_get_info(device.torch_device)[0]) if device.kind == "cuda" else _host_available()
 
 
@@ -142,7 +142,7 @@ def _host_available() -> int:
     return available if left is None else min(available, left)
 
 
-HOST = Device(torch.device("cpu"), f"this machine ({os.cpu_count()} cores)")
+HOST = ComputeDevice(torch.device("cpu"), f"this machine ({os.cpu_count()} cores)")
 """The host's memory, for checks that do not depend on the compute device."""
 
 

@@ -40,8 +40,8 @@ class _Layer:
 
 
 class ExactAverage(LocalSteps):
-    """See ``compute.update.Update``. A contribution has for each slot the differences, as ``LocalSteps``, but without
-    the weight; then the weight of each slot, the number of targets, and the sum of losses.
+    """A ``StepUpdate``. A contribution has for each slot the differences, as ``LocalSteps``, but without the weight;
+    then the weight of each slot, the number of targets, and the sum of losses.
 
     Only adapters train.
 

@@ -32,9 +32,9 @@ from torch.distributed.fsdp import (
 )
 from transformers import PretrainedConfig
 
-from p2ptrain.compute.device import HOST, SMALLER, Device, check_memory
+from p2ptrain.compute.device import HOST, SMALLER, ComputeDevice, check_memory
 from p2ptrain.compute.flat import FlatModel, Segment, placed, trained
-from p2ptrain.compute.part import Part, PartAssembly, layer_sizes
+from p2ptrain.compute.part import LayerRange, PartAssembly, layer_sizes
 from p2ptrain.compute.process_group import Operations, RingProcessGroup
 from p2ptrain.compute.stage import first_weights, kept_bytes
 from p2ptrain.core.errors import ConfigError, ConnectionLost, ResourceError
@@ -91,7 +91,7 @@ def mesh_of(group: dist.ProcessGroup, device: str) -> DeviceMesh:
 
 
 def check_shard_memory(
-    config: PretrainedConfig, shard: ShardSpec, device: Device, *, micro_batch_tokens: int, layers_kept: bool
+    config: PretrainedConfig, shard: ShardSpec, device: ComputeDevice, *, micro_batch_tokens: int, layers_kept: bool
 ) -> None:
     """Refuse a shard that does not fit into memory, before it is built. ``layers_kept``: see ``stage.kept_bytes``.
 
@@ -100,7 +100,7 @@ def check_shard_memory(
         ConfigError: see ``layer_sizes``.
     """
     sizes, on_host = layer_sizes(config), device.kind == "cpu" or shard.offload
-    kept = kept_bytes(config, micro_batch_tokens, Part(0, sizes.layers, sizes.layers), layers_kept=layers_kept)
+    kept = kept_bytes(config, micro_batch_tokens, LayerRange(0, sizes.layers, sizes.layers), layers_kept=layers_kept)
     rows, beside = shard_training_bytes(sizes, kept, shards=shard.count, accumulate=shard.accumulate, on_host=on_host)
     whole = sizes.weights_bytes(0, sizes.layers)
     what = f"training 1/{shard.count} of {whole / 4e6:.2f} M parameters on {micro_batch_tokens:,} tokens at a time"
@@ -133,7 +133,7 @@ class _Rows(PartAssembly):
     """Builds a whole model, of whose parameters only this member's rows are kept; they stay on the meta device."""
 
     def __init__(self, config: PretrainedConfig, names: Collection[str], shard: ShardSpec) -> None:
-        super().__init__(config, Part(0, config.num_hidden_layers, config.num_hidden_layers), names)
+        super().__init__(config, LayerRange(0, config.num_hidden_layers, config.num_hidden_layers), names)
         self.rows: dict[str, Tensor] = {}
         self._shard = shard
         self._parameters = trained(self._model).keys()

@@ -44,13 +44,13 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from p2ptrain.compute.checkpoint_files import PARAMETERS
-from p2ptrain.compute.device import Device
+from p2ptrain.compute.device import ComputeDevice
 from p2ptrain.compute.flat import FlatModel
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, rows_of
 from p2ptrain.compute.gradients import OnFinal
 from p2ptrain.compute.trainer import Trainer, TrainingSpec
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, ResourceError
-from p2ptrain.core.island import Place
+from p2ptrain.core.island import IslandPlace
 from p2ptrain.core.training import Blob, FilePlan
 
 SILENCE_S = 600.0
@@ -95,7 +95,7 @@ def command_untrusted(body: bytes) -> list[Any]:
     return command
 
 
-def meet(place: Place, device: Device, listener: socket.socket | None = None) -> DeviceMesh:
+def meet(place: IslandPlace, device: ComputeDevice, listener: socket.socket | None = None) -> DeviceMesh:
     """A mesh over an island's processes. Waits until all are there, at most ``SILENCE_S``.
 
     Args:
@@ -128,8 +128,8 @@ class Island:
 
     def __init__(
         self,
-        place: Place,
-        device: Device,
+        place: IslandPlace,
+        device: ComputeDevice,
         mesh: DeviceMesh,
         on_lost: Callable[[P2PTrainError], None] = lambda problem: None,
     ) -> None:
@@ -295,7 +295,7 @@ class IslandTrainer(Trainer):
         memory_bytes: limit for each process; 0: what is free.
     """
 
-    def __init__(self, spec: TrainingSpec, device: Device, island: Island, memory_bytes: int = 0) -> None:
+    def __init__(self, spec: TrainingSpec, device: ComputeDevice, island: Island, memory_bytes: int = 0) -> None:
         if device.kind == "cuda":  # of this thread; FSDP2 asks for it
             torch.cuda.set_device(device.torch_device)
         super().__init__(spec, device, shard=ShardSpec(island.mesh, accumulate=False, memory_bytes=memory_bytes))

@@ -63,9 +63,9 @@ class LocalSpec:
 
 
 class LocalSteps:
-    """See ``compute.update.Update``. A contribution is the pseudo-gradient times its weight, and ``SCALARS`` more. Its
-    weight is the number of inner steps that it is the sum of; an inner step of several micro-batches (in an island)
-    counts for each of them.
+    """A ``StepUpdate``. A contribution is the pseudo-gradient times its weight, and ``SCALARS`` more. Its weight is the
+    number of inner steps that it is the sum of; an inner step of several micro-batches (in an island) counts for each
+    of them.
 
     Attributes:
         noise: with a clip norm: standard deviation and secret key of the next contribution's noise; see

@@ -50,7 +50,7 @@ OnBytes = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerRange:
     """Layers [start, stop) of ``layers``. Raises ``ConfigError`` if the range is empty or out of bounds."""
 
     start: int
@@ -84,7 +84,7 @@ def refused(config: PretrainedConfig, why: str) -> NotSplit:
     )
 
 
-def part_config(config: PretrainedConfig, part: Part) -> PretrainedConfig:
+def part_config(config: PretrainedConfig, part: LayerRange) -> PretrainedConfig:
     """A copy of ``config`` that describes only the layers of ``part``."""
     sliced = copy.deepcopy(config)
     for key, values in per_layer_lists(config).items():
@@ -104,7 +104,7 @@ def per_layer_lists(config: PretrainedConfig) -> dict[str, list[Any]]:
 
 
 LAYER_CACHES = {DynamicLayer, DynamicSlidingWindowLayer}
-"""Kinds of a layer's cache that ``PartCache`` has rollback for."""
+"""Kinds of a layer's cache that ``KeyValueCache`` has rollback for."""
 _TRACED_POSITIONS = 3
 """Positions in a tracing run (``ModelLayout._trace``). Their number must be the third size of what a layer caches."""
 
@@ -220,7 +220,7 @@ class ModelLayout:
         """Run the model's code until layer ``index`` caches its keys and values. Returns which of the modules ``names``
         it called before, and the shapes of what the layer caches for a position."""
         config, layers, called = self.model.config, self.layers, set[str]()
-        sliced = part_config(config, Part(index, index + 1, len(layers)))
+        sliced = part_config(config, LayerRange(index, index + 1, len(layers)))
         self._set_layers([layers[index]], sliced)
         model = copy.deepcopy(self.model)  # the code may replace buffers of the model by tensors of this run
         self._set_layers(layers, config)
@@ -247,7 +247,7 @@ class ModelLayout:
             if isinstance(module, PreTrainedModel):
                 module.config = config  # it keeps the attention setting
 
-    def cut(self, part: Part) -> dict[str, str]:
+    def cut(self, part: LayerRange) -> dict[str, str]:
         """Remove all modules outside ``part`` from ``model``, and number its layers from 0. Returns the name of each
         tensor that is left → its name in the whole model."""
         if part.layers != len(self.layers):
@@ -298,7 +298,7 @@ def layer_sizes(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
     )
 
 
-def part_bytes(config: PretrainedConfig, part: Part, dtype: torch.dtype) -> int:
+def part_bytes(config: PretrainedConfig, part: LayerRange, dtype: torch.dtype) -> int:
     """Bytes of the part's weights; nothing is allocated. Raises as ``layer_sizes``."""
     return layer_sizes(config, dtype).weights_bytes(part.start, part.stop)
 
@@ -316,7 +316,7 @@ class PartAssembly:
     def __init__(
         self,
         config: PretrainedConfig,
-        part: Part,
+        part: LayerRange,
         names: Collection[str],
         *,
         dtype: torch.dtype = torch.float32,
@@ -487,7 +487,7 @@ class PartAssembly:
                 raise refused(self._config, f"it is not known how its {type(module).__name__} makes {min(made)}")
 
 
-def build_part(config: PretrainedConfig, part: Part, weights: Mapping[str, Tensor]) -> PartModel:
+def build_part(config: PretrainedConfig, part: LayerRange, weights: Mapping[str, Tensor]) -> PartModel:
     """The part with copies of a whole model's fp32 ``weights``. Raises ``ConfigError``."""
     assembly = PartAssembly(config, part, weights)
     for name in assembly.wanted:
@@ -512,7 +512,12 @@ class PartModel:
     """
 
     def __init__(
-        self, layout: ModelLayout, config: PretrainedConfig, part: Part, names: Mapping[str, str], dtype: torch.dtype
+        self,
+        layout: ModelLayout,
+        config: PretrainedConfig,
+        part: LayerRange,
+        names: Mapping[str, str],
+        dtype: torch.dtype,
     ) -> None:
         """``layout`` is cut to ``part``, with all tensors in place; ``config`` is of the whole model."""
         self.module: Any = layout.model.eval()
@@ -538,12 +543,12 @@ class PartModel:
         if not part.last:
             layout.layers[-1].register_forward_hook(self._leave)
 
-    def new_cache(self, positions: int) -> PartCache:
+    def new_cache(self, positions: int) -> KeyValueCache:
         """An empty cache with room for ``positions`` positions of one sequence."""
         device = next(self.module.parameters()).device
-        return PartCache(self.config, self._cache_shapes, positions, self._dtype, device)
+        return KeyValueCache(self.config, self._cache_shapes, positions, self._dtype, device)
 
-    def forward(self, x: Tensor, positions: Tensor, cache: PartCache | None = None, *, logits: int = 0) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, cache: KeyValueCache | None = None, *, logits: int = 0) -> Tensor:
         """Run the part's layers over new positions.
 
         Args:
@@ -655,7 +660,7 @@ class _WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         self.cumulative_length = keep
 
 
-class PartCache(DynamicCache):
+class KeyValueCache(DynamicCache):
     """Keys and values of one session: ``positions`` positions in each layer of ``config``, a part's configuration.
 
     transformers' own caches copy their whole content for each token, and drop what is before a sliding window. This

@@ -44,7 +44,7 @@ _completing = ThreadPoolExecutor(MAX_CALLBACKS, thread_name_prefix="p2p callback
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class GroupMessage:
     """An array, shape (numel,), to send to ``peer`` or to receive from it; None: from any. ``tag``: equal at both."""
 
     array: Array
@@ -75,7 +75,7 @@ class Operations(Protocol):
     def broadcast(self, array: Array, root: int, timeout_s: float, done: Done) -> Future[int]: ...
 
     def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], timeout_s: float, done: Done
+        self, sends: Sequence[GroupMessage], receives: Sequence[GroupMessage], timeout_s: float, done: Done
     ) -> Future[int]:
         """Send and receive; the result is the source of the last receive, or -1."""
 
@@ -371,13 +371,13 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> RingWork:
         [tensor] = tensors
-        message = Message(_flat(tensor)[0], dst, tag)
+        message = GroupMessage(_flat(tensor)[0], dst, tag)
         return RingWork([self.operations.exchange([message], [], self._timeout.total_seconds(), _nothing)], tensors)
 
     def recv(self, tensors: list[torch.Tensor], src: int | None, tag: int = 0) -> RingWork:
         [tensor] = tensors
         array, put_back = _flat(tensor, read=False)
-        message = Message(array, src, tag)
+        message = GroupMessage(array, src, tag)
         return RingWork([self.operations.exchange([], [message], self._timeout.total_seconds(), put_back)], tensors)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> RingWork:
@@ -448,7 +448,7 @@ class RingProcessGroup(dist.ProcessGroup):
     ) -> RingWork:
         own, tag = self._own_rank, -next(self._exchanges)
         sends, receives = (
-            [Message(item, peer, tag) for peer, item in enumerate(arrays) if item is not None and peer != own]
+            [GroupMessage(item, peer, tag) for peer, item in enumerate(arrays) if item is not None and peer != own]
             for arrays in (sources, targets)
         )
         if own < min(len(targets), len(sources)):

@@ -22,21 +22,21 @@ from transformers import AutoConfig, PretrainedConfig
 
 from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, ids_untrusted
 from p2ptrain.compute.adapter import MergedTable
-from p2ptrain.compute.device import Device, check_memory, pick_device
+from p2ptrain.compute.device import ComputeDevice, check_memory, pick_device
 from p2ptrain.compute.model import check_architecture, first_line, load_model, without_dropout
 from p2ptrain.compute.part import (
+    KeyValueCache,
+    LayerRange,
     NotSplit,
     OnBytes,
-    Part,
     PartAssembly,
-    PartCache,
     PartModel,
     layer_sizes,
     refused,
 )
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.split_check import check_splits
-from p2ptrain.compute.whole import History, WholeModel
+from p2ptrain.compute.whole import TokenHistory, WholeModel
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, StorageError, UserError
@@ -53,7 +53,7 @@ class _Session:
     cache may have fewer, which are then computed again. ``kind``: number of switches that the cached keys are beyond.
     """
 
-    cache: PartCache | History
+    cache: KeyValueCache | TokenHistory
     picker: Picker | None  # on the last stage
     ids: Tensor
     kind: int = 0
@@ -71,7 +71,7 @@ def begin_part(spec: PartSpec, names: Collection[str]) -> ServedPartBuilder:
         ResourceError: there is too little memory for the weights.
     """
     config = config_of(spec.config)
-    part = Part(spec.start, spec.stop, spec.layers)
+    part = LayerRange(spec.start, spec.stop, spec.layers)
     check_splits(config)
     return ServedPartBuilder(spec, config, part, names)
 
@@ -188,7 +188,7 @@ def measured(text: str, dtype: str) -> dict[str, Any]:
 class ServedPartBuilder:
     """Implements ``roles.engine.PartBuilder``."""
 
-    def __init__(self, spec: PartSpec, config: PretrainedConfig, part: Part, names: Collection[str]) -> None:
+    def __init__(self, spec: PartSpec, config: PretrainedConfig, part: LayerRange, names: Collection[str]) -> None:
         self._spec, self._dtype, self._device = spec, _dtype(spec.dtype, config), pick_device(spec.device)
         self._assembly = PartAssembly(config, part, names, dtype=self._dtype, device=self._device.torch_device)
         self.wanted: Mapping[str, tuple[int, ...]] = self._assembly.wanted
@@ -213,7 +213,9 @@ class ServedPartBuilder:
 class ServedPart:
     """Implements ``roles.engine.StageEngine``, which documents the attributes. ``context``: as in ``PartModel``."""
 
-    def __init__(self, spec: PartSpec, model: PartModel | WholeModel, dtype: torch.dtype, device: Device) -> None:
+    def __init__(
+        self, spec: PartSpec, model: PartModel | WholeModel, dtype: torch.dtype, device: ComputeDevice
+    ) -> None:
         self.spec = spec
         self.width, self.vocab_size = model.width, model.vocab_size
         self.encoding = name_of(dtype)
@@ -330,7 +332,7 @@ class ServedPart:
 
 
 @contextmanager
-def _told_of_memory(what: str, place: Device) -> Iterator[None]:
+def _told_of_memory(what: str, place: ComputeDevice) -> Iterator[None]:
     """Translate torch's out-of-memory errors to ``ResourceError``. On a CPU they are plain ``RuntimeError``s."""
     try:
         yield

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Pretrai
 
 from p2ptrain.compute.device import one_thread
 from p2ptrain.compute.model import first_line
-from p2ptrain.compute.part import LAYER_CACHES, ModelLayout, Part, PartModel, build_part, per_layer_lists, refused
+from p2ptrain.compute.part import LAYER_CACHES, LayerRange, ModelLayout, PartModel, build_part, per_layer_lists, refused
 from p2ptrain.core.errors import ConfigError
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
@@ -137,7 +137,8 @@ def _same(config: PretrainedConfig) -> bool:
 def _parts(config: PretrainedConfig, whole: Any) -> list[PartModel]:
     weights, layers = whole.state_dict(), config.num_hidden_layers
     return [
-        build_part(config, Part(start, stop, layers), weights) for start, stop in pairwise([0, 1, layers - 1, layers])
+        build_part(config, LayerRange(start, stop, layers), weights)
+        for start, stop in pairwise([0, 1, layers - 1, layers])
     ]
 
 

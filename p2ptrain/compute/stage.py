@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from p2ptrain.compute.device import HOST, SMALLER, Device, available_bytes, check_memory
+from p2ptrain.compute.device import HOST, SMALLER, ComputeDevice, available_bytes, check_memory
 from p2ptrain.compute.model import initialize, parameter_count
-from p2ptrain.compute.part import ModelLayout, Part, PartAssembly, PartModel, part_bytes, refused
+from p2ptrain.compute.part import LayerRange, ModelLayout, PartAssembly, PartModel, part_bytes, refused
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, ResourceError
 from p2ptrain.core.footprint import (
@@ -55,14 +55,14 @@ class StageSpec:
     memory_bytes: int = 0
 
     @property
-    def parts(self) -> list[Part]:
-        return [Part(start, stop, self.bounds[-1]) for start, stop in pairwise(self.bounds)]
+    def parts(self) -> list[LayerRange]:
+        return [LayerRange(start, stop, self.bounds[-1]) for start, stop in pairwise(self.bounds)]
 
     @property
     def is_whole(self) -> bool:
         return len(self.bounds) == 2
 
-    def check(self, layers: int) -> Part:
+    def check(self, layers: int) -> LayerRange:
         """This stage's part of a model of ``layers`` layers. Raises ``ConfigError``."""
         bounds = ", ".join(map(str, self.bounds))
         if self.bounds[:1] != (0,) or self.bounds[-1] != layers or any(a >= b for a, b in pairwise(self.bounds)):
@@ -78,7 +78,7 @@ class StageSpec:
 # ------------------------------------------------------------------------------------------------------- first weights
 
 
-def build_training_part(config: PretrainedConfig, part: Part, directory: Path | None, seed: int) -> PartModel:
+def build_training_part(config: PretrainedConfig, part: LayerRange, directory: Path | None, seed: int) -> PartModel:
     """The part on the CPU, in training mode, with the weights that ``build_model`` gives the whole model.
 
     Raises:
@@ -160,7 +160,7 @@ def initial_digest(config: PretrainedConfig, directory: Path | None, seed: int, 
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def kept_bytes(config: PretrainedConfig, tokens: int, part: Part, *, layers_kept: bool = True) -> int:
+def kept_bytes(config: PretrainedConfig, tokens: int, part: LayerRange, *, layers_kept: bool = True) -> int:
     """Bytes kept from a micro-batch's forward pass to its backward pass: a lower bound, see ``core.footprint``.
 
     Args:
@@ -175,7 +175,7 @@ def kept_bytes(config: PretrainedConfig, tokens: int, part: Part, *, layers_kept
 def check_training_memory(
     config: PretrainedConfig,
     spec: StageSpec,
-    device: Device,
+    device: ComputeDevice,
     *,
     micro_batch_tokens: int,
     exact: bool = False,
@@ -222,7 +222,7 @@ def check_training_memory(
 def most_in_flight(
     config: PretrainedConfig,
     spec: StageSpec,
-    device: Device,
+    device: ComputeDevice,
     *,
     micro_batch_tokens: int,
     most: int,

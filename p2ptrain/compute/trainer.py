@@ -49,9 +49,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from p2ptrain.compute.activations import decode_untrusted, encode
-from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointFiles
+from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointPlanner
 from p2ptrain.compute.data import NO_TARGET, Corpus, DataSpec, load_corpus
-from p2ptrain.compute.device import Device, flushed_denormals, share_cores
+from p2ptrain.compute.device import ComputeDevice, flushed_denormals, share_cores
 from p2ptrain.compute.exact import FixedSum, constant_arithmetic, prepare_device
 from p2ptrain.compute.fedex import ExactAverage
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, square_sum, trained
@@ -66,7 +66,7 @@ from p2ptrain.compute.split_check import check_packs, check_splits
 from p2ptrain.compute.stage import StageSpec, build_training_part, check_training_memory, initial_digest, most_in_flight
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.tuning import ALL_OF_IT, Tuning, TuningSpec
-from p2ptrain.compute.update import CLIPPED_FACTOR, ClippedGradients, PlainGradients, SummedGradients, Update
+from p2ptrain.compute.update import CLIPPED_FACTOR, ClippedGradients, PlainGradients, StepUpdate, SummedGradients
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ResourceError, StorageError
 from p2ptrain.core.footprint import LOCAL_FACTOR
@@ -87,7 +87,7 @@ class _Flight:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """``compute.data.Batch`` on the device: inputs, targets and positions (B, T)."""
+    """``compute.data.TokenBatch`` on the device: inputs, targets and positions (B, T)."""
 
     inputs: Tensor
     targets: Tensor
@@ -148,7 +148,7 @@ class Trainer:
     """
 
     def __init__(
-        self, spec: TrainingSpec, device: Device, stage: StageSpec | None = None, shard: ShardSpec | None = None
+        self, spec: TrainingSpec, device: ComputeDevice, stage: StageSpec | None = None, shard: ShardSpec | None = None
     ) -> None:
         self._spec, exact = spec, spec.exact
         self._shard = shard
@@ -231,8 +231,8 @@ class Trainer:
         self.gradient_bytes = activation_bytes(stage.gradients, tokens, self._config.hidden_size)
         self.layers = (self._part.start, self._part.stop, self._part.layers)
 
-    def _files_of(self, flat: FlatModel) -> CheckpointFiles:
-        return CheckpointFiles(
+    def _files_of(self, flat: FlatModel) -> CheckpointPlanner:
+        return CheckpointPlanner(
             flat,
             self._model_part,
             self._config,
@@ -246,7 +246,7 @@ class Trainer:
             base=self._spec.model.path,
         )
 
-    def _update_of(self, spec: TrainingSpec) -> Update:
+    def _update_of(self, spec: TrainingSpec) -> StepUpdate:
         if spec.clip_norm:
             number, norm = spec.micro_batches, spec.clip_norm
             return ClippedGradients(self._flat, spec.optimizer, steps=spec.steps, micro_batches=number, clip_norm=norm)
@@ -425,7 +425,7 @@ class Trainer:
         return Applied(step + 1, loss, lr, norm)
 
     def take(self, step: int, norm: float) -> tuple[float, float]:
-        """Take the step with the sum in ``reduce_buffer``, of this norm. See ``compute.update.Update.apply``."""
+        """Take the step with the sum in ``reduce_buffer``, of this norm. See ``compute.update.StepUpdate.apply``."""
         self._to_device()
         reported = self._update.apply(step, norm)
         self._moved_to()

@@ -19,7 +19,7 @@ CLIPPED_FACTOR = 1.25
 """Memory for what trains, beside that of summed gradients: the sum of clipped ones has an array of its own."""
 
 
-class Update(Protocol):
+class StepUpdate(Protocol):
     """What a strategy computes and applies; ``roles.strategies`` exchange it. ``Trainer`` calls it on its thread.
 
     ``Trainer`` adds the losses to ``FlatModel.loss_sum``, the last element of ``FlatModel.gradients``. The guard of the

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import ALL_CACHE_NAMES
 
-from p2ptrain.compute.part import Part, context_of
+from p2ptrain.compute.part import LayerRange, context_of
 
 
 @dataclass(slots=True)
-class History:
-    """The cache of one session, with the interface of ``PartCache``.
+class TokenHistory:
+    """The cache of one session, with the interface of ``KeyValueCache``.
 
     Attributes:
         ids: token ids of all positions so far, shape (length,).
@@ -54,15 +54,15 @@ class WholeModel:
         self._model = model.eval()
         config = model.config.get_text_config()
         layers = getattr(config, "num_hidden_layers", None) or 1
-        self.part = Part(0, layers, layers)
+        self.part = LayerRange(0, layers, layers)
         self.width, self.vocab_size = getattr(config, "hidden_size", 0), int(config.vocab_size)
         self.context, self.switches = context_of(config, is_whole=True)
         self.weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
-    def new_cache(self, positions: int) -> History:
-        return History(positions, torch.zeros(0, dtype=torch.int64, device=self._model.device))
+    def new_cache(self, positions: int) -> TokenHistory:
+        return TokenHistory(positions, torch.zeros(0, dtype=torch.int64, device=self._model.device))
 
-    def forward(self, x: Tensor, positions: Tensor, cache: History, *, logits: int) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, cache: TokenHistory, *, logits: int) -> Tensor:
         """Logits (1, ``logits``, vocab) of the last of the token ids ``x`` (1, T), which follow those in ``cache``."""
         model, goes_on = self._model, bool(cache.state) and x.shape[1] == 1
         ids = torch.cat([cache.ids, x[0]])[None]

@@ -16,7 +16,7 @@ MOST_PROCESSES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class IslandPlace:
     """One of ``size`` processes. Number 0 leads: it is the worker that the seed knows.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place:
         return numbers | {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
 
 
-def place_in(environment: Mapping[str, str] = os.environ) -> Place | None:
+def place_in(environment: Mapping[str, str] = os.environ) -> IslandPlace | None:
     """The place that torchrun or SLURM gave to this process; None if it is the only one.
 
     Raises ``UserError`` if the variables contradict each other.
@@ -69,7 +69,7 @@ def place_in(environment: Mapping[str, str] = os.environ) -> Place | None:
     port = _number(environment, "MASTER_PORT", 15_000 + _number(environment, "SLURM_JOB_ID", 0) % 10_000)
     if not 0 < port < 1 << 16:
         raise UserError(f"the variable MASTER_PORT is {port}, not a port", remedy="set it to one from 1 to 65535")
-    return Place(rank, size, local_rank, local_size, address, port)
+    return IslandPlace(rank, size, local_rank, local_size, address, port)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -88,10 +88,10 @@ class _Attacker:
 
 
 def _with_wrong_targets(corpus: Any) -> Any:
-    from p2ptrain.compute.data import NO_TARGET, Batch, Corpus
+    from p2ptrain.compute.data import NO_TARGET, Corpus, TokenBatch
 
     class Wrong(Corpus):
-        def batch(self, windows: Any) -> Batch:
+        def batch(self, windows: Any) -> TokenBatch:
             right = Corpus.batch(self, windows)
             if np.isin(windows, self.validation).any():
                 return right

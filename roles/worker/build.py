@@ -25,7 +25,7 @@ from roles.worker.stages import Holding
 from wire.messages import Scalar
 
 if TYPE_CHECKING:
-    from p2ptrain.compute.device import Device
+    from p2ptrain.compute.device import ComputeDevice
     from p2ptrain.compute.fsdp import ShardSpec
     from p2ptrain.compute.island import Island, IslandTrainer
     from p2ptrain.compute.trainer import TrainingSpec
@@ -121,7 +121,7 @@ def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) 
     return build
 
 
-def shard_of(stage: Stage, sharded: Sharded, device: Device, memory_bytes: int) -> ShardSpec:
+def shard_of(stage: Stage, sharded: Sharded, device: ComputeDevice, memory_bytes: int) -> ShardSpec:
     """A shard whose process group has no operations yet: the strategy gives them in each view. Raises ``ConfigError``
     if the device cannot hold shards."""
     from p2ptrain.compute.fsdp import ShardSpec, mesh_of
@@ -133,7 +133,7 @@ def shard_of(stage: Stage, sharded: Sharded, device: Device, memory_bytes: int) 
     return ShardSpec(mesh_of(group, device.kind), sharded.accumulate, sharded.offload, memory_bytes)
 
 
-def island_builder(island: Island, device: Device, memory_bytes: int = 0) -> Callable[[Profile], Engine]:
+def island_builder(island: Island, device: ComputeDevice, memory_bytes: int = 0) -> Callable[[Profile], Engine]:
     """Return the builder of an island's engines, at its leader. ``memory_bytes``: as in ``island_trainer``."""
 
     def build(profile: Profile) -> Engine:
@@ -143,7 +143,7 @@ def island_builder(island: Island, device: Device, memory_bytes: int = 0) -> Cal
     return build
 
 
-def island_trainer(profile: Profile, island: Island, device: Device, memory_bytes: int = 0) -> IslandTrainer:
+def island_trainer(profile: Profile, island: Island, device: ComputeDevice, memory_bytes: int = 0) -> IslandTrainer:
     """The engine at one process of an island. ``memory_bytes``: limit for all of them together; 0: what is free. The
     leader checks it, because all need the same."""
     from p2ptrain.compute.island import IslandTrainer

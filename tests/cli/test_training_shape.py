@@ -11,9 +11,9 @@ import torch
 from configs.schema import Profile
 from p2ptrain.cli import model_sizes
 from p2ptrain.cli.model_sizes import _measured, shape_of
-from p2ptrain.compute.device import Device
+from p2ptrain.compute.device import ComputeDevice
 from p2ptrain.compute.model import model_config
-from p2ptrain.compute.part import Part, layer_sizes
+from p2ptrain.compute.part import LayerRange, layer_sizes
 from p2ptrain.compute.stage import StageSpec, check_training_memory, kept_bytes
 from p2ptrain.core.errors import ResourceError
 from ring.training_costs import ModelShape
@@ -41,7 +41,7 @@ def check_alike(profile: Profile, found: ModelShape | None) -> None:
     training = training_of(profile, found.to_map())
     assert training is not None
     for stop in (1, sizes.layers):
-        kept = kept_bytes(config, training.tokens, Part(0, stop, sizes.layers))
+        kept = kept_bytes(config, training.tokens, LayerRange(0, stop, sizes.layers))
         assert training.kept_bytes(0, stop) == kept
 
 
@@ -92,7 +92,7 @@ def test_a_worker_checks_the_memory_that_the_seed_placed_it_by(
     config = model_config(training_spec(profile).model, 256)
     asked: list[int] = []
     monkeypatch.setattr("p2ptrain.compute.stage.check_memory", lambda need, device, what, remedy: asked.append(need))
-    for device in (Device(torch.device("cpu"), "cpu"), Device(torch.device("mps"), "mps")):
+    for device in (ComputeDevice(torch.device("cpu"), "cpu"), ComputeDevice(torch.device("mps"), "mps")):
         for stage, (start, stop) in enumerate([(0, 1), (1, 4)]):
             spec = StageSpec(
                 stage, (0, 1, 4), activations=profile.pipeline.activations, recompute=profile.pipeline.recompute,

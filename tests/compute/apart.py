@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from p2ptrain.compute.device import Device
+from p2ptrain.compute.device import ComputeDevice
 
 
-class Apart(Device):
+class Apart(ComputeDevice):
     """A device with memory of its own, as far as the trainer can tell: its tensors are on the CPU all the same."""
 
     @property

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from p2ptrain.compute.model import ModelSpec, model_config
-from p2ptrain.compute.part import Part, PartAssembly, PartModel
+from p2ptrain.compute.part import LayerRange, PartAssembly, PartModel
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.tensor_files import TensorTable
 
@@ -134,13 +134,13 @@ def config_of(directory: Path) -> PretrainedConfig:
     return model_config(ModelSpec(path=directory), 1)
 
 
-def cut_at(layers: int, *cuts: int) -> list[Part]:
+def cut_at(layers: int, *cuts: int) -> list[LayerRange]:
     ends = [0, *cuts, layers]
-    return [Part(start, stop, layers) for start, stop in pairwise(ends)]
+    return [LayerRange(start, stop, layers) for start, stop in pairwise(ends)]
 
 
 def load_part(
-    config: PretrainedConfig, part: Part, table: TensorTable, *, dtype: torch.dtype = torch.float32
+    config: PretrainedConfig, part: LayerRange, table: TensorTable, *, dtype: torch.dtype = torch.float32
 ) -> PartModel:
     assembly = PartAssembly(config, part, table.entries, dtype=dtype)
     assembly.place_all(table)

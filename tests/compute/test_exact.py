@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from p2ptrain.compute.data import DataSpec, load_corpus
-from p2ptrain.compute.device import Device, flushed_denormals, pick_device
+from p2ptrain.compute.device import ComputeDevice, flushed_denormals, pick_device
 from p2ptrain.compute.exact import constant_arithmetic
 from p2ptrain.compute.gradients import FRACTION_BITS, UNIT, HostCopier, bucket_bounds
 from p2ptrain.compute.model import ModelSpec, build_model
@@ -266,7 +266,7 @@ def test_a_device_with_memory_of_its_own_computes_the_same(
     assert state_bytes(near) == state_bytes(apart) == state_bytes(far)
 
 
-class Far(Device):
+class Far(ComputeDevice):
     """A device with its own memory and with fp64, as far as the trainer can tell: its tensors are on the CPU."""
 
     @property

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaPreTrainedModel
 
 from p2ptrain.compute.model import build_model, model_config
-from p2ptrain.compute.part import ModelLayout, Part
+from p2ptrain.compute.part import LayerRange, ModelLayout
 from p2ptrain.compute.stage import build_training_part, initial_digest, initial_tensors
 from p2ptrain.core.errors import ConfigError, ResourceError
 from tests.compute.tiny_trainer import tiny
@@ -32,7 +32,7 @@ def test_parts_have_the_bits_of_the_whole(architecture: str, tied: bool) -> None
     before = torch.random.get_rng_state()
     whole = build_model(spec, 256, 7, config=config).state_dict()
     for start, stop in itertools.pairwise([0, 1, 3]):
-        part = build_training_part(config, Part(start, stop, 3), None, 7)
+        part = build_training_part(config, LayerRange(start, stop, 3), None, 7)
         assert part.names
         for name, parameter in part.module.named_parameters():
             assert torch.equal(parameter, whole[part.names[name]]), (name, start)
@@ -86,7 +86,7 @@ def test_what_is_not_drawn_by_its_own_module_is_refused(monkeypatch: pytest.Monk
         lambda self, module: None if isinstance(module, torch.nn.Linear) else plain(self, module),
     )
     with pytest.raises(ConfigError, match="initialization does not set"):
-        build_training_part(CONFIG, Part(0, 1, 3), None, 7)
+        build_training_part(CONFIG, LayerRange(0, 1, 3), None, 7)
 
 
 def test_threads_of_one_process_draw_the_same() -> None:

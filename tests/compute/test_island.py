@@ -24,7 +24,7 @@ from p2ptrain.compute.fsdp import mesh_of
 from p2ptrain.compute.island import Island, IslandTrainer
 from p2ptrain.compute.local import LocalSpec
 from p2ptrain.core.errors import ConfigError, ConnectionLost, P2PTrainError, ResourceError
-from p2ptrain.core.island import Place
+from p2ptrain.core.island import IslandPlace
 from roles.worker.build import check_island, island_trainer
 from tests.compute.saving import save
 from tests.compute.test_packing import ONE_EACH, written
@@ -50,7 +50,7 @@ class Islanders:
         self.device = device
 
         def made(rank: int) -> Island:
-            return Island(Place(rank, size, rank, size, "", 0), device, gloo(store, rank, size), lost)
+            return Island(IslandPlace(rank, size, rank, size, "", 0), device, gloo(store, rank, size), lost)
 
         with ThreadPoolExecutor(size) as pool:
             self.islands = list(pool.map(made, range(size)))

@@ -15,7 +15,7 @@ from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from p2ptrain.compute.part import (
-    Part,
+    LayerRange,
     PartAssembly,
     PartModel,
     build_part,
@@ -184,7 +184,7 @@ def test_sizes_without_building(saved: Callable[[str], Saved], family: str) -> N
     directory, whole = saved(family)
     config = config_of(directory)
     sizes = layer_sizes(config, torch.float32)
-    for part in [*cut_at(6, 1, 4), Part(0, 6, 6)]:
+    for part in [*cut_at(6, 1, 4), LayerRange(0, 6, 6)]:
         built = load_part(config, part, TensorTable(directory))
         assert sizes.weights_bytes(part.start, part.stop) == built.weights_bytes
         cache = built.new_cache(5)
@@ -228,7 +228,7 @@ def test_nothing_that_was_read_is_kept_alive(saved: Callable[[str], Saved]) -> N
     weights = load_file(directory / "model.safetensors")
     whole_file = torch.cat([tensor.flatten() for tensor in weights.values()])
     places = dict(zip(weights, whole_file.split([tensor.numel() for tensor in weights.values()]), strict=True))
-    part = build_part(config, Part(1, 3, 6), {name: places[name].view(weights[name].shape) for name in weights})
+    part = build_part(config, LayerRange(1, 3, 6), {name: places[name].view(weights[name].shape) for name in weights})
     for parameter in part.module.parameters():
         assert parameter.untyped_storage().nbytes() == parameter.numel() * 4
         assert parameter.untyped_storage().data_ptr() != whole_file.untyped_storage().data_ptr()
@@ -237,7 +237,7 @@ def test_nothing_that_was_read_is_kept_alive(saved: Callable[[str], Saved]) -> N
 @pytest.mark.parametrize(("start", "stop", "layers"), [(-1, 2, 6), (2, 2, 6), (0, 7, 6)])
 def test_no_such_part(start: int, stop: int, layers: int) -> None:
     with pytest.raises(ConfigError, match=f"layers {start} to {stop}"):
-        Part(start, stop, layers)
+        LayerRange(start, stop, layers)
 
 
 def test_what_does_not_fit_is_refused_by_name(saved: Callable[[str], Saved]) -> None:
@@ -246,20 +246,20 @@ def test_what_does_not_fit_is_refused_by_name(saved: Callable[[str], Saved]) -> 
     weights = load_file(directory / "model.safetensors")
     norm = "model.layers.1.input_layernorm.weight"
     with pytest.raises(ConfigError, match="has 6 layers, not 7"):
-        build_part(config, Part(0, 2, 7), weights)
+        build_part(config, LayerRange(0, 2, 7), weights)
     with pytest.raises(ConfigError, match=f"lack {norm}"):
-        build_part(config, Part(0, 2, 6), {name: tensor for name, tensor in weights.items() if name != norm})
+        build_part(config, LayerRange(0, 2, 6), {name: tensor for name, tensor in weights.items() if name != norm})
     for wrong in (torch.zeros(63), torch.zeros(64, dtype=torch.int8)):
         changed = weights | {norm: wrong}
         with pytest.raises(ConfigError, match=rf"{norm} has shape .*\(64,\)") as caught:
-            build_part(config, Part(1, 2, 6), changed)
+            build_part(config, LayerRange(1, 2, 6), changed)
         assert "config.json" in caught.value.remedy
 
 
 def test_tensors_in_pieces(saved: Callable[[str], Saved]) -> None:
     directory, whole = saved("llama")
     table = TensorTable(directory)
-    assembly = PartAssembly(config_of(directory), Part(1, 2, 6), table.entries, dtype=torch.bfloat16)
+    assembly = PartAssembly(config_of(directory), LayerRange(1, 2, 6), table.entries, dtype=torch.bfloat16)
     norm = "model.layers.1.input_layernorm.weight"
     for name in assembly.wanted:
         data = memoryview(table.read(name))
