@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
-from p2ptrain.core.training import Applied, Blob, FilePlan
+from p2ptrain.core.training import Applied, Blob, FilePlan, TrainingData
 from ring.chain import Payload
 
 __all__ = [
-    "WHOLE", "Applied", "Blob", "BuildPart", "Engine", "OnFinal", "PartBuilder", "PartSpec", "Pass",
-    "Payload", "PipelineEngine", "PrivateEngine", "Ran", "Sampling", "ShardedEngine", "SlottedEngine", "Stage",
+    "WHOLE", "Applied", "Blob", "BuildPart", "Engine", "EngineState", "NoiseInput", "OnFinal", "PartBuilder",
+    "PartSpec", "Pass", "Payload", "PipelineEngine", "Ran", "Sampling", "ShardedEngine", "SlotInput", "Stage",
     "StageEngine",
 ]  # fmt: skip
 
@@ -52,16 +52,14 @@ decreases. The call may come on any thread, about once per parameter."""
 
 
 class Engine(Protocol):
-    """A model or a part of it, with optimizer and data, ready to train.
+    """A model or a part of it, with optimizer and data, that takes the steps of a job.
 
     State, checkpoints and ``reduce_buffer`` are those of the part. ``micro_batch`` and ``validate`` work on whole
     models only. For split models the strategy exchanges what other parts need.
 
     Attributes:
-        corpus_digest: SHA-256, hex, of what all members must read alike: the tokenized corpus unless it is private, and
-            the first weights if some of them do not train. Empty if there is nothing to compare.
-        data_note: what of the data was left out or cut, for the person at this worker; empty if nothing was.
-        tokens_per_micro_batch: positions in one micro-batch; with conversations fewer of them are targets.
+        data: facts about the text.
+        state: what heals, and what checkpoints have.
         device: for people, such as ``"cpu (2 threads)"`` or ``"cuda:0 NVIDIA H100"``.
         reduce_buffer: flat host array of the computing dtype, shape (numel + some,): the member's contribution to the
             step, such as gradients, and behind it a few numbers such as the sum of the losses. The ring sums it over
@@ -71,18 +69,30 @@ class Engine(Protocol):
         exact_from: the codec is not applied to elements from this index on (norms, biases, losses). They are few.
         exact: whether ``reduce_buffer`` is int64 fixed point. Then the bits of all sums, and so of the whole run, do
             not depend on which member computes a micro-batch.
-        windows: training sequences in the corpus.
+        pipeline, shards, noise, slots: what only some strategies need; None if this engine lacks it.
     """
 
-    corpus_digest: str
-    data_note: str
-    tokens_per_micro_batch: int
+    data: TrainingData
     device: str
-    reduce_buffer: npt.NDArray[Any]
-    scalars: int
-    exact_from: int
-    exact: bool
-    windows: int
+
+    @property
+    def state(self) -> EngineState: ...
+    @property
+    def reduce_buffer(self) -> npt.NDArray[Any]: ...
+    @property
+    def scalars(self) -> int: ...
+    @property
+    def exact_from(self) -> int: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def pipeline(self) -> PipelineEngine | None: ...
+    @property
+    def shards(self) -> ShardedEngine | None: ...
+    @property
+    def noise(self) -> NoiseInput | None: ...
+    @property
+    def slots(self) -> SlotInput | None: ...
 
     def share_cores(self, workers: int) -> None:
         """Use 1/``workers`` of this machine's cores: so many members of the ring compute on it."""
@@ -124,11 +134,15 @@ class Engine(Protocol):
     def validate(self, first: int, count: int) -> tuple[float, int]:
         """Sum of the losses (nats) and number of targets over validation micro-batches [first, first + count)."""
 
-    def validation_batches(self) -> int:
-        """Number of validation micro-batches, the same on every member, unless the data is private."""
 
-    def state(self) -> list[Blob]:
-        """All bytes that later steps depend on: parameters, moments. Names and sizes are equal on every member."""
+class EngineState(Protocol):
+    """All bytes that later steps depend on: parameters, moments."""
+
+    def blobs(self) -> list[Blob]:
+        """The bytes. Names and sizes are equal on every member."""
+
+    def refresh(self, step: int) -> None:
+        """Refresh all derived values, after the bytes of ``blobs()`` were replaced by those of ``step``."""
 
     def load_initial(self) -> None:
         """Load the state of step 0, a pure function of the job's seed and model (or the model directory's weights)."""
@@ -137,19 +151,16 @@ class Engine(Protocol):
         """Digest (16 bytes) of the whole initial model, even if this engine holds a part of it. All parts have the same
         digest, different models have different ones: the lineage of step 0 is made from it."""
 
-    def state_loaded(self, step: int) -> None:
-        """Refresh all derived values, after the bytes of ``state()`` were replaced by those of ``step``."""
-
     def checkpoint_files(self, step: int) -> list[FilePlan]:
         """Plan the files of a checkpoint: a Hugging Face model and the optimizer. They are written from a copy of
-        ``state()`` at ``step``. Raises ``StorageError``."""
+        ``blobs()`` at ``step``. Raises ``StorageError``."""
 
     def load(self, directory: Path) -> None:
         """Load a checkpoint with the files of ``checkpoint_files``. Raises ``StorageError`` if it does not fit."""
 
 
-class PipelineEngine(Engine, Protocol):
-    """A trainable part of a split model. The first stage reads the data, the last one computes the loss.
+class PipelineEngine(Protocol):
+    """The passes of a stage. The first stage reads the data, the last one computes the loss.
 
     Attributes:
         activation_bytes: size of the activations for the next stage, the same on all stages.
@@ -206,22 +217,7 @@ class PipelineEngine(Engine, Protocol):
         on other stages, and if they share none."""
 
 
-class PrivateEngine(Engine, Protocol):
-    """A model whose members' contributions are clipped, and get noise (``compute.local``)."""
-
-    def use_noise(self, std: float, key: bytes) -> None:
-        """Add noise of this standard deviation, from this secret key, to the next contribution. An empty key: the next
-        contribution is zero. Without another call all later ones are, too: no key is used twice."""
-
-
-class SlottedEngine(Engine, Protocol):
-    """A model whose members' LoRA adapters are averaged exactly (``compute.fedex``)."""
-
-    def use_slot(self, slot: int) -> None:
-        """Contribute in this slot from now on. Members that take part in the same step have different ones."""
-
-
-class ShardedEngine(Engine, Protocol):
+class ShardedEngine(Protocol):
     """The rows of a model that one member of a replica holds. All members of the replica call ``micro_batch`` and
     ``validate`` equally often, at the same time: each call waits for the others, and for the ring of ``connect``."""
 
@@ -234,6 +230,21 @@ class ShardedEngine(Engine, Protocol):
         Raises:
             ConnectionLost: another member of the replica is lost.
         """
+
+
+class NoiseInput(Protocol):
+    """Takes the noise of a job whose members' contributions are clipped (``compute.local``)."""
+
+    def use_noise(self, std: float, key: bytes) -> None:
+        """Add noise of this standard deviation, from this secret key, to the next contribution. An empty key: the next
+        contribution is zero. Without another call all later ones are, too: no key is used twice."""
+
+
+class SlotInput(Protocol):
+    """Takes this member's slot, if the members' LoRA adapters are averaged exactly (``compute.fedex``)."""
+
+    def use_slot(self, slot: int) -> None:
+        """Contribute in this slot from now on. Members that take part in the same step have different ones."""
 
 
 # -------------------------------------------------------------------------------------------------------------- serving

@@ -19,7 +19,7 @@ class Snapshot:
     """The state at one step: a copy, or the live state while it does not change. Each holder calls ``release`` once.
 
     Attributes:
-        blobs: as ``Engine.state``; those of a copy are read-only, and invalid after the release.
+        blobs: as ``EngineState.blobs``; those of a copy are read-only, and invalid after the release.
         square_sum: the step's squared gradient norm.
         table: for healing: the digest of each chunk; empty until it is first asked for.
     """
@@ -85,7 +85,7 @@ class Snapshots:
 
 def _copied(engine: Engine, free: list[list[Blob]]) -> list[Blob]:
     """Copy the state into the memory of ``free`` if it fits, else into new memory. numpy releases the GIL meanwhile."""
-    state = engine.state()
+    state = engine.state.blobs()
     sizes = [blob.view.nbytes for blob in state]
     memory = next((each for each in free if [blob.view.nbytes for blob in each] == sizes), None)
     free.clear()

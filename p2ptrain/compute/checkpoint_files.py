@@ -27,24 +27,21 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from p2ptrain.compute.flat import FlatModel, Segment
+from p2ptrain.compute.flat import Segment
 from p2ptrain.compute.fsdp import ShardedModel
 from p2ptrain.compute.model import DRAWING, load_model
-from p2ptrain.compute.part import PartAssembly, PartModel
-from p2ptrain.compute.stage import StageSpec
-from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.compute.tuning import Tuning
+from p2ptrain.compute.part import PartAssembly
+from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.core.checkpoint_parts import ADAPTER, ROWS, shard_name, weights_index
-from p2ptrain.core.errors import StorageError
+from p2ptrain.core.errors import P2PTrainError, StorageError
 from p2ptrain.core.tensor_files import (
     ADAPTER_CONFIG,
     INDEX_FILE,
@@ -60,6 +57,7 @@ _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 PARAMETERS = "parameters"
 MERGED = "merged"
 _TIED = "tied"
+MAX_NOTES_BYTES = 1 << 20
 _ELEMENT_BYTES = 4  # the state is fp32
 _DTYPES = {
     torch.float64: "F64",
@@ -78,66 +76,66 @@ PlannedTensor = tuple[str, str, tuple[int, ...], list[bytes | BlobRange]]
 """Name, safetensors' dtype, shape, content."""
 
 
+class CheckpointNames(NamedTuple):
+    """Names of the files that a member writes: its weights, the optimizer's arrays, and notes."""
+
+    weights: str
+    optimizer: str
+    notes: str
+
+    @classmethod
+    def of(cls, recipe: ModelRecipe, built: BuiltPart, *, merged: bool) -> CheckpointNames:
+        kind = ADAPTER if recipe.tuning.adapters and not merged else "model"
+        if isinstance(built.flat, ShardedModel):
+            index, count = built.flat.shard.index, built.flat.shard.count
+            rows, moments = (shard_name(f"{ROWS}{each}", index, count) for each in (kind, "optimizer"))
+            return cls(rows, moments, "training.json")
+        if built.stage is None:
+            return cls(f"{kind}.safetensors", "optimizer.safetensors", "training.json")
+        index, count = recipe.stage.stage, len(recipe.stage.parts)
+        return cls(
+            shard_name(kind, index, count),
+            shard_name("optimizer", index, count),
+            shard_name("training", index, count, ".json"),
+        )
+
+
+def copied_segment(built: BuiltPart) -> Segment | None:
+    """The tied matrix, on the last stage, which stores its copy beside its moments."""
+    return built.tied if built.stage is not None and built.stage.part.last else None
+
+
 class CheckpointPlanner:
     """Plans the checkpoints of one model or stage. All plans except that with the step are made once.
 
     Args:
-        part: the part whose parameters ``flat`` holds; None for a whole model.
-        config: configuration of the whole model.
         corpus: digest of the corpus.
-        chat: whether the corpus is of conversations.
-        base: the directory that the model came from, if it did.
-        tied: the parameter that the first and the last stage share, if it trains.
-        tuning: what of the model trains.
         merged: of exact averages (``compute.fedex``): name of a parameter → its place in the blob ``MERGED``. The
             weights file has the whole model then.
-
-    Attributes:
-        weights, optimizer, training: names of the files.
     """
 
-    def __init__(
-        self,
-        flat: FlatModel,
-        part: PartModel | None,
-        config: PretrainedConfig,
-        stage: StageSpec,
-        tokenizer: Tokenizer,
-        corpus: str,
-        *,
-        chat: bool,
-        tied: Segment | None,
-        tuning: Tuning,
-        merged: Mapping[str, Segment] = MappingProxyType({}),
-        base: Path | None = None,
-    ) -> None:
-        self._flat, self._part, self._config, self._parts = flat, part, config, stage.parts
-        self._tuning = tuning
+    def __init__(self, recipe: ModelRecipe, built: BuiltPart, corpus: str, merged: Mapping[str, Segment]) -> None:
+        self._recipe, self._flat, self._stage, self._corpus = recipe, built.flat, built.stage, corpus
+        self._names = CheckpointNames.of(recipe, built, merged=bool(merged))
         self._merged = {name: _range(it.offset, it.numel, blob=MERGED) for name, it in merged.items()}
-        self._base, self._is_whole = base, bool(merged) or not tuning.adapters
+        self._copied = copied_segment(built)
+        base = recipe.spec.model.path
         stored = TensorTable(base).entries if base is not None else {}
         self._dtypes = {name: entry.dtype for name, entry in stored.items()}
-        self._usual = max(stored.values(), key=lambda it: it.size_bytes).dtype if stored else "F32"
-        self._halves = self._is_whole and not _HALVES.keys().isdisjoint(self._dtypes.values())
-        self._tokenizer, self._corpus, self._chat = tokenizer, corpus, chat
-        self._copied = tied if part is not None and part.part.last else None
-        count = len(self._parts)
-        kind = ADAPTER if tuning.adapters and not merged else "model"
-        names = (f"{kind}.safetensors", "optimizer.safetensors", "training.json")
-        if part is not None:
-            names = (
-                shard_name(kind, stage.stage, count),
-                shard_name("optimizer", stage.stage, count),
-                shard_name("training", stage.stage, count, ".json"),
-            )
-        if isinstance(flat, ShardedModel):
-            index, count = flat.shard.index, flat.shard.count
-            rows, moments = (shard_name(f"{ROWS}{kind}", index, count) for kind in ("model", "optimizer"))
-            names = (rows, moments, "training.json")
-        self.weights, self.optimizer, self.training = names
+        self._usual_dtype = max(stored.values(), key=lambda it: it.size_bytes).dtype if stored else "F32"
         self._fixed: list[FilePlan] = []
 
-    def of_step(self, step: int, moments: Mapping[str, int]) -> list[FilePlan]:
+    @property
+    def _has_model(self) -> bool:
+        """Whether the weights file has the model, and not only adapters."""
+        return bool(self._merged) or not self._recipe.tuning.adapters
+
+    @property
+    def _has_halves(self) -> bool:
+        """Whether weights are saved in 16 bits, because the base's are."""
+        return self._has_model and not _HALVES.keys().isdisjoint(self._dtypes.values())
+
+    def files_of(self, step: int, moments: Mapping[str, int]) -> list[FilePlan]:
         """The files of a checkpoint after ``step`` applied steps.
 
         Args:
@@ -151,65 +149,18 @@ class CheckpointPlanner:
         if isinstance(self._flat, ShardedModel) and self._flat.shard.index:
             return self._fixed  # the first shard writes the notes
         notes: dict[str, Any] = {"format": 1, "layout": self._flat.layout, "corpus": self._corpus, "step": step}
-        if self._tuning.frozen_digest:
-            notes["frozen"] = self._tuning.frozen_digest
-        if self._part is not None:
-            notes["layers"] = [self._part.part.start, self._part.part.stop]
-        return [*self._fixed, FilePlan(self.training, (json.dumps(notes, indent=1).encode(),))]
-
-    def weights_in(self, directory: Path) -> dict[str, Tensor]:
-        """The parameters in a checkpoint, by name in the module. Raises ``StorageError`` if shapes differ, and the
-        readers' own errors."""
-        if self._part is None:
-            whole = load_model(directory)
-            return {name: it for name, it in whole.named_parameters() if name in self._flat.shapes}
-        found: dict[str, Tensor] = {}
-        with safe_open(directory / self.weights, "pt") as file:
-            for segment in self._flat.segments:
-                if segment != self._copied:
-                    found[segment.name] = file.get_tensor(self._part.names[segment.name])
-        if self._copied is not None:
-            with safe_open(directory / self.optimizer, "pt") as file:
-                found[self._copied.name] = file.get_tensor(_TIED)
-        if {name: tuple(tensor.shape) for name, tensor in found.items()} != self._flat.shapes:
-            raise StorageError(f"{directory / self.weights} has tensors of other shapes than this part")
-        return found
-
-    def rows_in(self, directory: Path, moments: Collection[str]) -> tuple[str, dict[str, Tensor]]:
-        """The layout, and a shard's flat arrays, from its own checkpoint or from that of a whole model, of which only
-        its rows are read. No arrays if the layout is that of another model. Raises ``ValueError`` if a tensor does not
-        fit, and the readers' own errors."""
-        flat = cast(ShardedModel, self._flat)
-        own = (directory / self.optimizer).is_file()
-        arrays = {name: torch.zeros(flat.numel) for name in (PARAMETERS, *moments)}
-        with (
-            safe_open(directory / (self.weights if own else WEIGHTS_FILE), "pt") as weights,
-            safe_open(directory / (self.optimizer if own else "optimizer.safetensors"), "pt") as optimizer,
-        ):
-            layout, stored = (optimizer.metadata() or {}).get("layout", ""), set(optimizer.keys())
-            if layout != flat.layout:
-                return layout, {}
-            for segment, (whole, (start, stop)) in zip(flat.segments, flat.rows(), strict=True):
-                width, at = math.prod(whole.shape[1:]), segment.offset
-                for name, array in arrays.items():
-                    key = f"{name}/{segment.name}" if own else name
-                    if key not in stored and name == PARAMETERS:  # the weights file has all of their digits
-                        rows = weights.get_slice(segment.name)[0 if own else start : stop - start if own else stop]
-                    elif own:
-                        rows = optimizer.get_tensor(key)
-                    else:
-                        rows = optimizer.get_slice(key)[whole.offset + start * width : whole.offset + stop * width]
-                    if rows.numel() != (stop - start) * width:
-                        raise ValueError(f"{segment.name} has another shape than in this model")
-                    array[at : at + rows.numel()] = rows.flatten()
-        return layout, arrays
+        if self._recipe.tuning.frozen_digest:
+            notes["frozen"] = self._recipe.tuning.frozen_digest
+        if self._stage is not None:
+            notes["layers"] = [self._stage.part.start, self._stage.part.stop]
+        return [*self._fixed, FilePlan(self._names.notes, (json.dumps(notes, indent=1).encode(),))]
 
     def _plans(self, moments: Mapping[str, int]) -> list[FilePlan]:
-        flat, part = self._flat, self._part
+        flat, part = self._flat, self._stage
         is_first = not isinstance(flat, ShardedModel) or not flat.shard.index
-        adapters = self._tuning.adapters
+        adapters = self._recipe.tuning.adapters
         # The parameters in fp32, too: training goes on from them. With LoRA it needs no other file.
-        arrays = {**moments, **({PARAMETERS: flat.numel} if self._halves or adapters else {})}
+        arrays = {**moments, **({PARAMETERS: flat.numel} if self._has_halves or adapters else {})}
         optimizer: list[PlannedTensor] = [
             (name, "F32", (numel,), [BlobRange(name, 0, numel * _ELEMENT_BYTES)]) for name, numel in arrays.items()
         ]
@@ -223,7 +174,7 @@ class CheckpointPlanner:
             optimizer.append((_TIED, "F32", self._copied.shape, [_range(self._copied.offset, self._copied.numel)]))
         frozen = {name: it for name, it in flat.model.named_parameters() if not it.requires_grad}
         if adapters and not self._merged:
-            config = FilePlan(ADAPTER_CONFIG, (self._tuning.config_file(),))
+            config = FilePlan(ADAPTER_CONFIG, (self._recipe.tuning.config_file(),))
             small = [config, *self._small_files()] if part is None or part.part.first else []
             names, buffers = adapters, []
             frozen = {name: it for name, it in frozen.items() if name in adapters}
@@ -248,8 +199,8 @@ class CheckpointPlanner:
         ]
         return [
             *small,
-            _safetensors_plan(self.weights, [*weights, *buffers], {"format": "pt"}),
-            _safetensors_plan(self.optimizer, optimizer, {"layout": flat.layout}),
+            _safetensors_plan(self._names.weights, [*weights, *buffers], {"format": "pt"}),
+            _safetensors_plan(self._names.optimizer, optimizer, {"layout": flat.layout}),
         ]
 
     def _of_all_stages(self) -> list[FilePlan]:
@@ -259,9 +210,10 @@ class CheckpointPlanner:
         names = [*dict(model.named_parameters()), *buffers]  # tied ones once
         placed: set[str] = set()
         shards: dict[str, dict[str, int]] = {}
-        for stage, part in enumerate(self._parts):
-            owned = PartAssembly(self._config, part, names).wanted
-            shards[shard_name("model", stage, len(self._parts))] = {
+        parts = self._recipe.stage.parts
+        for stage, part in enumerate(parts):
+            owned = PartAssembly(self._recipe.config, part, names).wanted
+            shards[shard_name("model", stage, len(parts))] = {
                 name: (_ELEMENT_BYTES if name in buffers else ITEM_BYTES[self._type_of(name)]) * math.prod(shape)
                 for name, shape in owned.items()
                 if name not in placed
@@ -271,15 +223,15 @@ class CheckpointPlanner:
 
     def _type_of(self, name: str) -> str:
         """The type in which a tensor came, if training can be saved in it."""
-        dtype = self._dtypes.get(name, self._usual)
-        return dtype if self._halves and dtype in _HALVES else "F32"
+        dtype = self._dtypes.get(name, self._usual_dtype)
+        return dtype if self._has_halves and dtype in _HALVES else "F32"
 
     def _weight(self, name: str, shape: tuple[int, ...], span: BlobRange) -> PlannedTensor:
         dtype = self._type_of(name)
         return name, dtype, shape, [replace(span, halve=_HALVES.get(dtype))]
 
     def _outline(self) -> PreTrainedModel:
-        config = copy.deepcopy(self._config)
+        config = copy.deepcopy(self._recipe.config)
         config.use_cache = True  # it is off in training
         with DRAWING, torch.device("meta"):
             model: PreTrainedModel = _Auto.from_config(config, dtype=torch.float32)
@@ -287,21 +239,118 @@ class CheckpointPlanner:
 
     def _small_files(self) -> list[FilePlan]:
         """The files beside the weights: copies of the base's, or those of a new model."""
+        spec, base = self._recipe.spec, self._recipe.spec.model.path
         try:
             with tempfile.TemporaryDirectory() as name:
                 directory = Path(name)
-                if self._base is None:
+                if base is None:
                     self._outline().save_pretrained(directory, state_dict={})
-                elif self._is_whole:
-                    shutil.copyfile(self._base / "config.json", directory / "config.json")
-                if self._base is not None and (settings := self._base / "generation_config.json").is_file():
+                elif self._has_model:
+                    shutil.copyfile(base / "config.json", directory / "config.json")
+                if base is not None and (settings := base / "generation_config.json").is_file():
                     shutil.copyfile(settings, directory / "generation_config.json")
-                self._tokenizer.save(directory, chat=self._chat)
+                self._recipe.tokenizer.save(directory, chat=spec.data.format == "chat")
                 paths = sorted(path for path in directory.iterdir() if path.suffix != ".safetensors")
                 return [FilePlan(path.name, (path.read_bytes(),)) for path in paths]
         except (OSError, SafetensorError) as error:
             text = f"cannot copy the files beside the weights through {tempfile.gettempdir()}: {error}"
             raise StorageError(text, remedy="free some space there, or set TMPDIR") from error
+
+
+class CheckpointReader:
+    """Reads a checkpoint into the arrays of one model, stage or shard."""
+
+    def __init__(self, recipe: ModelRecipe, built: BuiltPart) -> None:
+        self._recipe, self._flat, self._stage = recipe, built.flat, built.stage
+        self._names = CheckpointNames.of(recipe, built, merged=False)
+        self._copied = copied_segment(built)
+
+    def read(self, directory: Path, arrays: Mapping[str, Tensor]) -> None:
+        """Read a checkpoint into ``arrays``, by name.
+
+        Raises:
+            StorageError: the checkpoint does not fit this part, or cannot be read. Nothing has changed.
+        """
+        moments = arrays.keys() - {PARAMETERS}
+        try:
+            layout, frozen, loaded = self._stored_arrays(directory, moments)
+            if (layout, frozen) != (self._flat.layout, self._recipe.tuning.frozen_digest):
+                raise StorageError(
+                    f"the checkpoint {directory} is of another model",
+                    remedy="restore it into a job with its [model] table",
+                )
+            weights = {} if PARAMETERS in loaded else self._stored_weights(directory)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
+            raise StorageError(f"cannot read the checkpoint {directory}: {error}") from error
+        except StorageError:
+            raise
+        except P2PTrainError as error:
+            raise StorageError(f"cannot read the checkpoint {directory}: {error.message}") from error
+        if not loaded.keys() >= moments or any(arrays[name].shape != loaded[name].shape for name in loaded):
+            raise StorageError(f"the optimizer's moments in {directory} do not fit this model")
+        if weights:
+            self._flat.copy_tensors(weights)
+        for name, array in loaded.items():
+            arrays[name].copy_(array)
+
+    def _stored_arrays(self, directory: Path, moments: Collection[str]) -> tuple[str, str, dict[str, Tensor]]:
+        """The layout, the digest of what does not train, and the flat arrays that the optimizer's file has."""
+        if isinstance(self._flat, ShardedModel):
+            layout, rows = self._rows_in(directory, moments, self._flat)
+            return layout, "", rows
+        path = directory / self._names.notes
+        if path.stat().st_size > MAX_NOTES_BYTES:  # it may have come from another worker
+            raise ValueError(f"{path.name} is too large")
+        notes = json.loads(path.read_bytes())
+        with safe_open(directory / self._names.optimizer, "pt") as file:
+            loaded = {name: file.get_tensor(name) for name in {*moments, PARAMETERS} & set(file.keys())}
+        return notes["layout"], notes.get("frozen", ""), loaded
+
+    def _stored_weights(self, directory: Path) -> dict[str, Tensor]:
+        """The parameters by name in the module. Raises ``StorageError`` if shapes differ, and the readers' own
+        errors."""
+        if self._stage is None:
+            whole = load_model(directory)
+            return {name: it for name, it in whole.named_parameters() if name in self._flat.shapes}
+        found: dict[str, Tensor] = {}
+        with safe_open(directory / self._names.weights, "pt") as file:
+            for segment in self._flat.segments:
+                if segment != self._copied:
+                    found[segment.name] = file.get_tensor(self._stage.names[segment.name])
+        if self._copied is not None:
+            with safe_open(directory / self._names.optimizer, "pt") as file:
+                found[self._copied.name] = file.get_tensor(_TIED)
+        if {name: tuple(tensor.shape) for name, tensor in found.items()} != self._flat.shapes:
+            raise StorageError(f"{directory / self._names.weights} has tensors of other shapes than this part")
+        return found
+
+    def _rows_in(self, directory: Path, moments: Collection[str], flat: ShardedModel) -> tuple[str, dict[str, Tensor]]:
+        """The layout, and a shard's flat arrays, from its own checkpoint or from that of a whole model, of which only
+        its rows are read. No arrays if the layout is that of another model. Raises ``ValueError`` if a tensor does not
+        fit, and the readers' own errors."""
+        own = (directory / self._names.optimizer).is_file()
+        arrays = {name: torch.zeros(flat.numel) for name in (PARAMETERS, *moments)}
+        with (
+            safe_open(directory / (self._names.weights if own else WEIGHTS_FILE), "pt") as weights,
+            safe_open(directory / (self._names.optimizer if own else "optimizer.safetensors"), "pt") as optimizer,
+        ):
+            layout, stored = (optimizer.metadata() or {}).get("layout", ""), set(optimizer.keys())
+            if layout != flat.layout:
+                return layout, {}
+            for segment, (whole, (start, stop)) in zip(flat.segments, flat.rows(), strict=True):
+                width, at = math.prod(whole.shape[1:]), segment.offset
+                for name, array in arrays.items():
+                    key = f"{name}/{segment.name}" if own else name
+                    if key not in stored and name == PARAMETERS:  # the weights file has all of their digits
+                        rows = weights.get_slice(segment.name)[0 if own else start : stop - start if own else stop]
+                    elif own:
+                        rows = optimizer.get_tensor(key)
+                    else:
+                        rows = optimizer.get_slice(key)[whole.offset + start * width : whole.offset + stop * width]
+                    if rows.numel() != (stop - start) * width:
+                        raise ValueError(f"{segment.name} has another shape than in this model")
+                    array[at : at + rows.numel()] = rows.flatten()
+        return layout, arrays
 
 
 def _safetensors_plan(name: str, tensors: list[PlannedTensor], metadata: dict[str, str]) -> FilePlan:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
+from p2ptrain.compute.device import flushed_denormals
 from p2ptrain.compute.gradients import UNIT, largest
 from p2ptrain.core.errors import ConfigError
 
@@ -73,6 +74,13 @@ class FixedSum:
             rounded = self._rounded[: len(part)].copy_(scaled.round_())
             self.total[self._added + start : self._added + start + len(part)].add_(rounded)
         self._added = numel
+
+
+@contextmanager
+def arithmetic(exact_threads: int) -> Iterator[None]:
+    """Compute with flushed denormals; in exact mode, with ``exact_threads`` above 0, as ``constant_arithmetic``."""
+    with flushed_denormals(), constant_arithmetic(exact_threads) if exact_threads else nullcontext():
+        yield
 
 
 @contextmanager

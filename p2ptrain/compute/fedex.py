@@ -46,13 +46,12 @@ class ExactAverage(LocalSteps):
     Only adapters train.
 
     Attributes:
-        slot: this member's in the next round; below ``LocalSpec.slots``.
         places: name of each layer's weight → its place in the merged weights.
     """
 
     def __init__(self, flat: FlatModel, optimizer: OptimizerSpec, spec: LocalSpec, *, steps: int) -> None:
         super().__init__(flat, optimizer, spec, steps=steps)
-        self._slots, self.slot = spec.slots, 0
+        self._slots, self._slot = spec.slots, 0
         self._layers = _layers_of(flat.model)
         stops = accumulate((layer.weight.numel() for layer in self._layers), initial=0)
         self.places = {
@@ -65,9 +64,13 @@ class ExactAverage(LocalSteps):
         self._merged = torch.cat([layer.weight.flatten() for layer in self._layers])
         self.shared = {MERGED: self._merged}
 
+    def use_slot(self, slot: int) -> None:
+        """Contribute in ``slot``, below ``LocalSpec.slots``, from now on."""
+        self._slot = slot
+
     def finish(self) -> None:
-        self._sent = self._taken[0]
-        self._contribute(self.slot * self._flat.numel, slice(0, self._flat.numel), 1, self.numel + self.slot)
+        self._counts.send()
+        self._contribute(self._slot * self._flat.numel, slice(0, self._flat.numel), 1, self.numel + self._slot)
 
     def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
         return [(0, len(self.contribution))]

@@ -269,7 +269,7 @@ class ShardedModel(FlatModel):
     def one_pass(self) -> Iterator[None]:
         """Make a forward and a backward pass inside the block. Raises ``ConnectionLost``."""
         self._root.set_requires_gradient_sync(self._left == 1 or not self.shard.accumulate)
-        with lost_members_told():
+        with translate_lost_members():
             yield
         self._left -= 1
 
@@ -279,7 +279,7 @@ class ShardedModel(FlatModel):
 
 
 @contextmanager
-def lost_members_told() -> Iterator[None]:
+def translate_lost_members() -> Iterator[None]:
     try:
         yield
     except dist.DistBackendError as error:

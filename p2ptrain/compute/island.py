@@ -43,12 +43,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from p2ptrain.compute.checkpoint_files import PARAMETERS
+from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointPlanner, CheckpointReader
 from p2ptrain.compute.device import ComputeDevice
 from p2ptrain.compute.flat import FlatModel
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, rows_of
 from p2ptrain.compute.gradients import OnFinal
-from p2ptrain.compute.trainer import Trainer, TrainingSpec
+from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
+from p2ptrain.compute.reduce_buffer import ReduceBuffer
+from p2ptrain.compute.trainer import Trainer, TrainerParts, make_parts
+from p2ptrain.compute.training_spec import TrainingSpec
+from p2ptrain.compute.training_state import TrainingState, blob_of
+from p2ptrain.compute.update import StepUpdate
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, ResourceError
 from p2ptrain.core.island import IslandPlace
 from p2ptrain.core.training import Blob, FilePlan
@@ -169,7 +174,7 @@ class Island:
             finally:
                 self._spoke_at = time.monotonic()
 
-    def heard(self) -> list[Any]:
+    def next_command(self) -> list[Any]:
         """The leader's next command. Raises ``ConnectionLost``, ``ProtocolError``."""
         head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
         self.from_leader(head)
@@ -218,7 +223,7 @@ class Island:
         with _translated():
             self._group.broadcast(tensor, 0).wait()
 
-    def to_leader(self, tensor: Tensor) -> None:
+    def sum_at_leader(self, tensor: Tensor) -> None:
         """Sum over the processes, at the leader. Elsewhere ``tensor`` has no meaning afterwards."""
         with _translated():
             self._group.reduce(tensor, 0).wait()
@@ -227,12 +232,12 @@ class Island:
         with _translated():
             self._group.send([tensor], rank, 0).wait()
 
-    def received(self, tensor: Tensor, rank: int) -> Tensor:
+    def receive(self, tensor: Tensor, rank: int) -> Tensor:
         with _translated():
             self._group.recv([tensor], rank, 0).wait()
         return tensor
 
-    def gathered(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensor (on the host), by rank."""
         everyone = [torch.zeros_like(tensor) for _ in range(self.place.size)]
         with _translated():
@@ -256,7 +261,7 @@ class Island:
     def follow(self, build: Callable[[str], IslandTrainer]) -> None:
         """At a follower: do what the leader says until it ends. Raises ``P2PTrainError``."""
         trainer: IslandTrainer | None = None
-        while (command := self.heard())[0] != "end":
+        while (command := self.next_command())[0] != "end":
             name, *arguments = command
             if name in ("build", "free"):
                 trainer = None
@@ -275,11 +280,11 @@ class Island:
             made = make()
         except P2PTrainError as error:
             own = error
-        said = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
+        status = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
         if own is not None:
             message = bytearray(own.message.encode()[:STATUS_BYTES] or b"?")
-            said[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
-        for rank, other in enumerate(self.gathered(said)):
+            status[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
+        for rank, other in enumerate(self.all_gather(status)):
             if text := other.numpy().tobytes().rstrip(b"\0").decode(errors="replace"):
                 found = ResourceError(f"process {rank} of this worker: {text}", remedy="see its log")
                 return None, own or found
@@ -289,28 +294,26 @@ class Island:
 
 class IslandTrainer(Trainer):
     """The engine of an island, at each of its processes. The leader's is the worker's engine (``roles.engine``): its
-    ``reduce_buffer`` and its ``state()`` are those of the whole model, in the host's memory.
+    ``reduce_buffer`` and its ``state.blobs()`` are those of the whole model, in the host's memory.
 
     Args:
         memory_bytes: limit for each process; 0: what is free.
     """
 
+    state: IslandState
+
     def __init__(self, spec: TrainingSpec, device: ComputeDevice, island: Island, memory_bytes: int = 0) -> None:
         if device.kind == "cuda":  # of this thread; FSDP2 asks for it
             torch.cuda.set_device(device.torch_device)
-        super().__init__(spec, device, shard=ShardSpec(island.mesh, accumulate=False, memory_bytes=memory_bytes))
-        assert isinstance(self._flat, ShardedModel)
+        shard = ShardSpec(island.mesh, accumulate=False, memory_bytes=memory_bytes)
+        recipe = ModelRecipe(spec, device, shard=shard)
+        parts = make_parts(recipe, processes=island.place.size, make_buffer=partial(IslandBuffer, island))
+        assert isinstance(parts.buffer, IslandBuffer)
+        parts.state = IslandState(parts, parts.buffer.rows)
+        super().__init__(parts)
         self._island, self.device = island, island.label
-        self._rank, self._size = island.place.rank, island.place.size
-        self._validated: dict[int, tuple[float, int]] = {}  # by micro-batch, of the present state
-        self._whole = _WholeModel(self._flat)
-        self._gathered: dict[str, Tensor] = {}  # the leader's ``state()``, until it changes
-        if not self._rank:
-            numbers = len(self._update.contribution) - self._flat.numel
-            self._total = torch.zeros(self._whole.numel + numbers, pin_memory=device.kind == "cuda")
-            self.reduce_buffer = self._total.numpy()
-            self.exact_from, self.scalars = self._whole.decayed_numel, numbers
-            self._files = self._files_of(self._whole)
+        self._validated: dict[int, tuple[float, int]] = {}  # by micro-batch
+        self._validated_state = 0  # ``TrainingState.changes`` of the state that was validated
 
     def share_cores(self, workers: int) -> None:
         with self._island.command("share_cores", workers):
@@ -326,45 +329,29 @@ class IslandTrainer(Trainer):
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None, *, counts: bool = True) -> None:
         """Compute the round that begins with ``index``. The round has the next micro-batches, too, so calls for these
         do nothing."""
-        if (index - self._share[0]) % self._size:
+        start, count = self.batches.round_of(index)
+        if index != start:
             return
         with self._island.command("micro_batch", step, index):
-            mine = min(self._rank, self._round(index)[1] - 1)  # FSDP2 needs a pass of every process
-            super().micro_batch(step, index + mine, counts=mine == self._rank)
-
-    def _round(self, index: int) -> tuple[int, int]:
-        first, count = self._share
-        start = index - (index - first) % self._size
-        return start, min(self._size, first + count - start)
+            rank = self._island.place.rank
+            mine = min(rank, count - 1)  # FSDP2 needs a pass of every process
+            super().micro_batch(step, index + mine, counts=mine == rank)
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         with self._island.command("finish_gradients"):
-            self._update.finish()
-            contribution, numel = self._update.contribution, self._flat.numel
-            self._island.to_leader(contribution[-1:])  # the losses; other numbers are equal at all processes
-            self._gather(contribution[:numel], self._total if not self._rank else None)
-            if not self._rank:
-                self._total[self._whole.numel :].copy_(contribution[numel:])
-
-    def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
-        return [(0, len(self.reduce_buffer))]
+            super().finish_gradients(on_final)
 
     def take(self, step: int, norm: float) -> tuple[float, float]:
         with self._island.command("take", step, norm):
             return super().take(step, norm)
 
-    def _to_device(self) -> None:
-        contribution, numel = self._update.contribution, self._flat.numel
-        if not self._rank:
-            contribution[numel:].copy_(self._total[self._whole.numel :])
-        self._island.from_leader(contribution[numel:])
-        self._scatter(self._total if not self._rank else None, contribution[:numel])
-
     # ------------------------------------------------------------------------------------------------------- validation
 
     def validate(self, first: int, count: int) -> tuple[float, int]:
         losses, targets = 0.0, 0
-        for index in range(first, min(first + count, self._validation_batches)):
+        if self._validated_state != self.state.changes:
+            self._validated, self._validated_state = {}, self.state.changes
+        for index in range(first, min(first + count, self.batches.validation_count)):
             if index not in self._validated:
                 self.validate_round(index)
             loss, number = self._validated[index]
@@ -375,79 +362,139 @@ class IslandTrainer(Trainer):
         """Compute validation micro-batches from ``first`` on, one at each process, and keep the results: the worker
         asks for one after the other."""
         with self._island.command("validate_round", first):
-            index = min(first + self._rank, self._validation_batches - 1)
+            index = min(first + self._island.place.rank, self.batches.validation_count - 1)
             own = torch.tensor(super().validate(index, 1), dtype=torch.float64)
-            results = [each.tolist() for each in self._island.gathered(own)]
+            results = [each.tolist() for each in self._island.all_gather(own)]
         self._validated |= {first + rank: (loss, int(number)) for rank, (loss, number) in enumerate(results)}
 
-    # ----------------------------------------------------------------------------------------------------------- state
-
-    def state(self) -> list[Blob]:
-        with self._island.command("give_state"):
-            self.give_state()
-        return [Blob(name, array.numpy().data.cast("B")) for name, array in self._gathered.items()]
-
-    def give_state(self) -> None:
-        arrays = self._state_arrays()
-        self._gathered = {} if self._rank else {name: torch.zeros(self._whole.numel) for name in arrays}
-        for name, array in arrays.items():
-            self._gather(array, self._gathered.get(name))
+    # ----------------------------------------------------------------------------------------- commands for the state
 
     def load_initial(self) -> None:
-        with self._island.command("load_initial"):
-            super().load_initial()
+        self.state.load_initial()
 
-    def state_loaded(self, step: int) -> None:
-        with self._island.command("take_state"):
-            self.take_state()
+    def give_state(self) -> None:
+        self.state.gather()
 
     def take_state(self) -> None:
+        self.state.scatter()
+
+
+class IslandBuffer(ReduceBuffer):
+    """The contribution of an island: the leader's ``array`` is that of the whole model."""
+
+    def __init__(self, island: Island, recipe: ModelRecipe, built: BuiltPart, update: StepUpdate) -> None:
+        super().__init__(recipe, built, update)
+        assert isinstance(built.flat, ShardedModel)
+        self.rows, self._numel = RowExchange(island, built.flat), built.flat.numel
+        self._total: Tensor | None = None
+        if island.place.leads:
+            numel = self.rows.whole.numel + self.scalars
+            self._total = torch.zeros(numel, pin_memory=recipe.device.kind == "cuda")
+            self.array, self.exact_from = self._total.numpy(), self.rows.whole.decayed_numel
+
+    def finish(self, on_final: OnFinal | None) -> None:
+        self._update.finish()
+        contribution, numel = self._update.contribution, self._numel
+        self.rows.island.sum_at_leader(contribution[-1:])  # the losses; other numbers are equal at all processes
+        self.rows.gather(contribution[:numel], self._total)
+        if self._total is not None:
+            self._total[self.rows.whole.numel :].copy_(contribution[numel:])
+
+    def take_back(self) -> None:
+        contribution, numel = self._update.contribution, self._numel
+        if self._total is not None:
+            contribution[numel:].copy_(self._total[self.rows.whole.numel :])
+        self.rows.island.from_leader(contribution[numel:])
+        self.rows.scatter(self._total, contribution[:numel])
+
+    def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
+        return [(0, len(self.array))]
+
+
+class IslandState(TrainingState):
+    """The state of an island: the leader's blobs and checkpoints are those of the whole model."""
+
+    def __init__(self, parts: TrainerParts, rows: RowExchange) -> None:
+        self._rows, self._whole = rows, rows.whole
+        self._gathered: dict[str, Tensor] = {}  # the leader's blobs, until the state changes
+        corpus = "" if parts.recipe.spec.private else parts.batches.corpus.digest
+        super().__init__(parts.recipe, parts.built, parts.update, corpus)
+        if rows.leads:
+            built = BuiltPart(rows.whole, None, None)
+            self._planner = CheckpointPlanner(parts.recipe, built, corpus, {})
+            self._reader = CheckpointReader(parts.recipe, built)
+
+    def blobs(self) -> list[Blob]:
+        with self._rows.island.command("give_state"):
+            self.gather()
+        return [blob_of(name, array) for name, array in self._gathered.items()]
+
+    def gather(self) -> None:
+        """Collect the rows of all processes in the leader's blobs."""
+        arrays = self.arrays()
+        self._gathered = {name: torch.zeros(self._whole.numel) for name in arrays} if self._rows.leads else {}
+        for name, array in arrays.items():
+            self._rows.gather(array, self._gathered.get(name))
+
+    def load_initial(self) -> None:
+        with self._rows.island.command("load_initial"):
+            super().load_initial()
+
+    def refresh(self, step: int) -> None:
+        with self._rows.island.command("take_state"):
+            self.scatter()
+
+    def scatter(self) -> None:
         """Replace the state of all processes with what the leader's blobs hold."""
-        for name, array in self._state_arrays().items():
-            self._scatter(self._gathered.get(name), array)
-        self._update.loaded()
-        self._moved_to()
+        for name, array in self.arrays().items():
+            self._rows.scatter(self._gathered.get(name), array)
+        self._forget_derived()
 
     def checkpoint_files(self, step: int) -> list[FilePlan]:
-        return self._files.of_step(step, dict.fromkeys(self._update.shared, self._whole.numel))
+        return self._planner.files_of(step, dict.fromkeys(self._update.shared, self._whole.numel))
 
     def load(self, directory: Path) -> None:
-        self.state()
+        self.blobs()
         self._whole.parameters = self._gathered[PARAMETERS]
-        self._read(directory, self._whole, self._gathered)
-        self.state_loaded(-1)
+        self._reader.read(directory, self._gathered)
+        self.refresh(-1)
 
-    def _moved_to(self) -> None:
-        super()._moved_to()
-        self._validated.clear()
+    def changed(self) -> None:
+        super().changed()
         self._gathered = {}
         self._whole.parameters = self._whole.gradients
 
-    # ----------------------------------------------------------------------------------------------------------- shards
 
-    def _gather(self, rows: Tensor, whole: Tensor | None) -> None:
+class RowExchange:
+    """Moves rows between the processes' flat arrays and the leader's array of the whole model."""
+
+    def __init__(self, island: Island, shard: ShardedModel) -> None:
+        self.island, self.whole, self.leads = island, _WholeLayout(shard), island.place.leads
+
+    def gather(self, rows: Tensor, whole: Tensor | None) -> None:
         """Bring the rows of all processes, flat, to the leader's array of the whole model."""
         if whole is None:
-            self._island.send(rows, 0)
+            self.island.send(rows, 0)
             return
-        for rank in range(self._size):
-            theirs = rows if not rank else self._island.received(torch.empty_like(rows), rank)
-            for here, there in self._whole.ranges(rank, self._size):
+        for rank in range(self.island.place.size):
+            theirs = rows if not rank else self.island.receive(torch.empty_like(rows), rank)
+            for here, there in self.whole.ranges(rank, self.island.place.size):
                 whole[here].copy_(theirs[there])
 
-    def _scatter(self, whole: Tensor | None, rows: Tensor) -> None:
+    def scatter(self, whole: Tensor | None, rows: Tensor) -> None:
+        """Bring the leader's array of the whole model to the rows of all processes."""
         if whole is None:
-            self._island.received(rows, 0)
+            self.island.receive(rows, 0)
             return
-        for rank in reversed(range(self._size)):  # its own last
+        for rank in reversed(range(self.island.place.size)):  # its own last
             theirs = torch.zeros_like(rows) if rank else rows
-            for here, there in self._whole.ranges(rank, self._size):
+            for here, there in self.whole.ranges(rank, self.island.place.size):
                 theirs[there].copy_(whole[here])
             if rank:
-                self._island.send(theirs, rank)
+                self.island.send(theirs, rank)
 
 
-class _WholeModel(FlatModel):
+class _WholeLayout(FlatModel):
     """The layout of the whole model of which ``shard`` has some rows. It has no memory for tensors."""
 
     def __init__(self, shard: ShardedModel) -> None:

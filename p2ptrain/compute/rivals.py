@@ -30,7 +30,7 @@ from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.served_part import dtype_of
 from p2ptrain.compute.text import ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.compute.trainer import TrainingSpec
+from p2ptrain.compute.training_spec import TrainingSpec
 from p2ptrain.core.errors import ConfigError, ConnectionLost, JobFailed
 from p2ptrain.core.serving import COLDEST, Sampling
 

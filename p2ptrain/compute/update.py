@@ -155,9 +155,7 @@ class ClippedGradients(SummedGradients):
     """As ``SummedGradients``, but each micro-batch is one sequence. The gradient of the mean over its own targets is
     clipped; the members' sum gets Gaussian noise (DP-SGD, arXiv 1607.00133), and is divided by the number of sequences.
     Their targets and losses would tell about the text: they are withheld.
-
-    Attributes:
-        noise: as in ``LocalSteps``; of the sum of gradients, before it is divided by their number.
+    The noise of ``use_noise`` is that of the sum of gradients, before it is divided by their number.
     """
 
     final_early = False
@@ -169,7 +167,7 @@ class ClippedGradients(SummedGradients):
         super().__init__(flat, optimizer, steps=steps)
         self.contribution = torch.zeros_like(flat.gradients)
         self._number, self._clip_norm = micro_batches, clip_norm
-        self.noise = NO_NOISE
+        self._noise = NO_NOISE
 
     def begin_step(self, step: int, count: int) -> bool:
         self.contribution.zero_()
@@ -181,8 +179,12 @@ class ClippedGradients(SummedGradients):
         self.contribution[: self.numel].add_(gradient, alpha=1 / self._number)
         self._flat.gradients.zero_()
 
+    def use_noise(self, std: float, key: bytes) -> None:
+        """See ``roles.engine.NoiseInput``."""
+        self._noise = std, key
+
     def finish(self) -> None:
-        (std, key), self.noise = self.noise, NO_NOISE
+        (std, key), self._noise = self._noise, NO_NOISE
         if key:
             add_noise(self.contribution[: self.numel], std / self._number, key)
         else:

@@ -60,3 +60,23 @@ class Applied:
     loss: float
     lr: float
     grad_norm: float
+
+
+@dataclass(slots=True)
+class TrainingData:
+    """A member's text, as others need to know it.
+
+    Attributes:
+        digest: SHA-256, hex, of what must be the same at all members: the tokenized corpus unless it is private, and
+            the first weights if some of them do not train. Empty if there is nothing to compare.
+        note: what was left out or cut, for the person at this worker; empty if nothing was.
+        windows: training sequences.
+        tokens_per_micro_batch: positions in one micro-batch; with conversations fewer of them are targets.
+        validation_batches: micro-batches of a validation, the same on every member, unless the data is private.
+    """
+
+    digest: str
+    note: str
+    windows: int
+    tokens_per_micro_batch: int
+    validation_batches: int

@@ -50,7 +50,7 @@ class _Attacker:
         self._own = self._variance = np.zeros(0, np.float32)  # with 'alie', shape (numel,)
         self._applied_steps = 0
         if attack == "label-flip":
-            engine._corpus = _with_wrong_targets(engine._corpus)
+            engine.batches.corpus = _with_wrong_targets(engine.batches.corpus)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -1,8 +1,7 @@
 """Engines without torch: a quadratic function instead of a model, and parts that only take time.
 
 The quadratic engine keeps every promise of ``roles.engine.Engine`` and costs microseconds. So tests and simulations can
-run the real seed with hundreds of real workers. With 'local' and 'federated' each member moves a copy of its own, as in
-``p2ptrain.compute.local``.
+run the real seed with hundreds of real workers.
 """
 
 from __future__ import annotations
@@ -19,19 +18,83 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from configs.schema import Local, Profile
+from configs.schema import Profile
 from p2ptrain.compute.gradients import UNIT, to_fixed, to_float
+from p2ptrain.compute.inner_steps import InnerSteps
 from p2ptrain.compute.noise import gaussian
 from p2ptrain.core.checkpoint_parts import shard_name
 from p2ptrain.core.errors import JobFailed, ProtocolError, StorageError
-from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan
+from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan, TrainingData
 from roles.engine import WHOLE, OnFinal, Payload, Stage
 
 _STAMP = struct.Struct("!4sqqi")  # kind, step, micro-batch, sending stage
 
 
+class StandInState:
+    """The parameters of a stand-in, and their momentum. See ``roles.engine.EngineState``.
+
+    Args:
+        numel: parameters of the whole model.
+        on_change: called after the state was replaced.
+
+    Attributes:
+        file_name: name of the checkpoint's state file; each stage has its own.
+        part: the parameters of the whole model that this stage holds.
+        step: steps applied so far, of a state that was not loaded from a checkpoint.
+    """
+
+    def __init__(self, seed: int, numel: int, stage: Stage, on_change: Callable[[], None]) -> None:
+        self.file_name = shard_name("state", stage.index, stage.count, ".bin") if stage.split else "state.bin"
+        self.part = slice(numel * stage.index // stage.count, numel * (stage.index + 1) // stage.count)
+        self.parameters = np.zeros(self.part.stop - self.part.start, np.float32)
+        self.momentum = np.zeros_like(self.parameters)
+        self.stage, self.step = stage, 0
+        self._seed, self._numel, self._on_change = seed, numel, on_change
+
+    def blobs(self) -> list[Blob]:
+        return [
+            Blob("parameters", self.parameters.view(np.uint8).data),
+            Blob("momentum", self.momentum.view(np.uint8).data),
+        ]
+
+    def load_initial(self) -> None:
+        self.parameters[:] = self._initial()[self.part]
+        self.momentum[:] = 0
+        self.refresh(0)
+
+    def refresh(self, step: int) -> None:
+        self.step = step
+        self._on_change()
+
+    def checkpoint_files(self, step: int) -> list[FilePlan]:
+        whole = tuple(BlobRange(blob.name, 0, blob.view.nbytes) for blob in self.blobs())
+        notes = json.dumps({"numel": self._numel}).encode()
+        of_all = [FilePlan("config.json", (notes,))] if not self.stage.index else []
+        return [FilePlan(self.file_name, whole), *of_all]
+
+    def load(self, directory: Path) -> None:
+        data = (directory / self.file_name).read_bytes()
+        if len(data) != 2 * self.parameters.nbytes:
+            raise StorageError(f"{directory / self.file_name} is of another model")
+        values = np.frombuffer(data, np.float32)
+        self.parameters[:], self.momentum[:] = np.split(values, 2)
+        self._on_change()
+
+    def digest(self) -> str:
+        """SHA-256 of the state, hex. Equal digests mean equal bits."""
+        return hashlib.sha256(self.parameters.tobytes() + self.momentum.tobytes()).hexdigest()
+
+    def initial_digest(self) -> bytes:
+        return hashlib.blake2b(self._initial().tobytes(), digest_size=16).digest()
+
+    def _initial(self) -> npt.NDArray[np.float32]:
+        return np.random.default_rng(self._seed).standard_normal(self._numel).astype(np.float32)
+
+
 class StandInEngine:
     """Minimizes |parameters - target|². The target is a pure function of step and micro-batch.
+
+    With 'local' and 'federated' each member moves a copy of its own, and the members average how far the copies came.
 
     Args:
         numel: number of parameters of the whole model.
@@ -39,10 +102,10 @@ class StandInEngine:
         on_micro_batch: called with (step, index) before each micro-batch, to control a test's clock or to fail.
         stage: the part of the model that it holds, with about 1/``stage.count`` of the parameters. Parts are
             independent of each other, and together equal the whole bit for bit.
-
-    Attributes:
-        state_file: name of the checkpoint's state file; each stage has its own.
     """
+
+    pipeline = shards = slots = None
+    state_type: type[StandInState] = StandInState
 
     def __init__(
         self,
@@ -53,33 +116,39 @@ class StandInEngine:
         on_micro_batch: Callable[[int, int], None] = lambda step, index: None,
         stage: Stage = WHOLE,
     ) -> None:
-        self._whole, self.stage = numel, stage
-        self.state_file = shard_name("state", stage.index, stage.count, ".bin") if stage.split else "state.bin"
-        self._part = slice(numel * stage.index // stage.count, numel * (stage.index + 1) // stage.count)
-        numel = self._part.stop - self._part.start
-        self._profile = profile
-        self._seed = profile.job.seed
-        self._micro_batches = profile.batch.micro_batches
-        self._local = {
-            "local": profile.local,
-            "federated": Local(outer_lr=1.0, outer_momentum=0.0),
-        }.get(profile.job.strategy)
+        self.stage, self._numel, self._profile = stage, numel, profile
+        self.state = self.state_type(profile.job.seed, numel, stage, self._drop_copy)
+        own_numel = self.state.parameters.size
+        self._inner = self._inner_steps_of(profile, own_numel)
         self._on_micro_batch = on_micro_batch
-        self._parameters = np.zeros(numel, np.float32)
-        self._momentum = np.zeros(numel, np.float32)
-        self._own: npt.NDArray[np.float32] | None = None  # with 'local' and 'federated': private to this member
-        self._noise: tuple[float, bytes] | None = None  # of the next contribution, in a private job
-        self.data_note = ""
-        self.corpus_digest = hashlib.sha256(corpus.encode()).hexdigest()
-        self.tokens_per_micro_batch = profile.batch.micro_batch_sequences * profile.data.sequence_tokens
+        self._own = np.zeros_like(self.state.parameters)  # with 'local' and 'federated': private to this member
+        self._losses = np.zeros(2, np.float32)  # their number and their sum, of inner steps that were not sent
+        self._noise = (0.0, b"")  # of the next contribution, in a private job
+        self.data = TrainingData(
+            digest=hashlib.sha256(corpus.encode()).hexdigest(),
+            note="",
+            windows=1 << 16,
+            tokens_per_micro_batch=profile.batch.micro_batch_sequences * profile.data.sequence_tokens,
+            validation_batches=profile.validation.batches,
+        )
         self.device = "stand-in"
         self.exact = profile.job.exact
-        self.scalars = 3 if self._local else 1  # weight, number of losses; sum of losses
-        self.reduce_buffer: npt.NDArray[Any] = np.zeros(numel + self.scalars, np.int64 if self.exact else np.float32)
+        self.scalars = 3 if self._inner else 1  # weight, number of losses; sum of losses
+        self.reduce_buffer: npt.NDArray[Any] = np.zeros(
+            own_numel + self.scalars, np.int64 if self.exact else np.float32
+        )
         self._fits = True
-        self._step = -1
-        self.exact_from = numel
-        self.windows = 1 << 16
+        self.exact_from = own_numel
+
+    @staticmethod
+    def _inner_steps_of(profile: Profile, numel: int) -> InnerSteps | None:
+        if profile.job.strategy == "local":
+            return InnerSteps(numel, numel, fragments=profile.local.fragments, overlap=profile.local.overlap)
+        return InnerSteps(numel, numel, fragments=1, overlap=False) if profile.job.strategy == "federated" else None
+
+    @property
+    def noise(self) -> StandInEngine | None:
+        return self if self._profile.privacy.epsilon else None
 
     def share_cores(self, workers: int) -> None:
         """Does nothing: this engine always uses one core."""
@@ -87,24 +156,23 @@ class StandInEngine:
     def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
         self.reduce_buffer[:] = 0
         self._fits = True
-        if self._local is None:
+        if self._inner is None:
             return False
-        fragments, overlap = self._local.fragments, self._local.overlap
-        if self._own is None or not (overlap or fragments > 1):
-            self._own, self._loss = self._parameters.copy(), np.zeros(2, np.float32)
-            self._taken, self._sent = [0] * fragments, 0
-        self._step = step
-        self._waits = overlap and not (self._taken[step % fragments] and self._loss[0])
-        return overlap and not self._waits
+        if self._inner.begin_step(step, has_losses=self._losses[0] > 0):
+            self._own[:], self._losses[:] = self.state.parameters, 0
+        return self._inner.is_ready
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
         self._on_micro_batch(step, index)
-        if self._local is not None:
-            self._inner_step(step, index)
+        if self._inner is not None:
+            difference = self._own - self._target(step, index)
+            self._own -= np.float32(0.1) * difference
+            self._losses += (1, float(np.add.reduce(difference**2, dtype=np.float64)) / self._numel)
+            self._inner.count(1)
             return
         addend: npt.NDArray[Any] = self.contribution(step, index)
         if self.exact:
-            addend, fits = to_fixed(addend, self._micro_batches)
+            addend, fits = to_fixed(addend, self._profile.batch.micro_batches)
             self._fits = self._fits and fits
         middle = addend.size // 2
         self.reduce_buffer[:middle] += addend[:middle]
@@ -114,51 +182,40 @@ class StandInEngine:
 
     def contribution(self, step: int, index: int) -> npt.NDArray[np.float32]:
         """The micro-batch's addend in float32: the gradient of its mean loss / M, then that. Tests override it."""
-        difference = self._parameters - self._target(step, index)
-        gradient = 2 * difference / np.float32(self._whole * self._micro_batches)
-        loss = np.add.reduce(difference**2, dtype=np.float64) / (self._whole * self._micro_batches)
+        difference = self.state.parameters - self._target(step, index)
+        divisor = self._numel * self._profile.batch.micro_batches
+        gradient = 2 * difference / np.float32(divisor)
+        loss = np.add.reduce(difference**2, dtype=np.float64) / divisor
         return np.append(gradient, loss.astype(np.float32))
-
-    def _inner_step(self, step: int, index: int) -> None:
-        assert self._own is not None
-        difference = self._own - self._target(step, index)
-        self._own -= np.float32(0.05) * difference
-        self._loss += (1, float(np.add.reduce(difference**2, dtype=np.float64)) / self._whole)
-        self._taken = [taken + 1 for taken in self._taken]
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         """Complete the contribution of a member with a copy of its own. Else ``micro_batch`` has completed it."""
-        if self._local is None or self._own is None:
+        if self._inner is None:
             return
-        fragment, self.reduce_buffer[:] = self._fragment(self._step), 0
-        self._sent = 0 if self._waits else self._taken[self._step % self._local.fragments]
-        self.reduce_buffer[fragment] = (self._parameters - self._own)[fragment] * np.float32(self._sent)
-        self.reduce_buffer[-3], self.reduce_buffer[-2:] = self._sent, self._loss
-        if not self._waits:
-            self._loss[:] = 0
-        if self._noise is not None:
+        sent, part = self._inner.send(), self._inner.fragment(self._inner.step)
+        self.reduce_buffer[:] = 0
+        self.reduce_buffer[part] = (self.state.parameters - self._own)[part] * np.float32(sent)
+        self.reduce_buffer[-3], self.reduce_buffer[-2:] = sent, self._losses
+        if not self._inner.waits:
+            self._losses[:] = 0
+        if self.noise is not None:
             (std, key), self._noise = self._noise, (0.0, b"")
             if key:
-                self.reduce_buffer[fragment] += gaussian(key, fragment.stop - fragment.start, std)
+                self.reduce_buffer[part] += gaussian(key, part.stop - part.start, std)
             else:
                 self.reduce_buffer[:-2] = 0
 
     def use_noise(self, std: float, key: bytes) -> None:
-        """See ``roles.engine.PrivateEngine``; contributions are not clipped, and losses not withheld."""
+        """See ``roles.engine.NoiseInput``; contributions are not clipped, and losses not withheld."""
         self._noise = std, key
 
     def exchanged(self, step: int) -> list[tuple[int, int]]:
-        size, fragment = self.reduce_buffer.size, self._fragment(step)
-        whole = fragment.stop == self._parameters.size
-        return [(fragment.start, size)] if whole else [(fragment.start, fragment.stop), (self._parameters.size, size)]
-
-    def _fragment(self, step: int) -> slice:
-        numel, fragments = self._parameters.size, self._local.fragments if self._local else 1
-        index = step % fragments
-        return slice(numel * index // fragments, numel * (index + 1) // fragments)
+        if self._inner is not None:
+            return self._inner.exchanged(step, self.scalars)
+        return [(0, self.reduce_buffer.size)]
 
     def partial_square_sum(self, start: int, stop: int) -> float:
-        numel = self._parameters.size
+        numel = self.state.parameters.size
         if stop > numel and not (self._fits and math.isfinite(self.reduce_buffer[-1])):
             return math.nan
         part = self.reduce_buffer[start : min(stop, numel)].astype(np.float64)
@@ -166,88 +223,42 @@ class StandInEngine:
         return total if math.isfinite(total) else math.nan
 
     def apply(self, step: int, square_sum: float) -> Applied:
-        if self._local is not None:
-            return self._outer_step(step, square_sum)
         values = to_float(self.reduce_buffer) if self.exact else self.reduce_buffer
-        loss = float(values[-1])
+        loss, number = float(values[-1]), float(values[-2]) if self._inner else 1.0
+        loss = loss / number if number else math.nan
         if not math.isfinite(loss + square_sum):
             raise JobFailed(f"step {step + 1} is not finite: loss {loss}")
-        self._momentum *= np.float32(0.5)
-        self._momentum += values[:-1]
-        self._parameters -= np.float32(8.0) * self._momentum
+        self.state.step = step + 1
+        if self._inner is not None:
+            self._average(self._inner, step)
+            return Applied(step + 1, loss, 1.0, math.sqrt(square_sum))
+        self.state.momentum *= np.float32(0.5)
+        self.state.momentum += values[:-1]
+        self.state.parameters -= np.float32(8.0) * self.state.momentum
         return Applied(step + 1, loss, 8.0, math.sqrt(square_sum))
 
-    def _outer_step(self, step: int, square_sum: float) -> Applied:
-        assert self._local is not None
-        weight, losses, total = self.reduce_buffer[-3:]
-        loss = float(total) / float(losses) if losses else math.nan
-        if not math.isfinite(loss + square_sum):
-            raise JobFailed(f"step {step + 1} is not finite: loss {loss}")
-        fragment, options = self._fragment(step), self._local
+    def _average(self, inner: InnerSteps, step: int) -> None:
+        """Move the shared parameters to the mean of the members' copies, and go on from there."""
+        part, weight = inner.fragment(step), self.reduce_buffer[-3]
         if weight:
-            gradient = self.reduce_buffer[fragment] / weight
-            self._momentum[fragment] = np.float32(options.outer_momentum) * self._momentum[fragment] + gradient
-            gradient += np.float32(options.outer_momentum) * self._momentum[fragment]
-            self._parameters[fragment] -= np.float32(options.outer_lr) * gradient
-        if self._step != step:
-            self._own = None
-        if self._own is not None:
-            kept = np.float32(0.5 if options.overlap else 0.0)
-            self._own[fragment] = kept * self._own[fragment] + (1 - kept) * self._parameters[fragment]
-            self._taken[step % options.fragments] -= self._sent
-            self._sent = 0
-        return Applied(step + 1, loss, options.outer_lr, math.sqrt(square_sum))
+            self.state.parameters[part] -= self.reduce_buffer[part] / weight
+        if inner.take_up(step):
+            self._own[part] += np.float32(1 - inner.kept) * (self.state.parameters - self._own)[part]
+
+    def _drop_copy(self) -> None:
+        if self._inner is not None:
+            self._inner.is_copy_void = True
 
     def validate(self, first: int, count: int) -> tuple[float, int]:
-        squares = [np.sum((self._parameters - self._target(-1, index)) ** 2) for index in range(first, first + count)]
-        targets = 0 if self._part.start else count * self.tokens_per_micro_batch  # only the first part counts them
-        return float(np.sum(squares)) / self._whole * self.tokens_per_micro_batch, targets
-
-    def validation_batches(self) -> int:
-        return self._profile.validation.batches
-
-    def state(self) -> list[Blob]:
-        return [
-            Blob("parameters", self._parameters.view(np.uint8).data),
-            Blob("momentum", self._momentum.view(np.uint8).data),
-        ]
-
-    def load_initial(self) -> None:
-        self._parameters[:] = self._initial()[self._part]
-        self._momentum[:] = 0
-        self._own = None
-
-    def state_loaded(self, step: int) -> None:
-        self._own = None
-
-    def checkpoint_files(self, step: int) -> list[FilePlan]:
-        whole = tuple(BlobRange(blob.name, 0, blob.view.nbytes) for blob in self.state())
-        notes = json.dumps({"numel": self._whole}).encode()
-        of_all = [] if self.stage.index else [FilePlan("config.json", (notes,))]
-        return [FilePlan(self.state_file, whole), *of_all]
-
-    def load(self, directory: Path) -> None:
-        data = (directory / self.state_file).read_bytes()
-        if len(data) != 2 * self._parameters.nbytes:
-            raise StorageError(f"{directory / self.state_file} is of another model")
-        values = np.frombuffer(data, np.float32)
-        self._parameters[:], self._momentum[:] = np.split(values, 2)
-        self._own = None
-
-    def digest(self) -> str:
-        """SHA-256 of the state, hex. Equal digests mean equal bits."""
-        return hashlib.sha256(self._parameters.tobytes() + self._momentum.tobytes()).hexdigest()
+        tokens, parameters = self.data.tokens_per_micro_batch, self.state.parameters
+        squares = [np.sum((parameters - self._target(-1, index)) ** 2) for index in range(first, first + count)]
+        targets = 0 if self.state.part.start else count * tokens  # only the first part counts them
+        return float(np.sum(squares)) / self._numel * tokens, targets
 
     def _target(self, step: int, index: int) -> npt.NDArray[np.float32]:
-        key = hashlib.blake2b(struct.pack("!qqq", self._seed, step, index), digest_size=8).digest()
-        noise = np.random.default_rng(int.from_bytes(key, "big")).standard_normal(self._whole, np.float32)
-        return np.float32(1.0) + np.float32(0.01) * noise[self._part]
-
-    def initial_digest(self) -> bytes:
-        return hashlib.blake2b(self._initial().tobytes(), digest_size=16).digest()
-
-    def _initial(self) -> npt.NDArray[np.float32]:
-        return np.random.default_rng(self._seed).standard_normal(self._whole).astype(np.float32)
+        key = hashlib.blake2b(struct.pack("!qqq", self._profile.job.seed, step, index), digest_size=8).digest()
+        noise = np.random.default_rng(int.from_bytes(key, "big")).standard_normal(self._numel, np.float32)
+        return np.float32(1.0) + np.float32(0.01) * noise[self.state.part]
 
 
 class TimedPart:

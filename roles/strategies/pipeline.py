@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from configs.schema import Profile
 from p2ptrain.compute.gradients import OnFinal
@@ -30,7 +30,7 @@ from ring.links import Topology
 from ring.schedule import Kind, Operation, Schedule, extended, forwards, one_f_one_b
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
-from roles.engine import Payload, PipelineEngine
+from roles.engine import Payload
 from roles.strategies.interface import ConnectPeers, Factory, StageLoad
 from roles.strategies.robust import RobustStrategy
 from roles.strategies.secure import SecureStrategy
@@ -182,7 +182,7 @@ class PipelineStrategy(StagedStrategy):
     """Trains a model in stages. The module's docstring describes it.
 
     Args:
-        engine: a ``PipelineEngine``.
+        engine: has ``Engine.pipeline``.
         schedule: ``gpipe`` or ``1f1b``.
         max_in_flight: limit of micro-batches on a stage between forward and backward; 0: the schedule decides.
         ahead: micro-batches of one validation run along the chain, as many as in a step.
@@ -190,7 +190,8 @@ class PipelineStrategy(StagedStrategy):
 
     def __init__(self, *common: Any, schedule: str, max_in_flight: int, ahead: int) -> None:
         super().__init__(*common)
-        self._part = cast(PipelineEngine, self._engine)
+        assert self._engine.pipeline is not None
+        self._part = self._engine.pipeline
         self._wanted, self._max_in_flight, self._ahead = schedule, max_in_flight, ahead
         self._chain: Chain | None = None
         self._pair: RingSession | None = None
@@ -235,7 +236,7 @@ class PipelineStrategy(StagedStrategy):
             *part.layers,
             micro_batch_s=self._unit_s,
             busy=1 - min(1.0, spent.waited_s / spent.step_s) if spent.step_s > 0 else 0.0,
-            token_bytes=both_ways_bytes / part.tokens_per_micro_batch,
+            token_bytes=both_ways_bytes / self._engine.data.tokens_per_micro_batch,
             next=self._next,
         )
 

@@ -413,8 +413,9 @@ class ServerStrategy(SyncStrategy):
 
     async def _pull(self, reply: PullReply, messages: DirectMessages) -> None:
         if not self._state:
+            state = self._engine.state
             self._state = await self._compute.run(
-                lambda: [Blob(blob.name, np.empty(blob.view.nbytes, np.uint8).data) for blob in self._engine.state()]
+                lambda: [Blob(blob.name, np.empty(blob.view.nbytes, np.uint8).data) for blob in state.blobs()]
             )
         rows = np.empty(reply.rows_bytes, np.uint8)
         arrays = [(ROWS, rows)] * bool(reply.rows_bytes) + [
@@ -430,6 +431,6 @@ class ServerStrategy(SyncStrategy):
         await self._compute.run(self._load, step)
 
     def _load(self, step: int) -> None:
-        for blob, pulled in zip(self._engine.state(), self._state, strict=True):
+        for blob, pulled in zip(self._engine.state.blobs(), self._state, strict=True):
             np.copyto(np.frombuffer(blob.view, np.uint8), np.frombuffer(pulled.view, np.uint8))
-        self._engine.state_loaded(step)
+        self._engine.state.refresh(step)

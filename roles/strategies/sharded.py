@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 from p2ptrain.compute.gradients import OnFinal
 from ring.session import RingSession
-from roles.engine import ShardedEngine
 from roles.process_group import RingOperations
 from roles.strategies.interface import ConnectPeers
 from roles.strategies.staged import StagedStrategy
@@ -26,7 +25,8 @@ class ShardedStrategy(StagedStrategy):
 
     def __init__(self, *common: Any) -> None:
         super().__init__(*common)
-        self._part = cast(ShardedEngine, self._engine)
+        assert self._engine.shards is not None
+        self._part = self._engine.shards
         self._shard, self._shards = 0, 1
 
     async def begin(self, session: RingSession, meet: ConnectPeers) -> None:

@@ -56,7 +56,7 @@ class BoundaryWork:
 
     async def compare(self, engine: Engine, session: RingSession, *, patience_s: float) -> tuple[bytes, ...]:
         """Gather the digests of all members' states, in rank order. Raises as ``RingSession.all_gather``."""
-        digest = await self._context.compute.run(lambda: state_digest(engine.state()))
+        digest = await self._context.compute.run(lambda: state_digest(engine.state.blobs()))
         if session.view.stages > 1:
             digests = await self._compare_stages(digest, session, patience_s)
         else:
@@ -92,7 +92,7 @@ class BoundaryWork:
         if profile.privacy.epsilon or not profile.data.validation_fraction:
             return None
         view = session.view
-        first, count = 0, engine.validation_batches()
+        first, count = 0, engine.data.validation_batches
         if not self._profile.data.private:
             first, count = shares(count, view.replicas)[view.replica_of(session.rank)]
         total, targets = await strategy.validate(first, count)
@@ -102,7 +102,7 @@ class BoundaryWork:
             text = f"validation after step {boundary.applied} skipped: {problem}"
             self._context.notify("warning", "validation", text)
             return None
-        loss, odd = mean_loss_untrusted(gathered, self._profile.validation.batches * engine.tokens_per_micro_batch)
+        loss, odd = mean_loss_untrusted(gathered, self._profile.validation.batches * engine.data.tokens_per_micro_batch)
         if odd and session.rank == min(set(range(session.size)) - set(odd), default=0):
             names = ", ".join(view.members[rank].name for rank in odd)
             text = f"the validation after step {boundary.applied} is without {names}, whose losses cannot be"

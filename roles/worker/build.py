@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from p2ptrain.compute.device import ComputeDevice
     from p2ptrain.compute.fsdp import ShardSpec
     from p2ptrain.compute.island import Island, IslandTrainer
-    from p2ptrain.compute.trainer import TrainingSpec
+    from p2ptrain.compute.training_spec import TrainingSpec
 
 FREE_SHARE = 0.8
 """Share of the free memory at a worker's start that parts may take, if no limit is given."""
@@ -83,11 +83,11 @@ def with_data(profile: Profile, path: str) -> Profile:
 def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile], Engine]:
     def build(profile: Profile) -> Engine:
         from p2ptrain.compute.device import pick_device
-        from p2ptrain.compute.trainer import Trainer
+        from p2ptrain.compute.trainer import build_trainer
 
         exact = profile.job.exact  # then only the job sets the threads: their number decides a gradient's last bits
         cores = profile.device.threads or 1 if exact else threads or profile.device.threads
-        return Trainer(training_spec(profile), pick_device(device or profile.device.kind, cores))
+        return build_trainer(training_spec(profile), pick_device(device or profile.device.kind, cores))
 
     return build
 
@@ -98,13 +98,14 @@ def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) 
 
     def build(profile: Profile, stage: Stage) -> Engine:
         from p2ptrain.compute.device import pick_device
+        from p2ptrain.compute.recipe import stage_bounds
         from p2ptrain.compute.stage import StageSpec
-        from p2ptrain.compute.trainer import Trainer, stage_bounds
+        from p2ptrain.compute.trainer import build_trainer
 
         spec, split = training_spec(profile), profile.pipeline
         chosen = pick_device(device or profile.device.kind, threads or profile.device.threads)
         if profile.job.strategy == "sharded":
-            return Trainer(spec, chosen, shard=shard_of(stage, profile.sharded, chosen, memory_bytes))
+            return build_trainer(spec, chosen, shard=shard_of(stage, profile.sharded, chosen, memory_bytes))
         part = StageSpec(
             stage.index,
             stage_bounds(spec.model, stage.count, split.cuts),
@@ -116,7 +117,7 @@ def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) 
             ),
             memory_bytes=memory_bytes,
         )
-        return Trainer(spec, chosen, part)
+        return build_trainer(spec, chosen, part)
 
     return build
 
@@ -216,7 +217,7 @@ def training_spec(profile: Profile) -> TrainingSpec:
     from p2ptrain.compute.flat import OptimizerSpec
     from p2ptrain.compute.local import LocalSpec
     from p2ptrain.compute.model import ModelSpec
-    from p2ptrain.compute.trainer import TrainingSpec
+    from p2ptrain.compute.training_spec import TrainingSpec
     from p2ptrain.compute.tuning import TuningSpec
 
     model, data, batch, lora = profile.model, profile.data, profile.batch, profile.lora

@@ -104,7 +104,7 @@ class CheckpointFiles:
             self._tell("warning", "checkpoint-damaged", text)
         if entry is None:
             return 0, first_lineage(spec, await compute.run(_initial_digest, engine, split)), 0.0, None
-        await compute.run(engine.load, entry.path)
+        await compute.run(engine.state.load, entry.path)
         square_sum = entry.meta.get("square_sum")
         return entry.step, lineage_of(entry), float(square_sum) if isinstance(square_sum, float) else 0.0, entry
 
@@ -186,8 +186,8 @@ def lineage_of(entry: CheckpointEntry) -> str:
 
 
 def _initial_digest(engine: Engine, split: bool) -> bytes:
-    engine.load_initial()
-    return engine.initial_digest() if split else state_digest(engine.state())
+    engine.state.load_initial()
+    return engine.state.initial_digest() if split else state_digest(engine.state.blobs())
 
 
 # ------------------------------------------------------------------------------------------ scheduling and announcing
@@ -274,7 +274,7 @@ class Checkpointing:
             try:
                 taking = self._snapshots.take(engine, step=step, lineage=lineage, square_sum=square_sum)
                 with await taking as snapshot:
-                    plan = await self._context.compute.run(engine.checkpoint_files, step)
+                    plan = await self._context.compute.run(engine.state.checkpoint_files, step)
                     copied.set()
                     entry = await self._files.save(snapshot, [*plan, *extra_files], meta, urgent=wait, spared=spared)
             except P2PTrainError as problem:

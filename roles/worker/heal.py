@@ -458,7 +458,7 @@ class Healer:
         async with fetch.running():
             base = await fetch.state()
             if base.root:
-                await self._context.compute.run(engine.state_loaded, base.step)
+                await self._context.compute.run(engine.state.refresh, base.step)
             step, lineage = base.step, base.lineage
             while step < request.step:
                 following = await fetch.step()
@@ -481,7 +481,7 @@ class Healer:
     ) -> Fetch:
         context = self._context
         # On the compute thread, so after an abandoned micro-batch that may still use the state.
-        state = await context.compute.run(engine.state)
+        state = await context.compute.run(engine.state.blobs)
         return Fetch(
             context,
             Layout(state, engine.reduce_buffer.nbytes, self.stage),
@@ -577,7 +577,7 @@ class Follower:
             base = await fetch.state()
             self._fetched = fetched(fetch, 0, context.world.clock.now() - began)  # only steps follow
             if base.root:
-                await self._to_its_end(context.compute.run(engine.state_loaded, base.step))
+                await self._to_its_end(context.compute.run(engine.state.refresh, base.step))
                 self._handle(Followed(base.step, base.lineage, base.square_sum))
                 context.notify("info", "fetched", f"fetched the state of step {base.step}: {self._fetched}")
             while True:

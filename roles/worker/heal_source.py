@@ -391,7 +391,7 @@ class HealSource:
         recipient.tell(self._log.all())
 
     async def _stands_still(self, engine: Engine, view: View) -> Snapshot:
-        blobs = await self._context.compute.run(engine.state)
+        blobs = await self._context.compute.run(engine.state.blobs)
         if self._core.view is not view or not self._core.may_give:
             raise Refused(_NOT_HERE, "the view ended before the state was ready")
         return Snapshot(view.step, view.lineage, view.square_sum, blobs)

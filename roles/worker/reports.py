@@ -315,9 +315,9 @@ class Reports:
         if self.engine is not None:
             report = replace(
                 report,
-                corpus=self.engine.corpus_digest,
+                corpus=self.engine.data.digest,
                 reduce_bytes=self.engine.reduce_buffer.nbytes,
-                windows=self.engine.windows,
+                windows=self.engine.data.windows,
                 unit_us=self.clock.unit_us,
             )
         self._context.say(report)
@@ -414,7 +414,7 @@ class Reports:
             "lineage": core.lineage,
             "square_sum": core.square_sum,
             "generation": core.view.generation if core.view else 0,
-            "corpus": self.engine.corpus_digest,
+            "corpus": self.engine.data.digest,
             "val_loss": val_loss if validated == core.applied else None,
             "loss": self.steps.loss(core.applied),
             **self._early.meta(),
@@ -455,7 +455,7 @@ class Reports:
         values = {"members": float(session.size), **timing}
         if timing.get("step_ms"):
             micro_batches = self._profile.batch.micro_batches
-            values["tokens_per_s"] = micro_batches * self.engine.tokens_per_micro_batch / timing["step_ms"] * 1e3
+            values["tokens_per_s"] = micro_batches * self.engine.data.tokens_per_micro_batch / timing["step_ms"] * 1e3
             share = session.view.replica(session.rank)[0].count / micro_batches
             self._tokens_per_s = share * values["tokens_per_s"]
         if val_loss is not None:

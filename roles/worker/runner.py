@@ -55,7 +55,7 @@ from ring.transaction import (
 from ring.view import View
 from roles.background import started_in
 from roles.compute_thread import Call, HangDetector
-from roles.engine import WHOLE, Engine, PrivateEngine, SlottedEngine, Stage
+from roles.engine import WHOLE, Engine, Stage
 from roles.snapshots import Snapshots, state_bytes
 from roles.strategies.federated import share_rule, slots
 from roles.strategies.interface import Strategy
@@ -444,9 +444,9 @@ class JobRunner:
             factory = context.strategies(self.profile)
             ring = self.profile.ring
             self.reports.engine = self._engine
-            if self._engine.data_note:
+            if self._engine.data.note:
                 say = context.tell if self.profile.data.private else context.notify  # it names files
-                say("warning", "data", self._engine.data_note)
+                say("warning", "data", self._engine.data.note)
             self._strategy = factory(self._engine, context.compute, self._did_something, ring.bucket_bytes)
         restore_step, self._restore_step = self._restore_step, -1
         if self.assembler is not None:
@@ -456,7 +456,7 @@ class JobRunner:
         applied, lineage, square_sum, entry = await self.checkpoints.load(
             self._engine, context.compute, spec=self._spec, restore_step=restore_step, split=self.stage.split
         )
-        self._state_bytes = await context.compute.run(lambda: state_bytes(self._ready_engine().state()))
+        self._state_bytes = await context.compute.run(lambda: state_bytes(self._ready_engine().state.blobs()))
         self.heal_source.state_bytes = self._state_bytes
         rows = await self.checkpoints.beside(entry, LEDGER_FILE, LEDGER_FILE_BYTES)
         metrics = await self.checkpoints.beside(entry, METRICS_FILE, METRICS_FILE_BYTES)
@@ -559,23 +559,25 @@ class JobRunner:
             await self._spend(self._budget, session.size)
         if slots(self.profile):
             taken = sum(map(bool, self.core.shares.counts[: session.rank]))  # by members before this one
-            slotted = cast(SlottedEngine, self._ready_engine())
-            await self._context.compute.run(slotted.use_slot, taken if count else 0)  # without a share it adds zeros
+            slot = self._ready_engine().slots
+            assert slot is not None
+            await self._context.compute.run(slot.use_slot, taken if count else 0)  # without a share it adds zeros
         if self._asynchronous:
             await self._publish()
         with self.clock.phase("compute"):
             await self._ready_strategy().compute(step, first, count, session, patience_s=patience_s)
         if step > session.view.step or not self.clock.unit_us:  # the first one may wait for an aborted micro-batch
             self.clock.computed(self._context.world.clock.now() - began, count)
-        self.tokens += instruction.count * self._ready_engine().tokens_per_micro_batch
+        self.tokens += instruction.count * self._ready_engine().data.tokens_per_micro_batch
         self._handle(Finished(instruction.ticket))
 
     async def _spend(self, budget: Budget, members: int) -> None:
         """Count the step that begins, and give the engine a key for its noise. If the budget does not allow the step,
         such as a repeated one, it changes nothing."""
         key = self._context.world.entropy(KEY_BYTES) if await budget.spend() else b""
-        engine = cast(PrivateEngine, self._ready_engine())
-        await self._context.compute.run(engine.use_noise, budget.noise_std / math.sqrt(members), key)
+        noise = self._ready_engine().noise
+        assert noise is not None
+        await self._context.compute.run(noise.use_noise, budget.noise_std / math.sqrt(members), key)
 
     async def _reduce(self, instruction: Reduce) -> None:
         session, strategy = self._ready_session(), self._ready_strategy()
@@ -658,7 +660,7 @@ class JobRunner:
         reply = await self._server_strategy.exchange(core.applied, core.lineage)
         if reply.verdict:
             self.clock.computed(self._context.world.clock.now() - began, computes)
-            self.tokens += computes * self._ready_engine().tokens_per_micro_batch
+            self.tokens += computes * self._ready_engine().data.tokens_per_micro_batch
         self._did_something()
         version = reply.version, reply.lineage, reply.square_sum
         self._handle(Exchanged(instruction.ticket, *version, over=reply.over, last=reply.last))

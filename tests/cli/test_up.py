@@ -22,7 +22,7 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.local_cluster import Child, LocalCluster
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError, UserError
 from p2ptrain.core.training import FilePlan
-from p2ptrain.lab.stand_in import StandInEngine
+from p2ptrain.lab.stand_in import StandInEngine, StandInState
 from roles.engine import Engine
 from tests.roles.in_process import Cluster
 from wire.records import ServingInfo
@@ -279,9 +279,12 @@ async def test_one_model_is_trained_and_summed_up(
 async def test_a_result_that_cannot_be_saved_is_told_and_not_called_done(
     machine: Machine, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Unsaved(StandInEngine):
+    class UnsavedState(StandInState):
         def checkpoint_files(self, step: int) -> list[FilePlan]:
             raise StorageError("no space on /x", remedy="free some")
+
+    class Unsaved(StandInEngine):
+        state_type = UnsavedState
 
     told: list[str] = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import numpy as np
 import torch
 
 from p2ptrain.compute.device import pick_device
+from p2ptrain.compute.passes import Payload
 from p2ptrain.compute.stage import StageSpec
-from p2ptrain.compute.trainer import Payload, Trainer
+from p2ptrain.compute.trainer import Trainer, build_trainer
 from p2ptrain.core.training import Applied
 from tests.compute.tiny_trainer import tiny, tiny_spec
 
@@ -31,7 +31,7 @@ class Pipeline:
         self.spec = tiny_spec(text, **({"model": MODEL} | changes))
         self.device = pick_device("cpu", 1)
         self.stages = [
-            Trainer(self.spec, self.device, StageSpec(stage, tuple(bounds), **(split or {})))
+            build_trainer(self.spec, self.device, StageSpec(stage, tuple(bounds), **(split or {})))
             for stage in range(len(bounds) - 1)
         ]
         self.micro_batches = self.spec.micro_batches
@@ -39,14 +39,14 @@ class Pipeline:
     def set_weights(self, whole: Mapping[str, torch.Tensor]) -> None:
         """Take the weights of a whole model, by its names."""
         for stage in self.stages:
-            assert stage._model_part is not None
-            names = stage._model_part.names
-            stage._flat.copy_tensors({segment.name: whole[names[segment.name]] for segment in stage._flat.segments})
+            assert stage.built.stage is not None
+            flat, names = stage.built.flat, stage.built.stage.names
+            flat.copy_tensors({segment.name: whole[names[segment.name]] for segment in flat.segments})
 
     def set_recompute(self, recompute: bool) -> None:
         """From the next step on."""
         for stage in self.stages:
-            stage._stage = replace(stage._stage, recompute=recompute)
+            stage.pipeline.recompute = recompute
 
     def gradients(self, step: int, warm_ups: Sequence[int] | None = None, share: Sequence[int] | None = None) -> None:
         """All forwards and backwards of a step, each stage in its order: ``warm_ups`` of each, then a forward and a
@@ -66,7 +66,8 @@ class Pipeline:
                     if source not in sent:
                         break
                     payload = sent.pop(source)
-                    made = stage.forward(step, index, payload) if kind == "F" else stage.backward(index, payload)
+                    passes = stage.pipeline
+                    made = passes.forward(step, index, payload) if kind == "F" else passes.backward(index, payload)
                     if payload is not None:
                         payload = payload.copy()
                         payload.fill(0xFF)
@@ -80,8 +81,8 @@ class Pipeline:
 
     def exchange(self) -> None:
         first, last = self.stages[0], self.stages[-1]
-        if (one := first.tied_gradient()) is not None:
-            other = last.tied_gradient()
+        if (one := first.pipeline.tied_gradient()) is not None:
+            other = last.pipeline.tied_gradient()
             assert other is not None
             copies = one.copy(), other.copy()
             one += copies[1]
@@ -99,9 +100,9 @@ class Pipeline:
 
     def named(self, stage: Trainer, array: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parameters' parts of a flat array, by the whole model's names."""
-        assert stage._model_part is not None
-        names = stage._model_part.names
-        return {names[s.name]: array[s.offset : s.offset + s.numel].view(s.shape) for s in stage._flat.segments}
+        assert stage.built.stage is not None
+        names = stage.built.stage.names
+        return {names[s.name]: array[s.offset : s.offset + s.numel].view(s.shape) for s in stage.built.flat.segments}
 
     def named_gradients(self) -> list[tuple[str, torch.Tensor]]:
         """Of all stages, so a tied matrix twice."""
@@ -113,10 +114,10 @@ class Pipeline:
 
     def validation_loss(self) -> float:
         losses, targets = 0.0, 0
-        for index in range(self.stages[0].validation_batches()):
+        for index in range(self.stages[0].data.validation_batches):
             payload: Payload | None = None
             for stage in self.stages:
-                payload, loss, number = stage.validation_forward(index, payload)
+                payload, loss, number = stage.pipeline.validation_forward(index, payload)
                 losses, targets = losses + loss, targets + number
         return losses / targets
 

@@ -17,8 +17,8 @@ from .families import make
 
 def save(trainer: Trainer, directory: Path, step: int = 0) -> None:
     """Write the trainer's present state, called that of ``step``, into ``directory``."""
-    blobs = {blob.name: blob.view for blob in trainer.state()}
-    for file in trainer.checkpoint_files(step):
+    blobs = {blob.name: blob.view for blob in trainer.state.blobs()}
+    for file in trainer.state.checkpoint_files(step):
         (directory / file.name).write_bytes(b"".join(pieces(file, blobs)))
 
 

@@ -20,7 +20,8 @@ from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.fsdp import ShardSpec
 from p2ptrain.compute.model import ModelSpec
-from p2ptrain.compute.trainer import Trainer, TrainingSpec
+from p2ptrain.compute.trainer import build_trainer
+from p2ptrain.compute.training_spec import TrainingSpec
 
 MODEL = ModelSpec(hidden_size=512, layers=16, heads=8, kv_heads=8, intermediate_size=1408, context=64)
 
@@ -43,7 +44,7 @@ def member(rank: int, count: int, accumulate: bool, place: str) -> None:
     warm.backward()
     before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    trainer = Trainer(spec, pick_device("cpu", 1), shard=shard)
+    trainer = build_trainer(spec, pick_device("cpu", 1), shard=shard)
     built = status_bytes("VmHWM") - before
     for step in range(2):
         trainer.begin_step(step)
@@ -52,7 +53,7 @@ def member(rank: int, count: int, accumulate: bool, place: str) -> None:
         trainer.finish_gradients()
         trainer.apply(step, 1.0)
     if rank == 0:
-        held = 5 * trainer._flat.parameters.nbytes
+        held = 5 * trainer.built.flat.parameters.nbytes
         peak = status_bytes("VmHWM") - before
         print(f"{count} {accumulate!s:5} {built / 1e6:8.0f} {held / 1e6:8.0f} {peak / 1e6:8.0f}", flush=True)
     if count > 1:

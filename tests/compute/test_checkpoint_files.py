@@ -43,7 +43,7 @@ def save_all(stages: Sequence[Trainer], directory: Path, step: int = 0) -> None:
 
 
 def states(stages: Sequence[Trainer]) -> list[dict[str, bytes]]:
-    return [{blob.name: bytes(blob.view) for blob in stage.state()} for stage in stages]
+    return [{blob.name: bytes(blob.view) for blob in stage.state.blobs()} for stage in stages]
 
 
 def opened(directory: Path) -> Any:
@@ -95,15 +95,15 @@ def test_each_stage_goes_on_from_its_own_files(text_file: Path, tmp_path: Path, 
         own.mkdir()
         save(stage, own, 2)
         notes = json.loads((own / f"training-0000{number + 1}-of-00002.json").read_text())
-        assert (notes["step"], notes["layers"], notes["corpus"]) == (2, [[0, 1], [1, 4]][number], stage.corpus_digest)
+        assert (notes["step"], notes["layers"], notes["corpus"]) == (2, [[0, 1], [1, 4]][number], stage.data.digest)
     expected_state = states(pipeline.stages)
     expected = [pipeline.run(step).loss for step in (2, 3)]
     restored = Pipeline(text_file, (0, 1, 4), model=spec, seed=4)
     for number, stage in enumerate(restored.stages):
-        stage.load(tmp_path / str(number))
+        stage.state.load(tmp_path / str(number))
     assert states(restored.stages) == expected_state
-    restored.stages[0]._sampler = pipeline.stages[0]._sampler  # of the other seed
-    restored.stages[1]._sampler = pipeline.stages[1]._sampler
+    restored.stages[0].batches.sampler = pipeline.stages[0].batches.sampler  # of the other seed
+    restored.stages[1].batches.sampler = pipeline.stages[1].batches.sampler
     assert [restored.run(step).loss for step in (2, 3)] == expected
 
 
@@ -127,13 +127,13 @@ def test_what_is_not_trained_is_what_came_in(
         files = [load_file(path).values() for path in saved.glob("model*.safetensors")]
         assert index == sum(tensor.nbytes for tensors in files for tensor in tensors)
     for stage in pipeline.stages:
-        for segment in stage._flat.segments:
-            name = stage._model_part.names[segment.name] if stage._model_part else segment.name
-            trained = stage._flat.parameters[segment.offset : segment.offset + segment.numel].view(segment.shape)
+        for segment in stage.built.flat.segments:
+            name = stage.built.stage.names[segment.name] if stage.built.stage else segment.name
+            trained = stage.built.flat.parameters[segment.offset : segment.offset + segment.numel].view(segment.shape)
             assert torch.equal(whole.state_dict()[name], trained.to(dtype))
     again = Pipeline(text_file, bounds, model=spec)
     for stage in again.stages:
-        stage.load(saved)
+        stage.state.load(saved)
     assert states(again.stages) == states(pipeline.stages)
 
 
@@ -165,7 +165,7 @@ def test_the_state_of_step_0_comes_back(text_file: Path) -> None:
     before = states(pipeline.stages)
     expected = [pipeline.run(step).loss for step in range(2)]
     for stage in pipeline.stages:
-        stage.load_initial()
+        stage.state.load_initial()
     assert states(pipeline.stages) == before
     assert [pipeline.run(step).loss for step in range(2)] == expected
 
@@ -194,7 +194,7 @@ def test_damaged_files_change_nothing(text_file: Path, tmp_path: Path, name: str
     pipeline.run(0)
     before = states([stage])
     with pytest.raises(StorageError, match="cannot read the checkpoint"):
-        stage.load(tmp_path)
+        stage.state.load(tmp_path)
     assert states([stage]) == before
 
 
@@ -202,10 +202,10 @@ def test_files_of_another_cut_are_refused(text_file: Path, tmp_path: Path) -> No
     stages = Pipeline(text_file, (0, 2, 4)).stages
     save(stages[0], tmp_path)
     with pytest.raises(StorageError):
-        stages[1].load(tmp_path)
+        stages[1].state.load(tmp_path)
     other = Pipeline(text_file, (0, 1, 4)).stages[0]
     with pytest.raises(StorageError, match="of another model"):
-        other.load(tmp_path)
+        other.state.load(tmp_path)
 
 
 def test_tensors_of_other_shapes_are_refused(text_file: Path, tmp_path: Path) -> None:
@@ -216,4 +216,4 @@ def test_tensors_of_other_shapes_are_refused(text_file: Path, tmp_path: Path) ->
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:-1].clone()
     save_file(tensors, path)
     with pytest.raises(StorageError, match="other shapes"):
-        stage.load(tmp_path)
+        stage.state.load(tmp_path)

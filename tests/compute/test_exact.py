@@ -82,13 +82,13 @@ def test_the_bits_of_a_micro_batch_do_not_depend_on_this_machines_cores(
     """Kernels are seen to run with the constant number, for tiny ones may not care."""
     trainer = make_trainer(exact=True, device=pick_device("cpu"))
     seen: list[int] = []
-    through = trainer._through
+    compute = trainer.pipeline.compute
 
     def watched(*args: Any) -> torch.Tensor:
         seen.append(torch.get_num_threads())
-        return through(*args)
+        return compute(*args)
 
-    monkeypatch.setattr(trainer, "_through", watched)
+    monkeypatch.setattr(trainer.pipeline, "compute", watched)
     sums = set()
     for others in (1, 2):
         torch.set_num_threads(3)
@@ -194,14 +194,14 @@ def test_steps_are_those_of_a_loop_over_pythons_integers(make_trainer: MakeTrain
         for index in range(MICRO_BATCHES):
             trainer.micro_batch(step, index)
         trainer.finish_gradients()
-        for segment in trainer._flat.segments:
+        for segment in trainer.built.flat.segments:
             ours = trainer.reduce_buffer[segment.offset : segment.offset + segment.numel]
             assert ours.tolist() == totals[segment.name], segment.name
         assert trainer.reduce_buffer[-1] == losses
         applied = trainer.apply(step, trainer.partial_square_sum(0, len(trainer.reduce_buffer)))
         assert applied.grad_norm == pytest.approx(plain.apply(step, totals), rel=1e-12)
         assert applied.loss == losses * UNIT
-        for name, parameter in trainer._model.named_parameters():
+        for name, parameter in trainer.built.flat.model.named_parameters():
             theirs = plain.model.get_parameter(name)
             torch.testing.assert_close(theirs, parameter, rtol=2e-6, atol=1e-7)
             theirs.data.copy_(parameter.data)  # the next step begins with equal bits
@@ -215,11 +215,11 @@ def test_a_state_that_was_copied_or_that_comes_from_a_checkpoint_goes_on_with_th
     for step in range(3):
         run_step(whole, step)
         run_step(donor, step)
-    for source, target in zip(donor.state(), newcomer.state(), strict=True):
+    for source, target in zip(donor.state.blobs(), newcomer.state.blobs(), strict=True):
         target.view[:] = source.view
-    newcomer.state_loaded(3)
+    newcomer.state.refresh(3)
     save(donor, tmp_path)
-    resumed.load(tmp_path)
+    resumed.state.load(tmp_path)
     for step in range(3, 6):
         buffers = []
         for trainer in (whole, newcomer, resumed):
@@ -246,13 +246,12 @@ def test_a_device_with_memory_of_its_own_computes_the_same(
     near, apart = make_trainer(exact=True), make_trainer(exact=True, device=APART)
     streams = []
 
-    def host_copier(gradients: torch.Tensor, host: torch.Tensor, kind: str) -> HostCopier:
+    def host_copier(gradients: torch.Tensor, host: torch.Tensor) -> HostCopier:
         streams.append(SideStream(gradients, host))
         return HostCopier(streams[-1].copy, [stop for _, stop in bucket_bounds(len(gradients), 8, 4096)])
 
-    monkeypatch.setattr("p2ptrain.compute.trainer._host_copier", host_copier)
+    monkeypatch.setattr("p2ptrain.compute.reduce_buffer.host_copier", host_copier)
     far = make_trainer(exact=True, device=FAR)
-    assert far.reduce_buffer.ctypes.data != far._summed.data_ptr()
     follower = Follower(far)
     for step in range(3):
         follower.fronts.clear()
@@ -300,7 +299,7 @@ def test_a_contribution_that_does_not_fit_is_told_and_never_applied(make_trainer
     trainer = make_trainer(exact=True)
     run_step(trainer, 0)
     before, size = state_bytes(trainer), len(trainer.reduce_buffer)
-    weight = trainer._model.get_parameter(trainer._flat.segments[2].name)
+    weight = trainer.built.flat.model.get_parameter(trainer.built.flat.segments[2].name)
     handle = weight.register_hook(lambda gradient: torch.full_like(gradient, value))  # type: ignore[no-untyped-call]
     trainer.begin_step(1)
     trainer.micro_batch(1, 0)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from p2ptrain.compute.fedex import ExactAverage
 from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import ModelSpec
 from p2ptrain.compute.trainer import Trainer
@@ -27,7 +26,7 @@ MICRO_BATCHES = 7
 def base(request: pytest.FixtureRequest, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
     trainer = tiny_trainer(text_file, model=tiny(layers=2, kv_heads=4, architecture=request.param))
-    randomize(trainer._model)
+    randomize(trainer.built.flat.model)
     save(trainer, directory)
     return directory
 
@@ -38,15 +37,15 @@ def members(text: Path, base: Path, count: int = 3, *, slots: int = 3, freeze_a:
     changes: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "local": local, "tuning": tuning}
     made = [tiny_trainer(text, model=ModelSpec(path=base), **changes) for _ in range(count)]
     for trainer in made:
-        trainer.load_initial()
+        trainer.state.load_initial()
     return made
 
 
 def play(trainers: list[Trainer], step: int) -> None:
     """One round."""
     for slot, (trainer, (first, count)) in enumerate(zip(trainers, SHARES, strict=True)):
-        if isinstance(trainer._update, ExactAverage):
-            trainer.use_slot(slot)
+        if trainer.slots is not None:
+            trainer.slots.use_slot(slot)
         trainer.begin_step(step, first, count)
         for index in range(first, first + count):
             trainer.micro_batch(step, index)
@@ -60,8 +59,8 @@ def play(trainers: list[Trainer], step: int) -> None:
 def effective(trainer: Trainer, parameters: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """The weights that each adapted layer computes with."""
     if parameters is not None:
-        trainer._flat.compute_with(parameters)
-    layers = {name: it for name, it in trainer._model.named_modules() if hasattr(it, "lora_A")}
+        trainer.built.flat.compute_with(parameters)
+    layers = {name: it for name, it in trainer.built.flat.model.named_modules() if hasattr(it, "lora_A")}
     return {
         name: (it.base_layer.weight + it.get_delta_weight("default")).detach().clone() for name, it in layers.items()
     }
@@ -104,14 +103,15 @@ def test_a_checkpoint_of_exact_averages_is_a_whole_model(text_file: Path, base: 
     opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.arange(40).view(2, 20) * 5
     with torch.no_grad():
-        assert torch.allclose(opened(input_ids=ids).logits, trainers[0]._model(input_ids=ids).logits, atol=1e-5)
+        own = trainers[0].built.flat.model
+        assert torch.allclose(opened(input_ids=ids).logits, own(input_ids=ids).logits, atol=1e-5)
     late = members(text_file, base, 1)[0]
-    late.load(tmp_path)
+    late.state.load(tmp_path)
     assert state_bytes(late) == state_bytes(trainers[0])
     again = members(text_file, base, 1)[0]
     before = state_bytes(again)
     play([again, *trainers[1:]], 0)
-    again.load_initial()
+    again.state.load_initial()
     assert state_bytes(again) == before
     assert worst(effective(again), effective(members(text_file, base, 1)[0])) == 0
 
@@ -121,7 +121,7 @@ def test_a_member_without_a_share_adds_nothing(text_file: Path, base: Path) -> N
     trainers, others = members(text_file, base), members(text_file, base, 4)
     play(trainers, 0)
     idle = others.pop()
-    idle.use_slot(2)  # that of the last one who takes part
+    idle.slots.use_slot(2)  # that of the last one who takes part
     idle.begin_step(0, 7, 0)
     idle.finish_gradients()
     assert not idle.reduce_buffer.any()
@@ -134,9 +134,9 @@ def test_a_newcomer_ends_with_the_same_bits(text_file: Path, base: Path) -> None
     trainers = members(text_file, base)
     play(trainers, 0)
     late = members(text_file, base, 1)[0]
-    for source, target in zip(trainers[0].state(), late.state(), strict=True):
+    for source, target in zip(trainers[0].state.blobs(), late.state.blobs(), strict=True):
         target.view[:] = source.view
-    late.state_loaded(1)
+    late.state.refresh(1)
     play([*trainers[:2], late], 1)
     assert state_bytes(late) == state_bytes(trainers[0])
     assert worst(effective(late), effective(trainers[0])) == 0

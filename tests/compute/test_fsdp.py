@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.fsdp import ShardSpec, rows_of
 from p2ptrain.compute.process_group import Array
-from p2ptrain.compute.trainer import Trainer
+from p2ptrain.compute.trainer import build_trainer
 from p2ptrain.core.checkpoint_parts import join_rows
 from p2ptrain.core.checkpoints import Draft
 from p2ptrain.core.disk import RealDisk
@@ -37,7 +37,7 @@ class Shards:
         self.count, self.exchange = count, Exchange(count)
         self._spec = tiny_spec(text, **changes)
         self.trainers = [
-            Trainer(self._spec, pick_device("cpu", 1), shard=ShardSpec(mesh, accumulate=accumulate))
+            build_trainer(self._spec, pick_device("cpu", 1), shard=ShardSpec(mesh, accumulate=accumulate))
             for mesh in meshes(self.exchange)
         ]
 
@@ -78,9 +78,9 @@ def test_the_first_weights_are_those_of_the_whole_model_bit_for_bit(text: Path, 
     directory.mkdir()
     save(tiny_trainer(text, model=new), directory)
     for model in (new, tiny(path=directory)):
-        flat = tiny_trainer(text, model=model)._flat
+        flat = tiny_trainer(text, model=model).built.flat
         for rank, trainer in enumerate(Shards(text, 3, model=model).trainers):
-            shard = trainer._flat
+            shard = trainer.built.flat
             for segment in shard.segments:
                 start, stop = rows_of(len(flat.view(flat.parameters, segment.name)), rank, 3)
                 ours = shard.view(shard.parameters, segment.name)
@@ -137,7 +137,7 @@ def test_a_checkpoint_is_that_of_a_whole_model_and_resumes_at_any_number_of_shar
     more = [shards.step(step) for step in (3, 4)]
 
     whole = tiny_trainer(text, model=model)
-    whole.load(directory)
+    whole.state.load(directory)
     (tmp_path / "whole").mkdir()
     save(whole, tmp_path / "whole", 3)
     for path in (tmp_path / "whole").iterdir():
@@ -147,12 +147,12 @@ def test_a_checkpoint_is_that_of_a_whole_model_and_resumes_at_any_number_of_shar
 
     other = Shards(text, 3, model=model)
     for trainer in other.trainers:
-        trainer.load(directory)
+        trainer.state.load(directory)
     assert [other.step(step) for step in (3, 4)] == pytest.approx(more, abs=1e-5)
 
     again = Shards(text, 2, model=model)
-    again.trainers[0].load(directory)
-    again.trainers[1].load(apart)
+    again.trainers[0].state.load(directory)
+    again.trainers[1].state.load(apart)
     assert [again.step(step) for step in (3, 4)] == more
 
 
@@ -164,7 +164,7 @@ def test_what_is_not_trained_is_what_came_in(text: Path, tmp_path: Path) -> None
     save_joined(shards, saved, 1)
     check_kept(given, saved)
     for ours, theirs in zip(again.trainers, shards.trainers, strict=True):
-        ours.load(saved)
+        ours.state.load(saved)
         assert state_bytes(ours) == state_bytes(theirs)
 
 
@@ -172,7 +172,7 @@ def test_a_collection_frees_the_memory_of_a_model(text: Path) -> None:
     """FSDP2's modules refer to each other, so the last reference to a trainer does not."""
     shards = Shards(text, 2)
     shards.step(0)
-    watched = [weakref.ref(trainer._flat.parameters) for trainer in shards.trainers]
+    watched = [weakref.ref(trainer.built.flat.parameters) for trainer in shards.trainers]
     del shards
     gc.collect()
     assert [reference() for reference in watched] == [None, None]
@@ -181,7 +181,7 @@ def test_a_collection_frees_the_memory_of_a_model(text: Path) -> None:
 def test_a_shard_that_does_not_fit_is_refused_with_the_numbers(text: Path) -> None:
     mesh = meshes(Exchange(2))[0]
     with pytest.raises(ResourceError, match=r"training 1/2 of 0.0. M parameters .* but this worker offers 64.0 KiB"):
-        Trainer(tiny_spec(text), pick_device("cpu", 1), shard=ShardSpec(mesh, memory_bytes=64 << 10))
+        build_trainer(tiny_spec(text), pick_device("cpu", 1), shard=ShardSpec(mesh, memory_bytes=64 << 10))
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None:
@@ -189,12 +189,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -
     shards, other, directory = Shards(text, 2), Shards(text, 2, model=tiny(layers=1)), tmp_path / "joined"
     save_joined(shards, directory, 0)
     with pytest.raises(StorageError, match="of another model"):
-        other.trainers[1].load(directory)
+        other.trainers[1].state.load(directory)
     weights = load_file(directory / "model.safetensors")
     name, tensor = next((name, it) for name, it in weights.items() if it.ndim == 2)
     before = state_bytes(shards.trainers[1])
     for wrong in (tensor[:3].contiguous(), tensor[:1, :1].contiguous(), tensor[0, 0].clone()):
         save_file(weights | {name: wrong}, directory / "model.safetensors")
         with pytest.raises(StorageError, match="cannot read the checkpoint"):
-            shards.trainers[1].load(directory)
+            shards.trainers[1].state.load(directory)
     assert state_bytes(shards.trainers[1]) == before

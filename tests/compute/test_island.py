@@ -123,9 +123,9 @@ def test_state_checkpoints_and_digests_are_those_of_a_worker_of_one_process(tmp_
         assert state_bytes(together) == state_bytes(alone)  # the first weights
         for step in range(3):
             run_step(alone, step)
-        for blob, written in zip(together.state(), alone.state(), strict=True):  # as healing does
+        for blob, written in zip(together.state.blobs(), alone.state.blobs(), strict=True):  # as healing does
             blob.view[:] = written.view
-        together.state_loaded(3)
+        together.state.refresh(3)
         assert state_bytes(together) == state_bytes(alone)
         for trainer, path in ((together, ours), (alone, theirs)):
             path.mkdir()
@@ -133,10 +133,10 @@ def test_state_checkpoints_and_digests_are_those_of_a_worker_of_one_process(tmp_
         found, wanted = ({it.name: it.read_bytes() for it in path.iterdir()} for path in (ours, theirs))
         assert found == wanted
         run_step(together, 3)
-        together.load(theirs)
+        together.state.load(theirs)
         assert state_bytes(together) == state_bytes(alone)
-        together.load_initial()
-        alone.load_initial()
+        together.state.load_initial()
+        alone.state.load_initial()
         assert state_bytes(together) == state_bytes(alone)
 
 
@@ -175,7 +175,7 @@ def test_what_a_follower_cannot_build_is_refused_by_all_and_the_next_is_built() 
     with islanders() as made:
         with pytest.raises(ResourceError, match="process 1 of this worker: no memory"):
             made.build(ResourceError("no memory"))
-        assert made.build(tiny_spec(WINDOWS)).tokens_per_micro_batch
+        assert made.build(tiny_spec(WINDOWS)).data.tokens_per_micro_batch
 
 
 def test_a_lost_process_is_told_and_the_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name
 
-from p2ptrain.compute.local import MIXING, LocalSpec
+from p2ptrain.compute.inner_steps import MIXING
+from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.trainer import Trainer
 from tests.compute.tiny_trainer import OPTIMIZER, state_bytes, tiny_trainer
 
@@ -32,7 +33,7 @@ def members(text: Path, count: int = 2, **local: Any) -> list[Trainer]:
     changes = {"steps": STEPS, "micro_batches": MICRO_BATCHES, "optimizer": replace(OPTIMIZER, warmup_steps=1)}
     made = [tiny_trainer(text, local=LocalSpec(**local), **changes) for _ in range(count)]
     for trainer in made:
-        trainer.load_initial()
+        trainer.state.load_initial()
     return made
 
 
@@ -71,7 +72,7 @@ class Reference:
 
     def __init__(self, trainer: Trainer, *, fragments: int = 1, overlap: bool = False) -> None:
         self.trainer, self.fragments, self.overlap = trainer, fragments, overlap
-        self.shared = copy.deepcopy(trainer._model)
+        self.shared = copy.deepcopy(trainer.built.flat.model)
         self.own = [copy.deepcopy(self.shared) for _ in SHARES]
         self.inner = [torch.optim.AdamW(groups(model), betas=(0.9, 0.95), eps=1e-8) for model in self.own]
         self.outer = torch.optim.SGD(self.shared.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -80,8 +81,8 @@ class Reference:
         first, count = SHARES[member]
         model, losses = self.own[member], 0.0
         for number, index in enumerate(range(first, first + count), start=1):
-            windows = self.trainer._corpus.training[self.trainer._samples(step, index)]
-            tokens_bt = torch.from_numpy(self.trainer._corpus.window_tokens(windows))
+            windows = self.trainer.batches.corpus.training[self.trainer.batches.window_numbers(step, index)]
+            tokens_bt = torch.from_numpy(self.trainer.batches.corpus.window_tokens(windows))
             logits_btv = model(input_ids=tokens_bt[:, :-1], use_cache=False).logits
             loss = F.cross_entropy(logits_btv.flatten(0, 1), tokens_bt[:, 1:].flatten())
             model.zero_grad()
@@ -118,7 +119,7 @@ def test_as_torchs_own_optimizers(text: Path) -> None:
     for step in range(STEPS):
         assert outer_step(trainers, step) == pytest.approx(reference.step(step), rel=1e-6)
     for name, parameter in reference.shared.named_parameters():
-        difference = (trainers[1]._model.get_parameter(name) - parameter).norm() / parameter.norm()
+        difference = (trainers[1].built.flat.model.get_parameter(name) - parameter).norm() / parameter.norm()
         assert difference < 1e-6, name
 
 
@@ -162,9 +163,9 @@ def test_it_learns_and_a_newcomer_joins_with_fresh_moments(text: Path, local: di
     trainers = members(text, **local)
     losses = [outer_step(trainers, step) for step in range(4)]
     late = members(text, 1, **local)[0]
-    for source, target in zip(trainers[0].state(), late.state(), strict=True):
+    for source, target in zip(trainers[0].state.blobs(), late.state.blobs(), strict=True):
         target.view[:] = source.view
-    late.state_loaded(4)
+    late.state.refresh(4)
     losses += [outer_step([trainers[0], late], step) for step in range(4, STEPS)]
     assert losses[-1] < losses[0] - 0.5
 
@@ -189,7 +190,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_later_step(text: Path, local: d
     for step in range(2):
         outer_step(trainers, step)
     trainers[0].begin_step(2, *SHARES[0])
-    trainers[0]._flat.gradients.fill_(float("nan"))
+    trainers[0].built.flat.gradients.fill_(float("nan"))
     trainers[0].micro_batch(2, 0)
     trainers[0].finish_gradients()
     assert not np.isfinite(trainers[0].partial_square_sum(0, len(trainers[0].reduce_buffer)))
@@ -216,4 +217,4 @@ def test_validation_is_of_the_shared_parameters(text: Path) -> None:
 
 
 def validation(trainer: Trainer) -> float:
-    return trainer.validate(0, trainer.validation_batches())[0]
+    return trainer.validate(0, trainer.data.validation_batches)[0]

@@ -11,7 +11,7 @@ import torch
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.model import ModelSpec, load_model
 from p2ptrain.compute.stage import StageSpec
-from p2ptrain.compute.trainer import Trainer
+from p2ptrain.compute.trainer import build_trainer
 from p2ptrain.core.errors import ConfigError
 from tests.compute.saving import save
 from tests.compute.tiny_trainer import run_step, state_bytes, tiny_spec, tiny_trainer
@@ -32,8 +32,8 @@ def test_it_learns_and_goes_on_from_a_checkpoint_that_is_a_model_directory(
     model = load_model(tmp_path)
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, trainer._model.get_parameter(name)), name
-    again.load(tmp_path)
+        assert torch.equal(parameter, trainer.built.flat.model.get_parameter(name)), name
+    again.state.load(tmp_path)
     assert run_step(again, 6) == run_step(trainer, 6)
     assert state_bytes(again) == state_bytes(trainer)
 
@@ -41,7 +41,7 @@ def test_it_learns_and_goes_on_from_a_checkpoint_that_is_a_model_directory(
 def test_its_layers_cannot_be_parted(text_file: Path) -> None:
     stage = StageSpec(0, (0, 1, 2))
     with pytest.raises(ConfigError, match="a 'lstm' model cannot be split: its layers have no attention heads"):
-        Trainer(tiny_spec(text_file, model=LSTM), pick_device("cpu", 1), stage)
+        build_trainer(tiny_spec(text_file, model=LSTM), pick_device("cpu", 1), stage)
 
 
 def test_in_bf16_only_the_head_rounds(text_file: Path) -> None:

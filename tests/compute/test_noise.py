@@ -44,13 +44,13 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture
 def trainer(text: Path) -> Trainer:
     made = tiny_trainer(text, local=LocalSpec(1.0, 0.0, fresh=True, clip_norm=CLIP))
-    made.load_initial()
+    made.state.load_initial()
     return made
 
 
 def contributed(trainer: Trainer, noise: tuple[float, bytes] | None, count: int = 3) -> np.ndarray:
     if noise is not None:
-        trainer.use_noise(*noise)
+        trainer.noise.use_noise(*noise)
     trainer.begin_step(0, 0, count)
     for index in range(count):
         trainer.micro_batch(0, index)
@@ -71,7 +71,7 @@ def test_a_contribution_is_clipped_and_has_the_noise_once(trainer: Trainer) -> N
 def clipped_trainer(text: Path, **changes: Any) -> Trainer:
     changes = {"micro_batches": 6, "micro_batch_sequences": 1, "private": True, **changes}
     made = tiny_trainer(text, **changes)
-    made.load_initial()
+    made.state.load_initial()
     return made
 
 
@@ -103,7 +103,7 @@ def test_each_sequence_is_clipped_alone_as_in_a_plain_loop(text: Path) -> None:
 def test_a_sequence_counts_once_in_a_step(text: Path) -> None:
     text.write_text(text.read_text()[:600])
     trainer = clipped_trainer(text, clip_norm=1e-3, micro_batches=100, validation_batches=1)
-    windows = trainer.windows
+    windows = trainer.data.windows
     assert windows < 50
     contributed(trainer, (0.0, KEY), count=windows)
     once = trainer.reduce_buffer.copy()

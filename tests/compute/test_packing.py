@@ -28,11 +28,11 @@ from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.split_check import check_packs
 from p2ptrain.compute.text import ChatFormat, ModelText, Turn
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.compute.trainer import Trainer
+from p2ptrain.compute.trainer import Trainer, build_trainer
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 from tests.compute.families import FAMILIES
 from tests.compute.saving import save
-from tests.compute.tiny_trainer import run_step, tiny, tiny_spec
+from tests.compute.tiny_trainer import run_step, tiny, tiny_spec, tiny_trainer
 from tests.samples import StepSampler
 
 BYTES = Tokenizer.of_bytes()
@@ -74,7 +74,7 @@ def everything(corpus: Corpus) -> np.ndarray[Any, Any]:
 
 def trainer_of(path: Path, width: int, **changes: Any) -> Trainer:
     data = DataSpec(path=str(path), format="chat", sequence_tokens=width, validation_fraction=0.3)
-    return Trainer(tiny_spec(path, data=data, model=MODEL, **changes), pick_device("cpu", 1))
+    return build_trainer(tiny_spec(path, data=data, model=MODEL, **changes), pick_device("cpu", 1))
 
 
 def summed_losses(model: torch.nn.Module, talk: list[tuple[str, str]]) -> tuple[torch.Tensor, int]:
@@ -87,7 +87,7 @@ def summed_losses(model: torch.nn.Module, talk: list[tuple[str, str]]) -> tuple[
 
 def check_gradients(trainer: Trainer, model: torch.nn.Module, gradient: np.ndarray[Any, Any]) -> None:
     gradients = dict(model.named_parameters())
-    for segment in trainer._flat.segments:
+    for segment in trainer.built.flat.segments:
         mine = torch.from_numpy(gradient[segment.offset : segment.offset + segment.numel])
         theirs = gradients[segment.name].grad
         assert theirs is not None
@@ -302,7 +302,7 @@ def test_a_model_without_a_template_is_saved_with_the_one_that_it_was_trained_wi
     for form in ("text", "chat"):
         (tmp_path / form).mkdir()
         data = DataSpec(path=str(path), format=form, sequence_tokens=64)
-        save(Trainer(tiny_spec(path, data=data, model=ModelSpec(path=model)), pick_device("cpu", 1)), tmp_path / form)
+        save(tiny_trainer(path, data=data, model=ModelSpec(path=model)), tmp_path / form)
     assert not (tmp_path / "text" / "chat_template.jinja").exists()
     auto = AutoTokenizer.from_pretrained(tmp_path / "chat")
     messages = [{"role": "user", "content": "q"}]
@@ -350,7 +350,7 @@ def test_the_loss_and_its_gradient_are_the_mean_over_all_targets_however_a_step_
     cut = {"micro_batches": micro_batches, "micro_batch_sequences": sequences, "validation_batches": 1}
     path = written(tmp_path / "x.jsonl", ONE_EACH)
     trainer = trainer_of(path, 48, **cut)
-    corpus = trainer._corpus
+    corpus = trainer.batches.corpus
     assert len(everything(corpus)) == len(ONE_EACH)
     model = build_model(MODEL, 256, seed=3)
     windows = corpus.training[StepSampler(len(corpus.training), 3, 1, 8).sample(0, 0)]
@@ -386,7 +386,7 @@ def test_members_with_private_text_learn_the_mean_over_the_targets_of_all(tmp_pa
             trainer.micro_batch(0, index)
         trainer.finish_gradients()
         total += trainer.reduce_buffer
-        corpus = trainer._corpus
+        corpus = trainer.batches.corpus
         order = StepSampler(len(corpus.training), 3, 1, 2 * count).sample(0, 0)
         for window in corpus.training[order]:
             part, number = summed_losses(model, text[window])
@@ -394,11 +394,11 @@ def test_members_with_private_text_learn_the_mean_over_the_targets_of_all(tmp_pa
     (nats / targets).backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     assert norm > 0.5, "the clipping was exercised"
-    trainer, before = members[1], members[1]._flat.parameters.clone()
+    trainer, before = members[1], members[1].built.flat.parameters.clone()
     trainer.reduce_buffer[:] = total
     applied = trainer.apply(0, trainer.partial_square_sum(0, len(total)))
     assert (applied.loss, applied.grad_norm) == pytest.approx(((nats / targets).item(), norm.item()), rel=1e-5)
-    check_gradients(trainer, model, ((before - trainer._flat.parameters) / plain.lr_at(0, 30)).numpy())
+    check_gradients(trainer, model, ((before - trainer.built.flat.parameters) / plain.lr_at(0, 30)).numpy())
     for wrong in (-0.1, 1.1, np.nan):  # the share of targets in the sum is not believed
         trainer.reduce_buffer[-2] = wrong
         assert np.isnan(trainer.partial_square_sum(0, len(total)))
@@ -406,19 +406,19 @@ def test_members_with_private_text_learn_the_mean_over_the_targets_of_all(tmp_pa
 
 def test_packed_losses_are_those_of_each_conversation_alone(tmp_path: Path) -> None:
     trainer = trainer_of(written(tmp_path / "x.jsonl", CONVERSATIONS), 160)
-    batch = trainer._batch(everything(trainer._corpus))
+    batch = trainer.batches.batch(everything(trainer.batches.corpus))
     assert len(batch.inputs) < len(CONVERSATIONS) / 2
     alone = 0.0
     targets = 0
     with torch.no_grad():
-        packed = float(trainer._through(batch.inputs, batch))
+        packed = float(trainer.pipeline.compute(batch.inputs, batch))
         for talk in CONVERSATIONS:
-            total, number = summed_losses(trainer._model, talk)
+            total, number = summed_losses(trainer.built.flat.model, talk)
             alone, targets = alone + float(total), targets + number
     assert int((batch.targets != NO_TARGET).sum()) == targets
     assert abs(packed / targets - alone / targets) < 1e-5
-    losses_sum, number = trainer.validate(0, trainer.validation_batches())
-    assert 0 < number < trainer.validation_batches() * trainer.tokens_per_micro_batch
+    losses_sum, number = trainer.validate(0, trainer.data.validation_batches)
+    assert 0 < number < trainer.data.validation_batches * trainer.data.tokens_per_micro_batch
     assert losses_sum / number == pytest.approx(alone / targets, rel=0.1)
 
 

@@ -19,9 +19,9 @@ from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec, model_config
 from p2ptrain.compute.stage import StageSpec, check_training_memory, kept_bytes, most_in_flight
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.compute.trainer import Trainer
+from p2ptrain.compute.trainer import Trainer, build_trainer
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError
-from tests.compute.tiny_trainer import tiny, tiny_trainer
+from tests.compute.tiny_trainer import state_bytes, tiny, tiny_trainer
 from tests.samples import StepSampler
 
 from .families import make, opened, randomize
@@ -110,9 +110,9 @@ def test_families_train_in_parts_and_is_saved_as_one_model(text_file: Path, tmp_
     saved = opened(trained).state_dict()
     assert saved.keys() == whole.state_dict().keys()
     for number, stage in enumerate(pipeline.stages):
-        assert stage._model_part is not None
-        names = stage._model_part.names
-        for name, tensor in stage._model.state_dict().items():
+        assert stage.built.stage is not None
+        names = stage.built.stage.names
+        for name, tensor in stage.built.flat.model.state_dict().items():
             assert torch.equal(saved[names[name]], tensor), (number, name)
 
 
@@ -143,17 +143,17 @@ def test_the_loss_curve_is_that_of_one_process() -> None:
 def test_held_out_windows_that_fill_no_micro_batch_are_validated(fraction: float, windows: int) -> None:
     data = DataSpec(sequence_tokens=16, limit_bytes=321, validation_fraction=fraction)
     alone, parts = tiny_trainer(Path("stdlib"), model=MODEL, data=data), Pipeline("stdlib", (0, 2, 4), data=data)
-    assert len(alone._corpus.training) == 20 - windows
-    losses, targets = alone.validate(0, alone.validation_batches())
+    assert len(alone.batches.corpus.training) == 20 - windows
+    losses, targets = alone.validate(0, alone.data.validation_batches)
     assert targets == 16 * windows
     if windows:
-        assert losses == pytest.approx(losses_of(alone, alone._corpus.validation), rel=1e-6)
+        assert losses == pytest.approx(losses_of(alone, alone.batches.corpus.validation), rel=1e-6)
         assert parts.validation_loss() == pytest.approx(losses / targets, rel=1e-5)
 
 
 def losses_of(trainer: Trainer, windows: np.ndarray[Any, Any]) -> float:
-    tokens = torch.from_numpy(trainer._corpus.window_tokens(windows))
-    logits = trainer._model(input_ids=tokens[:, :-1], use_cache=False).logits
+    tokens = torch.from_numpy(trainer.batches.corpus.window_tokens(windows))
+    logits = trainer.built.flat.model(input_ids=tokens[:, :-1], use_cache=False).logits
     return float(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").detach())
 
 
@@ -168,14 +168,14 @@ def train(trainer: Trainer, step: int) -> Any:
 def check_tied_copies(pipeline: Pipeline) -> None:
     """Bit-equal: the weight, and both moments."""
     ends = pipeline.stages[0], pipeline.stages[-1]
-    if ends[0]._tied is None:
+    if ends[0].built.tied is None:
         return
     for name in ("parameters", "exp_avg", "exp_avg_sq"):
         copies = []
         for stage in ends:
-            assert stage._tied is not None
-            array = stage._state_arrays()[name]
-            copies.append(array[stage._tied.offset : stage._tied.offset + stage._tied.numel])
+            assert stage.built.tied is not None
+            array = stage.state.arrays()[name]
+            copies.append(array[stage.built.tied.offset : stage.built.tied.offset + stage.built.tied.numel])
         assert torch.equal(*copies), name
         assert copies[0].any()
 
@@ -201,7 +201,7 @@ def test_what_the_last_stage_contributes_to_a_tied_matrix_counts_as_its_own(text
     pipeline.gradients(0)
     for stage in pipeline.stages:
         expected = float((np.asarray(stage.reduce_buffer[:-1], np.float64) ** 2).sum())
-        assert stage.contributed_square_sum(0, len(stage.reduce_buffer)) == pytest.approx(expected, rel=1e-9)
+        assert stage.pipeline.contributed_square_sum(0, len(stage.reduce_buffer)) == pytest.approx(expected, rel=1e-9)
 
 
 def test_replicas_add_up_to_one_process(text_file: Path) -> None:
@@ -221,10 +221,10 @@ def test_replicas_add_up_to_one_process(text_file: Path) -> None:
 
 def test_one_part_that_is_the_whole(text_file: Path) -> None:
     pipeline, alone = Pipeline(text_file, (0, 4)), tiny_trainer(text_file, model=MODEL)
-    assert pipeline.stages[0].tied_gradient() is None
+    assert pipeline.stages[0].pipeline.tied_gradient() is None
     for step in range(3):
         assert pipeline.run(step) == train(alone, step)
-    assert [bytes(blob.view) for blob in pipeline.stages[0].state()] == [bytes(blob.view) for blob in alone.state()]
+    assert state_bytes(pipeline.stages[0]) == state_bytes(alone)
 
 
 # ---------------------------------------------------------------------------------------------- what is kept, and turns
@@ -234,16 +234,16 @@ def test_recomputing_keeps_one_graph_and_runs_nothing_twice_where_the_backward_i
     pipeline = Pipeline(text_file, (0, 2, 4), {"recompute": True}, micro_batches=6)
     counts = [0, 0]
     for number, stage in enumerate(pipeline.stages):
-        plain = stage._run
+        plain = stage.pipeline._run
 
         def counted(*args: Any, number: int = number, plain: Callable[..., Any] = plain) -> Any:
             counts[number] += 1
             result = plain(*args)
-            flights = pipeline.stages[number]._flights.values()
+            flights = pipeline.stages[number].pipeline._flights.values()
             assert sum(flight.graph is not None for flight in flights if flight is not args[0]) == 0
             return result
 
-        stage._run = counted  # type: ignore[method-assign]
+        stage.pipeline._run = counted  # type: ignore[method-assign]
     pipeline.gradients(0, [1, 0])
     assert counts == [12, 6]
 
@@ -253,31 +253,31 @@ def test_a_graph_is_let_go_with_its_backward(text_file: Path) -> None:
     first, last = pipeline.stages
     first.begin_step(0)
     last.begin_step(0)
-    last.forward(0, 0, first.forward(0, 0, None))
-    graph = last._flights[0].graph
+    last.pipeline.forward(0, 0, first.pipeline.forward(0, 0, None))
+    graph = last.pipeline._flights[0].graph
     assert graph is not None
     watched = weakref.ref(graph[1])
     del graph
-    last.backward(0, None)
+    last.pipeline.backward(0, None)
     assert watched() is None
-    assert not last._flights
+    assert not last.pipeline._flights
 
 
 def test_turns_are_checked(text_file: Path) -> None:
     first, last = Pipeline(text_file, (0, 2, 4)).stages
     first.begin_step(0)
     last.begin_step(0)
-    made = first.forward(0, 0, None)
+    made = first.pipeline.forward(0, 0, None)
     with pytest.raises(ValueError, match="already had its forward pass"):
-        first.forward(0, 0, None)
+        first.pipeline.forward(0, 0, None)
     with pytest.raises(ValueError, match="had no forward pass"):
-        first.backward(1, None)
+        first.pipeline.backward(1, None)
     with pytest.raises(ValueError, match="backward pass of stage 0: missing or unexpected"):
-        first.backward(0, None)
+        first.pipeline.backward(0, None)
     with pytest.raises(ValueError, match="forward pass of stage 1: missing or unexpected"):
-        last.forward(0, 0, None)
+        last.pipeline.forward(0, 0, None)
     with pytest.raises(ValueError, match="forward pass of stage 0: missing or unexpected"):
-        first.forward(0, 1, made)
+        first.pipeline.forward(0, 1, made)
     with pytest.raises(ValueError, match=r"micro-batches \[0\] had no backward pass"):
         first.finish_gradients()
 
@@ -286,16 +286,16 @@ def test_payloads_of_another_size_are_the_neighbours_fault(text_file: Path) -> N
     first, last = Pipeline(text_file, (0, 2, 4)).stages
     first.begin_step(0)
     last.begin_step(0)
-    made = first.forward(0, 0, None)
+    made = first.pipeline.forward(0, 0, None)
     assert made is not None
-    assert len(made) == first.activation_bytes == 2 * 16 * 32 * 4
+    assert len(made) == first.pipeline.activation_bytes == 2 * 16 * 32 * 4
     for payload in (made[:-1], made[:0], np.concatenate([made, made])):
         with pytest.raises(ProtocolError):
-            last.forward(0, 0, payload)
+            last.pipeline.forward(0, 0, payload)
         with pytest.raises(ProtocolError):
-            first.backward(0, payload)
-    last.forward(0, 0, made)  # neither is spoilt by it
-    first.backward(0, last.backward(0, None))
+            first.pipeline.backward(0, payload)
+    last.pipeline.forward(0, 0, made)  # neither is spoilt by it
+    first.pipeline.backward(0, last.pipeline.backward(0, None))
 
 
 def test_inputs_may_change_after_the_call(text_file: Path) -> None:
@@ -306,15 +306,15 @@ def test_inputs_may_change_after_the_call(text_file: Path) -> None:
             first.begin_step(0)
             last.begin_step(0)
             for index in (0, 1):
-                made = first.forward(0, index, None)
+                made = first.pipeline.forward(0, index, None)
                 assert made is not None
                 arrived = made.copy()
-                last.forward(0, index, arrived)
+                last.pipeline.forward(0, index, arrived)
                 if spoil:
                     arrived.fill(0x7F)
-            back = [last.backward(index, None) for index in (0, 1)]
+            back = [last.pipeline.backward(index, None) for index in (0, 1)]
             for index in (0, 1):
-                first.backward(index, back[index])
+                first.pipeline.backward(index, back[index])
             gradients.append((first.reduce_buffer.tobytes(), last.reduce_buffer.tobytes()))
         assert gradients[0] == gradients[1]
 
@@ -324,11 +324,11 @@ def test_a_step_that_was_given_up_leaves_nothing(text_file: Path) -> None:
     first, last = pipeline.stages
     first.begin_step(0)
     last.begin_step(0)
-    last.forward(0, 0, first.forward(0, 0, None))
+    last.pipeline.forward(0, 0, first.pipeline.forward(0, 0, None))
     pipeline.run(0)
     calm.run(0)
     for one, other in zip(pipeline.stages, calm.stages, strict=True):
-        assert [bytes(blob.view) for blob in one.state()] == [bytes(blob.view) for blob in other.state()]
+        assert state_bytes(one) == state_bytes(other)
 
 
 # -------------------------------------------------------------------------------------------------- the text, precision
@@ -385,14 +385,15 @@ def test_autocast_is_that_of_one_process(text_file: Path) -> None:
 def test_bad_stages_are_refused(text_file: Path, spec: StageSpec, what: str) -> None:
     pipeline = Pipeline(text_file, (0, 4))
     with pytest.raises(ConfigError, match=what):
-        Trainer(pipeline.spec, pipeline.device, spec)
+        build_trainer(pipeline.spec, pipeline.device, spec)
 
 
 def test_memory_counts_what_is_in_flight(text_file: Path) -> None:
     pipeline = Pipeline(text_file, (0, 2, 4))
     device, stage = pipeline.device, pipeline.stages[0]
-    assert stage._model_part is not None
-    config, weights, kept = stage._config, stage._model_part.weights_bytes, kept_bytes(stage._config, 32, stage._part)
+    assert stage.built.stage is not None
+    config, part = model_config(MODEL, 256), stage.built.stage.part
+    weights, kept = stage.built.stage.weights_bytes, kept_bytes(config, 32, part)
 
     def check(**changes: Any) -> None:
         check_training_memory(config, StageSpec(0, (0, 2, 4), **changes), device, micro_batch_tokens=32)
@@ -408,4 +409,4 @@ def test_memory_counts_what_is_in_flight(text_file: Path) -> None:
     for memory_bytes, most, expected in ((given, 8, 3), (given - kept, 8, 2), (1, 8, 2), (given, 2, 2), (0, 8, 8)):
         spec = StageSpec(0, (0, 2, 4), in_flight=2, memory_bytes=memory_bytes)
         assert most_in_flight(config, spec, device, micro_batch_tokens=32, most=most) == expected
-    assert stage.in_flight >= 1
+    assert stage.pipeline.in_flight >= 1

@@ -63,11 +63,11 @@ def test_what_is_called_final_changes_no_more(make_trainer: MakeTrainer, model: 
         final = trainer.reduce_buffer.tobytes()
         numels = [numel for numel, _ in follower.fronts]
         assert numels == sorted(numels)
-        assert len(set(numels)) > len(trainer._flat.segments) / 3, "the layout is far from the order of backward"
+        assert len(set(numels)) > len(trainer.built.flat.segments) / 3, "the layout is far from the order of backward"
         assert all(final.startswith(front) for _, front in follower.fronts)
         early = max(numel for numel, _ in follower.fronts[:-1] if numel < trainer.exact_from)
         assert early > trainer.exact_from / 2, "the embedding is what comes last"
-        assert max(numels) <= trainer._flat.numel
+        assert max(numels) <= trainer.built.flat.numel
         plain.begin_step(step)
         for index in share:
             plain.micro_batch(step, index)
@@ -146,7 +146,7 @@ def test_gradients_of_any_split_sum_to_the_whole_batch(
     plain = build_model(TINY, 256, seed=3)
     loss = _loss(plain, _batch_tokens(text_file, 7, [0, 1, 2, 3]))
     loss.backward()  # type: ignore[no-untyped-call]
-    for segment in trainer._flat.segments:
+    for segment in trainer.built.flat.segments:
         gradient = plain.get_parameter(segment.name).grad
         assert gradient is not None
         part = total[segment.offset : segment.offset + gradient.numel()].reshape(segment.shape)
@@ -214,25 +214,25 @@ def test_what_is_not_finite_fails_the_job(make_trainer: MakeTrainer, slot: int, 
 
 def test_a_device_with_memory_of_its_own_computes_the_same(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     near, apart, healed = make_trainer(), make_trainer(device=APART), make_trainer(device=APART, seed=9)
-    assert apart.reduce_buffer.ctypes.data != apart._flat.gradients.data_ptr()
+    assert apart.reduce_buffer.ctypes.data != apart.built.flat.gradients.data_ptr()
     for step in range(4):
         assert run_step(near, step) == run_step(apart, step)
         assert np.array_equal(near.reduce_buffer, apart.reduce_buffer)
     assert state_bytes(near) == state_bytes(apart)
-    blobs = healed.state()
-    for source, target in zip(apart.state(), blobs, strict=True):
+    blobs = healed.state.blobs()
+    for source, target in zip(apart.state.blobs(), blobs, strict=True):
         target.view[:] = source.view
     assert state_bytes(healed) != state_bytes(apart), "not before it is told"
-    blobs = healed.state()
-    for source, target in zip(apart.state(), blobs, strict=True):
+    blobs = healed.state.blobs()
+    for source, target in zip(apart.state.blobs(), blobs, strict=True):
         target.view[:] = source.view
-    healed.state_loaded(4)
+    healed.state.refresh(4)
     assert state_bytes(healed) == state_bytes(apart)
     save(apart, tmp_path)
     run_step(healed, 4)
-    healed.state()
-    healed.load(tmp_path)
-    healed.state_loaded(4)  # said once more: an earlier copy must not come back
+    healed.state.blobs()
+    healed.state.load(tmp_path)
+    healed.state.refresh(4)  # said once more: an earlier copy must not come back
     assert state_bytes(healed) == state_bytes(near)
 
 
@@ -244,9 +244,9 @@ def test_save_and_load_resume_bit_equal(make_trainer: MakeTrainer, tmp_path: Pat
     saved = state_bytes(trainer)
     losses = [run_step(trainer, step) for step in range(3, 6)]
     other = make_trainer(seed=99)
-    other.load(tmp_path)
+    other.state.load(tmp_path)
     assert state_bytes(other) == saved
-    trainer.load(tmp_path)
+    trainer.state.load(tmp_path)
     assert [run_step(trainer, step) for step in range(3, 6)] == losses
     assert json.loads((tmp_path / "training.json").read_text())["step"] == 3
 
@@ -270,10 +270,10 @@ def test_the_files_are_those_of_save_pretrained(make_trainer: MakeTrainer, tmp_p
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
     save(trainer, ours)
-    network: Any = trainer._model
+    network: Any = trainer.built.flat.model
     network.config.use_cache = True  # it is off in training
     network.save_pretrained(theirs)
-    trainer._tokenizer.save(theirs)
+    Tokenizer.of_bytes().save(theirs)
     assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()} | {
         "optimizer.safetensors",
         "training.json",
@@ -289,10 +289,10 @@ def test_the_files_are_those_of_save_pretrained(make_trainer: MakeTrainer, tmp_p
     with safe_open(ours / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     opened: Any = AutoModelForCausalLM.from_pretrained(ours)
-    for name, parameter in trainer._model.named_parameters():
+    for name, parameter in trainer.built.flat.model.named_parameters():
         assert torch.equal(opened.get_parameter(name), parameter), name
     other = make_trainer(model=model, seed=99)
-    other.load(ours)
+    other.state.load(ours)
     assert state_bytes(other) == state_bytes(trainer)
 
 
@@ -304,7 +304,7 @@ def test_going_on_from_a_directory(make_trainer: MakeTrainer, tmp_path: Path) ->
     second = make_trainer(model=ModelSpec(path=tmp_path), seed=77)
     assert state_bytes(second)["parameters"] == state_bytes(first)["parameters"]
     assert not any(state_bytes(second)["exp_avg"])
-    assert second.corpus_digest == first.corpus_digest
+    assert second.data.digest == first.data.digest
     assert run_step(second, 0) > 0
 
 
@@ -325,14 +325,14 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
     else:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(StorageError, match="cannot read the checkpoint"):
-        trainer.load(tmp_path)
+        trainer.state.load(tmp_path)
     assert state_bytes(trainer) == before
 
 
 def test_a_checkpoint_of_another_model_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     save(make_trainer(model=tiny(layers=1)), tmp_path)
     with pytest.raises(StorageError, match="another model") as caught:
-        make_trainer().load(tmp_path)
+        make_trainer().state.load(tmp_path)
     assert caught.value.remedy
 
 
@@ -341,7 +341,7 @@ def test_a_micro_batch_too_large_for_the_device(make_trainer: MakeTrainer, monke
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines")
 
     trainer = make_trainer()
-    monkeypatch.setattr(trainer._model, "forward", out_of_memory)
+    monkeypatch.setattr(trainer.built.flat.model, "forward", out_of_memory)
     for compute in (lambda: trainer.micro_batch(0, 0), lambda: trainer.validate(0, 1)):
         with pytest.raises(ResourceError, match="Tried to allocate 2 GiB") as caught:
             compute()
@@ -350,7 +350,7 @@ def test_a_micro_batch_too_large_for_the_device(make_trainer: MakeTrainer, monke
 
 def test_validation_adds_up_over_shares(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
-    assert trainer.validation_batches() == 3
+    assert trainer.data.validation_batches == 3
     whole, targets = trainer.validate(0, 3)
     assert targets == 3 * 32
     parts = [trainer.validate(index, 1) for index in range(3)]

@@ -15,8 +15,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from p2ptrain.compute.adapter import MergedTable
+from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec
+from p2ptrain.compute.recipe import ModelRecipe
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.tuning import TuningSpec
@@ -26,7 +28,7 @@ from p2ptrain.core.checkpoints import CheckpointStore, pieces
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, StorageError
 from p2ptrain.core.tensor_files import TensorTable
-from tests.compute.tiny_trainer import run_step, state_bytes, tiny, tiny_trainer
+from tests.compute.tiny_trainer import run_step, state_bytes, tiny, tiny_spec, tiny_trainer
 
 from .families import make, randomize
 from .pipelines import Pipeline
@@ -41,7 +43,7 @@ def base(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of four layers whose weights are all random, norms too, in fp32."""
     directory = tmp_path_factory.mktemp("base")
     trainer = tiny_trainer(text_file, model=tiny(layers=4, architecture="qwen2", tie_embeddings=True))
-    randomize(trainer._model)
+    randomize(trainer.built.flat.model)
     save(trainer, directory)
     return directory
 
@@ -63,8 +65,8 @@ def assembled(pipeline: Pipeline, root: Path) -> Path:
     store = CheckpointStore(RealDisk(), root, 2)
     draft = store.draft(1, 0)
     for stage in pipeline.stages:
-        blobs = {blob.name: blob.view for blob in stage.state()}
-        for file in stage.checkpoint_files(1):
+        blobs = {blob.name: blob.view for blob in stage.state.blobs()}
+        for file in stage.state.checkpoint_files(1):
             draft.begin(file.name)
             for piece in pieces(file, blobs):
                 draft.add(piece)
@@ -98,7 +100,7 @@ def test_twenty_steps_are_those_of_peft_in_one_process(text_file: Path, base: Pa
             for index in share:
                 trainer.micro_batch(step, index)
             trainer.finish_gradients()
-        one.reduce_buffer += other.reduce_buffer
+        one.reduce_buffer[:] += other.reduce_buffer
         other.reduce_buffer[:] = one.reduce_buffer
         square_sum = one.partial_square_sum(0, len(one.reduce_buffer))
         losses = [trainer.apply(step, square_sum).loss for trainer in (one, other)]
@@ -106,8 +108,8 @@ def test_twenty_steps_are_those_of_peft_in_one_process(text_file: Path, base: Pa
             losses.append(pipeline.run(step).loss)
 
         optimizer.zero_grad()
-        windows = np.concatenate([one._samples(step, index) for index in range(4)])
-        tokens = torch.from_numpy(one._corpus.window_tokens(one._corpus.training[windows]))
+        windows = np.concatenate([one.batches.window_numbers(step, index) for index in range(4)])
+        tokens = torch.from_numpy(one.batches.corpus.window_tokens(one.batches.corpus.training[windows]))
         outputs = plain(input_ids=tokens[:, :-1]).logits
         loss = F.cross_entropy(outputs.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
@@ -119,9 +121,9 @@ def test_twenty_steps_are_those_of_peft_in_one_process(text_file: Path, base: Pa
     assert loss.item() < first - 0.5
     assert state_bytes(one) == state_bytes(other)
     healed = tiny_trainer(text_file, **settings)
-    for blob, source in zip(healed.state(), one.state(), strict=True):
+    for blob, source in zip(healed.state.blobs(), one.state.blobs(), strict=True):
         blob.view[:] = source.view
-    healed.state_loaded(20)
+    healed.state.refresh(20)
     assert healed.validate(0, 3) == one.validate(0, 3)
 
 
@@ -141,7 +143,7 @@ def test_peft_opens_the_adapters_of_the_whole_model_and_of_its_stages(
     pipeline.run(0)
     save(whole, ours)
     joined = assembled(pipeline, tmp_path / "stages")
-    expected = logits(whole._model)
+    expected = logits(whole.built.flat.model)
     for directory in (ours, joined):
         assert MergedTable(read_adapter(directory)).adapted.keys() <= TensorTable(base).entries.keys()
         model = opened(base, directory)
@@ -155,13 +157,13 @@ def test_peft_opens_the_adapters_of_the_whole_model_and_of_its_stages(
         assert set(one.keys()) == set(other.keys())
     assert (ours / "adapter_config.json").read_bytes() == (joined / "adapter_config.json").read_bytes()
     assert not (joined / "config.json").exists()
-    other_seed.load(ours)
+    other_seed.state.load(ours)
     assert state_bytes(other_seed) == state_bytes(whole)
     again = Pipeline(text_file, (0, 2, 6), **settings)
     for stage, saved in zip(again.stages, pipeline.stages, strict=True):
-        stage.load(joined)
+        stage.state.load(joined)
         assert state_bytes(stage) == state_bytes(saved)
-    whole.load_initial()
+    whole.state.load_initial()
     assert state_bytes(whole)["parameters"] == start
 
 
@@ -186,12 +188,12 @@ def test_dropout_is_a_function_of_the_micro_batch_alone(text_file: Path, base: P
     run_step(repeating, 0)
     assert gradients(repeating, 2).tobytes() == mine.tobytes()
     for index in (1, 2):  # both forward passes before the backward passes
-        repeating.forward(1, index, None)
+        repeating.pipeline.forward(1, index, None)
     repeating.begin_step(1)
     for index in (1, 2):
-        repeating.forward(1, index, None)
+        repeating.pipeline.forward(1, index, None)
     for index in (1, 2):
-        repeating.backward(index, None)
+        repeating.pipeline.backward(index, None)
     assert repeating.reduce_buffer[:-1].tobytes() != mine[:-1].tobytes()
     np.testing.assert_allclose(repeating.reduce_buffer, mine + gradients(whole, 1), rtol=1e-4, atol=1e-7)
     for recompute in (False, True):
@@ -199,7 +201,7 @@ def test_dropout_is_a_function_of_the_micro_batch_alone(text_file: Path, base: P
         pipeline.run(0)
         pipeline.gradients(1, share=[2])
         assert float(pipeline.stages[-1].reduce_buffer[-1]) == pytest.approx(float(mine[-1]), rel=1e-5)
-    tuning = whole._tuning
+    tuning = ModelRecipe(tiny_spec(text_file, **settings), pick_device("cpu", 1)).tuning
     tuning.micro_batch = 1, 2
     masks = [tuning.mask(name, torch.empty(4, 16, 32)) for name in ("one", "other")]
     for mask in masks:
@@ -215,7 +217,7 @@ def test_a_base_in_bf16_gives_the_bits_of_one_in_fp32(text_file: Path, base: Pat
     plain, halved = (tiny_trainer(text_file, tuning=replace(LORA, base=kind), **settings) for kind in ("fp32", "bf16"))
     assert [run_step(plain, step) for step in range(3)] == [run_step(halved, step) for step in range(3)]
     assert state_bytes(plain) == state_bytes(halved)
-    assert halved._model.get_submodule("model.layers.0.mlp.up_proj.base_layer").weight.dtype == torch.bfloat16
+    assert halved.built.flat.model.get_submodule("model.layers.0.mlp.up_proj.base_layer").weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -235,23 +237,24 @@ def test_a_base_in_4_bits_trains_after_a_validation(
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
     monkeypatch.setattr(modules, "_convert_weight_packed_for_cpu", pack)
     trainer = tiny_trainer(text_file, model=ModelSpec(path=base), tuning=replace(LORA, base="nf4"))
-    layers = [it for it in trainer._model.modules() if isinstance(it, modules.Linear4bit)]
+    layers = [it for it in trainer.built.flat.model.modules() if isinstance(it, modules.Linear4bit)]
     assert len(layers) == 4 * 7
     assert all(layer.weight.dtype == torch.uint8 for layer in layers)
     for layer in layers if not guarded else []:
         layer.support_avx512bf16_for_cpu = True
     losses = [run_step(trainer, step) for step in range(3)]
     assert losses[2] < losses[0]
-    trainer._model.eval()
+    trainer.built.flat.model.eval()
     with torch.no_grad():
         layers[0](torch.zeros(1, 1, layers[0].in_features))
-    trainer._model.train()
+    trainer.built.flat.model.train()
     trainer.validate(0, 1)
     assert bool(packed) is not guarded
     if guarded:
         trainer.begin_step(3)
         trainer.micro_batch(3, 0)
-        assert all(parameter.grad.any() for parameter in trainer._model.parameters() if parameter.grad is not None)
+        parameters = trainer.built.flat.model.parameters()
+        assert all(parameter.grad.any() for parameter in parameters if parameter.grad is not None)
 
 
 def test_a_transposed_layer_is_held_in_4_bits(text_file: Path, tmp_path: Path) -> None:
@@ -259,8 +262,8 @@ def test_a_transposed_layer_is_held_in_4_bits(text_file: Path, tmp_path: Path) -
     Tokenizer.of_bytes().save(tmp_path)
     settings: dict[str, Any] = {"model": ModelSpec(path=tmp_path)}
     exact, packed = (tiny_trainer(text_file, tuning=replace(LORA, base=kind), **settings) for kind in ("fp32", "nf4"))
-    expected = logits(exact._model)
-    error = (logits(packed._model) - expected).norm() / (expected - expected.mean()).norm()
+    expected = logits(exact.built.flat.model)
+    error = (logits(packed.built.flat.model) - expected).norm() / (expected - expected.mean()).norm()
     assert 0.001 < error < 0.2, float(error)
     assert run_step(packed, 0) == pytest.approx(run_step(exact, 0), rel=0.05)
 
@@ -277,7 +280,7 @@ def test_a_partly_frozen_model_is_saved_whole(text_file: Path, tmp_path: Path, d
     precision = "fp32" if dtype == torch.float32 else "bf16"
     settings: dict[str, Any] = {"model": ModelSpec(path=base), "tuning": FREEZE, "precision": precision}
     whole, pipeline = tiny_trainer(text_file, **settings), Pipeline(text_file, (0, 2, 6), **settings)
-    assert all(stage.tied_gradient() is None for stage in pipeline.stages)
+    assert all(stage.pipeline.tied_gradient() is None for stage in pipeline.stages)
     applied = pipeline.run(0)
     assert run_step(whole, 0) == pytest.approx(applied.loss, rel=1e-5)
     ours = tmp_path / "ours"
@@ -293,12 +296,12 @@ def test_a_partly_frozen_model_is_saved_whole(text_file: Path, tmp_path: Path, d
         assert {name for name in before if "embed_tokens" in name or ".layers.1." in name} <= unchanged
         assert "model.layers.0.mlp.up_proj.weight" not in unchanged
     fresh = tiny_trainer(text_file, seed=9, **settings)
-    fresh.load(ours)
+    fresh.state.load(ours)
     assert state_bytes(fresh) == state_bytes(whole)
-    fresh.load_initial()
+    fresh.state.load_initial()
     assert state_bytes(fresh)["parameters"] == state_bytes(tiny_trainer(text_file, **settings))["parameters"]
     for stage, saved in zip(Pipeline(text_file, (0, 2, 6), **settings).stages, pipeline.stages, strict=True):
-        stage.load(parts)
+        stage.state.load(parts)
         assert state_bytes(stage) == state_bytes(saved)
 
 
@@ -343,17 +346,17 @@ def test_members_with_other_base_models_do_not_train_together(
     other.mkdir()
     saved.mkdir()
     changed = tiny_trainer(text_file, model=ModelSpec(path=base))
-    changed._flat.parameters[-40] += 1
+    changed.built.flat.parameters[-40] += 1
     save(changed, other)
     ours, theirs, same = (
         Pipeline(text_file, bounds, model=ModelSpec(path=path), tuning=LORA).stages for path in (base, other, base)
     )
-    assert len({stage.corpus_digest for stage in (*ours, *same)}) == 1
-    assert ours[0].corpus_digest != theirs[0].corpus_digest
-    assert ours[0].corpus_digest != changed.corpus_digest
+    assert len({stage.data.digest for stage in (*ours, *same)}) == 1
+    assert ours[0].data.digest != theirs[0].data.digest
+    assert ours[0].data.digest != changed.data.digest
     private = Pipeline(text_file, bounds, model=ModelSpec(path=base), tuning=LORA, private=True).stages[0]
-    assert private.corpus_digest not in ("", ours[0].corpus_digest)
-    assert not tiny_trainer(text_file, private=True).corpus_digest
+    assert private.data.digest not in ("", ours[0].data.digest)
+    assert not tiny_trainer(text_file, private=True).data.digest
     save(ours[0], saved)
     with pytest.raises(StorageError, match="another model"):
-        theirs[0].load(saved)
+        theirs[0].state.load(saved)

@@ -10,7 +10,8 @@ from p2ptrain.compute.data import DataSpec
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec
-from p2ptrain.compute.trainer import Trainer, TrainingSpec
+from p2ptrain.compute.trainer import Trainer, build_trainer
+from p2ptrain.compute.training_spec import TrainingSpec
 
 TINY = ModelSpec(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=48, context=64)
 OPTIMIZER = OptimizerSpec(lr=1e-2, warmup_steps=5, weight_decay=0.1, clip_norm=0.5)
@@ -25,7 +26,7 @@ def tiny(**changes: Any) -> ModelSpec:
 def tiny_trainer(text: Path, *, threads: int = 1, **changes: Any) -> Trainer:
     """A trainer of the tiny model on the text of a file; keywords override ``Trainer``'s arguments."""
     device = changes.pop("device", None) or pick_device("cpu", threads)
-    return Trainer(tiny_spec(text, **changes), device)
+    return build_trainer(tiny_spec(text, **changes), device)
 
 
 def tiny_spec(text: Path | str, **changes: Any) -> TrainingSpec:
@@ -45,4 +46,4 @@ def run_step(trainer: Trainer, step: int, micro_batches: int = MICRO_BATCHES) ->
 
 def state_bytes(trainer: Trainer) -> dict[str, bytes]:
     """A copy of everything that decides the future, by name."""
-    return {blob.name: bytes(blob.view) for blob in trainer.state()}
+    return {blob.name: bytes(blob.view) for blob in trainer.state.blobs()}

@@ -33,7 +33,7 @@ def undisturbed(sets: list[str], steps: int) -> list[float]:
     from roles.worker.build import engine_builder
 
     engine = engine_builder(threads=1)(load("tiny", {}, [text for text in sets if text != "--set"]).profile)
-    engine.load_initial()
+    engine.state.load_initial()
     result = []
     for step in range(steps):
         engine.begin_step(step)

@@ -68,7 +68,7 @@ def test_a_worker_of_chaos_learns_wrong_labels_and_validates_with_right_ones(
     attack_with("label-flip")
     wrong = build.engine_builder(device="cpu")(PROFILE)
     for engine in (honest, wrong):
-        engine.load_initial()
+        engine.state.load_initial()
     true, sent = contribution(honest, 0, 2)[:-1], contribution(wrong, 0, 2)[:-1]
     assert np.corrcoef(true, sent)[0, 1] < 0.5
     assert wrong.validate(0, 3) == honest.validate(0, 3)

@@ -65,8 +65,8 @@ def around_of(world: World, told: list[tuple[str, str, str]], peer_id: str = "me
 def engine_of(numel: int, like: StandInEngine | None = None) -> StandInEngine:
     engine = StandInEngine(Profile(), numel=numel)
     if like is None:
-        engine.load_initial()
-    for mine, its in zip(engine.state(), like.state() if like else [], strict=False):
+        engine.state.load_initial()
+    for mine, its in zip(engine.state.blobs(), like.state.blobs() if like else [], strict=False):
         mine.view[:] = its.view
     return engine
 
@@ -146,7 +146,7 @@ class Ring:
         raise AssertionError(f"not in {MOST_STEPS} steps: {self.told}")
 
     def digests(self) -> set[str]:
-        return {member.engine.digest() for member in self.members}
+        return {member.engine.state.digest() for member in self.members}
 
 
 @asynccontextmanager
@@ -172,7 +172,7 @@ async def ring_of(
         context = around_of(world, told, name)
         heal_source = HealSource(context, core, want_snapshot=lambda wanted=wanted: wanted.append(None))  # type: ignore[arg-type, misc]
         engine = engine_of(numel, ring.members[0].engine if ring.members else None)
-        heal_source.state_bytes = sum(blob.view.nbytes for blob in engine.state())
+        heal_source.state_bytes = sum(blob.view.nbytes for blob in engine.state.blobs())
         snapshots = Snapshots(Inline())  # type: ignore[arg-type]
         record = MemberRecord(name, name, host, 1, 0, 8, True)
         member = Member(name, engine, core, heal_source, snapshots, record, wanted=wanted)
@@ -283,7 +283,7 @@ def flipped(payload: memoryview, number: int) -> memoryview:
 
 
 async def another_state(member: Member, connection: Connection, hello: Hello) -> None:
-    member.engine.state()[0].view[5] ^= 1
+    member.engine.state.blobs()[0].view[5] ^= 1
     await honest(member, connection, hello)
 
 

@@ -105,8 +105,8 @@ async def test_members_with_private_text_validate_on_their_own(cluster: Cluster,
     rows = await rows_of(cluster, job)
     assert [row["members"] for row in rows] == [2] * STEPS
     engines = [peer.engines[-1] for peer in peers]
-    assert engines[0]._corpus.digest != engines[1]._corpus.digest
-    parts = [engine.validate(0, engine.validation_batches()) for engine in engines]
+    assert engines[0].batches.corpus.digest != engines[1].batches.corpus.digest
+    parts = [engine.validate(0, engine.data.validation_batches) for engine in engines]
     assert parts[0][1] != parts[1][1]
     mean = sum(losses for losses, _ in parts) / sum(targets for _, targets in parts)
     assert rows[-1]["val_loss"] == pytest.approx(mean, rel=1e-6)

@@ -17,7 +17,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.tensor_files import ADAPTER_FILE, TensorTable, header_of
 from p2ptrain.core.training import FilePlan
 from p2ptrain.lab.memory import MemoryNetwork
-from p2ptrain.lab.stand_in import StandInEngine
+from p2ptrain.lab.stand_in import StandInEngine, StandInState
 from ring import coordination as co
 from roles.engine import Stage
 from tests.roles.in_process import Cluster, Gate, Peer
@@ -77,13 +77,17 @@ async def test_when_a_job_is_done_every_keeper_has_the_whole_model(cluster: Clus
         assert (entry.files, entry.meta) == (files, of_the_whole(parts[0].meta))
 
 
-class Adapted(StandInEngine):
+class AdaptedState(StandInState):
     """Its checkpoints also have a stage's file of adapters, with one tensor."""
 
     def checkpoint_files(self, step: int) -> list[FilePlan]:
         name = shard_name(ADAPTER, self.stage.index, self.stage.count)
         header = header_of([(f"of-stage-{self.stage.index}", "F32", (1,), 4)], {})
         return [*super().checkpoint_files(step), FilePlan(name, (header, b"abcd" if self.stage.index else b"efgh"))]
+
+
+class Adapted(StandInEngine):
+    state_type = AdaptedState
 
 
 async def test_the_adapters_of_all_stages_are_joined_in_one_file(cluster: Cluster) -> None:
@@ -110,20 +114,20 @@ def whole_of(peer: Peer, job: str) -> Path:
 def undisturbed(profile: Profile) -> bytes:
     """The parameters that one process ends with."""
     engine = StandInEngine(profile)
-    engine.load_initial()
+    engine.state.load_initial()
     for step in range(profile.job.steps):
         engine.begin_step(step)
         for index in range(profile.batch.micro_batches):
             engine.micro_batch(step, index)
         engine.finish_gradients()
         engine.apply(step, engine.partial_square_sum(0, engine.reduce_buffer.size))
-    return bytes(engine.state()[0].view)
+    return bytes(engine.state.blobs()[0].view)
 
 
 async def ended_undisturbed(cluster: Cluster, job: str, profile: Profile) -> None:
     await cluster.job_until(job, done)
     engines = [peer.engines[-1] for peer in cluster.peers if not peer.task.done()]
-    by_stage = {engine.stage.index: bytes(engine.state()[0].view) for engine in engines}  # type: ignore[attr-defined]
+    by_stage = {engine.stage.index: bytes(engine.state.blobs()[0].view) for engine in engines}  # type: ignore[attr-defined]
     assert b"".join(by_stage[stage] for stage in sorted(by_stage)) == undisturbed(profile)
 
 

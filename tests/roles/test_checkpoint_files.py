@@ -63,7 +63,7 @@ class Desk:
         snapshot = await self.snapshots.take(engine, step=step, lineage=LINEAGE, square_sum=2.5)
         meta = {"lineage": lineage, "square_sum": 2.5}
         try:
-            return await (by or self.keeper()).save(snapshot, engine.checkpoint_files(step), meta, urgent=False)  # type: ignore[arg-type]
+            return await (by or self.keeper()).save(snapshot, engine.state.checkpoint_files(step), meta, urgent=False)  # type: ignore[arg-type]
         finally:
             snapshot.release()
 
@@ -85,18 +85,18 @@ async def test_without_a_checkpoint_the_initial_state_and_its_own_bits_make_the_
     engine = StandInEngine(Profile())
     applied, lineage, square_sum, entry = await controller.load(engine)
     assert (applied, square_sum, entry) == (0, 0.0, None)
-    assert lineage == first_lineage("spec", state_digest(engine.state()))
+    assert lineage == first_lineage("spec", state_digest(engine.state.blobs()))
     assert lineage != first_lineage("spec", b"other bits")
 
 
 async def test_what_was_saved_is_loaded_with_its_lineage_and_norm(controller: Desk) -> None:
     engine, other = StandInEngine(Profile()), StandInEngine(Profile())
-    engine.load_initial()
+    engine.state.load_initial()
     await controller.save(engine, 7)
     applied, lineage, square_sum, entry = await controller.load(other)
     assert (applied, lineage, square_sum) == (7, LINEAGE, 2.5)
     assert entry is not None
-    assert other.digest() == engine.digest()
+    assert other.state.digest() == engine.state.digest()
 
 
 @pytest.mark.parametrize("lineage", [None, "", "xyz", 5, "AB" * 16])

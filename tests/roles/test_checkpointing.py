@@ -298,14 +298,14 @@ async def test_a_ring_that_breaks_while_the_state_is_copied_costs_no_checkpoint(
             await asyncio.sleep(0)  # it has asked for the copy
         boundary.cancel()
         await asyncio.wait([boundary])
-        after = asyncio.create_task(compute.run(engine.load_initial))
-        expected = engine.digest()
+        after = asyncio.create_task(compute.run(engine.state.load_initial))
+        expected = engine.state.digest()
         busy.set()
         await asyncio.gather(before, after)
     assert told == ["checkpoint-saved"]
     entry = await files.verify(4)
     saved = StandInEngine(Profile())
-    saved.load(entry.path)
-    assert saved.digest() == expected != engine.digest(), "what came after it is not in it"
+    saved.state.load(entry.path)
+    assert saved.state.digest() == expected != engine.state.digest(), "what came after it is not in it"
     disk.close()
     compute.close()

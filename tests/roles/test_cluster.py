@@ -37,7 +37,7 @@ LONG = 300
 def state_of(peer: Peer) -> str:
     engine = peer.engines[-1]
     assert isinstance(engine, StandInEngine)
-    return engine.digest()
+    return engine.state.digest()
 
 
 def done(item: dict[str, Any]) -> bool:
@@ -63,7 +63,7 @@ async def saved(cluster: Cluster, job: str, step: int, copies: int) -> None:
 def undisturbed(profile: Profile) -> list[float]:
     """The loss of every step, of one process alone."""
     engine = StandInEngine(profile)
-    engine.load_initial()
+    engine.state.load_initial()
     losses = []
     for step in range(profile.job.steps):
         engine.begin_step(step)
@@ -263,7 +263,7 @@ class Drifting(StandInEngine):
     def apply(self, step: int, square_sum: float) -> Applied:
         applied = super().apply(step, square_sum)
         if step == 5:
-            self._parameters.view("uint32")[0] ^= 1
+            self.state.parameters.view("uint32")[0] ^= 1
         return applied
 
 

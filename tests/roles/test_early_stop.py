@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.core.training import Applied
 from p2ptrain.lab.stand_in import StandInEngine
 from roles.engine import WHOLE, Stage
 from roles.worker.boundary import mean_loss_untrusted
@@ -28,18 +27,11 @@ class Scripted(StandInEngine):
         self, profile: Profile, loss: Callable[[int], float], gate: Gate | None = None, stage: Stage = WHOLE
     ) -> None:
         super().__init__(profile, on_micro_batch=gate.wait if gate else lambda step, index: None, stage=stage)
-        self._loss, self._applied = loss, 0
-
-    def apply(self, step: int, square_sum: float) -> Applied:
-        self._applied = step + 1
-        return super().apply(step, square_sum)
-
-    def state_loaded(self, step: int) -> None:
-        self._applied = step
+        self._loss = loss
 
     def validate(self, first: int, count: int) -> tuple[float, int]:
-        targets = count * self.tokens_per_micro_batch * (self.stage.index == 0)
-        return self._loss(self._applied) * targets, targets
+        targets = count * self.data.tokens_per_micro_batch * (self.stage.index == 0)
+        return self._loss(self.state.step) * targets, targets
 
 
 def profile(**tables: dict[str, Any]) -> Profile:
@@ -59,7 +51,7 @@ def done(item: dict[str, Any]) -> bool:
 def state_of(peer: Peer) -> str:
     engine = peer.engines[-1]
     assert isinstance(engine, StandInEngine)
-    return engine.digest()
+    return engine.state.digest()
 
 
 def saved_by(peer: Peer) -> list[int]:

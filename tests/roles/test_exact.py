@@ -90,7 +90,7 @@ class Ended:
 
 
 def sha256(engine: Engine) -> str:
-    return hashlib.sha256(b"".join(bytes(blob.view) for blob in engine.state())).hexdigest()
+    return hashlib.sha256(b"".join(bytes(blob.view) for blob in engine.state.blobs())).hexdigest()
 
 
 def shares_of(members: int, rng: random.Random) -> list[tuple[int, int]]:
@@ -104,8 +104,8 @@ async def together(
     """Train as the phases say, with other shares in every step; newcomers copy the first member's state."""
     rng = random.Random(3)
     engines = [build(profile)]
-    engines[0].load_initial()
-    lineage = first_lineage("exact", state_digest(engines[0].state()))
+    engines[0].state.load_initial()
+    lineage = first_lineage("exact", state_digest(engines[0].state.blobs()))
     ended = Ended(lineage, [], [], [])
     step = 0
     for phase in phases:
@@ -113,9 +113,9 @@ async def together(
         del engines[phase.members :]
         while len(engines) < phase.members:
             engines.append(build(profile))
-            for source, target in zip(engines[0].state(), engines[-1].state(), strict=True):
+            for source, target in zip(engines[0].state.blobs(), engines[-1].state.blobs(), strict=True):
                 target.view[:] = source.view
-            engines[-1].state_loaded(step)
+            engines[-1].state.refresh(step)
         threads += [ComputeThread() for _ in engines[len(threads) :]]
         async with local_ring(phase.members, MemoryNetwork(), sub_chunk_bytes=phase.sub_chunk_bytes) as ring:
             strategies = [
@@ -217,7 +217,7 @@ class Spoiling(StandInEngine):
 async def said_by(engines: list[StandInEngine], threads: list[ComputeThread]) -> list[Contribution]:
     """One step of three members, of which the last one has micro-batches 2 and 3, and the second one none."""
     for engine in engines:
-        engine.load_initial()
+        engine.state.load_initial()
         threads.append(ComputeThread())
     async with local_ring(3, MemoryNetwork()) as ring, asyncio.timeout(20):
         strategies = [SyncStrategy(*pair, lambda: None, 256) for pair in zip(engines, threads, strict=True)]
@@ -279,8 +279,8 @@ async def test_a_cluster_with_churn_ends_with_the_bits_of_one_process(cluster: C
     """Members die and come while it trains; at the end there are the state and the lineage of a loop of one."""
     profile = exact_profile(job={"steps": 14, "workers": 3}, checkpoint={"every": 5}, validation={"every": 5})
     alone = StandInEngine(profile)
-    alone.load_initial()
-    lineage = first_lineage(profile.to_spec(), state_digest(alone.state()))
+    alone.state.load_initial()
+    lineage = first_lineage(profile.to_spec(), state_digest(alone.state.blobs()))
     for step in range(14):
         alone.begin_step(step)
         for index in reversed(range(MICRO_BATCHES)):

@@ -47,11 +47,9 @@ class Spoiled(StandInEngine):
 
 
 class Claiming(StandInEngine):
-    windows = 0
-
     def __init__(self, profile: Profile, windows: int) -> None:
         super().__init__(profile)
-        self.windows = windows
+        self.data.windows = windows
 
 
 def done(item: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ def fetch_of(post: Callable[..., None], numel: int = 1000) -> tuple[Fetch, Sende
     context: Any = SimpleNamespace(world=SimpleNamespace(clock=LoopClock()), peer_id="me")
     fetch = Fetch(
         context,
-        Layout(engine.state(), engine.reduce_buffer.nbytes),
+        Layout(engine.state.blobs(), engine.reduce_buffer.nbytes),
         request=HealRequest(JOB, -1, "", 1.0, 0, FIRST),
         generation=1,
         members=[],

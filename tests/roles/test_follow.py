@@ -54,7 +54,7 @@ async def newcomer_to(ring: Ring, *, at: int = 0, numel: int = NUMEL) -> AsyncIt
     core = Transaction(job=JOB, peer_id="me", steps_total=10_000)
     core.handle(Loaded(at, "cd" * 16))
     engine = engine_of(numel)
-    engine.state()[0].view[3] ^= 1
+    engine.state.blobs()[0].view[3] ^= 1
     told: list[tuple[str, str, str]] = []
     context: Any = around_of(ring.world, told)
     made: Newcomer
@@ -111,7 +111,7 @@ def test_a_newcomer_follows_the_ring_and_holds_its_bits_at_every_step() -> None:
                 await ring.step()
                 await quiet_until(lambda: newcomer.core.applied == core.applied)
                 assert newcomer.core.lineage == core.lineage
-                assert {newcomer.engine.digest()} == ring.digests()
+                assert {newcomer.engine.state.digest()} == ring.digests()
             assert "following" in newcomer.kinds
             newcomer.follower.end()
             await quiet_until(lambda: not newcomer.follower.active)
@@ -130,7 +130,7 @@ def test_sources_are_killed_one_after_the_other_while_it_follows() -> None:
                 victim.die()
                 await ring.step()
                 await quiet_until(lambda: newcomer.core.applied == core.applied)
-                assert {newcomer.engine.digest()} == ring.digests()
+                assert {newcomer.engine.state.digest()} == ring.digests()
 
     run_virtual(play())
 
@@ -148,7 +148,7 @@ def test_a_ring_that_dies_leaves_the_follower_with_what_it_came_to() -> None:
             assert not newcomer.core.torn
             assert [report.status for report in newcomer.said] == ["following", "following"]
             assert (newcomer.said[-1].applied, newcomer.said[-1].lineage) == (core.applied, core.lineage)
-            assert {newcomer.engine.digest()} == ring.digests()
+            assert {newcomer.engine.state.digest()} == ring.digests()
 
     run_virtual(play())
 
@@ -178,7 +178,7 @@ def test_a_view_that_comes_while_it_fetches_is_entered_at_once_and_healed_within
             assert newcomer.core.phase is Phase.FORMING
             assert newcomer.core.torn
             await heal(ring, newcomer)
-            assert {newcomer.engine.digest()} == ring.digests()
+            assert {newcomer.engine.state.digest()} == ring.digests()
 
     run_virtual(play())
 
@@ -200,7 +200,7 @@ def test_a_member_that_lacks_a_step_or_two_is_given_those_alone() -> None:
             done = await heal(ring, newcomer, have)
             assert done.steps == 1
             assert done.size_bytes == newcomer.engine.reduce_buffer.nbytes
-            assert {newcomer.engine.digest()} == ring.digests()
+            assert {newcomer.engine.state.digest()} == ring.digests()
             for member in ring.members:
                 member.heal_source._recipients.clear()
 

@@ -74,7 +74,7 @@ async def test_the_state_arrives_bit_by_bit_from_all_sources(network: str) -> No
     async with ring_of(networks()[network](), 3, numel=5_000_001, behaviour=behaviour, host="127.0.0.1") as ring:
         target = blank(5_000_001)
         done = await heal(ring, target)
-    assert {target.digest()} == ring.digests()
+    assert {target.state.digest()} == ring.digests()
     assert len(done.given) == 3
     assert done.size_bytes == ring.members[0].heal_source.state_bytes
     assert ring.problems == []
@@ -99,7 +99,9 @@ def test_a_source_that_fails_is_done_without(bad: Serve) -> None:
         async with ring_of(MemoryNetwork(), 3, behaviour={1: bad}) as ring:
             target = blank()
             done = await heal(ring, target)
-            assert target.digest() == ring.members[0].engine.digest() == ring.members[2].engine.digest()
+            assert (
+                target.state.digest() == ring.members[0].engine.state.digest() == ring.members[2].engine.state.digest()
+            )
             assert ("source-1" in done.left_out) == (bad is not is_silent)  # which is not even waited for
 
     run_virtual(play())
@@ -110,7 +112,7 @@ def test_a_source_whose_chunks_are_wrong_is_named_and_its_chunks_come_from_other
         async with ring_of(MemoryNetwork(), 2, behaviour={0: spoils(flipped)}) as ring:
             target = blank()
             done = await heal(ring, target)
-            assert target.digest() == ring.members[1].engine.digest()
+            assert target.state.digest() == ring.members[1].engine.state.digest()
             assert "another digest" in done.left_out["source-0"] or "table" in done.left_out["source-0"]
             assert "source-0" in str(done)
 
@@ -122,7 +124,7 @@ def test_most_sources_are_believed_where_their_tables_differ() -> None:
         async with ring_of(MemoryNetwork(), 3, behaviour={odd: another_state}) as ring:
             target = blank()
             done = await heal(ring, target)
-            assert target.digest() == ring.members[(odd + 1) % 3].engine.digest()
+            assert target.state.digest() == ring.members[(odd + 1) % 3].engine.state.digest()
             assert "differs" in done.left_out[f"source-{odd}"]
 
     for odd in range(3):
@@ -149,7 +151,7 @@ def test_a_source_is_killed_at_any_byte_and_at_most_a_chunk_comes_twice(run: int
                     await asyncio.sleep(0)
                 victim.die()
                 await whole
-            assert target.digest() == ring.members[0].engine.digest()
+            assert target.state.digest() == ring.members[0].engine.state.digest()
             assert fetch.total_bytes <= fetch.received_bytes <= fetch.total_bytes + CHUNK_BYTES + FRAMES_BYTES
 
     asyncio.run(play())

@@ -94,7 +94,7 @@ async def test_shares_of_a_round_follow_the_sizes_of_the_texts(cluster: Cluster)
     def built(windows: int) -> Any:
         def build(profile: Profile) -> StandInEngine:
             engine = StandInEngine(profile)
-            engine.windows = windows
+            engine.data.windows = windows
             return engine
 
         return build
@@ -165,9 +165,10 @@ async def test_a_member_passes_over_its_own_text_in_whole_epochs(tmp_path: Path)
     engine = engine_builder(threads=1)(profile)
     assert isinstance(engine, Trainer)
     seen = []
-    for step in range(2 * engine.windows):
+    for step in range(2 * engine.data.windows):
         engine.begin_step(step, 5, 3)
-        seen += [int(window) for index in range(5, 8) for window in engine._samples(step, index)]
-    epochs = [seen[start : start + engine.windows] for start in range(0, len(seen) - engine.windows, engine.windows)]
+        seen += [int(window) for index in range(5, 8) for window in engine.batches.window_numbers(step, index)]
+    windows = engine.data.windows
+    epochs = [seen[start : start + windows] for start in range(0, len(seen) - windows, windows)]
     assert len(epochs) > 3
-    assert all(len(set(epoch)) == engine.windows for epoch in epochs)
+    assert all(len(set(epoch)) == windows for epoch in epochs)

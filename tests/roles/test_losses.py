@@ -102,8 +102,8 @@ def initial_model(wanted: Profile) -> LlamaForCausalLM:
     )
     model = LlamaForCausalLM(config)
     engine = engine_builder(threads=1)(wanted)
-    engine.load_initial()
-    model.load_state_dict(engine._model.state_dict())  # type: ignore[attr-defined]
+    engine.state.load_initial()
+    model.load_state_dict(engine.built.flat.model.state_dict())  # type: ignore[attr-defined]
     return model
 
 

@@ -55,7 +55,7 @@ def one_process(profile: Profile) -> tuple[list[float], dict[int, float], dict[s
     whole = profile.model_dump() | {"pipeline": {}, "job": profile.job.model_dump() | {"strategy": "sync"}}
     trainer = engine_builder(threads=1)(Profile.model_validate(whole))
     assert isinstance(trainer, Trainer)
-    trainer.load_initial()
+    trainer.state.load_initial()
     losses, held_out = [], {}
     for step in range(profile.job.steps):
         trainer.begin_step(step)
@@ -64,9 +64,9 @@ def one_process(profile: Profile) -> tuple[list[float], dict[int, float], dict[s
         trainer.finish_gradients()
         losses.append(trainer.apply(step, trainer.partial_square_sum(0, trainer.reduce_buffer.size)).loss)
         if (step + 1) % profile.validation.every == 0 or step + 1 == profile.job.steps:
-            total, targets = trainer.validate(0, trainer.validation_batches())
+            total, targets = trainer.validate(0, trainer.data.validation_batches)
             held_out[step + 1] = total / targets
-    return losses, held_out, dict(trainer._model.state_dict())
+    return losses, held_out, dict(trainer.built.flat.model.state_dict())
 
 
 def join(cluster: Cluster, slot: int | None = None, **options: Any) -> Peer:
@@ -74,17 +74,17 @@ def join(cluster: Cluster, slot: int | None = None, **options: Any) -> Peer:
 
 
 def gated(gate: Gate) -> Any:
-    """Builds stages that wait at the gate before a forward pass."""
+    """Builds stages and shards that wait at the gate before they read a micro-batch."""
 
     def build(profile: Profile, stage: Any) -> Any:
         engine: Any = stage_builder(threads=1)(profile, stage)
-        forward = engine.forward
+        read = engine.batches.training_batch
 
-        def held(step: int, index: int, inputs: Any) -> Any:
+        def held(step: int, index: int) -> Any:
             gate.wait(step, index)
-            return forward(step, index, inputs)
+            return read(step, index)
 
-        engine.forward = held
+        engine.batches.training_batch = held
         return engine
 
     return build
@@ -101,7 +101,7 @@ def at(step: int) -> Any:
 def state_of(peer: Peer) -> bytes:
     engine = peer.engines[-1]
     assert isinstance(engine, Trainer)
-    return b"".join(bytes(blob.view) for blob in engine.state())
+    return b"".join(bytes(blob.view) for blob in engine.state.blobs())
 
 
 async def rows_of(cluster: Cluster, job: str) -> list[dict[str, Any]]:
@@ -182,14 +182,14 @@ async def test_a_spoiled_gradient_of_the_tied_matrix_ends_the_job_with_the_reaso
 
     def spoiled(profile: Profile, stage: Any) -> Any:
         engine: Any = stage_builder(threads=1)(profile, stage)
-        backward = engine.backward
+        backward = engine.pipeline.backward
 
         def spoil(*arguments: Any) -> Any:
-            engine.tied_gradient()[:] = math.nan
+            engine.pipeline.tied_gradient()[:] = math.nan
             return backward(*arguments)
 
         if stage.index == stage.count - 1:
-            engine.backward = spoil
+            engine.pipeline.backward = spoil
         return engine
 
     cluster = Cluster(tmp_path, MemoryNetwork())

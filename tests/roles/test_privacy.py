@@ -19,6 +19,7 @@ from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.lab.memory import MemoryNetwork
+from roles.engine import NoiseInput
 from roles.strategies.pipeline import strategy_of
 from roles.worker.early_stop import EarlyStop
 from roles.worker.privacy import COUNT_FILE, Budget, epsilon_of
@@ -95,13 +96,18 @@ class Stopped(Trainer):
     gate: Gate
     noises: list[tuple[float, bytes]]
 
-    def use_noise(self, std: float, key: bytes) -> None:
-        self.noises.append((std, key))
-        super().use_noise(std, key)
-
     def micro_batch(self, step: int, index: int, *args: Any, **kwargs: Any) -> None:
         self.gate.wait(step, index)
         super().micro_batch(step, index, *args, **kwargs)
+
+
+class NoiseRecorder:
+    def __init__(self, update: NoiseInput, noises: list[tuple[float, bytes]]) -> None:
+        self._update, self._noises = update, noises
+
+    def use_noise(self, std: float, key: bytes) -> None:
+        self._noises.append((std, key))
+        self._update.use_noise(std, key)
 
 
 @pytest.fixture
@@ -113,6 +119,7 @@ def join(cluster: Cluster, tmp_path: Path) -> Callable[..., Peer]:
         def build(profile: Profile) -> Any:
             engine: Any = own_text(path)(profile)
             engine.__class__, engine.gate, engine.noises = Stopped, gate or Gate(), []
+            engine.noise = NoiseRecorder(engine.noise, engine.noises)
             return engine
 
         return cluster.join(build, strategies=strategy_of)

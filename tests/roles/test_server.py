@@ -80,14 +80,14 @@ async def test_a_replay_of_the_log_in_plain_torch_ends_with_the_same_weights(
     peers = [cluster.join(engine_builder(threads=1), strategies=strategy_of) for _ in range(4)]
     await cluster.job_until(job, done)
     await audited(cluster, job, profile)
-    states = [bytes(b"".join(bytes(blob.view) for blob in peer.engines[-1].state())) for peer in peers]
+    states = [bytes(b"".join(bytes(blob.view) for blob in peer.engines[-1].state.blobs())) for peer in peers]
     assert len(set(states)) == 1
     log = await versions(cluster, job)
     assert max(step - one.base for step, made in enumerate(log) for one in made) > 0, "nothing was stale"
     engine = peers[0].engines[-1]
     assert isinstance(engine, Trainer)
     worst = max(
-        float((engine._model.state_dict()[name] - parameter.detach()).abs().max())
+        float((engine.built.flat.model.state_dict()[name] - parameter.detach()).abs().max())
         for name, parameter in replayed(profile, log).named_parameters()
     )
     assert worst < 1e-6

@@ -14,7 +14,7 @@ from roles.snapshots import Snapshot, Snapshots
 @pytest.fixture
 def engine() -> StandInEngine:
     made = StandInEngine(Profile())
-    made.load_initial()
+    made.state.load_initial()
     return made
 
 
@@ -29,7 +29,7 @@ async def test_there_are_two_at_most_and_the_same_one_is_shared(engine: StandInE
     assert await take(1) is first
     second = await take(2)
     before = bytes(first.blobs[0].view)
-    engine.state()[0].view[:4] = b"\1\2\3\4"  # training goes on
+    engine.state.blobs()[0].view[:4] = b"\1\2\3\4"  # training goes on
     with pytest.raises(ResourceError, match="still being written or sent"):
         await take(3)
     first.release()
@@ -40,7 +40,7 @@ async def test_there_are_two_at_most_and_the_same_one_is_shared(engine: StandInE
     first.release()
     third = await take(3)
     assert [blob.view.obj for blob in third.blobs] == memory, "touched memory is used again"
-    assert [bytes(blob.view) for blob in third.blobs] == [bytes(blob.view) for blob in engine.state()]
+    assert [bytes(blob.view) for blob in third.blobs] == [bytes(blob.view) for blob in engine.state.blobs()]
     assert [blob.name for blob in third.blobs] == ["parameters", "momentum"]
     assert all(blob.view.readonly for blob in third.blobs)
     for snapshot in (second, third):

@@ -41,7 +41,7 @@ def unsplit_run(profile: Profile, replicas: int) -> tuple[bytes, list[float]]:
     of ranks."""
     engines = [StandInEngine(profile) for _ in range(replicas)]
     for engine in engines:
-        engine.load_initial()
+        engine.state.load_initial()
     share, losses = profile.batch.micro_batches // replicas, []
     for step in range(profile.job.steps):
         for replica, engine in enumerate(engines):
@@ -55,7 +55,7 @@ def unsplit_run(profile: Profile, replicas: int) -> tuple[bytes, list[float]]:
             engine.reduce_buffer[:] = total
             applied = engine.apply(step, engine.partial_square_sum(0, total.size))
         losses.append(applied.loss)
-    return b"".join(bytes(blob.view) for blob in engines[0].state()), losses
+    return b"".join(bytes(blob.view) for blob in engines[0].state.blobs()), losses
 
 
 def part_of(peer: Peer) -> StandInEngine:
@@ -66,8 +66,8 @@ def part_of(peer: Peer) -> StandInEngine:
 
 def whole_of(peers: list[Peer]) -> bytes:
     """The state of one replica's parts, put together."""
-    parts = sorted((part_of(peer) for peer in peers), key=lambda engine: engine._part.start)
-    blobs = [[bytes(blob.view) for blob in engine.state()] for engine in parts]
+    parts = sorted((part_of(peer) for peer in peers), key=lambda engine: engine.state.part.start)
+    blobs = [[bytes(blob.view) for blob in engine.state.blobs()] for engine in parts]
     return b"".join(b"".join(pieces) for pieces in zip(*blobs, strict=True))
 
 
@@ -95,8 +95,8 @@ async def test_a_split_run_is_bit_for_bit_the_unsplit_one(cluster: Cluster, stag
     (view,) = (await cluster.ask("jobs.views", job=job, after_generation=0))["views"]  # the run may be over by now
     assert (item["stages"], len(view["members"])) == (stages, stages * replicas)
     ended = await cluster.job_until(job, done)
-    starts = sorted({part_of(peer)._part.start for peer in peers})
-    held = [[peer for peer in peers if part_of(peer)._part.start == start] for start in starts]
+    starts = sorted({part_of(peer).state.part.start for peer in peers})
+    held = [[peer for peer in peers if part_of(peer).state.part.start == start] for start in starts]
     assert [len(stage) for stage in held] == [replicas] * stages
     expected, losses = unsplit_run(profile, replicas)
     for replica in zip(*held, strict=True):
@@ -126,7 +126,7 @@ async def test_a_spare_takes_the_place_of_a_worker_that_died(cluster: Cluster) -
     held = await by_stage(cluster, peers)
     assert [len(stage) for stage in held] == [2, 2]
     for stage in held:
-        assert len({part_of(peer).digest() for peer in stage}) == 1, "members of one stage differ"
+        assert len({part_of(peer).state.digest() for peer in stage}) == 1, "members of one stage differ"
 
 
 async def test_after_a_restart_of_everything_each_worker_has_its_stage_again(cluster: Cluster) -> None:
@@ -190,7 +190,7 @@ def follower(stage: Stage) -> tuple[Fetch, Sender, StandInEngine]:
     first = first_lineage("spec")
     fetch = Fetch(
         around_of(world_of(MemoryNetwork()), []),
-        Layout(engine.state(), engine.reduce_buffer.nbytes, stage),
+        Layout(engine.state.blobs(), engine.reduce_buffer.nbytes, stage),
         request=HealRequest("job", -1, "", 1.0, 0, first, stage.index),
         generation=1,
         members=[],

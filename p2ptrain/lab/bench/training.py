@@ -171,7 +171,7 @@ class Training:
         self._first, self._count = shares(micro_batches, session.size)[session.rank]
         engine = ours[RING].engine
         self.facts: Answer = {
-            "tokens_per_step": micro_batches * engine.tokens_per_micro_batch,
+            "tokens_per_step": micro_batches * engine.data.tokens_per_micro_batch,
             "reduce_bytes": engine.reduce_buffer.nbytes,
             "micro_batches": self._count,
         }

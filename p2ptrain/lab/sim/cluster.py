@@ -206,7 +206,7 @@ class Machine:
             self._simulation.observer.cut(self.host, tuple(profile.pipeline.cuts))
         self.engine = engine = SimEngine(profile, self.disk.view_for(self.process), self._spoil, stage)
         if profile.job.strategy == "federated":
-            engine.windows = 1000 * int(self.host[1:])
+            engine.data.windows = 1000 * int(self.host[1:])
         attack = "sign-flip" if self.host == ATTACKER and profile.robust.rule not in ("", "mean") else ""
         return attacking(engine, attack, micro_batches=profile.batch.micro_batches, seed=0)
 

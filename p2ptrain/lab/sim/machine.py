@@ -42,7 +42,7 @@ from p2ptrain.core.disk import Disk, Lock
 from p2ptrain.core.errors import StorageError
 from p2ptrain.core.threads import Thread, outcome_of, settle
 from p2ptrain.lab.memory import VirtualClockLoop
-from p2ptrain.lab.stand_in import StandInEngine
+from p2ptrain.lab.stand_in import StandInEngine, StandInState
 from roles.engine import WHOLE, Applied, Blob, OnFinal, Stage
 
 
@@ -479,6 +479,33 @@ ATTACKER = "w1"
 """In a job with a robust rule this machine sends wrong vectors."""
 
 
+class SimState(StandInState):
+    """A stand-in's state on a simulated disk, with the number of steps that were applied to it."""
+
+    disk: Disk
+
+    def __init__(self, seed: int, numel: int, stage: Stage, on_change: Callable[[], None]) -> None:
+        super().__init__(seed, numel, stage, on_change)
+        self.count = np.zeros(1, np.int64)
+
+    def blobs(self) -> list[Blob]:
+        return [*super().blobs(), Blob("count", self.count.view(np.uint8).data)]
+
+    def load_initial(self) -> None:
+        super().load_initial()
+        self.count[:] = 0
+
+    def load(self, directory: Path) -> None:
+        data = memoryview(self.disk.read(directory / self.file_name, max_bytes=STATE_BYTES))
+        blobs = self.blobs()
+        if data.nbytes != sum(blob.view.nbytes for blob in blobs):
+            raise StorageError(f"{directory / self.file_name} is of another model")
+        for blob in blobs:
+            blob.view[:] = data[: blob.view.nbytes]
+            data = data[blob.view.nbytes :]
+        self.refresh(0)
+
+
 class SimEngine(StandInEngine):
     """A stand-in engine whose state counts the steps applied to it, so that a step applied twice is visible.
 
@@ -486,59 +513,35 @@ class SimEngine(StandInEngine):
         spoil: called with this member's contribution to each step before it is sent; a faulty member changes it.
     """
 
+    state: SimState
+    state_type = SimState
+
     def __init__(self, profile: Profile, disk: Disk, spoil: Callable[[Buffer], None], stage: Stage = WHOLE) -> None:
         super().__init__(profile, numel=NUMEL, stage=stage)
-        self._disk = disk
-        self._count = np.zeros(1, np.int64)
-        self._spoil = spoil
+        self.state.disk, self._spoil = disk, spoil
 
     @property
     def count(self) -> int:
-        return int(self._count[0])
-
-    @property
-    def part(self) -> slice:
-        return self._part
-
-    @property
-    def parameters(self) -> npt.NDArray[np.float32]:
-        return self._parameters
+        return int(self.state.count[0])
 
     def bits(self) -> bytes:
-        return bits_of(b"".join(bytes(blob.view) for blob in self.state()))
+        return bits_of(b"".join(bytes(blob.view) for blob in self.state.blobs()))
 
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None) -> None:
         super().micro_batch(step, index, None)
-        if on_final is not None and self._local is None:  # last micro-batch of the share; nothing was sent yet
+        if on_final is not None and self._inner is None:  # last micro-batch of the share; nothing was sent yet
             self._spoil(self.reduce_buffer)
             on_final(self.exact_from // 2)
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         super().finish_gradients(on_final)
-        if self._local is not None:
-            self._spoil(self.reduce_buffer[self._fragment(self._step)])
+        if self._inner is not None:
+            self._spoil(self.reduce_buffer[self._inner.fragment(self._inner.step)])
 
     def apply(self, step: int, square_sum: float) -> Applied:
         applied = super().apply(step, square_sum)
-        self._count += 1
+        self.state.count += 1
         return applied
-
-    def state(self) -> list[Blob]:
-        return [*super().state(), Blob("count", self._count.view(np.uint8).data)]
-
-    def load_initial(self) -> None:
-        super().load_initial()
-        self._count[:] = 0
-
-    def load(self, directory: Path) -> None:
-        data = memoryview(self._disk.read(directory / self.state_file, max_bytes=STATE_BYTES))
-        blobs = self.state()
-        if data.nbytes != sum(blob.view.nbytes for blob in blobs):
-            raise StorageError(f"{directory / self.state_file} is of another model")
-        for blob in blobs:
-            blob.view[:] = data[: blob.view.nbytes]
-            data = data[blob.view.nbytes :]
-        self.state_loaded(0)
 
 
 def bits_of(data: bytes) -> bytes:
@@ -548,13 +551,13 @@ def bits_of(data: bytes) -> bytes:
 def undisturbed(profile: Profile) -> list[npt.NDArray[np.float32]]:
     """The parameters after 0, 1, 2, … steps of a single process."""
     engine = StandInEngine(profile, numel=NUMEL)
-    engine.load_initial()
-    found = [engine._parameters.copy()]
+    engine.state.load_initial()
+    found = [engine.state.parameters.copy()]
     for step in range(profile.job.steps):
         engine.begin_step(step)
         for index in range(profile.batch.micro_batches):
             engine.micro_batch(step, index)
         engine.finish_gradients()
         engine.apply(step, engine.partial_square_sum(0, engine.reduce_buffer.size))
-        found.append(engine._parameters.copy())
+        found.append(engine.state.parameters.copy())
     return found

@@ -195,8 +195,8 @@ class Observer:
     def _as_undisturbed(self, who: str, engine: SimEngine, step: int) -> None:
         if self.believed_a_liar or not self._expected:
             return
-        expected = self._expected[step][engine.part]
-        worst = float(np.max(np.abs(engine.parameters - expected)))
+        expected = self._expected[step][engine.state.part]
+        worst = float(np.max(np.abs(engine.state.parameters - expected)))
         limit = 0.0 if engine.exact else ROUNDING * float(np.max(np.abs(expected)))
         self.check("undisturbed", worst <= limit, f"{who}: step {step} is off by {worst:.2g} ({limit:.2g} at most)")
 

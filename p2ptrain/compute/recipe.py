@@ -1,0 +1,191 @@
+"""The part of a job's model that a member trains: checked before anything is allocated, then built.
+
+Tied models. The first and the last stage each hold the embedding matrix, and the gradient of their own use of it. Both
+gradients are summed (a + b equals b + a, so the bits are equal); then both stages make the same update of the same
+weights. The global norm counts the matrix once, on the first stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from p2ptrain.compute.data import Corpus
+from p2ptrain.compute.device import ComputeDevice
+from p2ptrain.compute.exact import arithmetic, prepare_device
+from p2ptrain.compute.flat import FlatModel, Segment, trained
+from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, build_rows, check_shard_memory
+from p2ptrain.compute.model import ModelSpec, build_model, model_config
+from p2ptrain.compute.part import LayerRange, PartModel
+from p2ptrain.compute.split_check import check_packs, check_splits
+from p2ptrain.compute.stage import StageSpec, build_training_part, check_training_memory, initial_digest, most_in_flight
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.compute.training_spec import TrainingSpec
+from p2ptrain.compute.tuning import Tuning
+from p2ptrain.compute.update import CLIPPED_FACTOR
+from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.footprint import LOCAL_FACTOR
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPart:
+    """A member's part of the model, in memory.
+
+    Attributes:
+        flat: what trains, as flat arrays.
+        stage: the layers of a split model; None for a whole model or a shard, which transformers' own model computes.
+        tied: the matrix that the first and the last stage share, if it trains.
+    """
+
+    flat: FlatModel
+    stage: PartModel | None
+    tied: Segment | None
+
+
+class ModelRecipe:
+    """How a member's part of the model is made.
+
+    Args:
+        stage: the stage to hold; None for the whole model.
+        shard: the rows of the whole model to hold; None for all.
+
+    Attributes:
+        config: of the whole model.
+        part: the layers that this member holds.
+        in_flight: micro-batches between forward and backward pass that fit into memory.
+
+    Raises:
+        ConfigError, UserError, ResourceError: see ``model_config``, ``Tuning``, ``check_training_memory``,
+            ``check_shard_memory``.
+    """
+
+    def __init__(
+        self, spec: TrainingSpec, device: ComputeDevice, stage: StageSpec | None = None, shard: ShardSpec | None = None
+    ) -> None:
+        self.spec, self.device, self.shard = spec, device, shard
+        self.tokenizer, self.config = tokenizer_and_config(spec.model)
+        context = getattr(self.config, "max_position_embeddings", None)
+        if context is not None and spec.data.sequence_tokens > context:
+            raise ConfigError(
+                f"data.sequence_tokens = {spec.data.sequence_tokens} is more than model.context = {context}",
+                remedy="make the context at least as long as a sequence",
+            )
+        self.stage = stage or StageSpec(0, (0, self.config.num_hidden_layers))
+        self.part: LayerRange = self.stage.check(self.config.num_hidden_layers)
+        if not self.stage.is_whole:
+            check_splits(self.config)
+        self.tuning = Tuning(self.config, spec.tuning, spec.seed, spec.model.path, bf16=spec.precision == "bf16")
+        self.in_flight = self._check_memory()
+
+    def _check_memory(self) -> int:
+        spec, tokens, kept = self.spec, self.spec.micro_batch_tokens, not self.spec.gradient_checkpointing
+        if self.shard is not None:
+            check_shard_memory(self.config, self.shard, self.device, micro_batch_tokens=tokens, layers_kept=kept)
+            return self.stage.in_flight
+        factor = LOCAL_FACTOR if spec.local else CLIPPED_FACTOR if spec.clip_norm else 1.0
+        trains = self.tuning.trained * factor
+        sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "trained": trains, "held": self.tuning.held}
+        sizes["layers_kept"] = kept
+        check_training_memory(self.config, self.stage, self.device, exact=spec.exact, **sizes)
+        most = max(spec.micro_batches, self.stage.in_flight)
+        return most_in_flight(self.config, self.stage, self.device, most=most, **sizes)
+
+    def check_corpus(self, corpus: Corpus) -> None:
+        """Raise ``ConfigError`` if the model cannot keep the conversations of a window apart."""
+        if corpus.marks is not None:
+            check_packs(self.config, split=not self.stage.is_whole)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether parameters and gradients are in the host's memory."""
+        return self.device.kind == "cpu" or (self.shard is not None and self.shard.offload)
+
+    def arithmetic(self) -> AbstractContextManager[None]:
+        """Compute inside the block: denormals are flushed, and in exact mode the arithmetic is constant."""
+        return arithmetic((self.device.threads or 1) if self.spec.exact else 0)
+
+    # ------------------------------------------------------------------------------------------------------ building
+
+    def build(self) -> BuiltPart:
+        """Build the part, with the weights of step 0.
+
+        Raises:
+            ConfigError, StorageError, ResourceError: see ``build_model``, ``build_training_part``, ``build_rows``.
+        """
+        if self.spec.exact:
+            prepare_device(self.device.kind)
+        with self.arithmetic():  # kernel threads start here and inherit that denormals are flushed
+            if self.shard is not None:
+                return BuiltPart(self._build_shard(self.shard), None, None)
+            module, stage = self._build_module()
+            flat = FlatModel(module, self.device.torch_device)
+        name = stage.tied_name if stage is not None else ""
+        return BuiltPart(flat, stage, next((segment for segment in flat.segments if segment.name == name), None))
+
+    def initial_tensors(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Tensor]:
+        """The weights of step 0 of what trains, by name. ``shapes``: those of ``FlatModel.shapes``."""
+        with self.arithmetic():
+            if self.tuning.adapters:
+                return self.tuning.initial({name: tuple(shape) for name, shape in shapes.items()})
+            if self.shard is not None:
+                return build_rows(self.config, self.shard, self.spec.model.path, self.spec.seed)[2]
+            return trained(self._build_module()[0])
+
+    def initial_module(self) -> nn.Module:
+        """The model as it was before any step."""
+        return self._build_module()[0]
+
+    @cached_property
+    def initial_digest(self) -> bytes:
+        """Digest of the whole initial model. See ``stage.initial_digest``."""
+        return initial_digest(self.config, self.spec.model.path, self.spec.seed, self.stage.bounds)
+
+    def _build_module(self) -> tuple[nn.Module, PartModel | None]:
+        spec, names, stage = self.spec, dict[str, str](), None
+        if self.stage.is_whole:
+            module: Any = build_model(spec.model, self.tokenizer.vocab_size, spec.seed, config=self.config)
+        else:
+            stage = build_training_part(self.config, self.part, spec.model.path, spec.seed)
+            module, names = stage.module, dict(stage.names)
+        self._checkpoint_activations(module)
+        self.tuning.prepare(module, names)
+        return cast(nn.Module, module), stage
+
+    def _build_shard(self, shard: ShardSpec) -> ShardedModel:
+        module, layers, rows = build_rows(self.config, shard, self.spec.model.path, self.spec.seed)
+        self._checkpoint_activations(module)
+        bf16 = self.spec.precision == "bf16"
+        return ShardedModel(module, layers, rows, shard, self.device.torch_device, bf16=bf16)
+
+    def _checkpoint_activations(self, module: Any) -> None:
+        if not self.spec.gradient_checkpointing:
+            return
+        enable = getattr(module, "activation_checkpointing_enable", None)  # the name from transformers 5.20 on
+        try:
+            (enable or module.gradient_checkpointing_enable)({"use_reentrant": False})
+        except ValueError as error:
+            text = f"a {self.config.model_type!r} model cannot be trained with device.gradient_checkpointing"
+            raise ConfigError(text, remedy="leave it out") from error
+
+
+def stage_bounds(model: ModelSpec, stages: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
+    """Bounds (``StageSpec``) of a model that is not built yet: ``cuts``, or about equally many layers for each stage.
+
+    Raises:
+        ConfigError: the model has fewer layers than stages; see also ``model_config``.
+    """
+    layers = tokenizer_and_config(model)[1].num_hidden_layers
+    if not 1 <= stages <= layers:
+        raise ConfigError(f"{layers} layers cannot make {stages} parts", remedy=f"use 1 to {layers} pipeline.stages")
+    return (0, *cuts, layers) if cuts else tuple(layers * stage // stages for stage in range(stages + 1))
+
+
+def tokenizer_and_config(model: ModelSpec) -> tuple[Tokenizer, PretrainedConfig]:
+    tokenizer = Tokenizer.of_bytes() if model.path is None else Tokenizer.of_directory(model.path)
+    return tokenizer, model_config(model, tokenizer.vocab_size)
