@@ -24,12 +24,13 @@ import hashlib
 import hmac
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
 from p2ptrain.core.disk import Disk
-from p2ptrain.core.errors import ConnectionLost, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
 from p2ptrain.core.world import Clock, Network
 from wire.address import Ticket, format_address, proof
 from wire.connection import Connection
@@ -69,18 +70,18 @@ async def enrol(
         Unreachable, ConnectionLost, DeadlineExceeded, ProtocolError: no correct seed answers there.
         StorageError: the credentials cannot be saved.
     """
+    left_s = partial(_left_s, asyncio.get_running_loop().time() + timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
-            ca_der = await _fetch_ca(network, ticket, peer_id, timeout_s)
-            key_pem, csr_der = new_key_and_request(peer_id)
-            connection = await _call(network, ticket, peer_id, timeout_s, authority_context(pem_of(ca_der)), "seed")
-            try:
-                nonce = (await connection.expect(EnrolOffer, timeout_s=timeout_s)).nonce
-                connection.send(EnrolRequest(ticket.id, csr_der, proof(ticket.secret, nonce, csr_der)))
-                certificate_der = (await connection.expect(EnrolGranted, timeout_s=timeout_s)).certificate_der
-            finally:
-                await connection.close()
-    except TimeoutError:
+        ca_der = await _fetch_ca(network, ticket, peer_id, left_s)
+        key_pem, csr_der = new_key_and_request(peer_id)
+        connection = await _call(network, ticket, peer_id, left_s(), authority_context(pem_of(ca_der)), "seed")
+        try:
+            nonce = (await connection.expect(EnrolOffer, timeout_s=left_s())).nonce
+            connection.send(EnrolRequest(ticket.id, csr_der, proof(ticket.secret, nonce, csr_der)))
+            certificate_der = (await connection.expect(EnrolGranted, timeout_s=left_s())).certificate_der
+        finally:
+            await connection.close()
+    except DeadlineExceeded:  # of an accepted connection: else it is ``Unreachable``
         raise no_answer(ticket.host, ticket.port, timeout_s) from None
     granted = granted_untrusted(
         certificate_der,
@@ -126,6 +127,10 @@ def _certificate_untrusted(result: dict[str, Any]) -> bytes:
         raise ProtocolError("the seed answered a renewal without a certificate") from error
 
 
+def _left_s(deadline: float) -> float:
+    return max(0.0, deadline - asyncio.get_running_loop().time())
+
+
 async def _call(
     network: Network, ticket: Ticket, peer_id: str, timeout_s: float, context: SSLContext, role: str
 ) -> Connection:
@@ -134,11 +139,11 @@ async def _call(
     return (await dial(dialler, ticket.host, ticket.port, hello, timeout_s=timeout_s, expect_role=role))[0]
 
 
-async def _fetch_ca(network: Network, ticket: Ticket, peer_id: str, timeout_s: float) -> bytes:
+async def _fetch_ca(network: Network, ticket: Ticket, peer_id: str, left_s: Callable[[], float]) -> bytes:
     """Fetch the run's CA (DER) and compare it with the ticket's pin. Raises as ``enrol``."""
-    connection = await _call(network, ticket, peer_id, timeout_s, unverified_context(), "")
+    connection = await _call(network, ticket, peer_id, left_s(), unverified_context(), "")
     try:
-        ca_der = (await connection.expect(EnrolOffer, timeout_s=timeout_s)).ca_der
+        ca_der = (await connection.expect(EnrolOffer, timeout_s=left_s())).ca_der
         if hmac.compare_digest(hashlib.sha256(ca_der).digest(), ticket.pin):
             certificate_of_untrusted(ca_der)
             return ca_der

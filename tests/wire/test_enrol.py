@@ -23,8 +23,10 @@ from p2ptrain.core.errors import (
     P2PTrainError,
     ProtocolError,
     Refused,
+    Unreachable,
 )
 from p2ptrain.core.world import Network
+from p2ptrain.lab.memory import DEFAULT_HOST, MemoryNetwork
 from tests.wire.doubles import Run, credentials, run
 from wire.address import NONCE_BYTES, Ticket, verify_proof
 from wire.connection import Connection, last_word
@@ -248,6 +250,20 @@ def test_a_seed_that_falls_silent_is_given_up_in_time(in_memory: Play, tmp_path:
                 await enrolled(network, seed.ticket, tmp_path, timeout_s=3)
             assert asyncio.get_running_loop().time() - began == pytest.approx(3)
             assert not os.listdir(tmp_path)
+
+    in_memory(scenario)
+
+
+def test_a_seed_that_never_accepts_is_not_said_to_have_accepted(in_memory: Play, tmp_path: Path) -> None:
+    """Its firewall drops the packets: the MTU is not at fault."""
+
+    async def scenario(network: Network) -> None:
+        assert isinstance(network, MemoryNetwork)
+        async with Seed().listening(network) as seed:
+            network.deaf.add((DEFAULT_HOST, DEFAULT_HOST))
+            with pytest.raises(Unreachable, match="no answer within 5 s") as caught:
+                await enrolled(network, seed.ticket, tmp_path)
+            assert "firewall" in caught.value.remedy
 
     in_memory(scenario)
 
