@@ -42,7 +42,7 @@ _DEEP_KEY = re.compile(rf"""(?<![\w"'\\-])(?:{_KEY_PART}[ \t]*+\.[ \t]*+){{{_MOS
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedProfile:
     """An effective profile.
 
     Attributes:
@@ -56,7 +56,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """One value of a layer, its place for error messages, and its source for ``Loaded.sources``."""
+    """One value of a layer, its place for error messages, and its source for ``LoadedProfile.sources``."""
 
     value: object
     place: str
@@ -68,7 +68,7 @@ def shipped() -> dict[str, Path]:
 
 
 def is_shipped(source: str) -> bool:
-    """Whether a source (``Loaded.sources``) is a default or a shipped profile."""
+    """Whether a source (``LoadedProfile.sources``) is a default or a shipped profile."""
     return source == DEFAULT_SOURCE or source.startswith(_SHIPPED_SOURCE)
 
 
@@ -80,7 +80,7 @@ def describe(path: Path) -> str:
 
 def load(
     profile: str, environ: Mapping[str, str], sets: Sequence[str], usual: Mapping[str, tuple[object, str]] | None = None
-) -> Loaded:
+) -> LoadedProfile:
     """Load the effective profile.
 
     Args:
@@ -109,13 +109,13 @@ def load_settings(profile: str | Mapping[str, Any], sets: Mapping[str, Any]) -> 
     return _merged(chain(layers, _document_layers(dict(sets), lambda key: f"set {key}", ""))).profile
 
 
-def _merged(layers: Iterable[tuple[str, _Setting]]) -> Loaded:
+def _merged(layers: Iterable[tuple[str, _Setting]]) -> LoadedProfile:
     settings: dict[str, _Setting] = {}
     for key, setting in layers:
         settings.pop(key, None)  # reinsert, so that the map stays in order of precedence
         settings[key] = setting
     sources = {key: settings[key].source if key in settings else DEFAULT_SOURCE for key in _FIELDS}
-    return Loaded(_validated(settings), sources)
+    return LoadedProfile(_validated(settings), sources)
 
 
 # ------------------------------------------------------------------------------------------------------------- layers

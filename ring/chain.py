@@ -32,7 +32,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.world import World
 from ring.links import ThisMember, Topology, connect_neighbours
 from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, RingBroken
-from ring.schedule import MAX_MICRO_BATCHES, Kind, Schedule
+from ring.schedule import MAX_MICRO_BATCHES, Kind, StageSchedule
 from ring.view import View
 from wire.connection import Connection
 from wire.frame import MAX_BULK_BYTES
@@ -337,7 +337,7 @@ class Chain:
 
     # ----------------------------------------------------------------------------------------------------------- a step
 
-    def begin(self, schedule: Schedule) -> None:
+    def begin(self, schedule: StageSchedule) -> None:
         """Begin a step: payloads of its micro-batches may arrive from now on. All stages begin the same steps in order.
 
         Raises:

@@ -36,7 +36,7 @@ CATCHING_UP_PER_MEMBER = 2
 """Newcomers that catch up at a time, per member. Each member sends to two, so any crowd is in after a few rounds."""
 
 
-class Phase(StrEnum):
+class JobPhase(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     STOPPING = "stopping"
@@ -46,13 +46,13 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
-ENDED = frozenset({Phase.DONE, Phase.CANCELLED, Phase.FAILED})
-_W, _R, _S, _P = Phase.WAITING, Phase.RUNNING, Phase.STOPPING, Phase.PAUSED
-TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+ENDED = frozenset({JobPhase.DONE, JobPhase.CANCELLED, JobPhase.FAILED})
+_W, _R, _S, _P = JobPhase.WAITING, JobPhase.RUNNING, JobPhase.STOPPING, JobPhase.PAUSED
+TRANSITIONS: dict[JobPhase, frozenset[JobPhase]] = {
     _W: frozenset({_R, _P}) | ENDED,
-    _R: frozenset({_W, _S, Phase.CANCELLED}),
-    _S: frozenset({_W, _P, Phase.CANCELLED, Phase.FAILED}),
-    _P: frozenset({_S, Phase.CANCELLED, Phase.FAILED}),
+    _R: frozenset({_W, _S, JobPhase.CANCELLED}),
+    _S: frozenset({_W, _P, JobPhase.CANCELLED, JobPhase.FAILED}),
+    _P: frozenset({_S, JobPhase.CANCELLED, JobPhase.FAILED}),
     **{ended: frozenset({_W}) for ended in ENDED},
 }
 
@@ -62,7 +62,7 @@ class InvalidTransition(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class JobWorker:
     """A worker as views name it. ``host`` and ``port`` are the address of its data port.
 
     Attributes:
@@ -154,7 +154,7 @@ class StoredJob:
     view: View | None = None
     corpus: str = ""
     known_step: int = 0
-    saved: Saved = field(default_factory=lambda: Saved({}))
+    saved: CheckpointsSaved = field(default_factory=lambda: CheckpointsSaved({}))
     held: Mapping[str, int] = field(default_factory=dict)
     branch: frozenset[str] | None = None
     step_s: float = 0.0
@@ -168,14 +168,14 @@ class StoredJob:
 class PeerOffered:
     """A free worker is offered to this job."""
 
-    peer: Peer
+    peer: JobWorker
 
 
 @dataclass(frozen=True, slots=True)
 class PeerReturned:
     """A worker of this job is back. It was in the view ``generation`` (0: in none). Its report follows."""
 
-    peer: Peer
+    peer: JobWorker
     generation: int
 
 
@@ -195,7 +195,7 @@ class PeerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class StepCommitted:
     """Rank 0 reported a committed step and its duration; 0: not reported."""
 
     step: int
@@ -203,7 +203,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class LinksMeasured:
     """The measured links between peers, and a step's compute time (0: not known). They apply from the next view on: no
     ring is stopped for a better order."""
 
@@ -215,11 +215,11 @@ class Measured:
 class PeerTold:
     """A worker's heartbeat changed what is known of it."""
 
-    peer: Peer
+    peer: JobWorker
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class CheckpointsSaved:
     """``wholes``: peer id → steps of its known checkpoints of the whole model. Any worker can load its part from such a
     checkpoint. ``parts``: (peer id, part) → the same for those of one part of a model that has several."""
 
@@ -248,7 +248,8 @@ class Signal(Enum):
 
 
 Event: TypeAlias = (
-    "PeerOffered | PeerReturned | PeerReported | PeerLost | Progress | Measured | PeerTold | Saved | Restore | Signal"
+    "PeerOffered | PeerReturned | PeerReported | PeerLost | StepCommitted | LinksMeasured | PeerTold"
+    " | CheckpointsSaved | Restore | Signal"
 )
 """What ``handle`` takes."""
 
@@ -266,7 +267,7 @@ class SendAssign:
     restore_step: int
     stage: int = 0
     stages: int = 1
-    holders: tuple[Peer, ...] = ()
+    holders: tuple[JobWorker, ...] = ()
     lineage: str = ""
 
 
@@ -278,7 +279,7 @@ class SendSurvey:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class CutsChosen:
     """The layers with which the second and each later stage begin, for the life of the job. They must be durable before
     any later instruction is sent."""
 
@@ -349,7 +350,7 @@ class Emit:
 
 
 Instruction: TypeAlias = (
-    "SendAssign | SendSurvey | Planned | SendHold | SendCatchUp | SendSave | SendRelease | Mint"
+    "SendAssign | SendSurvey | CutsChosen | SendHold | SendCatchUp | SendSave | SendRelease | Mint"
     " | SetState | SetCorpus | Emit"
 )
 """What the shell must do, in order."""
@@ -370,7 +371,7 @@ class KnownPeer:
         ready_at: when it first reported a state.
     """
 
-    peer: Peer
+    peer: JobWorker
     standing: Report | None = None
     entered: tuple[int, str] | None = None
     returned: bool = False

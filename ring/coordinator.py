@@ -83,8 +83,8 @@ from ring.coordination import (
     CatchUps,
     Deadlines,
     InvalidTransition,
+    JobPhase,
     KnownPeer,
-    Phase,
     Reports,
     Roster,
     Signal,
@@ -119,7 +119,9 @@ class Coordinator:
         self.paused = past.paused  # what a person requested; the phase follows
         self.restore: co.Restore | None = None
         self.reason = past.reason
-        self.phase = Phase(past.state) if past.state in ENDED else Phase.PAUSED if past.paused else Phase.WAITING
+        self.phase = (
+            JobPhase(past.state) if past.state in ENDED else JobPhase.PAUSED if past.paused else JobPhase.WAITING
+        )
         self._roster = Roster(options.parts, dict(past.held))
         self._planner = StagePlanner(options.parts, options.training, planned=bool(past.held or past.view))
         if self.view is not None and options.parts > 1:
@@ -136,18 +138,18 @@ class Coordinator:
             options.cooldown_s, masked=options.masked, witnesses=1 if options.asynchronous else 2
         )
         self._catch_ups = CatchUps()
-        self._measured = co.Measured({})
+        self._measured = co.LinksMeasured({})
         self._undialled: dict[tuple[str, str], float] = {}  # a member that did not reach the other, and when
         self._transport = ""  # the last reported choice of streams and codec
         self._saves_asked = 0  # attempts to save the result in this phase (rule 11)
-        self._history: deque[tuple[float, Phase, co.Event]] = deque(maxlen=40)
+        self._history: deque[tuple[float, JobPhase, co.Event]] = deque(maxlen=40)
         self._out: list[co.Instruction] = []
-        if self.phase is Phase.WAITING and self.view is not None:  # its ring may still run: take it back as it is
-            self.phase = Phase.RUNNING
+        if self.phase is JobPhase.WAITING and self.view is not None:  # its ring may still run: take it back as it is
+            self.phase = JobPhase.RUNNING
             self._roster.running = {member.peer_id for member in self.view.members}
             self._roster.unheard = set(self._roster.running)
             self._deadlines.arm("absence", now + options.grace_s)
-        elif self.phase is Phase.WAITING and past.reread:
+        elif self.phase is JobPhase.WAITING and past.reread:
             self._deadlines.arm("return", now + options.grace_s)
         self._announced = announced or (self.state, self.reason)
 
@@ -157,10 +159,10 @@ class Coordinator:
     def state(self) -> str:
         """``JobInfo.state``: the phase, but ``forming`` while a view is being formed or taken back, ``saving`` while
         the result is on no disk."""
-        if self.phase is Phase.WAITING and "save" in self._deadlines:
+        if self.phase is JobPhase.WAITING and "save" in self._deadlines:
             return "saving"
         unheard = bool(self._roster.unheard) or not self._roster.running
-        forming = self.phase is Phase.STOPPING or (self.phase is Phase.RUNNING and unheard)
+        forming = self.phase is JobPhase.STOPPING or (self.phase is JobPhase.RUNNING and unheard)
         return "forming" if forming else self.phase.value
 
     @property
@@ -184,7 +186,7 @@ class Coordinator:
 
     def refusal(self, peer_id: str) -> str:
         """Why the job takes no such worker now; empty if it does."""
-        if self.phase in {*ENDED, Phase.PAUSED} or self.paused:
+        if self.phase in {*ENDED, JobPhase.PAUSED} or self.paused:
             return f"is {'paused' if self.paused else self.state}"
         if peer_id in self._banned:
             return "has released it"
@@ -201,16 +203,16 @@ class Coordinator:
                 continue
             if peer_id in self._quarantine.out:
                 reasons[peer_id] = self._quarantine.reason(peer_id)
-            elif self.phase is Phase.PAUSED:
+            elif self.phase is JobPhase.PAUSED:
                 reasons[peer_id] = "the job is paused", math.inf
-            elif self.phase is Phase.WAITING and (known.standing or self._roster.part_of(peer_id) is None):
+            elif self.phase is JobPhase.WAITING and (known.standing or self._roster.part_of(peer_id) is None):
                 reasons[peer_id] = self.reason, self._deadlines.at("grace")
-            elif self.phase is Phase.RUNNING and self.view and self.view.replicas >= self.options.places:
+            elif self.phase is JobPhase.RUNNING and self.view and self.view.replicas >= self.options.places:
                 reasons[peer_id] = (
                     "each micro-batch of a step has a worker; this one replaces one that leaves",
                     math.inf,
                 )
-            elif self.phase is Phase.RUNNING and self._roster.parts > 1:
+            elif self.phase is JobPhase.RUNNING and self._roster.parts > 1:
                 text = f"more workers are needed: one for each of the model's {self._roster.parts} parts"
                 reasons[peer_id] = text, math.inf
         return reasons
@@ -218,11 +220,11 @@ class Coordinator:
     @property
     def short(self) -> bool:
         enough = self._roster.parts * (self.options.least if self.view else self.options.replicas)
-        return self.phase is Phase.WAITING and len(self._roster.peers) < enough
+        return self.phase is JobPhase.WAITING and len(self._roster.peers) < enough
 
     def paused_survivors(self) -> Reports | None:
         """The reports of members that hold a paused job's state in memory; None if no member can be released."""
-        quiet = self.phase is Phase.PAUSED and bool(self._roster.peers) and not self._roster.running
+        quiet = self.phase is JobPhase.PAUSED and bool(self._roster.peers) and not self._roster.running
         return self._roster.survivors(self.view) if quiet else None
 
     def is_last_holder(self, peer_id: str, others: Collection[str]) -> bool:
@@ -255,12 +257,12 @@ class Coordinator:
         assert not self._banned & set(who.peers), history
         assert self._catch_ups.moving <= set(who.peers), history
         assert not self._catch_ups.moving & who.running, history
-        assert phase is not Phase.RUNNING or who.running | who.away, history
-        assert phase is not Phase.RUNNING or not who.unheard | who.away or "absence" in self._deadlines, history
-        assert phase is not Phase.STOPPING or who.running or "leave" in self._deadlines, history
-        assert (phase is Phase.STOPPING) == ("stop" in self._deadlines), history
-        assert phase is not Phase.WAITING or not who.running, history
-        assert phase is not Phase.PAUSED or self.paused, history
+        assert phase is not JobPhase.RUNNING or who.running | who.away, history
+        assert phase is not JobPhase.RUNNING or not who.unheard | who.away or "absence" in self._deadlines, history
+        assert phase is not JobPhase.STOPPING or who.running or "leave" in self._deadlines, history
+        assert (phase is JobPhase.STOPPING) == ("stop" in self._deadlines), history
+        assert phase is not JobPhase.WAITING or not who.running, history
+        assert phase is not JobPhase.PAUSED or self.paused, history
         assert phase not in ENDED or not who.peers, history
         assert phase not in ENDED or self.next_deadline() is None, history
 
@@ -290,9 +292,9 @@ class Coordinator:
             self._roster.away.discard(peer_id)
             self._roster.running.add(peer_id)
             self._roster.unheard.add(peer_id)
-            if self.phase is Phase.WAITING:
-                self._go(Phase.RUNNING, "a member is back")
-            if self.phase is Phase.RUNNING:
+            if self.phase is JobPhase.WAITING:
+                self._go(JobPhase.RUNNING, "a member is back")
+            if self.phase is JobPhase.RUNNING:
                 self._deadlines.start("absence", now + self.options.grace_s)
 
     def _reported(self, event: co.PeerReported, now: float) -> None:
@@ -313,7 +315,7 @@ class Coordinator:
             self._no_longer_trains(event.peer_id, now)
         elif event.peer_id in self._roster.running:
             return  # sent before its current view was announced
-        elif self.phase in (Phase.RUNNING, Phase.STOPPING) and report.status in {*STANDSTILL, "training"}:
+        elif self.phase in (JobPhase.RUNNING, JobPhase.STOPPING) and report.status in {*STANDSTILL, "training"}:
             self._give_up(event.peer_id)  # rule 8
         elif report.status in STANDSTILL:
             known.standing = report  # its ring is over, and so is the ring after it
@@ -363,13 +365,13 @@ class Coordinator:
         self._catch_ups.forget(known.peer.peer_id)  # it followed until it received its view
         self._roster.away.discard(known.peer.peer_id)
         self._roster.running.add(known.peer.peer_id)
-        if self.phase is Phase.WAITING:
-            self._go(Phase.RUNNING, "its ring is running")
-        elif self.phase is Phase.STOPPING:
+        if self.phase is JobPhase.WAITING:
+            self._go(JobPhase.RUNNING, "its ring is running")
+        elif self.phase is JobPhase.STOPPING:
             self._hold([known.peer.peer_id], self.reason)
-        elif self.phase is Phase.PAUSED:
+        elif self.phase is JobPhase.PAUSED:
             self._stop(now, "the job is paused")
-        if self.phase is Phase.RUNNING and not self._roster.unheard | self._roster.away:
+        if self.phase is JobPhase.RUNNING and not self._roster.unheard | self._roster.away:
             self._deadlines.drop("absence")
             self.reason = ""
 
@@ -391,7 +393,7 @@ class Coordinator:
 
     @property
     def _goes_back(self) -> bool:
-        return self.phase is Phase.WAITING and self.restore is not None
+        return self.phase is JobPhase.WAITING and self.restore is not None
 
     @property
     def _awaits_holder(self) -> bool:
@@ -417,8 +419,8 @@ class Coordinator:
         self._ban(known, f"cannot continue: {reason}", "member-failed")
         self._no_longer_trains(peer_id, now)
         if not self._roster.peers and self.view is None and "return" not in self._deadlines:
-            self._end(Phase.FAILED, reason)
-        elif not self._roster.peers and self.phase is Phase.WAITING:
+            self._end(JobPhase.FAILED, reason)
+        elif not self._roster.peers and self.phase is JobPhase.WAITING:
             self.reason = f"waiting for another worker: {known.peer.name} cannot continue: {reason}"
             self._last_failure = reason
 
@@ -427,7 +429,7 @@ class Coordinator:
             return
         for group in (self._roster.running, self._roster.unheard, self._roster.away, self._roster.healing):
             group.discard(peer_id)
-        if self.phase is Phase.RUNNING:
+        if self.phase is JobPhase.RUNNING:
             self._stop(now, "the ring stopped")
             if status == "held":
                 self._deadlines.arm("leave", now + LEAVE_S)
@@ -447,13 +449,13 @@ class Coordinator:
             return
         self._roster.healing.discard(peer_id)
         self._strike_off({peer_id}, why)
-        if self.phase is Phase.RUNNING:
+        if self.phase is JobPhase.RUNNING:
             self._stop(now, f"{self._name(peer_id)} was removed")
         self._quarantine.broken = True
         self._hurry(now)
 
     def _hurry(self, now: float) -> None:
-        if self._quarantine.broken and self.phase is Phase.STOPPING:
+        if self._quarantine.broken and self.phase is JobPhase.STOPPING:
             self._deadlines.drop("leave")
             patience_s = self.options.settle_s if self._roster.running - self._roster.healing else TORN_S
             self._deadlines.hasten("stop", now + patience_s)
@@ -472,7 +474,7 @@ class Coordinator:
         if event.left:
             self._quarantine.excused.add(peer_id)
         self._deadlines.drop("leave")
-        if was_running and self.phase is Phase.RUNNING:
+        if was_running and self.phase is JobPhase.RUNNING:
             if event.left:
                 self._stop(now, f"{known.peer.name} left")
             elif not self._committed:  # no ring runs yet: members that form it would dial this one in vain
@@ -484,7 +486,7 @@ class Coordinator:
                     self.reason = "no member is connected; the ring may still be running"
         self._hurry(now)
 
-    def _progress(self, event: co.Progress, now: float) -> None:
+    def _progress(self, event: co.StepCommitted, now: float) -> None:
         if self.view and event.step <= self.view.step:
             return  # repeated or late: tells nothing about the speed of this ring
         self._recovery.progressed(event.step, event.step_s)
@@ -494,7 +496,7 @@ class Coordinator:
             self._roster.healing.clear()  # a step is committed by all members or by none
             self._quarantine.committed(event.step)
 
-    def _measured_anew(self, event: co.Measured, now: float) -> None:
+    def _measured_anew(self, event: co.LinksMeasured, now: float) -> None:
         self._measured = event
 
     def _take_capabilities(self, event: co.PeerTold, now: float) -> None:
@@ -504,7 +506,7 @@ class Coordinator:
     def _surveyed(self, event: Signal, now: float) -> None:
         self._planner.surveyed()
 
-    def _saved(self, event: co.Saved, now: float) -> None:
+    def _saved(self, event: co.CheckpointsSaved, now: float) -> None:
         self._recovery.saved = event
 
     def _pause(self, event: Signal, now: float) -> None:
@@ -513,14 +515,14 @@ class Coordinator:
             return
         self.paused = True
         self._save(Signal.SAVE, now)
-        if self.phase is Phase.RUNNING:
+        if self.phase is JobPhase.RUNNING:
             self._stop(now, "the job is pausing")
-        elif self.phase is Phase.WAITING:
-            self._go(Phase.PAUSED, "paused by a person")
+        elif self.phase is JobPhase.WAITING:
+            self._go(JobPhase.PAUSED, "paused by a person")
 
     def _resume(self, event: Signal, now: float) -> None:
         self.paused = False
-        if self.phase is Phase.PAUSED:
+        if self.phase is JobPhase.PAUSED:
             self._stop(now, "the job resumes")
 
     def _yield(self, event: Signal, now: float) -> None:
@@ -531,19 +533,19 @@ class Coordinator:
 
     def _cancel(self, event: Signal, now: float) -> None:
         if self.phase not in ENDED:
-            self._end(Phase.CANCELLED, "cancelled by a person")
+            self._end(JobPhase.CANCELLED, "cancelled by a person")
 
     def _save(self, event: Signal, now: float) -> None:
         self._deadlines.drop("save")  # the result: tries again now
         members = tuple(sorted(self._roster.running - self._roster.unheard))
-        if members and self.phase in (Phase.RUNNING, Phase.STOPPING):
+        if members and self.phase in (JobPhase.RUNNING, JobPhase.STOPPING):
             self._out.append(co.SendSave(members))
 
     def _restore(self, event: co.Restore, now: float) -> None:
         self.restore, self.paused = event, False
-        if self.phase in (Phase.RUNNING, Phase.PAUSED):
+        if self.phase in (JobPhase.RUNNING, JobPhase.PAUSED):
             self._stop(now, f"going back to step {event.step}")
-        elif self.phase is not Phase.STOPPING:
+        elif self.phase is not JobPhase.STOPPING:
             self._begin_restore(now)
 
     @property
@@ -556,55 +558,55 @@ class Coordinator:
         self._quarantine.expire(now)
         self._catch_ups.expire(now)
         due = self._deadlines.expire(now)
-        if "absence" in due and self.phase in (Phase.RUNNING, Phase.STOPPING):
+        if "absence" in due and self.phase in (JobPhase.RUNNING, JobPhase.STOPPING):
             self._strike_off(self._roster.unheard | self._roster.away, "it did not reconnect in time")
-            if self._roster.running and self.phase is Phase.RUNNING:
+            if self._roster.running and self.phase is JobPhase.RUNNING:
                 self._stop(now, "members did not reconnect in time")
         if "return" in due and self._last_failure and not self._roster.peers:
-            self._end(Phase.FAILED, self._last_failure)
+            self._end(JobPhase.FAILED, self._last_failure)
         if "stop" in due:
             self._deadlines.arm("stop", now + self.options.hold_s)  # until the phase ends, which clears it
             if self._quarantine.broken or not self._roster.running & self._roster.healing:  # else a slow transfer
                 self._strike_off(set(self._roster.running), "it did not stop in time")
 
     def _advance(self, now: float) -> None:
-        if self.phase is Phase.RUNNING and not self._roster.running | self._roster.away:
-            self._go(Phase.WAITING, "every member is gone")
+        if self.phase is JobPhase.RUNNING and not self._roster.running | self._roster.away:
+            self._go(JobPhase.WAITING, "every member is gone")
         self._give_parts(now)
         disturbed = self._roster.unheard | self._roster.away | self._roster.healing
-        if self.phase is Phase.RUNNING and not disturbed and (names := self._let_in(now)):
+        if self.phase is JobPhase.RUNNING and not disturbed and (names := self._let_in(now)):
             self._stop(now, f"{', '.join(names)} joining")
-        if self.phase is Phase.STOPPING and not self._roster.running and "leave" not in self._deadlines:
+        if self.phase is JobPhase.STOPPING and not self._roster.running and "leave" not in self._deadlines:
             self._stood_still(now)
-        if self.phase is Phase.WAITING:
+        if self.phase is JobPhase.WAITING:
             self._try_mint(now)
 
     def _stood_still(self, now: float) -> None:
         survivors = self._roster.survivors(self.view)
         if self.restore and self.paused:
-            self._go(Phase.PAUSED, "paused by a person")  # the restore happens after the resume
+            self._go(JobPhase.PAUSED, "paused by a person")  # the restore happens after the resume
         elif self.restore:
             self._begin_restore(now)
         elif self._all_done(survivors):
             self.paused = False
-            self._go(Phase.WAITING, "every step is done")
+            self._go(JobPhase.WAITING, "every step is done")
         elif self.view and all(member.peer_id in self._failures for member in self.view.members):
-            self._end(Phase.FAILED, next(iter(self._failures.values())))
+            self._end(JobPhase.FAILED, next(iter(self._failures.values())))
         elif self.paused:
-            self._go(Phase.PAUSED, "paused by a person")
+            self._go(JobPhase.PAUSED, "paused by a person")
         elif not self._ends_hopeless(survivors, now):
-            self._go(Phase.WAITING, "every member has stopped")
+            self._go(JobPhase.WAITING, "every member has stopped")
 
     def _ends_hopeless(self, survivors: Reports, now: float) -> bool:
         """Exclude whom the reports blame, or end or pause the job where that cannot help; returns whether it did."""
         verdict = self._quarantine.judge(survivors, self.view, self._roster, self._name, now) if self.view else None
         if verdict is not None and verdict.hopeless:
-            self._end(Phase.FAILED, verdict.text)
+            self._end(JobPhase.FAILED, verdict.text)
         elif verdict is not None:
             self._tell("error" if verdict.pauses else "warning", verdict.kind, verdict.text)
             if verdict.pauses:
                 self.paused = True
-                self._go(Phase.PAUSED, verdict.text)
+                self._go(JobPhase.PAUSED, verdict.text)
                 return True
         return verdict is not None and verdict.hopeless
 
@@ -619,7 +621,7 @@ class Coordinator:
         step, tried = max(report.applied for report in survivors.values()), self._saves_asked > len(survivors)
         if self._recovery.has_saved(step, survivors, roster, in_parts=tried):
             early = next((report.reason for report in survivors.values() if report.reason), "")
-            self._end(Phase.DONE, early or "every step is done")
+            self._end(JobPhase.DONE, early or "every step is done")
             return True
         ready = roster.candidates(self._quarantine.out)
         if min(options.places, *map(len, roster.by_part(ready))) > len(survivors) // roster.parts:
@@ -805,7 +807,7 @@ class Coordinator:
         self._short_since = None
         self._failures.clear()
         self._last_failure = ""
-        self._go(Phase.RUNNING, "")
+        self._go(JobPhase.RUNNING, "")
 
     def _apart(self, formed: Mapping[str, tuple[str, ...]], now: float) -> Edges:
         """The edges between replicas, by their first workers, of which one was not dialled in the last minutes."""
@@ -833,7 +835,7 @@ class Coordinator:
     def _give_parts(self, now: float) -> None:
         """Assign parts to spares, and to workers that are too many at their part (``StagePlanner``)."""
         roster, planner = self._roster, self._planner
-        if roster.parts == 1 or self.paused or self.phase in {*ENDED, Phase.PAUSED}:
+        if roster.parts == 1 or self.paused or self.phase in {*ENDED, JobPhase.PAUSED}:
             planner.due = None
             return
         if self._goes_back and self._awaits_holder:
@@ -854,7 +856,7 @@ class Coordinator:
             return False
         member = self.view is not None and self.view.rank_of(peer_id) is not None
         fresh = report.applied == 0 and not self._recovery.saved.parts.get((peer_id, self._roster.held[peer_id]))
-        return self.phase is Phase.RUNNING or (fresh and not member) or self._is_replaceable(peer_id)
+        return self.phase is JobPhase.RUNNING or (fresh and not member) or self._is_replaceable(peer_id)
 
     def _is_replaceable(self, peer_id: str) -> bool:
         """Whether a part waited in vain for its holders, and another worker holds the part of this one at least as
@@ -909,16 +911,16 @@ class Coordinator:
 
     # ---------------------------------------------------------------------------------------------------- small helpers
 
-    def _go(self, phase: Phase, reason: str, *, keep: str = "") -> None:
+    def _go(self, phase: JobPhase, reason: str, *, keep: str = "") -> None:
         if phase not in TRANSITIONS[self.phase]:
             raise InvalidTransition(f"{self.phase} → {phase}: {self.history}")
         self.phase, self.reason = phase, reason
         self._deadlines.clear(keep=keep)  # each deadline belongs to one phase
-        if phase is not Phase.RUNNING:
+        if phase is not JobPhase.RUNNING:
             self._roster.away.clear()
 
     def _stop(self, now: float, reason: str) -> None:
-        self._go(Phase.STOPPING, reason, keep="absence" if self._roster.unheard else "")
+        self._go(JobPhase.STOPPING, reason, keep="absence" if self._roster.unheard else "")
         if "absence" in self._deadlines:
             self._deadlines.hasten("absence", now + RETURN_S)  # then unheard members are no longer waited for
         self._deadlines.arm("stop", now + self.options.hold_s)
@@ -945,8 +947,8 @@ class Coordinator:
 
     def _begin_restore(self, now: float) -> None:
         assert self.restore is not None
-        if self.phase is not Phase.WAITING:
-            self._go(Phase.WAITING, f"going back to step {self.restore.step}")
+        if self.phase is not JobPhase.WAITING:
+            self._go(JobPhase.WAITING, f"going back to step {self.restore.step}")
         self._deadlines.clear()
         self._deadlines.arm("restore", now + self.options.build_s)
         self._banned.clear()
@@ -988,10 +990,10 @@ class Coordinator:
         self._roster.forget(peer_id)
         self._catch_ups.forget(peer_id)
 
-    def _end(self, phase: Phase, reason: str) -> None:
-        keep = self._roster.survivors(self.view) if phase is Phase.DONE else {}
+    def _end(self, phase: JobPhase, reason: str) -> None:
+        keep = self._roster.survivors(self.view) if phase is JobPhase.DONE else {}
         self._out += [co.SendRelease(peer_id, reason) for peer_id in sorted(self._roster.peers) if peer_id not in keep]
-        self._tell("error" if phase is Phase.FAILED else "info", f"job-{phase}", reason)
+        self._tell("error" if phase is JobPhase.FAILED else "info", f"job-{phase}", reason)
         self._go(phase, reason)
         self._roster.clear()
         self._quarantine.out.clear()
@@ -1011,9 +1013,9 @@ _HANDLERS: dict[Any, Callable[[Coordinator, Any, float], None]] = {
     co.PeerReturned: Coordinator._returned,
     co.PeerReported: Coordinator._reported,
     co.PeerLost: Coordinator._lost,
-    co.Progress: Coordinator._progress,
-    co.Saved: Coordinator._saved,
-    co.Measured: Coordinator._measured_anew,
+    co.StepCommitted: Coordinator._progress,
+    co.CheckpointsSaved: Coordinator._saved,
+    co.LinksMeasured: Coordinator._measured_anew,
     co.PeerTold: Coordinator._take_capabilities,
     co.Restore: Coordinator._restore,
     Signal.SURVEYED: Coordinator._surveyed,

@@ -159,7 +159,7 @@ def continuing(
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class LedgerFault:
     """What is wrong, and at which step. ``kind``: ``gap``, ``twice``, ``shares``, ``generation``, ``members``,
     ``lineage``, ``samples``, ``version``."""
 
@@ -219,46 +219,46 @@ class Audit:
         self._next = sum(view.step < base_step for view in self._views)  # index of the first view that has not begun
         self._complete = bool(self._views) and self._views[0].step <= base_step
 
-    def begin(self) -> Fault | None:
+    def begin(self) -> LedgerFault | None:
         """Compare the base with the view that begins there, as that view may have begun the ledger."""
         return self._views_begin()
 
-    def take(self, row: LedgerRow) -> Fault | None:
+    def take(self, row: LedgerRow) -> LedgerFault | None:
         """Take the next row. Returns what is wrong with it, or None."""
         step = self.step + 1
         if row.step != step:
             if row.step < step:
-                return Fault(row.step, "twice", f"step {row.step} is in the ledger twice")
+                return LedgerFault(row.step, "twice", f"step {row.step} is in the ledger twice")
             missing = f"step {step} is" if row.step == step + 1 else f"steps {step} to {row.step - 1} are"
-            return Fault(step, "gap", f"{missing} missing")
+            return LedgerFault(step, "gap", f"{missing} missing")
         try:
             counts = counts_of_untrusted(row.counts)
         except ProtocolError as problem:
-            return Fault(step, "shares", f"step {step}: {problem.message}")
+            return LedgerFault(step, "shares", f"step {step}: {problem.message}")
         if sum(counts) != self._micro_batches:
             text = f"step {step}: the members computed {sum(counts)} of {self._micro_batches} micro-batches"
-            return Fault(step, "shares", text)
+            return LedgerFault(step, "shares", text)
         if fault := self._computed_by(row, counts) or self._made_of(row, counts):
             return fault
         self.step, self.lineage = step, next_lineage(self.lineage, row.digest)
         return self._views_begin()
 
-    def finish(self, step: int, lineage: str) -> Fault | None:
+    def finish(self, step: int, lineage: str) -> LedgerFault | None:
         if self.step != step:
-            return Fault(self.step + 1, "gap", f"the ledger ends with step {self.step}, expected {step}")
+            return LedgerFault(self.step + 1, "gap", f"the ledger ends with step {self.step}, expected {step}")
         if lineage != self.lineage:
             text = f"the rows lead to lineage {self.lineage}, and the ledger's last step has {lineage}"
-            return Fault(step, "lineage", text)
+            return LedgerFault(step, "lineage", text)
         return None
 
-    def _made_of(self, row: LedgerRow, counts: tuple[int, ...]) -> Fault | None:
+    def _made_of(self, row: LedgerRow, counts: tuple[int, ...]) -> LedgerFault | None:
         if self._server is None:
             return None
         buffer, bound = self._server
         try:
             accepted = unpacked_untrusted(row.made_of, counts)
         except ProtocolError as problem:
-            return Fault(row.step, "version", f"step {row.step}: {problem.message}")
+            return LedgerFault(row.step, "version", f"step {row.step}: {problem.message}")
         text = problem_of(accepted, row.step, buffer=buffer, bound=bound)
         view = self._by_generation.get(row.generation)
         if view is not None and len(counts) != len(view.members):
@@ -274,23 +274,23 @@ class Audit:
             if view is not None:
                 counts_of_it = self.staleness.setdefault(view.members[one.rank], Counter())
                 counts_of_it[row.step - 1 - one.base] += 1
-        return Fault(row.step, "version", f"step {row.step}: {text}") if text else None
+        return LedgerFault(row.step, "version", f"step {row.step}: {text}") if text else None
 
-    def _computed_by(self, row: LedgerRow, counts: tuple[int, ...]) -> Fault | None:
+    def _computed_by(self, row: LedgerRow, counts: tuple[int, ...]) -> LedgerFault | None:
         if not self._next:
             if self._complete:
-                return Fault(row.step, "generation", f"step {row.step} was computed before the first view began")
+                return LedgerFault(row.step, "generation", f"step {row.step} was computed before the first view began")
             return None  # its view is not known any more
         newest = self._views[self._next - 1]
         own = row.generation == newest.generation and not self._taken_up
         view = newest if own else self._line_taken_up(row, newest)
         if view is None:
             text = f"step {row.step} names generation {row.generation}, but generation {newest.generation} computed it"
-            return Fault(row.step, "generation", text)
+            return LedgerFault(row.step, "generation", text)
         self._generation = row.generation
         if len(counts) != len(view.members):
             text = f"step {row.step}: shares of {len(counts)} members, generation {view.generation} has "
-            return Fault(row.step, "members", f"{text}{len(view.members)}")
+            return LedgerFault(row.step, "members", f"{text}{len(view.members)}")
         self.total += self._micro_batches
         for rank, peer_id in enumerate(view.members):
             self.computed[peer_id] += counts[rank - rank % max(view.stages, 1)]
@@ -306,12 +306,12 @@ class Audit:
         self._taken_up = (self._taken_up or begins) and self._next < len(self._views)
         return view if self._taken_up else None
 
-    def _views_begin(self) -> Fault | None:
+    def _views_begin(self) -> LedgerFault | None:
         while self._next < len(self._views) and self._views[self._next].step <= self.step:
             view = self._views[self._next]
             if view.lineage != self.lineage:
                 text = f"generation {view.generation} began at step {view.step} with lineage {view.lineage}, and the "
-                return Fault(view.step, "lineage", f"{text}rows up to there lead to {self.lineage}")
+                return LedgerFault(view.step, "lineage", f"{text}rows up to there lead to {self.lineage}")
             self._next += 1
             self._taken_up = False
         return None

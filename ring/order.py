@@ -127,7 +127,7 @@ def turned_around(circle: Sequence[int], score: Callable[[Sequence[int]], float]
 # ------------------------------------------------------------------------------------------------------ order of a ring
 
 
-class Costs:
+class RingCosts:
     """Costs of the edges between two or more ``members`` (peer ids), by index. ``total_bytes``: size of the reduced
     array. ``apart``: edges that could not be dialled; their other direction is likely to fail, too."""
 
@@ -166,7 +166,7 @@ def best_order(
     ways = LinkCosts(links, members)
     if len(members) < 2 or not (ways.known or apart):
         return None
-    costs = Costs(members, ways, total_bytes=total_bytes, apart=apart)
+    costs = RingCosts(members, ways, total_bytes=total_bytes, apart=apart)
     joined = list(range(len(members)))
     joined_s = costs.seconds(joined)
     edge_s = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(costs.transfer_s, costs.hop_s, strict=True)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.texts import human_bytes
-from ring.coordination import Emit, Instruction, Peer, Planned, SendSurvey
+from ring.coordination import CutsChosen, Emit, Instruction, JobWorker, SendSurvey
 from ring.order import Links
 from ring.training_costs import CandidateWorker, Training
 from wire.records import StagePlanInfo, TrainingPlanInfo
@@ -93,7 +93,7 @@ class StagePlanner:
 
     def assign(
         self,
-        peers: Mapping[str, Peer],
+        peers: Mapping[str, JobWorker],
         held: Mapping[str, int],
         idle: Sequence[str],
         links: Links,
@@ -113,7 +113,9 @@ class StagePlanner:
         left = {key: peers[key] for key in spares if key not in assigned}
         return {key: part for key, part in assigned.items() if homes.get(key) != part}, self._why_not(totals, left)
 
-    def _plan(self, peers: Mapping[str, Peer], links: Links, now: float) -> tuple[dict[str, int], list[Instruction]]:
+    def _plan(
+        self, peers: Mapping[str, JobWorker], links: Links, now: float
+    ) -> tuple[dict[str, int], list[Instruction]]:
         training = self.training
         if training is None or len(peers) < training.workers:
             self.due = None
@@ -137,11 +139,11 @@ class StagePlanner:
         if not training.cuts:
             cuts = tuple(stage.start for stage in stages[1:])
             self.training = replace(training, cuts=cuts)
-            notices.append(Planned(cuts))
+            notices.append(CutsChosen(cuts))
         notices.append(Emit("info", "planned", _summary(info, stages)))
         return {peer_id: stage.stage for stage in stages for peer_id in stage.peers}, notices
 
-    def _waits_for_figures(self, peers: Mapping[str, Peer], now: float, notices: list[Instruction]) -> bool:
+    def _waits_for_figures(self, peers: Mapping[str, JobWorker], now: float, notices: list[Instruction]) -> bool:
         if all(peer.flops is not None for peer in peers.values()):
             self._tell_due = None
         elif self._tell_due is None:
@@ -161,11 +163,11 @@ class StagePlanner:
         training = self.training
         return (0, *training.cuts, training.layers) if training is not None and training.cuts else ()
 
-    def _fits(self, peer: Peer, stage: int) -> bool:
+    def _fits(self, peer: JobWorker, stage: int) -> bool:
         bounds, training = self._bounds, self.training
         return training is None or not bounds or training.fits(_trainee(peer), stage, bounds)
 
-    def _why_not(self, counts: Sequence[int], left: Mapping[str, Peer]) -> list[Instruction]:
+    def _why_not(self, counts: Sequence[int], left: Mapping[str, JobWorker]) -> list[Instruction]:
         training, bounds = self.training, self._bounds
         notices: list[Instruction] = []
         if training is None or not bounds:
@@ -186,7 +188,7 @@ class StagePlanner:
         return notices
 
 
-def _trainee(peer: Peer) -> CandidateWorker:
+def _trainee(peer: JobWorker) -> CandidateWorker:
     return CandidateWorker(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host)
 
 

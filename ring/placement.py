@@ -169,7 +169,7 @@ def spans(sizes: Sequence[float], cuts: Sequence[int]) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PlacementPeer:
     """A peer that may hold a stage.
 
     Attributes:
@@ -210,7 +210,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PlacedStage:
     """One stage of a chain.
 
     Attributes:
@@ -220,7 +220,7 @@ class Stage:
         occupied_s: the part of ``hop_s`` that keeps the link from the next token.
     """
 
-    peer: Peer
+    peer: PlacementPeer
     start: int
     stop: int
     weights_bytes: int
@@ -242,7 +242,7 @@ class Stage:
 class Placement:
     """A chain and its prediction. ``client_...``: of the hop from the client to the first stage."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PlacedStage, ...]
     client_hop_s: float
     client_occupied_s: float
 
@@ -263,11 +263,11 @@ class Placement:
         return 1 / self.bottleneck_s if self.bottleneck_s else float("inf")
 
 
-Part = tuple[Peer, int, int]
+Part = tuple[PlacementPeer, int, int]
 """A peer that holds layers [start, stop)."""
 
 
-def place(wanted: Wanted, peers: Iterable[Peer], *, stages: int | None = None) -> Placement:
+def place(wanted: Wanted, peers: Iterable[PlacementPeer], *, stages: int | None = None) -> Placement:
     """The best chain by the module's two steps. ``stages``: their number; None for the best number.
 
     Raises:
@@ -293,7 +293,7 @@ def place(wanted: Wanted, peers: Iterable[Peer], *, stages: int | None = None) -
     return _placement(wanted, hops, [(looked_at[peer], cuts[start], cuts[stop]) for peer, start, stop in found])
 
 
-def priced(wanted: Wanted, peers: Iterable[Peer], chain: Sequence[Part]) -> Placement | None:
+def priced(wanted: Wanted, peers: Iterable[PlacementPeer], chain: Sequence[Part]) -> Placement | None:
     """The prediction for a given chain of all layers; None if memory or connections do not allow it. ``peers`` are all
     peers: links that were not measured count as the median of the measured ones."""
     hops = _Hops(wanted, peers)
@@ -303,7 +303,7 @@ def priced(wanted: Wanted, peers: Iterable[Peer], chain: Sequence[Part]) -> Plac
 
 
 def replacement(
-    wanted: Wanted, plan: Placement, dead: Collection[str], spares: Iterable[Peer]
+    wanted: Wanted, plan: Placement, dead: Collection[str], spares: Iterable[PlacementPeer]
 ) -> tuple[Placement | None, str]:
     """``plan`` with the layers of the ``dead`` (peer ids) at other peers, and what changed; None and the reason if that
     is impossible. Cuts and living stages stay as they are.
@@ -320,7 +320,7 @@ def replacement(
     taken = []
     for index in [index for index, stage in enumerate(plan.stages) if stage.peer.id in dead]:
         _, start, stop = chain[index]
-        tries: list[tuple[float, float, int, Placement, Peer]] = []
+        tries: list[tuple[float, float, int, Placement, PlacementPeer]] = []
         refusals = []
         # Spares first, then by id: the order breaks ties.
         for peer in (*(spare[id] for id in sorted(spare)), *(alive[id] for id in sorted(alive))):
@@ -356,7 +356,7 @@ def _why_not(wanted: Wanted, chain: Sequence[Part], index: int, dead: Collection
 
 
 class _Hops:
-    def __init__(self, wanted: Wanted, peers: Iterable[Peer]) -> None:
+    def __init__(self, wanted: Wanted, peers: Iterable[PlacementPeer]) -> None:
         self._wanted = wanted
         self._ways = LinkCosts(wanted.links, sorted({*(peer.id for peer in peers), wanted.client}))
 
@@ -376,11 +376,11 @@ def _placement(wanted: Wanted, hops: _Hops, chain: Sequence[Part]) -> Placement:
         cache_bytes = wanted.cache_bytes(start, stop)
         compute_s = peer.byte_s * wanted.sizes.streamed_bytes(start, stop)
         hop = hops.between(peer.id, after)
-        stages.append(Stage(peer, start, stop, weights_bytes, cache_bytes, compute_s, *hop))
+        stages.append(PlacedStage(peer, start, stop, weights_bytes, cache_bytes, compute_s, *hop))
     return Placement(tuple(stages), *hops.between(wanted.client, chain[0][0].id))
 
 
-def _cost_table(wanted: Wanted, peers: Sequence[Peer], hops: _Hops, cuts: Sequence[int]) -> CostTable:
+def _cost_table(wanted: Wanted, peers: Sequence[PlacementPeer], hops: _Hops, cuts: Sequence[int]) -> CostTable:
     sizes = wanted.sizes
     streamed_bytes = spans(sizes.layers_bytes, cuts)
     need_bytes = streamed_bytes + wanted.positions * spans(sizes.cache_bytes, cuts)
@@ -399,7 +399,7 @@ def _cost_table(wanted: Wanted, peers: Sequence[Peer], hops: _Hops, cuts: Sequen
     return CostTable([parts_s], hop_s, occupied_s)
 
 
-def _looked_at(peers: Sequence[Peer]) -> list[Peer]:
+def _looked_at(peers: Sequence[PlacementPeer]) -> list[PlacementPeer]:
     """The peers to consider: all, or half chosen by speed and half by memory; the smallest first."""
     fastest = sorted(peers, key=lambda peer: (peer.byte_s, -peer.memory_bytes, peer.id))[: MOST_PEERS // 2]
     rest = sorted(set(peers) - set(fastest), key=lambda peer: (-peer.memory_bytes, peer.byte_s, peer.id))
@@ -407,7 +407,9 @@ def _looked_at(peers: Sequence[Peer]) -> list[Peer]:
     return sorted(chosen, key=lambda peer: (peer.memory_bytes, -peer.byte_s, peer.id))
 
 
-def _refusal(wanted: Wanted, candidates: Sequence[Peer], reached: Sequence[Peer], stages: int | None) -> ResourceError:
+def _refusal(
+    wanted: Wanted, candidates: Sequence[PlacementPeer], reached: Sequence[PlacementPeer], stages: int | None
+) -> ResourceError:
     sizes = wanted.sizes
     weights_bytes, need_bytes = sizes.weights_bytes(0, sizes.layers), wanted.need_bytes(0, sizes.layers)
     offered_bytes = sum(peer.memory_bytes for peer in reached)

@@ -63,7 +63,7 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class DescribedCluster:
     """Members in the order of joining, and links between them.
 
     Attributes:
@@ -167,12 +167,12 @@ def slowed(members: Sequence[CandidateWorker]) -> list[CandidateWorker]:
     ]
 
 
-def predict(way: Way, cluster: Cluster, measured: Calibration) -> Prediction:
+def predict(way: Way, cluster: DescribedCluster, measured: Calibration) -> Prediction:
     """Raises ``ResourceError`` or ``UserError`` if the members are too few, or lack the memory."""
     return _STRATEGIES[way.strategy](_Step(way, cluster, measured))
 
 
-def fitted(way: Way, cluster: Cluster, known: Calibration, step_s: float) -> Calibration:
+def fitted(way: Way, cluster: DescribedCluster, known: Calibration, step_s: float) -> Calibration:
     """``known`` with both times scaled so that ``predict`` says ``step_s`` for ``way``. Raises as ``predict``."""
 
     def scaled(factor: float) -> Calibration:
@@ -190,7 +190,7 @@ def fitted(way: Way, cluster: Cluster, known: Calibration, step_s: float) -> Cal
 class _Step:
     """What all strategies need of one step."""
 
-    def __init__(self, way: Way, cluster: Cluster, measured: Calibration) -> None:
+    def __init__(self, way: Way, cluster: DescribedCluster, measured: Calibration) -> None:
         self.way, self.training, self.cluster, self.measured = way, way.training, cluster, measured
         self.members = slowed(cluster.members)
         self.weights_bytes = self.training.sizes.weights_bytes(0, self.training.layers)

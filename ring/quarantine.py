@@ -48,7 +48,7 @@ _NOT_FINITE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Exclusion:
     """Why a ring broke. ``text``: for people. ``hopeless``: no member can compute the step. ``pauses``: a person must
     find the member at fault."""
 
@@ -154,7 +154,7 @@ class Quarantine:
 
     def judge(
         self, survivors: Reports, view: View, roster: Roster, name: Callable[[str], str], now: float
-    ) -> Verdict | None:
+    ) -> Exclusion | None:
         """Judge a break of ``view`` once all members are stopped. Returns the cause and the consequence; usually None.
 
         Args:
@@ -164,7 +164,7 @@ class Quarantine:
 
     def _refusal(
         self, survivors: Reports, view: View, roster: Roster, name: Callable[[str], str], now: float
-    ) -> Verdict | None:
+    ) -> Exclusion | None:
         votes = Counter(
             (report.applied + 1, report.cause, report.suspect, report.beside)
             for report in survivors.values()
@@ -189,7 +189,7 @@ class Quarantine:
             others = self._contributors.difference(suspects)
             confirmed = bool(others) or (alone and not self._contributors.isdisjoint(suspects))
             if self.lenient and confirmed:
-                return Verdict("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
+                return Exclusion("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
             self._contributors = {*suspects} if alone else self._contributors.union(suspects)
             what = f"{'+'.join(map(name, suspects))} sent gradients that are not finite or are outliers"
             if confirmed:
@@ -198,7 +198,7 @@ class Quarantine:
                 if not alone:
                     self._contributors.clear()
                 done = "another worker sent the same, so the data is the cause; the step is applied if it is finite"
-                return Verdict("step-refused", f"step {step} was not applied: {what}: {done}")
+                return Exclusion("step-refused", f"step {step} was not applied: {what}: {done}")
         elif cause == "figure":
             what = f"{name(suspect)} told what the other members know to be false"
         elif cause == "hop":
@@ -206,32 +206,34 @@ class Quarantine:
         else:
             what = f"{name(suspect)} holds another sum than the other members"
         done = self._excluded(suspects, what, name, now)
-        return Verdict("step-refused", f"step {step} was not applied: {what}: {done}")
+        return Exclusion("step-refused", f"step {step} was not applied: {what}: {done}")
 
-    def _untraced(self, step: int, view: View, name: Callable[[str], str], now: float) -> Verdict:
+    def _untraced(self, step: int, view: View, name: Callable[[str], str], now: float) -> Exclusion:
         text = f"step {step} was not applied: the sum is not finite or an outlier, and no member told that it caused it"
         if self._masked:
             asked = ", ".join(member.name for member in view.members)
             text = f"{text}, and masks hide whose it is: ask who runs {asked}"
         if self._tried is None:
             self._tried = []
-            return Verdict("step-refused", f"{text}; it may be damage in transit, so it is computed again")
+            return Exclusion("step-refused", f"{text}; it may be damage in transit, so it is computed again")
         if self._masked:
             self._tried = None
-            return Verdict("step-refused", text, pauses=True)
+            return Exclusion("step-refused", text, pauses=True)
         left = [member for member in view.members if member.peer_id not in self._tried]
         if not left:
-            return Verdict("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
+            return Exclusion("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
         self._tries = [member.peer_id for member in view.replica(view.rank_of(left[0].peer_id) or 0)]
         self._tried += self._tries
-        return Verdict("step-refused", f"{text}: it is tried without: {self._excluded(self._tries, text, name, now)}")
+        return Exclusion("step-refused", f"{text}: it is tried without: {self._excluded(self._tries, text, name, now)}")
 
     def _absolve(self, peer_ids: Collection[str]) -> None:
         self.out.difference_update(peer_ids)
         for peer_id in peer_ids:
             self._last.pop(peer_id, None)
 
-    def _broken_link(self, survivors: Reports, began_at: int, name: Callable[[str], str], now: float) -> Verdict | None:
+    def _broken_link(
+        self, survivors: Reports, began_at: int, name: Callable[[str], str], now: float
+    ) -> Exclusion | None:
         if not self._accused:
             return None
         if any(report.applied > began_at for report in survivors.values()):
@@ -258,7 +260,7 @@ class Quarantine:
             text = f"the links of {name(culprit)} to two neighbours broke one after the other"
         if report.cause in WRONG:
             text += f" ({report.reason})"
-        return Verdict("link", f"{text}: {self._excluded([culprit], text, name, now)}")
+        return Exclusion("link", f"{text}: {self._excluded([culprit], text, name, now)}")
 
     def _forget_links(self) -> None:
         self._breaks = [known for known in self._breaks if known.wrong]

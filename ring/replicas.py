@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, permutations
 
-from ring.coordination import JobOptions, Peer, Reports, Roster, Saved, holds
+from ring.coordination import CheckpointsSaved, JobOptions, JobWorker, Reports, Roster, holds
 from ring.order import LinkQuality, Links, known_link
 from ring.token import balanced, by_size
 from ring.view import View, shares
@@ -66,7 +66,7 @@ class RecoveryPolicy:
     """
 
     known_step: int
-    saved: Saved
+    saved: CheckpointsSaved
     branch: frozenset[str] | None
     step_s: float = 0.0
     failed: float = math.inf
@@ -203,7 +203,11 @@ def members_of(
 
 
 def records(
-    members: Sequence[Peer], micro_batches: int, healthy: Collection[str], unit_us: Sequence[int] = (), parts: int = 1
+    members: Sequence[JobWorker],
+    micro_batches: int,
+    healthy: Collection[str],
+    unit_us: Sequence[int] = (),
+    parts: int = 1,
 ) -> tuple[MemberRecord, ...]:
     """The members in rank order, those of a replica in a row. The replicas' shares follow the microseconds of a
     micro-batch at each; 0: not known."""
@@ -213,7 +217,7 @@ def records(
 
 
 def with_shares(
-    members: Sequence[Peer], counts: Sequence[int], healthy: Collection[str], parts: int = 1
+    members: Sequence[JobWorker], counts: Sequence[int], healthy: Collection[str], parts: int = 1
 ) -> tuple[MemberRecord, ...]:
     runs = [run for count, last in zip(counts, accumulate(counts), strict=True)
             for run in shared_within(last - count, count, parts)]  # fmt: skip
@@ -245,7 +249,7 @@ def replicas_of(
     return {replica[0]: replica for replica, size_bytes in fit if size_bytes <= most_bytes}
 
 
-def _record_bytes(peer: Peer) -> int:
+def _record_bytes(peer: JobWorker) -> int:
     return sum(len(text.encode()) for text in (peer.peer_id, peer.name, peer.host)) + 64
 
 

@@ -49,7 +49,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class StageOperation:
     """The forward or the backward of micro-batch ``index``, counted from 0 within the step."""
 
     kind: Kind
@@ -60,7 +60,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class StageSchedule:
     """The order of operations on all stages; see the module's docstring.
 
     Attributes:
@@ -89,15 +89,15 @@ class Schedule:
     def stages(self) -> int:
         return len(self.warm_ups)
 
-    def order(self, stage: int) -> tuple[Operation, ...]:
+    def order(self, stage: int) -> tuple[StageOperation, ...]:
         """The operations of ``stage`` in order: each micro-batch's forward and backward once."""
         warm_up, count = self.warm_ups[stage], self.micro_batches
         if not self.backward:
-            return tuple(Operation(Kind.FORWARD, index) for index in range(count))
-        operations = [Operation(Kind.FORWARD, index) for index in range(warm_up)]
+            return tuple(StageOperation(Kind.FORWARD, index) for index in range(count))
+        operations = [StageOperation(Kind.FORWARD, index) for index in range(warm_up)]
         for index in range(count - warm_up):
-            operations += Operation(Kind.FORWARD, warm_up + index), Operation(Kind.BACKWARD, index)
-        operations += (Operation(Kind.BACKWARD, index) for index in range(count - warm_up, count))
+            operations += StageOperation(Kind.FORWARD, warm_up + index), StageOperation(Kind.BACKWARD, index)
+        operations += (StageOperation(Kind.BACKWARD, index) for index in range(count - warm_up, count))
         return tuple(operations)
 
     def in_flight(self, stage: int) -> int:
@@ -120,21 +120,21 @@ class Schedule:
             operations = self.order(stage)
             assert len(operations) == (1 + self.backward) * self.micro_batches == len(set(operations))
             for index in range(self.micro_batches) if self.backward else ():
-                forward = operations.index(Operation(Kind.FORWARD, index))
-                assert forward < operations.index(Operation(Kind.BACKWARD, index))
+                forward = operations.index(StageOperation(Kind.FORWARD, index))
+                assert forward < operations.index(StageOperation(Kind.BACKWARD, index))
         nothing = (0.0,) * self.stages
-        assert simulate(self, Costs(nothing, nothing, nothing[1:], nothing[1:])) == 0.0
+        assert simulate(self, StageCosts(nothing, nothing, nothing[1:], nothing[1:])) == 0.0
 
 
-def gpipe(stages: int, micro_batches: int) -> Schedule:
-    return Schedule("gpipe", micro_batches, (micro_batches - 1,) * stages)
+def gpipe(stages: int, micro_batches: int) -> StageSchedule:
+    return StageSchedule("gpipe", micro_batches, (micro_batches - 1,) * stages)
 
 
-def forwards(stages: int, micro_batches: int) -> Schedule:
-    return Schedule("forwards", micro_batches, (0,) * stages, backward=False)
+def forwards(stages: int, micro_batches: int) -> StageSchedule:
+    return StageSchedule("forwards", micro_batches, (0,) * stages, backward=False)
 
 
-def one_f_one_b(stages: int, micro_batches: int, *, max_in_flight: Sequence[int] = ()) -> Schedule:
+def one_f_one_b(stages: int, micro_batches: int, *, max_in_flight: Sequence[int] = ()) -> StageSchedule:
     """1F1B for links that cost nothing. ``max_in_flight``: see ``extended``."""
     return _bounded("1f1b", micro_batches, [stages - 1 - stage for stage in range(stages)], max_in_flight)
 
@@ -146,7 +146,7 @@ def extended(
     *,
     slack: float = SLACK,
     max_in_flight: Sequence[int] = (),
-) -> Schedule:
+) -> StageSchedule:
     """1F1B with warm-ups long enough to hide the links.
 
     Args:
@@ -163,19 +163,19 @@ def extended(
     return _bounded("extended", micro_batches, warm_ups[::-1], max_in_flight)
 
 
-def _bounded(name: str, micro_batches: int, warm_ups: Sequence[int], max_in_flight: Sequence[int]) -> Schedule:
+def _bounded(name: str, micro_batches: int, warm_ups: Sequence[int], max_in_flight: Sequence[int]) -> StageSchedule:
     bounded: list[int] = []
     for stage, warm_up in enumerate(warm_ups):
         most = min(micro_batches, max_in_flight[stage] if max_in_flight else micro_batches) - 1
         bounded.append(min(warm_up, most, bounded[-1] if bounded else most))
-    return Schedule(name, micro_batches, tuple(bounded))
+    return StageSchedule(name, micro_batches, tuple(bounded))
 
 
 # ------------------------------------------------------------------------------------------------------ the ideal time
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class StageCosts:
     """What operations and hops take, in seconds.
 
     Attributes:
@@ -190,19 +190,19 @@ class Costs:
     back_s: tuple[float, ...]
 
     @classmethod
-    def even(cls, forward_s: float, backward_s: float, round_trips_s: Sequence[float]) -> Costs:
+    def even(cls, forward_s: float, backward_s: float, round_trips_s: Sequence[float]) -> StageCosts:
         """Equal stages, and hops with half their round trip in each direction."""
         stages = len(round_trips_s) + 1
         one_way_s = tuple(seconds / 2 for seconds in round_trips_s)
         return cls((forward_s,) * stages, (backward_s,) * stages, one_way_s, one_way_s)
 
 
-def simulate(schedule: Schedule, costs: Costs) -> float:
+def simulate(schedule: StageSchedule, costs: StageCosts) -> float:
     """Seconds of a step if only computing and hops take time. Each stage runs one operation at a time."""
     stages = schedule.stages
     left = [deque(schedule.order(stage)) for stage in range(stages)]
     free_s = [0.0] * stages
-    ended: dict[tuple[int, Operation], float] = {}  # (stage, operation) → when
+    ended: dict[tuple[int, StageOperation], float] = {}  # (stage, operation) → when
     waiting = list(range(stages))
     while waiting:
         stage = waiting.pop()
@@ -222,7 +222,11 @@ def simulate(schedule: Schedule, costs: Costs) -> float:
 
 
 def _arrival_s(
-    stage: int, operation: Operation, ended: dict[tuple[int, Operation], float], costs: Costs, stages: int
+    stage: int,
+    operation: StageOperation,
+    ended: dict[tuple[int, StageOperation], float],
+    costs: StageCosts,
+    stages: int,
 ) -> float | None:
     if operation.kind is Kind.FORWARD:
         if stage == 0:
@@ -230,6 +234,6 @@ def _arrival_s(
         sent_s = ended.get((stage - 1, operation))
         return None if sent_s is None else sent_s + costs.there_s[stage - 1]
     if stage == stages - 1:
-        return ended.get((stage, Operation(Kind.FORWARD, operation.index)))
+        return ended.get((stage, StageOperation(Kind.FORWARD, operation.index)))
     sent_s = ended.get((stage + 1, operation))
     return None if sent_s is None else sent_s + costs.back_s[stage]

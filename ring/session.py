@@ -49,7 +49,7 @@ SMALL_BYTES = 128 << 10
 
 
 @dataclass(eq=False, slots=True)
-class Operation:
+class RingOperation:
     """A submitted operation. ``finish`` is called when all its flows are done, before ``future`` resolves."""
 
     title: str
@@ -79,7 +79,7 @@ class RingSession:
         self._sub_chunk_bytes = view.sub_chunk_bytes  # 0: near links, each array's size decides
         self._spare: list[npt.NDArray[np.uint8]] = []  # reusable buffers of small operations
         self._lanes: list[Lane] = []  # one per stream; a ring of one has none
-        self._under_way: dict[int, Operation] = {}  # by stream, oldest first
+        self._under_way: dict[int, RingOperation] = {}  # by stream, oldest first
         self._stream = 0
         self._waited_s = self._received_at = 0.0
         self._moved_at = 0.0  # the last progress
@@ -350,7 +350,7 @@ class RingSession:
         plan = cut(array.size, array.itemsize, members=self.size, lanes=1, sub_chunk_bytes=fixed_bytes)
         return plan[0][2:]
 
-    def _gathered(self, operation: Operation, buffer: Array, take: Callable[[Array], None]) -> asyncio.Future[None]:
+    def _gathered(self, operation: RingOperation, buffer: Array, take: Callable[[Array], None]) -> asyncio.Future[None]:
         """Gather the small buffers of all members, shape (size, numel), and call ``take`` with them."""
         memory = self._spare.pop() if self._spare else np.empty(SMALL_BYTES, np.uint8)  # new pages cost about one hop
         parts = memory[: self.size * buffer.nbytes].view(buffer.dtype).reshape(self.size, buffer.size)
@@ -366,18 +366,18 @@ class RingSession:
             self._add(operation, lane, schedule, parts.reshape(-1), "uint8", max(buffer.size, 1))
         return self._start(operation)
 
-    def _begin(self, title: str, patience_s: float) -> Operation:
+    def _begin(self, title: str, patience_s: float) -> RingOperation:
         """Begin the next operation. ``_add`` adds its flows, then ``_start`` starts it, before the next one begins. Its
         stream number is the same on every member, since all begin the operations in the same order."""
         if self.broken.done():
             raise self.links.failure()
         self._stream += 1
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        return Operation(title, patience_s, self._world.clock.now(), future)
+        return RingOperation(title, patience_s, self._world.clock.now(), future)
 
     def _add(
         self,
-        operation: Operation,
+        operation: RingOperation,
         lane: Lane,
         schedule: Schedule,
         array: Array,
@@ -396,7 +396,7 @@ class RingSession:
         flow = Flow(schedule, array, dtype, stream, sub_chunk_numel, done, **settings)
         operation.flows.append((lane, flow))
 
-    def _start(self, operation: Operation) -> asyncio.Future[None]:
+    def _start(self, operation: RingOperation) -> asyncio.Future[None]:
         operation.flows_left = len(operation.flows)
         if not operation.flows:
             self._complete(0, operation)
@@ -411,7 +411,7 @@ class RingSession:
             lane.submit(flow)
         return operation.future
 
-    def _complete(self, stream: int, operation: Operation) -> None:
+    def _complete(self, stream: int, operation: RingOperation) -> None:
         if operation.finish is not None:
             operation.finish()
         self._under_way.pop(stream, None)

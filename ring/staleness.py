@@ -198,7 +198,7 @@ class Intake:
 # ------------------------------------------------------------------------------------------------- what members say
 
 
-class Verdict(IntEnum):
+class ContributionStatus(IntEnum):
     """What became of the contribution that came with a request. ``NONE``: it had none, or the server stops."""
 
     NONE = 0
@@ -244,7 +244,7 @@ class PullReply:
         number: of the contribution to compute next.
     """
 
-    verdict: Verdict
+    verdict: ContributionStatus
     staleness: int
     bound: int
     has_state: bool
@@ -271,7 +271,7 @@ class PullReply:
         verdict, staleness, bound, state, over, last, version, lineage, square_sum, *rest = _REPLY.unpack(data)
         number, rows_bytes, digest = rest
         fits = rows_bytes <= MOST_ROWS_BYTES and max(version, number) < 2**53 and math.isfinite(square_sum)
-        if verdict not in set(Verdict) or not fits:
+        if verdict not in set(ContributionStatus) or not fits:
             raise ProtocolError("the answer to a pull is out of range")
-        figures = Verdict(verdict), staleness, bound, state, over, last
+        figures = ContributionStatus(verdict), staleness, bound, state, over, last
         return cls(*figures, version, lineage.hex(), square_sum, number, rows_bytes, digest)

@@ -5,7 +5,7 @@
   step: the figures in the tokens decide. What several members know, each tells: one that is alone with a figure is the
   suspect. A norm must be finite, and at most ``outlier_factor`` times the usual gradient norm. The norm of a sum is at
   most the sum of the norms (the triangle inequality); a longer sum was corrupted on its way, or a member lied.
-- ``Guard``: the usual gradient norm, the median over the steps that a member saw committed.
+- ``NormGuard``: the usual gradient norm, the median over the steps that a member saw committed.
 - ``Shares``: how many micro-batches of the next step each member computes, by measured speed, or by a ``ShareRule``.
   Integers only, so every member computes the same shares. Units are microseconds per micro-batch. A step's *makespan*
   is the time of its slowest share: the maximum of count x unit over ranks.
@@ -147,7 +147,7 @@ SAME = 1e-6
 """How far two members' figures of the same bytes may differ, relative: they may sum the squares in another order."""
 
 
-class Guard:
+class NormGuard:
     """Remembers the usual gradient norm.
 
     Args:
@@ -177,7 +177,7 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class TokenFault:
     """Why a step cannot be committed.
 
     Attributes:
@@ -194,13 +194,13 @@ class Fault:
 
 def verdict(
     tokens: Sequence[Token],
-    guard: Guard,
+    guard: NormGuard,
     *,
     last: float = 0.0,
     stages: int = 1,
     lenient: bool = False,
     robust: bool = False,
-) -> Fault | None:
+) -> TokenFault | None:
     """Why the step of ``tokens`` cannot be committed; usually None.
 
     Args:
@@ -211,12 +211,12 @@ def verdict(
     for rank, token in enumerate(tokens):
         right = (rank + 1) % len(tokens)
         if token.sent != tokens[right].received:
-            return Fault("hop", rank, right, f"sent other bytes than arrived at rank {right}")
+            return TokenFault("hop", rank, right, f"sent other bytes than arrived at rank {right}")
     most = Counter(_identity(token) for token in tokens).most_common(1)[0][0]  # on a tie, the lowest rank's
     usual = next(token for token in tokens if _identity(token) == most)
     for rank, token in enumerate(tokens):
         if what := difference(usual, token):
-            return Fault("digest" if token.digest != usual.digest else "", rank, None, f"has another {what}")
+            return TokenFault("digest" if token.digest != usual.digest else "", rank, None, f"has another {what}")
     if not robust and (fault := _false_figure(tokens, last, stages)):
         return fault
     known = sorted(token.usual for token in tokens if 0 < token.usual < math.inf)
@@ -251,41 +251,41 @@ def _agreed(norms: Sequence[float], last: float) -> float:
     return min(middle, key=lambda it: abs(math.log(it) - math.log(last)) if min(it, last) > 0 else math.inf)
 
 
-def _false_figure(tokens: Sequence[Token], last: float, stages: int) -> Fault | None:
+def _false_figure(tokens: Sequence[Token], last: float, stages: int) -> TokenFault | None:
     """A figure that its sender's own bytes, or the other members, contradict."""
     for rank, token in enumerate(tokens):
         known = _agreed([it.part for it in tokens[rank % stages :: stages]], last)
         if token.own < 0:
-            return Fault("figure", rank, None, f"told a squared norm of {token.own:.3g} of its contribution")
+            return TokenFault("figure", rank, None, f"told a squared norm of {token.own:.3g} of its contribution")
         if not is_same(token.part, known):
-            return Fault("figure", rank, None, f"told a squared norm of {token.part:.3g}, the others {known:.3g}")
+            return TokenFault("figure", rank, None, f"told a squared norm of {token.part:.3g}, the others {known:.3g}")
     ends = [Flag.STOP in token.flags for token in tokens]
     if 2 * sum(ends) not in (0, len(ends), 2 * len(ends)):
         rank = ends.index(2 * sum(ends) < len(ends))
         what = "ends" if ends[rank] else "goes on"
-        return Fault("figure", rank, None, f"is alone in saying that the job {what} after this step")
+        return TokenFault("figure", rank, None, f"is alone in saying that the job {what} after this step")
     return None
 
 
 def _not_plausible(
     owns: Sequence[float], parts: Sequence[float], total: float, limit: float, stages: int
-) -> Fault | None:
+) -> TokenFault | None:
     """A squared norm that is not finite or beyond ``limit``. ``owns``: of the contributions; ``total``: of the sum."""
     for rank, own in enumerate(owns):
         if not math.isfinite(own):
-            return Fault("contribution", rank, None, "contributed a gradient that is not finite")
+            return TokenFault("contribution", rank, None, "contributed a gradient that is not finite")
     if max([*owns, total]) <= limit and math.isfinite(total):
         return None
     rank = owns.index(max(owns))
     # The factor allows for rounding and a codec's feedback.
     if owns[rank] > limit or len(owns) == 1 or math.sqrt(total) <= 2 * math.fsum(map(math.sqrt, owns)):
         what = f"contributed a gradient of norm {math.sqrt(owns[rank]):.3g}, an outlier"
-        return Fault("contribution", rank, None, what)
+        return TokenFault("contribution", rank, None, what)
     if len(owns) == stages:  # nobody else holds the same sum
         rank = max(range(stages), key=lambda rank: parts[rank] if parts[rank] >= 0 else math.inf)
-        return Fault("figure", rank, None, f"told a squared norm of {parts[rank]:.3g}, more than was contributed")
+        return TokenFault("figure", rank, None, f"told a squared norm of {parts[rank]:.3g}, more than was contributed")
     what = f"the sum has a norm of {math.sqrt(total):.3g}, which does not match the members' contributions"
-    return Fault("contribution", None, None, what)
+    return TokenFault("contribution", None, None, what)
 
 
 def odd_ones_out(digests: Sequence[bytes], stages: int = 1) -> set[int]:

@@ -40,7 +40,7 @@ from p2ptrain.core.footprint import GPIPE
 from p2ptrain.core.texts import human_bytes
 from ring.order import LinkCosts, Links, all_reduce_s
 from ring.placement import MOST_PEERS, Array, CostTable, best_chain, cut_places, spans
-from ring.schedule import Costs, Schedule, extended, simulate
+from ring.schedule import StageCosts, StageSchedule, extended, simulate
 from ring.training_costs import CandidateWorker, Training, achieved
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
@@ -235,7 +235,7 @@ def _predicted(
     ]
     schedule = _schedule(training, min(share, 256), there_s, back_s, pace_s, bounds)
     forward_s = [each_s / training.passes(stop) for each_s, (_, _, stop) in zip(computes_s, parts, strict=True)]
-    costs = Costs(
+    costs = StageCosts(
         tuple(forward_s),
         tuple(all_s - one_s for all_s, one_s in zip(computes_s, forward_s, strict=True)),
         tuple(there_s),
@@ -295,10 +295,10 @@ def _schedule(
     back_s: Sequence[float],
     pace_s: float,
     bounds: Sequence[int],
-) -> Schedule:
+) -> StageSchedule:
     if training.schedule == GPIPE:
         most = min(training.max_in_flight or micro_batches, micro_batches)
-        return Schedule(GPIPE, micro_batches, (most - 1,) * training.stages)
+        return StageSchedule(GPIPE, micro_batches, (most - 1,) * training.stages)
     round_trips_s = [there + back for there, back in zip(there_s, back_s, strict=True)]
     made = extended(micro_batches, round_trips_s, pace_s or 1.0, max_in_flight=bounds)
     return replace(made, name="1f1b")

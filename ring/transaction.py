@@ -50,12 +50,12 @@ from typing import TypeAlias
 from p2ptrain.core.texts import shortened
 from ring.coordination import InvalidTransition
 from ring.token import (
-    Fault,
     Flag,
-    Guard,
+    NormGuard,
     ShareRule,
     Shares,
     Token,
+    TokenFault,
     granted,
     is_same,
     next_lineage,
@@ -377,7 +377,7 @@ class Transaction:
     Args:
         steps_total: number of steps after which the job is complete.
         checkpoint_every: steps between checkpoints; 0: none. The last step always has one.
-        outlier_factor: see ``ring.token.Guard``.
+        outlier_factor: see ``ring.token.NormGuard``.
         robust: as in ``ring.token.verdict``.
         hidden_norms: no member tells the norm of its contribution. One that is an outlier is told as NaN.
         asynchronous: rule 9.
@@ -414,7 +414,7 @@ class Transaction:
         self._checkpoint_every = checkpoint_every
         self._share_rule, self._robust, self._hidden_norms = share_rule, robust, hidden_norms
         self._part = 0.0  # squared norm of what is in the redo buffer
-        self._guard = Guard(outlier_factor)
+        self._guard = NormGuard(outlier_factor)
         self._rank = 0
         self._ticket = 0
         self._prepared: LedgerRow | None = None  # the row of the step in the redo buffer
@@ -760,7 +760,7 @@ class Transaction:
         view = self._current_view()
         return view.square_sum if view.stages > 1 or is_same(view.square_sum, self._part) else self._part
 
-    def _rejected(self, fault: Fault) -> list[Instruction]:
+    def _rejected(self, fault: TokenFault) -> list[Instruction]:
         self.prepared_lineage = ""
         members = self._current_view().members
         suspect, beside = (members[rank] if rank is not None else None for rank in (fault.suspect, fault.beside))

@@ -17,7 +17,7 @@ H = TypeVar("H", bound=Hashable)
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class ComputeCall:
     """One call on the thread. ``name``: of its function."""
 
     name: str
@@ -38,11 +38,11 @@ class ComputeThread:
 
     def __init__(self, threads: Threads | None = None) -> None:
         self._thread = (threads or RealThreads()).start("compute")
-        self._calls = deque[Call]()
+        self._calls = deque[ComputeCall]()
         self.known: set[str] = set()
 
     @property
-    def call(self) -> Call | None:
+    def call(self) -> ComputeCall | None:
         """The call that runs, or that runs next; None: the thread has nothing to do."""
         self._drop_ended()
         return self._calls[0] if self._calls else None
@@ -64,7 +64,7 @@ class ComputeThread:
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """As ``run``, but return a future. The call is queued when this returns, so later calls run after it."""
 
-        entry = Call(getattr(function, "__qualname__", type(function).__name__))
+        entry = ComputeCall(getattr(function, "__qualname__", type(function).__name__))
 
         def call() -> T:
             entry.begun = True
@@ -100,11 +100,11 @@ class HangDetector:
     """
 
     def __init__(self) -> None:
-        self._call: Call | None = None
+        self._call: ComputeCall | None = None
         self._taken_s = 0.0
         self._longest_s: dict[str, float] = {}  # by the name of the call
 
-    def waited(self, planned_s: float, call: Call | None, known: Collection[str], *, for_others: bool) -> float:
+    def waited(self, planned_s: float, call: ComputeCall | None, known: Collection[str], *, for_others: bool) -> float:
         """Note the end of a wait. Returns for how long the call has hung; 0: it has not.
 
         Args:

@@ -58,7 +58,7 @@ T = TypeVar("T")
 Done = Callable[[], None]
 
 
-class Store(Protocol):
+class GroupStore(Protocol):
     """The part of torch's stores that a rendezvous needs. They raise ``RuntimeError``."""
 
     def set(self, key: str, value: str, /) -> None: ...
@@ -69,7 +69,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupPlace:
     """Where a member listens, as it writes it into the store. ``host``: for other machines than ``machine``."""
 
     peer_id: Id
@@ -251,7 +251,7 @@ class GroupHost:
         self._port = server.address[1]
 
     def join(
-        self, store: Store, group: str, rank: int, size: int, names: Sequence[str], timeout_s: float
+        self, store: GroupStore, group: str, rank: int, size: int, names: Sequence[str], timeout_s: float
     ) -> RingOperations:
         """Form the ring of a group; blocks the calling thread until all members are there.
 
@@ -266,7 +266,7 @@ class GroupHost:
             NetworkError, Refused: see ``RingSession.form``.
         """
         round_of_store = store.add(f"joined/{rank}", 1)  # the group may have existed before, in the same store
-        own = Place(self.peer_id, self._host, self._port, _machine())
+        own = GroupPlace(self.peer_id, self._host, self._port, _machine())
         store.set(f"{round_of_store}/{rank}", json.dumps(asdict(own)))
         keys = [f"{round_of_store}/{other}" for other in range(size)]
         try:
@@ -418,9 +418,9 @@ def _machine() -> str:
     return "/".join(marks)[:400]
 
 
-def _place_untrusted(written: bytes) -> Place:
+def _place_untrusted(written: bytes) -> GroupPlace:
     try:
         place = json.loads(written[:MAX_PLACE_BYTES])
     except (ValueError, RecursionError):
         raise ProtocolError("the store of the process group holds what no member has written") from None
-    return instance_untrusted(Place, place)
+    return instance_untrusted(GroupPlace, place)

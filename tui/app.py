@@ -20,10 +20,10 @@ from p2ptrain.core.world import Clock, LoopClock
 from tui import format as fmt
 from tui.chain_panel import ChainsPanel
 from tui.format import ABSENT, SLOWEST, SPENT_LOOKS, Span
-from tui.model import Link, Phase
+from tui.model import LinkPhase, SeedConnection
 from tui.panels import Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
 from tui.serving import ServingPanel
-from tui.source import Connect, SeedSource, Source
+from tui.source import Connect, RecordSource, SeedSource
 from tui.tables import CheckpointsPanel, EventsPanel, JobsPanel, PeersPanel
 from tui.theme import DARK, THEMES, Palette
 from wire.records import JobInfo
@@ -168,7 +168,7 @@ class P2PTrainApp(App[bool]):
         Binding("ctrl+c", "interrupt", show=False),
     ]
 
-    def __init__(self, source: Source, *, clock: Clock | None = None, refresh_hz: float = 10.0) -> None:
+    def __init__(self, source: RecordSource, *, clock: Clock | None = None, refresh_hz: float = 10.0) -> None:
         super().__init__()
         for theme, _ in THEMES.values():
             self.register_theme(theme)
@@ -181,7 +181,7 @@ class P2PTrainApp(App[bool]):
         self._refresh_hz = refresh_hz
         self._drawn: dict[type[Any], _Drawn] = {}
         self._asked: set[str] = set()
-        self._phase = Phase.CONNECTING
+        self._phase = LinkPhase.CONNECTING
 
     # -------------------------------------------------------------------------------------------------------- drawing
 
@@ -254,17 +254,17 @@ class P2PTrainApp(App[bool]):
                 self.set_class(wanted, name)
                 self.call_after_refresh(self.refresh_panels)
 
-    def _tell_of_the_link(self, link: Link) -> None:
+    def _tell_of_the_link(self, link: SeedConnection) -> None:
         before, self._phase = self._phase, link.phase
         if link.phase is before:
             return
-        stale = link.phase is not Phase.LIVE and self.source.store.cluster is not None
+        stale = link.phase is not LinkPhase.LIVE and self.source.store.cluster is not None
         self.set_class(stale, "-stale")
-        if stale and before is Phase.LIVE:
+        if stale and before is LinkPhase.LIVE:
             remedy = link.remedy or "training continues without it; this screen reconnects automatically"
             text = f"{link.problem}\n{remedy}"
             self.notify(text, title="The seed was lost", severity="warning", timeout=10, markup=False)
-        elif before is Phase.LOST and link.phase is Phase.LIVE:
+        elif before is LinkPhase.LOST and link.phase is LinkPhase.LIVE:
             self.notify("the screen is live again", title="The seed is back", markup=False)
 
     def on_resize(self, event: events.Resize) -> None:
@@ -371,7 +371,7 @@ class P2PTrainApp(App[bool]):
 
     def action_cancel_job(self) -> None:
         job = self.job
-        if job is None or self.source.store.link.phase is not Phase.LIVE:
+        if job is None or self.source.store.link.phase is not LinkPhase.LIVE:
             self.action_ask("cancel")  # reports why it cannot
             return
 

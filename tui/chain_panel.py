@@ -8,7 +8,7 @@ from rich.cells import cell_len
 
 from p2ptrain.core.texts import layers_text
 from tui import format as fmt
-from tui.chains import Chain, Gap, chains_of, how_to_split
+from tui.chains import Gap, ShownChain, chains_of, how_to_split
 from tui.format import ABSENT, SLOWEST, Look, Row, Span, fit
 from tui.panels import ROOMY, Frame, TextPanel, advice, not_connected, seed_address, what_next
 from wire.records import PartInfo
@@ -22,7 +22,7 @@ LookOf = Callable[[str], Look]
 """Peer id → how its state is shown."""
 
 
-def draw_chain(chain: Chain, look_of: LookOf, width: int) -> list[Row]:
+def draw_chain(chain: ShownChain, look_of: LookOf, width: int) -> list[Row]:
     names = min(18, max([cell_len(part.peer_name or part.peer) for part in chain.parts], default=4))
     ranges = max([cell_len(layers_text(stage.start, stage.stop)) for stage in chain.stages], default=1)
     columns = [
@@ -53,7 +53,7 @@ def draw_chain(chain: Chain, look_of: LookOf, width: int) -> list[Row]:
     return [*rows, fmt.listed("beside: ", unchained, width)] if unchained else rows
 
 
-def _stage_cells(chain: Chain, stage: PartInfo | Gap, look_of: LookOf) -> list[Row]:
+def _stage_cells(chain: ShownChain, stage: PartInfo | Gap, look_of: LookOf) -> list[Row]:
     if isinstance(stage, Gap):
         return []
     look, slowest = look_of(stage.peer), stage is chain.slowest
@@ -72,7 +72,7 @@ def _stage_cells(chain: Chain, stage: PartInfo | Gap, look_of: LookOf) -> list[R
     ]
 
 
-def _title(chain: Chain, width: int) -> Row:
+def _title(chain: ShownChain, width: int) -> Row:
     parts = chain.parts
     name = f"{chain.name} #{chain.number + 1}" if chain.number else chain.name
     found = [Span(fit(name, width), "strong")]
@@ -107,7 +107,7 @@ class ChainsPanel(TextPanel):
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: tuple[int, list[Chain]] = (-1, [])
+        self._found: tuple[int, list[ShownChain]] = (-1, [])
 
     def show(self, frame: Frame) -> None:
         version = frame.store.versions["parts"]
@@ -122,7 +122,7 @@ class ChainsPanel(TextPanel):
         self.draw(rows, frame)
 
 
-def chain_rows(frame: Frame, chains: list[Chain], width: int) -> list[Row]:
+def chain_rows(frame: Frame, chains: list[ShownChain], width: int) -> list[Row]:
     rows: list[Row] = []
     for chain in chains:
         rows += [*([[]] if rows else []), *draw_chain(chain, frame.look_of, width)]

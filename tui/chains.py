@@ -30,7 +30,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class ShownChain:
     """One path through a model.
 
     Attributes:
@@ -85,7 +85,7 @@ def how_to_split(seed: str) -> str:
     return "p2ptrain chat --split -c DIRECTORY" + f" --seed {seed}" * bool(seed)
 
 
-def chains_of(parts: Iterable[PartInfo], jobs: Mapping[str, str] | None = None) -> list[Chain]:
+def chains_of(parts: Iterable[PartInfo], jobs: Mapping[str, str] | None = None) -> list[ShownChain]:
     """All chains, by the names of their models; the busiest of a model first. ``jobs``: job id → name for its
     chains."""
     models: dict[tuple[str, str, int], list[PartInfo]] = defaultdict(list)
@@ -94,7 +94,7 @@ def chains_of(parts: Iterable[PartInfo], jobs: Mapping[str, str] | None = None) 
     return [chain for key in sorted(models) for chain in _chains(*key, models[key], key[1] in (jobs or {}))]
 
 
-def _chains(name: str, model: str, layers: int, parts: list[PartInfo], trains: bool) -> list[Chain]:
+def _chains(name: str, model: str, layers: int, parts: list[PartInfo], trains: bool) -> list[ShownChain]:
     left = {part.id: part for part in parts}
     held = _union(parts)
     ways: list[tuple[PartInfo | Gap, ...]] = []
@@ -108,7 +108,7 @@ def _chains(name: str, model: str, layers: int, parts: list[PartInfo], trains: b
                 del left[stage.id]
     unchained = tuple(sorted(left.values(), key=lambda part: (part.start, part.stop, part.peer_name, part.id)))
     return [
-        Chain(model, name, layers, number, stages, unchained if number == len(ways) - 1 else (), held, trains)
+        ShownChain(model, name, layers, number, stages, unchained if number == len(ways) - 1 else (), held, trains)
         for number, stages in enumerate(ways)
     ]
 

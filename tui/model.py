@@ -50,7 +50,7 @@ _GOING = frozenset({"peers", "jobs", "checkpoints", "parts", "serving"})
 _TOPIC_OF = {kind: topic for topic, kind in TOPICS.items()}
 
 
-class Phase(StrEnum):
+class LinkPhase(StrEnum):
     """State of the connection to the seed."""
 
     CONNECTING = "connecting"
@@ -59,7 +59,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class SeedConnection:
     """The connection to the seed, for display. Times are those of the viewer's monotonic clock.
 
     Attributes:
@@ -69,7 +69,7 @@ class Link:
         problem, remedy: why it is not live.
     """
 
-    phase: Phase = Phase.CONNECTING
+    phase: LinkPhase = LinkPhase.CONNECTING
     since: float = 0.0
     retry_at: float | None = None
     rtt_ms: float | None = None
@@ -161,7 +161,7 @@ def is_finite(value: float | None) -> TypeGuard[float]:
 
 
 @dataclass
-class Store:
+class RecordStore:
     """Everything that the panels show. Only its methods change it; anyone may read it.
 
     Attributes:
@@ -170,7 +170,7 @@ class Store:
         malformed: number of refused items, which no correct seed sends.
     """
 
-    link: Link = field(default_factory=Link)
+    link: SeedConnection = field(default_factory=SeedConnection)
     cluster: ClusterInfo | None = None
     peers: dict[str, PeerInfo] = field(default_factory=dict)
     peer_changes: dict[str, float] = field(default_factory=dict)
@@ -217,14 +217,16 @@ class Store:
             self.apply(f"{topic}-gone", [{"id": id_} for id_ in removed], 0.0)
         self._untold = {}
 
-    def set_link(self, link: Link) -> None:
+    def set_link(self, link: SeedConnection) -> None:
         self.link = link
         self.versions["link"] += 1
 
     def lost(self, error: P2PTrainError, now: float, retry_at: float) -> None:
         """Note that the seed cannot be reached. ``since`` stays that of the first failure in a row."""
-        since = now if self.link.phase is Phase.LIVE else self.link.since
-        self.set_link(Link(Phase.LOST, since, retry_at, None, printable(error.message), printable(error.remedy)))
+        since = now if self.link.phase is LinkPhase.LIVE else self.link.since
+        self.set_link(
+            SeedConnection(LinkPhase.LOST, since, retry_at, None, printable(error.message), printable(error.remedy))
+        )
 
     def take(self, received: Record, now: float) -> None:
         """Keep one record. Raises ``ProtocolError`` if it is too large."""

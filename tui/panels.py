@@ -14,7 +14,7 @@ from textual_plotext import PlotextPlot
 
 from tui import format as fmt
 from tui.format import SLOWEST, Look, Row, Span
-from tui.model import Phase, Store, eta_s, split
+from tui.model import LinkPhase, RecordStore, eta_s, split
 from tui.theme import Palette
 from wire.address import how_to_join
 from wire.records import JobInfo, MemberScore, MetricRow, PeerInfo, RecoveryInfo, recovery_spread
@@ -34,7 +34,7 @@ RECENT = 30
 class Frame:
     """What panels draw from: the store, the job in view, the viewer's clocks, the colours, the seed's address."""
 
-    store: Store
+    store: RecordStore
     job: JobInfo | None
     now: float
     wall: float
@@ -47,7 +47,7 @@ class Frame:
 
     @property
     def unconnected(self) -> bool:
-        return self.store.cluster is None and self.store.link.phase is not Phase.LIVE
+        return self.store.cluster is None and self.store.link.phase is not LinkPhase.LIVE
 
     def recent(self, count: int = RECENT) -> list[MetricRow]:
         series = self.store.series.get(self.job.id) if self.job else None
@@ -106,10 +106,10 @@ class HeaderBar(Lines):
     def _right(self, frame: Frame) -> list[Span]:
         store, link = frame.store, frame.store.link
         spans = [Span(f"▲ {store.malformed} malformed  ", "warn")] if store.malformed else []
-        if link.phase is Phase.LIVE:
+        if link.phase is LinkPhase.LIVE:
             rtt = f" {fmt.millis(link.rtt_ms)}" if link.rtt_ms is not None else ""
             return [*spans, Span("● live", "good"), Span(rtt, "dim")]
-        if link.phase is Phase.CONNECTING:
+        if link.phase is LinkPhase.CONNECTING:
             return [*spans, Span(f"◌ connecting to {frame.address}", "busy")]
         silent = fmt.duration(frame.now - link.since)
         what = "seed away" if store.cluster else "no answer since"

@@ -24,7 +24,7 @@ SPENT = tuple(fmt.SPENT_LOOKS)
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
+class ShownDrafter:
     """A drafter of one verifier.
 
     Attributes:
@@ -46,7 +46,7 @@ class Verifier:
     """A verifier and its drafters, the highest share of right drafts first."""
 
     info: ServingInfo
-    drafters: tuple[Drafter, ...]
+    drafters: tuple[ShownDrafter, ...]
 
     def figure(self, name: str) -> float | None:
         return self.info.stats.get(name)
@@ -86,14 +86,14 @@ def unused(serving: Mapping[str, ServingInfo]) -> list[ServingInfo]:
     return sorted(found, key=lambda info: (info.name, info.id))
 
 
-def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[Drafter, ...]:
+def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[ShownDrafter, ...]:
     found = []
     for at, peer in enumerate(info.drafters):
         figures = (info.drafter_alpha, info.drafter_latency_ms, info.drafter_share)
         alpha, latency_ms, share = (values[at] if at < len(values) and values[at] >= 0 else None for values in figures)
         known = serving.get(peer)
         name, model, pace = (known.name, known.model, known.stats.get("tokens_per_s")) if known else (peer, "", None)
-        found.append(Drafter(peer, name, model, alpha, latency_ms, share, pace))
+        found.append(ShownDrafter(peer, name, model, alpha, latency_ms, share, pace))
     return tuple(sorted(found, key=lambda each: (-(each.share or 0.0), each.name, each.peer)))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import LoopClock
-from tui.model import MAX_EVENTS, Link, Phase, Store
+from tui.model import MAX_EVENTS, LinkPhase, RecordStore, SeedConnection
 from wire.client import SeedClient
 
 REQUEST_TIMEOUT_S = 10.0
@@ -28,8 +28,8 @@ Connect = Callable[[], AbstractAsyncContextManager[SeedClient]]
 """Opens an operator's connection to the seed. Raises ``P2PTrainError``."""
 
 
-class Source(Protocol):
-    store: Store
+class RecordSource(Protocol):
+    store: RecordStore
     address: str
 
     async def run(self) -> None:
@@ -50,7 +50,7 @@ class SeedSource:
     """The real source, owned by the task that calls ``run``. ``address``: of the seed, for messages."""
 
     def __init__(self, connect: Connect, address: str) -> None:
-        self.store = Store()
+        self.store = RecordStore()
         self.address = address
         self._connect = connect
         self._clock = LoopClock()
@@ -68,7 +68,7 @@ class SeedSource:
         self._watch_changed.set()
 
     async def request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
-        if self._client is None or self.store.link.phase is not Phase.LIVE:
+        if self._client is None or self.store.link.phase is not LinkPhase.LIVE:
             raise ConnectionLost(
                 f"there is no connection to the seed at {self.address}",
                 remedy="it is dialled again automatically; try again when the header says live",
@@ -76,12 +76,12 @@ class SeedSource:
         return await self._client.request(method, params, timeout_s=REQUEST_TIMEOUT_S)
 
     async def run(self) -> None:
-        self.store.set_link(Link(Phase.CONNECTING, since=self._clock.now()))
+        self.store.set_link(SeedConnection(LinkPhase.CONNECTING, since=self._clock.now()))
         attempt = 0
         while True:
             problem = await self._one_connection()
             now = self._clock.now()
-            if self.store.link.phase is Phase.LIVE:
+            if self.store.link.phase is LinkPhase.LIVE:
                 attempt = 0
             delay_s = backoff_s(attempt)
             attempt += 1
@@ -115,9 +115,11 @@ class SeedSource:
                 self.store.apply(update.topic, update.items, self._clock.now())
             except ProtocolError as error:  # it is counted; the other items are still worth showing
                 self._note(error)
-            if update.topic == "events" and self.store.link.phase is not Phase.LIVE:
+            if update.topic == "events" and self.store.link.phase is not LinkPhase.LIVE:
                 self.store.settle()
-                self.store.set_link(Link(Phase.LIVE, since=self._clock.now(), rtt_ms=self.store.link.rtt_ms))
+                self.store.set_link(
+                    SeedConnection(LinkPhase.LIVE, since=self._clock.now(), rtt_ms=self.store.link.rtt_ms)
+                )
 
     def _note(self, error: P2PTrainError) -> None:
         link = dataclasses.replace(self.store.link, problem=printable(error.message), remedy=printable(error.remedy))

@@ -65,7 +65,7 @@ def choose(columns: Sequence[Column], width: int) -> list[tuple[Column, int]]:
     return result
 
 
-class Line(Visual):
+class TableLine(Visual):
     """A row of spans on one line. Textual's own visuals also wrap, which takes several times as long."""
 
     def __init__(self, row: Row, palette: Palette) -> None:
@@ -94,11 +94,11 @@ class LiveTable(OptionList):
         keys = list(rows)
         with self.prevent(OptionList.OptionHighlighted):
             if keys != [option.id for option in self.options]:
-                self.set_options(Option(Line(row, palette), id=key) for key, row in rows.items())
+                self.set_options(Option(TableLine(row, palette), id=key) for key, row in rows.items())
                 self.scroll_to(y=scrolled, animate=False, immediate=True)
             for index, row in enumerate(rows.values()):
-                if cast(Line, self.options[index].prompt).drawn != (row, palette):
-                    self.replace_option_prompt_at_index(index, Line(row, palette))
+                if cast(TableLine, self.options[index].prompt).drawn != (row, palette):
+                    self.replace_option_prompt_at_index(index, TableLine(row, palette))
             self.highlighted = keys.index(at) if at in rows else place
 
     @property

@@ -16,7 +16,7 @@ from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 from p2ptrain.core.texts import check_one_of
 
 if TYPE_CHECKING:
-    from p2ptrain.lab.bench.report import Report
+    from p2ptrain.lab.bench.report import BenchReport
     from p2ptrain.lab.bench.runner import Bench
 
 app = new_typer(
@@ -74,7 +74,7 @@ def allreduce(
       p2ptrain bench allreduce --backend torch
     """
     from p2ptrain.core.texts import size_of
-    from p2ptrain.lab.bench.network import AllReducePlan, RingPlan, measure_allreduce
+    from p2ptrain.lab.bench.network import AllReducePlan, BenchRing, measure_allreduce
     from p2ptrain.lab.bench.runner import MEMBER_BYTES, check_fits
     from ring.dtypes import storage_dtype
 
@@ -92,7 +92,7 @@ def allreduce(
         raise UserError(f"--sizes {listed}: a size is not a whole number of {dtype} elements", remedy="such as 64K,1M")
     need_bytes = workers * (MEMBER_BYTES + 3 * chosen[-1])  # a member's own tensor, and two that Gloo keeps
     check_fits(f"{workers} peers with tensors of {chosen[-1] / 2**20:,.0f} MiB", need_bytes)
-    ring = RingPlan(link, tls, codec=codec)
+    ring = BenchRing(link, tls, codec=codec)
     plan = AllReducePlan(workers, chosen, dtype, item_bytes, ring, rounds, backend == "torch")
     _measure(plan.report(), lambda bench, report: measure_allreduce(bench, plan, report), as_json)
 
@@ -128,7 +128,7 @@ def step(
       p2ptrain bench step --backend torch
     """
     from configs.loader import load
-    from p2ptrain.lab.bench.network import RingPlan
+    from p2ptrain.lab.bench.network import BenchRing
     from p2ptrain.lab.bench.training import StepPlan, measure_steps
 
     loaded = load(profile, os.environ, sets).profile
@@ -141,7 +141,7 @@ def step(
             f"{workers} workers cannot share the {micro_batches} micro-batches of {profile}",
             remedy=f"give --workers {micro_batches} or less, or --set batch.micro_batches={workers}",
         )
-    ring = RingPlan(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
+    ring = BenchRing(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
     plan = StepPlan(loaded, Path(profile).stem, workers, threads, steps, ring, backend == "torch")
     _measure(plan.report(), lambda bench, report: measure_steps(bench, plan, report), as_json)
 
@@ -325,8 +325,8 @@ def member(
 
 
 def _measure(
-    report: Report,
-    work: Callable[[Bench, Report], Coroutine[Any, Any, None]],
+    report: BenchReport,
+    work: Callable[[Bench, BenchReport], Coroutine[Any, Any, None]],
     as_json: bool,
 ) -> None:
     from p2ptrain.cli.bench_report import print_report

@@ -15,10 +15,10 @@ from p2ptrain.core.texts import human_duration, three_digits
 from p2ptrain.lab.bench.report import origin
 
 if TYPE_CHECKING:
-    from p2ptrain.lab.bench.report import Report
+    from p2ptrain.lab.bench.report import BenchReport
 
 
-def table_of(report: Report) -> tuple[list[str], list[list[str]]]:
+def table_of(report: BenchReport) -> tuple[list[str], list[list[str]]]:
     """Headings, and a row for each contender of each case."""
     heads = [
         "",
@@ -44,7 +44,7 @@ def table_of(report: Report) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
-def picture_of(report: Report) -> str:
+def picture_of(report: BenchReport) -> str:
     """A bar for each contender of each case, drawn by plotext; empty without data."""
     import plotext
 
@@ -61,7 +61,7 @@ def picture_of(report: Report) -> str:
     return text if sys.stdout.isatty() else str(plotext.uncolorize(text))
 
 
-def print_report(report: Report) -> None:
+def print_report(report: BenchReport) -> None:
     typer.secho(report.title, bold=True)
     made = origin()
     torch = f" · torch {report.torch}" if report.torch else ""

@@ -94,8 +94,8 @@ def chaos(
     from p2ptrain.cli.chaos_report import print_report
     from p2ptrain.cli.output import print_json
     from p2ptrain.core.texts import seconds_of
-    from p2ptrain.lab.chaos.conduct import Plan, conduct, kinds_here
-    from p2ptrain.lab.chaos.judge import Report, kinds_of
+    from p2ptrain.lab.chaos.conduct import ChaosPlan, conduct, kinds_here
+    from p2ptrain.lab.chaos.judge import ChaosReport, kinds_of
 
     if attack:
         from p2ptrain.lab.attacker import ATTACKS
@@ -113,7 +113,7 @@ def chaos(
     root = Path(tempfile.mkdtemp(prefix="p2ptrain-chaos-")) if state is None else state.absolute()
     if root.is_dir() and any(root.iterdir()):
         raise UserError(f"{root} is not empty", remedy="name another directory: a run needs an empty one")
-    plan = Plan(
+    plan = ChaosPlan(
         profile_name=profile,
         profile=loaded,
         workers=workers,
@@ -126,7 +126,7 @@ def chaos(
         attack=attack,
         attackers=attackers,
     )
-    report, well = Report(workers, tls), False
+    report, well = ChaosReport(workers, tls), False
     try:
         run(conduct(plan, report), children=True)
         print_json(report.to_json()) if as_json else print_report(report)

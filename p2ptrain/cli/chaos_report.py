@@ -11,10 +11,10 @@ from p2ptrain.cluster.console import printable
 from p2ptrain.core.texts import human_seconds
 
 if TYPE_CHECKING:
-    from p2ptrain.lab.chaos.judge import Attack, Report
+    from p2ptrain.lab.chaos.judge import Attack, ChaosReport
 
 
-def print_report(report: Report) -> None:
+def print_report(report: ChaosReport) -> None:
     under = f"{len(report.injected_faults)} faults in {human_seconds(report.seconds)}"
     pairs = [("faults", under if report.complete else f"{under}, interrupted"), ("steps", str(report.steps))]
     if (goodput := report.goodput) is not None:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import confirm, human_time, number, print_json, print_table
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
+from p2ptrain.cli.output import human_time, number, print_json, print_table
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, confirm, not_empty
 from p2ptrain.cluster.console import Console, printable
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_bytes

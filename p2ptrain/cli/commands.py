@@ -21,7 +21,7 @@ from p2ptrain.core.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CommandEntry:
     """One command, listed under the heading ``section``. ``target``: ``module:attribute`` of a function or a Typer."""
 
     name: str
@@ -73,32 +73,42 @@ _RUN, _WATCH, _USE = "Run a cluster", "Watch and control it", "Use it"
 class Commands(Group):
     """The root of all commands."""
 
-    entries: ClassVar[tuple[Entry, ...]] = (
-        Entry("up", "p2ptrain.cli.up:up", "Start a whole cluster on this machine and train.", _RUN),
-        Entry("seed", "p2ptrain.cli.seed:seed", "Start a seed: the place where workers meet.", _RUN),
-        Entry("join", "p2ptrain.cli.join:app", "Join a seed: as a worker, or to write text.", _RUN),
-        Entry("tui", "p2ptrain.cli.status:tui", "Watch a cluster full-screen.", _WATCH),
-        Entry("status", "p2ptrain.cli.status:status", "Show the cluster on one screen.", _WATCH),
-        Entry("logs", "p2ptrain.cli.status:logs", "Show the newest events, and logs of peers.", _WATCH),
-        Entry("peers", "p2ptrain.cli.peers:app", "Show peers and what each one does; evict a peer.", _WATCH),
-        Entry("parts", "p2ptrain.cli.peers:parts", "Show the layers that each peer holds of split models.", _WATCH),
-        Entry("ticket", "p2ptrain.cli.ticket:app", "Make, list, revoke and replace tickets.", _WATCH),
-        Entry("jobs", "p2ptrain.cli.jobs:app", "Create, show, watch, pause, resume, save and cancel jobs.", _WATCH),
-        Entry("checkpoints", "p2ptrain.cli.checkpoints:app", "List, restore and delete checkpoints.", _WATCH),
-        Entry(
+    entries: ClassVar[tuple[CommandEntry, ...]] = (
+        CommandEntry("up", "p2ptrain.cli.up:up", "Start a whole cluster on this machine and train.", _RUN),
+        CommandEntry("seed", "p2ptrain.cli.seed:seed", "Start a seed: the place where workers meet.", _RUN),
+        CommandEntry("join", "p2ptrain.cli.join:app", "Join a seed: as a worker, or to write text.", _RUN),
+        CommandEntry("tui", "p2ptrain.cli.status:tui", "Watch a cluster full-screen.", _WATCH),
+        CommandEntry("status", "p2ptrain.cli.status:status", "Show the cluster on one screen.", _WATCH),
+        CommandEntry("logs", "p2ptrain.cli.status:logs", "Show the newest events, and logs of peers.", _WATCH),
+        CommandEntry("peers", "p2ptrain.cli.peers:app", "Show peers and what each one does; evict a peer.", _WATCH),
+        CommandEntry(
+            "parts", "p2ptrain.cli.peers:parts", "Show the layers that each peer holds of split models.", _WATCH
+        ),
+        CommandEntry("ticket", "p2ptrain.cli.ticket:app", "Make, list, revoke and replace tickets.", _WATCH),
+        CommandEntry(
+            "jobs", "p2ptrain.cli.jobs:app", "Create, show, watch, pause, resume, save and cancel jobs.", _WATCH
+        ),
+        CommandEntry("checkpoints", "p2ptrain.cli.checkpoints:app", "List, restore and delete checkpoints.", _WATCH),
+        CommandEntry(
             "explain",
             "p2ptrain.cli.explain:explain",
             "Predict step time, memory and bytes; recommend a strategy.",
             _WATCH,
         ),
-        Entry("bench", "p2ptrain.cli.bench:app", "Measure this machine, and compare it with targets.", _WATCH),
-        Entry("experiment", "p2ptrain.cli.experiment:app", "Train a grid of settings; compare the results.", _WATCH),
-        Entry("chaos", "p2ptrain.cli.chaos:chaos", "Inject faults into a local cluster; check recovery.", _WATCH),
-        Entry("sim", "p2ptrain.cli.sim:sim", "Simulate whole clusters under faults; check what must hold.", _WATCH),
-        Entry("check", "p2ptrain.cli.check:check", "Find out why this machine cannot join a seed.", _WATCH),
-        Entry("generate", "p2ptrain.cli.generate:app", "Write text with a checkpoint.", _USE),
-        Entry("chat", "p2ptrain.cli.chat:app", "Talk with a checkpoint.", _USE),
-        Entry(
+        CommandEntry("bench", "p2ptrain.cli.bench:app", "Measure this machine, and compare it with targets.", _WATCH),
+        CommandEntry(
+            "experiment", "p2ptrain.cli.experiment:app", "Train a grid of settings; compare the results.", _WATCH
+        ),
+        CommandEntry(
+            "chaos", "p2ptrain.cli.chaos:chaos", "Inject faults into a local cluster; check recovery.", _WATCH
+        ),
+        CommandEntry(
+            "sim", "p2ptrain.cli.sim:sim", "Simulate whole clusters under faults; check what must hold.", _WATCH
+        ),
+        CommandEntry("check", "p2ptrain.cli.check:check", "Find out why this machine cannot join a seed.", _WATCH),
+        CommandEntry("generate", "p2ptrain.cli.generate:app", "Write text with a checkpoint.", _USE),
+        CommandEntry("chat", "p2ptrain.cli.chat:app", "Talk with a checkpoint.", _USE),
+        CommandEntry(
             "profiles", "p2ptrain.cli.profiles:app", "List the profiles that ship; show every effective setting.", _USE
         ),
     )

@@ -13,7 +13,7 @@ from p2ptrain.cli.runtime import JsonOption, run
 
 if TYPE_CHECKING:
     from p2ptrain.cluster.console import Console
-    from p2ptrain.lab.experiments.grid import Run
+    from p2ptrain.lab.experiments.grid import GridRun
     from p2ptrain.lab.experiments.results import Results, Row
 
 app = new_typer(help="Train a grid of settings on this machine, one job after another, and compare the results.")
@@ -120,7 +120,7 @@ def _carry_out(results: Results, console: Console) -> None:
     def show(text: str, left_s: float | None) -> None:
         console.progress(text + ("" if left_s is None else f"  {human_seconds(left_s)} left"), every_s=5.0)
 
-    def tell(run: Run, row: Row) -> None:
+    def tell(run: GridRun, row: Row) -> None:
         loss, speed = number(row["val_loss"] or row["loss"]), number(row["tokens_per_s"], ",.0f")
         what = (
             f"{row['state']}, {human_seconds(row['duration_s'] or 0.0)}, {speed} tokens/s, loss {loss}; {row['reason']}"

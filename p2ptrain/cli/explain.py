@@ -31,7 +31,7 @@ from p2ptrain.lab.explain.predictions import (
 )
 from ring.prediction import (
     Calibration,
-    Cluster,
+    DescribedCluster,
     Prediction,
     recommended,
 )
@@ -91,7 +91,7 @@ def explain(
     own = checked(load(profile, os.environ, sets, usual).profile, download=download).alone()
     sets = [*sets, f"model.path={own.model.path}"] if own.model.path else sets  # a model that was fetched
     if workers or not (cluster or seed):
-        where: int | Cluster = workers or own.job.workers
+        where: int | DescribedCluster = workers or own.job.workers
         do = ["up", "--profile", profile, "--workers", str(where), *(["--link", link] if link else [])]
     else:
         where, do = read(cluster) if cluster else cluster_of_seed(seed), ["jobs", "create", "--profile", profile]
@@ -113,7 +113,7 @@ def explain(
     typer.echo("\n" + "\n".join(map(printable, reasons)))
 
 
-def show_one(profile: Profile, where: int | Cluster, link: str = "", *, as_json: bool) -> None:
+def show_one(profile: Profile, where: int | DescribedCluster, link: str = "", *, as_json: bool) -> None:
     """Show the prediction for a profile as it is, for a dry run. ``where``: as for ``calibrated``."""
     measured, members = calibrated(profile, where, [profile.job.strategy], link, quiet=as_json)
     one = predict_calibrated(way_of(profile, shape_here(profile), len(members.members)), members, measured)
@@ -127,8 +127,8 @@ def show_one(profile: Profile, where: int | Cluster, link: str = "", *, as_json:
 
 
 def calibrated(
-    profile: Profile, where: int | Cluster, strategies: Sequence[str], link: str, *, quiet: bool
-) -> tuple[dict[str, Calibration], Cluster]:
+    profile: Profile, where: int | DescribedCluster, strategies: Sequence[str], link: str, *, quiet: bool
+) -> tuple[dict[str, Calibration], DescribedCluster]:
     """As ``calibrate``. Raises ``typer.Exit`` after Ctrl+C."""
     shape = shape_here(profile)  # fail here, not after the measurements
     found = run(calibrate(profile, shape, where, strategies, link, quiet=quiet), children=True)
@@ -137,7 +137,7 @@ def calibrated(
     return found
 
 
-def cluster_of_seed(seed: str, among: Sequence[str] | None = None) -> Cluster:
+def cluster_of_seed(seed: str, among: Sequence[str] | None = None) -> DescribedCluster:
     """As ``cluster_of``."""
     links = ask(seed, lambda client: client.links())  # the workers measure their speed before
     return cluster_of(ask(seed, lambda client: client.peers()), links, among)

@@ -22,7 +22,7 @@ from p2ptrain.core.threads import RealThreads
 
 if TYPE_CHECKING:
     from p2ptrain.cli.joining import ProcessContext, Running
-    from p2ptrain.cluster.local_cluster import Child
+    from p2ptrain.cluster.local_cluster import PeerProcess
     from p2ptrain.compute.device import ComputeDevice
     from p2ptrain.compute.island import Island
 
@@ -86,7 +86,7 @@ class LeadIsland:
 
     def __init__(self, options: IslandOptions, logs: Path) -> None:
         self._options, self._logs = options, logs
-        self._children: list[Child] = []
+        self._children: list[PeerProcess] = []
         self._formed: tuple[Island, ComputeDevice] | None = None
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -121,7 +121,7 @@ class LeadIsland:
 
     async def _start(self, here: ProcessContext) -> Callable[[], tuple[Island, ComputeDevice]]:
         """Start the other processes. They meet where no other machine can."""
-        from p2ptrain.cluster.local_cluster import Child
+        from p2ptrain.cluster.local_cluster import PeerProcess
 
         options, size = self._options, self._options.place.size
         listener = socket.create_server((LOOPBACK, 0))
@@ -135,7 +135,7 @@ class LeadIsland:
             log = self._logs / f"{here.identity.name}-process-{rank}.log"
             environment = os.environ | place.environment(rank)
             name = f"process {rank} of this worker"
-            self._children.append(await Child.start(name, arguments, log, environment=environment))
+            self._children.append(await PeerProcess.start(name, arguments, log, environment=environment))
         here.console.event("info", f"{size - 1} more process{'es' * (size > 2)} of this worker; logs: {self._logs}")
         return partial(self._form, place, listener)
 

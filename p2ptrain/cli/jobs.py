@@ -10,7 +10,7 @@ import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.inputs import DownloadOption
-from p2ptrain.cli.output import confirm, human_time, number, print_json, print_pairs, print_table
+from p2ptrain.cli.output import human_time, number, print_json, print_pairs, print_table
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
     DryRunOption,
@@ -20,6 +20,7 @@ from p2ptrain.cli.runtime import (
     SetOption,
     YesOption,
     ask,
+    confirm,
     is_name,
     newest_of,
     not_empty,
@@ -32,7 +33,7 @@ from p2ptrain.core.texts import human_seconds
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from p2ptrain.lab.audit import Verdict
+    from p2ptrain.lab.audit import AuditResult
     from ring.training_costs import ModelShape
     from wire.records import (
         CheckpointInfo,
@@ -465,7 +466,7 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
 
     console = Console()
 
-    async def look() -> tuple[JobInfo, Verdict]:
+    async def look() -> tuple[JobInfo, AuditResult]:
         async with operator(seed) as client:
             info, text = await client.job(job)
 
@@ -487,7 +488,7 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
         raise typer.Exit(1)
 
 
-def _audited(info: JobInfo, verdict: Verdict, unrecorded: int) -> list[tuple[str, str]]:
+def _audited(info: JobInfo, verdict: AuditResult, unrecorded: int) -> list[tuple[str, str]]:
     from wire.records import FINISHED_STATES
 
     samples = "not compared: no worker has reported their number"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import shutil
 import sys
 import time
@@ -24,7 +23,6 @@ from p2ptrain.cluster.console import printable
 
 if TYPE_CHECKING:
     from p2ptrain.core.errors import P2PTrainError
-    from wire.client import SeedClient
 
 CUT_CELLS = 12
 """Least width of a column whose texts are shortened."""
@@ -152,24 +150,6 @@ def human_time(wall: float) -> str:
 
 def number(value: float | None, form: str = ".4f") -> str:
     return "-" if value is None else format(value, form)
-
-
-def confirm(question: str, seed: str = "", group: str = "", name: str = "", *, yes: bool) -> None:
-    """Ask before an action that cannot be undone. Raises ``UserError`` without the object, a yes, or a terminal."""
-    from p2ptrain.cli.runtime import ask
-    from p2ptrain.core.errors import UserError
-
-    async def is_listed(client: SeedClient) -> bool:
-        found = await getattr(client, "tickets" if group == "ticket" else group)()
-        return any(item.id.startswith(name) or getattr(item, "name", "") == name for item in found)
-
-    if not yes and name and not re.fullmatch("[0-9a-f]{12}", name) and not ask(seed, is_listed):
-        raise UserError(f"there is no {group.removesuffix('s')} {name}", remedy=f"see p2ptrain {group} list")
-    if not yes and not sys.stdin.isatty():
-        text = f"there is no terminal to ask: {printable(question)}"
-        raise UserError(text, remedy="add --yes to do it without a question")
-    if not yes and not typer.confirm(printable(question), err=True):
-        raise UserError("nothing was done")
 
 
 def step_line(applied: int, total: int, values: dict[str, float]) -> str:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import confirm, number, print_json, print_table
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, not_empty
+from p2ptrain.cli.output import number, print_json, print_table
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, confirm, not_empty
 from p2ptrain.cluster.console import printable
 from p2ptrain.core.texts import human_bytes, layers_text
 from wire.address import how_to_join
 
 if TYPE_CHECKING:
-    from tui.chains import Chain, Gap
+    from tui.chains import Gap, ShownChain
     from wire.records import PartInfo, PeerInfo, ServingInfo
 
 app = new_typer(help="Show peers and what each one does; evict a peer.")
@@ -145,7 +145,7 @@ def parts(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
         typer.echo(f"No model is split over machines yet. To use one: {how_to_split(seed)}", err=True)
 
 
-def _rows(chain: Chain) -> list[tuple[str, ...]]:
+def _rows(chain: ShownChain) -> list[tuple[str, ...]]:
     from wire.records import PartInfo
 
     name = f"{chain.name} #{chain.number + 1}" if chain.number else chain.name
@@ -158,7 +158,7 @@ def _rows(chain: Chain) -> list[tuple[str, ...]]:
     return rows + [_row(name, part, "in no chain") for part in chain.unchained]
 
 
-def _missing(name: str, chain: Chain, gap: Gap) -> tuple[str, ...]:
+def _missing(name: str, chain: ShownChain, gap: Gap) -> tuple[str, ...]:
     why = "no part fits this gap" if gap.held else "nobody holds these layers"
     return (name, f"{layers_text(gap.start, gap.stop)} of {chain.layers}", *(["-"] * (len(COLUMNS) - 3)), why)
 

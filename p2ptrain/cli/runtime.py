@@ -114,6 +114,26 @@ def ask(seed: str, question: Callable[[SeedClient], Awaitable[T]]) -> T:
     return run(once())
 
 
+def confirm(question: str, seed: str = "", group: str = "", name: str = "", *, yes: bool) -> None:
+    """Ask before an action that cannot be undone. Raises ``UserError`` without the object, a yes, or a terminal."""
+    import re
+
+    from p2ptrain.cluster.console import printable
+    from p2ptrain.core.errors import UserError
+
+    async def is_listed(client: SeedClient) -> bool:
+        found = await getattr(client, "tickets" if group == "ticket" else group)()
+        return any(item.id.startswith(name) or getattr(item, "name", "") == name for item in found)
+
+    if not yes and name and not re.fullmatch("[0-9a-f]{12}", name) and not ask(seed, is_listed):
+        raise UserError(f"there is no {group.removesuffix('s')} {name}", remedy=f"see p2ptrain {group} list")
+    if not yes and not sys.stdin.isatty():
+        text = f"there is no terminal to ask: {printable(question)}"
+        raise UserError(text, remedy="add --yes to do it without a question")
+    if not yes and not typer.confirm(printable(question), err=True):
+        raise UserError("nothing was done")
+
+
 def newest_of(checkpoints: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
     """The newest one, preferably of a whole model."""
     return max(checkpoints, key=lambda item: (item.stage is None, item.step), default=None)

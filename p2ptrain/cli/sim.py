@@ -14,7 +14,7 @@ from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 from p2ptrain.core.texts import check_one_of, human_seconds
 
 if TYPE_CHECKING:
-    from p2ptrain.lab.sim.run import Summary, Verdict
+    from p2ptrain.lab.sim.run import SimulationResult, Summary
 
 VIOLATED = 1
 STRATEGIES = ("sync", "local", "federated", "private", "server")
@@ -91,7 +91,7 @@ def sim(
     options |= {"strategy": strategy, "rule": rule}
     console = Console()
 
-    def show(verdict: Verdict, summary: Summary) -> None:
+    def show(verdict: SimulationResult, summary: Summary) -> None:
         if timeline and not as_json:
             typer.echo(f"schedule {verdict.number}, {verdict.peers} machines, fingerprint {verdict.fingerprint}")
             for at_s, text in verdict.timeline:

@@ -38,7 +38,7 @@ TYPICAL_POSITIONS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedSplit:
     """A model that is ready to be loaded. ``label``: its name, for people. ``text``: its tokenizer and settings."""
 
     label: str
@@ -61,7 +61,7 @@ async def planned(
     seed: str,
     needs: Callable[[ModelText], int],
     console: Console,
-) -> AsyncIterator[Planned]:
+) -> AsyncIterator[PlannedSplit]:
     """Plan which worker holds which layers. At the end the workers are disconnected and keep what they loaded.
 
     Args:
@@ -108,7 +108,7 @@ async def planned(
             plan = await plan_on(pool, model, options, options.positions or needs(text))
             console.clear()
             label = str(directory) if directory is not None else model.name
-            yield Planned(label, text, model, plan, options, pool, console)
+            yield PlannedSplit(label, text, model, plan, options, pool, console)
     finally:
         console.clear()
         await within(LEAVE_S, pool.close())
@@ -205,7 +205,7 @@ class LoadingLine:
         self._console.loading(done, total, f"  {stages}", last=last)
 
 
-def show_plan(plan: Planned, *, as_json: bool) -> None:
+def show_plan(plan: PlannedSplit, *, as_json: bool) -> None:
     """Print the plan, for ``--dry-run``."""
     placement, is_loaded = plan.plan.placement, plan.plan.loaded
     if as_json:

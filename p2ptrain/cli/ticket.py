@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import confirm, human_time, print_json, print_table
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, is_text, not_empty
+from p2ptrain.cli.output import human_time, print_json, print_table
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, confirm, is_text, not_empty
 from p2ptrain.cluster.console import printable
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import check_one_of, human_seconds, seconds_of

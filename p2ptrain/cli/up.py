@@ -118,7 +118,7 @@ def up(
     """
     from p2ptrain.cli.join import host_and_port
     from p2ptrain.cli.model_sizes import config_text
-    from p2ptrain.cli.up_cluster import Plan, SplitPlan, hold, http_place, train
+    from p2ptrain.cli.up_cluster import SplitPlan, TrainingPlan, hold, http_place, train
     from wire.emulate import preset_named
 
     if link:
@@ -161,7 +161,7 @@ def up(
     if loaded.stages > 1:
         _check_fits(loaded, workers)
     texts = own_texts(loaded, workers, data)
-    plan = Plan(
+    plan = TrainingPlan(
         profile, loaded, workers, root, port, new, link or loaded.link.preset, place, keys, texts, straggler, web
     )
     full_screen = not plain and not as_json and at_terminal()

@@ -22,7 +22,7 @@ from p2ptrain.cli.output import number, print_json, print_pairs
 from p2ptrain.cli.runtime import DEFAULT_PORT, create_job
 from p2ptrain.cli.watch import UNSAVED, JobProgress, Summary, newest_saved, summed_up
 from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.local_cluster import LOOPBACK, Child, LocalCluster, end_all, part_bytes, threads_each
+from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, end_all, part_bytes, threads_each
 from p2ptrain.cluster.operator import operator
 from p2ptrain.core.adapters import is_model
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
@@ -31,7 +31,7 @@ from wire.records import FINISHED_STATES, EventInfo, JobInfo, PeerInfo
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from p2ptrain.cli.split import Planned
+    from p2ptrain.cli.split import PlannedSplit
     from roles.chain.client import Chain
     from wire.client import SeedClient
 
@@ -55,7 +55,7 @@ def http_place(http: str, api_keys: Path | None, profile: Profile) -> tuple[str,
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """A training run and, if the profile has a drafter, the serving of both models.
 
     Attributes:
@@ -90,7 +90,7 @@ class Plan:
         return str(self.profile.device.threads or threads_each(processes))
 
 
-async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | None:
+async def train(plan: TrainingPlan, *, full_screen: bool, as_json: bool) -> Summary | None:
     """Train the models that are not trained yet; serve a pair until Ctrl+C.
 
     Returns:
@@ -107,14 +107,14 @@ async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | No
         await check_place(*plan.http, plan.api_keys)  # fail before the training, not after it
     console, stop = stoppable()
     console.quiet = as_json
-    run = Run(plan, console, as_json=as_json)
+    run = TrainingRun(plan, console, as_json=as_json)
     try:
         await run.begin()
         run.quiet = full_screen
         working = asyncio.create_task(run.work(), name="up")
         try:
             if full_screen:
-                run.view = View(run.cluster.port)
+                run.view = FullScreenView(run.cluster.port)
                 if await run.view.show(working):
                     console.event("info", LEAVING)
                     stop.set()
@@ -131,7 +131,7 @@ async def train(plan: Plan, *, full_screen: bool, as_json: bool) -> Summary | No
         await run.end()
 
 
-class Run:
+class TrainingRun:
     """The processes of one ``up``, and their progress.
 
     Attributes:
@@ -139,13 +139,13 @@ class Run:
         view: that view; it shows warnings and errors at once.
     """
 
-    def __init__(self, plan: Plan, console: Console, *, as_json: bool) -> None:
+    def __init__(self, plan: TrainingPlan, console: Console, *, as_json: bool) -> None:
         self.quiet = False
-        self.view: View | None = None
+        self.view: FullScreenView | None = None
         self.cluster = LocalCluster(plan.root, plan.port, web=plan.web, shown=True)
         self._plan, self._console, self._as_json = plan, console, as_json
         self._unsaid: list[tuple[str, str]] = []
-        self._workers: list[Child] = []
+        self._workers: list[PeerProcess] = []
         self._client: SeedClient | None = None
         self._jobs: dict[str, str] = {}  # role → id of a job that is not done yet
         self._followed: dict[str, JobProgress] = {}  # id of such a job → what the seed said of it
@@ -375,7 +375,7 @@ class Run:
         elif self.view is not None:
             self.view.serves("\n".join(["from another terminal:", *self._ways()]))
 
-        def alone(child: Child) -> None:
+        def alone(child: PeerProcess) -> None:
             self._report("warning", f"{child.failed().message}; the verifier continues without it")
 
         await cluster.while_alive(forever(), needed=[cluster.seed, verifier], others=[drafter], on_end=alone)
@@ -552,7 +552,7 @@ async def hold(plan: SplitPlan, *, as_json: bool) -> None:
         await cluster.end()
 
 
-def _tell_held(loaded: Planned, chain: Chain, plan: SplitPlan, cluster: LocalCluster, *, as_json: bool) -> None:
+def _tell_held(loaded: PlannedSplit, chain: Chain, plan: SplitPlan, cluster: LocalCluster, *, as_json: bool) -> None:
     from p2ptrain.cli.placement import placement_map, print_prediction
     from p2ptrain.cli.split import print_split_facts, split_facts
     from roles.verifier.targets import PassTimes
@@ -576,7 +576,7 @@ def _tell_held(loaded: Planned, chain: Chain, plan: SplitPlan, cluster: LocalClu
 # ------------------------------------------------------------------------------------------------ the full-screen view
 
 
-class View:
+class FullScreenView:
     """The full-screen view of the seed at this port."""
 
     def __init__(self, port: int) -> None:

@@ -66,7 +66,7 @@ LINE_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
-class Child:
+class PeerProcess:
     """A peer process. Its messages are appended to ``log``, after ``log_start`` bytes of earlier processes."""
 
     name: str
@@ -84,7 +84,7 @@ class Child:
         listen: bool = False,
         environment: Mapping[str, str] | None = None,
         program: Sequence[str] = ("p2ptrain",),
-    ) -> Child:
+    ) -> PeerProcess:
         """Start ``p2ptrain``; ``listen`` captures its standard output. Raises ``StorageError``.
 
         Args:
@@ -168,7 +168,7 @@ class Child:
         return (lines[-1] if lines else ""), ""
 
 
-async def end_all(children: Sequence[Child]) -> None:
+async def end_all(children: Sequence[PeerProcess]) -> None:
     for child in children:
         child.ask_to_leave()
     await asyncio.gather(*(child.ended() for child in children))
@@ -191,8 +191,8 @@ class LocalCluster:
         self.root, self.tls, self.web, self.url = root, tls, web, ""
         self.port = port or (0 if shown else free_port())
         self._shown, self._announced = shown, ExitStack()
-        self._seed: Child | None = None
-        self.peers: dict[str, Child] = {}
+        self._seed: PeerProcess | None = None
+        self.peers: dict[str, PeerProcess] = {}
 
     @property
     def address(self) -> str:
@@ -206,17 +206,19 @@ class LocalCluster:
         return f"{count} worker{'s start' if count > 1 else ' starts'}; logs are in {self.logs}"
 
     @property
-    def seed(self) -> Child:
+    def seed(self) -> PeerProcess:
         assert self._seed is not None, "the seed was not started"
         return self._seed
 
-    async def start_seed(self) -> Child:
+    async def start_seed(self) -> PeerProcess:
         """Start a seed without a job and wait until it listens. Raises ``JobFailed``, ``StorageError``."""
         arguments = ["seed", "--no-job", "--json", "--host", LOOPBACK, "--state", str(self.root)]
         arguments += [*["--tls"] * self.tls, *(["--http", self.web] if self.web else [])]
         for port in [self.port] if self.port else [DEFAULT_PORT, 0]:
             place = ["--port", str(port)]
-            seed = self._seed = await Child.start("seed", [*arguments, *place], self.logs / "seed.log", listen=True)
+            seed = self._seed = await PeerProcess.start(
+                "seed", [*arguments, *place], self.logs / "seed.log", listen=True
+            )
             assert seed.process.stdout is not None
             try:
                 async with asyncio.timeout(SEED_READY_S):
@@ -235,7 +237,7 @@ class LocalCluster:
             self._announced.enter_context(announced((LOOPBACK, self.port), self.root))
         return seed
 
-    async def start_peer(self, name: str, slot: int, *options: str, target: str = "", attack: str = "") -> Child:
+    async def start_peer(self, name: str, slot: int, *options: str, target: str = "", attack: str = "") -> PeerProcess:
         """Start a peer; returns before it has joined. Raises ``StorageError``.
 
         Args:
@@ -246,7 +248,7 @@ class LocalCluster:
         arguments = ["join", target or self.address, "--state", str(self.root), "--slot", str(slot)]
         arguments += ["--name", name, "--wait", "0"]
         program = ("p2ptrain.cli.attacking_worker", attack) if attack else ("p2ptrain",)
-        child = await Child.start(name, [*arguments, *options], self.logs / f"{name}.log", program=program)
+        child = await PeerProcess.start(name, [*arguments, *options], self.logs / f"{name}.log", program=program)
         self.peers[name] = child
         return child
 
@@ -302,10 +304,10 @@ class LocalCluster:
     async def while_alive(
         work: Coroutine[Any, Any, T],
         *,
-        needed: Sequence[Child],
-        others: Sequence[Child] = (),
+        needed: Sequence[PeerProcess],
+        others: Sequence[PeerProcess] = (),
         least: int = 0,
-        on_end: Callable[[Child], None] = lambda child: None,
+        on_end: Callable[[PeerProcess], None] = lambda child: None,
     ) -> T:
         """Run ``work`` as long as the processes live that it needs, and return its result.
 
@@ -351,7 +353,7 @@ class LocalCluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ObservedStep:
     """A committed step. ``at_s``: monotonic time of its arrival here."""
 
     at_s: float
@@ -383,7 +385,7 @@ class JobObserver:
 
     def __init__(self, operator: Callable[[], AbstractAsyncContextManager[SeedClient]]) -> None:
         self.job: JobInfo | None = None
-        self.rows: list[Row] = []
+        self.rows: list[ObservedStep] = []
         self.views: list[ObservedView] = []
         self.events: list[tuple[float, EventInfo]] = []
         self.saved: dict[str, CheckpointInfo] = {}
@@ -453,7 +455,7 @@ class JobObserver:
                 key = (item.step, item.generation or 0)
                 if key not in self._row_keys:
                     self._row_keys.add(key)
-                    self.rows.append(Row(now, *key))
+                    self.rows.append(ObservedStep(now, *key))
             case EventInfo():
                 if item.id > self._last_event:
                     self._last_event = item.id

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from p2ptrain.compute.sampling import WindowSampler
-from ring.ledger import Audit, Fault, surviving
+from ring.ledger import Audit, LedgerFault, surviving
 from wire.records import ViewBegan
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Verdict:
+class AuditResult:
     """What an audit found.
 
     Attributes:
@@ -48,7 +48,7 @@ class Verdict:
     layouts: list[tuple[int, int]] = field(default_factory=list)
     private: bool = False
     staleness: dict[str, tuple[int, float, int]] = field(default_factory=dict)
-    fault: Fault | None = None
+    fault: LedgerFault | None = None
 
     def to_map(self) -> dict[str, Any]:
         found = asdict(self)
@@ -70,7 +70,7 @@ class Epochs:
         self._next = step * batch
         self._whole = self._next % windows == 0
 
-    def take(self, steps: int) -> Fault | None:
+    def take(self, steps: int) -> LedgerFault | None:
         """Check the next ``steps`` global batches."""
         last = self._next + steps * self._batch
         while self._next < last:
@@ -79,7 +79,9 @@ class Epochs:
             windows = self._sampler.numbered(self._next, count)
             step = self._next // self._batch + 1
             if bool(self._used[windows].any()) or len(np.unique(windows)) != count:
-                return Fault(step, "samples", f"a sample was seen twice in epoch {epoch}, at step {step} or soon after")
+                return LedgerFault(
+                    step, "samples", f"a sample was seen twice in epoch {epoch}, at step {step} or soon after"
+                )
             self._used[windows] = True
             self._next += count
             self.samples += count
@@ -87,17 +89,17 @@ class Epochs:
                 return fault
         return None
 
-    def _epoch_ends(self, epoch: int, step: int) -> Fault | None:
+    def _epoch_ends(self, epoch: int, step: int) -> LedgerFault | None:
         missing = int(self._windows - np.count_nonzero(self._used))
         self._used[:] = False
         whole, self._whole = self._whole, True
         if whole and missing:
-            return Fault(step, "samples", f"epoch {epoch} did not use {missing} of {self._windows} samples")
+            return LedgerFault(step, "samples", f"epoch {epoch} did not use {missing} of {self._windows} samples")
         self.complete += whole
         return None
 
 
-async def audit(seed: SeedClient, job: str, profile: Profile, progress: Callable[[int, int], None]) -> Verdict:
+async def audit(seed: SeedClient, job: str, profile: Profile, progress: Callable[[int, int], None]) -> AuditResult:
     """Read and check a job's ledger.
 
     Args:
@@ -120,13 +122,13 @@ async def audit(seed: SeedClient, job: str, profile: Profile, progress: Callable
 
 async def _audit_once(
     seed: SeedClient, job: str, profile: Profile, views: list[ViewBegan], progress: Callable[[int, int], None]
-) -> Verdict:
+) -> AuditResult:
     page = await seed.ledger(job, 0)
     head, private, asynchronous = page.head, profile.data.private, profile.job.strategy == "server"
     windows = 0 if private or asynchronous else page.windows
     if head is None:
-        return Verdict(1, 0, len(views), "", windows, private=private)
-    verdict = Verdict(head.base_step + 1, head.step, len(views), head.lineage, windows, private=private)
+        return AuditResult(1, 0, len(views), "", windows, private=private)
+    verdict = AuditResult(head.base_step + 1, head.step, len(views), head.lineage, windows, private=private)
     for view in surviving(views):
         if view.stages not in (stages for _, stages in verdict.layouts[-1:]):
             verdict.layouts.append((view.step, view.stages))

@@ -345,7 +345,7 @@ class Chain:
 
     def _empty(self, index: int) -> None:
         stages = list(self.plan.stages)
-        nobody = placing.Peer(f"{_NOBODY}{index}", stages[index].peer.name, 0, 0.0)
+        nobody = placing.PlacementPeer(f"{_NOBODY}{index}", stages[index].peer.name, 0, 0.0)
         stages[index] = replace(stages[index], peer=nobody)
         self.plan = replace(self.plan, placement=replace(self.plan.placement, stages=tuple(stages)))
 

@@ -215,11 +215,11 @@ class Plan:
     dtype: str
     wanted: Wanted
     placement: Placement
-    spares: tuple[placing.Peer, ...]
+    spares: tuple[placing.PlacementPeer, ...]
     loaded: bool
 
     @property
-    def stages(self) -> tuple[placing.Stage, ...]:
+    def stages(self) -> tuple[placing.PlacedStage, ...]:
         return self.placement.stages
 
     @property
@@ -286,9 +286,9 @@ class WorkerPool:
         self.offers[peer.worker.peer_id] = Offer.from_map_untrusted(await peer.ask("part.offer", {}, timeout_s=OFFER_S))
         return peer
 
-    def seen(self, peer: Peer) -> placing.Peer:
+    def seen(self, peer: Peer) -> placing.PlacementPeer:
         offer = self.offers[peer.worker.peer_id]
-        return placing.Peer(peer.worker.peer_id, peer.name, offer.memory_bytes, 1 / offer.stream_bps)
+        return placing.PlacementPeer(peer.worker.peer_id, peer.name, offer.memory_bytes, 1 / offer.stream_bps)
 
     async def measured(self, config: str, dtype: str) -> Measured:
         """Ask a worker for the sizes of a model's parts, by the text of its ``config.json``: it has torch loaded, so
@@ -399,7 +399,7 @@ class WorkerPool:
 
     # ------------------------------------------------------------------------------------------------------ internals
 
-    async def _measure(self, seats: Sequence[placing.Peer], measure_s: float) -> None:
+    async def _measure(self, seats: Sequence[placing.PlacementPeer], measure_s: float) -> None:
         likely = sorted(seats, key=lambda seat: (-min(seat.memory_bytes / seat.byte_s, 1e300), seat.id))
         chosen = [seat.id for seat in likely[:8]]
         if len(chosen) > 1 and measure_s > 0.5:
@@ -430,10 +430,14 @@ class WorkerPool:
             if (part.model, part.dtype, part.layers) == (model.id, dtype, layers) and part.start < part.stop <= layers
         ]
 
-    def _loaded(self, wanted: Wanted, model: Model, dtype: str, seats: Sequence[placing.Peer]) -> Placement | None:
+    def _loaded(
+        self, wanted: Wanted, model: Model, dtype: str, seats: Sequence[placing.PlacementPeer]
+    ) -> Placement | None:
         layers = wanted.sizes.layers
         held = [(seat, start, stop) for seat in seats for start, stop in self._holds(seat.id, model, dtype, layers)]
-        chains: dict[int, list[tuple[placing.Peer, int, int]]] = {layers: []}  # first layer -> parts up to the end
+        chains: dict[int, list[tuple[placing.PlacementPeer, int, int]]] = {
+            layers: []
+        }  # first layer -> parts up to the end
         for part in sorted(held, key=lambda part: -part[1]):
             seat, start, stop = part
             behind = chains.get(stop)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError, Refused
 from ring import coordination as co
-from ring.coordination import ENDED, Peer, Phase
+from ring.coordination import ENDED, JobPhase, JobWorker
 from ring.coordinator import Coordinator
 from ring.ledger import rows_untrusted
 from ring.order import LinkQuality, RingOptions, known_link
@@ -59,7 +59,7 @@ def profile_of(spec: str) -> Profile | None:
         return None
 
 
-def seen_for(device: str, peer: Peer) -> Peer:
+def seen_for(device: str, peer: JobWorker) -> JobWorker:
     """The worker as seen by a job that computes on ``device``. A job on the CPU ignores the figures of a GPU."""
     if device == "cpu" and not peer.on_host:
         return replace(peer, memory_bytes=0, flops=0.0, on_host=True)
@@ -105,7 +105,7 @@ def _ring_options_of(profile: Profile) -> RingOptions:
     )
 
 
-_NOT_RUNNING = frozenset({str(phase) for phase in (*ENDED, Phase.PAUSED)})
+_NOT_RUNNING = frozenset({str(phase) for phase in (*ENDED, JobPhase.PAUSED)})
 _METRICS = {item.name for item in dataclasses.fields(MetricRow)} - {"job", "step", "wall", "generation", "members"}
 _SHOWN = (
     "loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "compute_ms", "communicate_ms", "wait_ms", "epsilon", "delta",
@@ -135,7 +135,7 @@ class History:
     view: View | None = None
     row: MetricRow | None = None
     val_loss: float | None = None
-    saved: co.Saved = field(default_factory=lambda: co.Saved({}))
+    saved: co.CheckpointsSaved = field(default_factory=lambda: co.CheckpointsSaved({}))
     head: LedgerHead | None = None
     begins: Sequence[tuple[int, int, str]] = ()  # generation, step and lineage of each known view
     recoveries: int = 0
@@ -218,13 +218,13 @@ class JobController:
 
     @property
     def running_view(self) -> View | None:
-        return self.core.view if self.core.phase in (Phase.RUNNING, Phase.STOPPING, Phase.PAUSED) else None
+        return self.core.view if self.core.phase in (JobPhase.RUNNING, JobPhase.STOPPING, JobPhase.PAUSED) else None
 
     @property
     def keeps_best(self) -> bool:
         return self.profile is not None and self.profile.checkpoint.best
 
-    def peer(self, link: Link) -> co.Peer:
+    def peer(self, link: Link) -> co.JobWorker:
         peer = seen_for(self.profile.device.kind if self.profile else "", link.peer)
         # A newcomer of an asynchronous job pulls the state from the server, like all members.
         return replace(peer, follows=False) if self._asynchronous else peer
@@ -369,7 +369,7 @@ class JobController:
             return []
         self._links_seen = table.changes
         compute_ms = self._row.compute_ms if self._row else None
-        return [co.Measured(table.known, max(compute_ms or 0.0, 0.0) / 1e3)]
+        return [co.LinksMeasured(table.known, max(compute_ms or 0.0, 0.0) / 1e3)]
 
     def edge_from(self, view: View, rank: int) -> LinkQuality | None:
         """The measured link of a view's member to its right neighbour."""
@@ -380,7 +380,7 @@ class JobController:
     @property
     def queued(self) -> bool:
         """Whether it waits because other jobs have the workers."""
-        if self.core.phase is not Phase.WAITING or self.core.peer_ids:
+        if self.core.phase is not JobPhase.WAITING or self.core.peer_ids:
             return False
         return any(other.live and other.core.peer_ids for other in self._seed.controllers.values())
 
@@ -407,7 +407,7 @@ class JobController:
                 spec = assigned_spec(self.spec, self.record.cuts, self.record.created_at)
                 there = self._places_seen_by(peer_id, holders)
                 self._say(peer_id, Assign(self.id, spec, corpus, restore_step, stage, stages, there, lineage))
-            case co.Planned(cuts):
+            case co.CutsChosen(cuts):
                 await self._keep(cuts=list(cuts))
             case co.SendSurvey(peer_ids):
                 self._seed.survey.among(peer_ids, lambda: self.post(co.Signal.SURVEYED))
@@ -449,7 +449,7 @@ class JobController:
                 text = clipped(f"waiting{limit}: {why}")
                 self._say(peer_id, EventNotice("info", "kept-out", text, self.id))
 
-    def _places_seen_by(self, peer_id: str, peers: Iterable[co.Peer]) -> list[MemberRecord]:
+    def _places_seen_by(self, peer_id: str, peers: Iterable[co.JobWorker]) -> list[MemberRecord]:
         link = self._seed.links.get(peer_id)
         records = [MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, 0, 0, True) for peer in peers]
         return seen_from(link.host, records) if link is not None else []
@@ -551,7 +551,7 @@ class JobController:
         if self._row is None or row.step >= self._row.step:
             self._row = row
             self._val_loss = row.val_loss if row.val_loss is not None else self._val_loss
-        await self.post(co.Progress(message.step, _step_s(row)))
+        await self.post(co.StepCommitted(message.step, _step_s(row)))
         if seed.store.crowded:
             await seed.store.flush()
 
@@ -667,7 +667,7 @@ def history(records: Records, job: str) -> History:
     return History(view, row, val_loss, saved, head, begins, number, step_ms, reread=True)
 
 
-def saved_of(checkpoints: Iterable[CheckpointInfo]) -> co.Saved:
+def saved_of(checkpoints: Iterable[CheckpointInfo]) -> co.CheckpointsSaved:
     """The event that reports a job's checkpoints to its core."""
     wholes: dict[str, frozenset[int]] = {}
     parts: dict[tuple[str, int], frozenset[int]] = {}
@@ -677,7 +677,7 @@ def saved_of(checkpoints: Iterable[CheckpointInfo]) -> co.Saved:
         else:
             part = item.peer_id, item.stage
             parts[part] = parts.get(part, frozenset()) | {item.step}
-    return co.Saved(wholes, parts)
+    return co.CheckpointsSaved(wholes, parts)
 
 
 def newest_of_all_stages(checkpoints: Collection[CheckpointInfo], stages: int) -> int:

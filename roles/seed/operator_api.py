@@ -20,7 +20,7 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
-from ring.coordination import ENDED, Phase
+from ring.coordination import ENDED, JobPhase
 from ring.order import known_link
 from ring.training_costs import CandidateWorker, ModelShape
 from roles.seed.events import first_that_fit, newest_that_fit
@@ -367,7 +367,7 @@ class OperatorApi:
 
     async def _jobs_save(self, params: Params, connection: Connection) -> Result:
         controller = self._controller(params)
-        if controller.core.phase is not Phase.RUNNING and controller.core.state != "saving":
+        if controller.core.phase is not JobPhase.RUNNING and controller.core.state != "saving":
             raise _wrong_state(controller, "saved", "only a running job can save a checkpoint")
         return await self._tell(controller, co.Signal.SAVE, "was asked to save a checkpoint")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.ids import is_id
-from ring.coordination import STATUSES, Peer
+from ring.coordination import STATUSES, JobWorker
 from ring.detector import FailureDetector, beat_defaults
 from ring.order import LinkQuality
 from ring.token import is_lineage
@@ -120,9 +120,9 @@ class Link:
         return self.hello.name[:NAME_CHARS] or self.id
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> JobWorker:
         said = self.hello.capabilities
-        return Peer(
+        return JobWorker(
             self.id,
             self.name,
             self.host,

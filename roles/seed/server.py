@@ -519,7 +519,9 @@ class Seed:
                 link.job, link.idle = controller.id, ""
                 controller.post(co.PeerOffered(controller.peer(link)))
                 self.subscriptions.touch("peers", link.id)
-        waiting = [controller for controller in self.controllers.values() if controller.core.phase is co.Phase.WAITING]
+        waiting = [
+            controller for controller in self.controllers.values() if controller.core.phase is co.JobPhase.WAITING
+        ]
         if any(controller.core.short for controller in waiting):
             for controller in self.controllers.values():
                 if self.may_yield(controller):

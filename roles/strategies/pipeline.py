@@ -27,7 +27,7 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.world import LoopClock
 from ring.chain import Chain
 from ring.links import Topology
-from ring.schedule import Kind, Operation, Schedule, extended, forwards, one_f_one_b
+from ring.schedule import Kind, StageOperation, StageSchedule, extended, forwards, one_f_one_b
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Payload
@@ -75,7 +75,7 @@ class StageRunner:
         self._queued = 0
         self._ended_at = 0.0  # when the last call on the thread ended
 
-    async def run(self, schedule: Schedule, forward: Pass, backward: Pass, *, patience_s: float) -> StageStep:
+    async def run(self, schedule: StageSchedule, forward: Pass, backward: Pass, *, patience_s: float) -> StageStep:
         """Run forward and backward passes of all micro-batches of one step.
 
         Args:
@@ -123,7 +123,7 @@ class StageRunner:
         what = error.message if isinstance(error, P2PTrainError) else "it was interrupted"
         self._chain.abandon(f"this stage gave up the step: {what}")  # has no effect on a broken chain
 
-    async def _operate(self, operation: Operation, payload: Payload | None) -> None:
+    async def _operate(self, operation: StageOperation, payload: Payload | None) -> None:
         """Run one operation when the thread is free, and send its result."""
         kind, index = operation.kind, operation.index
         try:
@@ -275,14 +275,14 @@ class PipelineStrategy(StagedStrategy):
             await self._run(schedule, partial(forward, start), backward)
         return total, targets
 
-    async def _run(self, schedule: Schedule, forward: Pass, backward: Pass) -> StageStep:
+    async def _run(self, schedule: StageSchedule, forward: Pass, backward: Pass) -> StageStep:
         runner = StageRunner(self._replica_chain, self._compute, on_work=self._progress)
         return await runner.run(schedule, forward, backward, patience_s=self._patience_s)
 
-    def _schedule(self, count: int) -> Schedule:
+    def _schedule(self, count: int) -> StageSchedule:
         chain, most = self._replica_chain, self._max_in_flight
         if self._wanted == GPIPE:
-            return Schedule(GPIPE, count, (min(count, most or count) - 1,) * chain.stages)
+            return StageSchedule(GPIPE, count, (min(count, most or count) - 1,) * chain.stages)
         bounds = [min(most or count, room or count) for room in chain.in_flight]
         if self._period_s == math.inf:
             return one_f_one_b(chain.stages, count, max_in_flight=bounds)

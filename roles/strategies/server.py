@@ -16,7 +16,7 @@ The server sends from a copy of the state, so it makes further versions meanwhil
 all are being sent, workers get the newest copy instead of the newest version.
 
 With a robust rule the contributions of a version are its vectors (``compute.robust``). Without one, a contribution that
-is not finite, or is an outlier (``ring.token.Guard``), ends the view, and its worker is excluded for a while
+is not finite, or is an outlier (``ring.token.NormGuard``), ends the view, and its worker is excluded for a while
 (``ring.quarantine``).
 """
 
@@ -41,14 +41,14 @@ from ring.staleness import (
     REPLY_BYTES,
     REQUEST_BYTES,
     Accepted,
+    ContributionStatus,
     Intake,
     PullReply,
     PullRequest,
-    Verdict,
     next_number,
     packed,
 )
-from ring.token import Guard
+from ring.token import NormGuard
 from roles.compute_thread import translated
 from roles.engine import Applied, Blob
 from roles.gauges import free_memory_bytes
@@ -64,9 +64,9 @@ EXCHANGE_S = 3600.0
 slow one."""
 MOST_COPIES = 4
 Bytes = npt.NDArray[np.uint8]
-Outcome = tuple[Verdict, int, int]
+Outcome = tuple[ContributionStatus, int, int]
 """Of a contribution: what became of it, its staleness, and the bound."""
-NOTHING: Outcome = (Verdict.NONE, 0, 0)
+NOTHING: Outcome = (ContributionStatus.NONE, 0, 0)
 
 
 class VersionRows(Protocol):
@@ -84,7 +84,7 @@ class ServerStrategy(SyncStrategy):
 
     Args:
         micro_batches: in a version.
-        outlier_factor: see ``ring.token.Guard``.
+        outlier_factor: see ``ring.token.NormGuard``.
 
     Attributes:
         share: micro-batches of a contribution.
@@ -120,7 +120,7 @@ class ServerStrategy(SyncStrategy):
         if session.rank:
             self._snapshots.close()  # this member may have been the server
         self._intake: Intake | None = None
-        self._guard = Guard(self._outlier_factor)
+        self._guard = NormGuard(self._outlier_factor)
         self._chosen: list[Accepted] = []
         self._center: npt.NDArray[Any] | None = None
         self._answers: dict[int, asyncio.Future[Outcome]] = {}
@@ -162,7 +162,7 @@ class ServerStrategy(SyncStrategy):
             self._serve_workers()
         chosen, self._chosen = self._chosen, []
         for one in chosen:
-            self._answer(one.rank, (Verdict.ACCEPTED, step - 1 - one.base, one.bound))
+            self._answer(one.rank, (ContributionStatus.ACCEPTED, step - 1 - one.base, one.bound))
         for rank in list(self._answers) if over else ():
             self._answer(rank, NOTHING)
 
@@ -180,7 +180,7 @@ class ServerStrategy(SyncStrategy):
             self._news.clear()
             chosen, stale = intake.choose()
             for rank in stale:
-                self._answer(rank, (Verdict.REFUSED, intake.staleness(rank), intake.bound(rank)))
+                self._answer(rank, (ContributionStatus.REFUSED, intake.staleness(rank), intake.bound(rank)))
             if not chosen:
                 await self._news.wait()
                 continue
@@ -380,8 +380,8 @@ class ServerStrategy(SyncStrategy):
         if reply.has_state:
             await self._pull(reply, messages)
         self._number = None if reply.over else reply.number
-        self._refused += reply.verdict is Verdict.REFUSED
-        self._staleness[reply.staleness] += reply.verdict is Verdict.ACCEPTED
+        self._refused += reply.verdict is ContributionStatus.REFUSED
+        self._staleness[reply.staleness] += reply.verdict is ContributionStatus.ACCEPTED
         return reply
 
     async def _contribution(self, number: int) -> Bytes:

@@ -85,7 +85,7 @@ async def root_of(state: Snapshot) -> bytes:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class LoggedStep:
     """The reduced bytes of a committed step. ``lineage``: after it. ``digests``: of all stages of a split model."""
 
     step: int
@@ -107,13 +107,13 @@ class StepLog:
         self.limit_bytes = 0
         self.held_bytes = 0
         self._start = (-1, "")
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[LoggedStep] = deque()
 
     def begin(self, step: int, lineage: str) -> None:
         self._entries.clear()
         self.held_bytes, self._start = 0, (step, lineage)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: LoggedStep) -> None:
         assert entry.step == self.newest + 1, "a gap in the log"
         self._entries.append(entry)
         self.held_bytes += entry.data.nbytes
@@ -126,22 +126,22 @@ class StepLog:
     def newest(self) -> int:
         return self._start[0] + len(self._entries)
 
-    def since(self, step: int, lineage: str) -> list[Entry] | None:
+    def since(self, step: int, lineage: str) -> list[LoggedStep] | None:
         """Return the steps after a state. None if the log does not reach back to it, or has another lineage there."""
         known = self.find(step)
         if (step, lineage) != (self._start if known is None else (known.step, known.lineage)):
             return None
         return [entry for entry in self._entries if entry.step > step]
 
-    def find(self, step: int) -> Entry | None:
+    def find(self, step: int) -> LoggedStep | None:
         index = step - self._start[0] - 1
         return self._entries[index] if 0 <= index < len(self._entries) else None
 
-    def named(self, name: str) -> Entry | None:
+    def named(self, name: str) -> LoggedStep | None:
         number = name.removeprefix(STEP)
         return self.find(int(number)) if number.isascii() and number.isdecimal() and len(number) < 16 else None
 
-    def all(self) -> list[Entry]:
+    def all(self) -> list[LoggedStep]:
         return list(self._entries)
 
 
@@ -171,7 +171,7 @@ class Recipient:
         self.ended = True
         self.line.connection.abort(PeerError(reason))
 
-    def tell(self, entries: list[Entry]) -> None:
+    def tell(self, entries: list[LoggedStep]) -> None:
         for entry in entries:
             if entry.step > self.told:
                 self.say(entry.news)
@@ -254,7 +254,7 @@ class HealSource:
         if self._logging and kept is not None:
             place = DIGEST_BYTES * self._stage.index
             digest = digests[place : place + DIGEST_BYTES] if digests else row.digest
-            entry = Entry(row.step, self._core.lineage, digest, self._core.square_sum, kept, digests=digests)
+            entry = LoggedStep(row.step, self._core.lineage, digest, self._core.square_sum, kept, digests=digests)
             self._log.add(entry)
             for recipient in self._recipients:
                 if recipient.told >= 0 and not recipient.inside:
@@ -333,7 +333,7 @@ class HealSource:
             await self._give_range(recipient, message)
 
     async def _give_range(self, recipient: Recipient, asked: RangeRequest) -> None:
-        entry: Entry | None = None
+        entry: LoggedStep | None = None
         if asked.name.startswith(STEP):
             if not recipient.inside:
                 self._let_go(recipient)  # a request for a step means that it has all of the state
@@ -403,7 +403,7 @@ class HealSource:
         self._log.limit_bytes = log_limit_bytes(self.state_bytes, engine.reduce_buffer.nbytes)
         self._log.begin(self._core.applied, self._core.lineage)
 
-    def _offer_steps(self, recipient: Recipient, request: HealRequest, entries: list[Entry]) -> None:
+    def _offer_steps(self, recipient: Recipient, request: HealRequest, entries: list[LoggedStep]) -> None:
         recipient.say(HealOffer(request.have_step, request.have_lineage, [], CHUNK_BYTES))
         recipient.told = request.have_step
         recipient.tell(entries)
@@ -431,7 +431,7 @@ class HealSource:
         self._turn = asyncio.Event()
 
 
-def piece_untrusted(given: Snapshot | None, entry: Entry | None, asked: RangeRequest) -> memoryview:
+def piece_untrusted(given: Snapshot | None, entry: LoggedStep | None, asked: RangeRequest) -> memoryview:
     """Return the requested bytes of the offered state or of a logged step. Raises ``ProtocolError`` if there are no
     such bytes, ``StorageError`` if the log has dropped the step."""
     if asked.name.startswith(STEP):

@@ -54,7 +54,7 @@ from ring.transaction import (
 )
 from ring.view import View
 from roles.background import started_in
-from roles.compute_thread import Call, HangDetector
+from roles.compute_thread import ComputeCall, HangDetector
 from roles.engine import WHOLE, Engine, Stage
 from roles.snapshots import Snapshots, state_bytes
 from roles.strategies.federated import share_rule, slots
@@ -414,7 +414,7 @@ class JobRunner:
         worker from the ring, and it joins again when the call has ended."""
         compute, detector = self._context.compute, HangDetector()
         compute.known.clear()  # another job's calls take other times
-        told: Call | None = None
+        told: ComputeCall | None = None
         while True:
             await asyncio.sleep(WATCH_S)
             call, view = compute.call, self.core.view

@@ -32,7 +32,7 @@ from roles.worker.runner import JobRunner
 from roles.worker.stages import PURPOSES, Holding, Stages
 from wire.client import answer_to
 from wire.connection import Connection
-from wire.enrol import Member
+from wire.enrol import Membership
 from wire.job_messages import LEAVE, MAX_STAGES, Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Scalar, Welcome
 from wire.schema import Bound, Count, Id, instance_untrusted
@@ -89,7 +89,7 @@ class Worker(MemberProcess):
         warm_up: Callable[[], None],
         notify: Notify,
         on_step: Callable[[int, int, dict[str, float]], None],
-        membership: Member | None = None,
+        membership: Membership | None = None,
         holding: Holding | None = None,
         build_part: Callable[[Profile, Stage], Engine] = no_parts,
         strategies: Callable[[Profile], Factory] = strategy_of,

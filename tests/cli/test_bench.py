@@ -17,13 +17,13 @@ from p2ptrain.cli.bench_report import picture_of, print_report
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import JobFailed, ResourceError
 from p2ptrain.lab.bench import runner
-from p2ptrain.lab.bench.generate import GeneratePlan, Text, _conclude, _texts
-from p2ptrain.lab.bench.network import AllReducePlan, RingPlan, measure_allreduce
+from p2ptrain.lab.bench.generate import GeneratedText, GeneratePlan, _conclude, _texts
+from p2ptrain.lab.bench.network import AllReducePlan, BenchRing, measure_allreduce
 from p2ptrain.lab.bench.pipeline import PipelinePlan, measure_pipeline
 from p2ptrain.lab.bench.report import (
+    BenchReport,
     Case,
     Contender,
-    Report,
     human_rate,
 )
 from p2ptrain.lab.bench.sockets import SocketRing, Traffic, make_credentials
@@ -34,7 +34,7 @@ from p2ptrain.lab.bench.training import (
     add_block,
     conclude,
 )
-from ring.schedule import Costs, Schedule, simulate
+from ring.schedule import StageCosts, StageSchedule, simulate
 from roles.timed_model import text_after
 from wire.credentials import Credentials
 
@@ -58,7 +58,7 @@ def a_bench(members: Any) -> Any:
 
 
 async def test_contenders_take_turns_in_going_first_and_the_first_round_does_not_count() -> None:
-    report, case = Report("x", "", "bytes", str), Case("", 1, {name: Contender(name) for name in "abc"})
+    report, case = BenchReport("x", "", "bytes", str), Case("", 1, {name: Contender(name) for name in "abc"})
     asked: list[str] = []
 
     async def sample(name: str) -> float:
@@ -77,7 +77,7 @@ async def test_contenders_take_turns_in_going_first_and_the_first_round_does_not
 def test_a_report_is_shown_to_people_and_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
     contenders = {"ring": Contender("this ring", [0.5, 0.25], {"losses": [1.0]}), "gloo": Contender("Gloo", [1.0])}
     case = Case("1 MiB", 1 << 20, contenders, {"factor": 2.5, "missing": None})
-    report = Report("allreduce", "a title", "bytes", human_rate, {"peers": 2}, [case], complete=False)
+    report = BenchReport("allreduce", "a title", "bytes", human_rate, {"peers": 2}, [case], complete=False)
     report.columns = {"factor": ("FACTOR", "{:.1f}×".format), "missing": ("MISSING", str)}
     report.notes = ["a note"]
     print_report(report)
@@ -96,7 +96,7 @@ def test_a_report_is_shown_to_people_and_to_programs(capsys: pytest.CaptureFixtu
 
 
 def test_a_report_of_nothing_has_no_picture() -> None:
-    report = Report("x", "", "bytes", human_rate)
+    report = BenchReport("x", "", "bytes", human_rate)
     assert picture_of(report) == ""
     assert report.to_json()["results"] == []
 
@@ -173,8 +173,8 @@ class FakeMembers:
 SECONDS = {"ring": (0.010, 0.020), "gloo": (0.040, 0.030), "sockets": (0.005, 0.010)}
 
 
-async def allreduce(members: FakeMembers, *, rounds: int = 4, **ring: Any) -> Report:
-    plan = AllReducePlan(2, [1 << 20], "float32", 4, RingPlan(**ring), rounds)
+async def allreduce(members: FakeMembers, *, rounds: int = 4, **ring: Any) -> BenchReport:
+    plan = AllReducePlan(2, [1 << 20], "float32", 4, BenchRing(**ring), rounds)
     report = plan.report()
     await measure_allreduce(a_bench(members), plan, report)
     return report
@@ -216,8 +216,8 @@ async def test_an_emulated_link_has_a_limit_and_no_gloo() -> None:
 # --------------------------------------------------------------------------------------------------------------- step
 
 
-def a_step(*contenders: str) -> tuple[Report, Case]:
-    report = StepPlan(Profile(), "tiny", 2, 1, 2, RingPlan()).report()
+def a_step(*contenders: str) -> tuple[BenchReport, Case]:
+    report = StepPlan(Profile(), "tiny", 2, 1, 2, BenchRing()).report()
     facts = ("losses", "exposed_s", "communicating_s")
     made = {name: Contender(name, facts={fact: [] for fact in facts}) for name in contenders}
     return report, Case("", 100, made, {"reduce_bytes": 1})
@@ -254,13 +254,13 @@ class IdealMembers:
         elif part == "form":
             answer = {"round_trips_s": [self.rtt_s + 0.0005] * (self.stages - 1)}
         elif part == "run":
-            schedule = Schedule(arguments["name"], arguments["micro_batches"], tuple(arguments["warm_ups"]))
-            step_s = simulate(schedule, Costs.even(0.04, 0.08, [self.rtt_s] * (self.stages - 1)))
+            schedule = StageSchedule(arguments["name"], arguments["micro_batches"], tuple(arguments["warm_ups"]))
+            step_s = simulate(schedule, StageCosts.even(0.04, 0.08, [self.rtt_s] * (self.stages - 1)))
             answer = {"seconds": step_s * (self.slower if arguments["name"] == "extended" else 1.0)}
         return [answer] + [{"seconds": 99.0, "round_trips_s": []} | answer] * (self.stages - 1)
 
 
-async def pipeline(stages: int = 2, *, slower: float = 1.0, rtts: Sequence[float]) -> Report:
+async def pipeline(stages: int = 2, *, slower: float = 1.0, rtts: Sequence[float]) -> BenchReport:
     plan = PipelinePlan(stages, 16, list(rtts), 0.04, 0.08, 2, 1 << 20)
     report = plan.report()
     await measure_pipeline(a_bench(IdealMembers(stages, slower)), plan, report)
@@ -301,9 +301,11 @@ async def test_a_text_that_is_not_the_verifiers_own_counts_for_nothing() -> None
         def __init__(self, plan: GeneratePlan) -> None:
             self.plan = plan
 
-        async def write(self, number: int, speculate: str) -> Text:
+        async def write(self, number: int, speculate: str) -> GeneratedText:
             text = text_after(f"TEXT {number}: ".encode(), 8).decode()
-            return Text("x" + text[1:] if number in spoilt and speculate == "auto" else text, 8, 0.0, [0.1, 0.8])
+            return GeneratedText(
+                "x" + text[1:] if number in spoilt and speculate == "auto" else text, 8, 0.0, [0.1, 0.8]
+            )
 
     async def written(plan: GeneratePlan, plain: list[dict[str, Any]]) -> Case:
         contenders = {name: Contender(name) for name in ("alone", "ahead")}

@@ -15,7 +15,7 @@ import pytest
 
 import p2ptrain
 from p2ptrain.cli import runtime
-from p2ptrain.cli.commands import Commands, Entry
+from p2ptrain.cli.commands import CommandEntry, Commands
 from p2ptrain.core import errors
 from wire.address import DEFAULT_PORT, MEMBER_PORT
 
@@ -41,7 +41,7 @@ def test_help_names_every_command(command: Command) -> None:
 
 
 @pytest.mark.parametrize("entry", Commands.entries, ids=lambda entry: entry.name)
-def test_every_command_explains_itself_with_an_example(command: Command, entry: Entry) -> None:
+def test_every_command_explains_itself_with_an_example(command: Command, entry: CommandEntry) -> None:
     outcome = command(entry.name, "--help")
     assert outcome.code == 0
     names = [line.split()[0] for line in outcome.out.partition("Commands:")[2].splitlines() if line.strip()]

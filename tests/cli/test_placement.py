@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.cli.placement import placement_map, print_placement
 from p2ptrain.core.footprint import ModelSizes
 from ring.order import LinkQuality
-from ring.placement import Peer, Placement, Wanted, place
+from ring.placement import Placement, PlacementPeer, Wanted, place
 
 GIB = 1 << 30
 SIZES = ModelSizes((GIB,) * 6, (1 << 16,) * 6, GIB, GIB, GIB)
@@ -23,7 +23,9 @@ WANTED = Wanted(SIZES, 1024, 8192, "me", LINKS)
 
 
 def placed(name: str = "desk") -> Placement:
-    return place(WANTED, [Peer("1", name, 8 * GIB, 5e-12), Peer("2", "laptop", 4 * GIB, 2e-11)], stages=2)
+    return place(
+        WANTED, [PlacementPeer("1", name, 8 * GIB, 5e-12), PlacementPeer("2", "laptop", 4 * GIB, 2e-11)], stages=2
+    )
 
 
 def test_people_see_who_holds_what_and_how_fast_it_will_be(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +63,7 @@ def test_programs_get_every_figure() -> None:
 
 
 def test_a_rate_without_bound_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
-    found = place(replace(WANTED, links={}), [Peer("1", "desk", 8 * GIB, 0.0)])
+    found = place(replace(WANTED, links={}), [PlacementPeer("1", "desk", 8 * GIB, 0.0)])
     document = placement_map(found)
     assert (document["tokens_per_s"], document["stages"][0]["tokens_per_s"]) == (None, None)
     print_placement(found)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.lab.sim.run import Verdict, run_schedule
+from p2ptrain.lab.sim.run import SimulationResult, run_schedule
 
 Command = Callable[..., Any]
 
@@ -30,7 +30,7 @@ def test_a_violation_is_an_exit_code_and_a_line_to_replay(command: Command) -> N
 def test_ctrl_c_shows_what_was_found_so_far(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     real = run_schedule
 
-    def two(number: int, **more: Any) -> Verdict:
+    def two(number: int, **more: Any) -> SimulationResult:
         if number == 7:
             raise KeyboardInterrupt
         return real(number, **more)

@@ -10,14 +10,23 @@ import pytest
 
 from p2ptrain.cli.split import LoadingLine, print_split_facts, split_facts
 from p2ptrain.cluster.console import Console
-from ring.placement import Peer, Placement, Stage
+from ring.placement import PlacedStage, Placement, PlacementPeer
 from roles.chain.client import Progress
 from roles.verifier.targets import PassTimes
 
 DEADLINE_S = 10.0
 PLACEMENT = Placement(
     stages=tuple(
-        Stage(Peer(f"id{index}", f"box{index}", 1 << 30, 1e-9), 2 * index, 2 * index + 2, 1000, 9, 0.002, 0.001, 0.0)
+        PlacedStage(
+            PlacementPeer(f"id{index}", f"box{index}", 1 << 30, 1e-9),
+            2 * index,
+            2 * index + 2,
+            1000,
+            9,
+            0.002,
+            0.001,
+            0.0,
+        )
         for index in range(2)
     ),
     client_hop_s=0.001,

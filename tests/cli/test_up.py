@@ -17,9 +17,9 @@ import pytest
 from configs.schema import Checkpoint, Optimizer, Profile
 from p2ptrain.cli import up_cluster
 from p2ptrain.cli.up import _print_next, _profile
-from p2ptrain.cli.up_cluster import Plan
+from p2ptrain.cli.up_cluster import TrainingPlan
 from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.local_cluster import Child, LocalCluster
+from p2ptrain.cluster.local_cluster import LocalCluster, PeerProcess
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError, UserError
 from p2ptrain.core.training import FilePlan
 from p2ptrain.lab.stand_in import StandInEngine, StandInState
@@ -89,13 +89,15 @@ class Machine:
     workers: list[Process] = field(default_factory=list)
     told: list[dict[str, Any]] = field(default_factory=list)
 
-    async def start_seed(self, local: LocalCluster) -> Child:
+    async def start_seed(self, local: LocalCluster) -> PeerProcess:
         self.cluster = Cluster(local.root, TcpNetwork())
         await self.cluster.start_seed(local.port)
         local._seed = self._child("seed", Process(self.cluster.close))
         return local._seed
 
-    async def start_peer(self, local: LocalCluster, name: str, slot: int, *options: str, attack: str = "") -> Child:
+    async def start_peer(
+        self, local: LocalCluster, name: str, slot: int, *options: str, attack: str = ""
+    ) -> PeerProcess:
         if name.startswith("worker"):
             assert self.cluster is not None
             self.started += 1
@@ -113,8 +115,8 @@ class Machine:
         local.peers[name] = self._child(name, process)
         return local.peers[name]
 
-    def _child(self, name: str, process: Any) -> Child:
-        return Child(name, process, self.root / f"{name}.log", 0)
+    def _child(self, name: str, process: Any) -> PeerProcess:
+        return PeerProcess(name, process, self.root / f"{name}.log", 0)
 
     async def up(
         self,
@@ -128,7 +130,7 @@ class Machine:
     ) -> Any:
         """One ``p2ptrain up``, to its end."""
         self.stop, self.serving, self.servers, self.started = asyncio.Event(), asyncio.Event(), {}, 0
-        plan = Plan("pair", profile, 1, self.root, port, new, "", http, api_keys)
+        plan = TrainingPlan("pair", profile, 1, self.root, port, new, "", http, api_keys)
         async with asyncio.timeout(DEADLINE_S):
             return await up_cluster.train(plan, full_screen=False, as_json=as_json)
 
@@ -288,12 +290,12 @@ async def test_a_result_that_cannot_be_saved_is_told_and_not_called_done(
 
     told: list[str] = []
 
-    def say(run: up_cluster.Run, level: str, text: str) -> None:
+    def say(run: up_cluster.TrainingRun, level: str, text: str) -> None:
         if "cannot end" in text:
             told.append(f"{level}: {text}")
             machine.stop.set()
 
-    monkeypatch.setattr(up_cluster.Run, "_report", say)
+    monkeypatch.setattr(up_cluster.TrainingRun, "_report", say)
     machine.build = Unsaved
     profile = PROFILE.alone().model_copy(update={"checkpoint": Checkpoint(every=0)})
     outcome = await machine.up(free_port, profile=profile)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.up_cluster import View
+from p2ptrain.cli.up_cluster import FullScreenView
 from p2ptrain.core.errors import JobFailed
 from tests.tui.demo import DemoSource
 from tui.app import SERVING
 
 
 async def seen(
-    view: View,
+    view: FullScreenView,
     work: Coroutine[Any, Any, None],
     monkeypatch: pytest.MonkeyPatch,
     standing: asyncio.Event | None = None,
@@ -56,7 +56,7 @@ async def ends(problem: Exception | None) -> None:
 async def test_that_it_is_over_is_said_within_the_view(
     problem: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ((severity, text),) = await seen(View(1), ends(problem), monkeypatch)
+    ((severity, text),) = await seen(FullScreenView(1), ends(problem), monkeypatch)
     assert f"{severity} {text}".startswith(said)
     assert "q closes the view" in text
     assert ("make some" in text) == ("no room" in text)
@@ -65,7 +65,7 @@ async def test_that_it_is_over_is_said_within_the_view(
 async def test_trouble_meanwhile_is_said_within_the_view_and_what_is_usual_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    view = View(1)
+    view = FullScreenView(1)
 
     async def goes_on() -> None:
         view.show_notice("info", "workers start")
@@ -83,7 +83,7 @@ async def test_trouble_meanwhile_is_said_within_the_view_and_what_is_usual_is_no
 
 
 async def test_what_is_served_is_shown_with_how_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    view, standing = View(1), asyncio.Event()
+    view, standing = FullScreenView(1), asyncio.Event()
 
     async def serves() -> None:
         await standing.wait()

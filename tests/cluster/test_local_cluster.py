@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.cluster import local_cluster
-from p2ptrain.cluster.local_cluster import Child, LocalCluster
+from p2ptrain.cluster.local_cluster import LocalCluster, PeerProcess
 from p2ptrain.cluster.running import running_seeds
 from p2ptrain.core.errors import ConnectionLost, JobFailed
 from wire.records import PeerInfo
@@ -28,9 +28,9 @@ def old(directory: Path) -> Path:
     return log
 
 
-async def child(log: Path, *arguments: str) -> Child:
+async def child(log: Path, *arguments: str) -> PeerProcess:
     """A child that ended by itself."""
-    made = await Child.start("one", list(arguments), log)
+    made = await PeerProcess.start("one", list(arguments), log)
     await made.process.wait()
     return made
 
@@ -48,7 +48,9 @@ async def test_the_error_of_an_earlier_start_is_not_its_own(tmp_path: Path) -> N
 
 
 async def test_the_signal_that_killed_it(tmp_path: Path) -> None:
-    made = await Child.start("one", ["seed", "--no-job", "--port", "0", "--state", str(tmp_path)], tmp_path / "log")
+    made = await PeerProcess.start(
+        "one", ["seed", "--no-job", "--port", "0", "--state", str(tmp_path)], tmp_path / "log"
+    )
     made.process.send_signal(signal.SIGKILL)
     await made.process.wait()
     failed = made.failed("it ended")
@@ -78,7 +80,7 @@ async def test_a_line_of_many_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     talks.write_text(f"#!{sys.executable}\nprint('x' * 1_000_000)\n")
     talks.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(talks))
-    made = await Child.start("one", [], tmp_path / "log", listen=True)
+    made = await PeerProcess.start("one", [], tmp_path / "log", listen=True)
     assert made.process.stdout is not None
     assert len(await made.process.stdout.readline()) == 1_000_001
     await made.process.wait()
@@ -100,9 +102,9 @@ class Process:
         return 1
 
 
-def living(directory: Path, *names: str) -> tuple[list[Child], list[Process]]:
+def living(directory: Path, *names: str) -> tuple[list[PeerProcess], list[Process]]:
     processes = [Process() for _ in names]
-    children = [Child(name, process, directory / name, 0) for name, process in zip(names, processes, strict=True)]  # type: ignore[arg-type]
+    children = [PeerProcess(name, process, directory / name, 0) for name, process in zip(names, processes, strict=True)]  # type: ignore[arg-type]
     return children, processes
 
 

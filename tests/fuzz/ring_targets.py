@@ -26,15 +26,15 @@ from ring.order import LinkQuality
 from ring.schedule import extended
 from ring.staleness import (
     Accepted,
+    ContributionStatus,
     PullReply,
     PullRequest,
-    Verdict,
     packed,
     unpacked_untrusted,
 )
 from ring.token import TOKEN_BYTES, Flag, Token, check_untrusted
 from ring.view import View
-from roles.process_group import Place, _place_untrusted
+from roles.process_group import GroupPlace, _place_untrusted
 from roles.seed.links import measured_untrusted
 from roles.strategies.secure import pair_keys_untrusted
 from roles.worker.boundary import mean_loss_untrusted
@@ -125,7 +125,7 @@ def _check_stage(params: dict[str, Any]) -> None:
     assert 0 <= asked.stage < asked.stages <= MAX_STAGES
 
 
-_PLACE = json.dumps(asdict(Place("a", "", 1, "machine"))).encode()
+_PLACE = json.dumps(asdict(GroupPlace("a", "", 1, "machine"))).encode()
 
 
 def _check_place(written: bytes) -> None:
@@ -177,7 +177,7 @@ TOKEN = Target(
 # ------------------------------------------------------------------------------------------------ a parameter server
 
 _REQUEST = PullRequest(True, 3, LINEAGE, b"d" * 16).encode()
-_REPLY = PullReply(Verdict.ACCEPTED, 2, 50, True, False, False, 7, LINEAGE, 0.5, 9, 100, b"d" * 16).encode()
+_REPLY = PullReply(ContributionStatus.ACCEPTED, 2, 50, True, False, False, 7, LINEAGE, 0.5, 9, 100, b"d" * 16).encode()
 _MADE_OF = packed([Accepted(0, 4, 2, 50, 0.5), Accepted(2, 5, 3, 50, 1.0)])
 
 

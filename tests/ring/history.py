@@ -127,7 +127,7 @@ class History(RuleBasedStateMachine):
         """A new process, with the disk that is there."""
 
     @abstractmethod
-    def peer_of(self, peer_id: str) -> co.Peer:
+    def peer_of(self, peer_id: str) -> co.JobWorker:
         """As the seed is told of it."""
 
     @abstractmethod
@@ -339,7 +339,7 @@ class History(RuleBasedStateMachine):
             self.kill(applied[0])
             return
         if told and members[0].linked:
-            members[0].sent.append(co.Progress(members[0].applied))
+            members[0].sent.append(co.StepCommitted(members[0].applied))
         if any(member.hold for member in members):
             for member in members:
                 member.say("held")

@@ -16,7 +16,7 @@ from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.ring_member import HOST, LocalMember, local_view
 from ring.chain import PATIENCE_PART, Chain, Payload, figures_untrusted
 from ring.links import Topology
-from ring.schedule import Kind, Schedule, extended, gpipe, one_f_one_b
+from ring.schedule import Kind, StageSchedule, extended, gpipe, one_f_one_b
 from tests.ring.local import local_chain, networks_apart, virtual
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import dial, local_hello
@@ -39,7 +39,7 @@ def content(kind: Kind, step: int, index: int, stage: int, nbytes: int) -> Paylo
     return np.random.default_rng([kind is F, step, index, stage]).integers(0, 256, nbytes, np.uint8)
 
 
-async def run_step(chain: Chain, schedule: Schedule, step: int = 0, *, patience_s: float = 30.0) -> None:
+async def run_step(chain: Chain, schedule: StageSchedule, step: int = 0, *, patience_s: float = 30.0) -> None:
     """All operations of one stage, without any computing; what comes must be what the neighbour sent."""
     chain.begin(schedule)
     for operation in schedule.order(chain.stage):

@@ -73,7 +73,7 @@ class Desk:
     def run(self, *peer_ids: str, applied: int = 0) -> View:
         """The same, with its first step committed."""
         view = self.start(*peer_ids, applied=applied)
-        self.tell(co.Progress(view.step + 1))
+        self.tell(co.StepCommitted(view.step + 1))
         return view
 
     def stand(self, status: str, applied: int, *peer_ids: str, **more: Any) -> None:
@@ -92,8 +92,8 @@ class Desk:
         return [item.kind for item in self.said if isinstance(item, co.Emit)]
 
 
-def peer(peer_id: str, *, follows: bool = False) -> co.Peer:
-    return co.Peer(peer_id, f"name-{peer_id}", "10.0.0.1", 7000, follows)
+def peer(peer_id: str, *, follows: bool = False) -> co.JobWorker:
+    return co.JobWorker(peer_id, f"name-{peer_id}", "10.0.0.1", 7000, follows)
 
 
 def ids(view: View) -> list[str]:
@@ -224,7 +224,7 @@ def test_member_at_both_of_two_broken_links_is_excluded(first: tuple[str, str], 
     before = ids(desk.run("a", "b", "c", "d"))
     broken(desk, *first, cause)
     assert ids(desk.minted()) == before[::-1], "the neighbours change sides"
-    desk.tell(co.Progress(2))  # a step that is committed meanwhile absolves nobody
+    desk.tell(co.StepCommitted(2))  # a step that is committed meanwhile absolves nobody
     second = ("d", "a") if first == ("b", "a") else ("a", "b")
     broken(desk, *second, cause)
     assert ids(desk.minted()) == ["b", "c", "d"]
@@ -236,7 +236,7 @@ def test_breaks_of_links_are_forgotten_with_a_commit() -> None:
     desk = Desk(co.JobOptions(replicas=3, micro_batches=8))
     desk.run("a", "b", "c")
     broken(desk, "b", "a", "")
-    desk.tell(co.Progress(2))
+    desk.tell(co.StepCommitted(2))
     broken(desk, "c", "a", "")
     assert len(ids(desk.minted())) == 3
 
@@ -328,8 +328,8 @@ def test_a_restarted_seed_takes_a_running_ring_back_as_it_is() -> None:
 def test_if_the_newest_state_is_gone_the_best_at_hand_is_used_and_the_loss_is_named(how: str) -> None:
     desk = Desk()
     desk.start("a", "b")
-    desk.tell(co.Saved({"a": frozenset({50}), "b": frozenset({60})}))
-    desk.tell(co.Progress(73))
+    desk.tell(co.CheckpointsSaved({"a": frozenset({50}), "b": frozenset({60})}))
+    desk.tell(co.StepCommitted(73))
     for peer_id in ("a", "b"):
         desk.tell(co.PeerLost(peer_id, "closed"))
     desk.offer("a")
@@ -405,7 +405,7 @@ def test_done_when_all_members_are_done() -> None:
     desk.start("a", "b")
     desk.report("a", "done", 400)
     assert desk.core.state == "forming"
-    desk.tell(co.Saved({"a": frozenset({400})}))
+    desk.tell(co.CheckpointsSaved({"a": frozenset({400})}))
     desk.report("b", "done", 400)
     assert desk.core.state == "done"
     assert desk.of(co.SendRelease) == []  # they keep the model until another job needs them
@@ -414,7 +414,7 @@ def test_done_when_all_members_are_done() -> None:
 def test_a_job_is_done_only_when_a_disk_has_its_result() -> None:
     desk = Desk()
     desk.start("a", "b")
-    desk.tell(co.Saved({"a": frozenset({300})}))
+    desk.tell(co.CheckpointsSaved({"a": frozenset({300})}))
     desk.report("a", "done", 400, unsaved="no space on /x. Free some")
     desk.report("b", "done", 400)
     assert desk.core.state == "saving"
@@ -428,7 +428,7 @@ def test_a_job_is_done_only_when_a_disk_has_its_result() -> None:
         assert co.SendSave((peer_id,)) in asked
     desk.tell(co.PeerLost("a", "closed"))
     assert desk.core.state == "saving", "b keeps it"
-    desk.tell(co.Saved({"b": frozenset({400})}))
+    desk.tell(co.CheckpointsSaved({"b": frozenset({400})}))
     assert (desk.core.state, desk.core.reason) == ("done", "every step is done")
 
 
@@ -469,7 +469,7 @@ def test_people_have_their_way_with_a_job_whose_result_is_not_saved(verb: str) -
 def test_parts_of_a_result_are_enough_when_every_member_has_tried_to_assemble_them() -> None:
     desk = Desk(co.JobOptions(replicas=1, micro_batches=2, parts=2))
     desk.run("a", "b")
-    desk.tell(co.Saved({}, {("a", 0): frozenset({400}), ("b", 1): frozenset({400})}))
+    desk.tell(co.CheckpointsSaved({}, {("a", 0): frozenset({400}), ("b", 1): frozenset({400})}))
     desk.stand("done", 400, "a", "b")
     assert desk.of(co.SendSave) == [co.SendSave(("a",))]
     assert co.SendSave(("b",)) in desk.after(SAVE_AGAIN_S + 0.1)
@@ -522,7 +522,7 @@ def test_a_paused_job_saves_where_it_stops_and_can_let_its_workers_go() -> None:
     survivors = desk.core.paused_survivors()
     assert survivors is not None
     assert {peer_id: report.applied for peer_id, report in survivors.items()} == {"a": 6, "b": 6}
-    desk.tell(co.Saved({"a": frozenset({6})}))
+    desk.tell(co.CheckpointsSaved({"a": frozenset({6})}))
     desk.tell(co.Signal.YIELD)
     assert [item.peer_id for item in desk.said if isinstance(item, co.SendRelease)] == ["a", "b"]
     assert (desk.core.state, desk.core.paused_survivors()) == ("paused", None)
@@ -552,7 +552,7 @@ def test_a_view_that_its_members_never_heard_of_costs_no_step(status: str) -> No
     if status == "held":
         desk.after(LEAVE_S)
     view = desk.minted()  # durable, and then the seed dies
-    saved = co.Saved({"a": frozenset({400}), "b": frozenset({400})})
+    saved = co.CheckpointsSaved({"a": frozenset({400}), "b": frozenset({400})})
     past = co.StoredJob(state="running", view=view, corpus="C", known_step=500, saved=saved, reread=True)
     desk = Desk(past=past)
     for peer_id in ("a", "b"):
@@ -576,7 +576,7 @@ def slow_between(*slow: str) -> dict[tuple[str, str], LinkQuality]:
 
 def planned(links: dict[tuple[str, str], LinkQuality], compute_s: float = 0.0, **ring_options: Any) -> Desk:
     desk = Desk(co.JobOptions(replicas=4, micro_batches=8, ring_options=RingOptions(**ring_options)))
-    desk.tell(co.Measured(links, compute_s))
+    desk.tell(co.LinksMeasured(links, compute_s))
     desk.offer(*"abcd")
     for name in "abcd":
         desk.report(name, "ready", reduce_bytes=1 << 24)
@@ -603,7 +603,7 @@ def test_a_better_order_ends_no_ring_but_is_taken_by_the_next_view() -> None:
     desk = planned(slow_between("ac", "bd"))
     assert ids(desk.minted()) == list("abcd")
     desk.stand("training", 1, *"abcd")
-    assert desk.tell(co.Measured(slow_between("ab", "cd"))) == []
+    assert desk.tell(co.LinksMeasured(slow_between("ab", "cd"))) == []
     desk.stand("broken", 1, *"abcd")
     assert frozenset("ab") not in neighbours(desk)
 
@@ -611,7 +611,7 @@ def test_a_better_order_ends_no_ring_but_is_taken_by_the_next_view() -> None:
 def test_an_asynchronous_view_begins_with_its_server_a_holder_of_the_newest_version() -> None:
     desk = Desk(co.JobOptions(replicas=3, micro_batches=2, least=2, asynchronous=True))
     server, second, third = ids(desk.run("a", "b", "c"))
-    desk.tell(co.Progress(9))
+    desk.tell(co.StepCommitted(9))
     desk.stand("broken", 9, server)
     desk.stand("broken", 7, second)
     desk.stand("broken", 8, third, suspect=second)
@@ -622,10 +622,10 @@ def test_an_asynchronous_view_begins_with_its_server_a_holder_of_the_newest_vers
     desk.stand("broken", 11, third, suspect=server)
     view = desk.minted()
     assert (view.step, ids(view), healthy(view)) == (11, [third, second], [third])
-    desk.tell(co.Progress(15))
+    desk.tell(co.StepCommitted(15))
     desk.tell(co.PeerLost(third, "its connection ended"))
     desk.stand("broken", 13, second, suspect=third)
-    assert desk.core.phase is co.Phase.WAITING
+    assert desk.core.phase is co.JobPhase.WAITING
     assert desk.core.reason == "one more worker is needed (1 of 2 are ready)"
     desk.offer("d")
     desk.ready("d")
@@ -641,7 +641,7 @@ def test_a_member_that_still_has_the_state_of_an_abandoned_branch_carries_nothin
     desk.stand("held", 205, server, second)
     desk.ready(server, second, applied=100)
     assert ids(desk.minted())[0] == server
-    desk.tell(co.Progress(101))
+    desk.tell(co.StepCommitted(101))
     desk.offer("c")
     desk.report("c", "ready", 205, "X205")
     desk.stand("held", 101, server, second)

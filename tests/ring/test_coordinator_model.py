@@ -96,9 +96,9 @@ class Cluster(History):
     def new_member(self, peer_id: str) -> Member:
         return Member(peer_id, disk=self.disks[peer_id])
 
-    def peer_of(self, peer_id: str) -> co.Peer:
+    def peer_of(self, peer_id: str) -> co.JobWorker:
         follows, memory_bytes = peer_id in self.follows, MEMORY[peer_id]
-        return co.Peer(peer_id, peer_id, "h", 1, follows, memory_bytes=memory_bytes, flops=SPEED[peer_id])
+        return co.JobWorker(peer_id, peer_id, "h", 1, follows, memory_bytes=memory_bytes, flops=SPEED[peer_id])
 
     @rule(peer_id=st.sampled_from(PEERS))
     def start(self, peer_id: str) -> None:
@@ -114,7 +114,7 @@ class Cluster(History):
         }, "the last worker of a part took another"
 
     def carry_out(self, item: co.Instruction, before: View | None) -> None:
-        if isinstance(item, co.Planned):
+        if isinstance(item, co.CutsChosen):
             assert not self.cuts, "cuts never change"
             assert not self.minted
             self.cuts = item.cuts
@@ -315,7 +315,7 @@ class Cluster(History):
     def tell_saved(self) -> None:
         self.tell(self.what_is_saved())
 
-    def what_is_saved(self) -> co.Saved:
+    def what_is_saved(self) -> co.CheckpointsSaved:
         parts = {}
         for peer_id, disk in self.disks.items():
             for stage, saved in disk.saved.items():
@@ -324,7 +324,7 @@ class Cluster(History):
         wholes = {peer_id: frozenset(step for step, _ in disk.wholes) for peer_id, disk in self.disks.items()}
         if self.stages == 1:
             parts, wholes = {}, {peer_id: steps for (peer_id, _), steps in parts.items()}
-        return co.Saved(wholes, parts)
+        return co.CheckpointsSaved(wholes, parts)
 
     @rule(peer_id=st.sampled_from(PEERS))
     def gather(self, peer_id: str) -> None:
@@ -379,7 +379,7 @@ class Cluster(History):
     def restore(self, index: int) -> None:
         """To a step of which every stage has a checkpoint at somebody who is here, as the seed sees to."""
         whole = self.kept_as_a_whole()
-        if whole and self.core.phase is not co.Phase.CANCELLED:
+        if whole and self.core.phase is not co.JobPhase.CANCELLED:
             step, lineage = whole[index % len(whole)]
             self.wanted.add(step)
             holders = [

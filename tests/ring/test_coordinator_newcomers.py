@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ring import coordination as co
-from ring.coordination import CATCHING_UP_PER_MEMBER, Phase
+from ring.coordination import CATCHING_UP_PER_MEMBER, JobPhase
 from ring.coordinator import Coordinator
 from ring.order import LinkQuality
 from ring.quarantine import FIRST_FALL_S, QUIET
@@ -36,8 +36,8 @@ def test_a_newcomer_catches_up_first_and_the_ring_is_held_when_it_follows() -> N
     assert isinstance(ask, co.SendCatchUp)
     assert (ask.peer_id, ask.generation, [source.peer_id for source in ask.sources]) == ("c", 1, ["b", "a"])
     assert isinstance(ask.sources[0], MemberRecord)
-    desk.tell(co.Progress(2))
-    assert desk.core.phase is Phase.RUNNING
+    desk.tell(co.StepCommitted(2))
+    assert desk.core.phase is JobPhase.RUNNING
     desk.report("c", "following", 2)
     assert desk.of(co.SendHold) == [co.SendHold(("a", "b"), 1, "name-c joining")]
     desk.stand("held", 3, "a", "b")
@@ -70,7 +70,7 @@ def test_a_view_after_a_death_is_made_without_those_that_catch_up() -> None:
     assert asked(desk) == ["d"]
     desk.report("d", "following", 9)
     desk.report("e", "following", 9)
-    assert desk.core.phase is Phase.STOPPING
+    assert desk.core.phase is JobPhase.STOPPING
 
 
 def test_where_the_ring_is_gone_the_follower_is_asked_what_it_has() -> None:
@@ -103,7 +103,7 @@ def test_no_more_are_fed_at_a_time_than_the_members_can_feed_and_have_room_for()
     desk.stand("held", 3, "a")
     assert ids(desk.minted()) == ["a", "n0", "n1"]
     assert desk.core._catch_ups.moving == {"n2"}, "asked when the first one followed"
-    desk.tell(co.Progress(4))
+    desk.tell(co.StepCommitted(4))
     assert asked(desk) == ["n3", "n4"], "there is room for three"
 
 
@@ -111,7 +111,7 @@ def test_sources_are_those_with_the_fastest_way_to_the_newcomer() -> None:
     desk = Desk(co.JobOptions(replicas=4, micro_batches=8), follows=True)
     desk.run("a", "b", "c", "d")
     fast, slow = LinkQuality(1e-3, 1e9), LinkQuality(1e-3, 1e6)
-    desk.tell(co.Measured({("a", "e"): fast, ("d", "e"): slow}))
+    desk.tell(co.LinksMeasured({("a", "e"): fast, ("d", "e"): slow}))
     desk.offer("e")
     desk.ready("e")
     (ask,) = desk.of(co.SendCatchUp)
@@ -128,7 +128,7 @@ def die_and_return(desk: Desk, peer_id: str = "c") -> float:
     desk.tell(co.PeerLost(peer_id, "closed"))
     desk.stand("broken", step, "a", "b")
     assert ids(desk.minted()) == ["a", "b"]
-    desk.tell(co.Progress(step + 1))
+    desk.tell(co.StepCommitted(step + 1))
     desk.offer(peer_id)
     desk.ready(peer_id)
     began = desk.now
@@ -139,7 +139,7 @@ def die_and_return(desk: Desk, peer_id: str = "c") -> float:
         desk.tell(co.Signal.TICK)
     desk.stand("held", step + 2, "a", "b")
     assert peer_id in ids(desk.minted())
-    desk.tell(co.Progress(step + 3))
+    desk.tell(co.StepCommitted(step + 3))
     return desk.now - began
 
 
@@ -189,11 +189,11 @@ def cut_off(step_s: float) -> Desk:
     desk = Desk()
     desk.run("a", "b")
     for step in range(2, 101):  # told all at once: who should have told them found the seed again only now
-        desk.tell(co.Progress(step, step_s))
+        desk.tell(co.StepCommitted(step, step_s))
     for peer_id in ("a", "b"):
         desk.tell(co.PeerLost(peer_id, "closed"))
     desk.after(desk.core.options.grace_s)
-    assert desk.core.phase is Phase.WAITING
+    assert desk.core.phase is JobPhase.WAITING
     desk.offer("x", "y")
     desk.ready("x", "y")
     return desk
@@ -202,11 +202,11 @@ def cut_off(step_s: float) -> Desk:
 def test_a_ring_that_is_cut_off_is_taken_back_as_long_as_no_newer_view_was_minted() -> None:
     desk = cut_off(step_s=4.0)
     desk.after(100 * 4.0 - 1.0)
-    assert desk.core.phase is Phase.WAITING, "as long as it took to get there"
+    assert desk.core.phase is JobPhase.WAITING, "as long as it took to get there"
     for peer_id in ("a", "b"):
         desk.tell(co.PeerReturned(peer(peer_id), 1))
         desk.report(peer_id, "training", 140)
-    assert desk.core.phase is not Phase.WAITING
+    assert desk.core.phase is not JobPhase.WAITING
     assert desk.core.known_step == 140
 
 
@@ -215,7 +215,7 @@ def test_the_side_that_was_cut_off_is_given_up_when_a_newer_view_was_minted() ->
     desk.after(100 * 4.0)
     assert ids(desk.minted()) == ["x", "y"]
     assert "steps-lost" in desk.kinds()
-    desk.tell(co.Progress(1))
+    desk.tell(co.StepCommitted(1))
     for peer_id, status in (("a", "training"), ("b", "broken")):
         desk.tell(co.PeerReturned(peer(peer_id), 1))
         desk.report(peer_id, status, 160, generation=1)
@@ -232,7 +232,7 @@ def test_a_view_names_no_more_members_than_fit_a_frame() -> None:
     core = Coordinator("j" * 12, co.JobOptions(replicas=900, micro_batches=900))
     for number in range(900):
         peer_id = f"{number:032d}"
-        core.handle(co.PeerOffered(co.Peer(peer_id, "é" * 64, "192.168.100.100", 60000)), 0.0)
+        core.handle(co.PeerOffered(co.JobWorker(peer_id, "é" * 64, "192.168.100.100", 60000)), 0.0)
     for peer_id in sorted(core.peer_ids):
         core.handle(co.PeerReported(peer_id, Report("j", 0, "ready", 0, 0, "0" * 32, corpus="C")), 0.0)
     assert core.view is not None
@@ -246,7 +246,7 @@ def test_with_too_few_members_a_job_waits_for_a_newcomer_and_takes_it_at_once() 
     desk.run("a", "b", "c")
     desk.tell(co.PeerLost("c", "it died"))
     desk.stand("broken", 4, "a", "b")
-    assert (desk.core.phase, desk.core.short) == (Phase.WAITING, True)
+    assert (desk.core.phase, desk.core.short) == (JobPhase.WAITING, True)
     assert desk.core.reason == "one more worker is needed (2 of 3 are ready)"
     desk.offer("d")
     desk.ready("d")
@@ -262,9 +262,9 @@ def test_a_member_excluded_in_the_last_moment_leaves_no_view_of_too_few() -> Non
         desk.stand("broken", step, "a", "b")
         desk.offer("c")
         desk.ready("c")
-        assert (desk.core.phase is Phase.WAITING) is waits  # its second death excludes it for a while
+        assert (desk.core.phase is JobPhase.WAITING) is waits  # its second death excludes it for a while
         if waits:
             assert desk.core.reason == "one more worker is needed (2 of 3 are ready)"
             desk.after(FIRST_FALL_S)
         assert ids(desk.minted()) == ["a", "b", "c"]
-        desk.tell(co.Progress(step + 1))
+        desk.tell(co.StepCommitted(step + 1))

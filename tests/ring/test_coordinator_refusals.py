@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ring import coordination as co
-from ring.coordination import Phase
+from ring.coordination import JobPhase
 from tests.ring.test_coordinator import Desk, ids
 
 STEP = 7
@@ -14,7 +14,7 @@ STEP = 7
 def running(*members: str) -> Desk:
     desk = Desk(co.JobOptions(replicas=len(members), micro_batches=8))
     desk.run(*members)
-    desk.tell(co.Progress(STEP))
+    desk.tell(co.StepCommitted(STEP))
     return desk
 
 
@@ -51,7 +51,7 @@ def test_who_contributes_what_is_refused_sits_out_and_the_others_compute_its_par
     )
     why = "it is excluded: name-c sent gradients that are not finite or are outliers"
     assert desk.core.kept_out() == {"c": (why, desk.now + 30.0)}
-    desk.tell(co.Progress(STEP + 1))
+    desk.tell(co.StepCommitted(STEP + 1))
     desk.after(30.0)
     assert desk.of(co.SendHold), "it may come back"
     desk.stand("held", STEP + 9, "a", "b")
@@ -64,7 +64,7 @@ def test_a_faulty_member_sits_out_longer_each_time_whatever_its_connection(cause
     for seconds in (30, 60):
         refuse(desk, "c", cause, beside="a")
         assert f"name-c is excluded for {seconds} s" in text(desk)
-        desk.tell(co.Progress(STEP + 1))
+        desk.tell(co.StepCommitted(STEP + 1))
         desk.tell(co.PeerLost("c", "closed"))
         desk.offer("c")
         desk.ready("c")
@@ -81,7 +81,7 @@ def test_what_another_member_computes_alike_is_the_data_and_who_sat_out_is_absol
     refuse(desk, "b")
     assert next_view(desk) == (["a", "b", "c"], True)
     assert "the data is the cause" in text(desk)
-    desk.tell(co.Progress(STEP + 1))
+    desk.tell(co.StepCommitted(STEP + 1))
     desk.tell(co.PeerLost("c", "closed"))
     desk.stand("broken", STEP + 1, "a", "b")
     assert next_view(desk) == (["a", "b"], False)
@@ -97,7 +97,7 @@ def test_a_step_that_nobody_can_compute_ends_the_job_with_a_remedy(members: tupl
     if len(members) > 1:  # the word of one of them does not end the job
         assert next_view(desk) == (["a", "b"], True)
         refuse(desk, members[0])
-    assert desk.core.phase is Phase.FAILED
+    assert desk.core.phase is JobPhase.FAILED
     assert "step 8 cannot be computed: the gradient is not finite" in desk.core.reason
     assert "older checkpoint" in desk.core.reason
 
@@ -118,10 +118,10 @@ def test_a_job_is_not_done_before_its_last_step_by_the_word_of_its_members() -> 
         desk.report(peer_id, "done", STEP)
     desk.after(1.0)
     assert next_view(desk) == (["a", "b"], False)
-    desk.tell(co.Saved({"a": frozenset({STEP + 1})}))
+    desk.tell(co.CheckpointsSaved({"a": frozenset({STEP + 1})}))
     for peer_id in "ab":
         desk.report(peer_id, "done", STEP + 1)
-    assert desk.core.phase is Phase.DONE
+    assert desk.core.phase is JobPhase.DONE
 
 
 def test_one_report_alone_excludes_nobody() -> None:
@@ -154,18 +154,18 @@ def test_who_spoils_sums_unsaid_is_found_by_trying_without_each(culprit: str) ->
         if without == {culprit}:
             break
     assert f"tried without: name-{culprit} is excluded for 30 s" in text(desk)
-    desk.tell(co.Progress(STEP + 1))
+    desk.tell(co.StepCommitted(STEP + 1))
     assert desk.core.kept_out().keys() == {culprit}
 
 
 def test_a_masked_sum_is_not_tried_and_the_job_waits_for_a_person_who_is_told_whom_to_ask() -> None:
     desk = Desk(co.JobOptions(replicas=3, micro_batches=8, masked=True))
     desk.run("a", "b", "c")
-    desk.tell(co.Progress(STEP))
+    desk.tell(co.StepCommitted(STEP))
     refuse(desk, "")
     assert next_view(desk) == (["a", "b", "c"], False)
     refuse(desk, "")
-    assert desk.core.phase is Phase.PAUSED
+    assert desk.core.phase is JobPhase.PAUSED
     assert "masks hide whose it is: ask who runs name-a, name-b, name-c" in desk.core.reason
     desk.tell(co.Signal.RESUME)
     assert next_view(desk) == (["a", "b", "c"], False)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.token import LEAST_STEPS, Fault, Flag, Guard, Token, granted, odd_ones_out, square_sum, verdict
+from ring.token import LEAST_STEPS, Flag, NormGuard, Token, TokenFault, granted, odd_ones_out, square_sum, verdict
 from ring.transaction import Compute, Gathered, Loaded, Reduce, Reduced, ViewArrived, Vote
 from tests.ring.members import ORIGIN, Member, digest_of, view
 
@@ -17,8 +17,8 @@ TOKEN = Token(1, 5, Flag(0), 1.0, b"d" * 16, b"l" * 16, own=1.0, sent=7, receive
 NAN, INF = math.nan, math.inf
 
 
-def experienced(factor: float, square_sum: float = 4.0, steps: int = LEAST_STEPS) -> Guard:
-    guard = Guard(factor)
+def experienced(factor: float, square_sum: float = 4.0, steps: int = LEAST_STEPS) -> NormGuard:
+    guard = NormGuard(factor)
     for _ in range(steps):
         guard.committed(square_sum)
     return guard
@@ -27,7 +27,7 @@ def experienced(factor: float, square_sum: float = 4.0, steps: int = LEAST_STEPS
 @pytest.mark.parametrize("lenient", [False, True])
 @pytest.mark.parametrize("own", [NAN, INF])
 def test_what_is_not_finite_is_refused_always(own: float, lenient: bool) -> None:
-    assert Guard(0.0).refuses(own, lenient=lenient)
+    assert NormGuard(0.0).refuses(own, lenient=lenient)
     assert experienced(10.0).refuses(own, lenient=lenient)
 
 
@@ -53,14 +53,16 @@ def test_a_model_that_stands_still_doubts_nothing() -> None:
     assert not experienced(10.0, square_sum=0.0).refuses(1.0, lenient=False)
 
 
-def judged(changed: dict[int, dict[str, object]], members: int = 3, last: float = 1.0, stages: int = 1) -> Fault | None:
+def judged(
+    changed: dict[int, dict[str, object]], members: int = 3, last: float = 1.0, stages: int = 1
+) -> TokenFault | None:
     tokens = [replace(TOKEN, **({"usual": 4.0} | changed.get(rank, {}))) for rank in range(members)]  # type: ignore[arg-type]
-    return verdict(tokens, Guard(100.0), last=last, stages=stages)
+    return verdict(tokens, NormGuard(100.0), last=last, stages=stages)
 
 
 def test_equal_tokens_are_a_commit() -> None:
     assert judged({1: {"flags": Flag.HOLD, "own": 9.0, "unit_us": 3, "sent": 8}, 2: {"received": 8}}) is None
-    assert verdict([replace(TOKEN, sent=0, received=0)], Guard(100.0)) is None
+    assert verdict([replace(TOKEN, sent=0, received=0)], NormGuard(100.0)) is None
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_a_stop_is_what_all_say_and_other_requests_are_those_of_any_member() -> 
     stop, save = replace(TOKEN, flags=Flag.STOP), replace(TOKEN, flags=Flag.SAVE)
     assert granted([stop, save]) == Flag.SAVE
     assert granted([stop, stop]) == Flag.STOP
-    assert verdict([stop, save], Guard(0.0)) is None, "of two, neither is alone"
+    assert verdict([stop, save], NormGuard(0.0)) is None, "of two, neither is alone"
 
 
 @given(st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=7))

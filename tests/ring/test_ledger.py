@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from ring.coordination import Peer
-from ring.ledger import Audit, Begins, Fault, begun, continuing, counting, rows_untrusted, surviving
+from ring.coordination import JobWorker
+from ring.ledger import Audit, Begins, LedgerFault, begun, continuing, counting, rows_untrusted, surviving
 from ring.replicas import records
 from ring.token import Shares, next_lineage
 from ring.view import View
@@ -24,7 +24,7 @@ NONE = Begins()
 
 
 def view(generation: int, step: int, lineage: str = START, members: str = "ab") -> View:
-    peers = [Peer(peer_id, peer_id, "h", 1) for peer_id in members]
+    peers = [JobWorker(peer_id, peer_id, "h", 1) for peer_id in members]
     return View("j", generation, step, lineage, records(peers, M, members))
 
 
@@ -141,7 +141,7 @@ VIEWS = [
 ]
 
 
-def audited(rows: list[LedgerRow], views: list[ViewBegan], *, base: int = 0) -> tuple[Audit, Fault | None]:
+def audited(rows: list[LedgerRow], views: list[ViewBegan], *, base: int = 0) -> tuple[Audit, LedgerFault | None]:
     audit = Audit(base_step=base, base_lineage=chained(ROWS[:base]), micro_batches=M, views=views)
     fault = audit.begin()
     for item in rows:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ring.order import (
-    Costs,
     LinkCosts,
     LinkQuality,
+    RingCosts,
     RingOptions,
     best_order,
     known_link,
@@ -51,8 +51,8 @@ def rings(draw: st.DrawFn, least: int = 2, most: int = 7) -> tuple[list[str], di
     return members, {pair: draw(qualities) for pair in sorted(known)}
 
 
-def costs_of(members: list[str], links: dict[tuple[str, str], LinkQuality], total_bytes: int) -> Costs:
-    return Costs(members, LinkCosts(links, members), total_bytes=total_bytes)
+def costs_of(members: list[str], links: dict[tuple[str, str], LinkQuality], total_bytes: int) -> RingCosts:
+    return RingCosts(members, LinkCosts(links, members), total_bytes=total_bytes)
 
 
 @given(rings(), st.sampled_from([1, 1 << 16, 1 << 22, 1 << 28]))

@@ -15,9 +15,9 @@ from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
 from ring import placement
 from ring.order import LinkQuality
-from ring.placement import Peer, Placement, Wanted, place, replacement
+from ring.placement import Placement, PlacementPeer, Wanted, place, replacement
 
-Chain = list[tuple[Peer, int, int]]
+Chain = list[tuple[PlacementPeer, int, int]]
 CLIENT = "client"
 INSTANCES = 600
 
@@ -28,7 +28,7 @@ INSTANCES = 600
 class Reference:
     """What chains cost, from the text of the objective alone: no table, no shortcut but the memory's."""
 
-    def __init__(self, wanted: Wanted, peers: list[Peer]) -> None:
+    def __init__(self, wanted: Wanted, peers: list[PlacementPeer]) -> None:
         self.wanted, self.peers, self.layers = wanted, peers, len(wanted.sizes.layers_bytes)
         ids = [*(peer.id for peer in peers), CLIENT]
         latencies, rates = {}, {}
@@ -59,7 +59,7 @@ class Reference:
             need -= sizes.tied_bytes
         return need
 
-    def compute_s(self, peer: Peer, start: int, stop: int) -> float:
+    def compute_s(self, peer: PlacementPeer, start: int, stop: int) -> float:
         streamed = sum(self.wanted.sizes.layers_bytes[start:stop])
         if stop == self.layers:
             streamed += self.wanted.sizes.last_bytes
@@ -72,7 +72,7 @@ class Reference:
         computes = [self.compute_s(*part) for part in chain]
         return max(*computes, *(occupied for _, occupied in hops)), sum(computes) + sum(time_s for time_s, _ in hops)
 
-    def best(self, order: list[Peer], stages: int | None) -> tuple[float, float] | None:
+    def best(self, order: list[PlacementPeer], stages: int | None) -> tuple[float, float] | None:
         """The least (bottleneck, time) of all cuts for peers in that order, of whom any may take no layer."""
         costs = []
         for count in range(1, len(order) + 1) if stages is None else [stages]:
@@ -90,7 +90,7 @@ class Reference:
         return least_s, min(token_s for bottleneck, token_s in costs if bottleneck <= least_s * (1 + 1e-12))
 
 
-def problem(rng: random.Random) -> tuple[Wanted, list[Peer]]:
+def problem(rng: random.Random) -> tuple[Wanted, list[PlacementPeer]]:
     """2 to 5 peers, 4 to 10 layers; alike or not, in plenty or tight, measured or not, some who cannot reach others."""
     size, layers = rng.randint(2, 5), rng.randint(4, 10)
     if size == 5:
@@ -110,7 +110,7 @@ def problem(rng: random.Random) -> tuple[Wanted, list[Peer]]:
     whole = sizes.weights_bytes(0, layers) + positions * sum(sizes.cache_bytes)
     plenty = rng.choice([0.5, 1.1, 1.3, 2, 4])
     peers = [
-        Peer(
+        PlacementPeer(
             f"p{index}",
             f"peer {index}",
             int(whole * plenty / size * rng.choice([0.5, 1, 1, 2])),
@@ -137,7 +137,7 @@ def as_chain(found: Placement) -> Chain:
     return [(stage.peer, stage.start, stage.stop) for stage in found.stages]
 
 
-def check_whole(wanted: Wanted, peers: list[Peer], found: Placement) -> None:
+def check_whole(wanted: Wanted, peers: list[PlacementPeer], found: Placement) -> None:
     """A chain of every layer once, within memory and reach, whose figures are those of the objective."""
     reference, chain = Reference(wanted, peers), as_chain(found)
     assert [start for _, start, _ in chain] == [0, *(stop for _, _, stop in chain)][:-1]
@@ -201,10 +201,10 @@ def test_what_is_placed_is_whole_and_does_not_depend_on_who_is_named_first():
 GIB = 1 << 30
 MODEL = ModelSizes((GIB // 2,) * 24, (1 << 16,) * 24, GIB, GIB + 4096, GIB)
 FOUR = [
-    Peer("desk", "desk", 12 * GIB, 2e-11),
-    Peer("gamer", "gamer", 6 * GIB, 2e-12),
-    Peer("laptop", "laptop", 8 * GIB, 3e-11),
-    Peer("nuc", "nuc", 4 * GIB, 5e-11),
+    PlacementPeer("desk", "desk", 12 * GIB, 2e-11),
+    PlacementPeer("gamer", "gamer", 6 * GIB, 2e-12),
+    PlacementPeer("laptop", "laptop", 8 * GIB, 3e-11),
+    PlacementPeer("nuc", "nuc", 4 * GIB, 5e-11),
 ]
 LINKS = {
     ("client", "desk"): LinkQuality(0.0002, 1e9),
@@ -237,20 +237,20 @@ def wanted_of(layers: tuple[int, ...], apart: frozenset[tuple[str, str]] = froze
 def test_a_tied_matrix_is_held_once_where_one_peer_holds_all_and_twice_where_it_is_split():
     sizes = ModelSizes((10, 10), (1, 1), 100, 105, 100)
     wanted = Wanted(sizes, 2, 1, CLIENT, {})
-    found = place(wanted, [Peer("a", "a", 129, 1.0), Peer("b", "b", 100, 1.0)])
+    found = place(wanted, [PlacementPeer("a", "a", 129, 1.0), PlacementPeer("b", "b", 100, 1.0)])
     assert [(stage.peer.id, stage.weights_bytes, stage.cache_bytes) for stage in found.stages] == [("a", 125, 4)]
-    found = place(wanted, [Peer("a", "a", 112, 1.0), Peer("b", "b", 117, 1.0)])
+    found = place(wanted, [PlacementPeer("a", "a", 112, 1.0), PlacementPeer("b", "b", 117, 1.0)])
     assert [(stage.peer.id, stage.weights_bytes) for stage in found.stages] == [("a", 110), ("b", 115)]
     for short in ((111, 117), (112, 116), (128, 111)):
         with pytest.raises(ResourceError):
-            place(wanted, [Peer(name, name, size, 1.0) for name, size in zip("ab", short, strict=True)])
+            place(wanted, [PlacementPeer(name, name, size, 1.0) for name, size in zip("ab", short, strict=True)])
     assert [stage.compute_s for stage in found.stages] == [10, 115]  # of the embedding one row is read
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def refused(wanted: Wanted, peers: list[Peer], stages: int | None = None) -> ResourceError:
+def refused(wanted: Wanted, peers: list[PlacementPeer], stages: int | None = None) -> ResourceError:
     with pytest.raises(ResourceError) as caught:
         place(wanted, peers, stages=stages)
     assert "\n" not in caught.value.message + caught.value.remedy
@@ -267,10 +267,10 @@ def test_a_refusal_tells_what_is_needed_what_there_is_and_what_would_do():
     error = refused(WANTED, FOUR, stages=1)
     assert error.message.endswith("1 stage was requested")
     assert "another number of stages" in error.remedy
-    error = refused(wanted_of((5, 50, 5)), [Peer("a", "a", 49, 1.0), Peer("b", "b", 49, 1.0)])
+    error = refused(wanted_of((5, 50, 5)), [PlacementPeer("a", "a", 49, 1.0), PlacementPeer("b", "b", 49, 1.0)])
     assert "layer 1 alone 50 B" in error.message
     assert "start a peer with 50 B at least" in error.remedy
-    many = [Peer(f"p{index:02}", f"p{index:02}", 1, 1.0) for index in range(20)]
+    many = [PlacementPeer(f"p{index:02}", f"p{index:02}", 1, 1.0) for index in range(20)]
     assert "p07 1 B, 12 more" in refused(wanted_of((5, 5)), many).message
 
 
@@ -285,13 +285,13 @@ def test_what_cannot_be_asked_for_is_refused():
 # ------------------------------------------------------------------------------------------------------ large clusters
 
 
-def cluster(size: int, layers: int, seed: int, plenty: float = 1.6) -> tuple[Wanted, list[Peer]]:
+def cluster(size: int, layers: int, seed: int, plenty: float = 1.6) -> tuple[Wanted, list[PlacementPeer]]:
     """Peers at three sites, a decade apart in speed, a factor of four in memory."""
     rng = random.Random(seed)
     sizes = ModelSizes((400 << 20,) * layers, (1 << 14,) * layers, 500 << 20, 500 << 20)
     each = sizes.weights_bytes(0, layers) * plenty / size
     peers = [
-        Peer(f"p{index:03}", f"p{index}", int(each * rng.uniform(0.5, 2)), 10 ** rng.uniform(-11, -10))
+        PlacementPeer(f"p{index:03}", f"p{index}", int(each * rng.uniform(0.5, 2)), 10 ** rng.uniform(-11, -10))
         for index in range(size)
     ]
     site = {peer.id: rng.randrange(3) for peer in peers} | {CLIENT: 0}

@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
 from ring.order import LinkQuality, RingOptions
-from ring.prediction import Calibration, Cluster, Prediction, Way, fitted, predict, quality_of, recommended
+from ring.prediction import Calibration, DescribedCluster, Prediction, Way, fitted, predict, quality_of, recommended
 from ring.training_costs import CandidateWorker, ModelShape, Training
 from wire.emulate import preset_named
 
@@ -34,9 +34,9 @@ def way(strategy: str = "sync", *, stages: int = 1, replicas: int = 1, micro_bat
     return Way(strategy, training, ring=RingOptions(streams=1, sub_chunk_bytes=1 << 20), **more)
 
 
-def cluster(size: int, link: LinkQuality = NEAR, *, flops: float = 1e9, memory_bytes: int = 0) -> Cluster:
+def cluster(size: int, link: LinkQuality = NEAR, *, flops: float = 1e9, memory_bytes: int = 0) -> DescribedCluster:
     there = tuple(CandidateWorker(f"w{n}", f"w{n}", memory_bytes, flops) for n in range(size))
-    return Cluster(there, {(one.id, other.id): link for one in there for other in there if one is not other})
+    return DescribedCluster(there, {(one.id, other.id): link for one in there for other in there if one is not other})
 
 
 @pytest.mark.parametrize("link", [NEAR, FAR])
@@ -142,7 +142,7 @@ def test_memory_counts_copies_of_the_weights_and_what_does_not_fit_is_refused() 
         predict(way(), cluster(2, memory_bytes=1 << 20), MEASURED)
 
 
-def all_of(there: Cluster) -> list[Prediction]:
+def all_of(there: DescribedCluster) -> list[Prediction]:
     found = []
     for codec in ("fp32", "bf16", "int8", "int4"):
         found += [predict(way("sync", codec=codec), there, MEASURED)]

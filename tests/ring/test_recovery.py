@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.coordination import Peer
+from ring.coordination import JobWorker
 from ring.recovery import Recorder
 from ring.replicas import records
 from ring.view import View
@@ -15,7 +15,7 @@ from wire.records import PHASES, RecoveryInfo, percentile, recovery_spread
 
 
 def view(generation: int, step: int, members: str = "abc", healthy: str | None = None) -> View:
-    peers = [Peer(peer_id, peer_id, "h", 1) for peer_id in members]
+    peers = [JobWorker(peer_id, peer_id, "h", 1) for peer_id in members]
     return View("j", generation, step, "00" * 16, records(peers, 8, members if healthy is None else healthy))
 
 

@@ -55,7 +55,7 @@ class Play:
 
     def comes(self, *peer_ids: str) -> None:
         for peer_id in peer_ids:
-            self.tell(co.PeerOffered(co.Peer(peer_id, peer_id, "h", 1, follows=True)))
+            self.tell(co.PeerOffered(co.JobWorker(peer_id, peer_id, "h", 1, follows=True)))
 
     def says(self, peer_id: str, status: str, applied: int = 0, **more: Any) -> list[co.Instruction]:
         return self.tell(co.PeerReported(peer_id, report(status, applied, **more)))
@@ -68,7 +68,7 @@ class Play:
         """A view of these, which has committed its first step."""
         self.comes(*peer_ids)
         self.ready(*peer_ids)
-        self.tell(co.Progress(1, 1.0))
+        self.tell(co.StepCommitted(1, 1.0))
         return self.view
 
     @property
@@ -192,8 +192,8 @@ def test_a_worker_is_asked_nothing_else_until_it_has_answered() -> None:
 def test_where_a_part_is_gone_it_goes_back_to_the_newest_step_of_which_all_parts_are_kept() -> None:
     play = Play()
     view = play.begun("a", "b")
-    play.tell(co.Saved({}, of_parts(a=frozenset({4, 8, 12}), b=frozenset({4, 8}))))
-    play.tell(co.Progress(14, 1.0))
+    play.tell(co.CheckpointsSaved({}, of_parts(a=frozenset({4, 8, 12}), b=frozenset({4, 8}))))
+    play.tell(co.StepCommitted(14, 1.0))
     play.lost("b")
     play.says("a", "broken", 14, generation=view.generation, suspect="b")
     play.comes("b")  # as a new process, which loads its newest
@@ -247,8 +247,8 @@ def training(replicas: int = 1, **more: Any) -> Training:
     return Training(SHAPE, 2, replicas, tokens=64, sequence_tokens=64, micro_batches=4, **more)
 
 
-def seen(peer_id: str, memory_mib: int = 0, flops: float | None = 0.0) -> co.Peer:
-    return co.Peer(peer_id, peer_id, "h", 1, True, memory_bytes=memory_mib * MIB, flops=flops)
+def seen(peer_id: str, memory_mib: int = 0, flops: float | None = 0.0) -> co.JobWorker:
+    return co.JobWorker(peer_id, peer_id, "h", 1, True, memory_bytes=memory_mib * MIB, flops=flops)
 
 
 class Planned(Play):
@@ -257,7 +257,7 @@ class Planned(Play):
     def __init__(self, replicas: int = 1, past: co.StoredJob | None = None, **more: Any) -> None:
         super().__init__(replicas, training=training(replicas, **more), past=past)
 
-    def come(self, *peers: co.Peer) -> None:
+    def come(self, *peers: co.JobWorker) -> None:
         for peer in peers:
             self.tell(co.PeerOffered(peer))
 
@@ -274,15 +274,15 @@ def test_stages_are_given_when_speeds_are_told_and_ways_are_measured() -> None:
     play.tell(co.PeerTold(seen("a", flops=3e9)))
     assert [item.peer_ids for item in play.of(co.SendSurvey)] == [("a", "b")]
     play.tell(co.Signal.SURVEYED)
-    assert [type(item) for item in play.out] == [co.Planned, co.Emit, co.SendAssign, co.SendAssign]
-    (cuts,) = play.of(co.Planned)
+    assert [type(item) for item in play.out] == [co.CutsChosen, co.Emit, co.SendAssign, co.SendAssign]
+    (cuts,) = play.of(co.CutsChosen)
     assert play.assigned in ({"a": 0, "b": 1}, {"a": 1, "b": 0})
     mine = 12 - cuts.cuts[0] if play.assigned["a"] else cuts.cuts[0]
     assert mine == 9, "three times as fast, so three times the layers"
     assert play.core.training == training(cuts=cuts.cuts)
     play.ready("a", "b")
     assert play.minted
-    assert not play.of(co.Planned)
+    assert not play.of(co.CutsChosen)
 
 
 def test_what_does_not_fit_waits_and_says_so_in_numbers_until_somebody_comes_who_fits() -> None:
@@ -305,7 +305,7 @@ def test_a_spare_takes_the_stage_that_it_has_the_memory_for_and_is_told_why_not(
     play.come(seen("a", 160), seen("b", 500))
     play.tell(co.Signal.SURVEYED)
     play.ready("a", "b")
-    play.tell(co.Progress(1, 1.0))
+    play.tell(co.StepCommitted(1, 1.0))
     play.come(seen("d", 20))
     assert [item.text for item in play.of(co.Emit)] == [
         "d stays a spare: it offers 20.0 MiB, and stage 0 (layers 0 to 2) needs 142.1 MiB to train"
@@ -332,7 +332,7 @@ def test_of_too_many_at_a_stage_the_one_goes_that_fits_where_somebody_lacks() ->
 def test_after_a_restart_the_cuts_are_those_that_were_planned() -> None:
     play = Planned(past=co.StoredJob(held={"a": 0}), cuts=(4,))
     play.come(seen("a", 900), seen("b", 900))
-    assert not play.of(co.Planned)
+    assert not play.of(co.CutsChosen)
     assert (play.core.part_of("a"), play.core.part_of("b")) == (0, 1)
 
 
@@ -373,8 +373,8 @@ def far_ahead(steps: dict[str, frozenset[int]], wholes: dict[str, frozenset[int]
     """Stage 1 died with its disk beyond what is saved; c, a spare, has built that stage, and holds nothing of it."""
     play = Play()
     view = play.begun("a", "b", "c")
-    play.tell(co.Saved(wholes, of_parts(**steps)))
-    play.tell(co.Progress(25, 1.0))
+    play.tell(co.CheckpointsSaved(wholes, of_parts(**steps)))
+    play.tell(co.StepCommitted(25, 1.0))
     play.lost("b")
     play.says("a", "broken", 25, generation=view.generation, suspect="b")
     play.ready("c")
@@ -399,7 +399,7 @@ def test_a_whole_checkpoint_counts_for_a_stage_that_nobody_else_has() -> None:
 
 def test_parts_of_another_layout_are_given_when_the_holder_of_the_whole_is_there() -> None:
     play = Play()
-    play.tell(co.Saved({"c": frozenset({20})}))
+    play.tell(co.CheckpointsSaved({"c": frozenset({20})}))
     play.tell(co.Restore(20, "c", "L20"))
     play.comes("a", "b")
     assert play.of(co.SendAssign) == []
@@ -434,7 +434,7 @@ def test_workers_that_do_not_train_are_told_why() -> None:
     play.comes("c")
     text = "more workers are needed: one for each of the model's 2 parts"
     assert play.core.kept_out() == {"c": (text, math.inf)}
-    play.tell(co.Saved({}, of_parts(a=frozenset({4}), b=frozenset({2, 4}), c=frozenset({2}))))
+    play.tell(co.CheckpointsSaved({}, of_parts(a=frozenset({4}), b=frozenset({2, 4}), c=frozenset({2}))))
     for peer_id in ("a", "b"):
         play.tell(co.PeerLost(peer_id, "closed"))
     play.tell(co.Signal.TICK, 31.0)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from ring.schedule import (
     SLACK,
-    Costs,
     Kind,
-    Operation,
-    Schedule,
+    StageCosts,
+    StageOperation,
+    StageSchedule,
     extended,
     forwards,
     gpipe,
@@ -30,7 +30,7 @@ hop_s = st.sampled_from([0.0, 0.0002, 0.01, 0.05, 0.119, 0.121, 0.24, 0.33])
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> tuple[Schedule, list[float]]:
+def schedules(draw: st.DrawFn) -> tuple[StageSchedule, list[float]]:
     """Any of the three, with the round trips that it was made for; some with too little memory for them."""
     micro_batches = draw(st.integers(1, 24))
     round_trips_s = draw(st.lists(hop_s, max_size=5))
@@ -44,26 +44,28 @@ def schedules(draw: st.DrawFn) -> tuple[Schedule, list[float]]:
     return draw(st.sampled_from(made)), round_trips_s
 
 
-def order_text(schedule: Schedule, stage: int) -> str:
+def order_text(schedule: StageSchedule, stage: int) -> str:
     return " ".join(map(str, schedule.order(stage)))
 
 
-def longest_path_s(schedule: Schedule, costs: Costs) -> float:
+def longest_path_s(schedule: StageSchedule, costs: StageCosts) -> float:
     """The step by relaxation: every operation ends after whatever it waits for, repeated until nothing moves."""
     stages = range(schedule.stages)
     takes = {F: costs.forward_s, B: costs.backward_s}
-    waits: list[tuple[tuple[int, Operation], tuple[int, Operation], float]] = []  # who, for whom, for how long after it
+    waits: list[
+        tuple[tuple[int, StageOperation], tuple[int, StageOperation], float]
+    ] = []  # who, for whom, for how long after it
     for stage in stages:
         order = schedule.order(stage)
         waits += [((stage, later), (stage, before), 0.0) for before, later in pairwise(order)]
         for index in range(schedule.micro_batches):
             if stage + 1 in stages:
                 hop = costs.there_s[stage]
-                waits.append(((stage + 1, Operation(F, index)), (stage, Operation(F, index)), hop))
+                waits.append(((stage + 1, StageOperation(F, index)), (stage, StageOperation(F, index)), hop))
                 hop = costs.back_s[stage]
-                waits.append(((stage, Operation(B, index)), (stage + 1, Operation(B, index)), hop))
+                waits.append(((stage, StageOperation(B, index)), (stage + 1, StageOperation(B, index)), hop))
             else:
-                waits.append(((stage, Operation(B, index)), (stage, Operation(F, index)), 0.0))
+                waits.append(((stage, StageOperation(B, index)), (stage, StageOperation(F, index)), 0.0))
     ends = {(stage, item): takes[item.kind][stage] for stage in stages for item in schedule.order(stage)}
     for _ in range(len(ends) + 1):
         moved = False
@@ -93,7 +95,7 @@ def test_the_orders_as_people_draw_them() -> None:
 
 
 @given(schedules())
-def test_every_schedule_is_whole_and_ends(made: tuple[Schedule, list[float]]) -> None:
+def test_every_schedule_is_whole_and_ends(made: tuple[StageSchedule, list[float]]) -> None:
     schedule, round_trips_s = made
     schedule.validate()
     for stage in range(schedule.stages):
@@ -101,16 +103,18 @@ def test_every_schedule_is_whole_and_ends(made: tuple[Schedule, list[float]]) ->
         assert sorted((item.kind.value, item.index) for item in order) == sorted(
             (kind.value, index) for kind in Kind for index in range(schedule.micro_batches)
         )
-        assert all(order.index(Operation(F, item.index)) < place for place, item in enumerate(order) if item.kind is B)
+        assert all(
+            order.index(StageOperation(F, item.index)) < place for place, item in enumerate(order) if item.kind is B
+        )
         backwards = [item.index for item in order if item.kind is B]
         assert backwards == sorted(backwards), "gradients are summed in the order of one process"
-    costs = Costs.even(FORWARD_S, BACKWARD_S, round_trips_s)
+    costs = StageCosts.even(FORWARD_S, BACKWARD_S, round_trips_s)
     assert simulate(schedule, costs) == pytest.approx(longest_path_s(schedule, costs))
 
 
 @given(schedules())
 def test_a_stage_is_never_further_ahead_of_the_next_one_than_there_are_buffers(
-    made: tuple[Schedule, list[float]],
+    made: tuple[StageSchedule, list[float]],
 ) -> None:
     """Whatever the speeds: one end of a hop does what it can while the other one does not begin with its next."""
     schedule, _ = made
@@ -120,7 +124,7 @@ def test_a_stage_is_never_further_ahead_of_the_next_one_than_there_are_buffers(
         in_turns = {F: range(first, count), B: range(count - 1 - schedule.warm_ups[hop])}
         for kind, sender, receiver in ((F, before, after), (B, after, before)):
             for used in in_turns[kind]:
-                stuck = receiver[: receiver.index(Operation(kind, used))]
+                stuck = receiver[: receiver.index(StageOperation(kind, used))]
                 given = {item.index for item in stuck if item.kind is not kind}
                 sent = 0
                 for item in sender:
@@ -133,11 +137,11 @@ def test_a_stage_is_never_further_ahead_of_the_next_one_than_there_are_buffers(
 def test_what_can_not_be_is_refused() -> None:
     for stages, micro_batches in ((0, 1), (1, 0), (257, 1), (2, 65_537)):
         with pytest.raises(ValueError, match="invalid pipeline: "):
-            Schedule("", micro_batches, (0,) * stages)
+            StageSchedule("", micro_batches, (0,) * stages)
     with pytest.raises(ValueError, match="warm-ups"):
-        Schedule("", 4, (4, 0))
+        StageSchedule("", 4, (4, 0))
     with pytest.raises(ValueError, match="for ever"):
-        Schedule("", 4, (1, 2))
+        StageSchedule("", 4, (1, 2))
 
 
 # ------------------------------------------------------------------------------------------------------------ the time
@@ -147,7 +151,7 @@ def test_what_can_not_be_is_refused() -> None:
     ("round_trip_s", "plain", "longer"), [(0.0, 0.94, 0.94), (0.02, 0.87, 0.93), (0.08, 0.72, 0.91), (0.2, 0.53, 0.86)]
 )
 def test_the_known_figures_of_two_stages(round_trip_s: float, plain: float, longer: float) -> None:
-    costs = Costs.even(FORWARD_S, BACKWARD_S, [round_trip_s])
+    costs = StageCosts.even(FORWARD_S, BACKWARD_S, [round_trip_s])
     busy_s = 16 * PERIOD_S
     assert busy_s / simulate(one_f_one_b(2, 16), costs) == pytest.approx(plain, abs=0.005)
     assert busy_s / simulate(extended(16, [round_trip_s], PERIOD_S), costs) == pytest.approx(longer, abs=0.005)
@@ -159,7 +163,7 @@ def test_the_known_figures_of_two_stages(round_trip_s: float, plain: float, long
 @given(st.lists(hop_s, min_size=1, max_size=6), st.integers(1, 40), st.sampled_from([0.02, 0.04, 0.06, 0.1]))
 def test_extended_hides_every_hop(round_trips_s: list[float], micro_batches: int, forward_s: float) -> None:
     """No schedule is faster than this: the first micro-batch goes there and back, and the rest follow without a gap."""
-    costs = Costs.even(forward_s, PERIOD_S - forward_s, round_trips_s)
+    costs = StageCosts.even(forward_s, PERIOD_S - forward_s, round_trips_s)
     least_s = (micro_batches + len(round_trips_s)) * PERIOD_S + sum(round_trips_s)
     whole = simulate(extended(micro_batches, round_trips_s, PERIOD_S, slack=0.0), costs)
     assert whole == pytest.approx(least_s)
@@ -176,7 +180,7 @@ def test_extended_keeps_uneven_stages_as_busy_as_all_forwards_first_would(
     stages: list[tuple[float, float, float, float]], micro_batches: int
 ) -> None:
     forward_s, backward_s, there_s, back_s = zip(*stages, strict=True)
-    costs = Costs(forward_s, backward_s, there_s[1:], back_s[1:])
+    costs = StageCosts(forward_s, backward_s, there_s[1:], back_s[1:])
     period_s = max(there + back for there, back in zip(forward_s, backward_s, strict=True))
     round_trips_s = [there + back for there, back in zip(costs.there_s, costs.back_s, strict=True)]
     schedule = extended(micro_batches, round_trips_s, period_s, slack=0.0)
@@ -192,7 +196,7 @@ def test_a_cap_costs_time_and_is_kept(round_trips_s: list[float], micro_batches:
     free = extended(micro_batches, round_trips_s, PERIOD_S)
     capped = extended(micro_batches, round_trips_s, PERIOD_S, max_in_flight=caps)
     assert all(capped.in_flight(stage) <= caps[stage] for stage in range(stages))
-    costs = Costs.even(FORWARD_S, BACKWARD_S, round_trips_s)
+    costs = StageCosts.even(FORWARD_S, BACKWARD_S, round_trips_s)
     assert simulate(capped, costs) >= simulate(free, costs) * (1 - SLACK) - 1e-9
 
 
@@ -202,5 +206,5 @@ def test_forwards_alone_run_in_order_and_end(stages: int) -> None:
     made.validate()
     for stage in range(stages):
         assert [str(operation) for operation in made.order(stage)] == ["F0", "F1", "F2", "F3"]
-    even = simulate(made, Costs.even(1.0, 9.0, [0.0] * (stages - 1)))
+    even = simulate(made, StageCosts.even(1.0, 9.0, [0.0] * (stages - 1)))
     assert even == 4 + stages - 1

@@ -6,14 +6,14 @@ import threading
 
 from configs.schema import Profile
 from p2ptrain.lab.stand_in import StandInEngine
-from roles.compute_thread import FIRST_CALL_S, HANG_FACTOR, HANG_S, Call, HangDetector
+from roles.compute_thread import FIRST_CALL_S, HANG_FACTOR, HANG_S, ComputeCall, HangDetector
 from tests.roles.in_process import Cluster
 from tests.roles.test_cluster import LONG, done, small_profile, state_of
 
 KNOWN = {"micro_batch"}
 
 
-def hangs_after(detector: HangDetector, call: Call, known: set[str], *, for_others: bool = False) -> float:
+def hangs_after(detector: HangDetector, call: ComputeCall, known: set[str], *, for_others: bool = False) -> float:
     """Seconds after which the call counts as hung; it does not end."""
     waited_s = -1.0
     while not detector.waited(1.0, call, known, for_others=for_others):
@@ -24,20 +24,20 @@ def hangs_after(detector: HangDetector, call: Call, known: set[str], *, for_othe
 
 
 def test_known_call_hangs_soon_and_a_first_one_may_compile() -> None:
-    assert hangs_after(HangDetector(), Call("micro_batch"), KNOWN) == HANG_S
-    assert hangs_after(HangDetector(), Call("validate"), KNOWN) == FIRST_CALL_S
+    assert hangs_after(HangDetector(), ComputeCall("micro_batch"), KNOWN) == HANG_S
+    assert hangs_after(HangDetector(), ComputeCall("validate"), KNOWN) == FIRST_CALL_S
 
 
 def test_long_calls_raise_the_limit_of_their_name_only() -> None:
-    detector, long = HangDetector(), Call("micro_batch")
+    detector, long = HangDetector(), ComputeCall("micro_batch")
     for _ in range(int(HANG_S)):
         assert not detector.waited(1.0, long, KNOWN, for_others=False)
-    assert hangs_after(detector, Call("apply"), {*KNOWN, "apply"}) == HANG_S
-    assert hangs_after(detector, Call("micro_batch"), KNOWN) == HANG_FACTOR * (HANG_S - 1)
+    assert hangs_after(detector, ComputeCall("apply"), {*KNOWN, "apply"}) == HANG_S
+    assert hangs_after(detector, ComputeCall("micro_batch"), KNOWN) == HANG_FACTOR * (HANG_S - 1)
 
 
 def test_waiting_for_other_members_is_no_hang() -> None:
-    assert hangs_after(HangDetector(), Call("micro_batch"), KNOWN, for_others=True) > FIRST_CALL_S
+    assert hangs_after(HangDetector(), ComputeCall("micro_batch"), KNOWN, for_others=True) > FIRST_CALL_S
 
 
 async def test_worker_that_hangs_is_named_and_leaves_and_comes_back(cluster: Cluster) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from configs.loader import load
 from configs.schema import Profile
-from p2ptrain.lab.audit import Verdict, audit
-from ring.coordination import Peer
+from p2ptrain.lab.audit import AuditResult, audit
+from ring.coordination import JobWorker
 from ring.replicas import records
 from ring.token import Shares, next_lineage
 from ring.view import View
@@ -27,7 +27,7 @@ START = "00" * 16
 
 
 def view(generation: int, step: int, lineage: str = START, members: str = "ab") -> View:
-    peers = [Peer(peer_id, peer_id, "h", 1) for peer_id in members]
+    peers = [JobWorker(peer_id, peer_id, "h", 1) for peer_id in members]
     return View("j1", generation, step, lineage, records(peers, 8, members))
 
 
@@ -227,7 +227,7 @@ def profile(steps: int, *sets: str) -> Profile:
     return load("tiny", {}, every).profile
 
 
-async def audited(cluster: Cluster, job: str, made: Profile) -> Verdict:
+async def audited(cluster: Cluster, job: str, made: Profile) -> AuditResult:
     async with cluster.operator() as client:
         return await audit(client, job, made, lambda step, of: None)
 

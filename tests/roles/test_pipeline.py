@@ -15,7 +15,7 @@ from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.ring_member import LocalMember
-from ring.schedule import Schedule, extended, gpipe, one_f_one_b
+from ring.schedule import StageSchedule, extended, gpipe, one_f_one_b
 from roles.compute_thread import ComputeFailed, ComputeThread
 from roles.engine import Payload
 from roles.strategies.pipeline import StageRunner, StageStep
@@ -35,7 +35,7 @@ class Stage:
     def __init__(self, part: ArithmeticPart, runner: StageRunner) -> None:
         self.part, self.runner = part, runner
 
-    async def run(self, step: int, schedule: Schedule, *, patience_s: float) -> StageStep:
+    async def run(self, step: int, schedule: StageSchedule, *, patience_s: float) -> StageStep:
         forward = partial(self.part.forward, step)
         return await self.runner.run(schedule, forward, self.part.backward, patience_s=patience_s)
 
@@ -53,7 +53,7 @@ async def runners(members: Sequence[LocalMember], engines: Sequence[ArithmeticPa
             thread.close()
 
 
-async def all_run(stages: Sequence[Stage], step: int, schedule: Schedule) -> list[StageStep]:
+async def all_run(stages: Sequence[Stage], step: int, schedule: StageSchedule) -> list[StageStep]:
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         tasks = [group.create_task(stage.run(step, schedule, patience_s=30)) for stage in stages]
     return [task.result() for task in tasks]
@@ -68,7 +68,7 @@ def in_one_process(step: int, micro_batches: int) -> ArithmeticPart:
     return whole
 
 
-def schedules(stages: int, micro_batches: int) -> list[Schedule]:
+def schedules(stages: int, micro_batches: int) -> list[StageSchedule]:
     far = [0.2 + 0.1 * hop for hop in range(stages - 1)]
     return [gpipe(stages, micro_batches), one_f_one_b(stages, micro_batches), extended(micro_batches, far, 0.12)]
 

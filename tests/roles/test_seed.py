@@ -22,7 +22,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
-from ring.coordination import Peer
+from ring.coordination import JobWorker
 from ring.replicas import records
 from ring.view import View
 from roles.seed import events
@@ -870,7 +870,7 @@ async def test_the_diary_is_paged_and_cleaned(bench: Bench) -> None:
 
 
 def test_a_loopback_address_is_told_on_the_seeds_machine_only() -> None:
-    peers = [Peer("a", "a", "127.0.0.1", 1), Peer("b", "b", "10.0.0.2", 2), Peer("c", "c", "::1", 3)]
+    peers = [JobWorker("a", "a", "127.0.0.1", 1), JobWorker("b", "b", "10.0.0.2", 2), JobWorker("c", "c", "::1", 3)]
     view = View("j", 1, 0, lineage_of(0), records(peers, 4, ["a"]), 2.0)
     assert [member.host for member in announced_to("127.0.0.1", view).members] == ["127.0.0.1", "10.0.0.2", "::1"]
     elsewhere = announced_to("10.0.0.9", view)

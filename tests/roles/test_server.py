@@ -20,7 +20,7 @@ from configs.schema import Profile
 from p2ptrain.compute.data import NO_TARGET, DataSpec, load_corpus
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
-from p2ptrain.lab.audit import Verdict, audit
+from p2ptrain.lab.audit import AuditResult, audit
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.ledger import counts_of_untrusted
 from ring.session import RingSession
@@ -49,7 +49,7 @@ SETS = [
 ]  # fmt: skip
 
 
-async def audited(cluster: Cluster, job: str, profile: Profile) -> Verdict:
+async def audited(cluster: Cluster, job: str, profile: Profile) -> AuditResult:
     async with cluster.operator() as client:
         verdict = await audit(client, job, profile, lambda *_: None)
     assert verdict.fault is None, verdict.fault

@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
-from ring.coordination import Peer
+from ring.coordination import JobWorker
 from ring.replicas import records
 from ring.view import View
 from roles.seed import store as module
@@ -22,7 +22,7 @@ JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps
 
 
 def view(generation: int, step: int, *peer_ids: str) -> View:
-    peers = [Peer(peer_id, peer_id.upper(), "10.0.0.1", 7000) for peer_id in peer_ids]
+    peers = [JobWorker(peer_id, peer_id.upper(), "10.0.0.1", 7000) for peer_id in peer_ids]
     return View("j1", generation, step, f"L{step}", records(peers, 8, peer_ids[:1]), 2.5)
 
 

@@ -20,7 +20,7 @@ from p2ptrain.lab.sim.cluster import SEED, Simulation
 from p2ptrain.lab.sim.machine import SimLoop
 from p2ptrain.lab.sim.watching import watched
 from ring.order import LinkQuality, RingOptions
-from ring.prediction import Calibration, Cluster, Way, predict, quality_of
+from ring.prediction import Calibration, DescribedCluster, Way, predict, quality_of
 from ring.training_costs import CandidateWorker, ModelShape, Training
 from tests.ring.test_prediction import step_s
 from wire.emulate import EmulatedNetwork, LinkPreset, preset_named
@@ -100,7 +100,7 @@ def over_preset_s(workers: int, preset: str, *, numel: int, codec: str) -> tuple
     links = {(one.id, other.id): quality_of(far) for one in there for other in there if one is not other}
     training = Training(shape, 1, 1, tokens=256, sequence_tokens=128, micro_batches=workers)
     way = Way("sync", training, codec, RingOptions("joined", streams, chunks), buckets=4 * numel >> 20)
-    cluster = Cluster(there, links, emulated=True, burst_bytes=far.burst_bytes)
+    cluster = DescribedCluster(there, links, emulated=True, burst_bytes=far.burst_bytes)
     return predict(way, cluster, Calibration(compute_s, 0.0, 1.0)).step_s, took_s
 
 

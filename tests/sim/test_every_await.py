@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2ptrain.lab.sim.cluster import Simulation
-from p2ptrain.lab.sim.faults import Faults
-from p2ptrain.lab.sim.run import Verdict, _to_the_end, run_schedule
+from p2ptrain.lab.sim.faults import FaultSchedule
+from p2ptrain.lab.sim.run import SimulationResult, _to_the_end, run_schedule
 from ring.transaction import Phase
 
 MEMBERS, BEFORE, STEPS = 3, 3, 9  # the member that died is one again before the end
@@ -31,7 +31,9 @@ class Death:
     step: int = 0
     phase: Phase = Phase.IDLE
 
-    async def conduct(self, simulation: Simulation, faults: Faults, rng: random.Random, kinds: Sequence[str]) -> None:
+    async def conduct(
+        self, simulation: Simulation, faults: FaultSchedule, rng: random.Random, kinds: Sequence[str]
+    ) -> None:
         simulation.seed.start()
         await simulation.create_job()
         for machine in simulation.workers:
@@ -61,7 +63,7 @@ class Death:
         await _to_the_end(simulation, faults)
 
 
-def died(callbacks: int) -> tuple[Death, Verdict]:
+def died(callbacks: int) -> tuple[Death, SimulationResult]:
     death = Death(1, callbacks)
     return death, run_schedule(EXACT, peers=MEMBERS, conduct=death.conduct, steps=STEPS)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from p2ptrain.lab.sim.cluster import Simulation
-from p2ptrain.lab.sim.faults import KINDS, KINDS_OF_PARTS, PHASES, Faults
+from p2ptrain.lab.sim.faults import KINDS, KINDS_OF_PARTS, PHASES, FaultSchedule
 from p2ptrain.lab.sim.run import PRIVATE, _to_the_end, replay, run_batch, run_schedule
 from p2ptrain.lab.sim.watching import PRIVATE as MUTATIONS_OF_PRIVATE
 from ring.transaction import Phase
@@ -59,7 +59,7 @@ def test_a_count_that_is_not_told_or_kept_shows(safeguard: str, number: int) -> 
 GROUP = 4
 
 
-async def in_turn(simulation: Simulation, faults: Faults, rng: random.Random, kinds: Sequence[str]) -> None:
+async def in_turn(simulation: Simulation, faults: FaultSchedule, rng: random.Random, kinds: Sequence[str]) -> None:
     """Every kind once, soon after one another, each with a newcomer, from a ring that trains on."""
     observer = simulation.observer
     simulation.seed.start()

@@ -17,7 +17,7 @@ from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, Refused
 from tests.tui.demo_serving import drafters, noise, verifier, writer
-from tui.model import Link, Phase, Store
+from tui.model import LinkPhase, RecordStore, SeedConnection
 from tui.source import backoff_s
 from wire.messages import GpuInfo, Update
 from wire.records import (
@@ -344,10 +344,10 @@ def _update(topic: str, records: list[Any]) -> Update:
 
 
 class DemoSource:
-    """A ``tui.source.Source`` over the demo cluster. It stands still unless it has a ``rate_hz``."""
+    """A ``tui.source.RecordSource`` over the demo cluster. It stands still unless it has a ``rate_hz``."""
 
     def __init__(self, cluster: DemoCluster | None, *, clock: Any = None, rate_hz: float = 0.0) -> None:
-        self.store = Store()
+        self.store = RecordStore()
         self.address = "192.168.1.20:7337"
         self.cluster = cluster
         self.clock = clock or DemoClock()
@@ -365,11 +365,11 @@ class DemoSource:
     def connect(self) -> None:
         """The connection is there (again); None for a cluster leaves it being dialled."""
         if self.cluster is None:
-            self.store.set_link(Link(Phase.CONNECTING, since=self.clock.now()))
+            self.store.set_link(SeedConnection(LinkPhase.CONNECTING, since=self.clock.now()))
             return
         for update in self.cluster.everything():
             self.store.apply(update.topic, update.items, self.clock.now())
-        self.store.set_link(Link(Phase.LIVE, since=self.clock.now(), rtt_ms=0.6))
+        self.store.set_link(SeedConnection(LinkPhase.LIVE, since=self.clock.now(), rtt_ms=0.6))
 
     def lose(self, attempt: int = 3) -> None:
         """The seed goes away."""
@@ -390,7 +390,7 @@ class DemoSource:
 
     async def request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         self.requests.append((method, params))
-        if self.cluster is None or self.store.link.phase is not Phase.LIVE:
+        if self.cluster is None or self.store.link.phase is not LinkPhase.LIVE:
             raise ConnectionLost(f"there is no connection to the seed at {self.address}", remedy="it is dialled again")
         job = self.store.jobs[params["job"]]
         if job.id != "j1" or job.state not in ("running", "paused"):

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from tui import model
-from tui.model import Series, Store
+from tui.model import RecordStore, Series
 
 
 def check_series(series: Series) -> None:
@@ -15,7 +15,7 @@ def check_series(series: Series) -> None:
     assert all(one[0] < two[0] for one, two in pairwise(series.validations))
 
 
-def check_store(store: Store) -> None:
+def check_store(store: RecordStore) -> None:
     for topic in ("peers", "jobs", "checkpoints", "parts", "serving", "recoveries", "peer_changes", "_paces"):
         assert len(getattr(store, topic)) <= model.MAX_RECORDS, topic
     assert len(store.series) <= model.MAX_SERIES

@@ -14,7 +14,7 @@ from tests.tui.demo_serving import drafters, verifier
 from tests.tui.invariants import check_store
 from tui.app import ConfirmScreen, HelpScreen, P2PTrainApp
 from tui.chains import how_to_split
-from tui.model import Store
+from tui.model import RecordStore
 from tui.panels import HeaderBar, RingPanel, TrainingPanel
 from tui.tables import CheckpointsPanel, JobsPanel, LiveTable, PeersPanel
 from tui.theme import DARK, LIGHT
@@ -56,7 +56,7 @@ class Stage:
         return [f"{notice.title}: {notice.message}" for notice in self.app._notifications]
 
 
-def forget(store: Store, topic: str) -> None:
+def forget(store: RecordStore, topic: str) -> None:
     store.apply(f"{topic}-gone", [{"id": id_} for id_ in list(getattr(store, topic))], 0.0)
 
 

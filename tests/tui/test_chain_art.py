@@ -11,7 +11,7 @@ from rich.cells import cell_len
 
 from p2ptrain.core.texts import layers_text
 from tui.chain_panel import draw_chain
-from tui.chains import Chain, Gap, chains_of
+from tui.chains import Gap, ShownChain, chains_of
 from tui.format import Look, Span
 from wire.records import PartInfo
 
@@ -26,7 +26,7 @@ def stage(index: int, start: int, stop: int, layers: int, **changes: Any) -> Par
     return dataclasses.replace(part, **changes)
 
 
-def chain(count: int, **changes: Any) -> Chain:
+def chain(count: int, **changes: Any) -> ShownChain:
     """``count`` stages of two layers each, the second one of which is the slowest."""
     parts = [
         stage(index, 2 * index, 2 * index + 2, 2 * count, **({"compute_ms": 8.0 if index == 1 else 4.0} | changes))
@@ -81,7 +81,7 @@ def test_what_is_beside_is_named_or_counted():
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> Chain:
+def chains(draw: st.DrawFn) -> ShownChain:
     figures = st.sampled_from([0, 1, 1000, 2**30, 2**53])
     floats = st.sampled_from([0.0, 0.001, 1.0, 12345.678, 9.9e13, 2.0**53])
     parts, start = [], 0
@@ -115,7 +115,7 @@ def chains(draw: st.DrawFn) -> Chain:
 
 
 @given(chains(), st.integers(0, 170))
-def test_nothing_is_drawn_outside(drawn: Chain, width: int):
+def test_nothing_is_drawn_outside(drawn: ShownChain, width: int):
     rows = draw_chain(drawn, look_of, width)
     assert all(sum(cell_len(span.text) for span in row) <= width for row in rows)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tui.chains import MAX_CHAINS, Chain, Gap, chains_of
+from tui.chains import MAX_CHAINS, Gap, ShownChain, chains_of
 from tui.model import MAX_RECORDS
 from wire.records import PartInfo
 
@@ -26,7 +26,7 @@ def part(start: int, stop: int, peer: str = "a", **changes: Any) -> PartInfo:
     return PartInfo(f"{start}-{stop}", "m", "model", start, stop, **(who | known | changes))
 
 
-def shape(chain: Chain) -> list[str]:
+def shape(chain: ShownChain) -> list[str]:
     """``a0-4`` for a part, ``?4-8`` for a gap, ``~4-8`` for one whose layers parts beside have."""
     return [
         f"{'~' if stage.held else '?'}{stage.start}-{stage.stop}"

@@ -22,8 +22,8 @@ from tui.model import (
     MAX_SERIES,
     MAX_VALIDATIONS,
     RECENT_ROWS,
+    RecordStore,
     Series,
-    Store,
     eta_s,
 )
 from wire.records import EventInfo, JobInfo, MetricRow
@@ -33,8 +33,8 @@ def row(step: int, generation: int = 1, **values: Any) -> MetricRow:
     return MetricRow("j", step, float(step), generation=generation, **({"loss": 1.0 / (abs(step) + 1)} | values))
 
 
-def fed(cluster: DemoCluster) -> Store:
-    store = Store()
+def fed(cluster: DemoCluster) -> RecordStore:
+    store = RecordStore()
     for update in cluster.everything():
         store.apply(update.topic, update.items, 100.0)
     check_store(store)
@@ -118,7 +118,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("topic", "item"), MALFORMED)
 def test_a_malformed_item_is_refused_and_counted(topic: str, item: object):
-    store = Store()
+    store = RecordStore()
     with pytest.raises(ProtocolError):
         store.apply(topic, [item], 1.0)
     assert store.malformed == 1
@@ -162,7 +162,7 @@ json = st.recursive(
     item=json,
 )
 def test_nothing_but_protocol_errors_comes_of_strange_items(topic: str, field: int, value: Any, item: Any):
-    store = Store()
+    store = RecordStore()
     good = next(
         (u.items[0] for u in DemoCluster(2, step=1, serving=True).everything() if u.topic == topic and u.items),
         {"id": "a"},
@@ -178,7 +178,7 @@ def test_nothing_but_protocol_errors_comes_of_strange_items(topic: str, field: i
 
 
 def test_everything_is_bounded():
-    store, cluster = Store(), DemoCluster(2, step=1)
+    store, cluster = RecordStore(), DemoCluster(2, step=1)
     peer, checkpoint = cluster.peer(0).to_map(), cluster.checkpoint(1).to_map()
     event = dataclasses.asdict(EventInfo(1, 0.0, "info", "x", "y"))
     store.apply("peers", [peer | {"id": f"p{n}"} for n in range(3 * MAX_RECORDS)], 1.0)
@@ -193,7 +193,7 @@ def test_everything_is_bounded():
 
 
 def test_texts_are_short_and_of_one_line():
-    store = Store()
+    store = RecordStore()
     name = "evil\x1b[31m\nname" + "x" * 10_000
     store.apply("peers", [DemoCluster(1).peer(0).to_map() | {"name": name}], 1.0)
     shown = store.peers["peer0"].name

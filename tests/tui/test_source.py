@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
 from tests.tui.invariants import check_store
-from tui.model import Phase
+from tui.model import LinkPhase
 from tui.source import LONGEST_RETRY_S, PING_S, REQUEST_TIMEOUT_S, SeedSource, backoff_s
 from wire.client import PAGE
 from wire.messages import Refuse
@@ -23,7 +23,7 @@ async def until(source: SeedSource, condition: Callable[[], bool]) -> None:
 
 
 async def live(source: SeedSource) -> None:
-    await until(source, lambda: source.store.link.phase is Phase.LIVE)
+    await until(source, lambda: source.store.link.phase is LinkPhase.LIVE)
 
 
 def test_backoff_grows_to_its_limit():
@@ -64,7 +64,7 @@ def test_what_was_known_stays_until_the_seed_has_told_everything_again(watch):
     async def play(seed, source):
         await live(source)
         await seed.stop()
-        await until(source, lambda: source.store.link.phase is Phase.LOST)
+        await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
         seed.cluster.size = 5
         kept: list[int] = []
         seed.before_records = lambda: kept.append(len(source.store.peers))
@@ -83,7 +83,7 @@ def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(watch):
         pages = [params["after_step"] for method, params in seed.asked if method == "metrics.history"]
         assert pages == [-1, PAGE, 2 * PAGE, 3 * PAGE, 640]
         await seed.stop()
-        await until(source, lambda: source.store.link.phase is Phase.LOST)
+        await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
         with pytest.raises(ConnectionLost):
             await source.request("jobs.pause", {"job": "j1"})
         lost = source.store.link
@@ -91,7 +91,7 @@ def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(watch):
         assert lost.retry_at is not None
         assert len(source.store.peers) == 6  # what was known stays to be looked at
         await asyncio.sleep(5)
-        assert source.store.link.phase is Phase.LOST
+        assert source.store.link.phase is LinkPhase.LOST
         assert source.store.link.since == lost.since
         seed.cluster.step += 300  # training went on
         seed.cluster.size = 5
@@ -111,7 +111,7 @@ def test_after_a_new_generation_the_history_is_fetched_anew(watch):
         source.watch("j1")
         await until(source, lambda: "j1" in source._synced)
         await seed.stop()
-        await until(source, lambda: source.store.link.phase is Phase.LOST)
+        await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
         seed.cluster.generation, seed.cluster.step = 5, 220  # restored from the checkpoint of step 200
         await seed.start()
         await live(source)
@@ -127,7 +127,7 @@ def test_a_malformed_update_is_counted_and_shown_and_the_rest_is_taken_in(watch)
         good = seed.cluster.peer(0).to_map() | {"name": "renamed"}
         seed.tell("peers", [{"id": 7}, good])
         await until(source, lambda: source.store.malformed == 1)
-        assert source.store.link.phase is Phase.LIVE
+        assert source.store.link.phase is LinkPhase.LIVE
         assert "PeerInfo" in source.store.link.problem
         assert source.store.peers["peer0"].name == "renamed"
 
@@ -146,7 +146,7 @@ def test_a_seed_without_events_is_watched_as_any(watch):
 def test_a_seed_that_says_no_is_shown_with_its_remedy(watch):
     async def play(seed, source):
         seed.refuse = Refuse("full", "the seed has no room for a viewer", "leave another one")
-        await until(source, lambda: source.store.link.phase is Phase.LOST)
+        await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
         assert source.store.link.problem.endswith("the seed has no room for a viewer")
         assert source.store.link.remedy == "leave another one"
         seed.refuse = None
@@ -161,7 +161,7 @@ def test_a_seed_that_falls_silent_is_lost(watch):
         now = asyncio.get_running_loop().time
         silent_at = now()
         seed.silent |= {"probe.clock", "subscribe"}
-        await until(source, lambda: source.store.link.phase is Phase.LOST)
+        await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
         assert now() - silent_at < PING_S + REQUEST_TIMEOUT_S + 1
 
     watch(play)

@@ -23,7 +23,7 @@ from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, free_port
 from p2ptrain.core.adapters import is_model
 from p2ptrain.core.errors import JobFailed, NetworkError, UserError
 from p2ptrain.core.texts import human_duration
-from p2ptrain.lab.bench.report import Case, Contender, Report, times
+from p2ptrain.lab.bench.report import BenchReport, Case, Contender, times
 from p2ptrain.lab.bench.runner import Answer, Bench
 from roles.timed_model import text_after, write_timed_model
 
@@ -79,12 +79,12 @@ class GeneratePlan:
         goal_ms = GOALS_MS.get(round_trip_ms)
         return None if goal_ms is None else goal_ms / 1e3
 
-    def report(self) -> Report:
+    def report(self) -> BenchReport:
         name = Path(self.verifier).name or ("a random model" if self.stages else "a model that only takes time")
         split = f" · split over {self.stages} workers" if self.stages else ""
         drafter = Path(self.drafter).name or f"one that takes {1e3 * self.draft_s:g} ms"
         title = f"generate · {name}{split}" + (f" · drafter: {drafter}" if self.drafts else "")
-        report = Report("generate", title, "tokens", "{:.1f}".format, asdict(self))
+        report = BenchReport("generate", title, "tokens", "{:.1f}".format, asdict(self))
         report.columns = {"faster": ("FASTER", times), "goal_s": ("GOAL", human_duration)}
         if self.is_timed:
             report.columns["synchronous_s"] = ("IN TURNS", human_duration)
@@ -97,7 +97,7 @@ class GeneratePlan:
 
 
 @dataclass(slots=True)
-class Text:
+class GeneratedText:
     """A text, and when each piece of it arrived."""
 
     text: str = ""
@@ -111,9 +111,9 @@ class Text:
         return (self.came_s[-1] - self.asked_s) / max(1, self.tokens)
 
 
-def ask(port: int, body: Answer) -> Text:
+def ask(port: int, body: Answer) -> GeneratedText:
     """Request one text over HTTP. Blocks. Raises ``JobFailed``, ``NetworkError``."""
-    text = Text(asked_s=time.perf_counter())
+    text = GeneratedText(asked_s=time.perf_counter())
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=120.0)
     try:
@@ -148,7 +148,7 @@ class Peers:
         self.cluster, self.plan, self._port = cluster, plan, port
         self.model = ""
 
-    async def write(self, number: int, speculate: str, tokens: int = 0) -> Text:
+    async def write(self, number: int, speculate: str, tokens: int = 0) -> GeneratedText:
         """Request text ``number``: even ones greedily; with real models odd ones are sampled."""
         prompt = f"TEXT {number}: " if self.plan.is_timed else PROMPTS[number % len(PROMPTS)]
         drawn = {"temperature": 0.8, "seed": number} if number % 2 and not self.plan.is_timed else {"temperature": 0}
@@ -182,7 +182,7 @@ async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], rou
         await cluster.end()
 
 
-async def measure_generate(bench: Bench, plan: GeneratePlan, report: Report) -> None:
+async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport) -> None:
     models = {name: Path(at) for name, at in (("verifier", plan.verifier), ("drafter", plan.drafter)) if at}
     if plan.stages and not plan.verifier:
         models["verifier"] = bench.root / "random"
@@ -249,7 +249,7 @@ async def _texts(bench: Bench, peers: Peers, case: Case, plain: list[Answer]) ->
                 case.facts["differ"] += 1
 
 
-def _conclude(plan: GeneratePlan, report: Report, case: Case) -> None:
+def _conclude(plan: GeneratePlan, report: BenchReport, case: Case) -> None:
     facts, round_trip_s = case.facts, case.facts["round_trip_ms"] / 1e3
     if facts["differ"]:
         report.notes.append(

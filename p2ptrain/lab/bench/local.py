@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from configs.schema import Profile
 from p2ptrain.core.texts import human_bytes, human_duration
-from p2ptrain.lab.bench.network import RingPlan, form_ring
-from p2ptrain.lab.bench.report import Case, Contender, Report, per_cent, times
+from p2ptrain.lab.bench.network import BenchRing, form_ring
+from p2ptrain.lab.bench.report import BenchReport, Case, Contender, per_cent, times
 from p2ptrain.lab.bench.runner import Answer, Bench
 from p2ptrain.lab.stand_in import StandInEngine
 
@@ -45,11 +45,11 @@ class LocalPlan:
     link: str
     codec: str
 
-    def report(self) -> Report:
+    def report(self) -> BenchReport:
         each = human_duration(self.compute_s) if self.compute_s else "real engine"
         title = f"local · {self.name} · {self.workers} workers × {self.inner_steps} inner steps ({each}) · {self.link}"
         settings = asdict(self) | {"profile": self.name}
-        report = Report("local", title, "tokens", "{:,.0f}".format, settings)
+        report = BenchReport("local", title, "tokens", "{:,.0f}".format, settings)
         report.columns = {
             "computing": ("COMPUTING", per_cent),
             "sent_bytes": ("SENT A STEP", human_bytes),
@@ -83,7 +83,7 @@ def of_sync(profile: Profile, workers: int) -> Profile:
     )
 
 
-async def measure_local(bench: Bench, plan: LocalPlan, report: Report) -> None:
+async def measure_local(bench: Bench, plan: LocalPlan, report: BenchReport) -> None:
     batch = plan.profile.batch.model_copy(update={"micro_batches": plan.workers * plan.inner_steps})
     local = plan.profile.model_copy(update={"batch": batch})
     overlapping = local.model_copy(update={"local": local.local.model_copy(update={"overlap": True})})
@@ -103,13 +103,15 @@ async def measure_local(bench: Bench, plan: LocalPlan, report: Report) -> None:
     ]
 
 
-async def _measure(bench: Bench, plan: LocalPlan, report: Report, profile: Profile, codec: str, steps: int) -> None:
+async def _measure(
+    bench: Bench, plan: LocalPlan, report: BenchReport, profile: Profile, codec: str, steps: int
+) -> None:
     strategy = profile.job.strategy
     inner_steps = profile.batch.micro_batches // plan.workers
     title = f"{strategy}, {'overlapping, ' * profile.local.overlap}{codec}"
     async with bench.members(plan.workers) as members:
         bench.progress(f"{title}: forming the ring")
-        await form_ring(bench, members, RingPlan(plan.link, codec=codec))
+        await form_ring(bench, members, BenchRing(plan.link, codec=codec))
         how: Answer = {"spec": profile.to_spec(), "threads": 1, "rivals": [], "micro_batch_s": plan.compute_s}
         facts, *_ = await members.all("build", seconds=STEP_S, **how)
         contender = Contender(title)

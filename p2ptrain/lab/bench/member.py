@@ -35,7 +35,7 @@ from wire.transport import TcpNetwork
 if TYPE_CHECKING:
     from p2ptrain.compute.gloo import GlooGroup
     from p2ptrain.lab.bench.pipeline import StageMember
-    from p2ptrain.lab.bench.training import Training
+    from p2ptrain.lab.bench.training import TrainingContender
 
 TILE_NUMEL = 262_147  # a prime, so that the repeated pattern differs on every chunk and sub-chunk
 
@@ -55,7 +55,7 @@ async def run_member(rank: int, size: int) -> None:
         os._exit(0)  # there is nothing to save, and a rival may block the event loop
 
     threading.Thread(target=read, name="orders", daemon=True).start()
-    member = Member(rank, size)
+    member = BenchMember(rank, size)
     while True:
         order = await orders.get()
         try:
@@ -67,7 +67,7 @@ async def run_member(rank: int, size: int) -> None:
         replies.flush()
 
 
-class Member:
+class BenchMember:
     """The state of one member between orders. Every public method is an order."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -82,7 +82,7 @@ class Member:
         self._dtype = "float32"
         self._codec: Codec | None = None
         self._piece_bytes = 0
-        self._training: Training | None = None
+        self._training: TrainingContender | None = None
         self._stage: StageMember | None = None
 
     @property
@@ -233,10 +233,10 @@ class Member:
     # ------------------------------------------------------------------------------------------------ other benchmarks
 
     async def build(self, *, spec: str, threads: int, rivals: list[str], micro_batch_s: float = 0.0) -> Answer:
-        """Build the trainers of one profile; ``rivals``: also these. ``micro_batch_s``: see ``Training.build``."""
-        from p2ptrain.lab.bench.training import Training
+        """Build the trainers of one profile; ``rivals``: also these. ``micro_batch_s``: see ``TrainingContender``."""
+        from p2ptrain.lab.bench.training import TrainingContender
 
-        self._training = await Training.build(
+        self._training = await TrainingContender.build(
             spec, self.session, threads=threads, gloo=self._gloo, rivals=rivals, micro_batch_s=micro_batch_s
         )
         return self._training.facts

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.texts import human_bytes
-from p2ptrain.lab.bench.report import Case, Contender, Report, human_rate, per_cent, times
+from p2ptrain.lab.bench.report import BenchReport, Case, Contender, human_rate, per_cent, times
 from p2ptrain.lab.bench.runner import Answer, Bench, Members, interleave, repeats_for
 from p2ptrain.lab.bench.sockets import make_credentials, peer_id
 from wire.emulate import preset_named
@@ -22,7 +22,7 @@ EPSILON = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10, "bfloat16": 
 
 
 @dataclass(frozen=True, slots=True)
-class RingPlan:
+class BenchRing:
     """How to form the members' ring.
 
     Attributes:
@@ -44,7 +44,7 @@ class RingPlan:
         return f"{place} · {'TLS 1.3' if self.tls else 'plain TCP'} · {self.codec}{streams}"
 
 
-async def form_ring(bench: Bench, members: Members, ring: RingPlan) -> None:
+async def form_ring(bench: Bench, members: Members, ring: BenchRing) -> None:
     answers = await members.all("listen", link=ring.link, each=_credentials(bench, members, ring.tls))
     ports = [answer["port"] for answer in answers]
     how: Answer = {"sub_chunk_bytes": ring.sub_chunk_bytes, "streams": ring.streams, "codec": ring.codec}
@@ -88,7 +88,7 @@ class AllReducePlan:
     sizes: Sequence[int]
     dtype: str
     item_bytes: int
-    ring: RingPlan
+    ring: BenchRing
     rounds: int
     torch: bool = False
 
@@ -119,16 +119,16 @@ class AllReducePlan:
         late_bytes = max(0.0, self.moved * size_bytes - self.ring.streams * preset.burst_bytes)
         return late_bytes * 8 / (self.ring.streams * preset.rate_bps) + (self.peers - 1) * preset.delay_s
 
-    def report(self) -> Report:
+    def report(self) -> BenchReport:
         title = f"all-reduce · {self.dtype} · {self.peers} peers over {self.ring.described}"
-        made = Report("allreduce", title, "bytes", human_rate, asdict(self), scale=1e9)
+        made = BenchReport("allreduce", title, "bytes", human_rate, asdict(self), scale=1e9)
         made.columns = {"ring_to_gloo": ("×GLOO", times), "ring_of_limit": ("OF LIMIT", per_cent)}
         if self.ring.codec != "fp32":
             made.columns["ring_to_fp32_ring"] = ("×FP32", times)
         return made
 
 
-async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: Report) -> None:
+async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: BenchReport) -> None:
     ring, titles = plan.ring, {plan.ours: "backend p2p" if plan.torch else "this ring"}
     async with bench.members(plan.peers) as members:
         await form_ring(bench, members, ring)
@@ -175,7 +175,7 @@ async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: Report) -
 
 
 async def _size(
-    bench: Bench, members: Members, plan: AllReducePlan, report: Report, case: Case, budget_s: float
+    bench: Bench, members: Members, plan: AllReducePlan, report: BenchReport, case: Case, budget_s: float
 ) -> None:
     size_bytes = int(case.amount)
     deadline_s = plan.operation_s(size_bytes)
@@ -221,16 +221,16 @@ async def _checked(members: Members, plan: AllReducePlan, case: Case, deadline_s
 KINDS = {"plain": "plain TCP", "tls": "TLS 1.3"}
 
 
-def link_report() -> Report:
+def link_report() -> BenchReport:
     title = "link · this machine's loopback · plain sockets between two processes"
-    return Report("link", title, "bytes", human_rate, scale=1e9)
+    return BenchReport("link", title, "bytes", human_rate, scale=1e9)
 
 
-async def measure_link(bench: Bench, rounds: int, report: Report) -> None:
+async def measure_link(bench: Bench, rounds: int, report: BenchReport) -> None:
     """Measure round trips of one byte, then transfers by size of buffer. Raises ``P2PTrainError``."""
     report.notes.append("bytes of one direction; two-way: both at the same time, one connection each")
     async with bench.members(2) as members:
-        await form_ring(bench, members, RingPlan())  # for its barriers
+        await form_ring(bench, members, BenchRing())  # for its barriers
         pings = {}
         for kind, title in KINDS.items():
             bench.progress(f"{title}: round trips")

@@ -10,12 +10,12 @@ from functools import partial
 
 from p2ptrain.core.texts import human_bytes, human_duration
 from p2ptrain.core.world import Network
-from p2ptrain.lab.bench.report import Case, Contender, Report, per_cent
+from p2ptrain.lab.bench.report import BenchReport, Case, Contender, per_cent
 from p2ptrain.lab.bench.runner import Answer, Bench, Members, interleave
 from p2ptrain.lab.bench.sockets import peer_id
 from p2ptrain.lab.ring_member import LocalMember, local_view
 from p2ptrain.lab.stand_in import TimedPart
-from ring.schedule import Costs, Schedule, extended, gpipe, one_f_one_b, simulate
+from ring.schedule import StageCosts, StageSchedule, extended, gpipe, one_f_one_b, simulate
 from roles.compute_thread import ComputeThread
 from roles.strategies.pipeline import StageRunner
 from wire.emulate import EmulatedNetwork, LinkPreset
@@ -41,7 +41,7 @@ class PipelinePlan:
     def busy_s(self) -> float:
         return self.micro_batches * (self.forward_s + self.backward_s)
 
-    def schedules(self, round_trips_s: list[float]) -> dict[str, Schedule]:
+    def schedules(self, round_trips_s: list[float]) -> dict[str, StageSchedule]:
         """Contender → its schedule, for the measured round trips of the hops."""
         period_s = self.forward_s + self.backward_s
         return {
@@ -50,10 +50,10 @@ class PipelinePlan:
             "gpipe": gpipe(self.stages, self.micro_batches),
         }
 
-    def report(self) -> Report:
+    def report(self) -> BenchReport:
         work = f"{self.micro_batches} micro-batches of {1e3 * self.forward_s:g} + {1e3 * self.backward_s:g} ms"
         title = f"pipeline · {self.stages} stages · {work} · payloads of {human_bytes(self.payload_bytes)}"
-        report = Report("pipeline", title, "busy", "{:.3f}".format, asdict(self))
+        report = BenchReport("pipeline", title, "busy", "{:.3f}".format, asdict(self))
         report.columns = {
             "found_s": ("FOUND", human_duration),
             "ideal": ("IDEAL", lambda found: "/".join(f"{part:.3f}" for part in found)),
@@ -66,7 +66,7 @@ class PipelinePlan:
         return report
 
 
-async def measure_pipeline(bench: Bench, plan: PipelinePlan, report: Report) -> None:
+async def measure_pipeline(bench: Bench, plan: PipelinePlan, report: BenchReport) -> None:
     async with bench.members(plan.stages) as members:
         for round_trip_ms in plan.round_trips_ms:
             bench.progress(f"{round_trip_ms:g} ms: forming the chain")
@@ -77,12 +77,12 @@ async def measure_pipeline(bench: Bench, plan: PipelinePlan, report: Report) -> 
     report.notes.append(f"extended 1F1B reaches {per_cent(least)} of its ideal at least; {verdict}")
 
 
-async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: Report, round_trip_ms: float) -> None:
+async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: BenchReport, round_trip_ms: float) -> None:
     ports = [answer["port"] for answer in await members.all("stage", part="listen", rtt_ms=round_trip_ms)]
     how: Answer = {"forward_s": plan.forward_s, "backward_s": plan.backward_s, "payload_bytes": plan.payload_bytes}
     first, *_ = await members.all("stage", part="form", ports=ports, **how)
     found_s: list[float] = first["round_trips_s"]
-    costs = Costs.even(plan.forward_s, plan.backward_s, [round_trip_ms / 1e3] * (plan.stages - 1))
+    costs = StageCosts.even(plan.forward_s, plan.backward_s, [round_trip_ms / 1e3] * (plan.stages - 1))
     schedules = plan.schedules(found_s)
     ideal_s = {name: simulate(schedule, costs) for name, schedule in schedules.items()}
 
@@ -156,7 +156,7 @@ class StageMember:
         assert self._runner is not None, "no chain was formed"
         assert self._part is not None
         self._step += 1
-        schedule, forward = Schedule(name, micro_batches, tuple(warm_ups)), partial(self._part.forward, self._step)
+        schedule, forward = StageSchedule(name, micro_batches, tuple(warm_ups)), partial(self._part.forward, self._step)
         spent = await self._runner.run(schedule, forward, self._part.backward, patience_s=120.0)
         return {"seconds": spent.step_s, "computed_s": spent.computed_s}
 

@@ -75,7 +75,7 @@ class Case:
 
 
 @dataclass(slots=True)
-class Report:
+class BenchReport:
     """The results of one run, which fills it while it measures.
 
     Attributes:

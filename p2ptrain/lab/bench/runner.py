@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.local_cluster import Child
+from p2ptrain.cluster.local_cluster import PeerProcess
 from p2ptrain.cluster.stopping import stoppable, unless_stopped
 from p2ptrain.core.errors import DeadlineExceeded, JobFailed, ResourceError, UserError
-from p2ptrain.lab.bench.report import Case, Report
+from p2ptrain.lab.bench.report import BenchReport, Case
 from roles.gauges import free_memory_bytes
 
 ORDER_S = 60.0
@@ -56,14 +56,14 @@ class Bench:
         Raises ``JobFailed``, ``DeadlineExceeded``, ``StorageError``.
         """
         self.progress(f"starting {count} members")
-        children: list[Child] = []
+        children: list[PeerProcess] = []
         try:
             for rank in range(count):
                 arguments = ["bench", "member", str(rank), str(count)]
                 name = f"member {rank}"
                 log = self.root / f"{name}-{len(os.listdir(self.root))}.log"
                 environment = _environment(threads)
-                children.append(await Child.start(name, arguments, log, listen=True, environment=environment))
+                children.append(await PeerProcess.start(name, arguments, log, listen=True, environment=environment))
             yield Members(children)
         finally:
             for child in children:
@@ -72,7 +72,7 @@ class Bench:
             await asyncio.gather(*(child.ended(0.4) for child in children))
 
 
-async def conduct(report: Report, work: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+async def conduct(report: BenchReport, work: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
     """Do the work, which fills the report. Raises ``P2PTrainError``.
 
     After Ctrl+C ``report.complete`` is False. After a failure the run's directory is kept.
@@ -95,7 +95,7 @@ async def conduct(report: Report, work: Callable[[Bench], Coroutine[Any, Any, No
 class Members:
     """All member processes of one benchmark."""
 
-    def __init__(self, children: Sequence[Child]) -> None:
+    def __init__(self, children: Sequence[PeerProcess]) -> None:
         self._children = children
 
     def __len__(self) -> int:
@@ -151,7 +151,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 async def interleave(
-    report: Report, case: Case, sample: Sample, *, rounds: int, budget_s: float, progress: Progress
+    report: BenchReport, case: Case, sample: Sample, *, rounds: int, budget_s: float, progress: Progress
 ) -> None:
     """Sample all contenders in rounds. Each round begins with another contender; the first round does not count.
 

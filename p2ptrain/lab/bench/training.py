@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from configs.schema import Profile
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.texts import human_bytes, human_duration
-from p2ptrain.lab.bench.network import RingPlan, form_ring, open_gloo
-from p2ptrain.lab.bench.report import Case, Contender, Report, mean, per_cent, times
+from p2ptrain.lab.bench.network import BenchRing, form_ring, open_gloo
+from p2ptrain.lab.bench.report import BenchReport, Case, Contender, mean, per_cent, times
 from p2ptrain.lab.bench.runner import Answer, Bench, Members
 from ring.session import RingSession
 from ring.token import Flag, Token, difference, first_lineage, next_lineage
@@ -52,19 +52,19 @@ class StepPlan:
     workers: int
     threads: int
     steps: int
-    ring: RingPlan
+    ring: BenchRing
     torch: bool = False
 
-    def report(self) -> Report:
+    def report(self) -> BenchReport:
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         title = f"training step · {self.name} · {self.workers} workers × {threads} over {self.ring.described}"
         settings = {"profile": self.name, "workers": self.workers, "threads": self.threads, "steps": self.steps}
-        report = Report("step", title, "tokens", "{:,.0f}".format, settings | {"ring": asdict(self.ring)})
+        report = BenchReport("step", title, "tokens", "{:,.0f}".format, settings | {"ring": asdict(self.ring)})
         report.columns = {"ring_to_ddp": ("×DDP", times), "hidden": ("HIDDEN", per_cent)}
         return report
 
 
-async def measure_steps(bench: Bench, plan: StepPlan, report: Report) -> None:
+async def measure_steps(bench: Bench, plan: StepPlan, report: BenchReport) -> None:
     ring, exact = plan.ring, plan.profile.job.exact
     codec = f", {ring.codec}" * (ring.codec != "fp32")
     contenders = {RING: Contender(f"this ring{', exact' * exact}{codec}")}
@@ -114,7 +114,7 @@ def add_block(contender: Contender, answers: list[Answer], *, counted: bool) -> 
             contender.facts[name] += [mean(step) for step in steps]
 
 
-def conclude(report: Report, case: Case) -> None:
+def conclude(report: BenchReport, case: Case) -> None:
     """Compute the facts and notes from the steps so far."""
     ours, facts = case.contenders[RING], case.facts
     waited_s, under_way_s = (math.fsum(ours.facts[name]) for name in ("exposed_s", "communicating_s"))
@@ -155,7 +155,7 @@ class RingTrainer:
     lineage: str
 
 
-class Training:
+class TrainingContender:
     """The trainers of one member; ``build`` makes them. ``ours``: by contender."""
 
     def __init__(
@@ -186,7 +186,7 @@ class Training:
         gloo: GlooGroup | None = None,
         rivals: Sequence[str] = (),
         micro_batch_s: float = 0.0,
-    ) -> Training:
+    ) -> TrainingContender:
         """``micro_batch_s``: wait so long instead of computing. Raises what ``Trainer`` and ``DdpTrainer`` raise."""
         profile = Profile.from_spec_untrusted(spec)
         compute = ComputeThread()

@@ -22,14 +22,22 @@ import psutil
 
 from configs.schema import Profile
 from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.local_cluster import LOOPBACK, Child, JobObserver, LocalCluster, Row, free_port, threads_each
+from p2ptrain.cluster.local_cluster import (
+    LOOPBACK,
+    JobObserver,
+    LocalCluster,
+    ObservedStep,
+    PeerProcess,
+    free_port,
+    threads_each,
+)
 from p2ptrain.cluster.stopping import stop_on_signals, unless_stopped
 from p2ptrain.core.checkpoints import CheckpointStore, verify_checkpoint
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError
 from p2ptrain.lab.audit import audit
 from p2ptrain.lab.chaos import judge
-from p2ptrain.lab.chaos.judge import Action, InjectedFault, Report, Verdict
+from p2ptrain.lab.chaos.judge import Action, ChaosReport, InjectedFault, InvariantResult
 from p2ptrain.lab.chaos.proxy import Proxy
 from ring.detector import beat_defaults
 from roles.seed.events import INTERVAL_S
@@ -44,7 +52,7 @@ now = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChaosPlan:
     """The settings of one run.
 
     Attributes:
@@ -90,7 +98,7 @@ class WorkerSlot:
     number: int
     data: Proxy
     control: Proxy
-    child: Child | None = None
+    child: PeerProcess | None = None
     busy: bool = False
     frozen: bool = False
 
@@ -130,12 +138,12 @@ class WorkerSlot:
 
 
 @dataclass(slots=True)
-class Cluster:
+class ProxiedCluster:
     """The processes of the cluster, and the operations on them.
 
     Args:
         on_change: called when a process ended.
-        attack_of: see ``Plan``.
+        attack_of: see ``ChaosPlan``.
 
     Attributes:
         exits: error messages of processes that ended unexpectedly.
@@ -186,7 +194,7 @@ class Cluster:
             raise StorageError(f"cannot copy {path}: {error.strerror}", remedy="choose another --state") from error
         return f"@{mine}"
 
-    async def kill(self, child: Child) -> None:
+    async def kill(self, child: PeerProcess) -> None:
         self._expected.add(child.process.pid)
         await child.kill()
 
@@ -218,7 +226,7 @@ class Cluster:
                 continue
         return found
 
-    def _watch(self, child: Child) -> None:
+    def _watch(self, child: PeerProcess) -> None:
         self._sessions.add(child.process.pid)
 
         async def watch() -> None:
@@ -236,7 +244,7 @@ class Cluster:
 
 
 @dataclass(slots=True)
-class Faults:
+class FaultInjector:
     """Carries out a schedule: chooses a worker, injects the fault, ends it, and records the outcome.
 
     A fault of the seed runs alone, because a worker that starts needs a seed.
@@ -246,7 +254,7 @@ class Faults:
         stuck: messages about everything that did not recover in time.
     """
 
-    cluster: Cluster
+    cluster: ProxiedCluster
     observer: JobObserver
     console: Console
     done: list[InjectedFault] = field(default_factory=list)
@@ -407,7 +415,7 @@ class Faults:
     async def _recovery(self, injected: InjectedFault, first_row: int) -> None:
         rows = self.observer.rows
 
-        def back() -> Row | None:
+        def back() -> ObservedStep | None:
             return judge.recovered(injected, rows[first_row:], INTERVAL_S)
 
         await self.observer.until(lambda: self._over or back() is not None, PATIENCE_S)
@@ -423,7 +431,7 @@ class Faults:
 
 
 @dataclass(slots=True)
-class Saved:
+class SavedStates:
     """The checkpoints on disk after a cluster has ended.
 
     Attributes:
@@ -438,9 +446,9 @@ class Saved:
     newest: Path | None = None
 
 
-def saved(root: Path, job: str, step: int, names: Iterable[str]) -> Saved:
+def saved(root: Path, job: str, step: int, names: Iterable[str]) -> SavedStates:
     """Read and verify all checkpoints of these workers. Blocks."""
-    made = Saved()
+    made = SavedStates()
     for name in names:
         directory = root / name / "jobs" / job / "checkpoints"
         if not directory.is_dir():
@@ -464,7 +472,7 @@ def saved(root: Path, job: str, step: int, names: Iterable[str]) -> Saved:
     return made
 
 
-async def command(name: str, *arguments: str) -> Verdict:
+async def command(name: str, *arguments: str) -> InvariantResult:
     """Run a ``p2ptrain`` command in a process of its own; the verdict says whether it succeeded."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "p2ptrain", *arguments),
@@ -476,23 +484,23 @@ async def command(name: str, *arguments: str) -> Verdict:
         async with asyncio.timeout(COMMAND_S):
             _, error = await process.communicate()
     except TimeoutError:
-        return Verdict(name, False, f"no answer within {COMMAND_S:.0f} s")
+        return InvariantResult(name, False, f"no answer within {COMMAND_S:.0f} s")
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     lines = error.decode(errors="replace").strip().splitlines()
     text = "" if process.returncode == 0 else f"{next(reversed(lines), '')} (exit code {process.returncode})"
-    return Verdict(name, process.returncode == 0, text)
+    return InvariantResult(name, process.returncode == 0, text)
 
 
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-async def conduct(plan: Plan, report: Report) -> None:
+async def conduct(plan: ChaosPlan, report: ChaosReport) -> None:
     """Carry out the plan and fill the report. Raises ``P2PTrainError`` if the cluster cannot be started."""
     console, stop = Console(), asyncio.Event()
-    run = Run(plan, report, console)
+    run = ChaosRun(plan, report, console)
 
     def leave(text: str) -> None:
         for cluster in run.clusters:  # at once, because a second Ctrl+C may end this process
@@ -510,17 +518,17 @@ async def conduct(plan: Plan, report: Report) -> None:
         console.finish()
 
 
-class Run:
-    def __init__(self, plan: Plan, report: Report, console: Console) -> None:
+class ChaosRun:
+    def __init__(self, plan: ChaosPlan, report: ChaosReport, console: Console) -> None:
         self.plan, self.report, self._console = plan, report, console
-        self.clusters: list[Cluster] = []
+        self.clusters: list[ProxiedCluster] = []
 
     async def all(self) -> None:
         plan, report = self.plan, self.report
         async with self._cluster(plan.root) as (cluster, observer, job):
             if not plan.attack:  # else each step is attacked, and the job may be short
                 await self._undisturbed(observer)
-            faults = Faults(cluster, observer, self._console)
+            faults = FaultInjector(cluster, observer, self._console)
             begin_s = now()
             actions = judge.schedule(plan.seed, workers=plan.workers, kinds=plan.kinds)
             try:
@@ -537,11 +545,11 @@ class Run:
         report.complete = True
 
     @asynccontextmanager
-    async def _cluster(self, root: Path) -> AsyncIterator[tuple[Cluster, JobObserver, str]]:
+    async def _cluster(self, root: Path) -> AsyncIterator[tuple[ProxiedCluster, JobObserver, str]]:
         plan = self.plan
         local, threads = LocalCluster(root, tls=plan.tls), plan.profile.device.threads or threads_each(plan.workers)
         observer = JobObserver(local.operator)
-        cluster = Cluster(local, plan.workers, threads, observer.wake, plan.attack_of)
+        cluster = ProxiedCluster(local, plan.workers, threads, observer.wake, plan.attack_of)
         self.clusters.append(cluster)
         await cluster.start_seed()
         name = Path(plan.profile_name).stem
@@ -576,7 +584,7 @@ class Run:
         rate = self.report.baseline_steps_per_s = judge.steps_per_s(observer.rows, begin_s, observer.rows[-1].at_s)
         self._console.event("info", f"undisturbed: {rate:.2f} steps/s; injecting faults now")
 
-    async def _common_checkpoint(self, cluster: Cluster, observer: JobObserver, faults: Faults) -> int:
+    async def _common_checkpoint(self, cluster: ProxiedCluster, observer: JobObserver, faults: FaultInjector) -> int:
         self._console.event("info", "no more faults; waiting for all workers and for a checkpoint from each of them")
         if not await observer.until(lambda: observer.finished or _whole(cluster, observer), PATIENCE_S):
             faults.stuck.append(f"some workers were not members {PATIENCE_S:.0f} s after the last fault")
@@ -592,7 +600,7 @@ class Run:
             faults.stuck.append(f"no checkpoint from all workers within {PATIENCE_S:.0f} s after step {after}")
         return common()
 
-    async def _recorded(self, cluster: Cluster, observer: JobObserver, job: str) -> list[Verdict]:
+    async def _recorded(self, cluster: ProxiedCluster, observer: JobObserver, job: str) -> list[InvariantResult]:
         """Judge what the seed has on record of the job."""
         try:
             async with cluster.local.operator() as client:
@@ -600,13 +608,19 @@ class Run:
                 last = observer.step  # the job continues while its record is read
                 steps = [row.step async for row in client.all_metrics(job)]
         except P2PTrainError as problem:
-            return [Verdict("the seed's record can be read", False, problem.message)]
+            return [InvariantResult("the seed's record can be read", False, problem.message)]
         faults = [f"step {found.fault.step}: {found.fault.text}"] if found.fault else []
         faults += ["steps are missing"] if observer.finished and found.steps < last else []
         return [judge.every_step_once(steps, last), judge.none_of("the ledger covers every sample once", faults)]
 
     async def _judged(
-        self, cluster: Cluster, observer: JobObserver, faults: Faults, recorded: list[Verdict], job: str, step: int
+        self,
+        cluster: ProxiedCluster,
+        observer: JobObserver,
+        faults: FaultInjector,
+        recorded: list[InvariantResult],
+        job: str,
+        step: int,
     ) -> None:
         plan, report = self.plan, self.report
         rtt_ms = max(observer.joined_rtt_ms.values(), default=0.0)
@@ -624,7 +638,7 @@ class Run:
         equal = judge.same("the state is equal on all members", found.states)
         if not step or len(found.states) < plan.workers:
             text = f"{len(found.states)} of {plan.workers} hold a whole checkpoint of step {step}"
-            equal = Verdict(equal.name, False, text)
+            equal = InvariantResult(equal.name, False, text)
         report.verdicts += [
             judge.none_of("training continues after every fault", [*faults.stuck, *failed]),
             judge.none_of("no process ended by itself", cluster.exits),
@@ -645,11 +659,11 @@ class Run:
             )
 
 
-def _whole(cluster: Cluster, observer: JobObserver) -> bool:
+def _whole(cluster: ProxiedCluster, observer: JobObserver) -> bool:
     ids = {observer.id_of(place.name) for place in cluster.places.values()}
     return observer.step > 0 and len(ids) == cluster.workers and ids <= set(observer.members)
 
 
-def _unless(damaging: bool, verdict: Verdict) -> Verdict:
+def _unless(damaging: bool, verdict: InvariantResult) -> InvariantResult:
     """Replace the verdict by "not checked" if bytes were damaged on links without encryption."""
-    return Verdict(verdict.name, None, "not checked on plain TCP with damaged bytes") if damaging else verdict
+    return InvariantResult(verdict.name, None, "not checked on plain TCP with damaged bytes") if damaging else verdict

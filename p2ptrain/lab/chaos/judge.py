@@ -18,7 +18,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from p2ptrain.cluster.local_cluster import ObservedView, Row
+from p2ptrain.cluster.local_cluster import ObservedStep, ObservedView
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import check_one_of
 from wire.records import JobInfo, MemberScore, percentile
@@ -148,7 +148,7 @@ class InjectedFault:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class InvariantResult:
     """The result of one check. ``held`` is None if the check was not possible; ``text`` has the reason."""
 
     name: str
@@ -156,7 +156,7 @@ class Verdict:
     text: str = ""
 
 
-def recovered(injected: InjectedFault, rows: Iterable[Row], interval_s: float) -> Row | None:
+def recovered(injected: InjectedFault, rows: Iterable[ObservedStep], interval_s: float) -> ObservedStep | None:
     """Return the first row that shows recovery from the fault.
 
     Args:
@@ -193,30 +193,30 @@ def excuse(peer: str, at_s: float, injected_faults: Iterable[InjectedFault], gra
     )
 
 
-def every_step_once(steps: Iterable[int], last: int) -> Verdict:
+def every_step_once(steps: Iterable[int], last: int) -> InvariantResult:
     """Check that the metrics have each step from 1 to ``last`` exactly once."""
     found = sorted(steps)
     missing = sorted(set(range(1, last + 1)) - set(found))
     twice = sorted({step for step, after in itertools.pairwise(found) if step == after})
     parts = [f"{name}: {_some(odd)}" for name, odd in (("missing", missing), ("twice", twice)) if odd]
-    return Verdict("every step is on record once", not parts, "; ".join(parts) or f"steps 1 to {last}")
+    return InvariantResult("every step is on record once", not parts, "; ".join(parts) or f"steps 1 to {last}")
 
 
-def same(name: str, hashes: Mapping[str, str]) -> Verdict:
+def same(name: str, hashes: Mapping[str, str]) -> InvariantResult:
     if not hashes:
-        return Verdict(name, None, "there is nothing to compare")
+        return InvariantResult(name, None, "there is nothing to compare")
     groups: dict[str, list[str]] = {}
     for holder, value in hashes.items():
         groups.setdefault(value, []).append(holder)
     text = "; ".join(f"{value[:16]}… at {', '.join(holders)}" for value, holders in groups.items())
-    return Verdict(name, len(groups) == 1, text)
+    return InvariantResult(name, len(groups) == 1, text)
 
 
-def none_of(name: str, found: Sequence[str]) -> Verdict:
-    return Verdict(name, not found, _some(found))
+def none_of(name: str, found: Sequence[str]) -> InvariantResult:
+    return InvariantResult(name, not found, _some(found))
 
 
-def steps_per_s(rows: Sequence[Row], begin_s: float, end_s: float) -> float:
+def steps_per_s(rows: Sequence[ObservedStep], begin_s: float, end_s: float) -> float:
     # Counts a repeated step once: it compares the newest known steps.
     before = max((row.step for row in rows if row.at_s <= begin_s), default=0)
     after = max((row.step for row in rows if row.at_s <= end_s), default=0)
@@ -262,7 +262,7 @@ class Attack:
 
 
 @dataclass(slots=True)
-class Report:
+class ChaosReport:
     """The result of a run.
 
     Attributes:
@@ -277,7 +277,7 @@ class Report:
     baseline_steps_per_s: float = 0.0
     steps_per_s: float = 0.0
     injected_faults: list[InjectedFault] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[InvariantResult] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     complete: bool = False
     attack: Attack | None = None

@@ -21,7 +21,7 @@ from roles.web.feed import Connect
 from wire.schema import Record
 
 if TYPE_CHECKING:
-    from p2ptrain.lab.experiments.grid import Plan, Run
+    from p2ptrain.lab.experiments.grid import GridPlan, GridRun
     from p2ptrain.lab.experiments.results import Result, Results
     from p2ptrain.lab.experiments.run import Show
 
@@ -90,7 +90,7 @@ class Experiments:
             raise Refused("unknown-experiment", f"there is no experiment {name[:64]!r}", remedy="list them")
         return self.infos[name], self._root / name
 
-    def begin(self, plan: Plan) -> ExperimentInfo:
+    def begin(self, plan: GridPlan) -> ExperimentInfo:
         """Raises ``Refused``, ``UserError``."""
         from p2ptrain.lab.experiments.results import Results
 
@@ -130,7 +130,7 @@ class Experiments:
     async def _carry_out(self, results: Results) -> None:
         from p2ptrain.lab.experiments.run import carry_out, measure
 
-        async def execute(run: Run, show: Show) -> Result:
+        async def execute(run: GridRun, show: Show) -> Result:
             async with self._connect() as client:
                 return await measure(client, run, results.plan, show)
 

@@ -78,7 +78,7 @@ class Grid(Table):
         return math.prod(map(len, self.axes.values())) * self.repeats
 
 
-class Machine(Table):
+class RunMachine(Table):
     """The worker processes that a run needs, which the next run uses again if it needs equal ones. ``link``,
     ``threads``, ``private``: as in its profile."""
 
@@ -103,7 +103,7 @@ _MACHINE_KEYS = ("straggler", "attack", "attackers")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class GridRun:
     """One job of the experiment.
 
     Attributes:
@@ -117,22 +117,22 @@ class Run:
     settings: dict[str, Any]
     repeat: int
     profile: Profile
-    machine: Machine
+    machine: RunMachine
 
     def __str__(self) -> str:
         return _named(self.cell)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GridPlan:
     """All runs of a grid, in the order in which they run."""
 
     grid: Grid
-    runs: list[Run]
+    runs: list[GridRun]
     limit_s: float
 
 
-def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> Plan:
+def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> GridPlan:
     """Validate a grid and all its cells.
 
     ``root``: directory of the paths of base profiles; None: only profiles that ship are allowed.
@@ -147,7 +147,7 @@ def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> Plan:
     base: str | dict[str, Any] = grid.base
     if root is not None and grid.base.endswith(".toml"):
         base = read_toml(root / grid.base)[1]
-    runs = dict[str, Run]()
+    runs = dict[str, GridRun]()
     for labels in itertools.product(*grid.axes.values()):
         for run in _runs(grid, base, dict(zip(grid.axes, labels, strict=True)), place):
             if (twin := runs.setdefault(run.id, run)) is not run:
@@ -155,10 +155,10 @@ def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> Plan:
                 raise ConfigError(text, remedy="leave one of them out")
     # Runs with the same workers follow each other.
     ordered = sorted(runs.values(), key=lambda run: (run.repeat, str(run.machine)))
-    return Plan(grid, ordered, limit_s)
+    return GridPlan(grid, ordered, limit_s)
 
 
-def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: str) -> Iterator[Run]:
+def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: str) -> Iterator[GridRun]:
     where, varied = f"{place}: {_named(cell)}", dict[str, Any]()
     for axis, label in cell.items():
         if twice := varied.keys() & grid.axes[axis][label].keys():
@@ -176,7 +176,7 @@ def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: s
         raise ConfigError(f"{where}: {error.message}", remedy=error.remedy) from None
     job, model, is_private = first.job, first.model, first.data.private
     values = {"workers": job.workers, "link": first.link.preset, "threads": first.device.threads, "private": is_private}
-    machine = _valid(Machine, values | own, where)
+    machine = _valid(RunMachine, values | own, where)
     is_llama = model.architecture in LLAMAS and not model.path
     if grid.simulated and (job.strategy not in SIMULATED or is_private or not is_llama or machine.attack):
         remedy = f"what can be: {', '.join(SIMULATED)} with a new model of {', '.join(LLAMAS)}, shared data, no attack"
@@ -185,7 +185,7 @@ def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: s
         profile = first.model_copy(update={"job": job.model_copy(update={"seed": job.seed + repeat - 1})})
         decisive = [profile.to_spec(), machine.model_dump(), grid.loss_targets, grid.simulated and grid.gflops]
         digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
-        yield Run(digest, cell, settings, repeat, profile, machine)
+        yield GridRun(digest, cell, settings, repeat, profile, machine)
 
 
 def _valid(kind: type[T], values: Mapping[str, Any], place: str) -> T:

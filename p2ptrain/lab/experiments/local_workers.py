@@ -8,7 +8,7 @@ from pathlib import Path
 
 from p2ptrain.cluster.local_cluster import LocalCluster, own_texts, threads_each
 from p2ptrain.core.errors import JobFailed
-from p2ptrain.lab.experiments.grid import Machine, Plan, Run
+from p2ptrain.lab.experiments.grid import GridPlan, GridRun, RunMachine
 from p2ptrain.lab.experiments.results import DONE, Result
 from p2ptrain.lab.experiments.run import Show, failure, measure
 
@@ -17,13 +17,13 @@ class LocalWorkers:
     """Carries out runs on a seed and workers of this machine. They stay as long as the next run needs the same ones and
     nothing went wrong."""
 
-    def __init__(self, plan: Plan, root: Path) -> None:
+    def __init__(self, plan: GridPlan, root: Path) -> None:
         """``root``: directory of the processes' state."""
         self._plan, self._root = plan, root.absolute()
         self._cluster: LocalCluster | None = None
-        self._machine: Machine | None = None
+        self._machine: RunMachine | None = None
 
-    async def __call__(self, run: Run, show: Show) -> Result:
+    async def __call__(self, run: GridRun, show: Show) -> Result:
         if self._cluster is None or self._machine != run.machine:
             await self.end()
             show("workers start")
@@ -40,11 +40,11 @@ class LocalWorkers:
             await self.end()
         return result
 
-    async def _measured(self, cluster: LocalCluster, run: Run, show: Show) -> Result:
+    async def _measured(self, cluster: LocalCluster, run: GridRun, show: Show) -> Result:
         async with cluster.operator() as client:
             return await measure(client, run, self._plan, show)
 
-    async def _begin(self, run: Run) -> None:
+    async def _begin(self, run: GridRun) -> None:
         self._cluster, self._machine = LocalCluster(self._root), run.machine
         machine, texts = run.machine, own_texts(run.profile, run.machine.workers, [])
         options = ["--threads", str(machine.threads or threads_each(machine.workers))]

@@ -12,7 +12,7 @@ from typing import Any
 
 from p2ptrain.core.disk import RealDisk, write_atomic
 from p2ptrain.core.errors import StorageError, UserError
-from p2ptrain.lab.experiments.grid import Grid, Plan, Run
+from p2ptrain.lab.experiments.grid import Grid, GridPlan, GridRun
 
 GRID, RESULTS, CURVES, LOCK = "grid.json", "results.csv", "curves", ".lock"
 MAX_FILE_BYTES = 64 << 20
@@ -67,7 +67,7 @@ class Results:
         rows: run id → row, of the runs that are over.
     """
 
-    def __init__(self, directory: Path, plan: Plan) -> None:
+    def __init__(self, directory: Path, plan: GridPlan) -> None:
         """Raises ``UserError`` if the directory is in use, or holds results of another grid; ``StorageError``."""
         self.directory, self.plan, self.rows = directory, plan, dict[str, Row]()
         self._disk = RealDisk()
@@ -91,10 +91,10 @@ class Results:
             lock.close()
             raise
 
-    def missing(self) -> list[Run]:
+    def missing(self) -> list[GridRun]:
         return [run for run in self.plan.runs if run.id not in self.rows]
 
-    def add(self, run: Run, result: Result) -> Row:
+    def add(self, run: GridRun, result: Result) -> Row:
         """Record a run. The files are replaced as a whole, so a crash loses at most this run."""
         if result.curve:
             points = [dict(zip(POINT, point, strict=True)) for point in result.curve]

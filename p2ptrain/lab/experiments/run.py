@@ -16,7 +16,7 @@ from statistics import mean, median
 import numpy as np
 
 from p2ptrain.core.errors import P2PTrainError, Refused, UserError
-from p2ptrain.lab.experiments.grid import Plan, Run
+from p2ptrain.lab.experiments.grid import GridPlan, GridRun
 from p2ptrain.lab.experiments.results import ALONE, DONE, Result, Results, Row, bytes_to, time_to
 from wire.client import SeedClient
 from wire.records import ABSENT_STATES, FINISHED_STATES, EventInfo, JobInfo, MetricRow, PeerInfo
@@ -29,7 +29,7 @@ SETTLE_S = 15.0
 RECOVERIES = 256
 
 Show = Callable[[str], None]
-Execute = Callable[[Run, Show], Awaitable[Result]]
+Execute = Callable[[GridRun, Show], Awaitable[Result]]
 """Carries out a run. Its errors end the experiment."""
 
 
@@ -37,7 +37,7 @@ async def carry_out(
     results: Results,
     execute: Execute,
     on_progress: Callable[[str, float | None], object],
-    on_row: Callable[[Run, Row], None],
+    on_row: Callable[[GridRun, Row], None],
 ) -> None:
     """Carry out the runs that have no result yet. Raises what ``execute`` raises, and ``StorageError``.
 
@@ -56,7 +56,7 @@ async def carry_out(
         on_row(run, results.add(run, await execute(run, show)))
 
 
-async def measure(client: SeedClient, run: Run, plan: Plan, show: Show) -> Result:
+async def measure(client: SeedClient, run: GridRun, plan: GridPlan, show: Show) -> Result:
     """Run a job and measure it. ``client``: not subscribed yet.
 
     Raises:
@@ -168,7 +168,7 @@ class _Followed:
         sent_bytes: step → what all workers had sent by their last reports when it was the newest step.
     """
 
-    def __init__(self, client: SeedClient, run: Run, show: Show) -> None:
+    def __init__(self, client: SeedClient, run: GridRun, show: Show) -> None:
         self.job, self.trouble, self.state = "", "", "waiting"
         self.memory_bytes, self.refused, self.sent_bytes = 0, dict[str, int](), {0: 0}
         self._client, self._run, self._show = client, run, show

@@ -20,7 +20,7 @@ from configs.schema import Profile
 from p2ptrain.core.footprint import llama_sizes
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import Network, World
-from p2ptrain.lab.experiments.grid import Plan, Run
+from p2ptrain.lab.experiments.grid import GridPlan, GridRun
 from p2ptrain.lab.experiments.results import Result
 from p2ptrain.lab.experiments.run import Show, measure
 from p2ptrain.lab.memory import MemoryNetwork
@@ -37,7 +37,7 @@ from wire.emulate import EmulatedNetwork, preset_named
 SEED, PORT, VOCAB = "127.0.0.1", 7700, 256
 
 
-async def simulate(plan: Plan, run: Run, show: Show) -> Result:
+async def simulate(plan: GridPlan, run: GridRun, show: Show) -> Result:
     """Carry out a run. Must run on a loop of virtual time (``p2ptrain.lab.memory``)."""
     network, rng = MemoryNetwork(), random.Random(run.id)  # noqa: S311 - equal runs
     link = run.machine.link

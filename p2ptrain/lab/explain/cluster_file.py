@@ -12,7 +12,7 @@ from configs.loader import complaint, read_toml
 from configs.schema import Table
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.texts import size_of
-from ring.prediction import Cluster, quality_of
+from ring.prediction import DescribedCluster, quality_of
 from ring.training_costs import CandidateWorker
 from wire.emulate import preset_named
 
@@ -24,7 +24,7 @@ class Between(Table):
     link: str
 
 
-class Member(Table):
+class DescribedMember(Table):
     name: str = Field(min_length=1, max_length=64)
     gflops: float = Field(ge=1e-3, le=1e9)
     memory: str = ""
@@ -34,11 +34,11 @@ class Member(Table):
 
 class File(Table):
     link: str
-    member: list[Member] = Field(min_length=1, max_length=MOST)
+    member: list[DescribedMember] = Field(min_length=1, max_length=MOST)
     between: list[Between] = Field(default=[], max_length=4096)
 
 
-def read(path: Path) -> Cluster:
+def read(path: Path) -> DescribedCluster:
     """Raises ``ConfigError``, which names the place in the file."""
     _, document = read_toml(path, "cluster")
     remedy = "docs/explain.md has an example of such a file"
@@ -52,7 +52,7 @@ def read(path: Path) -> Cluster:
         raise ConfigError(f"{path}: {error.message}", remedy=error.remedy or remedy) from None
 
 
-def _cluster(file: File) -> Cluster:
+def _cluster(file: File) -> DescribedCluster:
     members = [
         CandidateWorker(name, name, size_of(one.memory) if one.memory else 0, 1e9 * one.gflops, one.device == "cpu")
         for one in file.member
@@ -69,4 +69,4 @@ def _cluster(file: File) -> Cluster:
         if (one, other) not in links:
             raise UserError(f"{one} and {other} are not two members", remedy=f"members are {', '.join(names[:8])}")
         links |= dict.fromkeys([(one, other), (other, one)], quality_of(preset_named(way.link)))
-    return Cluster(tuple(members), links)
+    return DescribedCluster(tuple(members), links)

@@ -27,7 +27,7 @@ STEPS, WARM_STEPS, PASSES, MOST_S = 10, 2, 2, 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StrategyTimings:
     """What some workers of this machine are, and what a step took them.
 
     Attributes:
@@ -39,7 +39,7 @@ class Measured:
     jobs: dict[str, tuple[Profile, dict[str, float]]]
 
 
-async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, quiet: bool) -> Measured | None:
+async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, quiet: bool) -> StrategyTimings | None:
     """Train with so many workers; None after Ctrl+C.
 
     Args:
@@ -52,7 +52,7 @@ async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, 
     console.quiet = quiet
     cluster = LocalCluster(Path(tempfile.mkdtemp(prefix="p2ptrain-explain-")))  # kept after a failure, for its logs
 
-    async def work() -> Measured:
+    async def work() -> StrategyTimings:
         console.progress(cluster.workers_start(workers))
         await cluster.start_seed()
         threads = profile.device.threads or threads_each(workers)
@@ -72,24 +72,24 @@ async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, 
 
 async def _trained(
     cluster: LocalCluster, profile: Profile, workers: int, strategies: Sequence[str], show: Callable[[str], None]
-) -> Measured:
+) -> StrategyTimings:
     from pydantic import ValidationError
 
-    from p2ptrain.lab.experiments.grid import Grid, Machine, Plan, Run
+    from p2ptrain.lab.experiments.grid import Grid, GridPlan, GridRun, RunMachine
     from p2ptrain.lab.experiments.run import measure as run_job
 
     async with cluster.operator() as client:
         show("the workers measure their speed and their links")
         links = await client.links()
         peers = [peer for peer in await client.peers() if peer.roles == ["worker"]]
-    found, machine = Measured(peers, links, {}), Machine(workers=workers, link="", threads=0, private=False)
+    found, machine = StrategyTimings(peers, links, {}), RunMachine(workers=workers, link="", threads=0, private=False)
     for strategy in dict.fromkeys(("sync", *strategies)):
         try:
             brief = short(profile, strategy, workers)
         except ValidationError:  # such as one that needs two workers
             continue
-        run = Run(strategy, {"strategy": strategy}, {}, 1, brief, machine)
-        plan = Plan(Grid(name="explain", axes={"strategy": [strategy]}), [run], MOST_S)
+        run = GridRun(strategy, {"strategy": strategy}, {}, 1, brief, machine)
+        plan = GridPlan(Grid(name="explain", axes={"strategy": [strategy]}), [run], MOST_S)
         async with cluster.operator() as client:
             result = await run_job(client, run, plan, partial(_show, show, strategy))
         figures = {name: value or 0.0 for name, value in result.figures.items()}

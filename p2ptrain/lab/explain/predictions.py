@@ -18,7 +18,7 @@ from p2ptrain.lab.explain.measuring import PASSES, measure
 from ring.codecs import CODECS
 from ring.codecs.choice import STATED_ERROR
 from ring.order import LinkQuality, RingOptions
-from ring.prediction import EXACT, Calibration, Cluster, Prediction, Way, fitted, predict, quality_of
+from ring.prediction import EXACT, Calibration, DescribedCluster, Prediction, Way, fitted, predict, quality_of
 from ring.training_costs import CandidateWorker, ModelShape
 from wire.emulate import preset_named
 from wire.records import ABSENT_STATES, LinkInfo, PeerInfo
@@ -37,8 +37,14 @@ how many of these a worker makes at most."""
 
 
 async def calibrate(
-    profile: Profile, shape: ModelShape, where: int | Cluster, strategies: Sequence[str], link: str, *, quiet: bool
-) -> tuple[dict[str, Calibration], Cluster] | None:
+    profile: Profile,
+    shape: ModelShape,
+    where: int | DescribedCluster,
+    strategies: Sequence[str],
+    link: str,
+    *,
+    quiet: bool,
+) -> tuple[dict[str, Calibration], DescribedCluster] | None:
     """Measure the strategies here; return each one's calibration, and the cluster. None after Ctrl+C.
 
     Args:
@@ -85,7 +91,7 @@ def equal_members(
     link: str = "",
     loopback: LinkQuality | None = None,
     host_flops: float = 0.0,
-) -> Cluster:
+) -> DescribedCluster:
     """Equal workers of this machine, over an emulated link, or over the loopback."""
     there = [
         CandidateWorker(f"worker-{number:02}", f"worker-{number}", memory_bytes, flops, True, "here", host_flops)
@@ -95,10 +101,12 @@ def equal_members(
     way = quality_of(preset) if preset else loopback
     pairs = [(one.id, other.id) for one in there for other in there if one is not other]
     links = dict.fromkeys(pairs, way) if way else {}
-    return Cluster(tuple(there), links, emulated=True, burst_bytes=preset.burst_bytes if preset else 0)
+    return DescribedCluster(tuple(there), links, emulated=True, burst_bytes=preset.burst_bytes if preset else 0)
 
 
-def cluster_of(peers: Sequence[PeerInfo], links: Sequence[LinkInfo], among: Sequence[str] | None = None) -> Cluster:
+def cluster_of(
+    peers: Sequence[PeerInfo], links: Sequence[LinkInfo], among: Sequence[str] | None = None
+) -> DescribedCluster:
     """The workers that are connected to a seed; only those ``among`` a job's members. Raises ``UserError``."""
     peers = [peer for peer in peers if peer.roles == ["worker"]]
     there = [peer for peer in peers if peer.state not in ABSENT_STATES and (among is None or peer.id in among)]
@@ -114,7 +122,7 @@ def cluster_of(peers: Sequence[PeerInfo], links: Sequence[LinkInfo], among: Sequ
         host = peer.address.rpartition(":")[0]
         members.append(CandidateWorker(peer.id, peer.name, peer.part_bytes, flops, on_host, host, most))
     known = {(way.source, way.target): LinkQuality(way.latency_s, way.bandwidth_bps) for way in links}
-    return Cluster(tuple(members), known)
+    return DescribedCluster(tuple(members), known)
 
 
 def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence[str] = ()) -> Way:
@@ -151,7 +159,7 @@ def all_ways(
     name: str,
     sets: Sequence[str],
     own: Profile,
-    cluster: Cluster,
+    cluster: DescribedCluster,
     measured: dict[str, Calibration],
     shape_of: Callable[[Profile], ModelShape],
 ) -> tuple[list[Prediction], dict[str, str]]:
@@ -178,7 +186,7 @@ def all_ways(
     return found, {strategy: why for strategy, why in refused.items() if strategy not in possible}
 
 
-def predict_calibrated(way: Way, cluster: Cluster, measured: dict[str, Calibration]) -> Prediction:
+def predict_calibrated(way: Way, cluster: DescribedCluster, measured: dict[str, Calibration]) -> Prediction:
     """A strategy that could not be measured counts as ``sync``. Raises as ``predict``."""
     return predict(way, cluster, measured.get(_measured_as(way.strategy), measured["sync"]))
 

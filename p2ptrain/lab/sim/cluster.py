@@ -43,7 +43,7 @@ class SimClock(LoopClock):
         return 1_700_000_000.0 + self.now()
 
 
-class Machine:
+class SimMachine:
     """A computer with a disk. At most one program of the cluster runs on it at a time.
 
     Attributes:
@@ -263,12 +263,12 @@ class Simulation:
         self.observer = Observer(loop.time, expected, profile.stages, server)
         self.observer.here = lambda: [machine for machine in self.live if machine.linked]
         self.job_changed = asyncio.Event()
-        self.machines: dict[str, Machine] = {}
-        self.seed = Machine(self, SEED, 0.002)
+        self.machines: dict[str, SimMachine] = {}
+        self.seed = SimMachine(self, SEED, 0.002)
         self.machines[SEED] = self.seed
         for index in range(1, peers + 1):
             host = f"w{index}"
-            self.machines[host] = Machine(self, host, 0.01 * self.random.choice((1, 1, 1, 2, 5)))
+            self.machines[host] = SimMachine(self, host, 0.01 * self.random.choice((1, 1, 1, 2, 5)))
         self._verbose = verbose
         # Every fourth split model has known sizes and memory limits: the seed has its links measured, and cuts it by
         # them.
@@ -287,22 +287,22 @@ class Simulation:
         return min(needed, len(self.workers))
 
     @property
-    def workers(self) -> list[Machine]:
+    def workers(self) -> list[SimMachine]:
         return [machine for machine in self.machines.values() if machine is not self.seed]
 
     @property
-    def live(self) -> list[Machine]:
+    def live(self) -> list[SimMachine]:
         return [m for m in self.workers if m.up and not m.stop.is_set() and not m.process.frozen]
 
     def _delay_s(self, source: str, target: str) -> float:
         base = self._latency_s * (0.5 + self._network_conditions.random())
         return base + self.slow.get(frozenset((source, target)), 0.0) if self.slow else base
 
-    def report_event(self, machine: Machine, level: str, kind: str, text: str) -> None:
+    def report_event(self, machine: SimMachine, level: str, kind: str, text: str) -> None:
         if self._verbose or level != "info":
             self.observer.tell(f"{machine.host}: {kind}: {text}")
 
-    def unexpected(self, machine: Machine, problem: BaseException) -> None:
+    def unexpected(self, machine: SimMachine, problem: BaseException) -> None:
         self.complaints.append(f"{machine.host} ended: {problem!r}")
         self.observer.tell(f"{machine.host} ended: {problem!r}")
 

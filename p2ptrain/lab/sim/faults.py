@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from p2ptrain.lab.sim.cluster import SEED, Machine, Simulation
+from p2ptrain.lab.sim.cluster import SEED, SimMachine, Simulation
 from p2ptrain.lab.sim.machine import NUMEL, PROCESS
 from ring.token import Flag
 from ring.transaction import Phase
@@ -86,7 +86,7 @@ GOES_ON_S = 30.0
 """The others make steps again so long after one member began to misbehave."""
 
 
-class Faults:
+class FaultSchedule:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._random = simulation.random
@@ -179,11 +179,11 @@ class Faults:
 
     # ----------------------------------------------------------------------------------------------------------- when
 
-    async def _at_moment(self, victim: Machine, moments: int, act: Callable[[Machine], None]) -> None:
+    async def _at_moment(self, victim: SimMachine, moments: int, act: Callable[[SimMachine], None]) -> None:
         due = victim.process.moments + moments
         await self._when(victim, lambda: victim.process.moments >= due, act)
 
-    async def _in_phase(self, victim: Machine, phase: Phase, act: Callable[[Machine], None]) -> None:
+    async def _in_phase(self, victim: SimMachine, phase: Phase, act: Callable[[SimMachine], None]) -> None:
         """Act some callbacks after the victim entered ``phase``, if it is still in it; else at its next time there.
         Most phases last a few callbacks, some last dozens."""
         # callbacks in the phase before the fault, on average 5
@@ -197,20 +197,20 @@ class Faults:
         self._tell(f"wait for {victim.host} to be {phase}, {moments} callbacks long")
         await self._when(victim, there, act)
 
-    async def _in_vote(self, victim: Machine, ahead: Machine) -> None:
+    async def _in_vote(self, victim: SimMachine, ahead: SimMachine) -> None:
         """Kill ``victim`` after ``ahead`` has all tokens and applies the step. The slow link keeps the token of
         ``ahead`` from the victim, so it is not passed on, and the others must redo the step."""
         self._slow(victim.host, ahead.host, lasts_s=2 * PATIENCE_S)
         self._tell(f"wait for {victim.host} to vote while {ahead.host} applies")
         await self._when(victim, lambda: victim.phase is Phase.VOTING and ahead.phase is Phase.APPLYING, self._kill)
 
-    async def _in_follow(self, newcomer: Machine) -> None:
+    async def _in_follow(self, newcomer: SimMachine) -> None:
         self._start(newcomer)
         self._tell(f"wait for {newcomer.host} to follow")
         how = self._random.choice(("cut", "silence"))
         await self._when(newcomer, lambda: newcomer.following, lambda victim: self._sever(how, [(victim.host, SEED)]))
 
-    async def _when(self, victim: Machine, holds: Callable[[], bool], act: Callable[[Machine], None]) -> None:
+    async def _when(self, victim: SimMachine, holds: Callable[[], bool], act: Callable[[SimMachine], None]) -> None:
         process = victim.process
         done = asyncio.Event()
 
@@ -231,11 +231,11 @@ class Faults:
 
     # ----------------------------------------------------------------------------------------------------------- what
 
-    def _kill(self, victim: Machine) -> None:
+    def _kill(self, victim: SimMachine) -> None:
         self._tell(f"kill {victim.host} ({victim.phase})")
         victim.kill()
 
-    def _start(self, *machines: Machine) -> None:
+    def _start(self, *machines: SimMachine) -> None:
         for machine in machines:
             if not machine.up:
                 self._tell(f"{machine.host} starts")
@@ -248,7 +248,7 @@ class Faults:
         if free:
             self._start(self._random.choice(free))
 
-    def _freeze(self, victim: Machine) -> None:
+    def _freeze(self, victim: SimMachine) -> None:
         process, seconds = victim.process, self._random.choice(LASTS_S)
         self._tell(f"{victim.host} freezes for {seconds} s ({victim.phase})")
         process.frozen = True
@@ -260,7 +260,7 @@ class Faults:
 
         self._later(seconds, thaw)
 
-    def _misbehave(self, victim: Machine, how: str) -> None:
+    def _misbehave(self, victim: SimMachine, how: str) -> None:
         """``hang``: its computing. ``garble``: it sends invalid tokens. ``withhold``: it sends no payload."""
         process, seconds, observer = victim.process, self._random.choice(MISBEHAVES_S), self._simulation.observer
         now, strikes = self._simulation.loop.time(), self._strikes
@@ -304,7 +304,7 @@ class Faults:
         lasts_s = self._random.choice(LASTS_S) if lasts_s is None else lasts_s
         self._later(lasts_s, lambda: self._simulation.slow.pop(way, None))
 
-    def _garbage(self, victim: Machine) -> None:
+    def _garbage(self, victim: SimMachine) -> None:
         found = [
             connection
             for connection in self._simulation.network.connections(victim.host)
@@ -346,7 +346,7 @@ class Faults:
         else:
             cut = rng.random() < 0.3
             self._tell(f"{'power cut at' if cut else 'kill'} the seed")
-            await self._at_moment(seed, rng.choice((1, 5, 40)), Machine.power_cut if cut else Machine.kill)
+            await self._at_moment(seed, rng.choice((1, 5, 40)), SimMachine.power_cut if cut else SimMachine.kill)
             away_s = rng.choice((40.0, 100.0)) if kind == "seed-away" else rng.choice((0.0, 1.0, 10.0))
             self._later(away_s, lambda: self._start(seed))
 
@@ -387,12 +387,12 @@ class Faults:
                 while not holds():  # noqa: ASYNC110 - virtual time
                     await asyncio.sleep(0.01)
 
-    def _lie(self, victim: Machine) -> None:
+    def _lie(self, victim: SimMachine) -> None:
         how, times = self._random.choice(("nan", "huge")), self._random.choice((1, 1, 3))
         self._tell(f"{victim.host} contributes {how}, {times} times")
         victim.lies, victim.lie = times, how
 
-    def _disk_full(self, victim: Machine) -> None:
+    def _disk_full(self, victim: SimMachine) -> None:
         self._tell(f"the disk of {victim.host} is full")
         victim.disk.fill_up(True)
 
@@ -424,7 +424,7 @@ class Faults:
         self._tell("the operator resumes the job")
         await self._simulation.ask("jobs.resume", job=self._simulation.job)
 
-    async def _until_stopped(self, machine: Machine) -> None:
+    async def _until_stopped(self, machine: SimMachine) -> None:
         if machine.task is not None:
             await asyncio.wait([machine.task], timeout=max(LASTS_S))
         if machine.up:

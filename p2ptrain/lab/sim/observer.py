@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,20 +41,30 @@ from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from p2ptrain.lab.sim.machine import Process, SimEngine
 from ring.ledger import counts_of_untrusted
 from ring.staleness import unpacked_untrusted
-from ring.token import Fault, next_lineage
+from ring.token import TokenFault, next_lineage
 from ring.transaction import Transaction
 from ring.view import View
 from wire.job_messages import LedgerRow
 from wire.records import LedgerHead
-
-if TYPE_CHECKING:
-    from p2ptrain.lab.sim.cluster import Machine
 
 ROUNDING = 1e-4
 """Relative to the largest parameter: how far the order of sums may move a run of this length (measured)."""
 
 MOST_VIEWS = 150
 """Views of a short job of a split model. A job that needs more restarts over and over."""
+
+
+class ObservedMachine(Protocol):
+    """What the observer knows of a machine (``cluster.SimMachine``)."""
+
+    host: str
+    process: Process
+    engine: SimEngine | None
+    announced: dict[int, str]
+    wholes: dict[int, str]
+
+    @property
+    def stage(self) -> int: ...
 
 
 class Violation(AssertionError):
@@ -64,7 +74,7 @@ class Violation(AssertionError):
 
 
 @dataclass
-class Line:
+class CommitLine:
     """The surviving line of commits of one job.
 
     Attributes:
@@ -104,11 +114,11 @@ class Observer:
         self._now, self._expected, self.stages, self._server = now, expected, stages, server
         self._began: dict[int, int] = {}  # generation → step
         self.wanted: set[int] = set()
-        self.here: Callable[[], list[Machine]] = list
+        self.here: Callable[[], list[ObservedMachine]] = list
         self.timeline: list[tuple[float, str]] = []
         self.checks: dict[str, int] = {}
         self.violation: Violation | None = None
-        self.line = Line()
+        self.line = CommitLine()
         self.job_state = ""
         self.kept: tuple[int, set[str]] = (0, set())  # step and members of the next view if only the seed was lost
         self.commits = 0
@@ -163,7 +173,7 @@ class Observer:
 
     # ----------------------------------------------------------------------------------------------------- the members
 
-    def moved(self, machine: Machine, core: Transaction, view: View | None, before: tuple[int, str]) -> None:
+    def moved(self, machine: ObservedMachine, core: Transaction, view: View | None, before: tuple[int, str]) -> None:
         """A member's state in memory has a new step or lineage. ``view``: the view in which it committed; None: it was
         given."""
         engine = machine.engine
@@ -205,7 +215,7 @@ class Observer:
         fits = self.stages > 1 or math.isclose(claimed, true, rel_tol=1e-5)  # one stage does not know the whole
         self.check("true norm", fits, f"{who} commits a step with a squared norm of {claimed}, it is {true}")
 
-    def rejected(self, core: Transaction, fault: Fault) -> None:
+    def rejected(self, core: Transaction, fault: TokenFault) -> None:
         members = core.view.members if core.view is not None else ()
         if fault.cause == "figure" and fault.suspect is not None and len(members) > 2:
             name = members[fault.suspect].name
@@ -361,7 +371,7 @@ class Observer:
         self._promised = {key: step for key, step in self._promised.items() if key[0] != host}
         self._witnesses.pop(host, None)
 
-    def saved(self, machine: Machine, step: int, digest: str, meta: Meta, bits: Sequence[bytes]) -> None:
+    def saved(self, machine: ObservedMachine, step: int, digest: str, meta: Meta, bits: Sequence[bytes]) -> None:
         """A manifest is written: the checkpoint may exist from now on. ``bits``: hashes of its parts."""
         lineage, stage_meta = str(meta.get("lineage")), meta.get("stage")
         stages = frozenset({stage_meta}) if isinstance(stage_meta, int) else frozenset(range(self.stages))
@@ -377,7 +387,7 @@ class Observer:
         for stage, those in zip(sorted(stages), bits, strict=True):
             self._same_bits(f"{machine.host}'s checkpoint", step, lineage, stage, those)
 
-    def announced(self, machine: Machine, step: int, digest: str) -> None:
+    def announced(self, machine: ObservedMachine, step: int, digest: str) -> None:
         """A member reported a checkpoint to the seed, for the first time or again."""
         known = self._manifests.get(digest)
         self.check("loaded was saved", known is not None, f"{machine.host} announces an unknown checkpoint")
@@ -403,10 +413,10 @@ class Observer:
             if len(stages) == self.stages:
                 self.line.saved_step = max(self.line.saved_step, step)
 
-    def promised(self, machine: Machine, stage: int, step: int) -> None:
+    def promised(self, machine: ObservedMachine, stage: int, step: int) -> None:
         self._promised[machine.host, stage] = step
 
-    def loaded(self, machine: Machine, entry: CheckpointEntry | None, restore_step: int) -> None:
+    def loaded(self, machine: ObservedMachine, entry: CheckpointEntry | None, restore_step: int) -> None:
         step = entry.step if entry is not None else 0
         self.tell(f"{machine.host} loads step {step}")
         if entry is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from configs.schema import Profile, Robust, RobustRule
 from p2ptrain.lab.sim.cluster import Simulation
-from p2ptrain.lab.sim.faults import KINDS, KINDS_OF_PARTS, Faults
+from p2ptrain.lab.sim.faults import KINDS, KINDS_OF_PARTS, FaultSchedule
 from p2ptrain.lab.sim.machine import SimLoop, undisturbed
 from p2ptrain.lab.sim.watching import watched, without
 from roles.strategies.federated import LEAST_MASKED
@@ -40,11 +40,11 @@ PRIVATE = "private"
 _BUDGET = {"epsilon": 3.47, "noise": 6.0, "clip_norm": 1e-3}  # of 24 steps
 SETTLE_S = 3.0  # until the last messages have arrived
 
-Conduct = Callable[[Simulation, Faults, random.Random, Sequence[str]], Coroutine[Any, Any, None]]
+Conduct = Callable[[Simulation, FaultSchedule, random.Random, Sequence[str]], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SimulationResult:
     """The result of one schedule.
 
     Attributes:
@@ -108,7 +108,7 @@ def run_schedule(
     rule: RobustRule = "",
     conduct: Conduct | None = None,
     steps: int = STEPS,
-) -> Verdict:
+) -> SimulationResult:
     """Run the schedule of ``number``.
 
     Args:
@@ -142,7 +142,7 @@ def run_schedule(
     name, text = (violation.name, str(violation)) if violation else problem
     timeline = simulation.observer.timeline
     fingerprint = hashlib.sha256(repr((timeline, loop.callbacks)).encode()).hexdigest()[:16]
-    return Verdict(
+    return SimulationResult(
         number,
         peers,
         name,
@@ -159,7 +159,7 @@ def run_schedule(
 async def _simulate(
     simulation: Simulation, mutation: str, rng: random.Random, kinds: Sequence[str], conduct: Conduct
 ) -> tuple[str, str]:
-    faults = Faults(simulation)
+    faults = FaultSchedule(simulation)
     problem = ("", "")
     with watched(simulation, random.Random(simulation.number)), without(mutation):  # noqa: S311
         try:
@@ -185,7 +185,7 @@ async def _simulate(
     return problem
 
 
-async def _conduct(simulation: Simulation, faults: Faults, rng: random.Random, kinds: Sequence[str]) -> None:
+async def _conduct(simulation: Simulation, faults: FaultSchedule, rng: random.Random, kinds: Sequence[str]) -> None:
     observer = simulation.observer
     simulation.seed.start()
     await simulation.create_job()
@@ -202,7 +202,7 @@ async def _conduct(simulation: Simulation, faults: Faults, rng: random.Random, k
     await _to_the_end(simulation, faults)
 
 
-async def _to_the_end(simulation: Simulation, faults: Faults) -> None:
+async def _to_the_end(simulation: Simulation, faults: FaultSchedule) -> None:
     observer = simulation.observer
     await faults.calm(simulation.least)
     async with asyncio.timeout(CALM_S):
@@ -237,12 +237,12 @@ class Summary:
 
     schedules: int = 0
     checks: Counter[str] = field(default_factory=Counter)
-    violations: list[Verdict] = field(default_factory=list)
+    violations: list[SimulationResult] = field(default_factory=list)
     virtual_s: float = 0.0
     real_s: float = 0.0
     steps: int = 0
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, verdict: SimulationResult) -> None:
         self.schedules += 1
         self.checks.update(verdict.checks)
         self.virtual_s += verdict.virtual_s
@@ -255,7 +255,7 @@ def run_batch(
     numbers: Sequence[int],
     *,
     jobs: int = 1,
-    on_verdict: Callable[[Verdict, Summary], None] = lambda verdict, summary: None,
+    on_verdict: Callable[[SimulationResult, Summary], None] = lambda verdict, summary: None,
     summary: Summary | None = None,
     **options: Any,
 ) -> Summary:
@@ -270,7 +270,7 @@ def run_batch(
     summary, began = summary or Summary(), time.perf_counter()
     one = partial(_run_one, options=options)
     with ExitStack() as stack:
-        verdicts: Iterator[Verdict]
+        verdicts: Iterator[SimulationResult]
         if jobs > 1:
             context = multiprocessing.get_context("spawn")
             ignore_ctrl_c = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
@@ -288,13 +288,13 @@ def run_batch(
     return summary
 
 
-def _run_one(number: int, *, options: dict[str, Any]) -> Verdict:
+def _run_one(number: int, *, options: dict[str, Any]) -> SimulationResult:
     verdict = run_schedule(number, **options)
     return verdict if options.get("verbose") else replace(verdict, timeline=[])
 
 
 def replay(
-    verdict: Verdict,
+    verdict: SimulationResult,
     *,
     peers: int = 0,
     kinds: Sequence[str] = (),

@@ -54,7 +54,7 @@ from wire.frame import FrameDecoder
 from wire.job_messages import CheckpointSaved, excluded_key
 
 if TYPE_CHECKING:
-    from p2ptrain.lab.sim.cluster import Machine, Simulation
+    from p2ptrain.lab.sim.cluster import SimMachine, Simulation
 
 EXCLUDING = ("krum", "multi_krum", "bulyan")
 """Robust rules that leave vectors out."""
@@ -90,7 +90,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
     """Report all events to the simulation's observer, and take random names from ``names``."""
     observer = simulation.observer
 
-    def here() -> Machine | None:
+    def here() -> SimMachine | None:
         process = PROCESS.get()
         return simulation.machines.get(process.host) if process is not None and process.alive else None
 

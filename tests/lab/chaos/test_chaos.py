@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.chaos_report import print_report
-from p2ptrain.cluster.local_cluster import Child, JobObserver, LocalCluster, ObservedView, Row
+from p2ptrain.cluster.local_cluster import JobObserver, LocalCluster, ObservedStep, ObservedView, PeerProcess
 from p2ptrain.core.errors import UserError
-from p2ptrain.lab.chaos.conduct import Cluster, WorkerSlot
+from p2ptrain.lab.chaos.conduct import ProxiedCluster, WorkerSlot
 from p2ptrain.lab.chaos.judge import (
     CUTS,
     KINDS,
     LASTS_S,
     Attack,
+    ChaosReport,
     InjectedFault,
-    Report,
-    Verdict,
+    InvariantResult,
     every_step_once,
     evictions,
     kinds_of,
@@ -86,17 +86,17 @@ def injected(**changes: Any) -> InjectedFault:
 
 
 def test_a_step_of_the_old_view_is_no_recovery_from_a_death() -> None:
-    rows = [Row(9.9, 50, 3), Row(10.3, 51, 3), Row(10.6, 52, 4), Row(10.9, 53, 4)]
+    rows = [ObservedStep(9.9, 50, 3), ObservedStep(10.3, 51, 3), ObservedStep(10.6, 52, 4), ObservedStep(10.9, 53, 4)]
     assert recovered(injected(), rows, 0.1) == rows[2]
     assert recovered(injected(), rows[:2], 0.1) is None, "however late it was told"
 
 
 def test_what_was_on_its_way_is_no_recovery_from_a_cut() -> None:
-    rows = [Row(10.05, 51, 3), Row(10.3, 52, 3)]
+    rows = [ObservedStep(10.05, 51, 3), ObservedStep(10.3, 52, 3)]
     assert recovered(injected(kind="cut"), rows, 0.1) == rows[1]
-    later = [Row(10.05, 51, 4)]
+    later = [ObservedStep(10.05, 51, 4)]
     assert recovered(injected(kind="cut"), later, 0.1) == later[0], "of a later view it counts at once"
-    again = [Row(10.5, 50, 3)]
+    again = [ObservedStep(10.5, 50, 3)]
     assert recovered(injected(kind="cut"), again, 0.1) is None, "told again, it is no new step"
 
 
@@ -118,7 +118,7 @@ def test_an_eviction_without_a_fault_is_told() -> None:
 
 
 def test_steps_on_record() -> None:
-    assert every_step_once([3, 1, 2], 3) == Verdict("every step is on record once", True, "steps 1 to 3")
+    assert every_step_once([3, 1, 2], 3) == InvariantResult("every step is on record once", True, "steps 1 to 3")
     assert every_step_once([1, 3, 3, 4], 4).text == "missing: 2; twice: 3"
     assert every_step_once([], 0).held
     lost = every_step_once([], 9)
@@ -133,7 +133,13 @@ def test_equal_states() -> None:
 
 
 def test_steps_that_are_done_again_are_no_goodput() -> None:
-    rows = [Row(0.0, 10, 1), Row(1.0, 11, 1), Row(2.0, 12, 1), Row(3.0, 12, 2), Row(4.0, 13, 2)]
+    rows = [
+        ObservedStep(0.0, 10, 1),
+        ObservedStep(1.0, 11, 1),
+        ObservedStep(2.0, 12, 1),
+        ObservedStep(3.0, 12, 2),
+        ObservedStep(4.0, 13, 2),
+    ]
     assert steps_per_s(rows, 0.0, 4.0) == 0.75
     assert steps_per_s(rows, 4.0, 4.0) == 0.0
 
@@ -142,13 +148,13 @@ def test_steps_that_are_done_again_are_no_goodput() -> None:
 
 
 def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(4, False, complete=True, baseline_steps_per_s=4.0, steps_per_s=3.0)
+    report = ChaosReport(4, False, complete=True, baseline_steps_per_s=4.0, steps_per_s=3.0)
     report.injected_faults = [injected(recovery_s=0.5), injected(recovery_s=1.5), injected()]
-    report.verdicts = [Verdict("this", True), Verdict("that", None)]
+    report.verdicts = [InvariantResult("this", True), InvariantResult("that", None)]
     document = report.to_json()
     assert document["recovery_s"] == {"kill": {"n": 2, "p50": 0.5, "p99": 1.5, "max": 1.5}}
     assert (document["goodput"], document["broken"]) == (0.75, False)
-    report.verdicts.append(Verdict("the last", False, "why"))
+    report.verdicts.append(InvariantResult("the last", False, "why"))
     assert report.broken
     print_report(report)
     shown = capsys.readouterr().out
@@ -193,8 +199,8 @@ async def test_whoever_is_frozen_goes_on_when_a_run_is_left(tmp_path: Path) -> N
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        cluster = Cluster(LocalCluster(tmp_path, 1), 1, 1, lambda: None)
-        child = Child("worker-1", process, tmp_path / "log", 0)
+        cluster = ProxiedCluster(LocalCluster(tmp_path, 1), 1, 1, lambda: None)
+        child = PeerProcess("worker-1", process, tmp_path / "log", 0)
         proxies = Proxy(("127.0.0.1", 1)), Proxy(("127.0.0.1", 1))
         cluster.places[1] = WorkerSlot(1, *proxies, child, frozen=True)
         process.send_signal(signal.SIGSTOP)
@@ -232,7 +238,7 @@ def test_what_a_seed_tells_again_is_kept_once_and_at_its_first_time() -> None:
         told(observer, "events", at_s, id=3, wall=0.0, level="info", kind="lost", text="x")
     told(observer, "metrics", 3.0, job="j", step=7, wall=0.0, generation=3)
     told(observer, "metrics", 3.0, job="another", step=8, wall=0.0, generation=3)
-    assert observer.rows == [Row(1.0, 7, 2), Row(3.0, 7, 3)]
+    assert observer.rows == [ObservedStep(1.0, 7, 2), ObservedStep(3.0, 7, 3)]
     assert [at_s for at_s, _ in observer.events] == [1.0]
 
 
@@ -262,7 +268,7 @@ def test_an_attack_is_found_if_the_attackers_are_the_farthest(capsys: pytest.Cap
     near = dataclasses.replace(job, scores=[MemberScore("b", 40, 40, 1.2)])
     assert Attack.of("alie", near, names, ["b"]).found is False, "left out, but not far: it may be any member"
     assert Attack.of("scale", dataclasses.replace(job, scores=[]), names, ["b"]).found is None
-    report = Report(3, tls=False, attack=Attack.of("scale", job, names, ["b"]))
+    report = ChaosReport(3, tls=False, attack=Attack.of("scale", job, names, ["b"]))
     print_report(report)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["worker-2", "yes", "38", "40", "9.5"] in lines

@@ -14,7 +14,7 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.errors import Refused, StorageError, UserError
-from p2ptrain.lab.experiments.grid import Plan, Run, plan_of
+from p2ptrain.lab.experiments.grid import GridPlan, GridRun, plan_of
 from p2ptrain.lab.experiments.results import Result, Results, load
 from p2ptrain.lab.experiments.run import carry_out, measure, members_away
 from p2ptrain.lab.experiments.simulated import simulate
@@ -33,11 +33,11 @@ TABLES: dict[str, Any] = {
 }
 
 
-def plan(axes: dict[str, Any], **more: Any) -> Plan:
+def plan(axes: dict[str, Any], **more: Any) -> GridPlan:
     return plan_of({"name": "small", "set": TABLES, "axes": axes, "gflops": 1e-3, **more}, "grid", None)
 
 
-async def measured(cluster: Cluster, made: Plan, build: Callable[[Profile], StandInEngine]) -> Result:
+async def measured(cluster: Cluster, made: GridPlan, build: Callable[[Profile], StandInEngine]) -> Result:
     for _ in range(2):
         await cluster.join(build).joined.wait()
     async with cluster.operator() as client:
@@ -179,11 +179,11 @@ def test_ctrl_c_ends_a_simulation_at_its_next_step() -> None:
 # ------------------------------------------------------------------------------------------------- the whole experiment
 
 
-def carried_out(directory: Path, made: Plan, *, stop_after: int = 99) -> list[str]:
+def carried_out(directory: Path, made: GridPlan, *, stop_after: int = 99) -> list[str]:
     """Carry out a plan, simulated; return the runs that ran."""
     ran = list[str]()
 
-    async def execute(run: Run, show: Any) -> Result:
+    async def execute(run: GridRun, show: Any) -> Result:
         if len(ran) == stop_after:
             raise UserError("interrupted")
         ran.append(f"{run}")
@@ -200,7 +200,7 @@ def carried_out(directory: Path, made: Plan, *, stop_after: int = 99) -> list[st
 
 
 def test_an_experiment_goes_on_with_the_runs_that_it_lacks(tmp_path: Path) -> None:
-    def links(*names: str, **more: Any) -> Plan:
+    def links(*names: str, **more: Any) -> GridPlan:
         return plan({"link.preset": list(names)}, **{"simulated": True, **more})
 
     made = links("lan", "satellite")
