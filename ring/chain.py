@@ -32,7 +32,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.world import World
 from ring.links import ThisMember, Topology, connect_neighbours
 from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, RingBroken
-from ring.schedule import MAX_MICRO_BATCHES, Kind, StageSchedule
+from ring.planning.schedule import MAX_MICRO_BATCHES, Kind, StageSchedule
 from ring.view import View
 from wire.connection import Connection
 from wire.frame import MAX_BULK_BYTES

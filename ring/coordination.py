@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TypeAlias
 
-from ring.order import Links, RingOptions
+from ring.planning.ring_plan import Links, RingOptions
+from ring.planning.training import Training
 from ring.token import ShareRule
-from ring.training_costs import Training
 from ring.view import REDUCED_TO_STATE, View
 from wire.job_messages import MemberRecord, Report
 

@@ -90,8 +90,9 @@ from ring.coordination import (
     Signal,
     holds,
 )
-from ring.order import Edges, plan_ring
 from ring.parts import StagePlanner
+from ring.planning.ring_plan import Edges, plan_ring
+from ring.planning.training import Training
 from ring.quarantine import Quarantine
 from ring.replicas import (
     RecoveryPolicy,
@@ -105,7 +106,6 @@ from ring.replicas import (
     sources_for,
     square_sum,
 )
-from ring.training_costs import Training
 from ring.view import View
 from wire.job_messages import Report
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.texts import human_bytes
 from ring.coordination import CutsChosen, Emit, Instruction, JobWorker, SendSurvey
-from ring.order import Links
-from ring.training_costs import CandidateWorker, Training
+from ring.planning.ring_plan import Links
+from ring.planning.training import CandidateWorker, Training
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
 
@@ -62,7 +62,7 @@ class StagePlanner:
     """Chooses the cuts of a job's model and the parts of its workers.
 
     If the model's sizes are known, all workers of the first view get their parts at once, together with the cuts
-    (``ring.training_placement``), which never change. Later a spare gets a part if that completes a replica, and if it
+    (``ring.planning.pipeline``), which never change. Later a spare gets a part if that completes a replica, and if it
     has the memory. Any part fits a worker that reports no memory.
 
     Args:
@@ -123,7 +123,7 @@ class StagePlanner:
         notices: list[Instruction] = []
         if self._waits_for_figures(peers, now, notices):
             return {}, notices
-        from ring.training_placement import plan  # numpy with it: a seed without split jobs stays small
+        from ring.planning.pipeline import plan  # numpy with it: a seed without split jobs stays small
 
         self.due = None
         there = [_trainee(peer) for peer in peers.values()]

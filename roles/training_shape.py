@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.footprint import BASE_COPIES
-from ring.training_costs import ModelShape, Training
+from ring.planning.training import ModelShape, Training
 
 
 def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()) -> Training | None:

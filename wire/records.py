@@ -306,7 +306,7 @@ class ServingInfo(Served, Record):
 
 @dataclass(frozen=True, slots=True)
 class StagePlanInfo(Record):
-    """One stage of a plan for training a split model (``ring.training_placement``).
+    """One stage of a plan for training a split model (``ring.planning.pipeline``).
 
     Attributes:
         peers, names: the workers that hold it, one per replica.

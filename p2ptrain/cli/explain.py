@@ -1,4 +1,4 @@
-"""``p2ptrain explain``: predicts what a step costs in each way to train, and recommends one (``ring.prediction``)."""
+"""``p2ptrain explain``: predicts what a step costs in each way to train, and recommends one (``ring.planning``)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from p2ptrain.lab.explain.predictions import (
     reasons_for,
     way_of,
 )
-from ring.prediction import (
+from ring.planning.prediction import (
     Calibration,
     DescribedCluster,
     Prediction,
     recommended,
 )
-from ring.training_costs import ModelShape
+from ring.planning.training import ModelShape
 from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:

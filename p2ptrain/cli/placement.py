@@ -10,7 +10,7 @@ import typer
 from p2ptrain.cli.output import number, print_table
 from p2ptrain.cluster.console import printable
 from p2ptrain.core.texts import human_bytes, layers_text
-from ring.placement import Placement
+from ring.planning.serving import Placement
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
 _TRAINING = ("STAGE", "PEER", "LAYERS", "WEIGHTS", "TRAINING", "LIMIT", "IN FLIGHT", "MS/MICRO", "HOP MS")

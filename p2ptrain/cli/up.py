@@ -203,7 +203,7 @@ def _check_fits(profile: Profile, workers: int) -> None:
     from p2ptrain.cli.model_sizes import shape_of
     from p2ptrain.cluster.local_cluster import part_bytes
     from p2ptrain.lab.explain.predictions import equal_members, way_of
-    from ring.prediction import Calibration, predict
+    from ring.planning.prediction import Calibration, predict
 
     shape = shape_of(profile, lambda _: None)
     if shape is not None:  # else ``create_job`` says why

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self
 
-import ring.placement as placing
+import ring.planning.serving as placing
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ResourceError, UserError, first_error
 from p2ptrain.core.serving import Sampling
-from ring.order import known_link
+from ring.planning.ring_plan import known_link
 from roles.background import Background
 from roles.chain import session as ev
 from roles.chain.generation import CLOSE_S, GenerationSession

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-import ring.placement as placing
+import ring.planning.serving as placing
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError, Refused, UserError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.threads import Thread
-from ring.order import LinkQuality
-from ring.placement import Placement, Wanted
+from ring.planning.ring_plan import LinkQuality
+from ring.planning.serving import Placement, Wanted
 from roles.chain.peer import Context, Peer, WorkerAt
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
 from roles.model_table import FILE
@@ -328,7 +328,7 @@ class WorkerPool:
             measure_s: time limit of the measurement.
 
         Raises:
-            UserError, ResourceError: as ``ring.placement.place``.
+            UserError, ResourceError: as ``ring.planning.serving.place``.
         """
         there = [peer for peer in self.peers.values() if not peer.lost]
         seats = [self.seen(peer) for peer in there]

@@ -21,8 +21,8 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordination import ENDED, JobPhase
-from ring.order import known_link
-from ring.training_costs import CandidateWorker, ModelShape
+from ring.planning.ring_plan import known_link
+from ring.planning.training import CandidateWorker, ModelShape
 from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.jobs import SETTLE_S, NewLayout, in_shards, seen_for
 from roles.seed.links import Survey
@@ -107,7 +107,7 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
 
     Raises ``Refused``, with the numbers, if too few workers are free or the model does not fit.
     """
-    from ring.training_placement import plan
+    from ring.planning.pipeline import plan
 
     training, device = training_of(profile, shape.to_map()), profile.device.kind
     assert training is not None

@@ -27,7 +27,7 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.world import LoopClock
 from ring.chain import Chain
 from ring.links import Topology
-from ring.schedule import Kind, StageOperation, StageSchedule, extended, forwards, one_f_one_b
+from ring.planning.schedule import Kind, StageOperation, StageSchedule, extended, forwards, one_f_one_b
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Payload

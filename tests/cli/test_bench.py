@@ -34,7 +34,7 @@ from p2ptrain.lab.bench.training import (
     add_block,
     conclude,
 )
-from ring.schedule import StageCosts, StageSchedule, simulate
+from ring.planning.schedule import StageCosts, StageSchedule, simulate
 from roles.timed_model import text_after
 from wire.credentials import Credentials
 

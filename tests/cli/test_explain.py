@@ -12,7 +12,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.lab.explain.cluster_file import read
 from ring.codecs import CODECS
-from ring.order import LinkQuality
+from ring.planning.ring_plan import LinkQuality
 from wire.records import JobInfo, LinkInfo, MetricRow, PeerInfo
 
 from .conftest import SHARDED_MS, Command

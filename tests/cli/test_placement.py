@@ -9,8 +9,8 @@ import pytest
 
 from p2ptrain.cli.placement import placement_map, print_placement
 from p2ptrain.core.footprint import ModelSizes
-from ring.order import LinkQuality
-from ring.placement import Placement, PlacementPeer, Wanted, place
+from ring.planning.ring_plan import LinkQuality
+from ring.planning.serving import Placement, PlacementPeer, Wanted, place
 
 GIB = 1 << 30
 SIZES = ModelSizes((GIB,) * 6, (1 << 16,) * 6, GIB, GIB, GIB)

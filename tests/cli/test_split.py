@@ -10,7 +10,7 @@ import pytest
 
 from p2ptrain.cli.split import LoadingLine, print_split_facts, split_facts
 from p2ptrain.cluster.console import Console
-from ring.placement import PlacedStage, Placement, PlacementPeer
+from ring.planning.serving import PlacedStage, Placement, PlacementPeer
 from roles.chain.client import Progress
 from roles.verifier.targets import PassTimes
 

@@ -12,9 +12,9 @@ from p2ptrain.cli.placement import prediction, short
 from p2ptrain.cluster import local_cluster
 from p2ptrain.core.errors import Refused, ResourceError
 from p2ptrain.lab.explain.predictions import equal_members, way_of
-from ring.prediction import Calibration, predict
-from ring.training_costs import ModelShape
-from ring.training_placement import Plan, plan
+from ring.planning.pipeline import Plan, plan
+from ring.planning.prediction import Calibration, predict
+from ring.planning.training import ModelShape
 from wire.records import ClusterInfo
 
 from .conftest import Command

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import is_id
 from ring.ledger import counts_of_untrusted
+from ring.planning.training import MAX_LAYERS, ModelShape, Training
 from ring.token import Shares, next_lineage
-from ring.training_costs import MAX_LAYERS, ModelShape, Training
 from ring.view import View
 from roles.member import drafters_untrusted
 from roles.seed.ledger import Ledger

@@ -16,7 +16,7 @@ from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.ring_member import HOST, LocalMember, local_view
 from ring.chain import PATIENCE_PART, Chain, Payload, figures_untrusted
 from ring.links import Topology
-from ring.schedule import Kind, StageSchedule, extended, gpipe, one_f_one_b
+from ring.planning.schedule import Kind, StageSchedule, extended, gpipe, one_f_one_b
 from tests.ring.local import local_chain, networks_apart, virtual
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import dial, local_hello

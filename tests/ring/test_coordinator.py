@@ -12,7 +12,7 @@ import pytest
 from ring import coordination as co
 from ring.coordination import LEAVE_S, SAVE_AGAIN_S
 from ring.coordinator import Coordinator
-from ring.order import LinkQuality, RingOptions
+from ring.planning.ring_plan import LinkQuality, RingOptions
 from ring.view import View
 from wire.job_messages import Report
 

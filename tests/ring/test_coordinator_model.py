@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, rule
 from p2ptrain.core.footprint import ModelSizes
 from ring import coordination as co
 from ring.coordinator import Coordinator
-from ring.training_costs import ModelShape, Training
+from ring.planning.training import ModelShape, Training
 from ring.view import View
 from tests.ring import history
 from tests.ring.history import PEERS, History

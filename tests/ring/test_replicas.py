@@ -12,8 +12,8 @@ from ring import coordination as co
 from ring.coordination import held_with
 from ring.coordinator import Coordinator
 from ring.parts import dealt
+from ring.planning.training import ModelShape, Training
 from ring.replicas import newest, newest_kept
-from ring.training_costs import ModelShape, Training
 from ring.view import View
 from wire.job_messages import Report
 

@@ -19,10 +19,10 @@ from p2ptrain.lab.sim import machine
 from p2ptrain.lab.sim.cluster import SEED, Simulation
 from p2ptrain.lab.sim.machine import SimLoop
 from p2ptrain.lab.sim.watching import watched
-from ring.order import LinkQuality, RingOptions
-from ring.prediction import Calibration, DescribedCluster, Way, predict, quality_of
-from ring.training_costs import CandidateWorker, ModelShape, Training
-from tests.ring.test_prediction import step_s
+from ring.planning.prediction import Calibration, DescribedCluster, Way, predict, quality_of
+from ring.planning.ring_plan import LinkQuality, RingOptions
+from ring.planning.training import CandidateWorker, ModelShape, Training
+from tests.ring.planning.test_prediction import step_s
 from wire.emulate import EmulatedNetwork, LinkPreset, preset_named
 
 LINK = LinkQuality(latency_s=1e-3, bandwidth_bps=1e8)
@@ -90,7 +90,7 @@ def predicted_and_simulated_s(workers: int, *, steps: int = 3, updates: int = 1,
 
 
 def over_preset_s(workers: int, preset: str, *, numel: int, codec: str) -> tuple[float, float]:
-    """The same by ``ring.prediction``, over an emulated link, with four streams and sub-chunks of 256 KiB."""
+    """The same by ``ring.planning.prediction``, over an emulated link, with four streams and sub-chunks of 256 KiB."""
     far, chunks, streams = preset_named(preset), 256 << 10, 4
     ring = {"order": "joined", "streams": streams, "codec": codec, "sub_chunk_bytes": chunks}
     rows = rows_of(workers, steps=6, far=far, numel=numel, ring=ring)[1:]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ring.order import LinkQuality
-from tests.ring.test_prediction import step_s
+from ring.planning.ring_plan import LinkQuality
+from tests.ring.planning.test_prediction import step_s
 from tests.sim.step_times import over_preset_s, predicted_and_simulated_s
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"

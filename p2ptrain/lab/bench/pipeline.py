@@ -15,7 +15,7 @@ from p2ptrain.lab.bench.runner import Answer, Bench, Members, interleave
 from p2ptrain.lab.bench.sockets import peer_id
 from p2ptrain.lab.ring_member import LocalMember, local_view
 from p2ptrain.lab.stand_in import TimedPart
-from ring.schedule import StageCosts, StageSchedule, extended, gpipe, one_f_one_b, simulate
+from ring.planning.schedule import StageCosts, StageSchedule, extended, gpipe, one_f_one_b, simulate
 from roles.compute_thread import ComputeThread
 from roles.strategies.pipeline import StageRunner
 from wire.emulate import EmulatedNetwork, LinkPreset

@@ -12,8 +12,8 @@ from configs.loader import complaint, read_toml
 from configs.schema import Table
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.texts import size_of
-from ring.prediction import DescribedCluster, quality_of
-from ring.training_costs import CandidateWorker
+from ring.planning.prediction import DescribedCluster, quality_of
+from ring.planning.training import CandidateWorker
 from wire.emulate import preset_named
 
 MOST = 256

@@ -1,4 +1,4 @@
-"""Trains some steps with each strategy on this machine: the times that ``ring.prediction`` begins with.
+"""Trains some steps with each strategy on this machine: the times that ``ring.planning.prediction`` begins with.
 
 The steps are those of real workers, one job after another, so they share cores and memory as in training.
 """

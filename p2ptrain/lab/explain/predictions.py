@@ -1,4 +1,4 @@
-"""What a step costs in each way to train (``ring.prediction``), from measurements on this machine."""
+"""What a step costs in each way to train (``ring.planning.prediction``), from measurements on this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from p2ptrain.core.errors import P2PTrainError, UserError
 from p2ptrain.core.texts import human_duration
 from p2ptrain.lab.explain.measuring import PASSES, measure
 from ring.codecs import CODECS
-from ring.codecs.choice import STATED_ERROR
-from ring.order import LinkQuality, RingOptions
-from ring.prediction import EXACT, Calibration, DescribedCluster, Prediction, Way, fitted, predict, quality_of
-from ring.training_costs import CandidateWorker, ModelShape
+from ring.planning.codec import STATED_ERROR
+from ring.planning.prediction import EXACT, Calibration, DescribedCluster, Prediction, Way, fitted, predict, quality_of
+from ring.planning.ring_plan import LinkQuality, RingOptions
+from ring.planning.training import CandidateWorker, ModelShape
 from wire.emulate import preset_named
 from wire.records import ABSENT_STATES, LinkInfo, PeerInfo
 

@@ -15,7 +15,7 @@ from p2ptrain.lab.attacker import attacking
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.sim.machine import ATTACKER, PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
 from p2ptrain.lab.sim.observer import Observer
-from ring.training_costs import ModelShape
+from ring.planning.training import ModelShape
 from ring.transaction import Phase
 from roles.engine import WHOLE, Engine, Stage
 from roles.identity import claim

@@ -13,9 +13,9 @@ import pytest
 
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
-from ring import placement
-from ring.order import LinkQuality
-from ring.placement import Placement, PlacementPeer, Wanted, place, replacement
+from ring.planning import serving as placement
+from ring.planning.ring_plan import LinkQuality
+from ring.planning.serving import Placement, PlacementPeer, Wanted, place, replacement
 
 Chain = list[tuple[PlacementPeer, int, int]]
 CLIENT = "client"

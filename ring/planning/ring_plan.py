@@ -13,7 +13,7 @@ simulator. ``all_reduce_s`` also knows pieces and buckets: with chunks of many p
 hops but the last one cost nothing.
 
 The order is a heuristic. It goes from each member to the nearest remaining one. Then it reverses stretches as long as
-that makes the circle cheaper (2-opt; Croes 1958). ``ring.placement`` orders the peers of a chain by the same two steps.
+that makes the circle cheaper (2-opt; Croes 1958). ``serving`` orders the peers of a chain by the same two steps.
 
 An edge that was measured in one direction counts in both. An edge that was never measured counts as the median of the
 measured ones. An edge whose dialling failed (``apart``) is used only if every other order has one, too.
@@ -327,7 +327,7 @@ def _codec(
         return ring_options.codec, f"codec {ring_options.codec}, as the profile says"
     if slowest is None or slowest.bandwidth_bps is None or not total_bytes:
         return "fp32", "codec fp32: the links' bandwidth or the bytes of a step are not known"
-    from ring.codecs.choice import choose_codec  # imports numpy, which a seed needs for nothing else
+    from ring.planning.codec import choose_codec  # imports numpy, which a seed needs for nothing else
 
     codec, reason = choose_codec(
         edge_bps=slowest.bandwidth_bps,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.codecs.choice import CANDIDATES, NEARLY_BEST, STATED_ERROR, choose_codec
+from ring.planning.codec import CANDIDATES, NEARLY_BEST, STATED_ERROR, choose_codec
 
 MIB = 1 << 20
 

@@ -181,7 +181,7 @@ class Training:
         )
 
     def passes(self, stop: int) -> int:
-        """Cost of a micro-batch, in forward passes, at the stage that ends there; see ``ring.training_placement``."""
+        """Cost of a micro-batch, in forward passes, at the stage that ends there; see ``ring.planning.pipeline``."""
         again = self.recompute and (stop < self.layers or self.schedule == GPIPE)
         return 4 if again else 3
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.schedule import (
+from ring.planning.schedule import (
     SLACK,
     Kind,
     StageCosts,

@@ -12,11 +12,11 @@ import pytest
 
 from p2ptrain.core.errors import ProtocolError, ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
-from ring import training_placement
-from ring.order import LinkQuality
-from ring.placement import best_cuts
-from ring.training_costs import CandidateWorker, ModelShape, Training
-from ring.training_placement import plan
+from ring.planning import pipeline as training_placement
+from ring.planning.pipeline import plan
+from ring.planning.ring_plan import LinkQuality
+from ring.planning.serving import best_cuts
+from ring.planning.training import CandidateWorker, ModelShape, Training
 
 INSTANCES = 400
 Part = tuple[CandidateWorker, int, int]

@@ -18,12 +18,12 @@ A stage needs memory for its weights and for its layers' KV cache of the wanted 
 How it is chosen
 ----------------
 1. The peers are put in one order: a round trip from the client, always to the nearest remaining peer. Then stretches
-   are reversed as long as that shortens the hops (``ring.order``). Of equally near peers the smallest comes first.
+   are reversed as long as that shortens the hops (``ring_plan``). Of equally near peers the smallest comes first.
 2. An exact dynamic program cuts the layers for that order, in which a peer may get none (``best_cuts``). No stage
    exceeds its memory; then the least ``bottleneck_s`` wins, then the least ``token_s``, then the fewest stages. The
    order is tried in both directions.
 
-``ring.training_placement`` places training by the same two steps.
+``pipeline`` places training by the same two steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import numpy.typing as npt
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.texts import human_bytes
-from ring.order import APART_S, LinkCosts, Links, nearest_first, steps, turned_around
+from ring.planning.ring_plan import APART_S, LinkCosts, Links, nearest_first, steps, turned_around
 
 MOST_CUTS = 256
 """Most places to cut. More layers than this are cut in groups of equal number (no model has as many)."""

@@ -17,9 +17,10 @@ from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import LOCAL_FACTOR, shard_training_bytes
 from p2ptrain.core.texts import human_bytes
 from ring.codecs import codec_named
-from ring.codecs.choice import NEARLY_BEST, STATED_ERROR
 from ring.collectives import cut
-from ring.order import (
+from ring.planning.codec import NEARLY_BEST, STATED_ERROR
+from ring.planning.pipeline import Plan, plan
+from ring.planning.ring_plan import (
     SMALL_GATHERS,
     LinkCosts,
     LinkQuality,
@@ -29,9 +30,8 @@ from ring.order import (
     plan_ring,
     steps,
 )
+from ring.planning.training import CandidateWorker, Training
 from ring.token import balanced
-from ring.training_costs import CandidateWorker, Training
-from ring.training_placement import Plan, plan
 from wire.emulate import LinkPreset
 
 BACKWARD = 2 / 3

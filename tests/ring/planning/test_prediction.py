@@ -9,9 +9,18 @@ import pytest
 
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
-from ring.order import LinkQuality, RingOptions
-from ring.prediction import Calibration, DescribedCluster, Prediction, Way, fitted, predict, quality_of, recommended
-from ring.training_costs import CandidateWorker, ModelShape, Training
+from ring.planning.prediction import (
+    Calibration,
+    DescribedCluster,
+    Prediction,
+    Way,
+    fitted,
+    predict,
+    quality_of,
+    recommended,
+)
+from ring.planning.ring_plan import LinkQuality, RingOptions
+from ring.planning.training import CandidateWorker, ModelShape, Training
 from wire.emulate import preset_named
 
 LAYER = 4 * 50_000

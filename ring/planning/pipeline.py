@@ -14,7 +14,7 @@ directions.
 
 How it is chosen
 ----------------
-As in ``ring.placement``: one order of the workers by their links, tried in both directions, and an exact dynamic
+As in ``serving``: one order of the workers by their links, tried in both directions, and an exact dynamic
 program over the cuts. No stage exceeds its memory. Then the slowest stage or hop, which sets the pace, is as fast as
 possible. Then the time of one micro-batch through all stages and back is least: a step's start and end cost it.
 
@@ -23,7 +23,7 @@ per replica: once of workers alike in speed, once alike in memory. A group is as
 as its smallest. The distance of two groups is the longest within one replica. Groups are placed as workers would be,
 and the better of both results is taken.
 
-A memory of 0 holds anything; a speed of 0 counts as the median of the known ones. Links are as in ``ring.order``.
+A memory of 0 holds anything; a speed of 0 counts as the median of the known ones. Links are as in ``ring_plan``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ import numpy as np
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import GPIPE
 from p2ptrain.core.texts import human_bytes
-from ring.order import LinkCosts, Links, all_reduce_s
-from ring.placement import MOST_PEERS, Array, CostTable, best_chain, cut_places, spans
-from ring.schedule import StageCosts, StageSchedule, extended, simulate
-from ring.training_costs import CandidateWorker, Training, achieved
+from ring.planning.ring_plan import LinkCosts, Links, all_reduce_s
+from ring.planning.schedule import StageCosts, StageSchedule, extended, simulate
+from ring.planning.serving import MOST_PEERS, Array, CostTable, best_chain, cut_places, spans
+from ring.planning.training import CandidateWorker, Training, achieved
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
 Plan = tuple[TrainingPlanInfo, list[StagePlanInfo]]
@@ -139,7 +139,7 @@ def _room(candidate: CandidateWorker) -> float:
 def _best(training: Training, there: Sequence[CandidateWorker], hops: _Hops, *, known: bool) -> Plan | None:
     found = []
     for number, groups in enumerate(_groups(training, there)):
-        # Of equally near groups the smallest comes first, as in ``ring.placement``.
+        # Of equally near groups the smallest comes first, as in ``serving``.
         looked_at = sorted(groups[:MOST_PEERS], key=lambda group: (min(map(_room, group)), group[0].id))
         cuts = [0, *training.cuts, training.layers] if training.cuts else cut_places(training.layers)
         chain = best_chain(_cost_table(training, looked_at, hops, cuts), [training.stages])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.order import (
+from ring.planning.ring_plan import (
     LinkCosts,
     LinkQuality,
     RingCosts,
