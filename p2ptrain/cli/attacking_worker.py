@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.cli.main import main
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from roles.engine import Engine
+    from roles.engine import Engine, Stage
+    from roles.worker.context import BuildEngine
 
 
 def attack_with(attack: str) -> None:
@@ -24,11 +24,11 @@ def attack_with(attack: str) -> None:
 
     honest = build.engine_builder
 
-    def engine_builder(**options: Any) -> Callable[[Profile], Engine]:
+    def engine_builder(**options: Any) -> BuildEngine:
         make = honest(**options)
 
-        def made(profile: Profile) -> Engine:
-            return attacking(make(profile), attack, micro_batches=profile.batch.micro_batches, seed=os.getpid())
+        def made(profile: Profile, stage: Stage) -> Engine:
+            return attacking(make(profile, stage), attack, micro_batches=profile.batch.micro_batches, seed=os.getpid())
 
         return made
 

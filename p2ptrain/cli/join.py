@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from p2ptrain.cli.joining import Found, JoinOptions, ProcessContext, Running
     from p2ptrain.compute.device import ComputeDevice
     from p2ptrain.compute.island import Island
-    from roles.engine import Engine
+    from roles.engine import Engine, Stage
     from wire.messages import Scalar
 
 ROLES = ("worker", "verifier", "drafter")
@@ -305,16 +305,15 @@ def host_and_port(option: str, text: str, meaning: str) -> tuple[str, int] | Non
 async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
     from p2ptrain.cli.island import LeadIsland
     from p2ptrain.cli.joining import member_options, run_member, world_of
-    from roles.worker.build import engine_builder, holding, island_builder, no_stage, stage_builder, warm_up, with_data
+    from roles.worker.build import engine_builder, holding, island_builder, warm_up, with_data
     from roles.worker.worker import Worker
 
     device, threads, memory_bytes = options.device, options.threads, options.memory_bytes
     parts = holding(device=device, threads=threads, memory_bytes=memory_bytes) if island is None else None
-    build_part = stage_builder(device=device, threads=threads, memory_bytes=memory_bytes)
 
     def worker(here: ProcessContext, found: Found, formed: tuple[Island, ComputeDevice] | None = None) -> Running:
         """``formed``: an island, and the device of this process in it."""
-        build_engine = engine_builder(device=device, threads=threads)
+        build_engine = engine_builder(device=device, threads=threads, memory_bytes=memory_bytes)
         if formed is not None:
             build_engine = island_builder(*formed, memory_bytes)
         # Only workers of one process hold parts of models: the memory of others for them is too small for any.
@@ -325,17 +324,16 @@ async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
         if formed is not None:
             capabilities["device"] = formed[0].label
 
-        def build(profile: Profile) -> Engine:
+        def build(profile: Profile, stage: Stage) -> Engine:
             own = with_data(profile, options.data)
             with here.console.during(lambda: f"reading {own.data.path} and building the model"):
-                return build_engine(own)
+                return build_engine(own, stage)
 
         return Worker(
             world_of(options, found),
             here.identity,
             member_options(options, found, **capabilities),
             build_engine=build,
-            build_part=build_part if formed is None else no_stage,
             warm_up=warm_up,
             notify=here.notify,
             on_step=lambda applied, total, values: here.console.progress(

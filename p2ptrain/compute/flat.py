@@ -75,8 +75,8 @@ class FlatModel:
     ) -> None:
         """Make the arrays for parameters of ``shapes``, of a model of ``whole``."""
         self.segments, self.decayed_numel, self.numel = placed(shapes)
-        told = [(segment.name, segment.offset, segment.shape) for segment in placed(whole)[0]]
-        self.layout = hashlib.sha256(repr(told).encode()).hexdigest()
+        described = [(segment.name, segment.offset, segment.shape) for segment in placed(whole)[0]]
+        self.layout = hashlib.sha256(repr(described).encode()).hexdigest()
         self.parameters = torch.zeros(self.numel, device=device)
         self.gradients = torch.zeros(self.numel + 2, device=device)
 

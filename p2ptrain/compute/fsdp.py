@@ -101,22 +101,22 @@ def check_shard_memory(
     """
     sizes, on_host = layer_sizes(config), device.kind == "cpu" or shard.offload
     kept = kept_bytes(config, micro_batch_tokens, LayerRange(0, sizes.layers, sizes.layers), layers_kept=layers_kept)
-    rows, beside = shard_training_bytes(sizes, kept, shards=shard.count, accumulate=shard.accumulate, on_host=on_host)
+    rows, other = shard_training_bytes(sizes, kept, shards=shard.count, accumulate=shard.accumulate, on_host=on_host)
     whole = sizes.weights_bytes(0, sizes.layers)
     what = f"training 1/{shard.count} of {whole / 4e6:.2f} M parameters on {micro_batch_tokens:,} tokens at a time"
-    if 0 < shard.memory_bytes < rows + beside:
+    if 0 < shard.memory_bytes < rows + other:
         offered = human_bytes(shard.memory_bytes)
         raise ResourceError(
-            f"{what} needs about {human_bytes(rows + beside)}, but this worker offers {offered}",
+            f"{what} needs about {human_bytes(rows + other)}, but this worker offers {offered}",
             remedy="give it more (--memory), set sharded.shards higher, sharded.accumulate = false, or "
             "device.gradient_checkpointing = true",
         )
     return_freed_memory(max(sizes.layers_bytes))
     if device.kind != "cpu" and shard.offload:
-        check_memory(beside, device, what, SMALLER)
+        check_memory(other, device, what, SMALLER)
         check_memory(rows, HOST, what, SMALLER)
     else:
-        check_memory(rows + beside, device, what, SMALLER)
+        check_memory(rows + other, device, what, SMALLER)
 
 
 def return_freed_memory(layer_bytes: int) -> None:
@@ -136,7 +136,7 @@ class _Rows(PartAssembly):
         super().__init__(config, LayerRange(0, config.num_hidden_layers, config.num_hidden_layers), names)
         self.rows: dict[str, Tensor] = {}
         self._shard = shard
-        self._parameters = trained(self._model).keys()
+        self._parameters = trained(self._whole.model).keys()
         self.layers: Sequence[nn.Module] = self._whole.layers
 
     def _install(self, target: str, tensor: Tensor) -> None:

@@ -23,7 +23,8 @@ import copy
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -333,18 +334,16 @@ class PartAssembly:
         self._config, self._part = config, part
         self._dtype, self._device = dtype, torch.device(device)
         self._whole = ModelLayout(config, dtype)
-        self._model = self._whole.model
         shapes = self._whole.cache_shapes[part.start : part.stop]
         self.cache_position_bytes = sum(shape.numel for shape in shapes) * dtype.itemsize
-        tensors = self._model.state_dict()
-        stored = StoredTensors(self._model, names)
-        self._tied = [name for name in self._whole.tied if name in stored.conversions]
-        self._tied_files = [file for name in self._tied for file in stored.conversions[name].sources]
+        tensors = self._whole.model.state_dict()
+        stored = StoredTensors(self._whole.model, names)
+        tied = [name for name in self._whole.tied if name in stored.conversions]
+        self._tied_files = [file for name in tied for file in stored.conversions[name].sources]
         self._names = self._whole.cut(part)
         self._places: dict[str, list[str]] = {}  # by name in the whole model, of tied tensors the first that is stored
         for place, name in self._names.items():
-            is_tied = name in self._whole.tied and self._tied
-            self._places.setdefault(self._tied[0] if is_tied else name, []).append(place)
+            self._places.setdefault(tied[0] if tied and name in self._whole.tied else name, []).append(place)
         self._conversions = stored.wanted({name: tensors[name] for name in self._places})
         self.wanted: Mapping[str, tuple[int, ...]] = {
             name: tuple(it[0].shape) for name, it in self._conversions.items()
@@ -453,14 +452,14 @@ class PartAssembly:
         self._missing.discard(name)
         if len(gathered) == len(conversion.sources):
             del self._gathered[conversion.target]
-            for target, made in conversion.convert(self._model, gathered).items():
+            for target, made in conversion.convert(self._whole.model, gathered).items():
                 self._install(target, made)
 
     def _install(self, target: str, tensor: Tensor) -> None:
         parameter = nn.Parameter(tensor)
         for place in self._places[target]:
             module, _, leaf = place.rpartition(".")
-            owner = self._model.get_submodule(module)
+            owner = self._whole.model.get_submodule(module)
             if leaf in owner._parameters:
                 owner._parameters[leaf] = parameter
             else:
@@ -468,9 +467,9 @@ class PartAssembly:
 
     def _make_computed_buffers(self) -> None:
         """Buffers that are in no file, such as rotary frequencies, as transformers makes them after it has loaded."""
-        for tensor in self._model.state_dict(keep_vars=True).values():
+        for tensor in self._whole.model.state_dict(keep_vars=True).values():
             tensor._is_hf_initialized = True
-        for module in self._model.modules():
+        for module in self._whole.model.modules():
             lacking = {
                 name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta
             }
@@ -482,7 +481,7 @@ class PartAssembly:
                     buffer.fill_(torch.nan)
             module._buffers.update(made)
             with DRAWING, torch.no_grad():
-                self._model._init_weights(module)
+                self._whole.model._init_weights(module)
             if any(buffer.isnan().any() for buffer in made.values()):
                 raise refused(self._config, f"it is not known how its {type(module).__name__} makes {min(made)}")
 
@@ -536,12 +535,11 @@ class PartModel:
         self._cache_shapes = layout.cache_shapes[part.start : part.stop]
         self.cache_position_bytes = sum(shape.numel for shape in self._cache_shapes) * dtype.itemsize
         self._base, self._dtype = layout.base, dtype
-        self._entering: Tensor | None = None
-        self._leaving: Tensor | None = None
+        self._hidden = _HiddenStates()
         if not part.first:
-            layout.layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
+            layout.layers[0].register_forward_pre_hook(self._hidden.enter, with_kwargs=True)
         if not part.last:
-            layout.layers[-1].register_forward_hook(self._leave)
+            layout.layers[-1].register_forward_hook(self._hidden.leave)
 
     def new_cache(self, positions: int) -> KeyValueCache:
         """An empty cache with room for ``positions`` positions of one sequence."""
@@ -568,30 +566,43 @@ class PartModel:
             "use_cache": cache is not None,
             "return_dict": True,
         }
-        self._entering = x
-        try:
+        with self._hidden.of_pass(x):
             if self.part.last:
                 return cast(Tensor, self.module(**common, logits_to_keep=logits).logits)
             self._base(**common)
-            return cast(Tensor, self._leaving)
-        finally:
-            self._entering = self._leaving = None  # they would keep the graph of the backward pass in memory
+            return cast(Tensor, self._hidden.leaving)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+
+class _HiddenStates:
+    """What enters the first layer of a part, and what leaves the last one, during a pass. Hooks on the layers."""
+
+    def __init__(self) -> None:
+        self.entering: Tensor | None = None
+        self.leaving: Tensor | None = None
+
+    @contextmanager
+    def of_pass(self, x: Tensor) -> Iterator[None]:
+        self.entering = x
+        try:
+            yield
+        finally:
+            self.entering = self.leaving = None  # they would keep the graph of the backward pass in memory
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the first layer the hidden states as they came: some models scale them first, as they do embeddings."""
         if args:
-            return (self._entering, *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self._entering}
+            return (self.entering, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self.entering}
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._leaving = output[0] if isinstance(output, tuple) else output
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.leaving = output[0] if isinstance(output, tuple) else output
 
 
 def context_of(config: PretrainedConfig, *, is_whole: bool) -> tuple[int | None, list[int]]:
     """The most positions, and the switches: numbers of positions beyond which ``longrope`` takes other frequencies, so
     that cached keys must be computed again. Only a whole model has the token ids for that; a part ends there."""
-    said = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
-    ropes = [said, *(each for each in said.values() if isinstance(each, dict))]  # for all layers, or per kind of layer
+    rope = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
+    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # for all layers, or per kind of layer
     changes = [each.get("original_max_position_embeddings") for each in ropes if each.get("rope_type") == "longrope"]
     switches = sorted({each for each in changes if isinstance(each, int)})
     most = getattr(config, "max_position_embeddings", None)
@@ -620,7 +631,7 @@ class _Room:
         self.keys[:, :, start:stop], self.values[:, :, start:stop] = keys, values
         return stop
 
-    def seen(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         return self.keys[:, :, start:stop], self.values[:, :, start:stop]
 
 
@@ -633,7 +644,7 @@ class _FullLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.length = self.room.write(self.length, key_states, value_states)
-        return self.room.seen(0, self.length)
+        return self.room.read(0, self.length)
 
     def get_seq_length(self) -> int:
         return self.length
@@ -654,7 +665,7 @@ class _WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         before = self.cumulative_length
         self.cumulative_length = self.room.write(before, key_states, value_states)
-        return self.room.seen(max(0, before - self.sliding_window + 1), self.cumulative_length)
+        return self.room.read(max(0, before - self.sliding_window + 1), self.cumulative_length)
 
     def cut(self, keep: int) -> None:
         self.cumulative_length = keep

@@ -24,7 +24,7 @@ from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, build_rows, check_sha
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
 from p2ptrain.compute.part import LayerRange, PartModel
 from p2ptrain.compute.split_check import check_packs, check_splits
-from p2ptrain.compute.stage import StageSpec, build_training_part, check_training_memory, initial_digest, most_in_flight
+from p2ptrain.compute.stage import StageSpec, TrainingMemory, build_training_part, initial_digest
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.training_spec import TrainingSpec
 from p2ptrain.compute.tuning import Tuning
@@ -61,7 +61,7 @@ class ModelRecipe:
         in_flight: micro-batches between forward and backward pass that fit into memory.
 
     Raises:
-        ConfigError, UserError, ResourceError: see ``model_config``, ``Tuning``, ``check_training_memory``,
+        ConfigError, UserError, ResourceError: see ``model_config``, ``Tuning``, ``TrainingMemory``,
             ``check_shard_memory``.
     """
 
@@ -89,12 +89,18 @@ class ModelRecipe:
             check_shard_memory(self.config, self.shard, self.device, micro_batch_tokens=tokens, layers_kept=kept)
             return self.stage.in_flight
         factor = LOCAL_FACTOR if spec.local else CLIPPED_FACTOR if spec.clip_norm else 1.0
-        trains = self.tuning.trained * factor
-        sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "trained": trains, "held": self.tuning.held}
-        sizes["layers_kept"] = kept
-        check_training_memory(self.config, self.stage, self.device, exact=spec.exact, **sizes)
-        most = max(spec.micro_batches, self.stage.in_flight)
-        return most_in_flight(self.config, self.stage, self.device, most=most, **sizes)
+        memory = TrainingMemory(
+            self.config,
+            self.stage,
+            self.device,
+            micro_batch_tokens=tokens,
+            exact=spec.exact,
+            trained=self.tuning.trained * factor,
+            held=self.tuning.held,
+            layers_kept=kept,
+        )
+        memory.check()
+        return memory.most_in_flight(max(spec.micro_batches, self.stage.in_flight))
 
     def check_corpus(self, corpus: Corpus) -> None:
         """Raise ``ConfigError`` if the model cannot keep the conversations of a window apart."""

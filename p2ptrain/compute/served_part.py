@@ -169,9 +169,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 def dtype_of(config: PretrainedConfig) -> torch.dtype:
     """Default dtype of the computation: the configuration's ``dtype``, or fp32."""
-    said = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    named = str(getattr(config, "dtype", None)).removeprefix("torch.")
     # Only the configuration counts, because a stage without the files must get the same result.
-    return next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{said}"), torch.float32)
+    return next((dtype for dtype in DTYPES.values() if str(dtype) == f"torch.{named}"), torch.float32)
 
 
 @functools.lru_cache(maxsize=8)
@@ -248,7 +248,7 @@ class ServedPart:
         cache_bytes = positions * self.cache_position_bytes
         what = f"the cache of a text of {positions} tokens"
         check_memory(cache_bytes, self._place, what, "ask for fewer tokens, or fewer texts at a time")
-        with _told_of_memory("the cache of a session", self._place):
+        with _translate_out_of_memory("the cache of a session", self._place):
             cache = self._model.new_cache(positions)
         ids = torch.zeros(0, dtype=torch.int64)
         self._sessions[session] = _Session(cache, picker if self._model.part.last else None, ids)
@@ -271,7 +271,7 @@ class ServedPart:
         x, keep = self._input(work), work.keep
         state.cache.cut(min(keep, state.cache.length))
         try:
-            with torch.inference_mode(), _told_of_memory("the next positions of a session", self._place):
+            with torch.inference_mode(), _translate_out_of_memory("the next positions of a session", self._place):
                 yield self._computed(state, x.to(self._place.torch_device), keep, max(1, work.samples))
         except BaseException:
             state.cache.cut_to_at_most(keep)  # only some layers may have the new positions
@@ -332,7 +332,7 @@ class ServedPart:
 
 
 @contextmanager
-def _told_of_memory(what: str, place: ComputeDevice) -> Iterator[None]:
+def _translate_out_of_memory(what: str, place: ComputeDevice) -> Iterator[None]:
     """Translate torch's out-of-memory errors to ``ResourceError``. On a CPU they are plain ``RuntimeError``s."""
     try:
         yield

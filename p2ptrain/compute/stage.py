@@ -172,18 +172,8 @@ def kept_bytes(config: PretrainedConfig, tokens: int, part: LayerRange, *, layer
     return kept + (head_kept_bytes(tokens, vocab=config.vocab_size) if part.last else 0)
 
 
-def check_training_memory(
-    config: PretrainedConfig,
-    spec: StageSpec,
-    device: ComputeDevice,
-    *,
-    micro_batch_tokens: int,
-    exact: bool = False,
-    trained: float = 1.0,
-    held: float = 0.0,
-    layers_kept: bool = True,
-) -> None:
-    """Refuse a part, or a whole model, that does not fit into memory. ``core.footprint`` explains the count.
+class TrainingMemory:
+    """The memory that training a part, or a whole model, takes on ``device``. ``core.footprint`` explains the count.
 
     Args:
         exact: count an int64 reduce buffer beside the gradients, and its copy on the host.
@@ -191,64 +181,60 @@ def check_training_memory(
         layers_kept: see ``kept_bytes``.
 
     Raises:
-        ResourceError: the part does not fit; the message has the numbers.
         ConfigError: see ``parameter_count``, ``part_bytes``.
     """
-    part = spec.parts[spec.stage]
-    weights, inputs = _sizes(config, spec, micro_batch_tokens)
-    need = part_training_bytes(
-        int(copies(on_host=device.kind == "cpu", trained=trained, held=held) * weights),
-        kept_bytes(config, micro_batch_tokens, part, layers_kept=layers_kept),
-        inputs,
-        in_flight=spec.in_flight,
-        recompute=spec.recompute,
-    )
-    buffers = int(trained * weights)  # of the size of the gradients
-    need += 2 * buffers if exact else 0
-    what = (
-        f"training layers {part.start} to {part.stop} ({weights / 4e6:.2f} M parameters) with {spec.in_flight} "
-        f"micro-batches of {micro_batch_tokens:,} tokens in flight"
-    )
-    if spec.memory_bytes and need > spec.memory_bytes:  # placement used no sizes, or wrong ones
-        raise ResourceError(
-            f"{what} needs about {human_bytes(need)}, but this worker offers {human_bytes(spec.memory_bytes)}",
-            remedy="give it more (--memory), smaller parts (pipeline.cuts, pipeline.stages) or pipeline.recompute=true",
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        spec: StageSpec,
+        device: ComputeDevice,
+        *,
+        micro_batch_tokens: int,
+        exact: bool = False,
+        trained: float = 1.0,
+        held: float = 0.0,
+        layers_kept: bool = True,
+    ) -> None:
+        part, tokens = spec.parts[spec.stage], micro_batch_tokens
+        self._spec, self._device, self._part, self._tokens = spec, device, part, tokens
+        self._weights_bytes = 4 * parameter_count(config) if spec.is_whole else part_bytes(config, part, torch.float32)
+        copied = copies(on_host=device.kind == "cpu", trained=trained, held=held)
+        self._copies_bytes = int(copied * self._weights_bytes)
+        self._kept_bytes = kept_bytes(config, tokens, part, layers_kept=layers_kept)
+        self._inputs_bytes = 0 if part.first else activation_bytes(spec.activations, tokens, config.hidden_size)
+        buffer_bytes = int(trained * self._weights_bytes) * (2 if exact else 1)  # the reduce buffer
+        self._sum_bytes = buffer_bytes if exact else 0
+        is_built_on_host = device.kind != "cpu" or held > 0  # in fp32; the reduce buffer is there, too
+        self._host_bytes = self._weights_bytes + buffer_bytes if is_built_on_host else 0
+
+    def check(self) -> None:
+        """Raise ``ResourceError``, with the numbers, if there is too little."""
+        spec, part = self._spec, self._part
+        need = self._sum_bytes + part_training_bytes(
+            self._copies_bytes, self._kept_bytes, self._inputs_bytes, in_flight=spec.in_flight, recompute=spec.recompute
         )
-    check_memory(need, device, what, SMALLER)
-    if device.kind != "cpu" or held:  # reduce buffer, and weights during the build, which is in fp32
-        check_memory(weights + buffers * (2 if exact else 1), HOST, what, SMALLER)
+        what = (
+            f"training layers {part.start} to {part.stop} ({self._weights_bytes / 4e6:.2f} M parameters) with "
+            f"{spec.in_flight} micro-batches of {self._tokens:,} tokens in flight"
+        )
+        if spec.memory_bytes and need > spec.memory_bytes:  # placement used no sizes, or wrong ones
+            raise ResourceError(
+                f"{what} needs about {human_bytes(need)}, but this worker offers {human_bytes(spec.memory_bytes)}",
+                remedy="give it more (--memory), smaller parts (pipeline.cuts, pipeline.stages) or "
+                "pipeline.recompute=true",
+            )
+        check_memory(need, self._device, what, SMALLER)
+        if self._host_bytes:
+            check_memory(self._host_bytes, HOST, what, SMALLER)
 
-
-def most_in_flight(
-    config: PretrainedConfig,
-    spec: StageSpec,
-    device: ComputeDevice,
-    *,
-    micro_batch_tokens: int,
-    most: int,
-    trained: float = 1.0,
-    held: float = 0.0,
-    layers_kept: bool = True,
-) -> int:
-    """Micro-batches that may be in flight here, from ``spec.in_flight`` to ``most``: as many as memory allows, to hide
-    slow links. Call before anything is allocated. Other arguments are as in ``check_training_memory``."""
-    room = 0.8 * available_bytes(device)  # the rest is for uncounted memory and other programs
-    if spec.memory_bytes:
-        room = min(room, spec.memory_bytes)
-    weights, inputs = _sizes(config, spec, micro_batch_tokens)
-    fit = in_flight_that_fit(
-        int(room - copies(on_host=device.kind == "cpu", trained=trained, held=held) * weights),
-        kept_bytes(config, micro_batch_tokens, spec.parts[spec.stage], layers_kept=layers_kept),
-        inputs,
-        recompute=spec.recompute,
-        most=most,
-    )
-    return max(spec.in_flight, fit)
-
-
-def _sizes(config: PretrainedConfig, spec: StageSpec, tokens: int) -> tuple[int, int]:
-    if spec.is_whole:
-        return 4 * parameter_count(config), 0
-    part = spec.parts[spec.stage]
-    inputs = 0 if part.first else activation_bytes(spec.activations, tokens, config.hidden_size)
-    return part_bytes(config, part, torch.float32), inputs
+    def most_in_flight(self, most: int) -> int:
+        """Micro-batches that may be in flight here, from ``StageSpec.in_flight`` to ``most``: as many as memory allows,
+        to hide slow links. Call before anything is allocated."""
+        spec = self._spec
+        room = 0.8 * available_bytes(self._device)  # the rest is for uncounted memory and other programs
+        if spec.memory_bytes:
+            room = min(room, spec.memory_bytes)
+        left = int(room - self._copies_bytes)
+        fit = in_flight_that_fit(left, self._kept_bytes, self._inputs_bytes, recompute=spec.recompute, most=most)
+        return max(spec.in_flight, fit)

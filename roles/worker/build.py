@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
+from pydantic import BaseModel
 
 from configs.schema import Profile, Sharded
 from p2ptrain.compute import first_import
@@ -18,9 +19,10 @@ from p2ptrain.core.footprint import least_in_flight
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.serving import PartSpec
 from p2ptrain.core.text_files import STDLIB
-from roles.engine import Engine, PartBuilder, Stage
+from roles.engine import WHOLE, Engine, PartBuilder, Stage
 from roles.gauges import free_memory_bytes, gpu_name
 from roles.strategies.federated import slots
+from roles.worker.context import BuildEngine
 from roles.worker.stages import Holding
 from wire.messages import Scalar
 
@@ -80,30 +82,22 @@ def with_data(profile: Profile, path: str) -> Profile:
     return profile.model_copy(update={"data": profile.data.model_copy(update={"path": path})})
 
 
-def engine_builder(*, device: str = "", threads: int = 0) -> Callable[[Profile], Engine]:
-    def build(profile: Profile) -> Engine:
-        from p2ptrain.compute.device import pick_device
-        from p2ptrain.compute.trainer import build_trainer
+def engine_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) -> BuildEngine:
+    """Return the builder of a worker's engines. ``memory_bytes``: memory that the person allows for a part of a split
+    model; 0: most of what is free."""
 
-        exact = profile.job.exact  # then only the job sets the threads: their number decides a gradient's last bits
-        cores = profile.device.threads or 1 if exact else threads or profile.device.threads
-        return build_trainer(training_spec(profile), pick_device(device or profile.device.kind, cores))
-
-    return build
-
-
-def stage_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) -> Callable[[Profile, Stage], Engine]:
-    """Return the builder of this worker's part of a job's split model. ``memory_bytes``: memory that the person allows
-    for it; 0: most of what is free."""
-
-    def build(profile: Profile, stage: Stage) -> Engine:
+    def build(profile: Profile, stage: Stage = WHOLE) -> Engine:
         from p2ptrain.compute.device import pick_device
         from p2ptrain.compute.recipe import stage_bounds
         from p2ptrain.compute.stage import StageSpec
         from p2ptrain.compute.trainer import build_trainer
 
+        exact = profile.job.exact  # then only the job sets the threads: their number decides a gradient's last bits
+        cores = profile.device.threads or 1 if exact else threads or profile.device.threads
         spec, split = training_spec(profile), profile.pipeline
-        chosen = pick_device(device or profile.device.kind, threads or profile.device.threads)
+        chosen = pick_device(device or profile.device.kind, cores)
+        if not stage.split:
+            return build_trainer(spec, chosen)
         if profile.job.strategy == "sharded":
             return build_trainer(spec, chosen, shard=shard_of(stage, profile.sharded, chosen, memory_bytes))
         part = StageSpec(
@@ -134,11 +128,13 @@ def shard_of(stage: Stage, sharded: Sharded, device: ComputeDevice, memory_bytes
     return ShardSpec(mesh_of(group, device.kind), sharded.accumulate, sharded.offload, memory_bytes)
 
 
-def island_builder(island: Island, device: ComputeDevice, memory_bytes: int = 0) -> Callable[[Profile], Engine]:
+def island_builder(island: Island, device: ComputeDevice, memory_bytes: int = 0) -> BuildEngine:
     """Return the builder of an island's engines, at its leader. ``memory_bytes``: as in ``island_trainer``."""
 
-    def build(profile: Profile) -> Engine:
+    def build(profile: Profile, stage: Stage) -> Engine:
         check_island(profile)
+        if stage.split:
+            raise ConfigError(f"a worker of several processes (--devices) cannot hold {stage}")
         return island.build(profile.to_spec(), lambda: island_trainer(profile, island, device, memory_bytes))
 
     return build
@@ -163,12 +159,6 @@ def check_island(profile: Profile) -> None:
             text = f"a worker of several processes (--devices) cannot train a job with {key} = {value!r}"
             remedy = "give each device to a worker of its own"
             raise ConfigError(text, remedy=f"{remedy}: p2ptrain join --device cuda:0, p2ptrain join --device cuda:1")
-
-
-def no_stage(profile: Profile, stage: Stage) -> Engine:
-    """The builder of an island's parts of split models: it has none."""
-    check_island(profile)
-    raise ConfigError(f"a worker of several processes (--devices) cannot hold {stage}")
 
 
 def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
@@ -230,28 +220,8 @@ def training_spec(profile: Profile) -> TrainingSpec:
         local = LocalSpec(1.0, 0.0, proximal=pull, fresh=True, clip_norm=clip_norm, slots=slotted)
     freeze_a = profile.job.strategy == "federated" and profile.federated.average == "frozen-a"
     return TrainingSpec(
-        model=ModelSpec(
-            architecture=model.architecture,
-            path=Path(model.path) if model.path else None,
-            hidden_size=model.hidden_size,
-            layers=model.layers,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            intermediate_size=model.intermediate_size,
-            context=model.context,
-            tie_embeddings=model.tie_embeddings,
-        ),
-        data=DataSpec(
-            path=data.path,
-            sequence_tokens=data.sequence_tokens,
-            format=data.format,
-            text_key=data.text_key,
-            bad_rows=data.bad_rows,
-            limit_bytes=data.limit_bytes,
-            validation_fraction=data.validation_fraction,
-            document_end=data.document_end,
-            date=data.date,
-        ),
+        model=replace(fill_from(ModelSpec, model), path=Path(model.path) if model.path else None),
+        data=fill_from(DataSpec, data),
         optimizer=OptimizerSpec(**profile.optimizer.model_dump()),
         steps=profile.job.steps,
         seed=profile.job.seed,
@@ -269,3 +239,9 @@ def training_spec(profile: Profile) -> TrainingSpec:
         ),
         gradient_checkpointing=profile.device.gradient_checkpointing,
     )
+
+
+def fill_from(kind: Any, table: BaseModel) -> Any:
+    """An instance of the dataclass ``kind`` with the values that a profile's table has for its fields."""
+    names = {field.name for field in fields(kind)} & type(table).model_fields.keys()
+    return kind(**{name: getattr(table, name) for name in names})

@@ -19,6 +19,9 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, Message, Welcome
 
+BuildEngine = Callable[[Profile, Stage], Engine]
+"""Builds the engine of a job, for the whole model or a part of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class PeerContext:
@@ -72,7 +75,7 @@ class Context(PeerContext):
         disk: thread for all access to the job's directory.
         notify: shows a text to the person here and at the seed.
         tell: shows a text to the person here only, because the seed knows it already.
-        build_engine, build_part: blocking; called on the compute thread.
+        build_engine: blocking; called on the compute thread.
         strategies: returns a job's strategy factory (``roles.strategies.pipeline.strategy_of``).
         on_step: called after every commit with (applied, total, the step's metrics).
     """
@@ -82,7 +85,6 @@ class Context(PeerContext):
     disk: Thread
     notify: Notify
     tell: Notify
-    build_engine: Callable[[Profile], Engine]
-    build_part: Callable[[Profile, Stage], Engine]
+    build_engine: BuildEngine
     strategies: Callable[[Profile], Factory]
     on_step: Callable[[int, int, dict[str, float]], None]

@@ -436,11 +436,7 @@ class JobRunner:
         if self._budget is not None:
             await self._budget.load()
         if self._engine is None:
-            self._engine = await (
-                context.compute.run(context.build_part, self.profile, self.stage)
-                if self.stage.split
-                else context.compute.run(context.build_engine, self.profile)
-            )
+            self._engine = await context.compute.run(context.build_engine, self.profile, self.stage)
             factory = context.strategies(self.profile)
             ring = self.profile.ring
             self.reports.engine = self._engine

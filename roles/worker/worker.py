@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from configs.schema import Checkpoint, Profile
-from p2ptrain.core.errors import JobFailed, NetworkError, P2PTrainError, ProtocolError, Refused, StorageError
+from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, StorageError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
@@ -18,7 +18,7 @@ from ring.token import Flag
 from ring.transaction import REASON_CHARS, Phase
 from ring.view import View
 from roles.compute_thread import ComputeThread
-from roles.engine import WHOLE, Engine, Stage
+from roles.engine import WHOLE, Stage
 from roles.identity import Identity
 from roles.member import MemberOptions, MemberProcess
 from roles.seed_link import HeartbeatStats, Notify
@@ -26,7 +26,7 @@ from roles.strategies.interface import Factory
 from roles.strategies.pipeline import strategy_of
 from roles.worker.checkpoint_assembler import FileSender, checkpoints_dir
 from roles.worker.checkpoint_store import CheckpointFiles, lineage_of
-from roles.worker.context import Context
+from roles.worker.context import BuildEngine, Context
 from roles.worker.links import Prober, ProbeResponder
 from roles.worker.runner import JobRunner
 from roles.worker.stages import PURPOSES, Holding, Stages
@@ -52,10 +52,6 @@ _SHOWN = {
 }
 
 
-def no_parts(profile: Profile, stage: Stage) -> Engine:
-    raise JobFailed(f"this worker cannot hold parts of models, but was assigned {stage}")
-
-
 @dataclass(frozen=True, slots=True)
 class CheckpointRequest:
     """Parameters of ``checkpoint.verify`` and ``checkpoint.delete``."""
@@ -74,7 +70,7 @@ class Worker(MemberProcess):
     """One worker process. The module's docstring describes it.
 
     Args:
-        build_engine, build_part, strategies: as in ``Context``.
+        build_engine, strategies: as in ``Context``.
         warm_up: blocking, called first on the compute thread, while the seed is dialled.
         holding: what is needed to hold parts of split models; None if this worker holds none.
     """
@@ -85,13 +81,12 @@ class Worker(MemberProcess):
         identity: Identity,
         options: MemberOptions,
         *,
-        build_engine: Callable[[Profile], Engine],
+        build_engine: BuildEngine,
         warm_up: Callable[[], None],
         notify: Notify,
         on_step: Callable[[int, int, dict[str, float]], None],
         membership: Membership | None = None,
         holding: Holding | None = None,
-        build_part: Callable[[Profile, Stage], Engine] = no_parts,
         strategies: Callable[[Profile], Factory] = strategy_of,
     ) -> None:
         super().__init__(world, identity, options, notify=notify, membership=membership)
@@ -117,7 +112,6 @@ class Worker(MemberProcess):
             notify=self.notify,
             tell=notify,
             build_engine=build_engine,
-            build_part=build_part,
             strategies=strategies,
             on_step=on_step,
         )

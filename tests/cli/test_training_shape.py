@@ -14,7 +14,7 @@ from p2ptrain.cli.model_sizes import _measured, shape_of
 from p2ptrain.compute.device import ComputeDevice
 from p2ptrain.compute.model import model_config
 from p2ptrain.compute.part import LayerRange, layer_sizes
-from p2ptrain.compute.stage import StageSpec, check_training_memory, kept_bytes
+from p2ptrain.compute.stage import StageSpec, TrainingMemory, kept_bytes
 from p2ptrain.core.errors import ResourceError
 from ring.planning.training import ModelShape
 from roles.training_shape import training_of
@@ -99,5 +99,5 @@ def test_a_worker_checks_the_memory_that_the_seed_placed_it_by(
                 in_flight=training.in_flight(stage),
             )  # fmt: skip
             asked.clear()
-            check_training_memory(config, spec, device, micro_batch_tokens=training.tokens)
+            TrainingMemory(config, spec, device, micro_batch_tokens=training.tokens).check()
             assert asked[0] == training.need_bytes(stage, start, stop, on_host=device.kind == "cpu")

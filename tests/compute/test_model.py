@@ -17,7 +17,7 @@ from p2ptrain.compute.model import (
     model_config,
     parameter_count,
 )
-from p2ptrain.compute.stage import StageSpec, check_training_memory
+from p2ptrain.compute.stage import StageSpec, TrainingMemory
 from p2ptrain.core.errors import ConfigError, ResourceError
 from tests.compute.tiny_trainer import TINY, tiny
 
@@ -100,7 +100,9 @@ def test_bad_values_name_their_key(changes: dict[str, Any], key: str) -> None:
 def test_a_model_too_large_is_refused_before_it_is_built() -> None:
     huge = ModelSpec(hidden_size=1 << 16, layers=200, heads=64, kv_heads=64, intermediate_size=1 << 18)
     with pytest.raises(ResourceError, match=r"training layers 0 to 200 \(1\d+\.\d+ M parameters\) .* needs .* GiB"):
-        check_training_memory(model_config(huge, 256), StageSpec(0, (0, 200)), pick_device("cpu"), micro_batch_tokens=1)
+        TrainingMemory(
+            model_config(huge, 256), StageSpec(0, (0, 200)), pick_device("cpu"), micro_batch_tokens=1
+        ).check()
 
 
 def test_a_local_directory(tmp_path: Path) -> None:
@@ -146,9 +148,9 @@ def test_weights_of_fewer_layers_are_refused(tmp_path: Path) -> None:
 def test_a_micro_batch_too_large_is_refused_before_it_is_computed() -> None:
     config = model_config(ModelSpec(hidden_size=64, layers=2, heads=4, kv_heads=4, intermediate_size=128), 256)
     whole = StageSpec(0, (0, 2))
-    check_training_memory(config, whole, pick_device("cpu"), micro_batch_tokens=4096)
+    TrainingMemory(config, whole, pick_device("cpu"), micro_batch_tokens=4096).check()
     with pytest.raises(ResourceError, match=r"micro-batches of 1,000,000,000 tokens in flight needs .* GiB"):
-        check_training_memory(config, whole, pick_device("cpu"), micro_batch_tokens=10**9)
+        TrainingMemory(config, whole, pick_device("cpu"), micro_batch_tokens=10**9).check()
 
 
 def test_the_memory_of_exact_sums_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,5 +160,5 @@ def test_the_memory_of_exact_sums_is_counted(monkeypatch: pytest.MonkeyPatch) ->
     )
     config, whole = model_config(TINY, 256), StageSpec(0, (0, TINY.layers))
     for exact in (False, True):
-        check_training_memory(config, whole, pick_device("cpu"), micro_batch_tokens=1, exact=exact)
+        TrainingMemory(config, whole, pick_device("cpu"), micro_batch_tokens=1, exact=exact).check()
     assert needs[1] - needs[0] == 8 * parameter_count(config), "the int64 buffer, beside the gradients"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec, model_config
-from p2ptrain.compute.stage import StageSpec, check_training_memory, kept_bytes, most_in_flight
+from p2ptrain.compute.stage import StageSpec, TrainingMemory, kept_bytes
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer, build_trainer
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError
@@ -396,7 +396,7 @@ def test_memory_counts_what_is_in_flight(text_file: Path) -> None:
     weights, kept = stage.built.stage.weights_bytes, kept_bytes(config, 32, part)
 
     def check(**changes: Any) -> None:
-        check_training_memory(config, StageSpec(0, (0, 2, 4), **changes), device, micro_batch_tokens=32)
+        TrainingMemory(config, StageSpec(0, (0, 2, 4), **changes), device, micro_batch_tokens=32).check()
 
     check()
     with pytest.raises(ResourceError, match="1000000000 micro-batches of 32 tokens in flight"):
@@ -408,5 +408,5 @@ def test_memory_counts_what_is_in_flight(text_file: Path) -> None:
     given = 5 * weights + 3 * kept + 1
     for memory_bytes, most, expected in ((given, 8, 3), (given - kept, 8, 2), (1, 8, 2), (given, 2, 2), (0, 8, 8)):
         spec = StageSpec(0, (0, 2, 4), in_flight=2, memory_bytes=memory_bytes)
-        assert most_in_flight(config, spec, device, micro_batch_tokens=32, most=most) == expected
+        assert TrainingMemory(config, spec, device, micro_batch_tokens=32).most_in_flight(most) == expected
     assert stage.pipeline.in_flight >= 1

@@ -12,7 +12,7 @@ from p2ptrain.cli.attacking_worker import attack_with
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.lab.attacker import ALIE_Z, FLIP, NOISE, SCALE, attacking
 from p2ptrain.lab.stand_in import StandInEngine
-from roles.engine import Engine
+from roles.engine import WHOLE, Engine
 from roles.worker import build
 from tests.compute.tiny_trainer import tiny_trainer
 from tests.roles.test_cluster import small_profile
@@ -63,10 +63,10 @@ def test_a_worker_of_chaos_learns_wrong_labels_and_validates_with_right_ones(
 ) -> None:
     text = tmp_path / "text"
     text.write_text("a tale of two towns " * 200)
-    monkeypatch.setattr(build, "engine_builder", lambda **options: lambda profile: tiny_trainer(text))
-    honest = build.engine_builder()(PROFILE)
+    monkeypatch.setattr(build, "engine_builder", lambda **options: lambda profile, stage: tiny_trainer(text))
+    honest = build.engine_builder()(PROFILE, WHOLE)
     attack_with("label-flip")
-    wrong = build.engine_builder(device="cpu")(PROFILE)
+    wrong = build.engine_builder(device="cpu")(PROFILE, WHOLE)
     for engine in (honest, wrong):
         engine.state.load_initial()
     true, sent = contribution(honest, 0, 2)[:-1], contribution(wrong, 0, 2)[:-1]

@@ -207,12 +207,8 @@ class Cluster:
         identity = claim(RealDisk(), self.root, role="worker", slot=slot, name="")
         engines: list[Engine] = []
 
-        def build_and_keep(profile: Profile) -> Engine:
-            engines.append(build(profile))
-            return engines[-1]
-
-        def build_part_and_keep(profile: Profile, stage: Stage) -> Engine:
-            engines.append(build_part(profile, stage))
+        def build_and_keep(profile: Profile, stage: Stage) -> Engine:
+            engines.append(build_part(profile, stage) if stage.split else build(profile))
             return engines[-1]
 
         async def work() -> None:
@@ -227,7 +223,6 @@ class Cluster:
                 on_step=lambda applied, total, values: peer.steps.__setitem__(applied, values),
                 membership=member,
                 holding=holding,
-                build_part=build_part_and_keep,
                 strategies=strategies,
             )
             await worker.run(stop)

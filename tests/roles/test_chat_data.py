@@ -14,7 +14,7 @@ from configs.schema import Profile
 from roles.engine import Engine
 from roles.seed.jobs import assigned_spec
 from roles.strategies.pipeline import strategy_of
-from roles.worker.build import engine_builder, stage_builder
+from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster
 
 STEPS = 6
@@ -75,7 +75,7 @@ async def test_conversations_give_the_losses_of_one_worker(
         profile = load("tiny", {}, [*sets, *more]).profile
         job = await cluster.create(profile)
         peers = [
-            cluster.join(dated, strategies=strategy_of, build_part=stage_builder(threads=1))
+            cluster.join(dated, strategies=strategy_of, build_part=engine_builder(threads=1))
             for _ in range(profile.job.workers)
         ]
         found.append(await rows_of(cluster, job))

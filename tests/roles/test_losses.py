@@ -21,7 +21,7 @@ from p2ptrain.compute.data import NO_TARGET, DataSpec, load_corpus
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.strategies.pipeline import strategy_of
-from roles.worker.build import engine_builder, stage_builder
+from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster
 from tests.samples import StepSampler
 
@@ -201,7 +201,7 @@ async def _losses(cluster: Cluster, wanted: Profile) -> list[float]:
 async def _rows(cluster: Cluster, wanted: Profile) -> list[dict[str, Any]]:
     job = await cluster.create(wanted)
     for _ in range(wanted.job.workers):
-        cluster.join(engine_builder(threads=1), build_part=stage_builder(threads=1), strategies=strategy_of)
+        cluster.join(engine_builder(threads=1), build_part=engine_builder(threads=1), strategies=strategy_of)
     await cluster.job_until(job, lambda item: item["state"] == "done")
     rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=200))["rows"]
     steps = range(1, wanted.job.steps + 1)

@@ -19,7 +19,7 @@ from p2ptrain.lab.memory import MemoryNetwork
 from ring import coordination as co
 from roles.seed import jobs
 from roles.strategies.pipeline import strategy_of
-from roles.worker.build import engine_builder, stage_builder
+from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster, Gate, Peer
 
 STEPS = 12
@@ -70,14 +70,14 @@ def one_process(profile: Profile) -> tuple[list[float], dict[int, float], dict[s
 
 
 def join(cluster: Cluster, slot: int | None = None, **options: Any) -> Peer:
-    return cluster.join(build_part=stage_builder(threads=1), strategies=strategy_of, slot=slot, **options)
+    return cluster.join(build_part=engine_builder(threads=1), strategies=strategy_of, slot=slot, **options)
 
 
 def gated(gate: Gate) -> Any:
     """Builds stages and shards that wait at the gate before they read a micro-batch."""
 
     def build(profile: Profile, stage: Any) -> Any:
-        engine: Any = stage_builder(threads=1)(profile, stage)
+        engine: Any = engine_builder(threads=1)(profile, stage)
         read = engine.batches.training_batch
 
         def held(step: int, index: int) -> Any:
@@ -181,7 +181,7 @@ async def test_a_spoiled_gradient_of_the_tied_matrix_ends_the_job_with_the_reaso
     """It is the last stage's contribution, though the matrix counts in the first stage's part of the norm."""
 
     def spoiled(profile: Profile, stage: Any) -> Any:
-        engine: Any = stage_builder(threads=1)(profile, stage)
+        engine: Any = engine_builder(threads=1)(profile, stage)
         backward = engine.pipeline.backward
 
         def spoil(*arguments: Any) -> Any:

@@ -11,7 +11,7 @@ from p2ptrain.core.errors import Refused
 from p2ptrain.lab.audit import audit
 from roles.seed import jobs
 from roles.strategies.pipeline import strategy_of
-from roles.worker.build import engine_builder, stage_builder
+from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster, Gate
 from tests.roles.test_pipeline_job import (
     STEPS,
@@ -74,7 +74,7 @@ async def test_a_job_goes_on_with_another_number_of_shards(cluster: Cluster, tex
     item = await cluster.job_until(job, lambda item: "2 of 3 workers are here" in item["reason"])
     assert (item["strategy"], item["stages"], item["state"]) == ("sharded", 3, "waiting")
     await cluster.restart_seed()  # it has stored the request
-    cluster.join(engine_builder(threads=1), build_part=stage_builder(threads=1), strategies=strategy_of)
+    cluster.join(engine_builder(threads=1), build_part=engine_builder(threads=1), strategies=strategy_of)
     await ended_as_one_process(cluster, job, profile)
     for shards, strategy in ((1, "sync"), (2, "sharded")):
         saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]

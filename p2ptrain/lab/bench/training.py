@@ -23,7 +23,7 @@ from ring.session import RingSession
 from ring.token import Flag, Token, difference, first_lineage, next_lineage
 from ring.view import shares
 from roles.compute_thread import ComputeThread
-from roles.engine import Engine
+from roles.engine import WHOLE, Engine
 from roles.strategies.interface import Strategy
 from roles.strategies.pipeline import strategy_of
 from roles.worker.build import engine_builder, training_spec
@@ -138,7 +138,7 @@ def conclude(report: BenchReport, case: Case) -> None:
 
 def _engine(profile: Profile, threads: int, micro_batch_s: float) -> Engine:
     if not micro_batch_s:
-        return engine_builder(device="cpu", threads=threads)(profile)
+        return engine_builder(device="cpu", threads=threads)(profile, WHOLE)
     from p2ptrain.compute.model import model_config, parameter_count
     from p2ptrain.lab.bench.local import TimedEngine
 

@@ -27,6 +27,7 @@ from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.sim.cluster import SimClock
 from p2ptrain.lab.sim.machine import MachineDisk, Process
 from p2ptrain.lab.stand_in import StandInEngine
+from roles.engine import Stage
 from roles.identity import claim
 from roles.member import MemberOptions
 from roles.seed.run import run_seed
@@ -50,7 +51,7 @@ async def simulate(plan: GridPlan, run: GridRun, show: Show) -> Result:
     async def worker(number: int) -> None:
         threads = LoopThreads()
 
-        def engine(profile: Profile) -> StandInEngine:
+        def engine(profile: Profile, stage: Stage) -> StandInEngine:
             sizes = llama_sizes(profile.model, VOCAB)
             numel = sizes.weights_bytes(0, sizes.layers) // 4
             tokens = profile.batch.micro_batch_sequences * profile.data.sequence_tokens
@@ -60,7 +61,7 @@ async def simulate(plan: GridPlan, run: GridRun, show: Show) -> Result:
             def compute(step: int, index: int) -> None:
                 threads.taken_s += seconds
 
-            return _Engine(profile, numel=numel, on_micro_batch=compute)
+            return _Engine(profile, numel=numel, on_micro_batch=compute, stage=stage)
 
         here = world(linked, threads)
         await Worker(

@@ -17,7 +17,7 @@ from p2ptrain.lab.sim.machine import ATTACKER, PROCESS, Buffer, MachineDisk, Pro
 from p2ptrain.lab.sim.observer import Observer
 from ring.planning.training import ModelShape
 from ring.transaction import Phase
-from roles.engine import WHOLE, Engine, Stage
+from roles.engine import Engine, Stage
 from roles.identity import claim
 from roles.member import MemberOptions
 from roles.seed import ledger
@@ -186,7 +186,6 @@ class SimMachine:
                 identity,
                 MemberOptions("worker", (SEED, SEED_PORT), (LISTEN, 0), ("", 0), simulation.capabilities),
                 build_engine=self._build,
-                build_part=self._build,
                 strategies=lambda profile: StagedStrategy if profile.stages > 1 else strategy_of(profile),
                 warm_up=lambda: None,
                 notify=notify,
@@ -201,7 +200,7 @@ class SimMachine:
                 await asyncio.sleep(AGAIN_S)
         identity.release()
 
-    def _build(self, profile: Profile, stage: Stage = WHOLE) -> Engine:
+    def _build(self, profile: Profile, stage: Stage) -> Engine:
         if stage.split:
             self._simulation.observer.cut(self.host, tuple(profile.pipeline.cuts))
         self.engine = engine = SimEngine(profile, self.disk.view_for(self.process), self._spoil, stage)
