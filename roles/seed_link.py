@@ -134,7 +134,7 @@ class SeedLink:
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
         self._connection: Connection | None = None
         # Messages kept while the seed is away: about half a day at two seconds a step, 10 MB at most.
-        self._kept: deque[Message] = deque(maxlen=20_000)
+        self._kept: deque[tuple[float, Message]] = deque(maxlen=20_000)  # each with the time of the clock
         # The newest sent messages are sent again after a loss of the link, which may have lost them in a socket's
         # buffer. The seed ignores repeats.
         self._recent: deque[Message] = deque(maxlen=512)
@@ -162,7 +162,7 @@ class SeedLink:
             except ConnectionLost:
                 pass  # the reader sees it too, and reconnects
         if isinstance(message, StepMetrics | CheckpointSaved | EventNotice):
-            self._kept.append(message)
+            self._kept.append((self._world.clock.now(), message))
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request to the seed. Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost``."""
@@ -283,12 +283,15 @@ class SeedLink:
             connection.abort()
 
     async def _catch_up(self, connection: Connection, timeout_s: float) -> None:
-        missed = [*self._recent, *self._kept]
+        now = self._world.clock.now()
+        missed = [*((now, message) for message in self._recent), *self._kept]
         self._recent.clear()
         self._kept.clear()
         self._kept.extend(missed)
         while self._kept:
-            message = self._kept[0]
+            kept_at, message = self._kept[0]
+            if isinstance(message, EventNotice):
+                message = replace(message, age_s=now - kept_at)
             connection.send(message)
             if isinstance(message, StepMetrics | CheckpointSaved):
                 self._recent.append(message)

@@ -210,13 +210,17 @@ class HeartbeatAck(Message):
 
 @dataclass(frozen=True, slots=True)
 class EventNotice(Message):
-    """Peer to seed: an entry for the event log. ``level`` is ``info``, ``warning`` or ``error``."""
+    """Peer to seed: an entry for the event log. ``level`` is ``info``, ``warning`` or ``error``.
+
+    ``age_s``: how long ago it was, if it had to wait for a connection.
+    """
 
     KIND: ClassVar[int] = 25
     level: str
     kind: str
     text: str
     job: str = ""
+    age_s: Annotated[float, Bound(0, 1e9)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ only what is missing.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -144,7 +145,7 @@ class TrainingRun:
         self.view: FullScreenView | None = None
         self.cluster = LocalCluster(plan.root, plan.port, web=plan.web, shown=True)
         self._plan, self._console, self._as_json = plan, console, as_json
-        self._unsaid: list[tuple[str, str]] = []
+        self._unsaid: list[tuple[str, str, float]] = []
         self._workers: list[PeerProcess] = []
         self._client: SeedClient | None = None
         self._jobs: dict[str, str] = {}  # role → id of a job that is not done yet
@@ -240,8 +241,8 @@ class TrainingRun:
     def aloud(self) -> None:
         """Print the messages that waited for the view to close, and the current state."""
         self.quiet = False
-        for level, text in self._unsaid:
-            self._console.event(level, text)
+        for notice in self._unsaid:
+            self._console.event(*notice)
         self._unsaid.clear()
         if self._served:
             self._tell_serving()
@@ -288,7 +289,7 @@ class TrainingRun:
 
     def _report(self, level: str, text: str) -> None:
         if self.quiet:
-            self._unsaid.append((level, text))
+            self._unsaid.append((level, text, time.time()))
             if self.view is not None:
                 self.view.show_notice(level, text)
         else:
@@ -298,6 +299,7 @@ class TrainingRun:
 
     async def _follow(self) -> None:
         width, peers, waiting = max(map(len, self._jobs)), dict[str, str](), ""
+        begun = (await self.client.cluster()).started_at
         for role, job in self._jobs.items():
             label = f"{role:<{width}}  " if len(self._jobs) > 1 else ""
             self._followed[job] = JobProgress((await self.client.job(job))[0], self._console, label)
@@ -305,8 +307,8 @@ class TrainingRun:
             for item in records:
                 if isinstance(item, JobInfo) and item.id in self._followed:
                     self._tell_standstill(self._followed[item.id].info.state, item)
-                if isinstance(item, EventInfo) and item.level != "info" and not self.quiet:
-                    self._console.event(item.level, item.text)
+                if isinstance(item, EventInfo) and item.level != "info" and item.wall >= begun and not self.quiet:
+                    self._console.event(item.level, item.text, item.wall)
                 for followed in self._followed.values():
                     followed.take(item, quiet=self.quiet)
                 if isinstance(item, PeerInfo):

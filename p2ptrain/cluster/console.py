@@ -42,10 +42,10 @@ class Console:
         self._next = 0.0
         self._loading_s: float | None = None  # since when
 
-    def event(self, level: str, text: str) -> None:
-        """Print one line with the time; its mark and colour show the level."""
+    def event(self, level: str, text: str, wall: float | None = None) -> None:
+        """Print one line with the time, ``wall`` in Unix seconds or now; its mark and colour show the level."""
         self.clear()
-        self._print(f"{time.strftime('%H:%M:%S')} {self.mark(level)} {printable(text)}")
+        self._print(f"{time.strftime('%H:%M:%S', time.localtime(wall))} {self.mark(level)} {printable(text)}")
 
     @staticmethod
     def mark(level: str) -> str:

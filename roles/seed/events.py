@@ -171,10 +171,10 @@ class EventLog:
         self._last_id = await self._store.call(Records.last_event_id)
         self.recent.extend(await self._store.call(Records.events, self._last_id - RECENT_EVENTS, RECENT_EVENTS))
 
-    def note(self, level: str, kind: str, text: str, peer: str = "", job: str = "") -> None:
+    def note(self, level: str, kind: str, text: str, peer: str = "", job: str = "", *, age_s: float = 0.0) -> None:
         self._last_id += 1
         level = level if level in LEVELS else "info"
-        wall = self._clock.wall()
+        wall = self._clock.wall() - age_s
         event = EventInfo(self._last_id, wall, level, clipped(kind, 24), clipped(text), peer, job)
         self._store.add(event)
         self.recent.append(event)

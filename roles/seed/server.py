@@ -351,7 +351,9 @@ class Seed:
                 self.subscriptions.touch("peers", link.id)
             case EventNotice():
                 job = message.job if message.job in self.controllers else ""
-                self.note(message.level, message.kind, f"{link.name}: {message.text}", link.id, job)
+                self.note(
+                    message.level, message.kind, f"{link.name}: {message.text}", link.id, job, age_s=message.age_s
+                )
                 if self.store.crowded:
                     await self.store.flush()
             case Response():

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import shutil
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -317,6 +318,38 @@ async def test_a_worker_that_ends_alone_ends_it_with_its_last_words(machine: Mac
     (machine.root / "worker-1.log").write_text("error: no disk\n")
     with pytest.raises(JobFailed, match="worker-1 ended: no disk"):
         await machine.up(free_port, profile=PROFILE.alone())
+
+
+async def test_only_what_happened_since_this_start_is_printed(
+    machine: Machine, free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Noted(StandInEngine):
+        def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
+            if step == 5 and machine.cluster is not None:
+                note = machine.cluster.seeds[-1].note
+                loop.call_soon_threadsafe(lambda: note("warning", "storage", "the disk is full"))
+            return super().begin_step(step, first, count)
+
+    loop = asyncio.get_running_loop()
+    machine.build = Noted
+    await machine.up(free_port, profile=PROFILE.alone(), as_json=False)
+    assert capsys.readouterr().err.count("the disk is full") == 1
+    machine.build = StandInEngine
+    await machine.up(free_port, profile=PROFILE.alone(), new=True, as_json=False)
+    assert "the disk is full" not in capsys.readouterr().err
+
+
+def test_what_waited_for_the_view_to_close_keeps_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = TrainingPlan("pair", PROFILE, 1, tmp_path, 0, new=False, link="")
+    run = up_cluster.TrainingRun(plan, Console(), as_json=False)
+    run.quiet = True
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    run._report("info", "job pair is paused")
+    monkeypatch.undo()
+    run.aloud()
+    assert f"{time.strftime('%H:%M:%S', time.localtime(1e9))} · job pair is paused" in capsys.readouterr().err
 
 
 async def test_a_model_that_is_not_whole_is_not_served() -> None:

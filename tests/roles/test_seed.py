@@ -854,6 +854,14 @@ async def test_a_subscriber_that_does_not_read_is_dropped_with_a_reason(
     await connection.close()
 
 
+async def test_an_event_that_had_to_wait_has_the_time_at_which_it_was(bench: Bench) -> None:
+    worker = await bench.worker("a")
+    worker.say(EventNotice("info", "hot", "an hour ago", age_s=3600))
+    await worker.beaten()
+    before, event = (await bench.ask("events.list", after_id=-2, limit=2))["events"]
+    assert event["wall"] < before["wall"] - 3500
+
+
 async def test_the_diary_is_paged_and_cleaned(bench: Bench) -> None:
     worker = await bench.worker("a")
     worker.say(EventNotice("shouting", "kind\x1b[31m", "red\x1b[31m text\nand more", job="unknown"))

@@ -20,7 +20,7 @@ from roles.seed_link import HeartbeatStats, SeedLink, WaitS, may_pass, no_wait
 from wire.connection import Connection
 from wire.handshake import Server, local_hello, local_welcome, serve
 from wire.job_messages import SaveNow, StepMetrics
-from wire.messages import Heartbeat, HeartbeatAck, Hello, Message, RefusalCode, Refuse, Welcome
+from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Message, RefusalCode, Refuse, Welcome
 
 T = TypeVar("T")
 
@@ -145,11 +145,16 @@ def test_what_was_said_while_the_seed_was_away_arrives_and_so_does_what_may_have
             await here.downs.until()
             here.link.send(metrics(2))
             here.link.send(SaveNow("job"))  # of no use later
+            here.link.send(EventNotice("warning", "hot", "the fan is loud"))
+            await asyncio.sleep(40)
             seed.heard.clear()
             await seed.start()
             again = await seed.until(2, StepMetrics)
             assert [message.step for message in again if isinstance(message, StepMetrics)] == [1, 2]
             assert not any(isinstance(message, SaveNow) for message in seed.heard)
+            (notice,) = await seed.until(1, EventNotice)
+            assert isinstance(notice, EventNotice)
+            assert 40 <= notice.age_s < 60, "it tells when it was, and not when it came"
             assert len(here.downs.items) == 1
             seed.connections[-1].send(SaveNow("job"))
             assert await here.messages.until() == [SaveNow("job")]
