@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.commands import new_typer
+from p2ptrain.cli.options import WithBareSplit, takes_options
 from p2ptrain.cli.output import failure, print_json
 from p2ptrain.cli.runtime import is_text, run
-from p2ptrain.cli.text_options import TextOptions, TokensOption, WithBareSplit, takes_text_options, write
+from p2ptrain.cli.text_options import TextOptions, TokensOption, write
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import P2PTrainError, UserError, first_error
 
@@ -31,7 +32,7 @@ app = new_typer()
 
 
 @app.command("generate", cls=WithBareSplit)
-@takes_text_options
+@takes_options(TextOptions)
 def generate(
     prompt: Annotated[
         str,

@@ -6,13 +6,11 @@ roles. The program of a verifier and a drafter (``roles.member``) is ``serving.s
 
 from __future__ import annotations
 
-import math
 import os
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from wire.address import format_address, is_loopback
@@ -21,48 +19,14 @@ from wire.transport import every_interface
 if TYPE_CHECKING:
     import asyncio
 
+    from p2ptrain.cli.join_options import JoinOptions
     from p2ptrain.cluster.access import Access
     from p2ptrain.cluster.console import Console
     from p2ptrain.core.world import Network, World
     from roles.identity import Identity
     from roles.member import MemberOptions
     from roles.seed_link import WaitS
-    from wire.address import Ticket
     from wire.messages import Scalar
-
-
-@dataclass(frozen=True, slots=True)
-class JoinOptions:
-    """The options of ``join``, whose help describes them. One that is not given is empty, 0 or None.
-
-    Attributes:
-        targets: seeds, in the order in which they are tried.
-        root: the state directory, absolute.
-        split: of a verifier: number of stages over workers; 0: the fastest number; None: the whole model is here.
-    """
-
-    role: str
-    model: Path | None = None
-    targets: Sequence[Ticket | tuple[str, int]] = ()
-    root: Path = Path()
-    name: str = ""
-    slot: int | None = None
-    host: str = ""
-    port: int | None = None
-    advertise: tuple[str, int] = ("", 0)
-    device: str = ""
-    threads: int = 0
-    memory_bytes: int = 0
-    dtype: str = ""
-    link: str = ""
-    straggler: float = 1.0
-    data: str = ""
-    sessions: int = 0
-    split: int | None = None
-    http: tuple[str, int] | None = None
-    api_keys: Path | None = None
-    wait_s: float = math.inf
-    with_parent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +165,7 @@ def member_options(options: JoinOptions, found: Found, **more: Scalar) -> Member
         role=options.role,
         seed=(found.access.host, found.access.port),
         listen=found.listen,
-        advertise=options.advertise,
+        advertise=options.advertised,
         capabilities=capabilities(options.device) | more,
         others=found.others,
         wait_s=found.wait_s,

@@ -117,7 +117,7 @@ def seed(
 
 def _web_options(http: str, files: list[Path | None]) -> WebOptions | None:
     """Raises ``UserError`` for a bad address, or a file without one."""
-    from p2ptrain.cli.join import host_and_port
+    from p2ptrain.cli.options import host_and_port
 
     place = host_and_port("--http", http, "such as 127.0.0.1:8080, where a browser reaches it")
     if place is None:

@@ -20,7 +20,7 @@ from p2ptrain.core.errors import ConfigError, NetworkError, ResourceError, UserE
 from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.joining import JoinOptions
+    from p2ptrain.cli.join_options import JoinOptions
     from p2ptrain.cli.text_options import SplitOptions
     from p2ptrain.cluster.console import Console
     from p2ptrain.compute.text import ChatFormat, ModelText
@@ -44,16 +44,15 @@ AGAIN_LOOKS = 15
 
 async def check(options: JoinOptions) -> None:
     """Before joining, refuse HTTP or a model that cannot be served. Raises ``UserError``, ``ResourceError``."""
-    if options.http is not None:
+    if options.http_place is not None:
         from roles.verifier.http import check_place
 
-        await check_place(*options.http, options.api_keys)
-    assert options.model is not None
-    cache_bytes(options.memory_bytes, options.model, options.dtype)
+        await check_place(*options.http_place, options.api_keys)
+    cache_bytes(options.memory_bytes, options.model_directory, options.dtype)
     if options.split is not None:
         from p2ptrain.cli.model_sizes import config_text
 
-        config_text(options.model, options.split)
+        config_text(options.model_directory, options.split)
 
 
 async def serve(member: ServingMember, options: JoinOptions, console: Console) -> None:
@@ -67,7 +66,7 @@ async def serve(member: ServingMember, options: JoinOptions, console: Console) -
 async def _verify(member: ServingMember, options: JoinOptions, console: Console) -> None:
     from roles.compute_thread import ComputeThread
 
-    directory, sessions = options.model, options.sessions or USUAL_SESSIONS
+    directory, sessions = options.model_directory, options.sessions or USUAL_SESSIONS
     assert directory is not None
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
@@ -227,12 +226,11 @@ async def split_target(
     from roles.chain.client import PoolUpdater
     from roles.verifier.targets import ChainTarget
 
-    assert options.model is not None
     positions = sessions * conversation_positions(text)
-    chain = await _awaited_chain(member, context, options, console, options.model, positions)
+    chain = await _awaited_chain(member, context, options, console, options.model_directory, positions)
     pool_updater = Background()
     try:
-        target = ChainTarget(chain, label=options.model.name, context=text.context)
+        target = ChainTarget(chain, label=options.model_directory.name, context=text.context)
         pool_updater.start(PoolUpdater(chain, member.ask).run(), "recruiting")
         try:
             yield target
@@ -319,7 +317,7 @@ async def _loaded_by(pool: WorkerPool, options: SplitOptions, console: Console, 
 
 
 async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptions, service: VerifierService) -> str:
-    if options.http is None:
+    if options.http_place is None:
         return ""
     from p2ptrain.cluster.access import shown_host
     from roles.http.access import read_key
@@ -329,7 +327,7 @@ async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptio
     key = None
     if options.api_keys is not None:
         key = read_key(options.api_keys, lambda text: member.notify("warning", "api-key", text))
-    host, port = await stack.enter_async_context(serving_http(service, *options.http, key, world=member.world))
+    host, port = await stack.enter_async_context(serving_http(service, *options.http_place, key, world=member.world))
     return f"http://{format_address(shown_host(host), port)}/v1"
 
 
@@ -362,8 +360,7 @@ async def _draft(member: ServingMember, options: JoinOptions, console: Console) 
 
     compute = ComputeThread(member.world.threads)
     try:
-        assert options.model is not None
-        serves = await _small_model(options.model, options, compute, console)
+        serves = await _small_model(options.model_directory, options, compute, console)
         drafter = Drafter(
             member.world,
             compute,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
-from functools import wraps
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from p2ptrain.cli.inputs import DownloadOption, model_directory
 from p2ptrain.cli.output import json_output
@@ -62,7 +58,7 @@ class SplitOptions:
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """The common options of ``generate`` and ``chat``. ``takes_text_options`` makes each field an option."""
+    """The common options of ``generate`` and ``chat``. ``takes_options`` makes each field an option."""
 
     checkpoint: CheckpointOption = None
     download: DownloadOption = False
@@ -167,54 +163,6 @@ class TextOptions:
         if self.device != "auto" and (self.by_verifier or self.split is not None):
             text = f"--device {self.device} does not apply: a verifier, or workers, compute the model"
             raise UserError(text, remedy="leave it out, and give it to them: p2ptrain join --device ...")
-
-
-def takes_text_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command every field of ``TextOptions`` as an option; its argument ``options`` receives them."""
-    declared = fields(TextOptions)
-    names = {each.name for each in declared}
-
-    @wraps(command)
-    def called(**arguments: Any) -> None:
-        options = TextOptions(**{name: arguments.pop(name) for name in names})
-        command(**arguments, options=options)
-
-    hints = get_type_hints(TextOptions, include_extras=True)
-    signature = inspect.signature(command, eval_str=True)
-    parameters = [each for each in signature.parameters.values() if each.name != "options"]
-    for each in declared:
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=hints[each.name]))
-    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {each.name: each.annotation for each in parameters}
-    return called
-
-
-class WithBareSplit(TyperCommand):
-    """A command that accepts ``--split`` without a number, which means the best number of stages (0)."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, with_number(args))
-        except Exception as error:  # a parser error; its type depends on the version of Typer
-            at = args.index("--split") + 1 if "--split" in args else len(args)
-            word = args[at] if at < len(args) and not args[at].startswith("-") else ""
-            if word and "unexpected extra" in str(error) and f"({word})" in str(error):
-                remedy = "write --split N, or --split alone for the fastest number"
-                raise UserError(f"--split {word} is not a number of parts", remedy=remedy) from None
-            raise
-
-
-def with_number(args: list[str]) -> list[str]:
-    """Give every ``--split`` without a number the number 0."""
-    words = list[str]()
-    for number, word in enumerate(args):
-        if word == "--":
-            return [*words, *args[number:]]
-        is_bare = word == "--split" and not (number + 1 < len(args) and args[number + 1].isdecimal())
-        words.append("--split=0" if is_bare else word)
-    return words
 
 
 def check_dtype(dtype: str) -> None:

@@ -116,8 +116,8 @@ def up(
       p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
-    from p2ptrain.cli.join import host_and_port
     from p2ptrain.cli.model_sizes import config_text
+    from p2ptrain.cli.options import host_and_port
     from p2ptrain.cli.up_cluster import SplitPlan, TrainingPlan, hold, http_place, train
     from wire.emulate import preset_named
 

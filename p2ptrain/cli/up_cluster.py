@@ -45,9 +45,9 @@ _UNDER_WAY = ("running", "forming")
 def http_place(http: str, api_keys: Path | None, profile: Profile) -> tuple[str, int] | None:
     """Read ``up --http``; None if it is not given. Raises ``UserError`` if no verifier would answer, or for a bad
     address."""
-    from p2ptrain.cli.join import check_http, host_and_port
+    from p2ptrain.cli.options import HTTP_EXAMPLE, check_http, host_and_port
 
-    place = host_and_port("--http", http, "such as 127.0.0.1:8000, where programs reach it")
+    place = host_and_port("--http", http, HTTP_EXAMPLE)
     check_http(place, api_keys)
     if place is not None and not profile.drafter.layers:
         remedy = "choose a profile with a [drafter], such as pair, or leave it out"

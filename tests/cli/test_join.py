@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining
 from p2ptrain.cli.island import IslandOptions
-from p2ptrain.cli.joining import Found, JoinOptions, ProcessContext, Running
+from p2ptrain.cli.join_options import JoinOptions
+from p2ptrain.cli.joining import Found, ProcessContext, Running
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import ResourceError, Unreachable, UserError
 from wire.connection import Connection
@@ -58,7 +59,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[JoinOptions]:
 def test_a_worker_is_what_nobody_names(command: Command, begun: list[JoinOptions]) -> None:
     assert command("join").code == 0
     (of,) = begun
-    assert (of.role, of.targets, of.advertise) == ("worker", [("127.0.0.1", 7337)], ("", 0))
+    assert (of.role, of.targets, of.advertised) == ("worker", [("127.0.0.1", 7337)], ("", 0))
 
 
 @pytest.mark.parametrize(
@@ -81,33 +82,35 @@ def test_a_verifier_and_its_options(command: Command, begun: list[JoinOptions], 
     assert (outcome.code, outcome.err) == (0, "")
     (of,) = begun
     assert of == JoinOptions(
-        "verifier",
-        model,
-        targets=[("10.0.0.7", 7337)],
-        root=of.root,
+        "10.0.0.7",
+        role="verifier",
+        model=str(model),
         name="big",
         slot=4,
-        advertise=("10.0.0.8", 99),
+        advertise="10.0.0.8:99",
         device="cpu",
         threads=2,
-        memory_bytes=1 << 30,
+        memory="1G",
         dtype="fp32",
         link="20ms",
         straggler=5.0,
         sessions=3,
-        http=("127.0.0.1", 8000),
+        http="127.0.0.1:8000",
         api_keys=keys,
     )
     command("join", "--role", "verifier", "--model", model, "--split", "2", "--http", "[::1]:8000")
-    assert (begun[-1].model, begun[-1].split, begun[-1].http) == (model, 2, ("::1", 8000))
+    assert (begun[-1].model, begun[-1].split, begun[-1].http_place) == (str(model), 2, ("::1", 8000))
     command("join", "--role", "verifier", "--model", model, "--split", "--dtype", "bf16")
-    assert (begun[-1].split, begun[-1].http, begun[-1].dtype) == (0, None, "bf16")
+    assert (begun[-1].split, begun[-1].http_place, begun[-1].dtype) == (0, None, "bf16")
 
 
 def test_a_drafter_and_its_model(command: Command, begun: list[JoinOptions], model: Path) -> None:
     command("join", "--role", "drafter", "--model", model.parent / "model")
     command("join", "--role", "drafter", "--model", model, "--dtype", "fp16")
-    assert [(of.role, of.model, of.dtype) for of in begun] == [("drafter", model, ""), ("drafter", model, "fp16")]
+    assert [(of.role, of.model_directory, of.dtype) for of in begun] == [
+        ("drafter", model, ""),
+        ("drafter", model, "fp16"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -159,17 +162,17 @@ def test_nonsense_is_told_with_a_remedy(command: Command, arguments: list[str], 
 
 async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: Path, tmp_path: Path) -> None:
     root = tmp_path / "state"
-    of = JoinOptions("verifier", model, targets=[("127.0.0.1", 1)], root=root)
+    of = JoinOptions("127.0.0.1:1", role="verifier", model=str(model), state=root)
     with pytest.raises(UserError, match="needs an API key"):
-        await joining.served(replace(of, http=("0.0.0.0", 0)))
+        await joining.served(replace(of, http="0.0.0.0:1"))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
-        await joining.served(replace(of, http=taken.getsockname()[:2]))
+        await joining.served(replace(of, http="{}:{}".format(*taken.getsockname())))
     save_file({"weight": np.zeros(1250, np.float32)}, model / "model.safetensors")
     with pytest.raises(ResourceError, match="but --memory is"):
-        await joining.served(replace(of, memory_bytes=4000))
+        await joining.served(replace(of, memory="4000"))
     save_file({"weight": np.zeros(1250, np.float16)}, model / "model.safetensors")
     with pytest.raises(ResourceError, match="in fp32, but --memory is"):
-        await joining.served(replace(of, memory_bytes=4000, dtype="fp32"))
+        await joining.served(replace(of, memory="4000", dtype="fp32"))
     assert not root.exists()
 
 
@@ -198,9 +201,9 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(
         pass
 
     monkeypatch.setattr(Console, "progress", progress)
-    of = JoinOptions("drafter", targets=[("127.0.0.1", port)], root=tmp_path)
+    of = JoinOptions(f"127.0.0.1:{port}", role="drafter", state=tmp_path)
     with pytest.raises(Unreachable):
-        await joining.run_member(replace(of, wait_s=0.0), make)
+        await joining.run_member(replace(of, wait=0.0), make)
     assert said == made == []
     assert " joins " not in capsys.readouterr().err, "it has not reached the seed"
     async with asyncio.timeout(10):

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from p2ptrain.cli import serving
-from p2ptrain.cli.joining import JoinOptions
+from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.cluster.console import Console
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, ResourceError
@@ -81,7 +81,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model_is_told_of_with_what_verifiers_must_know(model: Path) -> None:
     async def main() -> None:
-        member = await served(JoinOptions("drafter", model))
+        member = await served(JoinOptions(role="drafter", model=str(model)))
         assert member.serving is not None
         said = member.serving()
         assert (said.model, said.vocab_size, said.context) == ("small", 97, 512)
@@ -92,14 +92,14 @@ def test_a_model_is_told_of_with_what_verifiers_must_know(model: Path) -> None:
 
 
 def test_a_model_drafts_in_the_type_that_is_asked_for(model: Path) -> None:
-    member = run_virtual(served(JoinOptions("drafter", model, dtype="bf16")))
+    member = run_virtual(served(JoinOptions(role="drafter", model=str(model), dtype="bf16")))
     assert member.told == ["small drafts on stand-in in bf16, 512 tokens of context"]
 
 
 def test_a_model_beyond_its_memory_or_without_a_tokenizer_is_refused(model: Path) -> None:
     save_file({"a": np.zeros(9, np.uint8)}, model / "model.safetensors")  # the loaded weights are larger
     with pytest.raises(ResourceError, match="--memory is 40 B"):
-        run_virtual(served(JoinOptions("drafter", model, memory_bytes=40)))
+        run_virtual(served(JoinOptions(role="drafter", model=str(model), memory="40")))
     (model / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer"):
-        run_virtual(served(JoinOptions("drafter", model)))
+        run_virtual(served(JoinOptions(role="drafter", model=str(model))))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from p2ptrain.cli import serving as serving_module
-from p2ptrain.cli.joining import JoinOptions
+from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.cluster.console import Console
 from p2ptrain.compute.model import build_model, load_model
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ class Served:
     def __init__(self, cluster: Cluster, model: Path, split: int | None = 2, dtype: str = "") -> None:
         self.cluster, self._model = cluster, model
         self.workers: dict[str, Peer] = {}
-        options = JoinOptions("verifier", model, split=split, dtype=dtype)
+        options = JoinOptions(role="verifier", model=str(model), split=split, dtype=dtype)
         self.verifier = self._serve("verifier", serving_module.serve, options)
         self.drafter: Peer | None = None
         self.client: VerifierClient
@@ -85,7 +85,7 @@ class Served:
         return self.cluster.serve(role, program)
 
     def draft(self) -> None:
-        options = JoinOptions("drafter", self._model, device="cpu", threads=1)
+        options = JoinOptions(role="drafter", model=str(self._model), device="cpu", threads=1)
         self.drafter = self._serve("drafter", serving_module.serve, options)
 
     def told(self, kind: str) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from p2ptrain.cli.joining import JoinOptions
+from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.cli.serving import cache_bytes, check
 from p2ptrain.core.adapters import model_name
 from p2ptrain.core.errors import ResourceError, UserError
@@ -30,7 +30,9 @@ def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_place_that_cannot_be_is_told_before_a_model_is_looked_at(tmp_path: Path) -> None:
-    options = JoinOptions("verifier", tmp_path / "no model", http=("127.0.0.1", 0), api_keys=tmp_path / "key")
+    options = JoinOptions(
+        role="verifier", model=str(tmp_path / "no model"), http="127.0.0.1:1", api_keys=tmp_path / "key"
+    )
     with pytest.raises(UserError, match="cannot read the API key"):
         await check(options)
     (tmp_path / "key").write_text("k" * 32)
@@ -41,9 +43,9 @@ async def test_a_place_that_cannot_be_is_told_before_a_model_is_looked_at(tmp_pa
 
 async def test_more_stages_than_layers_are_refused_before_it_joins(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 4}')
-    await check(JoinOptions("verifier", tmp_path, split=4))
+    await check(JoinOptions(role="verifier", model=str(tmp_path), split=4))
     with pytest.raises(UserError, match="a model of 4 layers cannot have 9 stages"):
-        await check(JoinOptions("verifier", tmp_path, split=9))
+        await check(JoinOptions(role="verifier", model=str(tmp_path), split=9))
 
 
 def test_what_memory_is_left_for_caches(tmp_path: Path) -> None:

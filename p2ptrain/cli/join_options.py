@@ -1,0 +1,228 @@
+"""The options of ``p2ptrain join``: their declaration, checks and meaning."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from p2ptrain.cli.inputs import DownloadOption
+from p2ptrain.cli.options import HTTP_EXAMPLE, check_http, host_and_port
+from p2ptrain.cli.runtime import (
+    DEFAULT_SEED,
+    SEED_HELP,
+    SEED_VARIABLE,
+    STATE_DEFAULT,
+    ApiKeyOption,
+    HttpOption,
+    LinkOption,
+    MemberPortOption,
+    NameOption,
+    SplitOption,
+    StragglerOption,
+    is_text,
+)
+from p2ptrain.cli.text_options import check_dtype, newest_in
+from p2ptrain.cluster.access import Target, read_targets
+from p2ptrain.cluster.running import default_state_dir
+from p2ptrain.core.errors import UserError
+from p2ptrain.core.texts import check_one_of, size_of
+
+ROLES = ("worker", "verifier", "drafter")
+LEAST_MEMORY_BYTES = 64 << 10  # a smaller --memory most likely lacks its unit
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOptions:
+    """What a person gives ``join``. Each field is an option, and its help describes it; the properties read the texts.
+
+    Attributes:
+        split: of a verifier: number of stages over workers; 0: the fastest number; None: the whole model is here.
+    """
+
+    address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED
+    also: Annotated[
+        list[str],
+        typer.Option("--also", metavar="SEED", help="Another address where the seed may be, if it is restored there."),
+    ] = field(default_factory=list)
+    role: Annotated[
+        str,
+        typer.Option(
+            "--role", metavar="ROLE", help="worker: trains, and holds parts; verifier: writes text; drafter: drafts it."
+        ),
+    ] = "worker"
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="DIR",
+            callback=is_text,
+            help="For a verifier or drafter: a checkpoint or adapter, or a directory with some.",
+        ),
+    ] = ""
+    download: DownloadOption = False
+    name: NameOption = ""
+    state: Annotated[
+        Path | None, typer.Option("--state", metavar="DIR", help=f"Where checkpoints are kept. {STATE_DEFAULT}")
+    ] = None
+    slot: Annotated[
+        int | None,
+        typer.Option("--slot", metavar="N", min=1, max=64, help="Slot to use in --state; default: the first free one."),
+    ] = None
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host", metavar="ADDRESS", help="Listen here for other members; default: where the seed can reach it."
+        ),
+    ] = ""
+    port: MemberPortOption = None
+    advertise: Annotated[
+        str,
+        typer.Option("--advertise", metavar="HOST:PORT", help="Address that other peers dial, behind NAT or a proxy."),
+    ] = ""
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="For a worker: its own text, in jobs with data.private = true; default: data.path of the job.",
+        ),
+    ] = ""
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            metavar="KIND",
+            help="auto, cpu, cuda, cuda:1, mps; default: auto, or as the job says.",
+        ),
+    ] = ""
+    devices: Annotated[
+        str,
+        typer.Option(
+            "--devices",
+            metavar="N|all",
+            help="For a worker: compute with so many devices of this machine, each in a process of its own; on CPUs: so"
+            " many processes. With torchrun or srun: with all their processes.",
+        ),
+    ] = ""
+    threads: Annotated[
+        int,
+        typer.Option(
+            "--threads",
+            metavar="N",
+            min=0,
+            help="CPU threads for computing; 0: automatic, or as the job says.",
+        ),
+    ] = 0
+    memory: Annotated[
+        str,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Memory limit for models, their parts and caches, such as 4GiB; default: for a worker 80 % of the "
+            "device's free memory, else no limit.",
+        ),
+    ] = ""
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            metavar="TYPE",
+            help="For a verifier or drafter: compute in fp32, bf16 or fp16; default: the model's. In fp32 drafts"
+            " hardly ever change a verifier's text, and weights and caches take twice the memory of bf16.",
+        ),
+    ] = ""
+    split: SplitOption = None
+    http: HttpOption = ""
+    api_keys: ApiKeyOption = None
+    sessions: Annotated[
+        int,
+        typer.Option("--sessions", metavar="N", min=0, help="For a verifier or drafter: texts at a time; 0: default."),
+    ] = 0
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            "--wait",
+            metavar="SECONDS",
+            min=0,
+            help="Wait so long for a seed that does not answer; 0: not at all; default: until it does.",
+        ),
+    ] = None
+    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False
+    link: LinkOption = ""
+    straggler: StragglerOption = 1.0
+
+    @property
+    def targets(self) -> list[Target]:
+        """Seeds, in the order in which they are tried. Raises as ``read_targets``."""
+        return [target for text in (self.address, *self.also) for target in read_targets(text)]
+
+    @property
+    def root(self) -> Path:
+        """The state directory, absolute, because other machines show the paths of checkpoints."""
+        return (self.state or default_state_dir()).absolute()
+
+    @property
+    def memory_bytes(self) -> int:
+        return size_of(self.memory) if self.memory else 0
+
+    @property
+    def advertised(self) -> tuple[str, int]:
+        return host_and_port("--advertise", self.advertise, "the address that others dial") or ("", 0)
+
+    @property
+    def http_place(self) -> tuple[str, int] | None:
+        return host_and_port("--http", self.http, HTTP_EXAMPLE)
+
+    @property
+    def wait_s(self) -> float:
+        return math.inf if self.wait is None else self.wait
+
+    @property
+    def model_directory(self) -> Path:
+        """Directory of the checkpoint that a verifier or a drafter serves."""
+        return Path(self.model)
+
+    def checked(self) -> JoinOptions:
+        """The options with the directory of the model, after all checks. Raises ``UserError``."""
+        from configs.schema import DEVICE_KIND
+
+        role = self.role
+        check_one_of("--role", role, ROLES)
+        if self.devices and role != "worker":
+            raise UserError(f"--devices is not for a {role}", remedy="leave it out; --device chooses its device")
+        if self.device and not re.fullmatch(DEVICE_KIND, self.device):
+            raise UserError(f"--device {self.device} is not a device", remedy="use auto, cpu, cuda, cuda:1, ... or mps")
+        check_dtype(self.dtype)
+        if 0 < self.memory_bytes < LEAST_MEMORY_BYTES:
+            raise UserError(f"--memory {self.memory} is too small", remedy="add a unit, such as 4GiB")
+        _ = self.advertised, self.http_place  # refused here, not when they are used
+        of_both = {"--model": bool(self.model), "--sessions": bool(self.sessions), "--dtype": bool(self.dtype)}
+        of_verifiers = {"--split": self.split is not None, "--http": bool(self.http)}
+        of_verifiers["--api-key-file"] = self.api_keys is not None
+        forbidden = of_verifiers if role == "drafter" else of_both | of_verifiers if role == "worker" else {}
+        if extra := next((option for option, is_set in forbidden.items() if is_set), None):
+            role_for = "verifier" if extra in of_verifiers else "drafter, or verifier"
+            raise UserError(f"{extra} is not for a {role}", remedy=f"add --role {role_for}, or leave it out")
+        if role == "worker":
+            return self
+        device, memory_bytes, threads = self.device, self.memory_bytes, self.threads
+        of_workers = {"--device": bool(device), "--memory": bool(memory_bytes), "--threads": bool(threads)}
+        extra = next((option for option, is_set in of_workers.items() if is_set), None)
+        if self.split is not None and extra is not None:
+            raise UserError(
+                f"{extra} does not apply to a verifier with --split: workers compute its model",
+                remedy=f"leave it out, and give it to the workers: p2ptrain join {extra} ...",
+            )
+        check_http(self.http_place, self.api_keys)
+        if self.api_keys is not None:
+            from roles.http.access import read_key
+
+            read_key(self.api_keys, lambda _: None)  # fail early; a warning about its mode comes later
+        if not self.model:
+            raise UserError(f"a {role} needs a model", remedy="name its directory with --model")
+        return replace(self, model=str(newest_in(self.model_directory, download=self.download)))
