@@ -29,15 +29,14 @@ def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert model_name(Path(".")) == "SmolLM2-135M"
 
 
-async def test_a_place_that_cannot_be_is_told_before_a_model_is_looked_at(tmp_path: Path) -> None:
-    options = JoinOptions(
-        role="verifier", model=str(tmp_path / "no model"), http="127.0.0.1:1", api_keys=tmp_path / "key"
-    )
+async def test_a_place_that_cannot_be_is_told_before_a_model_is_looked_at(tmp_path: Path, unused_tcp_port: int) -> None:
+    place, keys = f"127.0.0.1:{unused_tcp_port}", tmp_path / "key"
+    options = JoinOptions(role="verifier", model=str(tmp_path / "no model"), http=place, api_keys=keys)
     with pytest.raises(UserError, match="cannot read the API key"):
         await check(options)
     (tmp_path / "key").write_text("k" * 32)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
-        await check(replace(options, http=taken.getsockname()[:2]))
+        await check(replace(options, http="{}:{}".format(*taken.getsockname())))
     await check(options)
 
 
