@@ -25,9 +25,25 @@ from p2ptrain.compute.noise import gaussian
 from p2ptrain.core.checkpoint_parts import shard_name
 from p2ptrain.core.errors import JobFailed, ProtocolError, StorageError
 from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan, TrainingData
-from roles.engine import WHOLE, OnFinal, Payload, Stage
+from roles.compute_thread import ComputeThread
+from roles.engine import WHOLE, Engine, OnFinal, Payload, Stage
+from roles.strategies import strategy_of
+from roles.strategies.interface import Progress
+from roles.strategies.parts import PartRings
+from roles.strategies.strategy import Factory, Strategy
+from roles.strategies.sync import GradientSum, MicroBatches
 
 _STAMP = struct.Struct("!4sqqi")  # kind, step, micro-batch, sending stage
+
+
+def strategy_of_stand_ins(profile: Profile) -> Factory:
+    """Parts of a stand-in need no activations of each other."""
+
+    def of_parts(engine: Engine, compute: ComputeThread, progress: Progress, bucket_bytes: int) -> Strategy:
+        work, parts = MicroBatches(engine, compute, progress), PartRings(engine)
+        return Strategy(engine, compute, bucket_bytes, work=work, exchange=GradientSum(engine), parts=parts)
+
+    return of_parts if profile.stages > 1 else strategy_of(profile)
 
 
 class StandInState:

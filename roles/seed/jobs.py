@@ -30,7 +30,7 @@ from ring.view import View
 from roles.seed.ledger import Ledger
 from roles.seed.peers import MAX_WHOLE, Link, announced_to, clipped, ring_beats, seen_from, whole
 from roles.seed.store import JobRecord, Records
-from roles.strategies.federated import least_members, share_rule
+from roles.strategies import least_members, share_rule_of
 from roles.training_shape import training_of
 from wire.job_messages import (
     Assign,
@@ -193,7 +193,7 @@ class JobController:
             micro_batches=record.micro_batches,
             ring_options=_ring_options_of(self.profile) if self.profile else RingOptions(),
             minted_below=minted_below,
-            share_rule=share_rule(self.profile) if self.profile else ShareRule(),
+            share_rule=share_rule_of(self.profile) if self.profile else ShareRule(),
             parts=self.stages,
             least=least_members(self.profile) if self.profile else 1,
             asynchronous=self._asynchronous,

@@ -1,18 +1,24 @@
-"""What happens between two commits of the step transaction. Each strategy is one file in this package."""
+"""What a way to train is composed of: a work and an exchange (``roles.strategies.strategy`` runs them)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from ring.chain import Chain
+from ring.codecs import Codec
 from ring.direct import DirectMessages
 from ring.links import Topology
 from ring.session import RingSession
 from ring.view import View
-from roles.compute_thread import ComputeThread
-from roles.engine import Applied, Engine
+from roles.engine import OnFinal
+
+Bounds = Sequence[tuple[int, int]]
+"""Ranges [start, stop) of the reduce buffer, ascending: the operations of a step, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +29,14 @@ class Contribution:
         digest: of the reduced bytes, 16 bytes.
         part: their squared norm; NaN if a number is not finite.
         own: squared norm of its own contribution; NaN if that was not finite, 0 if it had no share.
-        digests: of a split model: the digests of all stages' reduced bytes, concatenated. ``digest`` is made of them
+        digests: of a split model: the digests of all parts' reduced bytes, concatenated. ``digest`` is made of them
             (``ring.token.joined_digest``). Else empty.
-        counts, made_of: of an asynchronous step: as in ``LedgerRow``. Else empty.
     """
 
     digest: bytes
     part: float
     own: float
     digests: bytes = b""
-    counts: bytes = b""
-    made_of: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,48 +60,82 @@ class StageLoad:
     next: str
 
 
-class Strategy(Protocol):
-    """The activities of a step. A broken ring cancels them, except ``commit``, which runs to its end.
+class Work(Protocol):
+    """What a member computes in its share of a step, and in which order.
 
     Attributes:
-        exposed_s: time that the last step waited for the ring after this member's own share was computed.
-        communicating_s: time that its operations were under way, also during the computing.
-        scores: what a robust rule made of the vectors of the last step, as in ``wire.job_messages.StepMetrics``.
+        unit_s: time for a micro-batch of the newest step; 0: not known, or not needed by the others.
     """
 
-    exposed_s: float
-    communicating_s: float
-    scores: dict[str, float]
+    unit_s: float = 0.0
 
-    async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
-        """Begin a view, whose ring is ``session``, and form further connections with ``meet``. Those end with the
-        session, and when one breaks, the session breaks. Raises as ``RingSession.form``."""
+    async def begin(self, session: RingSession, connect: ConnectPeers) -> None:
+        """Begin a view, whose ring is ``session``. Raises as ``ConnectPeers``."""
+        return
 
-    async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
-        """Compute this member's share of ``step``: micro-batches ``range(first, first + count)``.
+    async def compute(self, step: int, first: int, count: int, on_final: OnFinal | None, *, patience_s: float) -> None:
+        """Compute micro-batches ``range(first, first + count)`` of ``step``, and call ``on_final`` with the last one.
+        ``on_final`` is None if the contribution was complete before."""
 
-        The ring may sum gradients in place at once, so afterwards the buffer holds sums, not contributions. To give a
-        step up, close the session first; then compute the step again from zero. ``patience_s``: see
-        ``RingSession.submit``.
-        """
+    async def validate(self, first: int, count: int, *, patience_s: float) -> tuple[float, int]:
+        """As ``Strategy.validate``."""
 
-    async def reduce(self, session: RingSession) -> Contribution:
-        """Wait until the members' contributions are reduced. Then all hold the same bytes."""
-
-    async def commit(self, step: int, square_sum: float) -> Applied:
-        """Apply the reduced bytes. Must give the same bits on every member."""
-
-    async def validate(self, first: int, count: int) -> tuple[float, int]:
-        """Return the sum of the losses (nats) and the number of targets over validation micro-batches [first, first +
-        count) of this member's replica. In a split model one stage returns them, and the others return 0."""
+    def on_replica_timed(self, units_s: Sequence[float]) -> None:
+        """Take the ``unit_s`` of all members of this member's replica, after a step of a split model."""
+        return
 
     def stage_load(self) -> StageLoad | None:
         """Return None if there is no pipeline, or no step was taken in this view."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class RingPiece:
+    """One all-reduce, or all-gather, of a step.
+
+    Attributes:
+        array: shape (numel,); the ring reduces it in place.
+        residual: this member's error feedback for it, float32, if the codec needs one.
+        gathered: ``array`` is all members' (``RingSession.gather``); it is not summed.
+    """
+
+    array: npt.NDArray[Any]
+    codec: Codec | None = None
+    residual: npt.NDArray[np.float32] | None = None
+    gathered: bool = False
+
+
+class Exchange(Protocol):
+    """What becomes of the members' contributions. At its end the engine's reduce buffer holds the same at all members.
+
+    Attributes:
+        scores: what a robust rule made of the vectors of the last step, as in ``wire.job_messages.StepMetrics``.
+    """
+
+    scores: dict[str, float]
+
+    async def begin(self, ring: RingSession) -> None:
+        """Begin a view. ``ring``: of the members that hold the same part of the model."""
+
+    def open(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:
+        """Begin a step, of which this member computes ``count`` micro-batches: what the ring reduces for each range."""
+
+    def seal(self) -> None:
+        """On the compute thread: the whole contribution is in the reduce buffer."""
+        return
+
+    def put(self, start: int, stop: int) -> float:
+        """On the compute thread: a range of the contribution is final, and is sent next. Returns its squared norm."""
+
+    async def finish(self) -> None:
+        """Put the result into the reduce buffer. All pieces are reduced."""
+        return
 
 
 class ConnectPeers(Protocol):
-    """Forms further connections between some of a view's members, with the view's heartbeats and link settings. Raises
-    as ``RingSession.form`` and ``Chain.form``."""
+    """Forms further connections between some of a view's members, with the view's heartbeats and link settings. They
+    end with the view's session, and when one breaks, the session breaks. Raises as ``RingSession.form`` and
+    ``Chain.form``."""
 
     async def ring(self, view: View, topology: Topology = Topology.RING) -> RingSession:
         """Form a ring of the members of ``view``."""
@@ -112,6 +149,5 @@ class ConnectPeers(Protocol):
         """Messages between any two members of the ring of ``session``, until it ends."""
 
 
-Factory = Callable[[Engine, ComputeThread, Callable[[], None], int], Strategy]
-"""Takes the engine, its thread, a callback for every finished piece of work (heartbeats carry its count, which shows
-that a slow peer is not stuck), and the bytes of a bucket (0: automatic)."""
+Progress = Callable[[], None]
+"""Called for every finished piece of work: heartbeats carry the number of calls, which shows that a slow peer works."""

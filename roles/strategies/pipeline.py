@@ -1,9 +1,6 @@
 """A model in stages: activations and their gradients travel along the replica's chain; gradients are summed per stage.
 
-Each view has the ring of all members, the ring of this stage (``StagedStrategy``), and the replica's *chain*. If the
-first and the last stage both hold the embedding's matrix, these two also form a ring of two, the *pair*. After the
-stage's ring has summed the replicas' gradients, the pair sums its two gradients of the matrix. A sum of two numbers has
-the same bits at both.
+Each view has the ring of all members, the ring of this stage (``roles.strategies.parts``), and the replica's *chain*.
 
 Schedule. Each step has its own. It is the same on all stages of a replica, because all derive it from the same figures:
 the chain's round trips, how many micro-batches each stage has memory for, and how long the slowest stage takes for a
@@ -16,28 +13,20 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from configs.schema import Profile
-from p2ptrain.compute.gradients import OnFinal
+from configs.schema import Pipeline
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.world import LoopClock
 from ring.chain import Chain
-from ring.links import Topology
 from ring.planning.schedule import Kind, StageOperation, StageSchedule, extended, forwards, one_f_one_b
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
-from roles.engine import Payload
-from roles.strategies.interface import ConnectPeers, Factory, StageLoad
-from roles.strategies.robust import RobustStrategy
-from roles.strategies.secure import SecureStrategy
-from roles.strategies.server import ServerStrategy
-from roles.strategies.sharded import ShardedStrategy
-from roles.strategies.staged import StagedStrategy
-from roles.strategies.sync import SyncStrategy
+from roles.engine import OnFinal, Payload, PipelineEngine
+from roles.strategies.interface import ConnectPeers, Progress, StageLoad, Work
 
 Pass = Callable[[int, Payload | None], Payload | None]
 """Takes the number of a micro-batch in the step, from 0, and a neighbour's payload. Returns that for the other one."""
@@ -178,92 +167,76 @@ class StageRunner:
 GPIPE = "gpipe"
 
 
-class PipelineStrategy(StagedStrategy):
-    """Trains a model in stages. The module's docstring describes it.
+class PipelinePasses(Work):
+    """The passes of one stage. ``ahead``: micro-batches of one validation run along the chain, as many as in a step."""
 
-    Args:
-        engine: has ``Engine.pipeline``.
-        schedule: ``gpipe`` or ``1f1b``.
-        max_in_flight: limit of micro-batches on a stage between forward and backward; 0: the schedule decides.
-        ahead: micro-batches of one validation run along the chain, as many as in a step.
-    """
-
-    def __init__(self, *common: Any, schedule: str, max_in_flight: int, ahead: int) -> None:
-        super().__init__(*common)
-        assert self._engine.pipeline is not None
-        self._part = self._engine.pipeline
-        self._wanted, self._max_in_flight, self._ahead = schedule, max_in_flight, ahead
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        compute: ComputeThread,
+        progress: Progress,
+        settings: Pipeline,
+        *,
+        ahead: int,
+        tokens_per_micro_batch: int,
+    ) -> None:
+        self._engine, self._compute, self._progress = engine, compute, progress
+        self._settings, self._ahead, self._tokens = settings, ahead, tokens_per_micro_batch
         self._chain: Chain | None = None
-        self._pair: RingSession | None = None
         self._period_s = math.inf  # time for a micro-batch at the slowest stage, in this view
         self._next = ""  # peer id of the next stage
         self._load: StageLoad | None = None
 
-    async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
-        self._chain = self._pair = None
-        self._period_s, self._load = math.inf, None
-        await super().begin(session, meet)
-        view = session.view
+    async def begin(self, session: RingSession, connect: ConnectPeers) -> None:
+        self._chain, self._period_s, self._load = None, math.inf, None
+        view, engine = session.view, self._engine
         replica, stage = view.replica(session.rank), view.stage_of(session.rank)
         self._next = replica[stage + 1].peer_id if stage + 1 < len(replica) else ""
-        if self._part.tied_gradient() is not None:
-            ends = replace(replica[0], first=0, count=0), replace(replica[-1], first=0, count=0)
-            self._pair = await meet.ring(replace(view, members=ends, stages=1), Topology.PAIR)
-        self._chain = await meet.chain(
+        self._chain = await connect.chain(
             view,
             [member.peer_id for member in replica],
-            activation_bytes=self._part.activation_bytes,
-            gradient_bytes=self._part.gradient_bytes,
-            in_flight=self._part.in_flight,
+            activation_bytes=engine.activation_bytes,
+            gradient_bytes=engine.gradient_bytes,
+            in_flight=engine.in_flight,
         )
 
-    async def _fill(self, step: int, first: int, count: int, front_final: OnFinal | None) -> None:
-        self._unit_s = 0.0
-        if not count or front_final is None:
+    async def compute(self, step: int, first: int, count: int, on_final: OnFinal | None, *, patience_s: float) -> None:
+        self.unit_s = 0.0
+        if not count or on_final is None:
             return
-        part, last = self._part, first + count - 1
+        engine, last = self._engine, first + count - 1
 
         def forward(index: int, inputs: Payload | None) -> Payload | None:
-            return part.forward(step, first + index, inputs)
+            return engine.forward(step, first + index, inputs)
 
         def backward(index: int, gradient: Payload | None) -> Payload | None:
-            return part.backward(first + index, gradient, front_final if first + index == last else None)
+            return engine.backward(first + index, gradient, on_final if first + index == last else None)
 
-        spent = await self._run(self._schedule(count), forward, backward)
-        self._unit_s = spent.computed_s / count
-        both_ways_bytes = part.activation_bytes + part.gradient_bytes if self._next else 0
+        spent = await self._run(self._schedule(count), forward, backward, patience_s)
+        self.unit_s = spent.computed_s / count
+        both_ways_bytes = engine.activation_bytes + engine.gradient_bytes if self._next else 0
         self._load = StageLoad(
-            *part.layers,
-            micro_batch_s=self._unit_s,
+            *engine.layers,
+            micro_batch_s=self.unit_s,
             busy=1 - min(1.0, spent.waited_s / spent.step_s) if spent.step_s > 0 else 0.0,
-            token_bytes=both_ways_bytes / self._engine.data.tokens_per_micro_batch,
+            token_bytes=both_ways_bytes / self._tokens,
             next=self._next,
         )
 
-    def _contributed(self, start: int, stop: int) -> float:
-        return self._part.contributed_square_sum(start, stop)
-
-    def stage_load(self) -> StageLoad | None:
-        return self._load
-
-    async def _summed(self) -> None:
-        gradient = self._part.tied_gradient()
-        if gradient is not None:
-            if self._pair is None:
-                raise RuntimeError("no view has begun")
-            await self._pair.submit(gradient, patience_s=self._patience_s)
-
-    def _heard(self, units_s: list[float]) -> None:
+    def on_replica_timed(self, units_s: Sequence[float]) -> None:
         slowest_s = max(units_s)
         if math.isfinite(slowest_s) and slowest_s > 0:
             self._period_s = min(self._period_s, slowest_s)  # longer times have other causes
 
-    async def validate(self, first: int, count: int) -> tuple[float, int]:
+    def stage_load(self) -> StageLoad | None:
+        return self._load
+
+    async def validate(self, first: int, count: int, *, patience_s: float) -> tuple[float, int]:
         total, targets = 0.0, 0  # those of the last stage
 
         def forward(start: int, index: int, inputs: Payload | None) -> Payload | None:
             nonlocal total, targets
-            payload, loss, number = self._part.validation_forward(start + index, inputs)
+            payload, loss, number = self._engine.validation_forward(start + index, inputs)
             total, targets = total + loss, targets + number
             return payload
 
@@ -272,16 +245,16 @@ class PipelineStrategy(StagedStrategy):
 
         for start in range(first, first + count, self._ahead):
             schedule = forwards(self._replica_chain.stages, min(self._ahead, first + count - start))
-            await self._run(schedule, partial(forward, start), backward)
+            await self._run(schedule, partial(forward, start), backward, patience_s)
         return total, targets
 
-    async def _run(self, schedule: StageSchedule, forward: Pass, backward: Pass) -> StageStep:
+    async def _run(self, schedule: StageSchedule, forward: Pass, backward: Pass, patience_s: float) -> StageStep:
         runner = StageRunner(self._replica_chain, self._compute, on_work=self._progress)
-        return await runner.run(schedule, forward, backward, patience_s=self._patience_s)
+        return await runner.run(schedule, forward, backward, patience_s=patience_s)
 
     def _schedule(self, count: int) -> StageSchedule:
-        chain, most = self._replica_chain, self._max_in_flight
-        if self._wanted == GPIPE:
+        chain, most = self._replica_chain, self._settings.max_in_flight
+        if self._settings.schedule == GPIPE:
             return StageSchedule(GPIPE, count, (min(count, most or count) - 1,) * chain.stages)
         bounds = [min(most or count, room or count) for room in chain.in_flight]
         if self._period_s == math.inf:
@@ -293,28 +266,3 @@ class PipelineStrategy(StagedStrategy):
         if self._chain is None:
             raise RuntimeError("no view has begun")
         return self._chain
-
-
-def strategy_of(profile: Profile) -> Factory:
-    if profile.federated.secure:
-        return SecureStrategy
-    if profile.job.strategy == "server":
-        return partial(
-            ServerStrategy,
-            server=profile.server,
-            robust=profile.robust,
-            micro_batches=profile.batch.micro_batches,
-            outlier_factor=profile.guard.outlier_factor,
-        )
-    if profile.robust.rule:
-        return partial(RobustStrategy, robust=profile.robust, micro_batches=profile.batch.micro_batches)
-    if profile.job.strategy == "sharded":
-        return ShardedStrategy
-    if profile.job.strategy != "pipeline":
-        return SyncStrategy
-    return partial(
-        PipelineStrategy,
-        schedule=profile.pipeline.schedule,
-        max_in_flight=profile.pipeline.max_in_flight,
-        ahead=profile.batch.micro_batches,
-    )

@@ -22,14 +22,16 @@ import numpy.typing as npt
 from configs.schema import Robust
 from p2ptrain.compute.robust import Scores, aggregate, middle_of
 from ring.session import RingSession
-from roles.strategies.sync import Piece, SyncStrategy
+from roles.compute_thread import ComputeThread
+from roles.engine import Engine
+from roles.strategies.interface import Bounds, Exchange, RingPiece
 from wire.job_messages import distance_key, excluded_key
 
 MEASURED_EVERY = 10
 """Steps from one measurement of the vectors' distances to the next."""
 
 
-def told(found: Scores, ranks: Sequence[int]) -> dict[str, float]:
+def scores_of(found: Scores, ranks: Sequence[int]) -> dict[str, float]:
     """The scores as in ``wire.job_messages.StepMetrics``. ``ranks``: whose vectors they are."""
     usual = median(found.distances or [0.0])
     left_out = {excluded_key(rank): float(place in found.excluded) for place, rank in enumerate(ranks)}
@@ -61,55 +63,53 @@ def keeps_center(robust: Robust) -> bool:
     return robust.rule == "centered_clipping"
 
 
-class RobustStrategy(SyncStrategy):
+class GatheredVectors(Exchange):
     """``micro_batches``: of a global batch."""
 
-    def __init__(self, *common: Any, robust: Robust, micro_batches: int) -> None:
-        super().__init__(*common)
-        self._robust, self._micro_batches = robust, micro_batches
+    def __init__(self, engine: Engine, compute: ComputeThread, robust: Robust, micro_batches: int) -> None:
+        self._engine, self._compute, self._robust, self._micro_batches = engine, compute, robust, micro_batches
+        self._rank, self._members = 0, 1
         self._vectors: npt.NDArray[Any] = np.empty(0, np.float32)
         self._center: npt.NDArray[Any] | None = None
         self._gathered: list[npt.NDArray[Any]] = []
         self._rows: dict[int, npt.NDArray[Any]] = {}  # this member's, by the start of the range
+        self._scale = np.float32(1)
         self._measured = False
+        self.scores = {}
 
-    async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
-        buffer = self._engine.reduce_buffer
-        if session is not self._session:
-            from p2ptrain.compute.device import HOST, check_memory  # torch with it, which the simulator does without
+    async def begin(self, ring: RingSession) -> None:
+        from p2ptrain.compute.device import HOST, check_memory  # torch with it, which the simulator does without
 
-            # Nothing may refer to the vectors of the view before: their memory is needed.
-            self._vectors, self._gathered, self._center = np.empty(0, np.float32), [], None
-            self._rows = {}
-            self._exchange = self._outgoing = None
-            what = f"robust.rule = {self._robust.rule!r} with the vectors of {session.size} members"
-            need_bytes = (session.size + keeps_center(self._robust)) * buffer.nbytes
-            check_memory(need_bytes, HOST, what, "choose a smaller [model], or fewer job.workers")
-            self._vectors = np.empty(session.size * buffer.size, buffer.dtype)
-        bounds, members = self._bounds_of(step), session.size
+        buffer, self._rank, self._members = self._engine.reduce_buffer, ring.rank, ring.size
+        # Nothing may refer to the vectors of the view before: their memory is needed.
+        self._vectors, self._gathered, self._rows, self._center = np.empty(0, np.float32), [], {}, None
+        what = f"robust.rule = {self._robust.rule!r} with the vectors of {ring.size} members"
+        need_bytes = (ring.size + keeps_center(self._robust)) * buffer.nbytes
+        check_memory(need_bytes, HOST, what, "choose a smaller [model], or fewer job.workers")
+        self._vectors = np.empty(ring.size * buffer.size, buffer.dtype)
+
+    def open(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:
+        members = self._members
         self._gathered = [
             self._vectors[members * start : members * stop].reshape(members, stop - start) for start, stop in bounds
         ]
-        self._rows = {start: piece[session.rank] for (start, _), piece in zip(bounds, self._gathered, strict=True)}
+        self._rows = {start: piece[self._rank] for (start, _), piece in zip(bounds, self._gathered, strict=True)}
         self._scale = np.float32(self._micro_batches / max(count, 1))
         # Only rank 0 reports, and seldom: it takes a pass over all vectors.
-        self._measured = session.rank == 0 and step % MEASURED_EVERY == 0
-        await super().compute(step, first, count, session, patience_s=patience_s)
+        self._measured = self._rank == 0 and step % MEASURED_EVERY == 0
+        return [RingPiece(piece.reshape(-1), gathered=True) for piece in self._gathered]
 
-    def _contributed(self, start: int, stop: int) -> float:
+    def put(self, start: int, stop: int) -> float:
         """Put a final range of the contribution, as if the member had computed the whole step, among the vectors."""
         part = self._engine.reduce_buffer[start:stop]
         part *= self._scale
         self._rows[start][:] = part
-        return super()._contributed(start, stop)
+        return self._engine.partial_square_sum(start, stop)
 
-    def _pieces_of(self, bounds: Sequence[tuple[int, int]]) -> list[Piece]:
-        return [Piece(piece.reshape(-1), gathered=True) for piece in self._gathered]
-
-    async def _summed(self) -> None:
+    async def finish(self) -> None:
         await self._compute.run(self._aggregate)
 
     def _aggregate(self) -> None:
         buffer, scalars, pieces = self._engine.reduce_buffer, self._engine.scalars, self._gathered
         found, self._center = combine(self._robust, pieces, buffer, scalars, self._center, measured=self._measured)
-        self.scores = told(found, range(len(pieces[-1])))
+        self.scores = scores_of(found, range(len(pieces[-1])))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,22 +27,25 @@ from p2ptrain.compute.gradients import to_fixed, to_float
 from p2ptrain.compute.noise import KEY_BYTES, keystream
 from p2ptrain.core.errors import JobFailed, ProtocolError
 from ring.session import RingSession
+from roles.compute_thread import ComputeThread
+from roles.engine import Engine
 from roles.strategies.federated import LEAST_MASKED
-from roles.strategies.interface import ConnectPeers
-from roles.strategies.sync import Piece, SyncStrategy
+from roles.strategies.interface import Bounds, Exchange, RingPiece
 
 
-def pair_keys_untrusted(secret: X25519PrivateKey, told: Sequence[bytes], rank: int, label: str) -> dict[int, bytes]:
-    """This member's key with each other rank. ``told``: the public keys of all, in rank order. ``label``: of the view.
+def pair_keys_untrusted(
+    secret: X25519PrivateKey, public_keys: Sequence[bytes], rank: int, label: str
+) -> dict[int, bytes]:
+    """This member's key with each other rank. ``public_keys``: of all, in rank order. ``label``: of the view.
 
     Raises:
         ProtocolError: a public key is not valid.
     """
     keys = {}
-    for other, public in enumerate(told):
+    for other, public in enumerate(public_keys):
         if other != rank:
             shared = _shared_untrusted(secret, public)
-            pair = b"".join(sorted((public, told[rank])))
+            pair = b"".join(sorted((public, public_keys[rank])))
             keys[other] = HKDF(SHA256(), KEY_BYTES, None, b"p2ptrain mask " + label.encode() + pair).derive(shared)
     return keys
 
@@ -74,46 +76,44 @@ class Masks:
                 combine(part, block.view(np.int64), out=part)
 
 
-class SecureStrategy(SyncStrategy):
-    """The exchange of ``sync`` with masks. The module's docstring describes it."""
+class MaskedSum(Exchange):
+    """The members' contributions are summed in fixed point, each under its masks."""
 
-    def __init__(self, *common: Any) -> None:
-        super().__init__(*common)
+    def __init__(self, engine: Engine, compute: ComputeThread) -> None:
+        self._engine, self._compute = engine, compute
         # The contribution in fixed point, with masks; afterwards the sum.
-        self._sealed = np.zeros(self._engine.reduce_buffer.size, np.int64)
+        self._sealed = np.zeros(engine.reduce_buffer.size, np.int64)
         self._masks, self._members = Masks(0, {}), 1  # of the view
         self._step = -1
         self._fits = True
+        self.scores = {}
 
-    async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
-        if session.size < LEAST_MASKED:
-            text = f"federated.secure with {session.size} workers would show each what the other contributes"
+    async def begin(self, ring: RingSession) -> None:
+        if ring.size < LEAST_MASKED:
+            text = f"federated.secure with {ring.size} workers would show each what the other contributes"
             raise JobFailed(text, remedy=f"start more, {LEAST_MASKED} at least: p2ptrain join")
-        secret = X25519PrivateKey.from_private_bytes(session.entropy(KEY_BYTES))
-        mine, check = secret.public_key().public_bytes_raw(), partial(_shared_untrusted, secret)
-        told = await session.all_gather(mine, patience_s=session.patience_s, check=check)
-        label = f"{session.view.job} {session.view.generation} "
-        self._masks = Masks(session.rank, pair_keys_untrusted(secret, told, session.rank, label))
-        self._members = session.size
+        secret = X25519PrivateKey.from_private_bytes(ring.entropy(KEY_BYTES))
+        own, check = secret.public_key().public_bytes_raw(), partial(_shared_untrusted, secret)
+        public_keys = await ring.all_gather(own, patience_s=ring.patience_s, check=check)
+        label = f"{ring.view.job} {ring.view.generation} "
+        self._masks = Masks(ring.rank, pair_keys_untrusted(secret, public_keys, ring.rank, label))
+        self._members = ring.size
 
-    async def compute(self, step: int, first: int, count: int, session: RingSession, *, patience_s: float) -> None:
+    def open(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:
         self._step = step
-        await super().compute(step, first, count, session, patience_s=patience_s)
+        return [RingPiece(self._sealed[start:stop]) for start, stop in bounds]
 
-    def _complete(self) -> None:
+    def seal(self) -> None:
         values, self._fits = to_fixed(self._engine.reduce_buffer, self._members)
         self._masks.add(values, self._step)
         self._sealed[:] = values  # only masked numbers are ever in memory from which the ring sends
 
-    def _contributed(self, start: int, stop: int) -> float:
-        """Of what is not masked; also NaN if it is too large for fixed point."""
-        return super()._contributed(start, stop) if self._fits else float("nan")
+    def put(self, start: int, stop: int) -> float:
+        """Returns the norm of what is not masked; NaN also if it is too large for fixed point."""
+        return self._engine.partial_square_sum(start, stop) if self._fits else float("nan")
 
-    async def _summed(self) -> None:
-        await self._compute.run(self._open)
+    async def finish(self) -> None:
+        await self._compute.run(self._open_sum)
 
-    def _open(self) -> None:
+    def _open_sum(self) -> None:
         self._engine.reduce_buffer[:] = to_float(self._sealed)
-
-    def _pieces_of(self, bounds: Sequence[tuple[int, int]]) -> list[Piece]:
-        return [Piece(self._sealed[start:stop]) for start, stop in bounds]

@@ -1,52 +1,58 @@
 """A model in shards (FSDP2): the members of a replica hold rows of every tensor, and gather a layer to compute it.
 
-Each view has the ring of all members, the ring of this shard between replicas (``StagedStrategy``), and the ring of the
-replica's members. The engine runs the collectives of FSDP2 over the last one: its thread waits, while the event loop
-carries them. They are blocking calls in the same order at all members of the replica, so these make their passes in
-lockstep: member s of p computes micro-batches s, s + p, ... of the replica's share. If the share is no multiple of p,
-some members repeat a micro-batch in the last pass, and it does not count.
+Each view has the ring of all members, the ring of this shard between replicas (``roles.strategies.parts``), and the
+ring of the replica's members. The engine runs the collectives of FSDP2 over the last one: its thread waits, while the
+event loop carries them. They are blocking calls in the same order at all members of the replica, so these make their
+passes in lockstep: member s of p computes micro-batches s, s + p, ... of the replica's share. If the share is no
+multiple of p, some members repeat a micro-batch in the last pass, and it does not count.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
 
-from p2ptrain.compute.gradients import OnFinal
 from ring.session import RingSession
+from roles.compute_thread import ComputeThread
+from roles.engine import Engine, OnFinal, ShardedEngine
 from roles.process_group import RingOperations
-from roles.strategies.interface import ConnectPeers
-from roles.strategies.staged import StagedStrategy
+from roles.strategies.interface import ConnectPeers, Progress, Work
 
 
-class ShardedStrategy(StagedStrategy):
-    _members: RingOperations  # of this replica, in this view
-
-    def __init__(self, *common: Any) -> None:
-        super().__init__(*common)
-        assert self._engine.shards is not None
-        self._part = self._engine.shards
+class LockstepShards(Work):
+    def __init__(self, engine: Engine, shards: ShardedEngine, compute: ComputeThread, progress: Progress) -> None:
+        self._engine, self._shards_engine, self._compute, self._progress = engine, shards, compute, progress
+        self._members: RingOperations | None = None  # of this replica, in this view
         self._shard, self._shards = 0, 1
 
-    async def begin(self, session: RingSession, meet: ConnectPeers) -> None:
-        await super().begin(session, meet)
+    async def begin(self, session: RingSession, connect: ConnectPeers) -> None:
         view = session.view
         self._shard, self._shards = view.stage_of(session.rank), view.stages
-        ring = await meet.ring(view.replica_ring(session.rank))
+        ring = await connect.ring(view.replica_ring(session.rank))
         self._members = members = RingOperations(asyncio.get_running_loop(), ring)
         # On the engine's thread: a pass of the last view may still run there, until its collective fails.
-        await self._compute.run(self._part.connect, members)
+        await self._compute.run(self._shards_engine.connect, members)
 
-    async def _fill(self, step: int, first: int, count: int, front_final: OnFinal | None) -> None:
-        self._members.patience_s = self._patience_s
+    async def compute(self, step: int, first: int, count: int, on_final: OnFinal | None, *, patience_s: float) -> None:
+        if self._members is not None:
+            self._members.patience_s = patience_s
         passes = list(self._passes(first, count))
         for number, (index, counts) in enumerate(passes, start=1):
-            on_final = front_final if number == len(passes) else None
-            await self._compute.run(self._part.micro_batch, step, index, on_final, counts=counts)
+            at_the_end = on_final if number == len(passes) else None
+            await self._compute.run(self._shards_engine.micro_batch, step, index, at_the_end, counts=counts)
             self._progress()
 
+    async def validate(self, first: int, count: int, *, patience_s: float) -> tuple[float, int]:
+        total, targets = 0.0, 0
+        for index, counts in self._passes(first, count):
+            loss, number = await self._compute.run(self._engine.validate, index, 1)
+            if counts:
+                total, targets = total + loss, targets + number
+            self._progress()
+        return total, targets
+
     def _passes(self, first: int, count: int) -> Iterator[tuple[int, bool]]:
+        """This member's passes for a share: the micro-batch's index, and whether it counts."""
         for start in range(0, count, self._shards):
             index = start + self._shard
             yield first + min(index, count - 1), index < count

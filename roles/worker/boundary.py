@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from statistics import median
 
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import NetworkError, PeerError
+from ring.job_member import Boundary
 from ring.session import RingSession
 from ring.token import odd_ones_out
-from ring.transaction import Boundary
 from ring.view import shares
 from roles.engine import Engine
 from roles.snapshots import state_digest
-from roles.strategies.interface import Strategy
 from roles.worker.checkpoint_assembler import CheckpointAssembler
 from roles.worker.checkpoint_store import Checkpointing
 from roles.worker.context import Context
@@ -30,7 +29,8 @@ from roles.worker.early_stop import EarlyStop
 _VALIDATION = struct.Struct("!dQ")  # sum of losses in nats, number of targets
 _SAVING = struct.Struct("!q?16s")  # newest durable checkpoint, whether no write is in progress, the state's digest
 
-
+Losses = Callable[[int, int], Awaitable[tuple[float, int]]]
+"""As ``Strategy.validate``."""
 MOST_ABOVE, MOST_LOSS = 10.0, 1e6
 """A mean loss that is so many times that of most members, or beyond this, is no loss of the same model."""
 
@@ -80,7 +80,7 @@ class BoundaryWork:
         return replica < self._profile.checkpoint.copies
 
     async def validate(
-        self, boundary: Boundary, engine: Engine, strategy: Strategy, session: RingSession, *, patience_s: float
+        self, boundary: Boundary, engine: Engine, losses: Losses, session: RingSession, *, patience_s: float
     ) -> float | None:
         """Return the mean loss over the held-out micro-batches in nats per token; None if it is not due, no text is
         held out, or it would tell about texts that ``[privacy]`` protects. The members share the micro-batches; in a
@@ -95,7 +95,7 @@ class BoundaryWork:
         first, count = 0, engine.data.validation_batches
         if not self._profile.data.private:
             first, count = shares(count, view.replicas)[view.replica_of(session.rank)]
-        total, targets = await strategy.validate(first, count)
+        total, targets = await losses(first, count)
         try:
             gathered = await session.all_gather(_VALIDATION.pack(total, targets), patience_s=patience_s)
         except (NetworkError, PeerError) as problem:  # faster members may have left; the step itself is safe

@@ -13,7 +13,7 @@ from roles.compute_thread import ComputeThread
 from roles.engine import Engine, Stage
 from roles.line import DIAL_S
 from roles.seed_link import Notify
-from roles.strategies.interface import Factory
+from roles.strategies.strategy import Factory
 from wire.address import advertised_host
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
@@ -76,7 +76,7 @@ class Context(PeerContext):
         notify: shows a text to the person here and at the seed.
         tell: shows a text to the person here only, because the seed knows it already.
         build_engine: blocking; called on the compute thread.
-        strategies: returns a job's strategy factory (``roles.strategies.pipeline.strategy_of``).
+        strategies: returns a job's strategy factory (``roles.strategies.strategy_of``).
         on_step: called after every commit with (applied, total, the step's metrics).
     """
 

@@ -22,8 +22,9 @@ import numpy as np
 import xxhash
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError
+from ring.job_member import JobMember, StateDiscarded, StateFollowed, StateTorn
 from ring.token import joined_digest, next_lineage
-from ring.transaction import Event, Followed, Heal, Torn, Transaction, Unloaded
+from ring.transaction import Heal
 from roles.engine import WHOLE, Applied, Blob, Engine, Stage
 from roles.line import Line
 from roles.worker.context import Context
@@ -427,7 +428,7 @@ class Healer:
     """Fetches states for one job's engine. ``progress`` is called after every chunk and step."""
 
     def __init__(
-        self, context: Context, core: Transaction, *, progress: Callable[[], None], stage: Stage = WHOLE
+        self, context: Context, core: JobMember, *, progress: Callable[[], None], stage: Stage = WHOLE
     ) -> None:
         self._context, self._core, self._progress, self.stage = context, core, progress, stage
 
@@ -499,17 +500,17 @@ class Follower:
     def __init__(
         self,
         context: Context,
-        core: Transaction,
+        core: JobMember,
         healer: Healer,
         *,
         report: Callable[[Report], None],
-        handle: Callable[[Event], None],
+        handle: Callable[[object], None],
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._context, self._core, self._healer = context, core, healer
         self._send, self._handle, self._tasks = report, handle, tasks
         self._task: asyncio.Task[None] | None = None
-        self._then: list[Event] = []
+        self._then: list[object] = []
         self._last: Callable[[], None] | None = None
         self._reported = False
         self._fetched: Fetched | None = None
@@ -528,7 +529,7 @@ class Follower:
         if self._task is None:
             self._task = self._tasks.create_task(self._guarded(message, engine), name="follow")
 
-    def end(self, event: Event | None = None, *, then: Callable[[], None] | None = None) -> None:
+    def end(self, event: object | None = None, *, then: Callable[[], None] | None = None) -> None:
         """Cancel the task that follows. When it has ended, the state in memory no longer changes. Then the core handles
         the events of all calls, in order. If there are none, the last call's ``then`` is called."""
         if event is not None:
@@ -543,12 +544,12 @@ class Follower:
         except (NetworkError, PeerError) as problem:
             self._context.notify("warning", "not-following", f"stopped catching up: {problem.message}")
             if self._core.torn:
-                self._then.insert(0, Unloaded("the state fetched beside the ring is incomplete"))
+                self._then.insert(0, StateDiscarded("the state fetched beside the ring is incomplete"))
             else:
                 self._report()  # report how far it came: the ring may admit it, and the rest is healed within
         except P2PTrainError as problem:
             self._context.notify("error", "not-following", f"cannot catch up: {problem.message}")
-            self._then.insert(0, Unloaded("the state may be half applied"))
+            self._then.insert(0, StateDiscarded("the state may be half applied"))
         finally:
             self._task = None
             events, self._then = self._then, []
@@ -568,7 +569,7 @@ class Follower:
         def on_torn() -> None:
             nonlocal began
             began = context.world.clock.now()  # the time before was spent waiting for a source's snapshot
-            self._handle(Torn())
+            self._handle(StateTorn())
             names = ", ".join(member.name for member in message.sources)
             context.notify("info", "fetching", f"fetches {fetch.total_bytes / 1e6:.1f} MB of state from {names}")
 
@@ -578,7 +579,7 @@ class Follower:
             self._fetched = fetched(fetch, 0, context.world.clock.now() - began)  # only steps follow
             if base.root:
                 await self._to_its_end(context.compute.run(engine.state.refresh, base.step))
-                self._handle(Followed(base.step, base.lineage, base.square_sum))
+                self._handle(StateFollowed(base.step, base.lineage, base.square_sum))
                 context.notify("info", "fetched", f"fetched the state of step {base.step}: {self._fetched}")
             while True:
                 if fetch.newest - core.applied <= 1 and not self._reported:
@@ -590,7 +591,7 @@ class Follower:
 
     async def _replay(self, engine: Engine, fetch: Fetch, step: Step) -> None:
         await self._context.compute.run(replay, engine, step)
-        self._handle(Followed(step.step, step.lineage, step.square_sum))
+        self._handle(StateFollowed(step.step, step.lineage, step.square_sum))
         fetch.used(step)
 
     async def _to_its_end(self, work: Coroutine[Any, Any, None]) -> None:

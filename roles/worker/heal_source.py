@@ -32,7 +32,7 @@ from p2ptrain.core.errors import (
     ResourceError,
     StorageError,
 )
-from ring.transaction import Transaction
+from ring.job_member import JobMember
 from ring.view import View
 from roles.engine import WHOLE, Blob, Engine, Stage
 from roles.line import Line, unless_closed
@@ -188,7 +188,7 @@ class HealSource:
     """
 
     def __init__(
-        self, context: Context, core: Transaction, *, want_snapshot: Callable[[], None], stage: Stage = WHOLE
+        self, context: Context, core: JobMember, *, want_snapshot: Callable[[], None], stage: Stage = WHOLE
     ) -> None:
         self._context, self._core, self._want_snapshot, self._stage = context, core, want_snapshot, stage
         self.state_bytes = 0

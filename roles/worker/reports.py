@@ -16,12 +16,12 @@ from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.training import FilePlan
+from ring.job_member import REASON_CHARS, JobMember, MemberPhase
 from ring.session import RingSession
 from ring.token import next_lineage
-from ring.transaction import REASON_CHARS, Phase, Transaction
 from ring.view import View
 from roles.engine import Applied, Engine, Stage
-from roles.strategies.interface import Strategy
+from roles.strategies.interface import StageLoad
 from roles.worker.context import Context
 from roles.worker.early_stop import EarlyStop
 from roles.worker.heal import Fetched
@@ -289,7 +289,7 @@ class Reports:
     """All reports of one job. ``engine``: None before the model is built, and after the job."""
 
     def __init__(
-        self, context: Context, core: Transaction, *, job: str, stage: Stage, profile: Profile, early: EarlyStop
+        self, context: Context, core: JobMember, *, job: str, stage: Stage, profile: Profile, early: EarlyStop
     ) -> None:
         self.engine: Engine | None = None
         self.clock = StepClock(context.world.clock.now)
@@ -343,21 +343,21 @@ class Reports:
         ``level``: it follows and is level with the ring."""
         core, view = self._core, self._core.view
         match core.phase:
-            case Phase.EMPTY:
+            case MemberPhase.EMPTY:
                 return  # the report follows when the state is loaded
-            case Phase.IDLE if level:
+            case MemberPhase.IDLE if level:
                 status = "following"
-            case Phase.IDLE if core.torn or follows:
+            case MemberPhase.IDLE if core.torn or follows:
                 return  # the report follows when the state is complete, or level with the ring's
-            case Phase.HELD:
+            case MemberPhase.HELD:
                 status = "held"
-            case Phase.DONE:
+            case MemberPhase.DONE:
                 status = "done"
-            case Phase.IDLE if view and not core.anew:
+            case MemberPhase.IDLE if view and not core.anew:
                 status = "broken"
-            case Phase.IDLE:
+            case MemberPhase.IDLE:
                 status = "ready"
-            case Phase.FAILED:
+            case MemberPhase.FAILED:
                 status = "failed"
             case _:
                 status = "training"
@@ -463,11 +463,9 @@ class Reports:
         values |= self._early.spent()
         self.steps.tell(applied, session.view, session.rank, values)
 
-    def held(self, strategy: Strategy | None, *, state_bytes: int, limit_bytes: int) -> list[HeldPart]:
-        load = strategy.stage_load() if strategy is not None and self.engine is not None else None
-        if load is None:
+    def held(self, load: StageLoad | None, *, state_bytes: int, limit_bytes: int) -> list[HeldPart]:
+        if load is None or self.engine is None:
             return []
-        assert self.engine is not None
         return [
             HeldPart(
                 part=f"{self._job}.{self._stage.index}",

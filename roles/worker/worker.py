@@ -13,20 +13,21 @@ from p2ptrain.core.ids import is_id
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
 from ring.direct import CHANNEL, DirectMessages
+from ring.job_member import REASON_CHARS, MemberPhase
 from ring.links import Inbound
 from ring.token import Flag
-from ring.transaction import REASON_CHARS, Phase
 from ring.view import View
 from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Stage
 from roles.identity import Identity
 from roles.member import MemberOptions, MemberProcess
 from roles.seed_link import HeartbeatStats, Notify
-from roles.strategies.interface import Factory
-from roles.strategies.pipeline import strategy_of
+from roles.strategies import strategy_of
+from roles.strategies.strategy import Factory
 from roles.worker.checkpoint_assembler import FileSender, checkpoints_dir
 from roles.worker.checkpoint_store import CheckpointFiles, lineage_of
 from roles.worker.context import BuildEngine, Context
+from roles.worker.job_state import JobFiles, RestorePoint
 from roles.worker.links import Prober, ProbeResponder
 from roles.worker.runner import JobRunner
 from roles.worker.stages import PURPOSES, Holding, Stages
@@ -42,13 +43,13 @@ LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with clo
 JOBS = "jobs"  # directory of the jobs' checkpoints, in a worker's own
 # What people are shown (``wire.records.PeerInfo.state``). All other phases are shown as training.
 _SHOWN = {
-    Phase.EMPTY: "building",
-    Phase.IDLE: "waiting",
-    Phase.FORMING: "waiting",
-    Phase.HEALING: "healing",
-    Phase.HELD: "held",
-    Phase.DONE: "idle",
-    Phase.FAILED: "failed",
+    MemberPhase.EMPTY: "building",
+    MemberPhase.IDLE: "waiting",
+    MemberPhase.FORMING: "waiting",
+    MemberPhase.HEALING: "healing",
+    MemberPhase.HELD: "held",
+    MemberPhase.DONE: "idle",
+    MemberPhase.FAILED: "failed",
 }
 
 
@@ -172,7 +173,7 @@ class Worker(MemberProcess):
 
     def _pulse(self) -> HeartbeatStats:
         runner, stats = self._runner, self._machine_stats()
-        bytes_in, bytes_out = runner.totals() if runner else (0, 0)
+        bytes_in, bytes_out = runner.connections.totals() if runner else (0, 0)
         if self._flops is not None:
             stats["compute_flops"] = self._flops
         stats["in_bps"] = 8 * self._gauges.rate("in", bytes_in)
@@ -181,11 +182,11 @@ class Worker(MemberProcess):
         stats["sent_bytes"] = float(bytes_out)
         if runner is None:
             return HeartbeatStats(0, 0, "idle", stats)
-        stats["tokens_per_s"] = self._gauges.rate("tokens", runner.tokens)
-        stats.update(runner.clock.last_ms)
-        stats.update(runner.figures())
+        stats["tokens_per_s"] = self._gauges.rate("tokens", runner.state.tokens)
+        stats.update(runner.state.reports.clock.last_ms)
+        stats.update(runner.activities.figures())
         state = "following" if runner.follower.active else _SHOWN.get(runner.core.phase, "training")
-        return HeartbeatStats(runner.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
+        return HeartbeatStats(runner.state.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
 
     def _seed_up(self, welcome: Welcome) -> None:
         self._beats = (welcome.heartbeat_s, welcome.death_s)
@@ -194,9 +195,9 @@ class Worker(MemberProcess):
         if self._runner is not None and (view := self._runner.core.view) and view.term < welcome.term:
             # The seed was restored, and its backup may be older than this view.
             self._link.send(view)
-            self._runner.reports.tell_rows(restored=True)
+            self._runner.state.reports.tell_rows(restored=True)
         if self._runner is not None:
-            self._runner.seed_is_back()
+            self._runner.on_seed_back()
 
     def _message(self, message: Message) -> None:
         match message:
@@ -215,21 +216,21 @@ class Worker(MemberProcess):
             case ViewAnnounced() if self._leaving:
                 pass  # it saves its state
             case ViewAnnounced():
-                runner.view_announced(View.of(message))
+                runner.announce_view(View.of(message))
             case Hold():
-                runner.wish(Flag.HOLD, message.generation)
+                runner.request(Flag.HOLD, message.generation)
             case SaveNow():
                 runner.save()
             case CatchUp():
                 runner.catch_up(message)
             case Release():
                 self.notify("info", "released", f"released from the job: {message.reason}")
-                runner.reports.tell_rows()
+                runner.state.reports.tell_rows()
                 self._retire(runner)
                 self._runner = None
 
     def _retire(self, runner: JobRunner) -> None:
-        self._sent_before += runner.totals()[1]
+        self._sent_before += runner.connections.totals()[1]
         runner.release()
 
     def _assigned(self, message: Assign) -> None:
@@ -238,9 +239,9 @@ class Worker(MemberProcess):
         stage = Stage(message.stage, message.stages)
         if self._runner is not None and (self._runner.job, self._runner.stage) == (message.job, stage):
             if message.restore_step >= 0:
-                self._runner.restore(message.restore_step, message.holders, message.lineage)
+                self._runner.restore(RestorePoint(message.restore_step, message.holders, message.lineage))
             else:
-                self._runner.called_back()
+                self._runner.call_back()
             return
         if self._runner is not None:
             self._retire(self._runner)
@@ -257,13 +258,13 @@ class Worker(MemberProcess):
             self._context,
             job=message.job,
             profile=profile,
-            spec=message.spec,
-            checkpoints=self._checkpoints(message.job, stage, profile.checkpoint),
-            restore_step=message.restore_step,
+            files=JobFiles(
+                message.spec,
+                self._checkpoints(message.job, stage, profile.checkpoint),
+                self._checkpoints(message.job, WHOLE, profile.checkpoint) if stage.split else None,
+            ),
+            restore=RestorePoint(message.restore_step, message.holders, message.lineage),
             stage=stage,
-            whole=self._checkpoints(message.job, WHOLE, profile.checkpoint) if stage.split else None,
-            holders=message.holders,
-            lineage=message.lineage,
         )
         what = f"{stage} of the model" if stage.split else "the model"
         self._notify_person("info", "building", f"building {what} of job {message.job}")
@@ -291,12 +292,12 @@ class Worker(MemberProcess):
         """Return the store of a job that runs here. A second store would delete the first one's unfinished writes."""
         runner = self._runner if self._runner is not None and self._runner.job == job else None
         if runner is None or runner.stage == stage:
-            return runner.checkpoints if runner is not None else None
-        return runner.assembler.files if runner.assembler is not None and stage == WHOLE else None
+            return runner.state.files.checkpoints if runner is not None else None
+        return runner.state.assembler.files if runner.state.assembler is not None and stage == WHOLE else None
 
     async def _saving(self, job: str, stage: Stage, step: int, lineage: str) -> None:
         if self._runner is not None and (self._runner.job, self._runner.stage) == (job, stage):
-            await self._runner.saved(step, lineage)
+            await self._runner.state.saving.outcome(step, lineage)
 
     def _checkpoints(self, job: str, stage: Stage, settings: Checkpoint) -> CheckpointFiles:
         root = checkpoints_dir(self.identity.directory / JOBS, job, stage)
@@ -329,7 +330,7 @@ class Worker(MemberProcess):
         return Refuse(RefusalCode.ROLE, text, "use the seed's address")
 
     def _messages_of(self, hello: Hello) -> DirectMessages | None:
-        return self._runner.messages if self._runner is not None and self._runner.job == hello.job else None
+        return self._runner.connections.messages if self._runner is not None and self._runner.job == hello.job else None
 
     async def _serve(self, connection: Connection, hello: Hello) -> None:
         match hello.purpose:
@@ -353,7 +354,7 @@ class Worker(MemberProcess):
         runner, self._leaving = self._runner, True
         if runner is not None and runner.core.running:
             self.notify("info", "leaving", "leaving at the next step boundary")
-            runner.wish(Flag.LEAVE | Flag.SAVE)
+            runner.request(Flag.LEAVE | Flag.SAVE)
             try:
                 async with asyncio.timeout(LEAVE_S):
                     await runner.stand_still()
@@ -369,7 +370,7 @@ class Worker(MemberProcess):
             except TimeoutError:
                 why = f"it took longer than {SAVE_S:g} s"
             if runner.has_unsaved_state:
-                text = f"step {runner.core.applied} is not saved here: {why or runner.reports.unsaved()}"
+                text = f"step {runner.core.applied} is not saved here: {why or runner.state.reports.unsaved()}"
                 self._problem = self._problem or StorageError(text, remedy="the job goes on from its last checkpoint")
         await super()._leave()
         if self._job_task is not None:

@@ -5,25 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from ring.token import ShareRule, first_lineage, next_lineage
-from ring.transaction import (
+from ring.job_member import (
+    ActivityFinished,
     Apply,
     Boundary,
     CloseRing,
-    Compute,
-    Confirm,
-    EndCompute,
-    Event,
-    Finished,
-    Gathered,
-    Heal,
-    Instruction,
-    Loaded,
-    Record,
+    JobMember,
+    MemberPhase,
+    RecordStep,
     Reload,
     SendReport,
-    Transaction,
+    StateLoaded,
 )
+from ring.token import first_lineage, next_lineage
+from ring.transaction import Compute, Confirm, DigestsGathered, Heal, Transaction
 from ring.view import View, shares
 from wire.job_messages import LedgerRow, MemberRecord, Report
 
@@ -48,6 +43,17 @@ def digest_of(generation: int, step: int) -> bytes:
     return hashlib.blake2b(f"{generation}/{step}".encode(), digest_size=16).digest()
 
 
+def handled(core: JobMember, event: object) -> list[object]:
+    """The instructions that follow, of which one is in the row of the table for the phase that the event led to."""
+    before = core.phase
+    instructions = core.handle(event)
+    _, leads_to = core.TABLE.get((before, type(event)), ("", {}))
+    if core.phase is not before and core.phase is not MemberPhase.IDLE:
+        assert any(isinstance(it, leads_to[core.phase]) for it in instructions), (before, event, instructions)
+    core.validate()
+    return instructions
+
+
 class Member:
     """One core with what a real one has around it: a state (the digests that were applied) and a redo buffer."""
 
@@ -58,7 +64,6 @@ class Member:
         *,
         checkpoint_every: int = 0,
         outlier_factor: float = 0.0,
-        asynchronous: bool = False,
     ) -> None:
         self.core = Transaction(
             job=JOB,
@@ -66,39 +71,33 @@ class Member:
             steps_total=steps_total,
             checkpoint_every=checkpoint_every,
             outlier_factor=outlier_factor,
-            share_rule=ShareRule(equal=asynchronous),
-            asynchronous=asynchronous,
         )
-        self.asked_to_end = False  # its ``Compute``
         self.state: list[bytes] | None = []  # None: torn
         self.buffer = b""
-        self.activity: Instruction | None = None
+        self.activity: object | None = None
         self.said: list[Report] = []
         self.boundaries: list[Boundary] = []
         self.rows: list[tuple[LedgerRow, str]] = []
 
-    def handle(self, event: Event) -> None:
-        for instruction in self.core.handle(event):
+    def handle(self, event: object) -> None:
+        for instruction in handled(self.core, event):
             match instruction:
                 case SendReport(report):
                     self.said.append(report)
                 case CloseRing():
                     self.activity = None
-                case EndCompute():
-                    self.asked_to_end = True
                 case Heal():
                     self.state = None
                     self.activity = instruction
                 case Compute():
                     self.buffer = b""
                     self.activity = instruction
-                case Record(row, lineage):
+                case RecordStep(row, lineage):
                     self.rows.append((row, lineage))
                 case _:
                     self.activity = instruction
                     if isinstance(instruction, Boundary):
                         self.boundaries.append(instruction)
-        self.core.validate()
 
     def finish(self) -> None:
         """End the activity under way, for those that depend on nobody else."""
@@ -110,14 +109,14 @@ class Member:
             self.state.append(self.buffer)
         if isinstance(activity, Reload):
             self.state = []
-            self.handle(Loaded(0, ORIGIN))
+            self.handle(StateLoaded(0, ORIGIN))
             return
         if isinstance(activity, Confirm):
             members = self.core.view.size if self.core.view else 0
-            self.handle(Gathered(activity.ticket, (self.digest(),) * members))
+            self.handle(DigestsGathered(activity.ticket, (self.digest(),) * members))
             return
-        assert not isinstance(activity, CloseRing | SendReport | Record)
-        self.handle(Finished(activity.ticket))
+        assert not isinstance(activity, CloseRing | SendReport | RecordStep)
+        self.handle(ActivityFinished(activity.ticket))
 
     def digest(self) -> bytes:
         return hashlib.blake2b(b"".join(self.state or [])).digest()

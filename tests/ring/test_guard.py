@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ring.job_member import StateLoaded, ViewArrived
 from ring.token import LEAST_STEPS, Flag, NormGuard, Token, TokenFault, granted, odd_ones_out, square_sum, verdict
-from ring.transaction import Compute, Gathered, Loaded, Reduce, Reduced, ViewArrived, Vote
+from ring.transaction import Compute, Reduce, StepReduced, TokensGathered, Vote
 from tests.ring.members import ORIGIN, Member, digest_of, view
 
 TOKEN = Token(1, 5, Flag(0), 1.0, b"d" * 16, b"l" * 16, own=1.0, sent=7, received=7)
@@ -151,7 +152,7 @@ class Pair:
         self.members = {peer: Member(peer, 100, outlier_factor=10.0) for peer in "ab"}
         self.generation = 0
         for member in self.members.values():
-            member.handle(Loaded(0, ORIGIN))
+            member.handle(StateLoaded(0, ORIGIN))
         self.form()
 
     def form(self, *, lenient: bool = False) -> None:
@@ -173,12 +174,12 @@ class Pair:
             assert isinstance(reduce, Reduce)
             member.buffer = digest_of(self.generation, reduce.step)
             mine, unit = (own, unit_us) if peer == "b" else (1.0, 10)
-            member.handle(Reduced(reduce.ticket, member.buffer, part=own, own=mine, unit_us=unit))
+            member.handle(StepReduced(reduce.ticket, member.buffer, part=own, own=mine, unit_us=unit))
             vote = member.activity
             assert isinstance(vote, Vote)
             votes.append(vote)
         for member, vote in zip(self.members.values(), votes, strict=True):
-            member.handle(Gathered(vote.ticket, tuple(vote.token for vote in votes)))
+            member.handle(TokensGathered(vote.ticket, tuple(vote.token for vote in votes)))
             if member.activity is not None:
                 member.finish()  # the optimizer
                 member.finish()  # the boundary

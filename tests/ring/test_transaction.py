@@ -13,35 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from ring.token import LEAST_STEPS, TOKEN_BYTES, Flag, Token, next_lineage
-from ring.transaction import (
-    Adopt,
+from ring.job_member import (
     Apply,
     Boundary,
-    Broken,
-    Compute,
-    Confirm,
-    Exchange,
-    Exchanged,
     FlagRequested,
     FormRing,
-    Gathered,
-    Heal,
-    Loaded,
-    Phase,
-    Reduce,
-    Reduced,
+    MemberPhase,
     Reload,
-    Unloaded,
+    StateDiscarded,
+    StateLoaded,
     ViewArrived,
-    Vote,
+    ViewBroken,
 )
+from ring.token import LEAST_STEPS, TOKEN_BYTES, Flag, Token, next_lineage
+from ring.transaction import Compute, Confirm, DigestsGathered, Heal, Reduce, StepReduced, TokensGathered, Vote
 from tests.ring.members import ORIGIN, Member, digest_of, view
 
 
 def alone(steps_total: int = 3) -> Member:
     member = Member("a", steps_total)
-    member.handle(Loaded(0, ORIGIN))
+    member.handle(StateLoaded(0, ORIGIN))
     return member
 
 
@@ -52,7 +43,7 @@ def run_step(member: Member, generation: int) -> None:
     reduce_(member, generation)
     vote = member.activity
     assert isinstance(vote, Vote)
-    member.handle(Gathered(vote.ticket, (vote.token,)))
+    member.handle(TokensGathered(vote.ticket, (vote.token,)))
     member.finish()
 
 
@@ -60,7 +51,7 @@ def reduce_(member: Member, generation: int, *, stop: bool = False) -> None:
     activity = member.activity
     assert isinstance(activity, Reduce)
     member.buffer = digest_of(generation, activity.step)
-    member.handle(Reduced(activity.ticket, member.buffer, 1.5, stop=stop))
+    member.handle(StepReduced(activity.ticket, member.buffer, 1.5, stop=stop))
 
 
 def voting(member: Member) -> Vote:
@@ -84,10 +75,10 @@ def test_a_hold_stops_at_the_boundary_and_the_session_stays() -> None:
     member.handle(FlagRequested(Flag.HOLD, 1))
     run_step(member, 1)
     member.finish()
-    assert member.core.phase is Phase.HELD
+    assert member.core.phase is MemberPhase.HELD
     assert (member.said[-1].status, member.said[-1].applied) == ("held", 1)
-    member.handle(Broken(1, "b", "the faster one is gone"))
-    assert member.core.phase is Phase.HELD
+    member.handle(ViewBroken(1, "b", "the faster one is gone"))
+    assert member.core.phase is MemberPhase.HELD
 
 
 def test_a_state_that_is_given_up_is_not_trained_on_nor_given_until_another_is_loaded() -> None:
@@ -95,7 +86,7 @@ def test_a_state_that_is_given_up_is_not_trained_on_nor_given_until_another_is_l
     member.handle(ViewArrived(view(1, ["a"])))
     member.finish()
     run_step(member, 1)
-    member.handle(Unloaded("back to a checkpoint"))
+    member.handle(StateDiscarded("back to a checkpoint"))
     assert isinstance(member.activity, Reload)
     member.handle(ViewArrived(view(2, ["a"])))
     assert isinstance(member.activity, Reload), "the view waits for the state"
@@ -108,11 +99,11 @@ def test_a_state_that_is_given_up_is_not_trained_on_nor_given_until_another_is_l
 def test_a_break_while_applying_waits_for_the_optimizer() -> None:
     member = alone()
     vote = voting(member)
-    member.handle(Gathered(vote.ticket, (vote.token, vote.token)))
-    member.handle(Broken(1, "b", "died"))
-    assert member.core.phase is Phase.APPLYING
+    member.handle(TokensGathered(vote.ticket, (vote.token, vote.token)))
+    member.handle(ViewBroken(1, "b", "died"))
+    assert member.core.phase is MemberPhase.APPLYING
     member.finish()
-    assert member.core.phase is Phase.IDLE
+    assert member.core.phase is MemberPhase.IDLE
     assert (member.said[-1].status, member.said[-1].applied, member.said[-1].suspect) == ("broken", 1, "b")
     assert member.said[-1].square_sum == 1.5
 
@@ -124,7 +115,7 @@ def test_only_the_very_step_that_was_committed_is_redone(same: bool) -> None:
     member.finish()
     member.finish()
     reduce_(member, 1)
-    member.handle(Broken(1, "b", "died"))
+    member.handle(ViewBroken(1, "b", "died"))
     assert (member.said[-1].applied, member.said[-1].prepared) == (0, 1)
     committed = next_lineage(ORIGIN, digest_of(1 if same else 2, 0))
     member.handle(ViewArrived(view(3, ["a", "c"], step=1, lineage=committed, healthy={"c"})))
@@ -143,7 +134,7 @@ def test_a_member_that_differs_stops_the_commit_and_is_named(name: str) -> None:
     vote = voting(member)
     token = Token.decode_untrusted(vote.token)
     changed = {"digest": b"x" * 16, "lineage": b"y" * 16, "step": 9, "generation": 9}
-    member.handle(Gathered(vote.ticket, (vote.token, replace(token, **{name: changed[name]}).encode())))  # type: ignore[arg-type]
+    member.handle(TokensGathered(vote.ticket, (vote.token, replace(token, **{name: changed[name]}).encode())))  # type: ignore[arg-type]
     report = member.said[-1]
     assert (report.status, report.suspect, report.applied, report.prepared) == ("broken", "b", 0, 0)
     assert name in report.reason
@@ -154,13 +145,13 @@ def test_the_norm_that_most_members_measure_counts_and_also_in_a_redo() -> None:
     vote = voting(member)
     token = Token.decode_untrusted(vote.token)
     near = replace(token, part=token.part * (1 + 1e-9))  # as another processor may sum it
-    member.handle(Gathered(vote.ticket, (vote.token, near.encode())))
+    member.handle(TokensGathered(vote.ticket, (vote.token, near.encode())))
     assert isinstance(member.activity, Apply)
     assert member.activity.square_sum in (token.part, near.part)
     member = alone()
     voting(member)
     prepared = member.core.prepared_lineage
-    member.handle(Broken(1, "b", "died"))
+    member.handle(ViewBroken(1, "b", "died"))
     false = replace(view(2, ["a", "b"], step=1, lineage=prepared), square_sum=1e30)
     member.handle(ViewArrived(false))
     assert isinstance(member.activity, Apply)
@@ -176,13 +167,13 @@ def test_a_hidden_norm_is_told_only_as_fit_or_not(own: float, part: float, told:
     for _ in range(LEAST_STEPS):
         member.core._guard.committed(4.0)
     member.core._guard.forget = lambda: None  # type: ignore[method-assign]  # loading would
-    member.handle(Loaded(0, ORIGIN))
+    member.handle(StateLoaded(0, ORIGIN))
     member.handle(ViewArrived(view(1, ["a", "b"])))
     member.finish()
     member.finish()
     activity = member.activity
     assert isinstance(activity, Reduce)
-    member.handle(Reduced(activity.ticket, digest_of(1, 0), part, own))
+    member.handle(StepReduced(activity.ticket, digest_of(1, 0), part, own))
     vote = member.activity
     assert isinstance(vote, Vote)
     token = Token.decode_untrusted(vote.token)
@@ -199,7 +190,7 @@ def voted(wish: Flag, *, peers: Sequence[str] = ("a", "b"), steps_total: int = 3
     reduce_(member, 1)
     vote = member.activity
     assert isinstance(vote, Vote)
-    member.handle(Gathered(vote.ticket, (vote.token, vote.token)))
+    member.handle(TokensGathered(vote.ticket, (vote.token, vote.token)))
     assert isinstance(member.activity, Apply)
     return member
 
@@ -215,9 +206,9 @@ def confirming(peers: Sequence[str] = ("a", "b"), *, steps_total: int = 3) -> tu
 
 def test_a_member_whose_state_drifted_loads_another_and_heals() -> None:
     member, confirm = confirming(["b", "a"])
-    member.handle(Gathered(confirm.ticket - 1, (b"x", b"y")))
+    member.handle(DigestsGathered(confirm.ticket - 1, (b"x", b"y")))
     assert member.activity is confirm, "what belongs to another activity changes nothing"
-    member.handle(Gathered(confirm.ticket, (b"x", b"y")))
+    member.handle(DigestsGathered(confirm.ticket, (b"x", b"y")))
     assert isinstance(member.activity, Reload)
     assert not member.core.may_give
     member.finish()
@@ -226,13 +217,13 @@ def test_a_member_whose_state_drifted_loads_another_and_heals() -> None:
 
 def test_a_step_is_saved_only_when_all_have_sent_their_digests() -> None:
     member, confirm = confirming()
-    member.handle(Gathered(confirm.ticket, (b"x", b"x")))
+    member.handle(DigestsGathered(confirm.ticket, (b"x", b"x")))
     assert [(item.applied, item.save) for item in member.boundaries] == [(1, True)]
     member, confirm = confirming()
-    member.handle(Broken(1, "b", "died"))
+    member.handle(ViewBroken(1, "b", "died"))
     assert member.boundaries == []
     assert (member.said[-1].status, member.said[-1].applied) == ("broken", 1)
-    member.handle(Gathered(confirm.ticket, (b"x", b"x")))
+    member.handle(DigestsGathered(confirm.ticket, (b"x", b"x")))
     assert member.boundaries == []
 
 
@@ -240,12 +231,12 @@ def test_a_step_is_saved_only_when_all_have_sent_their_digests() -> None:
 def test_who_stops_and_is_left_alone_stands_still_without_a_checkpoint_and_wants_it_still(when: str) -> None:
     member = voted(Flag.SAVE | Flag.LEAVE)
     if when == "applying":
-        member.handle(Broken(1, "b", "left"))
+        member.handle(ViewBroken(1, "b", "left"))
         member.finish()
     else:
         member.finish()
         assert isinstance(member.activity, Confirm)
-        member.handle(Broken(1, "b", "left"))
+        member.handle(ViewBroken(1, "b", "left"))
     assert [(item.applied, item.save) for item in member.boundaries] == [(1, False)]
     member.finish()
     assert member.said[-1].status == "held"
@@ -258,7 +249,7 @@ def test_who_stops_and_is_left_alone_stands_still_without_a_checkpoint_and_wants
 
 def test_the_last_step_is_not_done_before_it_is_confirmed() -> None:
     member, _ = confirming(steps_total=1)
-    member.handle(Broken(1, "b", "died"))
+    member.handle(ViewBroken(1, "b", "died"))
     assert (member.said[-1].status, member.said[-1].applied) == ("broken", 1)
     member.handle(ViewArrived(view(2, ["a"], step=1, lineage=member.core.lineage)))
     member.finish()
@@ -266,7 +257,7 @@ def test_the_last_step_is_not_done_before_it_is_confirmed() -> None:
     member.finish()
     member.finish()
     assert [(item.applied, item.save, item.last) for item in member.boundaries] == [(1, True, True)]
-    assert member.core.phase is Phase.DONE
+    assert member.core.phase is MemberPhase.DONE
 
 
 @pytest.mark.parametrize("all_say_so", [True, False])
@@ -279,7 +270,7 @@ def test_the_job_ends_where_all_members_say_that_it_ends(all_say_so: bool) -> No
     vote = member.activity
     assert isinstance(vote, Vote)
     other = replace(Token.decode_untrusted(vote.token), flags=Flag.STOP if all_say_so else Flag(0))
-    member.handle(Gathered(vote.ticket, (vote.token, other.encode())))
+    member.handle(TokensGathered(vote.ticket, (vote.token, other.encode())))
     member.finish()
     assert isinstance(member.activity, Confirm if all_say_so else Boundary)
     assert member.core.stopping is all_say_so
@@ -287,7 +278,7 @@ def test_the_job_ends_where_all_members_say_that_it_ends(all_say_so: bool) -> No
 
 def test_a_snapshot_is_asked_for_by_anyone_and_outlives_a_break() -> None:
     member = voted(Flag.SNAPSHOT, steps_total=9)
-    member.handle(Broken(1, "b", "died"))
+    member.handle(ViewBroken(1, "b", "died"))
     member.finish()
     assert member.boundaries == []
     member.handle(ViewArrived(view(2, ["a"], step=1, lineage=member.core.lineage)))
@@ -301,7 +292,7 @@ def test_a_snapshot_is_asked_for_by_anyone_and_outlives_a_break() -> None:
 
 def test_checkpoints_follow_the_calendar() -> None:
     member = Member("a", 5, checkpoint_every=2)
-    member.handle(Loaded(0, ORIGIN))
+    member.handle(StateLoaded(0, ORIGIN))
     member.handle(ViewArrived(view(1, ["a"])))
     member.finish()
     for _ in range(5):
@@ -317,7 +308,7 @@ def test_a_redone_step_is_recorded_with_the_view_in_which_it_was_computed() -> N
     member.finish()
     member.finish()
     reduce_(member, 1)
-    member.handle(Broken(1, "b", "died"))
+    member.handle(ViewBroken(1, "b", "died"))
     committed = next_lineage(ORIGIN, digest_of(1, 0))
     member.handle(ViewArrived(view(3, ["a", "c"], step=1, lineage=committed, healthy={"c"})))
     member.finish()
@@ -332,7 +323,7 @@ def test_a_step_whose_norm_nobody_knows_is_not_redone() -> None:
     member.finish()
     member.finish()
     reduce_(member, 1)
-    member.handle(Broken(1, "b", "died"))
+    member.handle(ViewBroken(1, "b", "died"))
     committed = next_lineage(ORIGIN, digest_of(1, 0))
     unknown = replace(view(2, ["a", "c"], step=1, lineage=committed, healthy={"c"}), square_sum=0.0)
     member.handle(ViewArrived(unknown))
@@ -348,7 +339,7 @@ def test_a_torn_state_is_loaded_anew_and_never_reported() -> None:
     member.finish()
     assert isinstance(member.activity, Heal)
     said = len(member.said)
-    member.handle(Broken(2, "b", "the source died"))
+    member.handle(ViewBroken(2, "b", "the source died"))
     assert isinstance(member.activity, Reload)
     assert len(member.said) == said
     member.handle(ViewArrived(view(3, ["a"])))
@@ -386,84 +377,3 @@ def test_a_token_of_which_one_bit_was_turned_is_refused(bit: int) -> None:
     data[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError, match="corrupted in transit"):
         Token.decode_untrusted(bytes(data))
-
-
-# ------------------------------------------------------------------------------------------------- asynchronous views
-
-
-def in_asynchronous_view(peer: str) -> Member:
-    """The server "a" or the worker "b", with its ring formed."""
-    member = Member(peer, 3, asynchronous=True)
-    member.handle(Loaded(0, ORIGIN))
-    member.handle(ViewArrived(view(1, ["a", "b"], healthy={"a"})))
-    member.finish()
-    return member
-
-
-@pytest.mark.parametrize("flag", [Flag.HOLD, Flag.LEAVE])
-def test_a_server_makes_versions_alone_and_stops_at_once_while_it_waits_for_the_next_one(flag: Flag) -> None:
-    server = in_asynchronous_view("a")
-    run_step(server, 1)  # only its own token is needed
-    server.finish()
-    assert server.core.phase is Phase.COMPUTING
-    server.handle(FlagRequested(flag))
-    assert server.asked_to_end
-    server.finish()
-    assert server.boundaries[-1] == replace(server.boundaries[-1], applied=1, save=False, last=False)
-    server.finish()
-    assert server.core.phase is Phase.HELD
-    assert (server.said[-1].status, server.said[-1].applied) == ("held", 1)
-
-
-def test_a_server_that_is_asked_to_save_and_stop_while_it_applies_makes_no_further_version() -> None:
-    server = in_asynchronous_view("a")
-    server.finish()
-    reduce_(server, 1)
-    vote = server.activity
-    assert isinstance(vote, Vote)
-    server.handle(Gathered(vote.ticket, (vote.token,)))
-    for flag in (Flag.SAVE, Flag.HOLD):
-        server.handle(FlagRequested(flag))
-    assert not server.asked_to_end
-    server.finish()
-    server.finish()
-    confirm = server.activity
-    assert isinstance(confirm, Confirm)
-    server.handle(Gathered(confirm.ticket, (server.digest(),)))
-    assert server.boundaries[-1].save
-    server.finish()
-    assert (server.said[-1].status, server.said[-1].applied) == ("held", 1)
-
-
-def test_a_worker_has_applied_what_it_adopted_and_a_break_waits_for_that() -> None:
-    worker = in_asynchronous_view("b")
-    exchange = worker.activity
-    assert isinstance(exchange, Exchange), "it heals by its first pull"
-    worker.handle(Exchanged(exchange.ticket, 0, ORIGIN, 0.0))
-    assert isinstance(worker.activity, Exchange), "it holds that version"
-    later = next_lineage(ORIGIN, digest_of(1, 0))
-    worker.handle(Exchanged(worker.activity.ticket, 2, later, 1.5))
-    assert isinstance(worker.activity, Adopt)
-    worker.handle(Broken(1, "a", "died"))
-    assert worker.core.phase is Phase.APPLYING
-    worker.finish()
-    said = worker.said[-1]
-    assert (said.status, said.applied, said.lineage, said.square_sum, said.prepared) == ("broken", 2, later, 1.5, 2)
-
-
-@pytest.mark.parametrize(
-    ("told", "flag", "status"),
-    [({"over": True}, Flag(0), "held"), ({"last": True, "over": True}, Flag(0), "done"), ({}, Flag.HOLD, "held")],
-)
-def test_a_worker_stops_with_its_server_or_after_the_exchange_under_way(
-    told: dict[str, bool], flag: Flag, status: str
-) -> None:
-    worker = in_asynchronous_view("b")
-    exchange = worker.activity
-    assert isinstance(exchange, Exchange)
-    if flag:
-        worker.handle(FlagRequested(flag, 1))
-    assert worker.core.running
-    worker.handle(Exchanged(exchange.ticket, 1, next_lineage(ORIGIN, digest_of(1, 0)), 1.5, **told))
-    worker.finish()
-    assert (worker.said[-1].status, worker.said[-1].applied) == (status, 1)

@@ -19,25 +19,19 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring.token import Flag, Token, next_lineage
-from ring.transaction import (
+from ring.job_member import (
     Apply,
     Boundary,
-    Broken,
-    Compute,
-    Confirm,
     FlagRequested,
     FormRing,
-    Gathered,
-    Heal,
-    Loaded,
-    Phase,
-    Reduce,
-    Reduced,
+    MemberPhase,
     Reload,
+    StateLoaded,
     ViewArrived,
-    Vote,
+    ViewBroken,
 )
+from ring.token import Flag, Token, next_lineage
+from ring.transaction import Compute, Confirm, DigestsGathered, Heal, Reduce, StepReduced, TokensGathered, Vote
 from ring.view import View
 from tests.ring.members import MICRO_BATCHES, ORIGIN, Member, digest_of, view
 from wire.job_messages import LedgerRow
@@ -81,7 +75,7 @@ class Cluster:
 
     def add(self, peer: str) -> None:
         self.members[peer] = Member(peer, STEPS, checkpoint_every=EVERY)
-        self.members[peer].handle(Loaded(0, ORIGIN))
+        self.members[peer].handle(StateLoaded(0, ORIGIN))
 
     def live(self) -> dict[str, Member]:
         return {peer: member for peer, member in self.members.items() if peer not in self.dead}
@@ -139,12 +133,12 @@ class Cluster:
             case Vote(ticket=ticket):
                 assert current is not None
                 tokens = self.tokens[(current.generation, member.core.applied)]
-                member.handle(Gathered(ticket, tuple(tokens[item.peer_id] for item in current.members)))
+                member.handle(TokensGathered(ticket, tuple(tokens[item.peer_id] for item in current.members)))
                 self.rejections += member.said[-1].cause != ""
             case Confirm(ticket=ticket, applied=applied):
                 assert current is not None
                 digests = self.digests[(current.generation, applied)]
-                member.handle(Gathered(ticket, tuple(digests[item.peer_id] for item in current.members)))
+                member.handle(DigestsGathered(ticket, tuple(digests[item.peer_id] for item in current.members)))
             case Heal():
                 assert current is not None
                 sources = [item.peer_id for item in current.members if self.is_source(item.peer_id, current)]
@@ -175,7 +169,7 @@ class Cluster:
             self.spoiled.add(digest)
         member.buffer = digest
         heard_wrong = kind == "hop" and peer == right
-        reduced = Reduced(
+        reduced = StepReduced(
             ticket,
             digest,
             part=math.nan if kind == "nan" else 1.0,
@@ -208,7 +202,9 @@ class Cluster:
 
     def has_left(self, peer: str, current: View) -> bool:
         core = self.members[peer].core
-        gave_up = core.phase is Phase.IDLE and core.view is current  # while the ring was formed, or after a refusal
+        gave_up = (
+            core.phase is MemberPhase.IDLE and core.view is current
+        )  # while the ring was formed, or after a refusal
         return (peer, current.generation) in self.noticed or gave_up
 
     # ------------------------------------------------------------------------------------------------------ the seed
@@ -216,8 +212,8 @@ class Cluster:
     def may_mint(self) -> bool:
         """Everybody alive stands still and has said where."""
         live = self.live().values()
-        ready = all(not m.core.running and m.core.phase is not Phase.EMPTY for m in live)
-        finished = all(m.core.phase is Phase.DONE for m in live)
+        ready = all(not m.core.running and m.core.phase is not MemberPhase.EMPTY for m in live)
+        finished = all(m.core.phase is MemberPhase.DONE for m in live)
         return bool(live) and ready and not finished
 
     def mint(self) -> None:
@@ -277,7 +273,7 @@ class Cluster:
         if member.state is None:
             return
         core = member.core
-        if core.phase not in (Phase.EMPTY, Phase.FAILED) and not core.torn:
+        if core.phase not in (MemberPhase.EMPTY, MemberPhase.FAILED) and not core.torn:
             assert len(member.state) == core.applied
             assert member.lineage() == core.lineage
         common = min(len(member.state), len(self.committed))
@@ -300,7 +296,7 @@ class Cluster:
     def run(self, *, faults: int, newcomers: int, ring_options: int, stops: bool = False, limit: int = 6000) -> None:
         for _ in range(limit):
             live = self.live()
-            if live and all(member.core.phase is Phase.DONE for member in live.values()):
+            if live and all(member.core.phase is MemberPhase.DONE for member in live.values()):
                 return
             choices: list[tuple[str, str]] = [
                 ("end", peer) for peer, member in live.items() if self.can_end(peer, member)
@@ -324,7 +320,7 @@ class Cluster:
                 case "notice":
                     generation = self.members[peer].core.view.generation  # type: ignore[union-attr]
                     self.noticed.add((peer, generation))
-                    self.members[peer].handle(Broken(generation, "", "a neighbour is gone"))
+                    self.members[peer].handle(ViewBroken(generation, "", "a neighbour is gone"))
                     self.check(self.members[peer])
                 case "mint":
                     self.mint()

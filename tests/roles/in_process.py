@@ -18,15 +18,13 @@ from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import LoopClock, Network, World
-from p2ptrain.lab.stand_in import StandInEngine
+from p2ptrain.lab.stand_in import StandInEngine, strategy_of_stand_ins
 from roles.engine import Engine, Stage
 from roles.identity import Identity, claim
 from roles.member import MemberOptions, ServingMember
 from roles.seed.run import run_seed
 from roles.seed.server import Seed
-from roles.strategies.interface import Factory
-from roles.strategies.pipeline import strategy_of
-from roles.strategies.staged import StagedStrategy
+from roles.strategies.strategy import Factory
 from roles.worker.stages import Holding
 from roles.worker.worker import Worker
 from wire.address import Ticket, local_ticket_path
@@ -107,11 +105,6 @@ class Gate:
         for stop, opened in self._stops:
             if step >= stop:
                 assert opened.wait(60), "the test never let them on"
-
-
-def _of_stand_ins(profile: Profile) -> Factory:
-    """Their parts need no activations of each other."""
-    return StagedStrategy if profile.stages > 1 else strategy_of(profile)
 
 
 class Cluster:
@@ -198,7 +191,7 @@ class Cluster:
         slot: int | None = None,
         holding: Holding | None = None,
         build_part: Callable[[Profile, Stage], Engine] = lambda profile, stage: StandInEngine(profile, stage=stage),
-        strategies: Callable[[Profile], Factory] = _of_stand_ins,
+        strategies: Callable[[Profile], Factory] = strategy_of_stand_ins,
     ) -> Peer:
         """Start a worker. ``holding``: for parts of split models, as ``tests.roles.stage_stand_in.StandIns`` has it."""
         said: dict[str, Scalar] = {"device": "test"}

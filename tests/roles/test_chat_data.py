@@ -13,7 +13,7 @@ from configs.loader import load
 from configs.schema import Profile
 from roles.engine import Engine
 from roles.seed.jobs import assigned_spec
-from roles.strategies.pipeline import strategy_of
+from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,16 +21,16 @@ import xxhash
 from configs.schema import Profile
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine
-from ring.session import RingSession
 from ring.token import first_lineage, next_lineage
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
 from roles.snapshots import state_digest
-from roles.strategies.interface import Contribution
-from roles.strategies.sync import SyncStrategy
+from roles.strategies.interface import ConnectPeers, Contribution
+from roles.strategies.strategy import Strategy
 from roles.worker.build import engine_builder
 from tests.ring.local import local_ring
 from tests.roles.in_process import Cluster
+from tests.roles.test_strategy import summing
 
 PATIENCE_S = 20.0
 MICRO_BATCHES = 4
@@ -119,13 +119,14 @@ async def together(
         threads += [ComputeThread() for _ in engines[len(threads) :]]
         async with local_ring(phase.members, MemoryNetwork(), sub_chunk_bytes=phase.sub_chunk_bytes) as ring:
             strategies = [
-                SyncStrategy(engine, thread, lambda: None, phase.bucket_bytes)
-                for engine, thread in zip(engines, threads, strict=False)
+                summing(engine, thread, phase.bucket_bytes) for engine, thread in zip(engines, threads, strict=False)
             ]
             for member in ring:
                 member.session.view = replace(member.session.view, codec=phase.codec)
+            for strategy, member in zip(strategies, ring, strict=True):
+                await strategy.begin(member.session, cast(ConnectPeers, None))
             for _ in range(phase.steps):
-                said = await one_step(strategies, [member.session for member in ring], step, rng)
+                said = await one_step(strategies, step, rng)
                 assert len({one.digest for one in said}) == 1
                 (square_sum,) = {one.part for one in said}
                 applied = [await strategy.commit(step, square_sum) for strategy in strategies]
@@ -138,18 +139,16 @@ async def together(
     return ended
 
 
-async def one_step(
-    strategies: list[SyncStrategy], sessions: list[RingSession], step: int, rng: random.Random
-) -> list[Contribution]:
-    async def run(strategy: SyncStrategy, session: RingSession, first: int, count: int) -> Contribution:
-        await strategy.compute(step, first, count, session, patience_s=PATIENCE_S)
-        return await strategy.reduce(session)
+async def one_step(strategies: list[Strategy], step: int, rng: random.Random) -> list[Contribution]:
+    async def run(strategy: Strategy, first: int, count: int) -> Contribution:
+        await strategy.compute(step, first, count, patience_s=PATIENCE_S)
+        return await strategy.reduce()
 
-    shares = shares_of(len(sessions), rng)
+    shares = shares_of(len(strategies), rng)
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(run(strategy, session, first, count))
-            for strategy, session, (first, count) in zip(strategies, sessions, shares, strict=True)
+            group.create_task(run(strategy, first, count))
+            for strategy, (first, count) in zip(strategies, shares, strict=True)
         ]
     return [task.result() for task in tasks]
 
@@ -220,11 +219,12 @@ async def said_by(engines: list[StandInEngine], threads: list[ComputeThread]) ->
         engine.state.load_initial()
         threads.append(ComputeThread())
     async with local_ring(3, MemoryNetwork()) as ring, asyncio.timeout(20):
-        strategies = [SyncStrategy(*pair, lambda: None, 256) for pair in zip(engines, threads, strict=True)]
+        strategies = [summing(*pair, 256) for pair in zip(engines, threads, strict=True)]
 
         async def run(rank: int, first: int, count: int) -> Contribution:
-            await strategies[rank].compute(0, first, count, ring[rank].session, patience_s=PATIENCE_S)
-            return await strategies[rank].reduce(ring[rank].session)
+            await strategies[rank].begin(ring[rank].session, cast(ConnectPeers, None))
+            await strategies[rank].compute(0, first, count, patience_s=PATIENCE_S)
+            return await strategies[rank].reduce()
 
         return list(await asyncio.gather(run(0, 0, 2), run(1, 2, 0), run(2, 2, 2)))
 

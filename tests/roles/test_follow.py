@@ -12,7 +12,8 @@ from typing import Any
 
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from p2ptrain.lab.stand_in import StandInEngine
-from ring.transaction import Event, Heal, Loaded, Phase, Transaction, Unloaded, ViewArrived
+from ring.job_member import MemberPhase, StateDiscarded, StateLoaded, ViewArrived
+from ring.transaction import Heal, Transaction
 from roles.worker.heal import Fetched, Follower, Healer
 from roles.worker.heal_source import MAX_FOLLOWERS, Recipient, log_limit_bytes
 from tests.roles.heal_doubles import (
@@ -40,7 +41,7 @@ class Newcomer:
     engine: StandInEngine
     follower: Follower
     said: list[Report] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[object] = field(default_factory=list)
     told: list[tuple[str, str, str]] = field(default_factory=list)
 
     @property
@@ -52,14 +53,14 @@ class Newcomer:
 async def newcomer_to(ring: Ring, *, at: int = 0, numel: int = NUMEL) -> AsyncIterator[Newcomer]:
     """One that holds another state of step ``at`` than the ring."""
     core = Transaction(job=JOB, peer_id="me", steps_total=10_000)
-    core.handle(Loaded(at, "cd" * 16))
+    core.handle(StateLoaded(at, "cd" * 16))
     engine = engine_of(numel)
     engine.state.blobs()[0].view[3] ^= 1
     told: list[tuple[str, str, str]] = []
     context: Any = around_of(ring.world, told)
     made: Newcomer
 
-    def handle(event: Event) -> None:
+    def handle(event: object) -> None:
         made.events.append(event)
         core.handle(event)
         core.validate()
@@ -159,8 +160,8 @@ def test_a_fetch_that_fails_in_the_middle_gives_up_a_torn_state() -> None:
         async with ring_of(MemoryNetwork(), 2, numel=NUMEL, behaviour=bad) as ring, newcomer_to(ring) as newcomer:
             begin(newcomer, ring)
             await ring.steps_until(lambda: not newcomer.follower.active)
-            assert isinstance(newcomer.events[-1], Unloaded)
-            assert newcomer.core.phase is Phase.EMPTY
+            assert isinstance(newcomer.events[-1], StateDiscarded)
+            assert newcomer.core.phase is MemberPhase.EMPTY
             assert newcomer.said == []
 
     run_virtual(play())
@@ -175,7 +176,7 @@ def test_a_view_that_comes_while_it_fetches_is_entered_at_once_and_healed_within
             set_view(ring, 4)
             newcomer.follower.end(ViewArrived(ring.view))
             await quiet_until(lambda: not newcomer.follower.active)
-            assert newcomer.core.phase is Phase.FORMING
+            assert newcomer.core.phase is MemberPhase.FORMING
             assert newcomer.core.torn
             await heal(ring, newcomer)
             assert {newcomer.engine.state.digest()} == ring.digests()

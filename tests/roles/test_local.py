@@ -18,7 +18,7 @@ from p2ptrain.lab import memory
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.ledger import counts_of_untrusted
 from roles.engine import Engine
-from roles.strategies.pipeline import strategy_of
+from roles.strategies import strategy_of
 from roles.worker.build import engine_builder, with_data
 from tests.roles.in_process import Cluster, Gate
 from tests.roles.test_cluster import at, done, small_profile, state_of

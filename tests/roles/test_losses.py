@@ -20,7 +20,7 @@ from configs.schema import Profile
 from p2ptrain.compute.data import NO_TARGET, DataSpec, load_corpus
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.lab.memory import MemoryNetwork
-from roles.strategies.pipeline import strategy_of
+from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster
 from tests.samples import StepSampler

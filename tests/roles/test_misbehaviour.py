@@ -10,8 +10,8 @@ from typing import Any
 
 from configs.schema import Profile
 from ring.token import TOKEN_BYTES
-from roles.strategies.interface import Factory
-from roles.strategies.pipeline import strategy_of
+from roles.strategies import strategy_of
+from roles.strategies.strategy import Factory
 from tests.roles.in_process import Cluster
 from tests.roles.test_cluster import LONG, done, small_profile
 
@@ -26,7 +26,7 @@ def sending(bad: bytes) -> Any:
             strategy = strategy_of(profile)(*common)
             begin = strategy.begin
 
-            async def misbehave(session: Any, meet: Any) -> None:
+            async def misbehave(session: Any, connect: Any) -> None:
                 honest = session.all_gather
 
                 async def all_gather(mine: bytes, **more: Any) -> list[bytes]:
@@ -34,7 +34,7 @@ def sending(bad: bytes) -> Any:
 
                 if session.view.step >= FROM_STEP:
                     session.all_gather = all_gather
-                await begin(session, meet)
+                await begin(session, connect)
 
             strategy.begin = misbehave  # type: ignore[method-assign]
             return strategy

@@ -18,7 +18,7 @@ from p2ptrain.compute.trainer import Trainer
 from p2ptrain.lab.memory import MemoryNetwork
 from ring import coordination as co
 from roles.seed import jobs
-from roles.strategies.pipeline import strategy_of
+from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster, Gate, Peer
 

@@ -20,7 +20,7 @@ from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.engine import NoiseInput
-from roles.strategies.pipeline import strategy_of
+from roles.strategies import strategy_of
 from roles.worker.early_stop import EarlyStop
 from roles.worker.privacy import COUNT_FILE, Budget, epsilon_of
 from tests.compute.tiny_trainer import state_bytes

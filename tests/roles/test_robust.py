@@ -15,8 +15,9 @@ from p2ptrain.core.training import Applied
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine
 from roles.compute_thread import ComputeThread
-from roles.strategies.pipeline import strategy_of
-from roles.strategies.robust import RobustStrategy
+from roles.strategies import strategy_of
+from roles.strategies.interface import ConnectPeers
+from roles.strategies.robust import GatheredVectors
 from tests.ring.local import local_ring
 from tests.roles.in_process import DEADLINE_S, Cluster, Gate
 from tests.roles.test_cluster import at, done, small_profile, state_of, undisturbed
@@ -118,8 +119,9 @@ async def test_a_new_view_first_frees_the_vectors_of_the_one_before(monkeypatch:
     try:
         for _ in range(2):
             async with local_ring(1, MemoryNetwork()) as ring:
-                await strategy.compute(0, 0, 1, ring[0].session, patience_s=DEADLINE_S)
-            held.append(weakref.ref(cast(RobustStrategy, strategy)._vectors))
+                await strategy.begin(ring[0].session, cast(ConnectPeers, None))
+                await strategy.compute(0, 0, 1, patience_s=DEADLINE_S)
+            held.append(weakref.ref(cast(GatheredVectors, strategy._exchange)._vectors))
             await compute.run(int)  # the thread refers to its last call
     finally:
         compute.close()

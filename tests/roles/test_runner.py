@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from ring.transaction import Broken, Finished, FormRing, Loaded, Transaction, ViewArrived
+from ring.job_member import ActivityFinished, FormRing, StateLoaded, ViewArrived, ViewBroken
+from ring.transaction import Transaction
 from roles.engine import WHOLE
 from roles.worker.early_stop import EarlyStop
 from roles.worker.reports import Reports
-from roles.worker.runner import FORM_TIMEOUT_S, JobRunner
+from roles.worker.view_connections import FORM_TIMEOUT_S, forming_s, patience_s
 from tests.ring.members import ORIGIN, view
 from wire.job_messages import Report
 
@@ -32,30 +33,26 @@ def told(core: Transaction) -> Report:
 def formed() -> Transaction:
     """A member in a view."""
     core = Transaction(job="job", peer_id="a", steps_total=1000)
-    core.handle(Loaded(0, ORIGIN))
+    core.handle(StateLoaded(0, ORIGIN))
     form = core.handle(ViewArrived(view(7, ["a", "b"])))[-1]
     assert isinstance(form, FormRing)
-    core.handle(Finished(form.ticket))
+    core.handle(ActivityFinished(form.ticket))
     return core
 
 
 def test_a_member_whose_ring_broke_says_so_again() -> None:
     core = formed()
-    core.handle(Broken(7, "b", "gone"))
+    core.handle(ViewBroken(7, "b", "gone"))
     assert (told(core).status, told(core).generation) == ("broken", 7)
 
 
-def test_a_small_stage_waits_as_long_as_a_large_one_may_take_to_heal() -> None:
-    patience_s, form_s, settled_s = [], [], []
+def test_small_stage_waits_as_long_as_a_large_one_may_take_to_heal() -> None:
+    patience, form_s, settled_s = [], [], []
     for own_bytes, most_bytes in ((12e9, 4e9), (12e6, 4e9), (12e6, 0)):
         here = replace(view(7, ["a", "b"]), reduce_bytes=int(most_bytes))
-        runner: Any = JobRunner.__new__(JobRunner)
-        runner.core, runner.clock = SimpleNamespace(view=here, applied=0), SimpleNamespace(longest_s=1.0)
-        runner.profile, runner._state_bytes, runner._trained = Profile(), int(own_bytes), {"a"}
-        patience_s.append(runner._patience_s())
-        form_s.append(runner._forming_s(here) - FORM_TIMEOUT_S)
-        runner._trained = {"a", "b"}
-        settled_s.append(runner._patience_s())
-    assert patience_s == [60 + 5 + 12_000, 60 + 5 + 12_000, 60 + 5 + 12]
+        patience.append(patience_s(here, 0, longest_s=1.0, state_bytes=int(own_bytes), trained={"a"}))
+        form_s.append(forming_s(here, int(own_bytes)) - FORM_TIMEOUT_S)
+        settled_s.append(patience_s(here, 0, longest_s=1.0, state_bytes=int(own_bytes), trained={"a", "b"}))
+    assert patience == [60 + 5 + 12_000, 60 + 5 + 12_000, 60 + 5 + 12]
     assert settled_s == pytest.approx([12 + 5 + 120, 12 + 5 + 120, 12 + 5 + 0.12]), "no member is new"
     assert form_s == pytest.approx([120, 120, 0.12])

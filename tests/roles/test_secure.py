@@ -17,7 +17,9 @@ from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
-from roles.strategies.secure import Masks, SecureStrategy, pair_keys_untrusted
+from roles.strategies.secure import MaskedSum, Masks, pair_keys_untrusted
+from roles.strategies.strategy import Strategy
+from roles.strategies.sync import MicroBatches
 from tests.ring.local import local_ring
 from tests.roles.in_process import Cluster, Gate
 from tests.roles.test_cluster import at, done, small_profile, state_of
@@ -90,9 +92,9 @@ async def test_invalid_key_names_its_sender_before_it_is_passed_on() -> None:
     try:
         async with local_ring(3, MemoryNetwork()) as ring, asyncio.timeout(30):
             sessions = [place.session for place in ring]
-            honest = [SecureStrategy(StandInEngine(PROFILE), thread, lambda: None, 0) for _ in range(2)]
+            honest = [MaskedSum(StandInEngine(PROFILE), thread) for _ in range(2)]
             pairs = zip(honest, sessions[:2], strict=True)
-            begun: list[Any] = [strategy.begin(session, None) for strategy, session in pairs]  # type: ignore[arg-type]
+            begun: list[Any] = [exchange.begin(session) for exchange, session in pairs]
             await asyncio.gather(*begun, sessions[2].all_gather(bytes(32)), return_exceptions=True)
             assert all(session.broken.done() for session in sessions[:2]), "nobody is named"
             assert {session.broken.result().suspect for session in sessions[:2]} == {"c"}
@@ -124,11 +126,12 @@ async def step_of(engines: list[Fixed]) -> tuple[list[Any], list[np.ndarray]]:
             submitted.append(buffer.copy())
             return submit(buffer, *args, **kwargs)
 
-        strategy = SecureStrategy(engine, thread, lambda: None, 0)
+        work = MicroBatches(engine, thread, lambda: None)
+        strategy = Strategy(engine, thread, 0, work=work, exchange=MaskedSum(engine, thread))
         await strategy.begin(session, None)  # type: ignore[arg-type]
         session.submit = recording  # type: ignore[method-assign]
-        await strategy.compute(0, 0, 1, session, patience_s=PATIENCE_S)
-        return await strategy.reduce(session)
+        await strategy.compute(0, 0, 1, patience_s=PATIENCE_S)
+        return await strategy.reduce()
 
     try:
         async with local_ring(len(engines), MemoryNetwork()) as ring, asyncio.timeout(30):

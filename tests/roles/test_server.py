@@ -22,14 +22,13 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.lab.audit import AuditResult, audit
 from p2ptrain.lab.stand_in import StandInEngine
+from ring.direct import DirectMessages
 from ring.ledger import counts_of_untrusted
 from ring.session import RingSession
 from ring.staleness import Accepted, unpacked_untrusted
 from roles.compute_thread import ComputeThread
-from roles.snapshots import state_digest
-from roles.strategies.interface import ConnectPeers
-from roles.strategies.pipeline import strategy_of
-from roles.strategies.server import ServerStrategy
+from roles.snapshots import Snapshots, state_digest
+from roles.strategies.server import VersionServer
 from roles.worker.build import engine_builder
 from roles.worker.reports import Ledger
 from tests.compute.test_packing import ONE_EACH, written
@@ -77,7 +76,7 @@ async def test_a_replay_of_the_log_in_plain_torch_ends_with_the_same_weights(
     sets = [*SETS, *data, f"server.buffer={buffer}", f"server.optimizer={optimizer}"]
     profile = load("tiny", {}, sets).profile
     job = await cluster.create(profile)
-    peers = [cluster.join(engine_builder(threads=1), strategies=strategy_of) for _ in range(4)]
+    peers = [cluster.join(engine_builder(threads=1)) for _ in range(4)]
     await cluster.job_until(job, done)
     await audited(cluster, job, profile)
     states = [bytes(b"".join(bytes(blob.view) for blob in peer.engines[-1].state.blobs())) for peer in peers]
@@ -199,7 +198,7 @@ async def test_no_worker_waits_for_a_slow_one_and_its_stale_gradient_is_refused(
     late = next(peer for peer in peers if peer.engines[-1] is slow[0])
     assert late.worker is not None
     assert late.worker._runner is not None
-    assert late.worker._runner.figures()["refused"] >= 1
+    assert late.worker._runner.activities.figures()["refused"] >= 1
 
 
 class NotFinite(StandInEngine):
@@ -247,7 +246,9 @@ async def test_a_job_that_ends_early_tells_no_worker_that_every_step_is_done_and
         assert not any("all " in text for _, kind, text in peer.told if kind == "done")
         assert peer.worker is not None
         assert peer.worker._runner is not None
-        assert [row.step for _, row in peer.worker._runner.reports.ledger._rows] == [*range(1, record["step"] + 1)]
+        assert [row.step for _, row in peer.worker._runner.state.reports.ledger._rows] == [
+            *range(1, record["step"] + 1)
+        ]
 
 
 async def test_a_view_that_ends_while_a_version_is_hashed_leaves_no_copy_in_use() -> None:
@@ -259,17 +260,18 @@ async def test_a_view_that_ends_while_a_version_is_hashed_leaves_no_copy_in_use(
         hashing.set()
         return await asyncio.Event().wait()
 
-    strategy = strategy_of(profile)(StandInEngine(profile), cast(ComputeThread, SimpleNamespace(run=run)), print, 0)
-    assert isinstance(strategy, ServerStrategy)
-    broken = asyncio.get_running_loop().create_future()
-    session = SimpleNamespace(rank=0, size=1, broken=broken, view=SimpleNamespace(codec="fp32"))
-    await strategy.begin(cast(RingSession, session), cast(ConnectPeers, SimpleNamespace(direct=lambda session: None)))
-    rows = Ledger("job", print)
-    publishing = asyncio.create_task(strategy.publish(0, "00" * 16, 0.0, rows, over=False, last=False))
+    compute = cast(ComputeThread, SimpleNamespace(run=run))
+    view = SimpleNamespace(codec="fp32", step=0)
+    session = SimpleNamespace(rank=0, size=1, broken=asyncio.get_running_loop().create_future(), view=view)
+    copies, rows = Snapshots(compute, 4), Ledger("job", print)
+    server = VersionServer(
+        StandInEngine(profile), compute, cast(RingSession, session), cast(DirectMessages, None), copies, rows, profile
+    )
+    publishing = asyncio.create_task(server.publish(0, "00" * 16, 0.0, over=False, last=False))
     await hashing.wait()
     publishing.cancel()
     await asyncio.gather(publishing, return_exceptions=True)
-    assert [copy.holders for copy in strategy._snapshots._made] == [0]
+    assert [copy.holders for copy in copies._made] == [0]
 
 
 async def test_a_robust_rule_withstands_a_worker_that_flips_signs(cluster: Cluster) -> None:

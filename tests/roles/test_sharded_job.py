@@ -10,7 +10,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import Refused
 from p2ptrain.lab.audit import audit
 from roles.seed import jobs
-from roles.strategies.pipeline import strategy_of
+from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster, Gate
 from tests.roles.test_pipeline_job import (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,8 +23,9 @@ from p2ptrain.lab.stand_in import StandInEngine
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import OnFinal
-from roles.strategies.interface import Contribution
-from roles.strategies.sync import SyncStrategy
+from roles.strategies.interface import ConnectPeers, Contribution
+from roles.strategies.strategy import Strategy
+from roles.strategies.sync import GradientSum, MicroBatches
 from tests.ring.local import local_ring
 
 MICRO_BATCHES = 4
@@ -72,18 +73,26 @@ def _no_thread_is_left() -> Iterator[None]:
         _threads.pop().close()
 
 
+def summing(engine: Any, compute: ComputeThread, bucket_bytes: int) -> Strategy:
+    work = MicroBatches(engine, compute, lambda: None)
+    return Strategy(engine, compute, bucket_bytes, work=work, exchange=GradientSum(engine))
+
+
 class Member:
     """A strategy, its engine and its place in a ring."""
 
     def __init__(self, session: RingSession, engine: Any, bucket_bytes: int = 1024) -> None:
         self.engine = engine
         _threads.append(ComputeThread())
-        self.strategy = SyncStrategy(engine, _threads[-1], lambda: None, bucket_bytes)
-        self.session = session
+        self.strategy = summing(engine, _threads[-1], bucket_bytes)
+        self.session, self._begun = session, None
 
     async def step(self, number: int, first: int, count: int) -> Contribution:
-        await self.strategy.compute(number, first, count, self.session, patience_s=PATIENCE_S)
-        return await self.strategy.reduce(self.session)
+        if self.session is not self._begun:
+            self._begun = self.session
+            await self.strategy.begin(self.session, cast(ConnectPeers, None))
+        await self.strategy.compute(number, first, count, patience_s=PATIENCE_S)
+        return await self.strategy.reduce()
 
 
 def submissions(session: RingSession) -> list[tuple[int, int]]:
@@ -141,7 +150,7 @@ async def test_buckets_are_submitted_before_the_backward_pass_has_ended() -> Non
         story: list[int] = []
 
         def on_front(numel: int) -> None:
-            whole = sum(stop <= numel for _, stop in first.strategy._bounds_of(0))
+            whole = sum(stop <= numel for _, stop in first.strategy._bounds(0))
             with submitted:
                 assert submitted.wait_for(lambda: len(seen) >= whole, 20), "the bucket waited for the pass to end"
             story.append(len(seen))

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from p2ptrain.lab.sim.cluster import Simulation
 from p2ptrain.lab.sim.faults import FaultSchedule
 from p2ptrain.lab.sim.run import SimulationResult, _to_the_end, run_schedule
-from ring.transaction import Phase
+from ring.job_member import MemberPhase
 
 MEMBERS, BEFORE, STEPS = 3, 3, 9  # the member that died is one again before the end
 EXACT = 2  # the number of a schedule whose sums are exact
-STEP = {Phase.COMPUTING, Phase.REDUCING, Phase.VOTING, Phase.APPLYING, Phase.BOUNDARY}
+STEP = {MemberPhase.COMPUTING, MemberPhase.REDUCING, MemberPhase.VOTING, MemberPhase.APPLYING, MemberPhase.BOUNDARY}
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Death:
     victim: int
     callbacks: int
     step: int = 0
-    phase: Phase = Phase.IDLE
+    phase: MemberPhase = MemberPhase.IDLE
 
     async def conduct(
         self, simulation: Simulation, faults: FaultSchedule, rng: random.Random, kinds: Sequence[str]
@@ -69,7 +69,7 @@ def died(callbacks: int) -> tuple[Death, SimulationResult]:
 
 
 def test_a_kill_at_every_ninth_callback_of_a_step_harms_nothing() -> None:
-    phases: set[Phase] = set()
+    phases: set[MemberPhase] = set()
     steps: list[int] = []
     for callbacks in itertools.count(step=9):
         death, verdict = died(callbacks)

@@ -24,7 +24,7 @@ def test_steps_made_without_the_seed_stand_in_the_ledger_of_a_job_that_was_cance
 def test_members_tell_what_rank_0_could_not_when_they_are_let_go() -> None:
     async def script(cluster: Played) -> None:
         await cluster.begin()
-        (first,) = [machine for machine in cluster.workers if machine.worker._runner.reports._rank() == 0]
+        (first,) = [machine for machine in cluster.workers if machine.worker._runner.state.reports._rank() == 0]
         cluster.network.cut(first.host, SEED)
         await cluster.goes_on(4)
         reached = max(cluster.applied())

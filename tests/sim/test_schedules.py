@@ -15,7 +15,7 @@ from p2ptrain.lab.sim.cluster import Simulation
 from p2ptrain.lab.sim.faults import KINDS, KINDS_OF_PARTS, PHASES, FaultSchedule
 from p2ptrain.lab.sim.run import PRIVATE, _to_the_end, replay, run_batch, run_schedule
 from p2ptrain.lab.sim.watching import PRIVATE as MUTATIONS_OF_PRIVATE
-from ring.transaction import Phase
+from ring.job_member import MemberPhase
 
 RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "6"))
 
@@ -95,4 +95,5 @@ def test_the_same_number_is_the_same_run_in_another_process_too_and_needs_no_tor
 
 
 def test_faults_meet_every_phase_of_the_transaction() -> None:
-    assert {Phase.FORMING, Phase.HEALING, Phase.REDUCING, Phase.VOTING, Phase.APPLYING, Phase.BOUNDARY} <= set(PHASES)
+    phases = ("FORMING", "HEALING", "REDUCING", "VOTING", "APPLYING", "BOUNDARY")
+    assert {MemberPhase[name] for name in phases} <= set(PHASES)

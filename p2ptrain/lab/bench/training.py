@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from configs.schema import Profile
 from p2ptrain.core.errors import JobFailed
@@ -24,8 +24,9 @@ from ring.token import Flag, Token, difference, first_lineage, next_lineage
 from ring.view import shares
 from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Engine
-from roles.strategies.interface import Strategy
-from roles.strategies.pipeline import strategy_of
+from roles.strategies import strategy_of
+from roles.strategies.interface import ConnectPeers
+from roles.strategies.strategy import Strategy
 from roles.worker.build import engine_builder, training_spec
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ class TrainingContender:
         for name, mode in modes.items():
             engine = await compute.run(_engine, mode, threads, micro_batch_s)
             strategy = factory(engine, compute, lambda: None, profile.ring.bucket_bytes)
+            await strategy.begin(session, cast(ConnectPeers, None))  # each member holds the whole model
             ours[name] = RingTrainer(engine, strategy, first_lineage("bench"))
         theirs: dict[str, DdpTrainer] = {}
         for name in rivals:
@@ -232,9 +234,9 @@ class TrainingContender:
     async def _step(self, ours: RingTrainer, step: int, answer: Answer) -> float:
         session, strategy = self._session, ours.strategy
         began = time.perf_counter()
-        await strategy.compute(step, self._first, self._count, session, patience_s=PATIENCE_S)
+        await strategy.compute(step, self._first, self._count, patience_s=PATIENCE_S)
         answer["computed_s"] += time.perf_counter() - began
-        contribution = await strategy.reduce(session)
+        contribution = await strategy.reduce()
         answer["exposed_s"].append(strategy.exposed_s)
         answer["communicating_s"].append(strategy.communicating_s)
         lineage = bytes.fromhex(ours.lineage)

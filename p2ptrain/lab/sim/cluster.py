@@ -15,15 +15,14 @@ from p2ptrain.lab.attacker import attacking
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.sim.machine import ATTACKER, PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
 from p2ptrain.lab.sim.observer import Observer
+from p2ptrain.lab.stand_in import strategy_of_stand_ins
+from ring.job_member import MemberPhase
 from ring.planning.training import ModelShape
-from ring.transaction import Phase
 from roles.engine import Engine, Stage
 from roles.identity import claim
 from roles.member import MemberOptions
 from roles.seed import ledger
 from roles.seed.run import COPY_NAME, keep_copy, restore, run_seed
-from roles.strategies.pipeline import strategy_of
-from roles.strategies.staged import StagedStrategy
 from roles.worker.worker import Worker
 from wire.client import SeedClient
 from wire.messages import Scalar
@@ -80,7 +79,7 @@ class SimMachine:
         return self.process.alive
 
     @property
-    def phase(self) -> Phase | None:
+    def phase(self) -> MemberPhase | None:
         runner = self.worker._runner if self.worker is not None else None
         return runner.core.phase if runner is not None and self.up else None
 
@@ -186,7 +185,7 @@ class SimMachine:
                 identity,
                 MemberOptions("worker", (SEED, SEED_PORT), (LISTEN, 0), ("", 0), simulation.capabilities),
                 build_engine=self._build,
-                strategies=lambda profile: StagedStrategy if profile.stages > 1 else strategy_of(profile),
+                strategies=strategy_of_stand_ins,
                 warm_up=lambda: None,
                 notify=notify,
                 on_step=lambda applied, total, values: None,

@@ -11,9 +11,9 @@ from typing import Any
 
 from p2ptrain.lab.sim.cluster import SEED, SimMachine, Simulation
 from p2ptrain.lab.sim.machine import NUMEL, PROCESS
+from ring.job_member import MemberPhase
 from ring.token import Flag
-from ring.transaction import Phase
-from roles.strategies.federated import least_members
+from roles.strategies import least_members
 from wire.connection import Connection
 
 # Kind → weight.
@@ -55,16 +55,16 @@ KINDS = {
 KINDS_OF_PARTS = {"lose-disk": 3}
 """Further kinds for a job whose model is split: a lost disk may hold the only copy of a part."""
 PHASES = (
-    Phase.FORMING,
-    Phase.HEALING,
-    Phase.COMPUTING,
-    Phase.REDUCING,
-    Phase.VOTING,
-    Phase.APPLYING,
-    Phase.CONFIRMING,
-    Phase.BOUNDARY,
-    Phase.REDOING,
-    Phase.HELD,
+    MemberPhase.FORMING,
+    MemberPhase.HEALING,
+    MemberPhase.COMPUTING,
+    MemberPhase.REDUCING,
+    MemberPhase.VOTING,
+    MemberPhase.APPLYING,
+    MemberPhase.CONFIRMING,
+    MemberPhase.BOUNDARY,
+    MemberPhase.REDOING,
+    MemberPhase.HELD,
 )
 FALSE: tuple[dict[str, Any], ...] = (
     {"part": 1e30},
@@ -142,7 +142,7 @@ class FaultSchedule:
                 await self._in_phase(victims[0], rng.choice(PHASES), self._freeze)
             case "hang" | "garble" | "withhold" if len(victims) > 2 and not any(one.misbehaves for one in live):
                 await self._until(lambda: victims[0].trained)
-                await self._in_phase(victims[0], Phase.COMPUTING, lambda victim: self._misbehave(victim, kind))
+                await self._in_phase(victims[0], MemberPhase.COMPUTING, lambda victim: self._misbehave(victim, kind))
             case "cut-in-follow" if victims:
                 await self._in_follow(next((one for one in simulation.workers if not one.up), victims[0]))
             case "cut" | "silence" | "one-way" if len(hosts) > 1:
@@ -183,7 +183,7 @@ class FaultSchedule:
         due = victim.process.moments + moments
         await self._when(victim, lambda: victim.process.moments >= due, act)
 
-    async def _in_phase(self, victim: SimMachine, phase: Phase, act: Callable[[SimMachine], None]) -> None:
+    async def _in_phase(self, victim: SimMachine, phase: MemberPhase, act: Callable[[SimMachine], None]) -> None:
         """Act some callbacks after the victim entered ``phase``, if it is still in it; else at its next time there.
         Most phases last a few callbacks, some last dozens."""
         # callbacks in the phase before the fault, on average 5
@@ -202,7 +202,9 @@ class FaultSchedule:
         ``ahead`` from the victim, so it is not passed on, and the others must redo the step."""
         self._slow(victim.host, ahead.host, lasts_s=2 * PATIENCE_S)
         self._tell(f"wait for {victim.host} to vote while {ahead.host} applies")
-        await self._when(victim, lambda: victim.phase is Phase.VOTING and ahead.phase is Phase.APPLYING, self._kill)
+        await self._when(
+            victim, lambda: victim.phase is MemberPhase.VOTING and ahead.phase is MemberPhase.APPLYING, self._kill
+        )
 
     async def _in_follow(self, newcomer: SimMachine) -> None:
         self._start(newcomer)

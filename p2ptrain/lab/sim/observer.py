@@ -39,10 +39,10 @@ import numpy as np
 
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from p2ptrain.lab.sim.machine import Process, SimEngine
+from ring.job_member import JobMember
 from ring.ledger import counts_of_untrusted
 from ring.staleness import unpacked_untrusted
 from ring.token import TokenFault, next_lineage
-from ring.transaction import Transaction
 from ring.view import View
 from wire.job_messages import LedgerRow
 from wire.records import LedgerHead
@@ -173,7 +173,7 @@ class Observer:
 
     # ----------------------------------------------------------------------------------------------------- the members
 
-    def moved(self, machine: ObservedMachine, core: Transaction, view: View | None, before: tuple[int, str]) -> None:
+    def moved(self, machine: ObservedMachine, core: JobMember, view: View | None, before: tuple[int, str]) -> None:
         """A member's state in memory has a new step or lineage. ``view``: the view in which it committed; None: it was
         given."""
         engine = machine.engine
@@ -215,7 +215,7 @@ class Observer:
         fits = self.stages > 1 or math.isclose(claimed, true, rel_tol=1e-5)  # one stage does not know the whole
         self.check("true norm", fits, f"{who} commits a step with a squared norm of {claimed}, it is {true}")
 
-    def rejected(self, core: Transaction, fault: TokenFault) -> None:
+    def rejected(self, core: JobMember, fault: TokenFault) -> None:
         members = core.view.members if core.view is not None else ()
         if fault.cause == "figure" and fault.suspect is not None and len(members) > 2:
             name = members[fault.suspect].name

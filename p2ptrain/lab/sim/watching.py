@@ -26,6 +26,7 @@ from p2ptrain.lab.sim.machine import ATTACKER, PROCESS, STATE_BYTES, ProcessDisk
 from p2ptrain.lab.stand_in import StandInEngine
 from ring import replicas, staleness, token, transaction
 from ring.coordinator import Coordinator
+from ring.job_member import JobMember, MemberPhase, StateFollowed
 from ring.lanes import Lane
 from ring.links import Inbound
 from ring.neighbours import AT_WORK
@@ -33,7 +34,8 @@ from ring.quarantine import Quarantine
 from ring.session import RingSession
 from ring.staleness import Intake
 from ring.token import TOKEN_BYTES, Flag, Token
-from ring.transaction import Followed, Phase, Transaction
+from ring.transaction import Transaction
+from ring.versions import VersionMember
 from ring.view import View
 from roles import gauges
 from roles.seed import jobs
@@ -42,14 +44,15 @@ from roles.seed.jobs import JobController
 from roles.seed.ledger import Ledger as SeedLedger
 from roles.seed.store import Records
 from roles.seed_link import SeedLink
-from roles.strategies import server, staged
+from roles.strategies import parts, server
 from roles.strategies.secure import Masks
-from roles.strategies.sync import SyncStrategy
+from roles.strategies.strategy import Strategy
 from roles.worker.checkpoint_store import CheckpointFiles
 from roles.worker.heal_source import HealSource
 from roles.worker.privacy import Budget
 from roles.worker.reports import Ledger, Reports
 from roles.worker.runner import JobRunner
+from roles.worker.step_runner import StepRunner
 from wire.frame import FrameDecoder
 from wire.job_messages import CheckpointSaved, excluded_key
 
@@ -99,14 +102,15 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         found = re.search(r"/stage-(\d+)-of-", str(path))
         return int(found[1]) if found else None if observer.stages > 1 else 0
 
-    def handle(original: Any, self: Transaction, event: Any) -> Any:
-        before, view, healing = (self.applied, self.lineage), self.view, self.phase is Phase.HEALING
+    def handle(original: Any, self: JobMember, event: Any) -> Any:
+        before, view, healing = (self.applied, self.lineage), self.view, self.phase is MemberPhase.HEALING
         result = original(self, event)
         if (self.applied, self.lineage) != before:
             machine = here()
             if machine is not None:  # a member does not commit the steps it is given
-                is_handed_over = healing or isinstance(event, Followed) or self._is_worker
-                observer.moved(machine, self, None if is_handed_over else view, before)
+                pulled = isinstance(self, VersionMember) and not self.is_server
+                fetched = healing or pulled or isinstance(event, StateFollowed)
+                observer.moved(machine, self, None if fetched else view, before)
         return result
 
     minting: dict[int, bool] = {}  # generation → whether a person restores; without views that a restored seed adopts
@@ -168,7 +172,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             observer.gave_up(before + 1, self.step)
         return text
 
-    def summarize(original: Any, self: SyncStrategy, own: float) -> Any:
+    def summarize(original: Any, self: Strategy, own: float) -> Any:
         machine = here()
         members = self._session.size if self._session is not None else 1
         if machine is not None and machine.flips and members > 1:  # a lone member's flip cannot be noticed
@@ -212,20 +216,20 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         for key in self._keys.values():
             observer.used(key, step, self._rank)
 
-    async def spend(original: Any, self: JobRunner, budget: Budget, members: int) -> None:
-        before, view, machine = budget.releases, self.core.view, here()
+    async def spend(original: Any, self: StepRunner, budget: Budget, members: int) -> None:
+        before, view, machine = budget.releases, self._core.view, here()
         await original(self, budget, members)
         if budget.releases > before and view is not None and machine is not None:
-            observer.spent(machine.host, view, self.core.applied, budget.releases)
+            observer.spent(machine.host, view, self._core.applied, budget.releases)
 
     with ExitStack() as stack:
         for owner, name, make in (
-            (Transaction, "handle", _around(handle)),
-            (Transaction, "_rejected", _then(observer.rejected)),
+            (JobMember, "handle", _around(handle)),
+            (Transaction, "_reject", _then(observer.rejected)),
             (Token, "encode", _around(encode)),
             (StandInEngine, "use_noise", _then(lambda self, std, key: observer.used(key) if key else None)),
             (Masks, "add", _then(masked)),
-            (JobRunner, "_spend", _around(spend)),
+            (StepRunner, "_spend", _around(spend)),
             (JobController, "_mint", _around(mint)),
             (Records, "add_view", _then(view_added)),
             (Records, "save_job", _then(job_saved)),
@@ -241,7 +245,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
                 _then(lambda disk, directory, data: simulation.copies.append((observer.line.generation, data))),
             ),
             (SeedLedger, "_give_up_gap", _around(give_up)),
-            (SyncStrategy, "_summarize", _around(summarize)),
+            (Strategy, "_summarize", _around(summarize)),
             (Reports, "step_done", _then(step_done)),
             (Quarantine, "_exclude", _then(excluded)),
             (RingSession, "all_gather", _around(all_gather)),
@@ -296,8 +300,8 @@ def _unchecked(original: Any, self: Lane) -> None:
 
 def _disband(original: Any, self: JobRunner, reason: str) -> None:
     original(self, reason)
-    if self._engine is not None:
-        self._engine.reduce_buffer[:] = 0
+    if self.state.is_built:
+        self.state.engine.reduce_buffer[:] = 0
 
 
 MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
@@ -336,7 +340,7 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     "adopt": ([(JobController, "_newest_told", lambda original: lambda self: None)], ("seed-lost", "join")),
     # A checkpoint is written as soon as this member has applied its step.
     "confirm": (
-        [(Transaction, "_confirm", lambda original: lambda self: self._to_boundary(confirmed=True))],
+        [(Transaction, "_confirm", lambda original: lambda self: self._begin_boundary(save=True))],
         ("kill-in-phase", "kill-two", "join", "save", "cut", "freeze"),
     ),
     # A job is done although no disk has its result.
@@ -377,7 +381,7 @@ STAGED: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     ),
     # The lineage covers only the first stage's sums, and members believe their norms.
     "joined": (
-        [(staged, "joined_digest", lambda original: lambda digests: digests[:16]), (token, "_false_figure", _believed)],
+        [(parts, "joined_digest", lambda original: lambda digests: digests[:16]), (token, "_false_figure", _believed)],
         ("bit-flip",),
     ),
     # At a checkpoint each member's state is compared with all others, across stages.

@@ -1,0 +1,184 @@
+"""One worker's copy of a job: the engine that holds the state, its checkpoints, and who else gets it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema import Profile
+from p2ptrain.core.errors import JobFailed, P2PTrainError
+from ring.job_member import Boundary, JobMember, MemberPhase, StateLoaded
+from ring.token import Flag
+from ring.view import View
+from roles.engine import Engine, Stage
+from roles.snapshots import Snapshots, state_bytes
+from roles.worker.boundary import BoundaryWork
+from roles.worker.checkpoint_assembler import CheckpointAssembler
+from roles.worker.checkpoint_store import STANDSTILL_S, CheckpointFiles, Checkpointing
+from roles.worker.context import Context
+from roles.worker.early_stop import EarlyStop
+from roles.worker.heal_source import HealSource
+from roles.worker.privacy import Budget
+from roles.worker.reports import LEDGER_FILE, LEDGER_FILE_BYTES, METRICS_FILE, METRICS_FILE_BYTES, Reports
+from wire.job_messages import MemberRecord
+
+Activity = Callable[[], Coroutine[Any, Any, object]]
+"""What a runner does at a time; it returns the event at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePoint:
+    """The checkpoint to begin with. ``step`` -1: the newest. ``holders``: workers that have it."""
+
+    step: int = -1
+    holders: Sequence[MemberRecord] = ()
+    lineage: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFiles:
+    """``spec``: the profile as the seed sent it. ``whole``: the checkpoints of all parts, of a split model."""
+
+    spec: str
+    checkpoints: CheckpointFiles
+    whole: CheckpointFiles | None = None
+
+
+class JobState:
+    """The module's docstring describes it.
+
+    Args:
+        request: asks the ring for something at the next step boundary.
+
+    Attributes:
+        progress: rises with every finished piece of work: a slow member is not stuck.
+        tokens: computed so far.
+        restore: where the next ``load`` begins.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        core: JobMember,
+        profile: Profile,
+        stage: Stage,
+        files: JobFiles,
+        tasks: asyncio.TaskGroup,
+        *,
+        request: Callable[[Flag], None],
+    ) -> None:
+        self._context, self._core, self.files, self._tasks = context, core, files, tasks
+        self.profile, self.stage, self.restore = profile, stage, RestorePoint()
+        self.progress = self.tokens = 0
+        self.budget = Budget(profile.privacy, files.checkpoints) if profile.privacy.epsilon else None
+        self.early = EarlyStop(profile.validation.patience, self.budget)
+        self.reports = Reports(context, core, job=core.job, stage=stage, profile=profile, early=self.early)
+        self.snapshots = Snapshots(context.compute)
+        self.saving = Checkpointing(
+            context,
+            job=core.job,
+            files=files.checkpoints,
+            snapshots=self.snapshots,
+            tasks=tasks,
+            stage=stage,
+            extra_files=self.reports.files,
+            where=lambda: (core.applied, self.progress),
+            save_soon=lambda: request(Flag.SAVE),
+        )
+        self.reports.unsaved = lambda: self.saving.problem or (self.assembler.problem if self.assembler else "")
+        self.assembler: CheckpointAssembler | None = None
+        if files.whole is not None:
+            self.assembler = CheckpointAssembler(
+                context,
+                job=core.job,
+                stage=stage,
+                parts=files.checkpoints,
+                files=files.whole,
+                checkpoints=self.saving,
+                did_something=self.count_progress,
+            )
+        self.boundary = BoundaryWork(context, profile=profile, checkpoints=self.saving, early=self.early)
+        self.heal_source = HealSource(context, core, want_snapshot=lambda: request(Flag.SNAPSHOT), stage=stage)
+
+    def count_progress(self) -> None:
+        self.progress += 1
+
+    @property
+    def engine(self) -> Engine:
+        """Raises ``JobFailed`` before the model is built."""
+        if self.reports.engine is None:
+            raise JobFailed("a view came before the model was built")
+        return self.reports.engine
+
+    @property
+    def is_built(self) -> bool:
+        return self.reports.engine is not None
+
+    async def build(self) -> None:
+        context, profile, stage = self._context, self.profile, self.stage
+        self.reports.engine = engine = await context.compute.run(context.build_engine, profile, stage)
+        if engine.data.note:
+            notify = context.tell if profile.data.private else context.notify  # it names files
+            notify("warning", "data", engine.data.note)
+
+    async def load(self) -> StateLoaded:
+        """Load the state of ``restore``, an older one, or the initial one, into the engine."""
+        context, files, engine = self._context, self.files.checkpoints, self.engine
+        restore, self.restore = self.restore, RestorePoint()
+        if self.assembler is not None:
+            await self.assembler.stop()
+            await self.saving.settled()
+            await self.assembler.bring(restore.step, restore.holders, restore.lineage)
+        applied, lineage, square_sum, entry = await files.load(
+            engine, context.compute, spec=self.files.spec, restore_step=restore.step, split=self.stage.split
+        )
+        self.heal_source.state_bytes = await context.compute.run(lambda: state_bytes(engine.state.blobs()))
+        rows = await files.beside(entry, LEDGER_FILE, LEDGER_FILE_BYTES)
+        metrics = await files.beside(entry, METRICS_FILE, METRICS_FILE_BYTES)
+        self.reports.loaded(applied, lineage, rows, metrics, wanted=restore.step)
+        await self.saving.resumed(entry)
+        self.early.resumed(entry.meta if entry is not None else {})
+        return StateLoaded(applied, lineage, square_sum)
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether this member holds a state of its job's last view that it has not saved."""
+        core = self._core
+        if not self.is_built or core.view is None or core.torn or core.anew:
+            return False
+        return core.applied >= max(core.view.step, 1) and not self.saving.has_saved(core.applied, core.lineage)
+
+    async def save(self, *, is_due: bool) -> None:
+        """Save the state, while no ring runs, or report the checkpoints again. Failures are only reported."""
+        try:
+            if is_due:
+                now = Boundary(0, self._core.applied, save=True, last=True)
+                await self.boundary.keep(now, self.engine, 0, self.reports.meta(), stopping=True)
+            else:
+                await self.saving.announce_all()
+        except P2PTrainError as problem:
+            self._context.notify("error", "checkpoint-failed", problem.message)
+
+    async def report_result(self) -> None:
+        """Report that the job is done, after the checkpoints of all parts are joined here."""
+        core, view, assembler = self._core, self._core.view, self.assembler
+        rank = view.rank_of(self._context.peer_id) if view is not None else None
+        if assembler is not None and view is not None and rank is not None and core.phase is MemberPhase.DONE:
+            self.assemble(view, rank)
+            while not await assembler.settled(STANDSTILL_S):
+                pass
+        if core.phase is MemberPhase.DONE:
+            self.reports.send(core.report("done"))
+
+    def assemble(self, view: View, rank: int) -> None:
+        """Begin to collect the checkpoints of all parts of the newest step."""
+        if self.assembler is not None:
+            self.assembler.want(view, rank, self._core.applied, self._core.lineage, self._tasks.create_task)
+
+    def close(self) -> None:
+        """Free the memory for the next job."""
+        self.heal_source.cut("this worker ended")
+        self.reports.engine = None
+        self.snapshots.close()

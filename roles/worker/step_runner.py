@@ -1,0 +1,214 @@
+"""Runs the activities of the step transaction: what its instructions ask for, with the job's strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from p2ptrain.compute.noise import KEY_BYTES
+from p2ptrain.core.errors import JobFailed
+from ring.job_member import ActivityFinished, Apply, Boundary, RecordStep
+from ring.session import RingSession
+from ring.token import Token, check_untrusted
+from ring.transaction import (
+    Compute,
+    Confirm,
+    DigestsGathered,
+    Heal,
+    Reduce,
+    StepReduced,
+    TokensGathered,
+    Transaction,
+    Vote,
+)
+from roles.strategies.interface import StageLoad
+from roles.strategies.strategy import Strategy
+from roles.worker.checkpoint_assembler import assembles
+from roles.worker.context import Context
+from roles.worker.heal import Healer
+from roles.worker.job_state import Activity, JobState
+from roles.worker.privacy import Budget
+from roles.worker.view_connections import NEW_S, ViewConnections, patience_s
+
+
+class StepRunner:
+    """Runs one activity at a time, for ``JobRunner``."""
+
+    def __init__(
+        self, context: Context, core: Transaction, state: JobState, connections: ViewConnections, healer: Healer
+    ) -> None:
+        self._context, self._core, self._state, self._connections = context, core, state, connections
+        self._healer = healer
+        self._strategy: Strategy | None = None
+        self._digests = (b"", b"")  # of the step reduced last: the joined digest, and the digests of all stages
+        self._trained: set[str] = set()  # members of the newest step
+        self._is_last = False  # the step under way is the job's last, by what all members know
+
+    def build(self) -> None:
+        """Make the strategy for the engine."""
+        state, profile = self._state, self._state.profile
+        make = self._context.strategies(profile)
+        self._strategy = make(state.engine, self._context.compute, state.count_progress, profile.ring.bucket_bytes)
+
+    def close(self) -> None:
+        self._strategy = None
+
+    async def begin_view(self, session: RingSession) -> None:
+        state, view = self._state, session.view
+        if state.profile.job.exact:  # every member would hold the same wrong sum, so equal digests prove nothing
+            session.audit()
+        session.patience_s = self._patience_s()
+        await self._ready_strategy.begin(session, self._connections)
+        if state.budget is not None:
+            await state.budget.view_began(session, patience_s=self._patience_s())
+        if state.profile.validation.patience:
+            known = await session.all_gather(state.early.told(), patience_s=self._patience_s())
+            healthy = [it for it, member in zip(known, view.members, strict=True) if member.healthy]
+            state.early.agree_untrusted(healthy, view.step)
+
+    def stage_load(self) -> StageLoad | None:
+        return self._strategy.stage_load() if self._strategy is not None else None
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def take(self, instruction: object) -> Activity | None:
+        """As ``ActivityRunner.take``."""
+        if isinstance(instruction, RecordStep):
+            joined, digests = self._digests
+            row = instruction.row
+            self._state.heal_source.committed(row, digests if joined == row.digest else b"")
+            self._state.reports.recorded(row, instruction.lineage)
+            return None
+        activities: dict[type, Callable[[Any], Coroutine[Any, Any, object]]] = {
+            Heal: self._heal,
+            Compute: self._compute,
+            Reduce: self._reduce,
+            Vote: self._vote,
+            Apply: self._apply,
+            Confirm: self._confirm,
+            Boundary: self._boundary,
+        }
+        return partial(activities[type(instruction)], instruction)
+
+    # ----------------------------------------------------------------------------------------------------- activities
+
+    async def _heal(self, instruction: Heal) -> ActivityFinished:
+        state = self._state
+        state.heal_source.cut("it is healed itself")
+        fetched = await self._healer.within(instruction, state.engine)
+        state.reports.healed(instruction.view, fetched)
+        return ActivityFinished(instruction.ticket)
+
+    async def _compute(self, instruction: Compute) -> ActivityFinished:
+        step, count = instruction.step, instruction.count
+        state, session, clock = self._state, self._connections.session, self._state.reports.clock
+        if step == session.view.step:
+            state.reports.steps.tell_beyond(session.view, step)
+        began, self._is_last = self._context.world.clock.now(), state.early.due
+        if state.budget is not None:
+            await self._spend(state.budget, session.size)
+        with clock.phase("compute"):
+            await self._ready_strategy.compute(step, instruction.first, count, patience_s=self._patience_s())
+        if step > session.view.step or not clock.unit_us:  # the first one may wait for an aborted micro-batch
+            clock.computed(self._context.world.clock.now() - began, count)
+        state.tokens += count * state.engine.data.tokens_per_micro_batch
+        return ActivityFinished(instruction.ticket)
+
+    async def _spend(self, budget: Budget, members: int) -> None:
+        """Count the step that begins, and give the engine a key for its noise. If the budget does not allow the step,
+        such as a repeated one, it changes nothing."""
+        key = self._context.world.entropy(KEY_BYTES) if await budget.spend() else b""
+        noise = self._state.engine.noise
+        assert noise is not None
+        await self._context.compute.run(noise.use_noise, budget.noise_std / math.sqrt(members), key)
+
+    async def _reduce(self, instruction: Reduce) -> StepReduced:
+        session, strategy, clock = self._connections.session, self._ready_strategy, self._state.reports.clock
+        with self._communicating(session):
+            contribution = await strategy.reduce()
+        self._digests = contribution.digest, contribution.digests
+        clock.exchanged(exposed_s=strategy.exposed_s, communicating_s=strategy.communicating_s)
+        sent, received = session.take_hop_sums()
+        return StepReduced(
+            instruction.ticket,
+            contribution.digest,
+            contribution.part,
+            own=contribution.own,
+            unit_us=clock.unit_us,
+            sent=sent,
+            received=received,
+            stop=self._is_last,
+        )
+
+    async def _vote(self, instruction: Vote) -> TokensGathered:
+        session = self._connections.session
+        with self._communicating(session):
+            check = partial(check_untrusted, mine=Token.decode_untrusted(instruction.token))
+            tokens = await session.all_gather(instruction.token, patience_s=self._patience_s(), check=check)
+        return TokensGathered(instruction.ticket, tuple(tokens))
+
+    @contextmanager
+    def _communicating(self, session: RingSession) -> Iterator[None]:
+        waited_s, clock = session.waited_s, self._state.reports.clock
+        with clock.phase("communicate"):
+            yield
+        clock.waited(session.waited_s - waited_s)
+
+    async def _apply(self, instruction: Apply) -> ActivityFinished:
+        state, strategy = self._state, self._ready_strategy
+        with state.reports.clock.phase("compute"):
+            await state.heal_source.keep(state.engine)
+            state.reports.steps.applied(await strategy.commit(instruction.step, instruction.square_sum))
+        state.count_progress()
+        self._trained = self._connections.members
+        state.reports.step_done(instruction.step, strategy.scores, redone=instruction.redo)
+        return ActivityFinished(instruction.ticket)
+
+    async def _confirm(self, instruction: Confirm) -> DigestsGathered:
+        state, session = self._state, self._connections.session
+        if instruction.applied == session.view.step:  # the view begins after the last step
+            state.reports.steps.tell_beyond(session.view, instruction.applied)
+        digests = await state.boundary.compare(state.engine, session, patience_s=self._patience_s() + NEW_S)
+        return DigestsGathered(instruction.ticket, digests)
+
+    async def _boundary(self, instruction: Boundary) -> ActivityFinished:
+        state, session, core = self._state, self._connections.session, self._core
+        longest_s, view, assembler = self._patience_s() + NEW_S, session.view, state.assembler
+        val_loss = await state.boundary.validate(
+            instruction, state.engine, self._ready_strategy.validate, session, patience_s=longest_s
+        )
+        state.reports.step_over(instruction.applied, session, val_loss)
+        replica, meta = view.replica_of(session.rank), state.reports.meta()
+        saves = await state.boundary.keep(instruction, state.engine, replica, meta, stopping=core.stopping)
+        if assembler is not None:
+            if saves and assembles(view, session.rank, state.profile.checkpoint.copies):
+                state.assemble(view, session.rank)
+            if instruction.last:
+                await state.boundary.gathered(assembler, session, patience_s=longest_s)
+        if instruction.snapshot:
+            await state.heal_source.snapshot(state.engine, state.snapshots)
+        return ActivityFinished(instruction.ticket)
+
+    # -------------------------------------------------------------------------------------------------------- helpers
+
+    def _patience_s(self) -> float:
+        core, state = self._core, self._state
+        if core.view is None:
+            return NEW_S
+        return patience_s(
+            core.view,
+            core.applied,
+            longest_s=state.reports.clock.longest_s,
+            state_bytes=self._connections.state_bytes,
+            trained=self._trained,
+        )
+
+    @property
+    def _ready_strategy(self) -> Strategy:
+        if self._strategy is None:
+            raise JobFailed("a view came before the model was built")
+        return self._strategy
