@@ -22,14 +22,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig as _GenerationConfig
 
-from p2ptrain.compute.data import load_corpus
 from p2ptrain.compute.device import check_memory, flushed_denormals, pick_device
 from p2ptrain.compute.gloo import GlooGroup, line_of
-from p2ptrain.compute.model import ModelSpec, build_model, load_model, model_config, parameter_count
-from p2ptrain.compute.sampling import WindowSampler
+from p2ptrain.compute.micro_batches import MicroBatches
+from p2ptrain.compute.model import ModelSpec, load_model, model_config, parameter_count
+from p2ptrain.compute.recipe import ModelRecipe
 from p2ptrain.compute.served_part import dtype_of
 from p2ptrain.compute.text import ModelText
-from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.training_spec import TrainingSpec
 from p2ptrain.core.errors import ConfigError, ConnectionLost, JobFailed
 from p2ptrain.core.serving import COLDEST, Sampling
@@ -44,22 +43,18 @@ class DdpTrainer:
         sharded: with FSDP2 in place of it; each layer is a unit.
 
     Raises:
-        ConfigError, UserError, ResourceError: see ``model_config`` and ``load_corpus``.
+        ConfigError, UserError, ResourceError: see ``ModelRecipe`` and ``MicroBatches``.
     """
 
     def __init__(self, group: GlooGroup, spec: TrainingSpec, backend: str = "gloo", *, sharded: bool = False) -> None:
-        self._group, self._spec, optimizer, path = group, spec, spec.optimizer, spec.model.path
-        tokenizer = Tokenizer.of_bytes() if path is None else Tokenizer.of_directory(path)
-        config = model_config(spec.model, tokenizer.vocab_size)
-        self._corpus = load_corpus(spec.data, tokenizer, config.vocab_size)
-        windows = len(self._corpus.training)
-        self._target_counts = self._corpus.target_counts()[self._corpus.training]
-        self._sampler = WindowSampler(windows, spec.seed)
-        network = build_model(spec.model, tokenizer.vocab_size, spec.seed, config=config)
+        recipe = ModelRecipe(spec, pick_device("cpu"))
+        self._group, self._spec, optimizer = group, spec, spec.optimizer
+        self._batches = MicroBatches(recipe)
+        network: Any = recipe.initial_module()
         self._ddp: Any
         if sharded:
             mesh = DeviceMesh.from_group(group.groups[backend], "cpu")
-            for layer in network.get_decoder().layers:  # type: ignore[no-untyped-call]
+            for layer in network.get_decoder().layers:
                 fully_shard(layer, mesh=mesh)
             self._ddp = fully_shard(network, mesh=mesh)
         else:
@@ -102,18 +97,14 @@ class DdpTrainer:
     def _step(self, step: int, first: int, count: int) -> None:
         self._adamw.zero_grad(set_to_none=True)
         loss_sum = torch.zeros(())
-        sequences = self._spec.micro_batch_sequences
-        samples = self._spec.micro_batches * sequences
-        windows = self._sampler.numbered(step * samples, samples)
-        targets_of_step = int(self._target_counts[windows].sum())
+        targets_of_step = self._batches.targets(step, 0, self._spec.micro_batches)
         with flushed_denormals():
             for index in range(first, first + count):
-                batch = self._corpus.batch(self._corpus.training[windows[index * sequences : (index + 1) * sequences]])
-                inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
-                placed = {} if batch.positions is None else {"position_ids": torch.from_numpy(batch.positions)}
+                batch = self._batches.training_batch(step, index)
+                placed = {} if batch.positions is None else {"position_ids": batch.positions}
                 with self._exchanged(last=index == first + count - 1):
-                    logits = self._ddp(input_ids=inputs, use_cache=False, **placed).logits
-                    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+                    logits = self._ddp(input_ids=batch.inputs, use_cache=False, **placed).logits
+                    loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
                     loss = loss / targets_of_step
                     (loss * self._group.size).backward()  # type: ignore[no-untyped-call]  # DDP averages over members
                 loss_sum += loss.detach()

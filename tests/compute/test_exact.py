@@ -112,22 +112,6 @@ def test_what_has_no_deterministic_algorithm_is_refused_with_a_way_out() -> None
         raise RuntimeError("another")
 
 
-@pytest.mark.parametrize("share", [[0], [2, 0, 3]])
-def test_what_is_called_final_changes_no_more(make_trainer: MakeTrainer, share: list[int]) -> None:
-    trainer, plain = make_trainer(exact=True), make_trainer(exact=True)
-    follower = Follower(trainer)
-    for step in (0, 1):
-        follower.fronts.clear()
-        follower.run(step, share)
-        final = trainer.reduce_buffer.tobytes()
-        assert all(final.startswith(front) for _, front in follower.fronts)
-        assert max(numel for numel, _ in follower.fronts[:-1] if numel < trainer.exact_from) > trainer.exact_from / 2
-        plain.begin_step(step)
-        for index in reversed(share):
-            plain.micro_batch(step, index)
-        assert final == plain.reduce_buffer.tobytes()
-
-
 # --------------------------------------------------------------------------------------------------------------- a run
 
 

@@ -21,7 +21,7 @@ from p2ptrain.compute.stage import StageSpec, TrainingMemory, kept_bytes
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer, build_trainer
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError
-from tests.compute.tiny_trainer import state_bytes, tiny, tiny_trainer
+from tests.compute.tiny_trainer import state_bytes, take_step, tiny, tiny_trainer
 from tests.samples import StepSampler
 
 from .families import make, opened, randomize
@@ -127,7 +127,7 @@ def test_the_loss_curve_is_that_of_one_process() -> None:
     two, three = Pipeline("stdlib", (0, 2, 4), **settings), Pipeline("stdlib", (0, 1, 3, 4), **settings)
     clipped = 0
     for step in range(15):
-        expected = train(alone, step)
+        expected = take_step(alone, step)
         for got in (two.run(step, [1, 0]), three.run(step, [2, 1, 0])):
             assert got.loss == pytest.approx(expected.loss, rel=1e-5)
             assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
@@ -155,14 +155,6 @@ def losses_of(trainer: Trainer, windows: np.ndarray[Any, Any]) -> float:
     tokens = torch.from_numpy(trainer.batches.corpus.window_tokens(windows))
     logits = trainer.built.flat.model(input_ids=tokens[:, :-1], use_cache=False).logits
     return float(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").detach())
-
-
-def train(trainer: Trainer, step: int) -> Any:
-    trainer.begin_step(step)
-    for index in range(4):
-        trainer.micro_batch(step, index)
-    trainer.finish_gradients()
-    return trainer.apply(step, trainer.partial_square_sum(0, len(trainer.reduce_buffer)))
 
 
 def check_tied_copies(pipeline: Pipeline) -> None:
@@ -223,7 +215,7 @@ def test_one_part_that_is_the_whole(text_file: Path) -> None:
     pipeline, alone = Pipeline(text_file, (0, 4)), tiny_trainer(text_file, model=MODEL)
     assert pipeline.stages[0].pipeline.tied_gradient() is None
     for step in range(3):
-        assert pipeline.run(step) == train(alone, step)
+        assert pipeline.run(step) == take_step(alone, step)
     assert state_bytes(pipeline.stages[0]) == state_bytes(alone)
 
 
@@ -362,7 +354,7 @@ def test_short_activations_learn_nearly_as_well(
 def test_autocast_is_that_of_one_process(text_file: Path) -> None:
     pipeline = Pipeline(text_file, (0, 1, 3, 4), precision="bf16")
     alone = tiny_trainer(text_file, model=MODEL, precision="bf16")
-    losses = [(pipeline.run(step).loss, train(alone, step).loss) for step in range(3)]
+    losses = [(pipeline.run(step).loss, take_step(alone, step).loss) for step in range(3)]
     assert losses[0][0] == pytest.approx(losses[0][1], rel=1e-6)  # of the same weights
     assert losses[0][0] != pytest.approx(Pipeline(text_file, (0, 1, 3, 4)).run(0).loss, rel=1e-6)
     for got, expected in losses:

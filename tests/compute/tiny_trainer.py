@@ -12,6 +12,7 @@ from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec
 from p2ptrain.compute.trainer import Trainer, build_trainer
 from p2ptrain.compute.training_spec import TrainingSpec
+from p2ptrain.core.training import Applied
 
 TINY = ModelSpec(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=48, context=64)
 OPTIMIZER = OptimizerSpec(lr=1e-2, warmup_steps=5, weight_decay=0.1, clip_norm=0.5)
@@ -35,13 +36,18 @@ def tiny_spec(text: Path | str, **changes: Any) -> TrainingSpec:
     return replace(TrainingSpec(TINY, data, OPTIMIZER, 30, 3, MICRO_BATCHES, 2, validation_batches=3), **changes)
 
 
-def run_step(trainer: Trainer, step: int, micro_batches: int = MICRO_BATCHES) -> float:
-    """One step of a ring of one; returns its loss."""
+def take_step(trainer: Trainer, step: int, micro_batches: int = MICRO_BATCHES) -> Applied:
+    """One step of a ring of one."""
     trainer.begin_step(step)
     for index in range(micro_batches):
         trainer.micro_batch(step, index)
     trainer.finish_gradients()
-    return trainer.apply(step, trainer.partial_square_sum(0, len(trainer.reduce_buffer))).loss
+    return trainer.apply(step, trainer.partial_square_sum(0, len(trainer.reduce_buffer)))
+
+
+def run_step(trainer: Trainer, step: int, micro_batches: int = MICRO_BATCHES) -> float:
+    """The loss of ``take_step``."""
+    return take_step(trainer, step, micro_batches).loss
 
 
 def state_bytes(trainer: Trainer) -> dict[str, bytes]:
