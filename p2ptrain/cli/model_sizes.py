@@ -91,8 +91,8 @@ def _measured_apart(profile: Profile) -> ModelShape:
 
 def _measured(profile: Profile) -> ModelShape:
     from p2ptrain.compute import split_check
+    from p2ptrain.compute.layout import layer_sizes
     from p2ptrain.compute.model import model_config
-    from p2ptrain.compute.part import layer_sizes
     from roles.worker.build import training_spec
 
     config = model_config(training_spec(profile).model, 1 if profile.model.path else BYTES_VOCAB)

@@ -34,7 +34,8 @@ from transformers import PretrainedConfig
 
 from p2ptrain.compute.device import HOST, SMALLER, ComputeDevice, check_memory
 from p2ptrain.compute.flat import FlatModel, Segment, placed, trained
-from p2ptrain.compute.part import LayerRange, PartAssembly, layer_sizes
+from p2ptrain.compute.layout import LayerRange, layer_sizes
+from p2ptrain.compute.part import PartAssembly
 from p2ptrain.compute.process_group import Operations, RingProcessGroup
 from p2ptrain.compute.stage import first_weights, kept_bytes
 from p2ptrain.core.errors import ConfigError, ConnectionLost, ResourceError

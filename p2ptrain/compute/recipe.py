@@ -21,8 +21,9 @@ from p2ptrain.compute.device import ComputeDevice
 from p2ptrain.compute.exact import arithmetic, prepare_device
 from p2ptrain.compute.flat import FlatModel, Segment, trained
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, build_rows, check_shard_memory
+from p2ptrain.compute.layout import LayerRange
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
-from p2ptrain.compute.part import LayerRange, PartModel
+from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.split_check import check_packs, check_splits
 from p2ptrain.compute.stage import StageSpec, TrainingMemory, build_training_part, initial_digest
 from p2ptrain.compute.tokenizer import Tokenizer

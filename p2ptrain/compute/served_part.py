@@ -23,17 +23,10 @@ from transformers import AutoConfig, PretrainedConfig
 from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, ids_untrusted
 from p2ptrain.compute.adapter import MergedTable
 from p2ptrain.compute.device import ComputeDevice, check_memory, pick_device
+from p2ptrain.compute.key_value_cache import KeyValueCache
+from p2ptrain.compute.layout import LayerRange, NotSplit, layer_sizes, refused
 from p2ptrain.compute.model import check_architecture, first_line, load_model, without_dropout
-from p2ptrain.compute.part import (
-    KeyValueCache,
-    LayerRange,
-    NotSplit,
-    OnBytes,
-    PartAssembly,
-    PartModel,
-    layer_sizes,
-    refused,
-)
+from p2ptrain.compute.part import OnBytes, PartAssembly, PartModel
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.compute.whole import TokenHistory, WholeModel

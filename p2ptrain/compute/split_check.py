@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from p2ptrain.compute.device import one_thread
+from p2ptrain.compute.key_value_cache import LAYER_CACHES
+from p2ptrain.compute.layout import LayerRange, ModelLayout, per_layer_lists, refused
 from p2ptrain.compute.model import first_line
-from p2ptrain.compute.part import LAYER_CACHES, LayerRange, ModelLayout, PartModel, build_part, per_layer_lists, refused
+from p2ptrain.compute.part import PartModel, build_part
 from p2ptrain.core.errors import ConfigError
 
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from p2ptrain.compute.device import HOST, SMALLER, ComputeDevice, available_bytes, check_memory
+from p2ptrain.compute.layout import LayerRange, ModelLayout, part_bytes, refused
 from p2ptrain.compute.model import initialize, parameter_count
-from p2ptrain.compute.part import LayerRange, ModelLayout, PartAssembly, PartModel, part_bytes, refused
+from p2ptrain.compute.part import PartAssembly, PartModel
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, ResourceError
 from p2ptrain.core.footprint import (

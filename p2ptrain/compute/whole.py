@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import ALL_CACHE_NAMES
 
-from p2ptrain.compute.part import LayerRange, context_of
+from p2ptrain.compute.layout import LayerRange
+from p2ptrain.compute.part import context_of
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from configs.schema import Profile
 from p2ptrain.cli import model_sizes
 from p2ptrain.cli.model_sizes import _measured, shape_of
 from p2ptrain.compute.device import ComputeDevice
+from p2ptrain.compute.layout import LayerRange, layer_sizes
 from p2ptrain.compute.model import model_config
-from p2ptrain.compute.part import LayerRange, layer_sizes
 from p2ptrain.compute.stage import StageSpec, TrainingMemory, kept_bytes
 from p2ptrain.core.errors import ResourceError
 from ring.planning.training import ModelShape

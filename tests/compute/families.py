@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from p2ptrain.compute.layout import LayerRange
 from p2ptrain.compute.model import ModelSpec, model_config
-from p2ptrain.compute.part import LayerRange, PartAssembly, PartModel
+from p2ptrain.compute.part import PartAssembly, PartModel
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.tensor_files import TensorTable
 

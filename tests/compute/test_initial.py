@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import LlamaPreTrainedModel
 
+from p2ptrain.compute.layout import LayerRange, ModelLayout
 from p2ptrain.compute.model import build_model, model_config
-from p2ptrain.compute.part import LayerRange, ModelLayout
 from p2ptrain.compute.stage import build_training_part, initial_digest, initial_tensors
 from p2ptrain.core.errors import ConfigError, ResourceError
 from tests.compute.tiny_trainer import tiny

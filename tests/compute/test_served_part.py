@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from p2ptrain.compute.activations import DTYPES
-from p2ptrain.compute.part import layer_sizes
+from p2ptrain.compute.layout import layer_sizes
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.served_part import (
     MAX_SESSIONS,

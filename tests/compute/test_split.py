@@ -14,14 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from p2ptrain.compute.part import (
-    LayerRange,
-    PartAssembly,
-    PartModel,
-    build_part,
-    layer_sizes,
-    part_bytes,
-)
+from p2ptrain.compute.layout import LayerRange, layer_sizes, part_bytes
+from p2ptrain.compute.part import PartAssembly, PartModel, build_part
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
 
