@@ -111,14 +111,13 @@ class HeaderBar(Lines):
             return [*spans, Span("● live", "good"), Span(rtt, "dim")]
         if link.phase is LinkPhase.CONNECTING:
             return [*spans, Span(f"◌ connecting to {frame.address}", "busy")]
-        silent = fmt.duration(frame.now - link.since)
-        what = "seed away" if store.cluster else "no answer since"
+        what = f"seed away {fmt.duration(frame.now - link.since)}" if store.cluster else fmt.fit(link.problem, 48)
         soon = (
             "dialling"
             if link.retry_at is None
             else f"retry in {fmt.duration(max(0.0, link.retry_at - frame.now) + 0.5)}"
         )
-        return [*spans, Span(f"✗ {what} {silent}", "bad"), Span(f" · {soon}", "dim")]
+        return [*spans, Span(f"✗ {what}", "bad"), Span(f" · {soon}", "dim")]
 
 
 class Panel(Vertical):

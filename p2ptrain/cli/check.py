@@ -51,6 +51,10 @@ class ProbeResult:
     remedy: str = ""
 
 
+class ProbeSkipped(Exception):
+    """A probe that this caller may not make; the text says why."""
+
+
 Probe: TypeAlias = "tuple[str, bool, Callable[[], Awaitable[str]]]"
 """Its name; whether all later probes need it; and its work, which returns what it saw, or raises."""
 
@@ -116,6 +120,8 @@ async def run_probes(probes: list[Probe], report: Callable[[ProbeResult], None])
             continue
         try:
             report(ProbeResult(name, True, await work()))
+        except ProbeSkipped as reason:
+            report(ProbeResult(name, None, f"skipped: {reason}"))
         except P2PTrainError as error:
             report(ProbeResult(name, False, error.message, error.remedy))
             failure, blocked = failure or error, essential
@@ -182,10 +188,21 @@ class ProbeContext:
         return f"port {self._port} answered in {1000 * (answered - started):.1f} ms"
 
     async def shake_hands(self) -> str:
-        """Connect as an operator: Hello and Welcome."""
-        self._client = await connect_operator(await self._reach("operator"))
-        welcome = self._client.welcome
-        return f"{welcome.name} runs {welcome.software} (protocol {welcome.version}), cluster {welcome.cluster_id}"
+        """Hello and Welcome, as an operator, or else with the access that this machine has as a worker."""
+        way = ""
+        try:
+            self._client = await connect_operator(await self._reach("operator"))
+            welcome = self._client.welcome
+        except UserError as no_access:
+            try:
+                access = await self._reach("worker")
+            except UserError:
+                raise no_access from None
+            self._role, way = "worker", "; with this machine's access as a worker"
+            connection, welcome = await self._call(access, "worker", "probe", 0)
+            await connection.close()
+        runs = f"{welcome.name} runs {welcome.software} (protocol {welcome.version}), cluster {welcome.cluster_id}"
+        return runs + way
 
     async def enrol(self) -> str:
         """Get a certificate with the ticket."""
@@ -267,14 +284,23 @@ class ProbeContext:
 
         if role not in self._access:
             root = default_state_dir()
-            store = root / ("operator" if role == "operator" else "check")
             same = isinstance(self._target, tuple) or self._target.role == role
             target = self._target if same else (self._host, self._port)
-            self._access[role] = await reach(target, Caller(role, store, [root]), self._network)
+            stores = [root / ("operator" if role == "operator" else "check")]
+            if isinstance(target, tuple):  # what `join` saved
+                stores += root.glob(f"{role}-*/credentials")
+            for store in stores:
+                try:
+                    self._access[role] = await reach(target, Caller(role, store, [root]), self._network)
+                    break
+                except UserError:
+                    if store == stores[-1]:
+                        raise
         return self._access[role]
 
     def _connected(self) -> SeedClient:
-        assert self._client is not None, "the handshake is essential: nothing runs without it"
+        if self._client is None:
+            raise ProbeSkipped("it needs a ticket of the seed: p2ptrain ticket new --operator")
         return self._client
 
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from p2ptrain.core.errors import Refused
+from p2ptrain.cli.check import ProbeContext, ProbeResult, run_probes
+from p2ptrain.cluster.access import Caller, reach
+from p2ptrain.cluster.running import default_state_dir
+from p2ptrain.core.errors import Refused, UserError
+from p2ptrain.core.world import LoopClock
+from tests.roles.in_process import Cluster
 from wire.messages import Refuse
+from wire.transport import TcpNetwork
 
 Command = Callable[..., Any]
 NAMES = ["DNS", "TCP", "handshake", "clock", "round trip", "dial-back"]
@@ -88,6 +95,32 @@ def test_a_wrong_clock(command: Command, fake_seed: Any) -> None:
     line = outcome.json["checks"][3]
     assert "behind this machine" in line["detail"]
     assert "NTP" in line["remedy"]
+
+
+async def test_a_machine_that_has_joined_needs_no_access_as_an_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    cluster = Cluster(tmp_path / "seed", TcpNetwork(), encrypted=True)
+    await cluster.start_seed()
+    store = default_state_dir() / "worker-1" / "credentials"
+    lines: list[ProbeResult] = []
+    visit = ProbeContext(TcpNetwork(), LoopClock(), cluster.address, None)
+    try:
+        assert isinstance(await run_probes(visit.probes(join=False), lines.append), UserError), "it has no access yet"
+        assert "ticket new --operator" in lines[2].remedy
+        await reach(cluster.ticket("worker"), Caller("worker", store, [], "a1"), TcpNetwork())
+        lines.clear()
+        assert await run_probes(visit.probes(join=True), lines.append) is None, lines
+    finally:
+        await visit.close()
+        await cluster.close()
+    assert {line.name: line.ok for line in lines} == dict.fromkeys([*NAMES, "join"], True) | {
+        "clock": None,
+        "round trip": None,
+    }
+    assert "access as a worker" in lines[2].detail
+    assert "ticket new --operator" in lines[3].detail
 
 
 @pytest.mark.parametrize("name", ["dial-back", "clock"])

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from textual.pilot import Pilot
 
+from p2ptrain.core.errors import UserError
 from tests.tui.demo import DemoCluster, DemoSource
 from tests.tui.demo_serving import drafters, verifier
 from tests.tui.invariants import check_store
@@ -269,8 +270,12 @@ async def test_without_a_connection_it_says_so():
         assert "no connection to the seed" in stage.text("#ring")
         stage.source.lose()
         await stage.settle(3)
-        assert "no answer since" in stage.text("#header")
+        assert "✗ the seed at 192.168.1.20:7337 closed the" in stage.text("#header")
         assert "closed the connection" in stage.text("#ring")
+        stage.source.store.lost(UserError("no saved access to it", remedy="paste a ticket"), 0.0, 1.0)
+        await stage.settle()
+        assert "✗ no saved access to it" in stage.text("#header")
+        assert "paste a ticket" in stage.text("#ring")
 
 
 # ------------------------------------------------------------------------------------------------ chains and serving
