@@ -332,4 +332,4 @@ def announce(context: Context, job: str, entry: CheckpointEntry, stage: Stage = 
     val_loss = entry.meta.get("val_loss")
     known = float(val_loss) if isinstance(val_loss, float | int) else None
     path, index, count = str(entry.path), stage.index, stage.count
-    context.say(CheckpointSaved(job, entry.step, path, entry.digest, entry.size_bytes, known, index, count))
+    context.send(CheckpointSaved(job, entry.step, path, entry.digest, entry.size_bytes, known, index, count))

@@ -37,7 +37,7 @@ class PeerContext:
     name: str
     seed_at: Callable[[], str]
     compute: ComputeThread
-    say: Callable[[Message], None]
+    send: Callable[[Message], None]
 
     @property
     def seed_host(self) -> str:

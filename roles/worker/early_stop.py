@@ -62,7 +62,7 @@ class EarlyStop:
         """The privacy that the job has spent, to be reported with a step; empty if it has no budget."""
         return {} if self._budget is None else {"epsilon": self._budget.epsilon, "delta": self._budget.delta}
 
-    def told(self) -> bytes:
+    def message(self) -> bytes:
         return _WIRE.pack(*astuple(self._known))
 
     def agree_untrusted(self, messages: Sequence[bytes], step: int) -> None:

@@ -155,7 +155,7 @@ class Fetch:
         self.total_bytes = sum(blob.view.nbytes for blob in layout.state)
         reduce_bytes = layout.reduce_bytes
         self._log_steps = log_limit_bytes(self.total_bytes, reduce_bytes) // max(reduce_bytes, 1)
-        self.receiver = Receiver(context.world.clock.now, _digest, on_landed=self._landed, on_gone=self._gone)
+        self.receiver = Receiver(context.world.clock.now, _digest, on_landed=self._landed, on_dropped=self._on_dropped)
         self.senders: dict[str, Sender] = {}
         self._conversations = 0  # tasks that each converse with one candidate after another, until none is left
         self._unanswered = 0  # those of them whose source has not answered with an offer yet
@@ -168,7 +168,7 @@ class Fetch:
         self._lineage = ""
         self._torn = False
         self.problems = self.receiver.problems
-        self.given: Counter[str] = Counter()
+        self.bytes_by_source: Counter[str] = Counter()
 
     @property
     def received_bytes(self) -> int:
@@ -324,10 +324,10 @@ class Fetch:
             case bytes():
                 self._decide()
             case ("chunk", int(index)):
-                self.given[source.name] += self._chunks[index].into.nbytes
+                self.bytes_by_source[source.name] += self._chunks[index].into.nbytes
                 self._on_progress()
             case _:
-                self.given[source.name] += self._layout.reduce_bytes
+                self.bytes_by_source[source.name] += self._layout.reduce_bytes
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
@@ -347,7 +347,7 @@ class Fetch:
                 del sender.news[next(iter(sender.news))]  # older than any state that can still be used
         self._want_steps()
 
-    def _gone(self, source: Source, key: Hashable) -> None:
+    def _on_dropped(self, source: Source, key: Hashable) -> None:
         sender = self.senders.get(source.id)
         if sender is None or not isinstance(key, int):
             source.end("it no longer has the state that it offered")
@@ -400,28 +400,29 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Result of a fetch. ``given``: useful bytes, by source's name."""
+    """Result of a fetch. ``bytes_by_source``: useful bytes, by source's name."""
 
-    given: Counter[str]
+    bytes_by_source: Counter[str]
     steps: int
     seconds: float
     left_out: dict[str, str]
 
     @property
     def size_bytes(self) -> int:
-        return self.given.total()
+        return self.bytes_by_source.total()
 
     def __str__(self) -> str:
         sources = ", ".join(
-            f"{name} ({100 * part / max(self.size_bytes, 1):.0f} %)" for name, part in self.given.most_common()
+            f"{name} ({100 * part / max(self.size_bytes, 1):.0f} %)"
+            for name, part in self.bytes_by_source.most_common()
         )
         rate_bps = 8 * self.size_bytes / self.seconds if self.seconds > 0 else 0.0
         text = f"{self.size_bytes / 1e6:.1f} MB in {self.seconds:.1f} s ({rate_bps / 1e6:.0f} Mbit/s) from {sources}"
         problems = "; ".join(f"{name}: {problem}" for name, problem in self.left_out.items())
         return f"{text}; without {problems}" if problems else text
 
-    def told_in(self, report: Report) -> Report:
-        return replace(report, fetched_bytes=self.size_bytes, sources=len(self.given))
+    def added_to(self, report: Report) -> Report:
+        return replace(report, fetched_bytes=self.size_bytes, sources=len(self.bytes_by_source))
 
 
 class Healer:
@@ -605,7 +606,7 @@ class Follower:
     def _report(self) -> None:
         self._reported = True
         report = self._core.report("following")
-        self._send(report if self._fetched is None else self._fetched.told_in(report))
+        self._send(report if self._fetched is None else self._fetched.added_to(report))
 
 
 def replay(engine: Engine, step: Step) -> Applied:
@@ -616,4 +617,4 @@ def replay(engine: Engine, step: Step) -> Applied:
 
 
 def fetched(fetch: Fetch, steps: int, seconds: float) -> Fetched:
-    return Fetched(fetch.given.copy(), steps, seconds, dict(fetch.problems))
+    return Fetched(fetch.bytes_by_source.copy(), steps, seconds, dict(fetch.problems))

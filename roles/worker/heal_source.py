@@ -158,13 +158,13 @@ class Recipient:
     line: Line
     name: str
     inside: bool
-    given: Snapshot | None = None
+    snapshot: Snapshot | None = None
     waits: bool = False
-    told: int = -1
-    given_bytes: int = 0
+    newest_step: int = -1
+    sent_bytes: int = 0
     ended: bool = False
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self.line.connection.send(message)
 
     def end(self, reason: str) -> None:
@@ -173,9 +173,9 @@ class Recipient:
 
     def tell(self, entries: list[LoggedStep]) -> None:
         for entry in entries:
-            if entry.step > self.told:
-                self.say(entry.news)
-                self.told = entry.step
+            if entry.step > self.newest_step:
+                self.send(entry.news)
+                self.newest_step = entry.step
 
 
 # -------------------------------------------------------------------------------------------------------------- sending
@@ -257,7 +257,7 @@ class HealSource:
             entry = LoggedStep(row.step, self._core.lineage, digest, self._core.square_sum, kept, digests=digests)
             self._log.add(entry)
             for recipient in self._recipients:
-                if recipient.told >= 0 and not recipient.inside:
+                if recipient.newest_step >= 0 and not recipient.inside:
                     with suppress(ConnectionLost):  # ``give``, which serves it, notices too
                         recipient.tell([entry])
         self._next_turn()
@@ -291,7 +291,7 @@ class HealSource:
         if recipient.inside and not its_view:
             raise PeerError(f"{name} is not in this member's view")
         if not recipient.inside and self.followers >= MAX_FOLLOWERS:
-            recipient.say(
+            recipient.send(
                 Refuse(RefusalCode.BUSY, f"this member already serves {self.followers} workers beside its ring")
             )
             await line.sent()
@@ -307,9 +307,9 @@ class HealSource:
                 raise
         finally:
             self._recipients.discard(recipient)
-            self._let_go(recipient)
-            if recipient.given_bytes:
-                size = f"{recipient.given_bytes / 1e6:.1f} MB"
+            self._release(recipient)
+            if recipient.sent_bytes:
+                size = f"{recipient.sent_bytes / 1e6:.1f} MB"
                 self._context.tell("info", "gave", f"sent {size} of state and steps to {recipient.name}")
 
     # ------------------------------------------------------------------------------------------------------ internals
@@ -322,9 +322,9 @@ class HealSource:
             if recipient.inside:
                 await self._offer_inside(recipient, request, engine)
             else:
-                await self._offer_beside(recipient, request, engine)
+                await self._offer_outside(recipient, request, engine)
         except Refused as refused:
-            recipient.say(Refuse(refused.code, refused.message))
+            recipient.send(Refuse(refused.code, refused.message))
             await recipient.line.sent()
             return
         async for message in recipient.line.messages():
@@ -336,20 +336,20 @@ class HealSource:
         entry: LoggedStep | None = None
         if asked.name.startswith(STEP):
             if not recipient.inside:
-                self._let_go(recipient)  # a request for a step means that it has all of the state
+                self._release(recipient)  # a request for a step means that it has all of the state
             entry = self._log.named(asked.name)
             most_bytes = entry.data.nbytes if entry is not None else asked.stop
         else:
-            most_bytes = max(CHUNK_BYTES, len(recipient.given.table) if recipient.given is not None else 0)
+            most_bytes = max(CHUNK_BYTES, len(recipient.snapshot.table) if recipient.snapshot is not None else 0)
 
         async def read(asked: RangeRequest) -> memoryview:
-            piece = piece_untrusted(recipient.given, entry, asked)
+            piece = piece_untrusted(recipient.snapshot, entry, asked)
             while not recipient.inside and not self._pace.open:
                 await self._turn_of(recipient)
             self._pace.gives(piece.nbytes)
             return piece
 
-        recipient.given_bytes += await send_range(recipient.line, asked, read, most_bytes=most_bytes)
+        recipient.sent_bytes += await send_range(recipient.line, asked, read, most_bytes=most_bytes)
 
     async def _turn_of(self, recipient: Recipient) -> None:
         await unless_closed(recipient.line.connection, self._turn.wait())
@@ -369,7 +369,7 @@ class HealSource:
         self._use(recipient, self._live)
         await self._offer_state(recipient, self._live)
 
-    async def _offer_beside(self, recipient: Recipient, request: HealRequest, engine: Engine) -> None:
+    async def _offer_outside(self, recipient: Recipient, request: HealRequest, engine: Engine) -> None:
         while self._applying:
             await self._turn_of(recipient)  # the log must begin at a known step
         if not self._logging:
@@ -384,10 +384,10 @@ class HealSource:
         else:
             recipient.waits = True
             self._ask_for_snapshot()
-        while recipient.given is None:
+        while recipient.snapshot is None:
             await self._turn_of(recipient)
-        await self._offer_state(recipient, recipient.given)
-        recipient.told = recipient.given.step
+        await self._offer_state(recipient, recipient.snapshot)
+        recipient.newest_step = recipient.snapshot.step
         recipient.tell(self._log.all())
 
     async def _stands_still(self, engine: Engine, view: View) -> Snapshot:
@@ -404,23 +404,23 @@ class HealSource:
         self._log.begin(self._core.applied, self._core.lineage)
 
     def _offer_steps(self, recipient: Recipient, request: HealRequest, entries: list[LoggedStep]) -> None:
-        recipient.say(HealOffer(request.have_step, request.have_lineage, [], CHUNK_BYTES))
-        recipient.told = request.have_step
+        recipient.send(HealOffer(request.have_step, request.have_lineage, [], CHUNK_BYTES))
+        recipient.newest_step = request.have_step
         recipient.tell(entries)
 
-    async def _offer_state(self, recipient: Recipient, given: Snapshot) -> None:
-        root = await root_of(given)
-        records = [BlobRecord(blob.name, blob.view.nbytes) for blob in given.blobs]
-        recipient.say(HealOffer(given.step, given.lineage, records, CHUNK_BYTES, root, given.square_sum))
+    async def _offer_state(self, recipient: Recipient, snapshot: Snapshot) -> None:
+        root = await root_of(snapshot)
+        records = [BlobRecord(blob.name, blob.view.nbytes) for blob in snapshot.blobs]
+        recipient.send(HealOffer(snapshot.step, snapshot.lineage, records, CHUNK_BYTES, root, snapshot.square_sum))
 
     def _use(self, recipient: Recipient, copy: Snapshot) -> None:
-        recipient.waits, recipient.given = False, copy
+        recipient.waits, recipient.snapshot = False, copy
         copy.holders += 1
 
-    def _let_go(self, recipient: Recipient) -> None:
-        given, recipient.given, recipient.waits = recipient.given, None, False
-        if given is not None:
-            given.release()
+    def _release(self, recipient: Recipient) -> None:
+        snapshot, recipient.snapshot, recipient.waits = recipient.snapshot, None, False
+        if snapshot is not None:
+            snapshot.release()
 
     def _ask_for_snapshot(self) -> None:
         if self._pace.ready and any(recipient.waits for recipient in self._recipients):
@@ -431,19 +431,19 @@ class HealSource:
         self._turn = asyncio.Event()
 
 
-def piece_untrusted(given: Snapshot | None, entry: LoggedStep | None, asked: RangeRequest) -> memoryview:
+def piece_untrusted(snapshot: Snapshot | None, entry: LoggedStep | None, asked: RangeRequest) -> memoryview:
     """Return the requested bytes of the offered state or of a logged step. Raises ``ProtocolError`` if there are no
     such bytes, ``StorageError`` if the log has dropped the step."""
     if asked.name.startswith(STEP):
         if entry is None:
             raise StorageError(f"{asked.name[:80]!r} is no longer in the log")
         data = entry.data
-    elif given is None:
+    elif snapshot is None:
         raise ProtocolError(f"{asked.name[:80]!r} was requested of a state that was not offered")
     elif asked.name == TABLE:
-        data = memoryview(given.table)
+        data = memoryview(snapshot.table)
     else:
-        found = next((blob.view for blob in given.blobs if blob.name == asked.name), None)
+        found = next((blob.view for blob in snapshot.blobs if blob.name == asked.name), None)
         if found is None:
             raise ProtocolError(f"the state has no {asked.name[:80]!r}")
         data = found
@@ -480,7 +480,7 @@ class Pace:
         self._busy: list[tuple[float, int]] = []  # seconds and sent bytes of this round's steps that were not quiet
         self._allowance_bytes = float(piece_bytes)
         self._doubling = True
-        self._given_bytes = 0
+        self._sent_bytes = 0
         self._credit_bytes = 0.0
         self._steps_left = 0  # of this round
         self.free = True
@@ -502,23 +502,23 @@ class Pace:
         self.free, self._doubling = False, True
         self._quiet_s.clear()
         self._busy.clear()
-        self._steps_left = self._given_bytes = 0
+        self._steps_left = self._sent_bytes = 0
         self._credit_bytes = 0.0
 
     def ring_ended(self) -> None:
         self.free = True
 
     def gives(self, size_bytes: int) -> None:
-        self._given_bytes += size_bytes
+        self._sent_bytes += size_bytes
         if not self.free:
             self._credit_bytes -= size_bytes
 
     def stepped(self, seconds: float) -> None:
-        given_bytes, self._given_bytes = self._given_bytes, 0
-        if not given_bytes:
+        sent_bytes, self._sent_bytes = self._sent_bytes, 0
+        if not sent_bytes:
             self._quiet_s.append(seconds)
         elif self._known:
-            self._busy.append((seconds, given_bytes))
+            self._busy.append((seconds, sent_bytes))
         self._steps_left -= 1
         if self._busy and (self._doubling or self._steps_left < 0):
             self._judge()
@@ -531,7 +531,7 @@ class Pace:
 
     def _judge(self) -> None:
         mean_s = sum(seconds for seconds, _ in self._busy) / len(self._busy)
-        most_bytes = max(given_bytes for _, given_bytes in self._busy)
+        most_bytes = max(sent_bytes for _, sent_bytes in self._busy)
         self._busy.clear()
         held = mean_s <= (1 + SHARE) * median(self._quiet_s)
         factor = (2.0 if self._doubling else 1.5) if held else 0.5

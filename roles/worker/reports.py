@@ -45,8 +45,8 @@ METRICS_FILE, METRICS_FILE_BYTES = "metrics.json", 1 << 20
 class Ledger:
     """One job's ledger rows, in order and without a gap, each with the lineage before it."""
 
-    def __init__(self, job: str, say: Callable[[LedgerRows], None]) -> None:
-        self._job, self._say = job, say
+    def __init__(self, job: str, send: Callable[[LedgerRows], None]) -> None:
+        self._job, self._send = job, send
         self._rows: deque[tuple[str, LedgerRow]] = deque(maxlen=ROWS)
 
     def add(self, row: LedgerRow, lineage: str) -> None:
@@ -110,7 +110,7 @@ class Ledger:
     def tell_last(self) -> None:
         if self._rows:
             lineage, row = self._rows[-1]
-            self._say(LedgerRows(self._job, lineage, [row]))
+            self._send(LedgerRows(self._job, lineage, [row]))
 
     def tell_beyond(self, step: int) -> None:
         """Send all rows after ``step``, in messages of bounded size."""
@@ -120,14 +120,14 @@ class Ledger:
         for lineage, row in islice(self._rows, skipped, None):
             row_bytes = 112 + len(row.counts) + len(row.made_of)  # keys, numbers and digest take at most 112
             if batch and size_bytes + row_bytes > BATCH_BYTES:
-                self._say(LedgerRows(self._job, first_lineage, batch))
+                self._send(LedgerRows(self._job, first_lineage, batch))
                 batch, size_bytes = [], 0
             if not batch:
                 first_lineage = lineage
             batch.append(row)
             size_bytes += row_bytes
         if batch:
-            self._say(LedgerRows(self._job, first_lineage, batch))
+            self._send(LedgerRows(self._job, first_lineage, batch))
 
 
 class StepClock:
@@ -209,7 +209,7 @@ KEPT = 256
 class StepReporter:
     """Reports steps, and remembers the newest: rank 0, or the seed, may die before a reported one is recorded.
 
-    ``say`` sends to the seed. ``on_step`` shows (applied, total, values) to the person.
+    ``send`` sends to the seed. ``on_step`` shows (applied, total, values) to the person.
     """
 
     def __init__(
@@ -217,11 +217,11 @@ class StepReporter:
         *,
         job: str,
         steps_total: int,
-        say: Callable[[Message], None],
+        send: Callable[[Message], None],
         on_step: Callable[[int, int, dict[str, float]], None],
     ) -> None:
         self._job, self._steps_total = job, steps_total
-        self._say, self._on_step = say, on_step
+        self._send, self._on_step = send, on_step
         self._last: Applied | None = None
         self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT)  # steps and their values
 
@@ -261,7 +261,7 @@ class StepReporter:
         row = self._rows[-1][1]
         row |= values
         if rank == 0:
-            self._say_row(applied, row, view)
+            self._send_row(applied, row, view)
         self._on_step(applied, self._steps_total, row)
 
     def tell_beyond(self, view: View, last: int) -> None:
@@ -269,10 +269,10 @@ class StepReporter:
         new, or lost. The seed ignores steps that it has."""
         for step, values in self._rows:
             if view.ledger_step < step <= last:
-                self._say_row(step, values, view)
+                self._send_row(step, values, view)
 
-    def _say_row(self, step: int, values: dict[str, float], view: View) -> None:
-        self._say(StepMetrics(self._job, view.generation, step, values))
+    def _send_row(self, step: int, values: dict[str, float], view: View) -> None:
+        self._send(StepMetrics(self._job, view.generation, step, values))
 
 
 def described(view: View, peer_id: str) -> str:
@@ -295,13 +295,13 @@ class Reports:
         self.clock = StepClock(context.world.clock.now)
         self._context, self._core = context, core
         self._job, self._stage, self._profile, self._early = job, stage, profile, early
-        self.ledger = Ledger(job, context.say)
-        self.steps = StepReporter(job=job, steps_total=profile.job.steps, say=context.say, on_step=context.on_step)
+        self.ledger = Ledger(job, context.send)
+        self.steps = StepReporter(job=job, steps_total=profile.job.steps, send=context.send, on_step=context.on_step)
         self._timing: dict[str, float] = {}
         self._validated: tuple[int, float | None] = 0, None  # step and loss
         self._tokens_per_s = 0.0  # of this member's replica, in the newest step
         self._fetched: Fetched | None = None  # result of the last heal
-        self._done_told = False
+        self._is_done_reported = False
         self.unsaved: Callable[[], str] = str  # as ``Report.unsaved``
         self._trouble: Report | None = None  # the last report; sent again to a seed that was away
 
@@ -320,17 +320,17 @@ class Reports:
                 windows=self.engine.data.windows,
                 unit_us=self.clock.unit_us,
             )
-        self._context.say(report)
+        self._context.send(report)
 
-    def say(self, report: Report) -> None:
+    def announce(self, report: Report) -> None:
         self._trouble = report
         if report.status == "healed" and self._fetched is not None:
-            report = self._fetched.told_in(report)
+            report = self._fetched.added_to(report)
         if report.status == "done" and self._rank():
             self.tell_rows()  # no view follows in which a missing row of rank 0 would be sent
         self.send(report)
-        if report.status == "done" and not self._done_told:  # once: a returning seed asks again
-            self._done_told = True
+        if report.status == "done" and not self._is_done_reported:  # once: a returning seed asks again
+            self._is_done_reported = True
             every = "all " * (report.applied >= self._core.steps_total)
             how = self._stopped_early() or f"{every}{report.applied:,} steps"
             done = f"the job is done: {how}; waits for a new job"

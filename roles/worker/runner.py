@@ -254,7 +254,7 @@ class JobRunner:
     def _carry_out(self, instruction: object) -> None:
         match instruction:
             case SendReport(report):
-                self.state.reports.say(report)
+                self.state.reports.announce(report)
             case CloseRing(reason):
                 self._disband(reason)
             case Reload():

@@ -419,4 +419,4 @@ class Stages:
         parts = [*self._training(), *held][:MAX_PARTS]
         if parts != self._told:
             self._told = parts
-            self._context.say(PartsHeld(parts))
+            self._context.send(PartsHeld(parts))

@@ -65,7 +65,7 @@ class StepRunner:
         if state.budget is not None:
             await state.budget.view_began(session, patience_s=self._patience_s())
         if state.profile.validation.patience:
-            known = await session.all_gather(state.early.told(), patience_s=self._patience_s())
+            known = await session.all_gather(state.early.message(), patience_s=self._patience_s())
             healthy = [it for it, member in zip(known, view.members, strict=True) if member.healthy]
             state.early.agree_untrusted(healthy, view.step)
 

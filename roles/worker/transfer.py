@@ -115,7 +115,7 @@ class Transfer:
             self._give_back(former.under_way)
         return self.asks(now)
 
-    def gone(self, source: str, key: Hashable) -> None:
+    def drop_request(self, source: str, key: Hashable) -> None:
         known = self._sources.get(source)
         if known is not None and key in known.under_way:
             known.under_way.remove(key)
@@ -226,10 +226,10 @@ class Receiver:
         digest: Callable[[memoryview], Awaitable[bytes]],
         *,
         on_landed: Callable[[Source, Hashable], None] = lambda source, key: None,
-        on_gone: Callable[[Source, Hashable], None] | None = None,
+        on_dropped: Callable[[Source, Hashable], None] | None = None,
         slowest_bytes_s: float = 0.0,
     ) -> None:
-        self._now, self._digest, self._on_landed, self._on_gone = now, digest, on_landed, on_gone
+        self._now, self._digest, self._on_landed, self._on_dropped = now, digest, on_landed, on_dropped
         self._slowest_bytes_s = slowest_bytes_s
         self._core = Transfer()
         self._pieces: dict[Hashable, Piece] = {}
@@ -274,7 +274,7 @@ class Receiver:
             async with source.line.alive():
                 async for message in source.line.messages():
                     if isinstance(message, RangeGone):
-                        self.gone_untrusted(source, message)
+                        self.dropped_untrusted(source, message)
                     else:
                         heard(message)
                     self.changed.set()
@@ -373,12 +373,12 @@ class Receiver:
         self.ask()
         self.changed.set()
 
-    def gone_untrusted(self, source: Source, message: RangeGone) -> None:
+    def dropped_untrusted(self, source: Source, message: RangeGone) -> None:
         key = self._taken(source, message.stream)
-        if key is None or self._on_gone is None:
+        if key is None or self._on_dropped is None:
             raise ProtocolError(f"it cannot send what it offered: {shortened(message.reason)}")
-        self._core.gone(source.id, key)
-        self._on_gone(source, key)
+        self._core.drop_request(source.id, key)
+        self._on_dropped(source, key)
         self.ask()
 
 

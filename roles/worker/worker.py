@@ -109,7 +109,7 @@ class Worker(MemberProcess):
             inbound=self._inbound,
             compute=self._compute,
             disk=self._disk,
-            say=self._link.send,
+            send=self._link.send,
             notify=self.notify,
             tell=notify,
             build_engine=build_engine,

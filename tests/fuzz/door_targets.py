@@ -366,7 +366,7 @@ async def _healed(case: Healing) -> None:
     for message in case.from_source:
         with suppress(ProtocolError):
             if isinstance(message, RangeGone):
-                fetch.receiver.gone_untrusted(sender, message)
+                fetch.receiver.dropped_untrusted(sender, message)
             else:
                 fetch.heard_untrusted(sender, message)
 
@@ -381,7 +381,7 @@ HEALING = Target(
         "roles.worker.heal.Fetch._logged_untrusted",
         "roles.worker.heal.base_untrusted",
         "roles.worker.heal.news_untrusted",
-        "roles.worker.transfer.Receiver.gone_untrusted",
+        "roles.worker.transfer.Receiver.dropped_untrusted",
     ),
     peak_bytes=1 << 20,
     weight=100,

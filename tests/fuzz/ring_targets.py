@@ -213,14 +213,14 @@ def _check_validations(data: bytes) -> None:
     known = EarlyStop(2)
     known.agree_untrusted([data, bytes(8)], 9)
     known.validated(10, 2.0)
-    assert len(known.told()) == len(_KNOWN.told())
+    assert len(known.message()) == len(_KNOWN.message())
     loss, odd = mean_loss_untrusted([data[:16], struct.pack("!dQ", 6.0, 3), data[16:]], 100)
     assert 0 <= loss <= 1e6 or (odd == [0, 1, 2] and math.isnan(loss))
 
 
 VALIDATIONS = Target(
     "validations",
-    mutated(st.just(_KNOWN.told())) | st.binary(max_size=40),
+    mutated(st.just(_KNOWN.message())) | st.binary(max_size=40),
     _check_validations,
     ("roles.worker.early_stop.EarlyStop.agree_untrusted", "roles.worker.boundary.mean_loss_untrusted"),
     peak_bytes=64 << 10,

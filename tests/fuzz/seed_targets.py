@@ -145,7 +145,7 @@ def _metrics(draw: st.DrawFn) -> bytes:
 
 
 def _check_metrics(data: bytes) -> None:
-    kept = StepReporter(job="j", steps_total=9, say=lambda row: None, on_step=lambda *step: None)
+    kept = StepReporter(job="j", steps_total=9, send=lambda row: None, on_step=lambda *step: None)
     kept.loaded_untrusted(2, data)
     assert all(step <= 2 for step, _ in kept._rows)
 

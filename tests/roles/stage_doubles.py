@@ -66,7 +66,7 @@ class Stage:
             name=self.name,
             seed_at=lambda: "seed",
             compute=ComputeThread(self.threads),
-            say=lambda message: self.told.append(message) if isinstance(message, PartsHeld) else None,
+            send=lambda message: self.told.append(message) if isinstance(message, PartsHeld) else None,
         )
         self.stages = Stages(context, self.stand_ins.holding, Prober(context), self.directory, shown="stand-in")
         self._run = asyncio.create_task(self.stages.run(), name=self.name)
@@ -116,7 +116,7 @@ class TestClient:
         self.connection = connection
         self.heard: asyncio.Queue[Message] = asyncio.Queue()
         self.progress: list[PartLoading] = []
-        self.given_bytes = 0
+        self.sent_bytes = 0
         self._calls = PendingCalls()
 
     async def ask(

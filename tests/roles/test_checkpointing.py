@@ -163,7 +163,7 @@ async def test_a_save_that_was_skipped_for_a_busy_disk_is_made_up_for_once(tmp_p
     soon: list[bool] = []
     disk, compute, slow = RealThreads().start("disk"), ComputeThread(), HangingDisk()
     engine = StandInEngine(Profile())
-    context: Any = SimpleNamespace(compute=compute, say=lambda message: None, notify=lambda *notice: None)
+    context: Any = SimpleNamespace(compute=compute, send=lambda message: None, notify=lambda *notice: None)
     files = CheckpointFiles(disk, slow, tmp_path, 2, lambda *notice: None)
     async with asyncio.TaskGroup() as tasks:
         about: Any = {"job": "j", "files": files, "snapshots": Snapshots(compute), "tasks": tasks}
@@ -249,7 +249,7 @@ async def test_who_waits_for_a_save_waits_for_its_end_and_not_for_one_that_will_
     monkeypatch.setattr(checkpoint_store, "STANDSTILL_S", 0.05)
     disk, compute = RealThreads().start("disk"), ComputeThread()
     engine, lineage = StandInEngine(Profile()), "0" * 32
-    context: Any = SimpleNamespace(compute=compute, say=lambda message: None, notify=lambda *notice: None)
+    context: Any = SimpleNamespace(compute=compute, send=lambda message: None, notify=lambda *notice: None)
     files = CheckpointFiles(disk, RealDisk(), tmp_path, 2, lambda *notice: None)
     progress = itertools.count()
     async with asyncio.TaskGroup() as tasks:
@@ -284,7 +284,7 @@ async def test_a_ring_that_breaks_while_the_state_is_copied_costs_no_checkpoint(
     disk, compute = RealThreads().start("disk"), ComputeThread()
     engine, busy = StandInEngine(Profile()), threading.Event()
     context: Any = SimpleNamespace(
-        compute=compute, say=lambda message: None, notify=lambda *notice: told.append(notice[1])
+        compute=compute, send=lambda message: None, notify=lambda *notice: told.append(notice[1])
     )
     files = CheckpointFiles(disk, RealDisk(), tmp_path, 2, lambda *notice: None)
     async with asyncio.TaskGroup() as tasks:

@@ -140,7 +140,7 @@ def after(patience: int, *losses: float) -> EarlyStop:
 
 def test_a_newcomer_learns_the_count_from_the_others() -> None:
     old, new = after(3, 5.0, 4.0, 4.5, 4.0), after(3)
-    told = [new.told(), old.told()]
+    told = [new.message(), old.message()]
     for each in (new, old):
         each.agree_untrusted(told, 40)
         each.validated(50, 4.25)
@@ -153,9 +153,9 @@ def test_one_member_ends_no_job_by_what_it_says_of_the_validations() -> None:
     assert lie.due
     for told in ([lie, known, known], [known, lie]):
         member = after(3, 5.0, 4.0)
-        member.agree_untrusted([each.told() for each in told], 40)
-        assert member.told() == known.told()
-    known.agree_untrusted([lie.told(), b"x", EarlyStop(3).told()], 30)
+        member.agree_untrusted([each.message() for each in told], 40)
+        assert member.message() == known.message()
+    known.agree_untrusted([lie.message(), b"x", EarlyStop(3).message()], 30)
     assert not known.due, "of a step that is to come, or nothing"
 
 
@@ -196,10 +196,10 @@ def test_when_it_is_due(patience: int, losses: tuple[float, ...], due: bool) -> 
 def test_the_count_travels_in_a_checkpoint() -> None:
     before, resumed = after(2, 5.0, 6.0), EarlyStop(2)
     resumed.resumed(before.meta())
-    assert resumed.told() == before.told()
+    assert resumed.message() == before.message()
     resumed.validated(30, 7.0)
     assert resumed.reason == f"{TELLS} 5 (step 10) in 2 validations"
     for meta in ({}, {"validated_step": "x"}, before.meta() | {"best_val_step": -1}):
         resumed.resumed(meta)
-        assert resumed.told() == EarlyStop(2).told()
+        assert resumed.message() == EarlyStop(2).message()
     assert after(0, 5.0).meta() == {}

@@ -61,4 +61,4 @@ async def test_of_a_source_that_tells_of_steps_without_end_little_is_remembered(
     fetch, sender = fetch_of(lambda *_, **__: None, numel=30_000)
     for step in range(1, 5 * fetch._log_steps):
         fetch.heard_untrusted(sender, StepLogged(step, bytes(16), 1.0, fetch._layout.reduce_bytes))
-    assert fetch._log_steps < len(sender.said) < 3 * fetch._log_steps
+    assert fetch._log_steps < len(sender.news) < 3 * fetch._log_steps

@@ -75,7 +75,7 @@ async def test_the_state_arrives_bit_by_bit_from_all_sources(network: str) -> No
         target = blank(5_000_001)
         done = await heal(ring, target)
     assert {target.state.digest()} == ring.digests()
-    assert len(done.given) == 3
+    assert len(done.bytes_by_source) == 3
     assert done.size_bytes == ring.members[0].heal_source.state_bytes
     assert ring.problems == []
 

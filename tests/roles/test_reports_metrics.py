@@ -15,7 +15,7 @@ from wire.messages import Message
 class Member:
     def __init__(self) -> None:
         self.told: list[tuple[int, int]] = []
-        self.teller = StepReporter(job="job", steps_total=1000, say=self._say, on_step=lambda *_: None)
+        self.teller = StepReporter(job="job", steps_total=1000, send=self._say, on_step=lambda *_: None)
 
     def _say(self, message: Message) -> None:
         assert isinstance(message, StepMetrics)

@@ -23,7 +23,7 @@ def told(core: Transaction) -> Report:
     """The report of a member with that core, once its link is back."""
     said: list[Report] = []
     context: Any = SimpleNamespace(
-        peer_id="a", say=said.append, on_step=None, world=SimpleNamespace(clock=SimpleNamespace(now=lambda: 0.0))
+        peer_id="a", send=said.append, on_step=None, world=SimpleNamespace(clock=SimpleNamespace(now=lambda: 0.0))
     )
     reports = Reports(context, core, job="job", stage=WHOLE, profile=Profile(), early=EarlyStop(0))
     reports.seed_is_back(follows=False, level=False)

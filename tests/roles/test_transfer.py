@@ -95,7 +95,7 @@ def test_a_piece_that_is_gone_comes_from_another_and_one_that_is_forgotten_from_
     core = Transfer()
     core.want("p", right(1))
     assert core.offers("a", {"p"}, 0.0) == [Ask("a", "p")]
-    core.gone("a", "p")
+    core.drop_request("a", "p")
     assert core.offers("a", (), 0.0) == []
     assert core.offers("b", {"p"}, 0.0) == [Ask("b", "p")]
     core.forget("p")
@@ -112,20 +112,20 @@ def paced(steps: int, cost_s: float) -> tuple[list[float], list[int]]:
     """Step times and bytes given in each, by one who always has more to give; a byte costs ``cost_s`` of a step."""
     pace = Pace(PIECE)
     pace.ring_began()
-    times, given_bytes = [], []
+    times, sent_bytes = [], []
     for _ in range(steps):
         given = 0
         while pace.open and given < 1 << 34:
             pace.gives(PIECE)
             given += PIECE
         times.append(1.0 + given * cost_s)
-        given_bytes.append(given)
+        sent_bytes.append(given)
         pace.stepped(times[-1])
-    return times, given_bytes
+    return times, sent_bytes
 
 
 @pytest.mark.parametrize("cost_s", [1e-9, 1e-8, 2e-8])
 def test_what_is_given_costs_a_step_no_more_than_its_share(cost_s: float) -> None:
-    times, given_bytes = paced(400, cost_s)
+    times, sent_bytes = paced(400, cost_s)
     assert sum(times) / len(times) <= 1 + SHARE
-    assert sum(given_bytes[-100:]) * cost_s >= 0.2 * SHARE * 100, "far less than what would be free"
+    assert sum(sent_bytes[-100:]) * cost_s >= 0.2 * SHARE * 100, "far less than what would be free"

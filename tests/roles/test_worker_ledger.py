@@ -105,7 +105,7 @@ def test_metrics_go_on_from_a_checkpoint_and_are_told_to_a_seed_that_lacks_them(
     said = list[StepMetrics]()
 
     def reporter() -> StepReporter:
-        return StepReporter(job="job", steps_total=9, say=said.append, on_step=lambda *step: None)  # type: ignore[arg-type]
+        return StepReporter(job="job", steps_total=9, send=said.append, on_step=lambda *step: None)  # type: ignore[arg-type]
 
     view = View("job", 3, (), 5, "ab" * 16, ledger_step=2)
     before, after = reporter(), reporter()
