@@ -19,13 +19,6 @@ from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
 from p2ptrain.core.training import Applied, Blob, FilePlan, TrainingData
 from ring.chain import Payload
 
-__all__ = [
-    "WHOLE", "Applied", "Blob", "BuildPart", "Engine", "EngineState", "NoiseInput", "OnFinal", "PartBuilder",
-    "PartSpec", "Pass", "Payload", "PipelineEngine", "Ran", "Sampling", "ShardedEngine", "SlotInput", "Stage",
-    "StageEngine",
-]  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------------------------- training
 
 

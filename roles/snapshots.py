@@ -11,8 +11,9 @@ import xxhash
 
 from p2ptrain.core.errors import ResourceError
 from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.training import Blob
 from roles.compute_thread import ComputeThread
-from roles.engine import Blob, Engine
+from roles.engine import Engine
 
 
 class Snapshot:

@@ -27,7 +27,7 @@ class DeviceBatch:
     positions: Tensor | None
 
 
-class MicroBatches:
+class MicroBatchReader:
     """The text of a member. See the module's docstring.
 
     Args:

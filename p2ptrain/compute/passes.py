@@ -32,7 +32,7 @@ from p2ptrain.compute.activations import decode_untrusted, encode
 from p2ptrain.compute.data import NO_TARGET
 from p2ptrain.compute.fsdp import translate_lost_members
 from p2ptrain.compute.gradients import OnFinal
-from p2ptrain.compute.micro_batches import DeviceBatch, MicroBatches
+from p2ptrain.compute.micro_batches import DeviceBatch, MicroBatchReader
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
 from p2ptrain.compute.update import StepUpdate
@@ -58,7 +58,7 @@ class Passes:
     """The passes of a step. ``roles.engine.PipelineEngine`` documents the methods and attributes."""
 
     def __init__(
-        self, recipe: ModelRecipe, built: BuiltPart, batches: MicroBatches, update: StepUpdate, buffer: ReduceBuffer
+        self, recipe: ModelRecipe, built: BuiltPart, batches: MicroBatchReader, update: StepUpdate, buffer: ReduceBuffer
     ) -> None:
         self._recipe, self._built, self._batches, self._update, self._buffer = recipe, built, batches, update, buffer
         self._flights: dict[int, _Flight] = {}
@@ -72,7 +72,7 @@ class Passes:
         self.recompute = stage.recompute
 
     def begin_step(self, step: int) -> None:
-        """Drop what an aborted step left. Call after ``StepUpdate.begin_step`` and ``MicroBatches.begin_step``."""
+        """Drop what an aborted step left. Call after ``StepUpdate.begin_step`` and ``MicroBatchReader.begin_step``."""
         self._flights.clear()
         spec, batches = self._recipe.spec, self._batches
         if spec.private:

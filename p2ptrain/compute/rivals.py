@@ -24,7 +24,7 @@ from transformers import GenerationConfig as _GenerationConfig
 
 from p2ptrain.compute.device import check_memory, flushed_denormals, pick_device
 from p2ptrain.compute.gloo import GlooGroup, line_of
-from p2ptrain.compute.micro_batches import MicroBatches
+from p2ptrain.compute.micro_batches import MicroBatchReader
 from p2ptrain.compute.model import ModelSpec, load_model, model_config, parameter_count
 from p2ptrain.compute.recipe import ModelRecipe
 from p2ptrain.compute.served_part import dtype_of
@@ -43,13 +43,13 @@ class DdpTrainer:
         sharded: with FSDP2 in place of it; each layer is a unit.
 
     Raises:
-        ConfigError, UserError, ResourceError: see ``ModelRecipe`` and ``MicroBatches``.
+        ConfigError, UserError, ResourceError: see ``ModelRecipe`` and ``MicroBatchReader``.
     """
 
     def __init__(self, group: GlooGroup, spec: TrainingSpec, backend: str = "gloo", *, sharded: bool = False) -> None:
         recipe = ModelRecipe(spec, pick_device("cpu"))
         self._group, self._spec, optimizer = group, spec, spec.optimizer
-        self._batches = MicroBatches(recipe)
+        self._batches = MicroBatchReader(recipe)
         network: Any = recipe.initial_module()
         self._ddp: Any
         if sharded:

@@ -3,7 +3,7 @@
 ``TrainerParts`` names the objects of which an engine is made. Each does one thing:
 
 - ``ModelRecipe`` checks what fits into memory, and builds the part;
-- ``MicroBatches`` reads the text;
+- ``MicroBatchReader`` reads the text;
 - ``Passes`` computes the forward and backward passes;
 - a ``StepUpdate`` decides what a member contributes, and how the members' sum changes the parameters;
 - ``ReduceBuffer`` holds the contribution on the host, where the ring sums it;
@@ -29,7 +29,7 @@ from p2ptrain.compute.flat import FlatModel
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec
 from p2ptrain.compute.gradients import UNIT, OnFinal
 from p2ptrain.compute.local import LocalSteps
-from p2ptrain.compute.micro_batches import MicroBatches
+from p2ptrain.compute.micro_batches import MicroBatchReader
 from p2ptrain.compute.passes import Passes
 from p2ptrain.compute.process_group import Operations
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
@@ -47,7 +47,7 @@ class TrainerParts:
     """The objects of which a ``Trainer`` is made."""
 
     recipe: ModelRecipe
-    batches: MicroBatches
+    batches: MicroBatchReader
     built: BuiltPart
     update: StepUpdate
     buffer: ReduceBuffer
@@ -61,12 +61,12 @@ def make_parts(
     processes: int = 1,
     make_buffer: Callable[[ModelRecipe, BuiltPart, StepUpdate], ReduceBuffer] = ReduceBuffer,
 ) -> TrainerParts:
-    """Read the text and build the model. ``processes``: see ``MicroBatches``.
+    """Read the text and build the model. ``processes``: see ``MicroBatchReader``.
 
     Raises:
-        ConfigError, UserError, ResourceError: see ``MicroBatches``, ``ModelRecipe.build``.
+        ConfigError, UserError, ResourceError: see ``MicroBatchReader``, ``ModelRecipe.build``.
     """
-    batches = MicroBatches(recipe, processes)
+    batches = MicroBatchReader(recipe, processes)
     built = recipe.build()
     update = make_update(recipe.spec, built.flat)
     buffer = make_buffer(recipe, built, update)

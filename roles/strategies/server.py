@@ -34,6 +34,7 @@ import xxhash
 
 from configs.schema import Profile
 from p2ptrain.core.errors import NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError, ResourceError
+from p2ptrain.core.training import Applied, Blob
 from p2ptrain.core.world import LoopClock
 from ring.codecs import Codec
 from ring.direct import DirectMessages
@@ -52,7 +53,7 @@ from ring.staleness import (
 )
 from ring.token import NormGuard
 from roles.compute_thread import ComputeThread, translated
-from roles.engine import Applied, Blob, Engine
+from roles.engine import Engine
 from roles.gauges import free_memory_bytes
 from roles.snapshots import Snapshot, Snapshots, state_digest
 from roles.strategies.robust import MEASURED_EVERY, combine, scores_of

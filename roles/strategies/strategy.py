@@ -20,10 +20,11 @@ import xxhash
 
 from p2ptrain.compute.gradients import bucket_bounds
 from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.training import Applied
 from p2ptrain.core.world import LoopClock
 from ring.session import PATIENCE_S, RingSession
 from roles.compute_thread import ComputeThread
-from roles.engine import Applied, Engine
+from roles.engine import Engine
 from roles.strategies.interface import (
     Bounds,
     ConnectPeers,

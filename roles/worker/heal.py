@@ -22,10 +22,11 @@ import numpy as np
 import xxhash
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError
+from p2ptrain.core.training import Applied, Blob
 from ring.job_member import JobMember, StateDiscarded, StateFollowed, StateTorn
 from ring.token import joined_digest, next_lineage
 from ring.transaction import Heal
-from roles.engine import WHOLE, Applied, Blob, Engine, Stage
+from roles.engine import WHOLE, Engine, Stage
 from roles.line import Line
 from roles.worker.context import Context
 from roles.worker.heal_source import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes

@@ -32,9 +32,10 @@ from p2ptrain.core.errors import (
     ResourceError,
     StorageError,
 )
+from p2ptrain.core.training import Blob
 from ring.job_member import JobMember
 from ring.view import View
-from roles.engine import WHOLE, Blob, Engine, Stage
+from roles.engine import WHOLE, Engine, Stage
 from roles.line import Line, unless_closed
 from roles.snapshots import Snapshot, Snapshots
 from roles.worker.context import Context

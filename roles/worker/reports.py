@@ -15,12 +15,12 @@ from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.texts import shortened
-from p2ptrain.core.training import FilePlan
+from p2ptrain.core.training import Applied, FilePlan
 from ring.job_member import REASON_CHARS, JobMember, MemberPhase
 from ring.session import RingSession
 from ring.token import next_lineage
 from ring.view import View
-from roles.engine import Applied, Engine, Stage
+from roles.engine import Engine, Stage
 from roles.strategies.interface import StageLoad
 from roles.worker.context import Context
 from roles.worker.early_stop import EarlyStop

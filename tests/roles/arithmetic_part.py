@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from roles.engine import Payload
+from ring.chain import Payload
 
 Vector = npt.NDArray[np.float64]
 

@@ -15,9 +15,9 @@ from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.ring_member import LocalMember
+from ring.chain import Payload
 from ring.planning.schedule import StageSchedule, extended, gpipe, one_f_one_b
 from roles.compute_thread import ComputeFailed, ComputeThread
-from roles.engine import Payload
 from roles.strategies.pipeline import StageRunner, StageStep
 from tests.ring.local import local_chain
 from wire.transport import TcpNetwork
