@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
-from p2ptrain.core.training import Applied, Blob, FilePlan, TrainingData
+from p2ptrain.core.training import Applied, Blob, FilePlan, OnFinal, TrainingData
 from ring.chain import Payload
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -38,10 +38,6 @@ class Stage:
 
 
 WHOLE = Stage(0, 1)
-
-OnFinal = Callable[[int], None]
-"""Called with n when elements [0, n) of ``reduce_buffer`` are final in this step and may go to the ring. n never
-decreases. The call may come on any thread, about once per parameter."""
 
 
 class Engine(Protocol):

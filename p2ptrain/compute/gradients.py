@@ -40,8 +40,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-OnFinal = Callable[[int], None]
-"""Called with the number of final elements at the front of the buffer; see ``roles.engine``."""
+from p2ptrain.core.training import OnFinal
+
 FRACTION_BITS = 44
 UNIT = 2.0**-FRACTION_BITS
 """The value of the integer 1."""

@@ -47,7 +47,6 @@ from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointPlanner, Che
 from p2ptrain.compute.device import ComputeDevice
 from p2ptrain.compute.flat import FlatModel
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, rows_of
-from p2ptrain.compute.gradients import OnFinal
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
 from p2ptrain.compute.trainer import Trainer, TrainerParts, make_parts
@@ -56,7 +55,7 @@ from p2ptrain.compute.training_state import TrainingState, blob_of
 from p2ptrain.compute.update import StepUpdate
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, ResourceError
 from p2ptrain.core.island import IslandPlace
-from p2ptrain.core.training import Blob, FilePlan
+from p2ptrain.core.training import Blob, FilePlan, OnFinal
 
 SILENCE_S = 600.0
 """Longest wait of a process for another one. Reading a large text may take minutes."""
@@ -417,11 +416,10 @@ class IslandState(TrainingState):
     def __init__(self, parts: TrainerParts, rows: RowExchange) -> None:
         self._rows, self._whole = rows, rows.whole
         self._gathered: dict[str, Tensor] = {}  # the leader's blobs, until the state changes
-        corpus = "" if parts.recipe.spec.private else parts.batches.corpus.digest
-        super().__init__(parts.recipe, parts.built, parts.update, corpus)
+        super().__init__(parts.recipe, parts.built, parts.update, parts.batches.digest)
         if rows.leads:
             built = BuiltPart(rows.whole, None, None)
-            self._planner = CheckpointPlanner(parts.recipe, built, corpus, {})
+            self._planner = CheckpointPlanner(parts.recipe, built, parts.batches.digest, {})
             self._reader = CheckpointReader(parts.recipe, built)
 
     def blobs(self) -> list[Blob]:

@@ -55,6 +55,11 @@ class MicroBatchReader:
         self._drawn: set[int] = set()  # sequences of this step that ``draws_again`` was asked for
         self.first, self.count = 0, spec.micro_batches
 
+    @property
+    def digest(self) -> str:
+        """Digest of the text; empty if it is private."""
+        return "" if self._spec.private else self.corpus.digest
+
     def begin_step(self, first: int, count: int) -> None:
         self.first, self.count = first, count
         self._drawn.clear()

@@ -31,13 +31,13 @@ from torch import Tensor
 from p2ptrain.compute.activations import decode_untrusted, encode
 from p2ptrain.compute.data import NO_TARGET
 from p2ptrain.compute.fsdp import translate_lost_members
-from p2ptrain.compute.gradients import OnFinal
 from p2ptrain.compute.micro_batches import DeviceBatch, MicroBatchReader
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
 from p2ptrain.compute.update import StepUpdate
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ResourceError
+from p2ptrain.core.training import OnFinal
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 Payload = npt.NDArray[np.uint8]

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from p2ptrain.compute.exact import FixedSum
 from p2ptrain.compute.flat import square_sum
-from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, OnFinal, bucket_bounds
+from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, bucket_bounds
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.compute.update import StepUpdate
+from p2ptrain.core.training import OnFinal
 
 
 class ReduceBuffer:

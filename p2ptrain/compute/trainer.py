@@ -27,7 +27,7 @@ from p2ptrain.compute.device import ComputeDevice, share_cores
 from p2ptrain.compute.fedex import ExactAverage
 from p2ptrain.compute.flat import FlatModel
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec
-from p2ptrain.compute.gradients import UNIT, OnFinal
+from p2ptrain.compute.gradients import UNIT
 from p2ptrain.compute.local import LocalSteps
 from p2ptrain.compute.micro_batches import MicroBatchReader
 from p2ptrain.compute.passes import Passes
@@ -39,7 +39,7 @@ from p2ptrain.compute.training_spec import TrainingSpec
 from p2ptrain.compute.training_state import TrainingState
 from p2ptrain.compute.update import ClippedGradients, PlainGradients, StepUpdate, SummedGradients
 from p2ptrain.core.errors import JobFailed
-from p2ptrain.core.training import Applied, TrainingData
+from p2ptrain.core.training import Applied, OnFinal, TrainingData
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ def make_parts(
     update = make_update(recipe.spec, built.flat)
     buffer = make_buffer(recipe, built, update)
     passes = Passes(recipe, built, batches, update, buffer)
-    state = TrainingState(recipe, built, update, "" if recipe.spec.private else batches.corpus.digest)
+    state = TrainingState(recipe, built, update, batches.digest)
     return TrainerParts(recipe, batches, built, update, buffer, passes, state)
 
 
@@ -127,7 +127,7 @@ class Trainer:
         self.slots = parts.update if isinstance(parts.update, ExactAverage) else None
         self.device = recipe.device.label
         self.data = TrainingData(
-            digest="" if self._spec.private else batches.corpus.digest,
+            digest=batches.digest,
             note=batches.corpus.note,
             windows=len(batches.corpus.training),
             tokens_per_micro_batch=self._spec.micro_batch_tokens,

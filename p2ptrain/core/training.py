@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+OnFinal = Callable[[int], None]
+"""Called with n when elements [0, n) of the reduce buffer are final in this step and may go to the ring. n never
+decreases. The call may come on any thread, about once per parameter."""
+
 
 @dataclass(frozen=True, slots=True)
 class Blob:

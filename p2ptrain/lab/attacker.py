@@ -20,8 +20,8 @@ import numpy as np
 
 from configs.schema import Job
 from p2ptrain.core.errors import ConfigError
-from p2ptrain.core.training import Applied
-from roles.engine import Engine, OnFinal
+from p2ptrain.core.training import Applied, OnFinal
+from roles.engine import Engine
 
 ATTACKS = ("sign-flip", "scale", "noise", "alie", "label-flip")
 FLIP, SCALE, NOISE, ALIE_Z = np.float32(-4), np.float32(100), np.float32(10), np.float32(1.5)

@@ -24,10 +24,10 @@ from p2ptrain.compute.inner_steps import InnerSteps
 from p2ptrain.compute.noise import gaussian
 from p2ptrain.core.checkpoint_parts import shard_name
 from p2ptrain.core.errors import JobFailed, ProtocolError, StorageError
-from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan, TrainingData
+from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan, OnFinal, TrainingData
 from ring.chain import Payload
 from roles.compute_thread import ComputeThread
-from roles.engine import WHOLE, Engine, OnFinal, Stage
+from roles.engine import WHOLE, Engine, Stage
 from roles.strategies import strategy_of
 from roles.strategies.interface import Progress
 from roles.strategies.parts import PartRings

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.core.training import OnFinal
 from ring.chain import Chain
 from ring.codecs import Codec
 from ring.direct import DirectMessages
 from ring.links import Topology
 from ring.session import RingSession
 from ring.view import View
-from roles.engine import OnFinal
 
 Bounds = Sequence[tuple[int, int]]
 """Ranges [start, stop) of the reduce buffer, ascending: the operations of a step, in their order."""

@@ -20,12 +20,13 @@ from typing import Any
 
 from configs.schema import Pipeline
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
+from p2ptrain.core.training import OnFinal
 from p2ptrain.core.world import LoopClock
 from ring.chain import Chain, Payload
 from ring.planning.schedule import Kind, StageOperation, StageSchedule, extended, forwards, one_f_one_b
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
-from roles.engine import OnFinal, PipelineEngine
+from roles.engine import PipelineEngine
 from roles.strategies.interface import ConnectPeers, Progress, StageLoad, Work
 
 Pass = Callable[[int, Payload | None], Payload | None]

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+from p2ptrain.core.training import OnFinal
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
-from roles.engine import Engine, OnFinal, ShardedEngine
+from roles.engine import Engine, ShardedEngine
 from roles.process_group import RingOperations
 from roles.strategies.interface import ConnectPeers, Progress, Work
 

@@ -13,10 +13,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.core.training import OnFinal
 from ring.codecs import Codec, codec_named
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
-from roles.engine import Engine, OnFinal
+from roles.engine import Engine
 from roles.strategies.interface import Bounds, Exchange, Progress, RingPiece, Work
 
 PLAIN = "fp32"

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.core.training import Applied
+from p2ptrain.core.training import Applied, OnFinal
 from p2ptrain.lab.stand_in import StandInEngine
-from roles.engine import OnFinal
 from tests.roles.in_process import Cluster, Peer
 
 

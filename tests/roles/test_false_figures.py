@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
+from p2ptrain.core.training import OnFinal
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.token import Flag, Token
-from roles.engine import OnFinal
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.test_cluster import small_profile
 from wire.job_messages import MAX_WINDOWS

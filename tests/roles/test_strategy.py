@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import Profile
+from p2ptrain.core.training import OnFinal
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.ring_member import LocalMember
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
-from roles.engine import OnFinal
 from roles.strategies.interface import ConnectPeers, Contribution
 from roles.strategies.strategy import Strategy
 from roles.strategies.sync import GradientSum, MicroBatches

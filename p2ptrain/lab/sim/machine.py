@@ -41,10 +41,10 @@ from configs.schema import Profile
 from p2ptrain.core.disk import Disk, Lock
 from p2ptrain.core.errors import StorageError
 from p2ptrain.core.threads import Thread, outcome_of, settle
-from p2ptrain.core.training import Applied, Blob
+from p2ptrain.core.training import Applied, Blob, OnFinal
 from p2ptrain.lab.memory import VirtualClockLoop
 from p2ptrain.lab.stand_in import StandInEngine, StandInState
-from roles.engine import WHOLE, OnFinal, Stage
+from roles.engine import WHOLE, Stage
 
 
 class Process:
