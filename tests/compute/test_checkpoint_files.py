@@ -51,7 +51,7 @@ def opened(directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("spec", MODELS, ids=name_of)
-def test_first_weights_are_those_of_the_whole_and_all_files_together_are_it(
+def test_files_of_all_stages_are_one_model_with_the_first_weights(
     text_file: Path, tmp_path: Path, spec: ModelSpec
 ) -> None:
     pipeline = Pipeline(text_file, BOUNDS, model=spec)
@@ -69,7 +69,7 @@ def test_first_weights_are_those_of_the_whole_and_all_files_together_are_it(
     assert states(again.stages) == states(pipeline.stages)
 
 
-def test_its_small_files_are_those_of_the_whole(text_file: Path, tmp_path: Path) -> None:
+def test_stages_write_the_small_files_of_the_whole_model(text_file: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
@@ -86,7 +86,7 @@ def test_its_small_files_are_those_of_the_whole(text_file: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("spec", [MODEL, tiny(layers=4, tie_embeddings=False)], ids=name_of)
-def test_each_stage_goes_on_from_its_own_files(text_file: Path, tmp_path: Path, spec: ModelSpec) -> None:
+def test_each_stage_continues_from_its_own_files(text_file: Path, tmp_path: Path, spec: ModelSpec) -> None:
     pipeline = Pipeline(text_file, (0, 1, 4), model=spec)
     for step in range(2):
         pipeline.run(step)
@@ -109,7 +109,7 @@ def test_each_stage_goes_on_from_its_own_files(text_file: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bounds", [(0, 6), (0, 2, 6)])
-def test_what_is_not_trained_is_what_came_in(
+def test_checkpoints_keep_settings_and_dtypes_of_the_base_model(
     text_file: Path, tmp_path: Path, bounds: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """Also the type of the weights; and training goes on from those in fp32, to the bit."""
@@ -138,7 +138,9 @@ def test_what_is_not_trained_is_what_came_in(
 
 
 @pytest.mark.parametrize("slots", [0, 1])
-def test_adapters_and_what_they_are_merged_into_keep_it_too(text_file: Path, tmp_path: Path, slots: int) -> None:
+def test_adapters_and_merged_models_keep_settings_of_the_base_model(
+    text_file: Path, tmp_path: Path, slots: int
+) -> None:
     given, saved, merged = tmp_path / "given", tmp_path / "saved", tmp_path / "merged"
     saved.mkdir()
     make_given(given, torch.float16)
@@ -155,12 +157,12 @@ def test_adapters_and_what_they_are_merged_into_keep_it_too(text_file: Path, tmp
         check_kept(given, merged)
 
 
-def test_a_new_models_cache_is_used(text_file: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_a_new_model_enable_the_cache(text_file: Path, tmp_path: Path) -> None:
     save(tiny_trainer(text_file, model=MODEL), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["use_cache"] is True
 
 
-def test_the_state_of_step_0_comes_back(text_file: Path) -> None:
+def test_load_initial_restores_the_state_of_step_0(text_file: Path) -> None:
     pipeline = Pipeline(text_file, (0, 2, 4))
     before = states(pipeline.stages)
     expected = [pipeline.run(step).loss for step in range(2)]

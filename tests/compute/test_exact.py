@@ -101,7 +101,7 @@ def test_the_bits_of_a_micro_batch_do_not_depend_on_this_machines_cores(
     assert len(sums) == 1
 
 
-def test_what_has_no_deterministic_algorithm_is_refused_with_a_way_out() -> None:
+def test_an_operation_without_a_deterministic_algorithm_is_refused() -> None:
     refused = (
         "put_ does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'"
     )
@@ -191,9 +191,7 @@ def test_steps_are_those_of_a_loop_over_pythons_integers(make_trainer: MakeTrain
             theirs.data.copy_(parameter.data)  # the next step begins with equal bits
 
 
-def test_a_state_that_was_copied_or_that_comes_from_a_checkpoint_goes_on_with_the_same_bits(
-    make_trainer: MakeTrainer, tmp_path: Path
-) -> None:
+def test_copied_and_loaded_states_continue_with_the_same_bits(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     whole, donor, newcomer, resumed = (make_trainer(exact=True, seed=3) for _ in range(4))
     run_step(newcomer, 0)
     for step in range(3):
@@ -213,7 +211,7 @@ def test_a_state_that_was_copied_or_that_comes_from_a_checkpoint_goes_on_with_th
     assert sha256(whole) == sha256(newcomer) == sha256(resumed)
 
 
-def test_it_can_be_done_again_from_the_redo_buffer(make_trainer: MakeTrainer) -> None:
+def test_a_step_can_be_applied_again_from_the_kept_sum(make_trainer: MakeTrainer) -> None:
     trainer, other = make_trainer(exact=True), make_trainer(exact=True)
     run_step(trainer, 0)
     kept = trainer.reduce_buffer.copy()
@@ -224,7 +222,7 @@ def test_it_can_be_done_again_from_the_redo_buffer(make_trainer: MakeTrainer) ->
     assert sha256(other) == sha256(trainer)
 
 
-def test_a_device_with_memory_of_its_own_computes_the_same(
+def test_a_device_with_its_own_memory_gives_the_same_exact_sums(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, apart = make_trainer(exact=True), make_trainer(exact=True, device=APART)
@@ -279,7 +277,7 @@ def test_a_gpu_gives_the_same_bits_in_any_order(make_trainer: MakeTrainer) -> No
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
-def test_a_contribution_that_does_not_fit_is_told_and_never_applied(make_trainer: MakeTrainer, value: float) -> None:
+def test_a_contribution_out_of_range_is_never_applied(make_trainer: MakeTrainer, value: float) -> None:
     trainer = make_trainer(exact=True)
     run_step(trainer, 0)
     before, size = state_bytes(trainer), len(trainer.reduce_buffer)

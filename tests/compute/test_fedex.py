@@ -83,7 +83,7 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
 
 
 @pytest.mark.parametrize("kind", ["exact", "frozen-a", "naive"])
-def test_what_an_average_is_worth(text_file: Path, base: Path, kind: str) -> None:
+def test_exact_and_frozen_a_averages_are_those_of_the_products(text_file: Path, base: Path, kind: str) -> None:
     options = {"slots": 3 if kind == "exact" else 0, "freeze_a": kind == "frozen-a"}
     trainers, others = (members(text_file, base, **options) for _ in range(2))
     for step in range(2):

@@ -89,7 +89,7 @@ def test_the_first_weights_are_those_of_the_whole_model_bit_for_bit(text: Path, 
 
 
 @pytest.mark.parametrize(("accumulate", "precision"), [(True, "fp32"), (False, "fp32"), (True, "bf16")])
-def test_a_step_that_was_given_up_leaves_nothing_behind(text: Path, accumulate: bool, precision: str) -> None:
+def test_an_abandoned_step_of_shards_changes_no_later_step(text: Path, accumulate: bool, precision: str) -> None:
     """Between two passes, and inside of one."""
     shards, again = (Shards(text, 2, accumulate=accumulate, precision=precision) for _ in range(2))
     expected = shards.step(0)
@@ -156,7 +156,7 @@ def test_a_checkpoint_is_that_of_a_whole_model_and_resumes_at_any_number_of_shar
     assert [again.step(step) for step in (3, 4)] == more
 
 
-def test_what_is_not_trained_is_what_came_in(text: Path, tmp_path: Path) -> None:
+def test_shards_keep_settings_and_dtypes_of_the_base_model(text: Path, tmp_path: Path) -> None:
     given, saved = tmp_path / "given", tmp_path / "saved"
     make_given(given, torch.float16)
     shards, again = (Shards(text, 2, model=tiny(path=given)) for _ in range(2))

@@ -40,7 +40,7 @@ def test_buckets_cover_everything_in_order_and_are_about_equal(numel: int, items
     assert not sizes or max(sizes) - min(sizes) <= 32
 
 
-def test_buckets_that_choose_their_size() -> None:
+def test_default_buckets_have_at_least_one_mebibyte() -> None:
     for total_bytes in (1000, (1 << 20), 3_400_000, 10**8, 10**10):
         bounds = bucket_bounds(total_bytes // 4, 4)
         assert len(bounds) == min(max(total_bytes // (1 << 20), 1), 16)
@@ -48,7 +48,7 @@ def test_buckets_that_choose_their_size() -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12), seed=st.integers(0, 2**32))
-def test_the_front_is_where_the_first_part_is_missing(sizes: list[int], seed: int) -> None:
+def test_the_front_ends_at_the_first_gradient_that_is_not_final(sizes: list[int], seed: int) -> None:
     stops = [sum(sizes[: number + 1]) for number in range(len(sizes))]
     watch, told = BackwardProgress(stops, None), list[int]()
     for _ in range(2):
@@ -88,7 +88,7 @@ class PendingCopy:
         self._stream.landed = max(self._stream.landed, self._number)
 
 
-def test_a_ferry_copies_what_is_final_and_tells_what_has_landed() -> None:
+def test_the_host_copier_copies_final_pieces_and_reports_arrivals() -> None:
     stream = Stream()
     host_copier = HostCopier(stream.copy, [10, 20, 30, 41])
     assert host_copier.final(9) == 0
@@ -104,7 +104,7 @@ def test_a_ferry_copies_what_is_final_and_tells_what_has_landed() -> None:
     assert told == [20, 30, 41]
 
 
-def test_a_watch_tells_of_the_last_pass_only() -> None:
+def test_progress_is_reported_for_the_last_pass_only() -> None:
     watch = BackwardProgress([5, 9], None)
     told: list[int] = []
     for _ in range(2):
@@ -164,14 +164,14 @@ def test_sums_are_those_of_pythons_integers_in_any_order(parts: list[list[float]
 
 
 @given(st.floats(2.0**-20, 2.0**15, width=32))
-def test_what_is_not_tiny_keeps_every_bit(value: float) -> None:
+def test_values_from_2_to_the_minus_20_keep_every_bit(value: float) -> None:
     fixed, fits = to_fixed(np.array([value, -value], np.float32), 8)
     assert fits
     assert to_float(fixed).tolist() == [value, -value]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 8, 1000, 65536])
-def test_the_most_that_fits_never_overflows(micro_batches: int) -> None:
+def test_the_largest_contribution_never_overflows(micro_batches: int) -> None:
     most = float(np.nextafter(np.float32(largest(micro_batches) * (1 + 2.0**-23)), np.float32(0)))
     while most > largest(micro_batches):  # the limit of three lies between two numbers of fp32
         most = float(np.nextafter(np.float32(most), np.float32(0)))
@@ -184,7 +184,7 @@ def test_the_most_that_fits_never_overflows(micro_batches: int) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**15 + 0.01, -(2.0**15) - 0.01, 3e38])
 @pytest.mark.parametrize("numel", [1, 40_000, 100_000])
-def test_what_does_not_fit_is_told_wherever_it_stands(value: float, numel: int) -> None:
+def test_a_value_out_of_range_is_found_at_every_place(value: float, numel: int) -> None:
     for place in {0, numel // 2, numel - 1}:
         values = [0.5] * numel
         values[place] = value
@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_told_wherever_it_stands(value: float, numel: int) 
         assert not fixed.any()
 
 
-def test_a_new_step_forgets_what_did_not_fit() -> None:
+def test_a_new_step_forgets_values_out_of_range() -> None:
     total = added([[math.nan, 1.0]], 8, [])
     assert not total.fits
     total.begin()

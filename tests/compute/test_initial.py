@@ -78,7 +78,7 @@ def test_one_unit_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
         next(initial_tensors(ModelLayout(CONFIG, torch.float32), 7))
 
 
-def test_what_is_not_drawn_by_its_own_module_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_that_no_module_initializes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = LlamaPreTrainedModel._init_weights
     monkeypatch.setattr(
         LlamaPreTrainedModel,

@@ -171,14 +171,14 @@ def test_idle_processes_hear_the_leader_and_free_the_model_of_a_job_that_is_over
         assert freed.wait(30)
 
 
-def test_what_a_follower_cannot_build_is_refused_by_all_and_the_next_is_built() -> None:
+def test_a_model_that_one_process_cannot_build_is_refused_by_all() -> None:
     with islanders() as made:
         with pytest.raises(ResourceError, match="process 1 of this worker: no memory"):
             made.build(ResourceError("no memory"))
         assert made.build(tiny_spec(WINDOWS)).data.tokens_per_micro_batch
 
 
-def test_a_lost_process_is_told_and_the_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_process_is_reported_and_the_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2ptrain.compute.island.LEAVE_S", 0.0)
     told: list[P2PTrainError] = []
     made = Islanders(2, told.append)

@@ -113,7 +113,7 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def test_as_torchs_own_optimizers(text: Path) -> None:
+def test_outer_and_inner_steps_are_those_of_torchs_optimizers(text: Path) -> None:
     trainers = members(text)
     reference = Reference(trainers[0])
     for step in range(STEPS):
@@ -159,7 +159,7 @@ LOCALS = [{}, {"fragments": 2}, {"overlap": True}, {"fragments": 2, "overlap": T
 
 
 @pytest.mark.parametrize("local", LOCALS)
-def test_it_learns_and_a_newcomer_joins_with_fresh_moments(text: Path, local: dict[str, Any]) -> None:
+def test_members_learn_and_a_newcomer_joins_with_fresh_moments(text: Path, local: dict[str, Any]) -> None:
     trainers = members(text, **local)
     losses = [outer_step(trainers, step) for step in range(4)]
     late = members(text, 1, **local)[0]
@@ -198,7 +198,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_later_step(text: Path, local: d
         assert np.isfinite(outer_step(trainers, step))
 
 
-def test_a_weight_of_the_sum_that_no_members_have_spoils_the_norm(text: Path) -> None:
+def test_an_impossible_weight_makes_the_norm_nan(text: Path) -> None:
     """A member that told 1e30 would have each update divided by it."""
     (trainer,) = members(text, 1)
     contribute(trainer, 0, 0, MICRO_BATCHES)

@@ -21,9 +21,7 @@ LSTM = ModelSpec(architecture="lstm", hidden_size=30, layers=2, heads=7, kv_head
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_it_learns_and_goes_on_from_a_checkpoint_that_is_a_model_directory(
-    text_file: Path, tmp_path: Path, tied: bool
-) -> None:
+def test_an_lstm_learns_and_continues_from_a_checkpoint(text_file: Path, tmp_path: Path, tied: bool) -> None:
     spec = replace(LSTM, tie_embeddings=tied)
     trainer, again = tiny_trainer(text_file, model=spec), tiny_trainer(text_file, model=spec)
     losses = [run_step(trainer, step) for step in range(6)]
@@ -38,7 +36,7 @@ def test_it_learns_and_goes_on_from_a_checkpoint_that_is_a_model_directory(
     assert state_bytes(again) == state_bytes(trainer)
 
 
-def test_its_layers_cannot_be_parted(text_file: Path) -> None:
+def test_an_lstm_cannot_be_split(text_file: Path) -> None:
     stage = StageSpec(0, (0, 1, 2))
     with pytest.raises(ConfigError, match="a 'lstm' model cannot be split: its layers have no attention heads"):
         build_trainer(tiny_spec(text_file, model=LSTM), pick_device("cpu", 1), stage)

@@ -121,7 +121,7 @@ def test_a_contribution_of_many_elements_is_no_longer_than_the_norm() -> None:
         assert not values.any()
 
 
-def test_nothing_leaves_without_a_new_key(trainer: Trainer) -> None:
+def test_without_a_new_key_the_contribution_is_zero(trainer: Trainer) -> None:
     contributed(trainer, (1.0, KEY))
     assert not contributed(trainer, None).any()
     assert not contributed(trainer, (1.0, b"")).any()

@@ -87,7 +87,7 @@ def test_gradients_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3-window", "falcon", "gpt_neox", "mixtral", "deepseek_v3"])
-def test_families_train_in_parts_and_is_saved_as_one_model(text_file: Path, tmp_path: Path, family: str) -> None:
+def test_families_train_in_parts_and_are_saved_as_one_model(text_file: Path, tmp_path: Path, family: str) -> None:
     directory, trained = tmp_path / "given", tmp_path / "trained"
     trained.mkdir()
     whole = make(family, directory, vocab_size=256)
@@ -186,7 +186,7 @@ def test_the_norm_counts_a_tied_matrix_once_however_it_is_cut(text_file: Path) -
         assert total == pytest.approx(expected, rel=1e-9)
 
 
-def test_what_the_last_stage_contributes_to_a_tied_matrix_counts_as_its_own(text_file: Path) -> None:
+def test_the_last_stage_counts_its_own_gradient_of_a_tied_matrix(text_file: Path) -> None:
     """Else whoever spoils it is not found, and the sum seems to be longer than all that was added up."""
     pipeline = Pipeline(text_file, (0, 2, 4))
     pipeline.exchange = lambda: None  # type: ignore[method-assign]
@@ -211,7 +211,7 @@ def test_replicas_add_up_to_one_process(text_file: Path) -> None:
     check_gradients(replicas[0], whole, loss)
 
 
-def test_one_part_that_is_the_whole(text_file: Path) -> None:
+def test_a_single_part_gives_the_bits_of_the_whole_model(text_file: Path) -> None:
     pipeline, alone = Pipeline(text_file, (0, 4)), tiny_trainer(text_file, model=MODEL)
     assert pipeline.stages[0].pipeline.tied_gradient() is None
     for step in range(3):
@@ -222,7 +222,7 @@ def test_one_part_that_is_the_whole(text_file: Path) -> None:
 # ---------------------------------------------------------------------------------------------- what is kept, and turns
 
 
-def test_recomputing_keeps_one_graph_and_runs_nothing_twice_where_the_backward_is_next(text_file: Path) -> None:
+def test_recomputing_keeps_one_graph_and_skips_passes_that_are_not_needed(text_file: Path) -> None:
     pipeline = Pipeline(text_file, (0, 2, 4), {"recompute": True}, micro_batches=6)
     counts = [0, 0]
     for number, stage in enumerate(pipeline.stages):
@@ -240,7 +240,7 @@ def test_recomputing_keeps_one_graph_and_runs_nothing_twice_where_the_backward_i
     assert counts == [12, 6]
 
 
-def test_a_graph_is_let_go_with_its_backward(text_file: Path) -> None:
+def test_a_backward_pass_frees_the_graph(text_file: Path) -> None:
     pipeline = Pipeline(text_file, (0, 2, 4))
     first, last = pipeline.stages
     first.begin_step(0)
@@ -255,7 +255,7 @@ def test_a_graph_is_let_go_with_its_backward(text_file: Path) -> None:
     assert not last.pipeline._flights
 
 
-def test_turns_are_checked(text_file: Path) -> None:
+def test_passes_out_of_turn_are_refused(text_file: Path) -> None:
     first, last = Pipeline(text_file, (0, 2, 4)).stages
     first.begin_step(0)
     last.begin_step(0)
@@ -274,7 +274,7 @@ def test_turns_are_checked(text_file: Path) -> None:
         first.finish_gradients()
 
 
-def test_payloads_of_another_size_are_the_neighbours_fault(text_file: Path) -> None:
+def test_a_payload_of_the_wrong_size_is_a_protocol_error(text_file: Path) -> None:
     first, last = Pipeline(text_file, (0, 2, 4)).stages
     first.begin_step(0)
     last.begin_step(0)
@@ -311,7 +311,7 @@ def test_inputs_may_change_after_the_call(text_file: Path) -> None:
         assert gradients[0] == gradients[1]
 
 
-def test_a_step_that_was_given_up_leaves_nothing(text_file: Path) -> None:
+def test_an_abandoned_pipeline_step_changes_no_later_step(text_file: Path) -> None:
     pipeline, calm = Pipeline(text_file, (0, 2, 4)), Pipeline(text_file, (0, 2, 4))
     first, last = pipeline.stages
     first.begin_step(0)
@@ -340,7 +340,7 @@ def full_losses(text_file: Path) -> list[float]:
         ({"activations": "int8", "recompute": True}, "fp32", 0.03),
     ],
 )
-def test_short_activations_learn_nearly_as_well(
+def test_compressed_activations_learn_nearly_as_well(
     text_file: Path, full_losses: list[float], split: dict[str, Any], precision: str, off: float
 ) -> None:
     short = Pipeline(text_file, (0, 1, 3, 4), split, precision=precision)
@@ -380,7 +380,7 @@ def test_bad_stages_are_refused(text_file: Path, spec: StageSpec, what: str) -> 
         build_trainer(pipeline.spec, pipeline.device, spec)
 
 
-def test_memory_counts_what_is_in_flight(text_file: Path) -> None:
+def test_the_memory_check_counts_micro_batches_in_flight(text_file: Path) -> None:
     pipeline = Pipeline(text_file, (0, 2, 4))
     device, stage = pipeline.device, pipeline.stages[0]
     assert stage.built.stage is not None

@@ -196,7 +196,7 @@ def test_twenty_steps_match_a_plain_loop(make_trainer: MakeTrainer, text_file: P
 
 
 @pytest.mark.parametrize(("slot", "value"), [(0, math.nan), (0, math.inf), (-1, math.nan), (-1, -math.inf)])
-def test_what_is_not_finite_fails_the_job(make_trainer: MakeTrainer, slot: int, value: float) -> None:
+def test_a_sum_that_is_not_finite_fails_the_job(make_trainer: MakeTrainer, slot: int, value: float) -> None:
     trainer = make_trainer()
     run_step(trainer, 0)
     before = state_bytes(trainer)
@@ -207,7 +207,7 @@ def test_what_is_not_finite_fails_the_job(make_trainer: MakeTrainer, slot: int, 
     assert state_bytes(trainer) == before
 
 
-def test_a_device_with_memory_of_its_own_computes_the_same(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_a_device_with_its_own_memory_gives_the_same_bits(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     near, apart, healed = make_trainer(), make_trainer(device=APART), make_trainer(device=APART, seed=9)
     assert apart.reduce_buffer.ctypes.data != apart.built.flat.gradients.data_ptr()
     for step in range(4):
@@ -291,7 +291,7 @@ def test_the_files_are_those_of_save_pretrained(make_trainer: MakeTrainer, tmp_p
     assert state_bytes(other) == state_bytes(trainer)
 
 
-def test_going_on_from_a_directory(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_a_new_job_begins_with_the_weights_of_a_model_directory(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     """Fine-tuning: the model of a directory, with its tokenizer, is step 0 of a new job."""
     first = make_trainer()
     run_step(first, 0)
@@ -331,7 +331,9 @@ def test_a_checkpoint_of_another_model_is_refused(make_trainer: MakeTrainer, tmp
     assert caught.value.remedy
 
 
-def test_a_micro_batch_too_large_for_the_device(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_micro_batch_too_large_for_the_device_is_a_resource_error(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def out_of_memory(**_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines")
 
@@ -368,7 +370,7 @@ def test_sequences_longer_than_the_context_are_refused(make_trainer: MakeTrainer
         make_trainer(model=tiny(context=8))
 
 
-def test_tokens_that_no_text_has_may_lie_beyond_the_embedding(tmp_path: Path, make_trainer: MakeTrainer) -> None:
+def test_only_tokens_of_the_text_must_be_in_the_embedding(tmp_path: Path, make_trainer: MakeTrainer) -> None:
     """Such as one for padding, which ``tokenizer_config.json`` alone names."""
     build_model(TINY, 256, seed=1).save_pretrained(tmp_path)
     Tokenizer.of_bytes().save(tmp_path)
