@@ -93,7 +93,7 @@ from ring.coordination import (
 from ring.parts import StagePlanner
 from ring.planning.ring_plan import Edges, plan_ring
 from ring.planning.training import Training
-from ring.quarantine import Quarantine
+from ring.quarantine import DIAL, Quarantine
 from ring.replicas import (
     RecoveryPolicy,
     State,
@@ -351,7 +351,7 @@ class Coordinator:
                 report = replace(report, status="held")  # by the member's word alone
             known.standing = report
             if report.status == "broken":
-                if report.cause == "dial" and self.view and self.view.rank_of(report.suspect) is not None:
+                if report.cause == DIAL and self.view and self.view.rank_of(report.suspect) is not None:
                     self._undialled[peer_id, report.suspect] = now
                 self._quarantine.reported(peer_id, report)
             self._no_longer_trains(peer_id, now, report.status)

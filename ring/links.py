@@ -26,6 +26,7 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.world import World
 from ring.neighbours import Neighbour
+from ring.quarantine import DIAL
 from ring.view import LABEL, View
 from wire.address import advertised_host
 from wire.connection import Connection
@@ -272,7 +273,7 @@ async def dial_patiently(
                 f"the {title} {member.name} was not reached in time: {problem.message}",
                 peer_id=member.peer_id,
                 remedy=problem.remedy,
-                cause="dial",
+                cause=DIAL,
             ) from problem
         # Random pauses, or members that were refused together retry together. Shorter ones when time runs out.
         await asyncio.sleep(min(pause_s * world.random.uniform(0.5, 1.5), left_s / 2))

@@ -30,12 +30,15 @@ from dataclasses import dataclass
 
 from ring.coordination import Emit, Reports, Roster
 from ring.view import View
+from wire.address import how_to_open
 from wire.job_messages import Report
 
 CAUSES = frozenset({"contribution", "digest", "hop", "figure"})
 """Values of ``Report.cause`` for a refused step."""
 WRONG = frozenset({"protocol", "stalled"})
 """Values of ``Report.cause`` of breaks that no network explains."""
+DIAL = "dial"
+"""The ``Report.cause`` of a member that the reporter could not connect to."""
 QUIET = 10
 """How long a peer must be quiet to be forgiven, as a multiple of its last exclusion."""
 FIRST_FALL_S = 1.0
@@ -160,7 +163,7 @@ class Quarantine:
         Args:
             survivors: the living members. name: of a peer.
         """
-        return self._refusal(survivors, view, roster, name, now) or self._broken_link(survivors, view.step, name, now)
+        return self._refusal(survivors, view, roster, name, now) or self._broken_link(survivors, view, name, now)
 
     def _refusal(
         self, survivors: Reports, view: View, roster: Roster, name: Callable[[str], str], now: float
@@ -231,12 +234,10 @@ class Quarantine:
         for peer_id in peer_ids:
             self._last.pop(peer_id, None)
 
-    def _broken_link(
-        self, survivors: Reports, began_at: int, name: Callable[[str], str], now: float
-    ) -> Exclusion | None:
+    def _broken_link(self, survivors: Reports, view: View, name: Callable[[str], str], now: float) -> Exclusion | None:
         if not self._accused:
             return None
-        if any(report.applied > began_at for report in survivors.values()):
+        if any(report.applied > view.step for report in survivors.values()):
             self._forget_links()
         noticed, report = next(iter(self._accused.items()))
         followed = {noticed}  # from each member to the one that it waits for, to the first that accuses nobody
@@ -258,8 +259,10 @@ class Quarantine:
         text = f"the link between {' and '.join(sorted(map(name, ends)))} keeps breaking"
         if len(common) == 1:
             text = f"the links of {name(culprit)} to two neighbours broke one after the other"
-        if report.cause in WRONG:
+        if report.cause in WRONG or report.cause == DIAL:
             text += f" ({report.reason})"
+        if report.cause == DIAL and (rank := view.rank_of(report.suspect)) is not None:
+            text += f". On {name(report.suspect)}'s machine: {how_to_open(view.members[rank].port)}"
         return Exclusion("link", f"{text}: {self._excluded([culprit], text, name, now)}")
 
     def _forget_links(self) -> None:

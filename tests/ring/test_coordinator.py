@@ -14,6 +14,7 @@ from ring.coordination import LEAVE_S, SAVE_AGAIN_S
 from ring.coordinator import Coordinator
 from ring.planning.ring_plan import LinkQuality, RingOptions
 from ring.view import View
+from wire.address import how_to_open
 from wire.job_messages import Report
 
 TERMS = co.JobOptions(replicas=2, micro_batches=8)
@@ -230,6 +231,18 @@ def test_member_at_both_of_two_broken_links_is_excluded(first: tuple[str, str], 
     assert ids(desk.minted()) == ["b", "c", "d"]
     assert desk.kinds()[0] == "link"
     assert "name-a is excluded for 30 s" in str(desk.said)
+
+
+def test_member_that_others_cannot_connect_to_is_told_how_to_open_its_port() -> None:
+    desk = Desk(co.JobOptions(replicas=2, micro_batches=8))
+    view = desk.start("a", "b")
+    for _ in range(2):
+        desk.report("a", "broken", suspect="b", cause="dial", reason="cannot reach 10.0.0.2:7339: no answer")
+        desk.report("b", "broken", suspect="a", beside="b")
+    (why, _) = desk.core.kept_out()["b"]
+    for text in (why, str(desk.said)):
+        assert "cannot reach 10.0.0.2:7339" in text
+        assert f"On name-b's machine: {how_to_open(view.members[1].port)}" in text
 
 
 def test_breaks_of_links_are_forgotten_with_a_commit() -> None:
