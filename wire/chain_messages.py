@@ -1,4 +1,4 @@
-"""Messages of a split model's chain (``roles.chain``, ``roles.worker.stages``).
+"""Messages of a split model's chain (``roles.serving``, ``roles.worker.stages``).
 
 ::
 

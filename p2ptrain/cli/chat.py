@@ -34,7 +34,7 @@ from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
 if TYPE_CHECKING:
     from p2ptrain.cli.text import Answer, Source
     from p2ptrain.compute.text import ModelText
-    from roles.verifier.asking import Piece, Writing
+    from roles.serving.texts import Piece, Writing
 
 T = TypeVar("T")
 T2 = TypeVar("T2")
@@ -306,7 +306,7 @@ class ChatSession:
 
     def _answered(self, question: str) -> Answer:
         from p2ptrain.cli.text import Answer
-        from roles.verifier.asking import TextRequest
+        from roles.serving.texts import TextRequest
 
         request = TextRequest(
             turns=tuple(self.conversation.turns),

@@ -189,7 +189,7 @@ class Texts:
 
     async def _text(self, index: int) -> Written:
         from p2ptrain.cli.text import Answer
-        from roles.verifier.asking import TextRequest
+        from roles.serving.texts import TextRequest
 
         asked = self._request
         request = TextRequest(

@@ -1,6 +1,6 @@
 """What a command must know of the model that a person names. Workers measure a model that they serve
-(``roles.chain.plan.WorkerPool.measured``). The sizes of one to be trained are computed here for a new model of the
-Llama family, which needs no torch, and measured for others."""
+(``roles.serving.worker_pool.WorkerPool.measured``). The sizes of one to be trained are computed here for a new model of
+the Llama family, which needs no torch, and measured for others."""
 
 from __future__ import annotations
 

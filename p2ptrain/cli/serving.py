@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from p2ptrain.cli.text_options import SplitOptions
     from p2ptrain.cluster.console import Console
     from p2ptrain.compute.text import ChatFormat, ModelText
-    from roles.chain.client import Chain
-    from roles.chain.peer import Context, WorkerAt
-    from roles.chain.plan import Model, WorkerPool
     from roles.compute_thread import ComputeThread
     from roles.drafter.drafter import Serves
     from roles.member import ServingMember
-    from roles.verifier.service import VerifierService
-    from roles.verifier.targets import Target
+    from roles.serving.chain import Chain
+    from roles.serving.local_model import Target
+    from roles.serving.text_service import VerifierService
+    from roles.serving.worker_peer import Context, WorkerAt
+    from roles.serving.worker_pool import Model, WorkerPool
     from wire.text_messages import Serving
 
 USUAL_SESSIONS = 4
@@ -74,11 +74,11 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         text, form, weights = await compute.run(_prepared, directory, options.threads, whole=options.split is None)
 
         from p2ptrain.cli.split import TYPICAL_POSITIONS, within
-        from roles.chain.peer import Context
+        from roles.serving.text_service import ServiceOptions, VerifierService
+        from roles.serving.worker_peer import Context
         from roles.verifier.drafter_link import Tokens
         from roles.verifier.drafters import Drafters
         from roles.verifier.server import serve_texts
-        from roles.verifier.service import ServiceOptions, VerifierService
 
         context = Context(
             world=member.world,
@@ -127,7 +127,7 @@ def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText,
 
     This runs on a thread: slow imports would block the event loop, and the seed takes a silent member for dead.
     """
-    import roles.verifier.service  # noqa: F401 - a slow import
+    import roles.serving.text_service  # noqa: F401 - a slow import
     from p2ptrain.compute.text import ChatFormat, ModelText
     from p2ptrain.core.adapters import fingerprint
 
@@ -162,7 +162,7 @@ async def _whole_target(
     console: Console,
 ) -> AsyncIterator[Target]:
     from p2ptrain.cli.split import within
-    from roles.verifier.targets import WholeTarget, load_whole_engine
+    from roles.serving.local_model import WholeTarget, load_whole_engine
 
     engine, context = await load_whole_engine(
         directory, compute, device=options.device or "auto", dtype=options.dtype, on_bytes=console.loading
@@ -223,8 +223,8 @@ async def split_target(
     """
     from p2ptrain.cli.split import conversation_positions, within
     from roles.background import Background
-    from roles.chain.client import PoolUpdater
-    from roles.verifier.targets import ChainTarget
+    from roles.serving.chain import PoolUpdater
+    from roles.serving.local_model import ChainTarget
 
     positions = sessions * conversation_positions(text)
     chain = await _awaited_chain(member, context, options, console, options.model_directory, positions)
@@ -257,7 +257,7 @@ async def _awaited_chain(
     from p2ptrain.cli.model_sizes import config_text
     from p2ptrain.cli.split import measured, within
     from p2ptrain.cli.text_options import SplitOptions
-    from roles.chain.plan import WorkerPool, local_model, workers_of
+    from roles.serving.worker_pool import WorkerPool, local_model, workers_of
 
     async def known() -> list[WorkerAt]:
         while True:
@@ -382,7 +382,7 @@ async def _draft(member: ServingMember, options: JoinOptions, console: Console) 
 async def _small_model(directory: Path, options: JoinOptions, compute: ComputeThread, console: Console) -> Serves:
     from p2ptrain.compute.tokenizer import Tokenizer
     from roles.drafter.drafter import Serves
-    from roles.verifier import targets
+    from roles.serving import local_model as targets
 
     tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything
     await compute.run(_prepare_torch, directory, options.threads)

@@ -25,10 +25,10 @@ from p2ptrain.core.errors import UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import human_bytes, layers_text
 from p2ptrain.core.world import real_world
-from roles.chain.client import Chain, Progress
-from roles.chain.peer import Context
-from roles.chain.plan import Measured, Model, Plan, WorkerPool, local_model, workers_of
-from roles.verifier.targets import PassTimes
+from roles.serving.chain import Chain, Progress
+from roles.serving.local_model import PassTimes
+from roles.serving.worker_peer import Context
+from roles.serving.worker_pool import Measured, Model, Plan, WorkerPool, local_model, workers_of
 from wire.client import SeedClient
 from wire.records import CheckpointInfo
 

@@ -23,7 +23,7 @@ from p2ptrain.core.adapters import model_name
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, Unreachable, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import real_world
-from roles.verifier.asking import Piece, TextRequest, TextService
+from roles.serving.texts import Piece, TextRequest, TextService
 from roles.verifier.client import IF_LOST, VERIFIER, Text, VerifierClient
 from wire.client import SeedClient
 from wire.messages import RefusalCode
@@ -139,7 +139,7 @@ async def _of_this_machine(
     directory: Path, options: TextOptions, needs: Needs, console: Console
 ) -> AsyncIterator[Source]:
     from roles.compute_thread import ComputeThread
-    from roles.verifier.targets import WholeTarget, load_whole_engine
+    from roles.serving.local_model import WholeTarget, load_whole_engine
 
     with console.during(lambda: f"reading {directory}"):
         text = ModelText(directory)
@@ -163,7 +163,7 @@ async def _of_this_machine(
 
 @asynccontextmanager
 async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> AsyncIterator[Source | None]:
-    from roles.verifier.targets import ChainTarget
+    from roles.serving.local_model import ChainTarget
 
     checkpoint = options.checkpoint and newest_in(options.checkpoint, download=options.download)
     found = planned(options.split_options, checkpoint, options.job, options.seed, needs.check, console)
@@ -202,7 +202,7 @@ async def _model_source(
     facts: Callable[[], dict[str, Any]] = dict,
 ) -> AsyncIterator[Source]:
     from p2ptrain.compute.text import ChatFormat
-    from roles.verifier.service import ServiceOptions, VerifierService
+    from roles.serving.text_service import ServiceOptions, VerifierService
 
     form = ChatFormat(text.tokenizer) if needs.kept else None
     options = ServiceOptions(sessions=needs.sessions, waiting=needs.sessions, positions=positions, kept=needs.kept)

@@ -169,8 +169,9 @@ def dtype_of(config: PretrainedConfig) -> torch.dtype:
 
 @functools.lru_cache(maxsize=8)
 def measured(text: str, dtype: str) -> dict[str, Any]:
-    """The bytes of a model's layers and caches, and more (``roles.chain.plan.Measured``). Raises ``ConfigError`` if it
-    does not split."""
+    """The bytes of a model's layers and caches, and more (``roles.serving.worker_pool.Measured``).
+
+    Raises ``ConfigError`` if it does not split."""
     config = config_of(text)
     check_splits(config)
     computed = _dtype(dtype, config)

@@ -1,7 +1,7 @@
 """The drafter: a whole small model that guesses tokens ahead for the sessions of verifiers.
 
 A verifier dials once (purpose ``draft``) for all of its sessions. It numbers them: the ``stream`` of a frame. A session
-begins with all ids so far. Then its core (``roles.speculation.drafting``) decides what the engine runs and what is
+begins with all ids so far. Then its core (``roles.drafter.drafting``) decides what the engine runs and what is
 sent. Verdicts go to the core as soon as they arrive.
 
 One engine computes for all sessions in turn, one step at a time. A long prompt is processed in pieces, so that other
@@ -31,13 +31,7 @@ from p2ptrain.core.texts import human_bytes, shortened
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread, Turns
-from roles.engine import StageEngine
-from roles.gauges import Rate
-from roles.line import QUIET_S, Line
-from roles.speculation.cost_model import Average
-from roles.speculation.drafting import Drafting
-from roles.speculation.events import Run, RunDone, Send, Signal, VerdictReceived
-from roles.speculation.received import (
+from roles.drafter.draft_messages import (
     ENGINE,
     FULL,
     OTHER_TOKENIZER,
@@ -47,6 +41,12 @@ from roles.speculation.received import (
     sampling_untrusted,
     told_untrusted,
 )
+from roles.drafter.drafting import Drafting
+from roles.drafter.events import Run, RunDone, Send, Signal, VerdictReceived
+from roles.engine import StageEngine
+from roles.gauges import Rate
+from roles.line import QUIET_S, Line
+from roles.verifier.cost_model import Average
 from roles.worker.stage_requests import printable
 from wire.connection import Connection, Received
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response

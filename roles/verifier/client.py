@@ -15,7 +15,7 @@ from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, Pr
 from p2ptrain.core.world import Network
 from roles.background import Background
 from roles.line import QUIET_S, Line
-from roles.verifier.asking import Piece, Pieces, TextRequest
+from roles.serving.texts import Piece, Pieces, TextRequest
 from roles.verifier.protocol import error_untrusted, question
 from wire import text_messages as wire
 from wire.address import advertised_host

@@ -22,11 +22,11 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.serving import Sampling
-from roles.chain.peer import Context
+from roles.drafter.draft_messages import packed, refused_untrusted, tokens_untrusted
+from roles.drafter.events import Drafted, DrafterReady, SendVerdict, Signal, VerifierEvent
 from roles.line import QUIET_S, Line
-from roles.speculation.cost_model import Average, DrafterModel
-from roles.speculation.events import Drafted, DrafterReady, SendVerdict, Signal, VerifierEvent
-from roles.speculation.received import packed, refused_untrusted, tokens_untrusted
+from roles.serving.worker_peer import Context
+from roles.verifier.cost_model import Average, DrafterModel
 from roles.worker.stage_requests import printable
 from wire.client import PendingCalls
 from wire.connection import Received

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from p2ptrain.core.errors import ProtocolError
 from roles.background import Background
-from roles.chain.peer import Context
-from roles.speculation.events import DrafterReady, SendVerdict, Signal, VerifierEvent
+from roles.drafter.events import DrafterReady, SendVerdict, Signal, VerifierEvent
+from roles.serving.worker_peer import Context
 from roles.verifier.drafter_link import Connected, DrafterFacts, DrafterLink, DraftSession, Opening, Tokens
 from wire.text_messages import MAX_DRAFTERS, DrafterAt
 

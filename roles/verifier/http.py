@@ -11,7 +11,7 @@ from p2ptrain.core.errors import UserError
 from p2ptrain.core.world import World
 from roles.http.access import read_key
 from roles.http.server import STOP_S, serving
-from roles.verifier.asking import TextService
+from roles.serving.texts import TextService
 from roles.verifier.http_app import HttpApp
 from wire.address import is_loopback
 from wire.transport import TcpNetwork

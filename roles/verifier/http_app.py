@@ -25,7 +25,7 @@ from roles.background import Background
 from roles.http.access import Keys, refuse_pages
 from roles.http.answers import HEADERS, Problem, json_bytes, json_response, read_body, shutting_down, while_wanted
 from roles.http.app import JsonApp, tell
-from roles.verifier.asking import TextService, Writing
+from roles.serving.texts import TextService, Writing
 from roles.verifier.http_requests import Request, problem_of, read_chat, read_completion
 
 _HEALTH, _CHAT = "/health", "/v1/chat/completions"

@@ -18,7 +18,7 @@ from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, Refused
 from p2ptrain.core.serving import MOST_TOP_K, SamplingOptions
 from p2ptrain.core.texts import shortened
 from roles.http.answers import Problem, read_model, wrong
-from roles.verifier.asking import TextRequest
+from roles.serving.texts import TextRequest
 
 IGNORED = frozenset(
     {

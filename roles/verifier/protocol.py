@@ -18,7 +18,7 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.serving import SamplingOptions
 from p2ptrain.core.texts import printable, shortened
-from roles.verifier.asking import TextRequest
+from roles.serving.texts import TextRequest
 from wire import text_messages as wire
 from wire.text_messages import MOST_BYTES, MOST_STOPS, MOST_TURNS, STOP_CHARS
 

@@ -13,7 +13,7 @@ from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from roles.background import Background
 from roles.line import QUIET_S, Line
-from roles.verifier.asking import Piece, TextRequest, TextService, Writing, failed
+from roles.serving.texts import Piece, TextRequest, TextService, Writing, failed
 from roles.verifier.protocol import refused, request_untrusted
 from wire import text_messages as wire
 from wire.connection import Connection

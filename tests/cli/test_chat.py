@@ -22,8 +22,8 @@ from p2ptrain.cli.chat import ServiceThread
 from p2ptrain.cli.text import Source
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConnectionLost, Unreachable
-from roles.verifier import targets
-from roles.verifier.asking import Piece, TextRequest
+from roles.serving import local_model as targets
+from roles.serving.texts import Piece, TextRequest
 from tests.compute.tiny_trainer import TINY
 from tests.roles.stage_stand_in import stand_in_part
 from tests.roles.verifier.doubles import CONFIG, model_text, reference, text_of

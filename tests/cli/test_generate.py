@@ -19,7 +19,7 @@ from p2ptrain.cli.text import Source
 from p2ptrain.cli.text_options import TextOptions, write
 from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
-from roles.verifier import targets
+from roles.serving import local_model as targets
 from tests.roles.stage_stand_in import stand_in_part
 from tests.roles.verifier.doubles import CONFIG, GREEDY, model_text, reference, text_of
 from tests.roles.verifier.scripted import ScriptedService, ScriptedWriting

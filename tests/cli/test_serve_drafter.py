@@ -17,9 +17,9 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, ResourceError
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.chain.peer import Context
 from roles.member import ServingMember
-from roles.verifier import targets
+from roles.serving import local_model as targets
+from roles.serving.worker_peer import Context
 from tests.roles.drafter_hosts import around_of, whole
 from wire.text_messages import Serving
 

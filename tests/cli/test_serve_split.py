@@ -25,7 +25,7 @@ from p2ptrain.core.serving import SamplingOptions
 from p2ptrain.core.world import Network, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.member import ServingMember
-from roles.verifier.asking import TextRequest
+from roles.serving.texts import TextRequest
 from roles.verifier.client import VerifierClient
 from roles.worker.build import holding
 from tests.compute.tiny_trainer import tiny
@@ -295,7 +295,7 @@ def test_it_ends_once_a_worker_says_that_the_model_does_not_split(
 ) -> None:
     model = made(tmp_path)
     (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | table))
-    monkeypatch.setattr("roles.chain.plan.local_model", None)  # nothing is hashed before
+    monkeypatch.setattr("roles.serving.worker_pool.local_model", None)  # nothing is hashed before
 
     async def scene() -> None:
         async with alone(tmp_path, model, split) as served:

@@ -11,8 +11,8 @@ import pytest
 from p2ptrain.cli.split import LoadingLine, print_split_facts, split_facts
 from p2ptrain.cluster.console import Console
 from ring.planning.serving import PlacedStage, Placement, PlacementPeer
-from roles.chain.client import Progress
-from roles.verifier.targets import PassTimes
+from roles.serving.chain import Progress
+from roles.serving.local_model import PassTimes
 
 DEADLINE_S = 10.0
 PLACEMENT = Placement(

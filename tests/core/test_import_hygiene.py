@@ -68,7 +68,7 @@ def loaded_by(code: str) -> set[str]:
         ),
         ("import roles.seed.run", HEAVY | SCREEN | WEB),
         ("import tui.app", HEAVY | WEB),
-        ("import roles.verifier.asking", HEAVY | SCREEN | WEB | {"pydantic"}),
+        ("import roles.serving.texts", HEAVY | SCREEN | WEB | {"pydantic"}),
         ("import roles.verifier.http, roles.web.serving", HEAVY | SCREEN),
     ],
 )

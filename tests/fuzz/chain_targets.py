@@ -20,11 +20,11 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.chain.client import Chain
-from roles.chain.generation import _position_untrusted, arrived_untrusted
-from roles.chain.peer import Context, WorkerAt
-from roles.chain.plan import Model, WorkerPool, local_model
-from tests.roles.chain.decoding import generate
+from roles.serving.chain import Chain
+from roles.serving.chain_session import _position_untrusted, arrived_untrusted
+from roles.serving.worker_peer import Context, WorkerAt
+from roles.serving.worker_pool import Model, WorkerPool, local_model
+from tests.roles.serving.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
 from wire.chain_messages import CHUNK, ChainBroken, PartLoading, Sampled
@@ -42,7 +42,7 @@ RESUMED = Target(
     "chain-positions",
     st.fixed_dictionaries({}, optional={"position": FREE | WHOLE}),
     lambda answer: _refused_or(lambda: _position_untrusted(answer)),
-    ("roles.chain.generation._position_untrusted",),
+    ("roles.serving.chain_session._position_untrusted",),
     peak_bytes=64 << 10,
 )
 
@@ -74,7 +74,9 @@ def _check_ended(message: Sampled) -> None:
     assert all(0 <= token < VOCAB for token in found.tokens)
 
 
-ENDED = Target("chain-works", _ENDED, _check_ended, ("roles.chain.generation.arrived_untrusted",), peak_bytes=256 << 10)
+ENDED = Target(
+    "chain-works", _ENDED, _check_ended, ("roles.serving.chain_session.arrived_untrusted",), peak_bytes=256 << 10
+)
 
 # ------------------------------------------------------------------------------------------------------ a whole client
 
@@ -159,7 +161,10 @@ CLIENT = Target(
     "chain-clients",
     _SAID | st.just([(0, ChainBroken("s", 1, 0, "failed", "it failed", ""))]),
     lambda case: run_virtual(_talked(case)),
-    ("roles.chain.peer.Peer._take_untrusted", "roles.chain.generation.GenerationSession._sender_untrusted"),
+    (
+        "roles.serving.worker_peer.Peer._take_untrusted",
+        "roles.serving.chain_session.GenerationSession._sender_untrusted",
+    ),
     peak_bytes=16 << 20,
     weight=10,
 )

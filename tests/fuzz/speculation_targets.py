@@ -13,14 +13,14 @@ from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.speculation.events import VerdictReceived
-from roles.speculation.received import (
+from roles.drafter.draft_messages import (
     packed,
     refused_untrusted,
     sampling_untrusted,
     tokens_untrusted,
     told_untrusted,
 )
+from roles.drafter.events import VerdictReceived
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
@@ -105,10 +105,10 @@ WORDS = Target(
     st.tuples(_OPENINGS | _DRAFTS | _VERDICTS | made(DraftReady) | _REFUSALS, _NUMBERS),
     _check_words,
     (
-        "roles.speculation.received.sampling_untrusted",
-        "roles.speculation.received.told_untrusted",
-        "roles.speculation.received.tokens_untrusted",
-        "roles.speculation.received.refused_untrusted",
+        "roles.drafter.draft_messages.sampling_untrusted",
+        "roles.drafter.draft_messages.told_untrusted",
+        "roles.drafter.draft_messages.tokens_untrusted",
+        "roles.drafter.draft_messages.refused_untrusted",
     ),
     peak_bytes=256 << 10,
     weight=60,
@@ -171,7 +171,7 @@ DRAFTER = Target(
         "roles.drafter.drafter.Drafter._open_untrusted",
         "roles.drafter.drafter.Drafter._find_untrusted",
         "roles.drafter.drafter.Drafter._told_untrusted",
-        "roles.speculation.received.ids_untrusted",
+        "roles.drafter.draft_messages.ids_untrusted",
     ),
     peak_bytes=16 << 20,
     weight=8,
@@ -225,7 +225,7 @@ LINKS = Target(
     lambda said: run_virtual(_drafted(said)),
     (
         "roles.verifier.drafter_link.DrafterLink._take_untrusted",
-        "roles.speculation.line.Line.receive_untrusted",
+        "roles.verifier.draft_line.Line.receive_untrusted",
     ),
     peak_bytes=16 << 20,
     weight=8,

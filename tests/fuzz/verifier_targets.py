@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.verifier.asking import TextRequest
+from roles.serving.texts import TextRequest
 from roles.verifier.client import VerifierClient
 from roles.verifier.protocol import request_untrusted
 from wire import text_messages as wire

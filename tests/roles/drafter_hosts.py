@@ -16,13 +16,10 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError
 from p2ptrain.core.serving import Pass, Ran, Sampling
 from p2ptrain.core.threads import LoopThreads, RealThreads, Threads
 from p2ptrain.core.world import LoopClock, Network, World
-from roles.chain.peer import Context
 from roles.compute_thread import ComputeThread
+from roles.drafter.draft_messages import told_untrusted
 from roles.drafter.drafter import Drafter, Serves
-from roles.engine import StageEngine
-from roles.line import Line
-from roles.speculation.cost_model import CostModel
-from roles.speculation.events import (
+from roles.drafter.events import (
     Drop,
     Finished,
     Give,
@@ -33,10 +30,13 @@ from roles.speculation.events import (
     VerdictReceived,
     VerifierEvent,
 )
-from roles.speculation.received import told_untrusted
-from roles.speculation.verifying import Stats, Verifying
+from roles.engine import StageEngine
+from roles.line import Line
+from roles.serving.worker_peer import Context
+from roles.verifier.cost_model import CostModel
 from roles.verifier.drafter_link import DrafterFacts, Opening
 from roles.verifier.drafters import Drafters
+from roles.verifier.speculation import Stats, Verifying
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve

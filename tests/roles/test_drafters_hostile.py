@@ -15,10 +15,10 @@ from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, ResourceError
 from p2ptrain.core.serving import Pass, Ran, Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from roles.drafter.draft_messages import packed
 from roles.drafter.drafter import MAX_CALLERS
+from roles.drafter.events import VerdictReceived
 from roles.line import Line
-from roles.speculation.events import VerdictReceived
-from roles.speculation.received import packed
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (

@@ -11,9 +11,9 @@ import torch
 from p2ptrain.compute.served_part import load_whole
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.speculation.verifying import Stats
 from roles.verifier.drafter_link import Tokens
 from roles.verifier.drafters import Drafters
+from roles.verifier.speculation import Stats
 from tests.compute.families import VOCAB, make, opened
 from tests.roles.drafter_hosts import DrafterHost, Written, around_of, drafter_hosts, model_serves, write
 

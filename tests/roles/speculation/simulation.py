@@ -15,9 +15,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from roles.speculation.cost_model import MOST_DRAFTS, CostModel, DrafterModel
-from roles.speculation.drafting import Drafting
-from roles.speculation.events import (
+from roles.drafter.draft_messages import packed
+from roles.drafter.drafting import Drafting
+from roles.drafter.events import (
     Drafted,
     DrafterReady,
     Drop,
@@ -31,8 +31,8 @@ from roles.speculation.events import (
     Signal,
     VerdictReceived,
 )
-from roles.speculation.received import packed
-from roles.speculation.verifying import Stats, Verifying
+from roles.verifier.cost_model import MOST_DRAFTS, CostModel, DrafterModel
+from roles.verifier.speculation import Stats, Verifying
 from wire.codec import encode
 from wire.text_messages import Drafts, Verdict
 

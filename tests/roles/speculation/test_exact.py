@@ -12,9 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from roles.speculation.cost_model import CostModel, DrafterModel
-from roles.speculation.drafting import Drafting
-from roles.speculation.events import (
+from roles.drafter.drafting import Drafting
+from roles.drafter.events import (
     Drafted,
     DrafterReady,
     Drop,
@@ -28,7 +27,8 @@ from roles.speculation.events import (
     Signal,
     VerdictReceived,
 )
-from roles.speculation.verifying import Verifying
+from roles.verifier.cost_model import CostModel, DrafterModel
+from roles.verifier.speculation import Verifying
 
 VOCAB = 7
 STOP_ID = 6

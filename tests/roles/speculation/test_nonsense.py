@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from p2ptrain.core.errors import ProtocolError
-from roles.speculation.cost_model import CostModel, DrafterModel
-from roles.speculation.drafting import Drafting
-from roles.speculation.events import (
+from roles.drafter.drafting import Drafting
+from roles.drafter.events import (
     Drafted,
     DrafterReady,
     Drop,
@@ -19,7 +18,8 @@ from roles.speculation.events import (
     Signal,
     VerdictReceived,
 )
-from roles.speculation.verifying import Verifying
+from roles.verifier.cost_model import CostModel, DrafterModel
+from roles.verifier.speculation import Verifying
 
 PROMPT = (1, 2, 3)
 

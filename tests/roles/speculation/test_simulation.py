@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 
-from roles.speculation.cost_model import CostModel
+from roles.verifier.cost_model import CostModel
 from tests.roles.speculation.simulation import (
     DrafterSetting,
     Outcome,

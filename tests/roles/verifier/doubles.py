@@ -21,12 +21,12 @@ from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.background import Background
-from roles.speculation import events as ev
-from roles.speculation.cost_model import DrafterModel
-from roles.speculation.drafting import Drafting as DraftingCore
+from roles.drafter import events as ev
+from roles.drafter.drafting import Drafting as DraftingCore
+from roles.serving.local_model import Passed
+from roles.serving.text_service import ServiceOptions, VerifierService
+from roles.verifier.cost_model import DrafterModel
 from roles.verifier.drafter_link import Connected, DrafterFacts, Opening
-from roles.verifier.service import ServiceOptions, VerifierService
-from roles.verifier.targets import Passed
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 
 CONFIG = stand_in_config(layers=2, vocab_size=256, context=600, rows=1)

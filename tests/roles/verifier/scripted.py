@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from roles.verifier.asking import Piece, TextRequest
+from roles.serving.texts import Piece, TextRequest
 
 MODEL = "org/tiny-model"
 

@@ -10,7 +10,7 @@ import pytest
 
 from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import NetworkError, Refused, ResourceError, TooLong, UserError
-from roles.verifier.asking import TextRequest
+from roles.serving.texts import TextRequest
 
 from .conftest import PATIENCE_S, Endpoint
 from .scripted import MODEL, ScriptedWriting

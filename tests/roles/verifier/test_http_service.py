@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 
 from p2ptrain.core.serving import Sampling
-from roles.verifier import session
+from roles.serving import text_session as session
+from roles.serving.text_service import VerifierService
 from roles.verifier.http import serving_http
-from roles.verifier.service import VerifierService
 from tests.roles.verifier.doubles import ScriptedTarget, reference, service, text_of, world
 
 from .conftest import PATIENCE_S

@@ -13,9 +13,9 @@ from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import ConfigError, DeadlineExceeded, Refused, UserError
 from p2ptrain.core.serving import Sampling, SamplingOptions
 from p2ptrain.lab.memory import run_virtual
-from roles.verifier.asking import TextRequest
-from roles.verifier.service import VerifierService
-from roles.verifier.session import READER_S, TextSession
+from roles.serving.text_service import VerifierService
+from roles.serving.text_session import READER_S, TextSession
+from roles.serving.texts import TextRequest
 from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, reference, service, text_of
 
 PROMPT = "def f(x):"

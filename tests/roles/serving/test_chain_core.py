@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from p2ptrain.core.errors import ResourceError
-from roles.chain import session as ev
-from roles.chain.session import MOST_STALLS, WINDOW, Phase, Session
-from tests.roles.chain.decoding import Decoding
+from roles.serving import chain_core as ev
+from roles.serving.chain_core import MOST_STALLS, WINDOW, Phase, Session
+from tests.roles.serving.decoding import Decoding
 from wire.chain_messages import ChainBroken
 
 from .fake_chain import VOCAB, Chain, picked, reference
@@ -84,7 +84,11 @@ def disturbing(rng: random.Random, deaths: int, other: int) -> Callable[[Chain],
 @pytest.mark.parametrize("seed", range(40))
 def test_the_same_tokens_come_whatever_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    for name in ("roles.chain.session.CHUNK", "roles.chain.session.CHUNK_AGAIN", "tests.roles.chain.decoding.CHUNK"):
+    for name in (
+        "roles.serving.chain_core.CHUNK",
+        "roles.serving.chain_core.CHUNK_AGAIN",
+        "tests.roles.serving.decoding.CHUNK",
+    ):
         monkeypatch.setattr(name, 4)
     stages, deaths, other = rng.randrange(1, 6), rng.randrange(7), rng.randrange(4)
     # A stage that is blamed costs a peer, too.
@@ -100,8 +104,8 @@ def test_the_same_tokens_come_whatever_is_lost(seed: int, monkeypatch: pytest.Mo
 def test_works_of_several_picks_with_rollbacks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As speculative decoding would have it: several works under way, each of which may cut off what others brought."""
     rng = random.Random(seed)
-    monkeypatch.setattr("roles.chain.session.CHUNK", 5)
-    monkeypatch.setattr("roles.chain.session.CHUNK_AGAIN", 5)
+    monkeypatch.setattr("roles.serving.chain_core.CHUNK", 5)
+    monkeypatch.setattr("roles.serving.chain_core.CHUNK_AGAIN", 5)
     stages, deaths, other = rng.randrange(1, 6), rng.randrange(7), rng.randrange(4)
     chain = Chain(stages, deaths + 3 * other + 2 * deaths, rng)
     disturb = disturbing(rng, deaths, other)
@@ -141,9 +145,9 @@ def killing(kills: dict[int, int]) -> Callable[[Chain], None]:
 
 def test_a_loss_at_every_single_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage killed before each step of one run, the mending included: a second one dies some steps later."""
-    monkeypatch.setattr("roles.chain.session.CHUNK", 3)
-    monkeypatch.setattr("roles.chain.session.CHUNK_AGAIN", 3)
-    monkeypatch.setattr("tests.roles.chain.decoding.CHUNK", 3)
+    monkeypatch.setattr("roles.serving.chain_core.CHUNK", 3)
+    monkeypatch.setattr("roles.serving.chain_core.CHUNK_AGAIN", 3)
+    monkeypatch.setattr("tests.roles.serving.decoding.CHUNK", 3)
     stages, prompt, tokens = 3, list(range(20, 28)), 4
     wanted = undisturbed(stages, prompt, tokens)
     mended = 0

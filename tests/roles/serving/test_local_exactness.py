@@ -12,7 +12,7 @@ import torch
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import LoopClock
 from roles.compute_thread import ComputeThread
-from roles.verifier.targets import WholeTarget, load_whole_engine
+from roles.serving.local_model import WholeTarget, load_whole_engine
 from tests.compute.families import VOCAB, make
 
 from .by_hand import decoded

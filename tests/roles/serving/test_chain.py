@@ -20,11 +20,11 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.serving import Sampling
-from roles.chain.client import Chain
-from roles.chain.plan import WorkerPool
-from roles.chain.session import Submit
+from roles.serving.chain import Chain
+from roles.serving.chain_core import Submit
+from roles.serving.worker_pool import WorkerPool
 from roles.worker.stages import MAX_REQUESTS
-from tests.roles.chain.decoding import Generation, generate
+from tests.roles.serving.decoding import Generation, generate
 from tests.roles.stage_stand_in import sizes_of, tokens_of
 from wire.chain_messages import NEXT_LOST, ChainBroken
 

@@ -18,10 +18,10 @@ from p2ptrain.core.ids import is_id
 from p2ptrain.core.threads import Thread
 from ring.planning.ring_plan import LinkQuality
 from ring.planning.serving import Placement, Wanted
-from roles.chain.peer import Context, Peer, WorkerAt
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
 from roles.model_table import FILE
 from roles.seed.links import measured_untrusted
+from roles.serving.worker_peer import Context, Peer, WorkerAt
 from roles.worker.model_loading import ModelReceiver, give
 from wire.address import parse_address
 from wire.records import ABSENT_STATES, PeerInfo

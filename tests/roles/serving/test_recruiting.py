@@ -13,9 +13,9 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError
 from p2ptrain.core.serving import Sampling
-from roles.chain.client import Chain, PoolUpdater
-from roles.verifier.targets import ChainTarget
-from tests.roles.chain.decoding import generate
+from roles.serving.chain import Chain, PoolUpdater
+from roles.serving.local_model import ChainTarget
+from tests.roles.serving.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import StandIns, tokens_of
 from wire.records import PeerInfo

@@ -15,14 +15,14 @@ from p2ptrain.compute.text import TextWriter
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError
 from p2ptrain.core.serving import Sampling
 from roles.background import Background
-from roles.speculation import events as ev
-from roles.speculation.cost_model import MOST_DRAFTS, CostModel
-from roles.speculation.verifying import Verifying
-from roles.verifier.asking import Piece, Pieces, failed
+from roles.drafter import events as ev
+from roles.serving.local_model import TargetSession
+from roles.serving.text_stats import Sums, WritingStats, sums_of
+from roles.serving.texts import Piece, Pieces, failed
+from roles.verifier.cost_model import MOST_DRAFTS, CostModel
 from roles.verifier.drafter_link import DrafterFacts, Opening
 from roles.verifier.drafters import Drafters, SessionDrafters
-from roles.verifier.stats import Sums, WritingStats, sums_of
-from roles.verifier.targets import TargetSession
+from roles.verifier.speculation import Verifying
 
 MOST_PIECES = 64
 """Unread pieces after which the next pass waits."""

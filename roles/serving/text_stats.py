@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from roles.speculation.verifying import PLACES, Stats
 from roles.verifier.drafter_link import DrafterFacts
+from roles.verifier.speculation import PLACES, Stats
 
 MOST_TOLD = 32
 """Most drafters in the figures of a text, the most often right ones: the figures must fit a message."""

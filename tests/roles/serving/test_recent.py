@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from roles.speculation.verifying import Stats
+from roles.serving.text_stats import Recent, figures_of, shares_of, sums_of
 from roles.verifier.drafter_link import DrafterFacts
-from roles.verifier.stats import Recent, figures_of, shares_of, sums_of
+from roles.verifier.speculation import Stats
 
 FACTS = [DrafterFacts(f"d{at}", "", "", 0.0, 200, 5, right) for at, right in ((1, 6), (2, 2))]
 SPENT = {"all": 2.0, "verify": 1.0, "draft": 0.75, "wait": 0.125}

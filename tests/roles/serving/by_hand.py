@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roles.verifier.targets import TargetSession
+from roles.serving.local_model import TargetSession
 
 
 @dataclass

@@ -12,11 +12,11 @@ import pytest
 from p2ptrain.core.errors import NetworkError, Refused
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork
-from roles.chain.client import Chain
-from roles.chain.peer import Context
-from roles.chain.plan import WorkerPool, local_model, workers_of
-from tests.roles.chain.decoding import generate
+from roles.serving.chain import Chain
+from roles.serving.worker_peer import Context
+from roles.serving.worker_pool import WorkerPool, local_model, workers_of
 from tests.roles.in_process import Cluster, Peer
+from tests.roles.serving.decoding import generate
 from tests.roles.stage_stand_in import WIDTH, StandIns, sizes_of, tokens_of, write_model
 from wire.handshake import dial, local_hello
 

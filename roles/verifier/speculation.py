@@ -15,8 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 
-from roles.speculation.cost_model import MOST_DRAFTS, Average, CostModel, choose
-from roles.speculation.events import (
+from roles.drafter.events import (
     Drafted,
     DrafterReady,
     Drop,
@@ -29,7 +28,8 @@ from roles.speculation.events import (
     VerifierEvent,
     VerifierInstruction,
 )
-from roles.speculation.line import Line
+from roles.verifier.cost_model import MOST_DRAFTS, Average, CostModel, choose
+from roles.verifier.draft_line import Line
 
 CHUNK, SHARED_CHUNK = 2048, 256
 """Positions of a prompt in one pass: with one session, and while other texts wait for their next token."""

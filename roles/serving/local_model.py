@@ -17,11 +17,11 @@ from p2ptrain.core.ids import new_id
 from p2ptrain.core.serving import Pass, Sampling, check_positions
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
-from roles.chain.client import Chain
-from roles.chain.generation import GenerationSession
-from roles.chain.session import Submit
 from roles.compute_thread import ComputeThread
 from roles.engine import StageEngine
+from roles.serving.chain import Chain
+from roles.serving.chain_core import Submit
+from roles.serving.chain_session import GenerationSession
 from roles.timed_model import timed_model_in
 from wire.chain_messages import CHUNK
 from wire.messages import RefusalCode

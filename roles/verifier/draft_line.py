@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from roles.speculation.cost_model import DrafterModel
-from roles.speculation.drafting import GROUP
+from roles.drafter.drafting import GROUP
+from roles.verifier.cost_model import DrafterModel
 
 SHORTEST_WAIT_S = 0.0005
 """Shortest wait for a missing draft: a wait that rounds to zero would never end."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2ptrain.core.errors import ProtocolError
-from roles.speculation.events import Run, RunDone, Send, Signal, VerdictReceived
+from roles.drafter.events import Run, RunDone, Send, Signal, VerdictReceived
 
 CHUNK = 2048
 """Largest number of positions in one run."""

@@ -11,7 +11,7 @@ from p2ptrain.core.activations import ID_BYTES, decode_ids
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
 from p2ptrain.core.serving import Sampling, check_sampling
 from p2ptrain.core.texts import printable
-from roles.speculation.events import VerdictReceived
+from roles.drafter.events import VerdictReceived
 from wire.text_messages import MOST_TOKEN_BYTES, DraftOpen, StreamRefused, Verdict
 
 # codes of ``StreamRefused``

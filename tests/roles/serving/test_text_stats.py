@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from roles.speculation.verifying import Stats
+from roles.serving.text_stats import MOST_TOLD, WritingStats
 from roles.verifier.drafter_link import DrafterFacts
-from roles.verifier.stats import MOST_TOLD, WritingStats
+from roles.verifier.speculation import Stats
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.text_messages import Written

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from p2ptrain.core.serving import Sampling
-from roles.chain.client import Chain
-from roles.chain.generation import GenerationSession, common_prefix
-from roles.chain.session import Done, Submit
+from roles.serving.chain import Chain
+from roles.serving.chain_core import Done, Submit
+from roles.serving.chain_session import GenerationSession, common_prefix
 from wire.chain_messages import CHUNK
 
 

@@ -15,10 +15,10 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ResourceError, U
 from p2ptrain.core.serving import Sampling
 from ring.planning.ring_plan import known_link
 from roles.background import Background
-from roles.chain import session as ev
-from roles.chain.generation import CLOSE_S, GenerationSession
-from roles.chain.peer import Peer, WorkerAt
-from roles.chain.plan import Loaded, Model, Plan, Request, WorkerPool, giving, workers_of
+from roles.serving import chain_core as ev
+from roles.serving.chain_session import CLOSE_S, GenerationSession
+from roles.serving.worker_peer import Peer, WorkerAt
+from roles.serving.worker_pool import Loaded, Model, Plan, Request, WorkerPool, giving, workers_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
 
-from roles.speculation.cost_model import DrafterModel
+from roles.verifier.cost_model import DrafterModel
 
 
 class Signal(Enum):

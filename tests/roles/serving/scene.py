@@ -14,9 +14,9 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.chain.client import Chain, Progress
-from roles.chain.peer import Context, WorkerAt
-from roles.chain.plan import Model, Plan, WorkerPool, local_model
+from roles.serving.chain import Chain, Progress
+from roles.serving.worker_peer import Context, WorkerAt
+from roles.serving.worker_pool import Model, Plan, WorkerPool, local_model
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
 

@@ -25,13 +25,13 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import shortened
 from roles.background import Background
-from roles.chain import session as ev
-from roles.chain.session import Session
+from roles.serving import chain_core as ev
+from roles.serving.chain_core import Session
 from wire.chain_messages import NEXT_LOST, ChainBroken, ForwardRequest, Sampled
 
 if TYPE_CHECKING:
-    from roles.chain.client import Chain
-    from roles.chain.peer import Peer
+    from roles.serving.chain import Chain
+    from roles.serving.worker_peer import Peer
 
 CLOSE_S = 5.0
 

@@ -10,9 +10,9 @@ import pytest
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, UserError
 from p2ptrain.core.serving import Sampling
-from roles.chain.client import Chain
-from roles.verifier.targets import ChainTarget, Passed, Target, TargetSession
-from tests.roles.chain.scene import CONFIG, Scene, play
+from roles.serving.chain import Chain
+from roles.serving.local_model import ChainTarget, Passed, Target, TargetSession
+from tests.roles.serving.scene import CONFIG, Scene, play
 from tests.roles.stage_stand_in import tokens_of
 
 from .by_hand import decoded

@@ -17,16 +17,16 @@ from p2ptrain.core.errors import P2PTrainError, Refused, ResourceError, UserErro
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.background import Background
-from roles.chain.generation import common_prefix
 from roles.gauges import Rate
-from roles.speculation.cost_model import MOST_DRAFTS, CostModel
-from roles.speculation.verifying import Stats
-from roles.verifier.asking import TextRequest
+from roles.serving.chain_session import common_prefix
+from roles.serving.local_model import Target, TargetSession
+from roles.serving.text_session import TextSession
+from roles.serving.text_stats import Recent, added, figures_of, shares_of
+from roles.serving.texts import TextRequest
+from roles.verifier.cost_model import MOST_DRAFTS, CostModel
 from roles.verifier.drafter_link import Connected
 from roles.verifier.drafters import Drafters
-from roles.verifier.session import TextSession
-from roles.verifier.stats import Recent, added, figures_of, shares_of
-from roles.verifier.targets import Target, TargetSession
+from roles.verifier.speculation import Stats
 from wire.messages import RefusalCode
 
 CONVERSATION_POSITIONS = 4096

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from p2ptrain.core.errors import ResourceError
-from roles.chain import session as ev
-from roles.chain.session import Phase, Session
+from roles.serving import chain_core as ev
+from roles.serving.chain_core import Phase, Session
 from wire.chain_messages import ChainBroken
 
 PRIME = 1_000_003

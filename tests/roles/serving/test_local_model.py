@@ -16,7 +16,7 @@ from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock
 from p2ptrain.lab.memory import run_virtual
 from roles.compute_thread import ComputeThread
-from roles.verifier.targets import TargetSession, WholeTarget, load_whole_engine
+from roles.serving.local_model import TargetSession, WholeTarget, load_whole_engine
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 
 from .by_hand import decoded
