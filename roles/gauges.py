@@ -145,3 +145,24 @@ def _name_of(library: Any, handle: Any) -> str:
         name = library.nvmlDeviceGetName(handle)
         return (name.decode(errors="replace") if isinstance(name, bytes) else str(name))[:NAME_CHARS]
     return ""
+
+
+FAR_OFF = 4.0
+"""A measurement counts as at most this multiple of the average, because outliers do not predict."""
+SHORTEST_S = 1e-6
+
+
+class MovingAverage:
+    """Moving average of a time in seconds. ``prior_s`` is its value before the first measurement."""
+
+    def __init__(self, prior_s: float = 0.0, *, weight: float = 0.15) -> None:
+        self.seconds = prior_s
+        self.count = 0
+        self._weight = weight
+
+    def add(self, seconds: float) -> None:
+        seconds = max(seconds, 0.0)
+        if self.count:
+            seconds = min(seconds, FAR_OFF * self.seconds + SHORTEST_S)
+        self.count += 1
+        self.seconds += max(self._weight, 1 / self.count) * (seconds - self.seconds)

@@ -32,9 +32,9 @@ from p2ptrain.cli.text_options import TextOptions, TokensOption, write
 from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.text import Answer, Source
+    from p2ptrain.cli.text import Answer, TextSource
     from p2ptrain.compute.text import ModelText
-    from roles.serving.texts import Piece, Writing
+    from roles.serving.texts import TextPiece, Writing
 
 T = TypeVar("T")
 T2 = TypeVar("T2")
@@ -105,7 +105,7 @@ def chat(
         return options.positions or conversation_positions(text)
 
     at_terminal = sys.stdin.isatty() and not options.as_json
-    needs = Needs(sessions=1, kept=1, check=positions, wait_s=PERSON_WAITS_S if at_terminal else PIPE_WAITS_S)
+    needs = Needs(kept=1, check=positions, wait_s=PERSON_WAITS_S if at_terminal else PIPE_WAITS_S)
     directory = local_directory(options)
     thread = ServiceThread(lambda: text_source(options, directory, needs, Console(quiet=options.as_json)))
     try:
@@ -116,7 +116,7 @@ def chat(
 
 
 def _converse(
-    thread: ServiceThread[Source | None], source: Source, options: TextOptions, system: str, max_new_tokens: int
+    thread: ServiceThread[TextSource | None], source: TextSource, options: TextOptions, system: str, max_new_tokens: int
 ) -> None:
     talk = ChatSession(thread, source, options, system=system, max_new_tokens=max_new_tokens)
     if sys.stdin.isatty() and not options.as_json:
@@ -196,7 +196,7 @@ class ServiceThread(Generic[T]):
                 raise
 
 
-async def _next(pieces: AsyncIterator[Piece]) -> Piece | None:
+async def _next(pieces: AsyncIterator[TextPiece]) -> TextPiece | None:
     return await anext(pieces, None)
 
 
@@ -211,7 +211,7 @@ class ChatSession:
     """One conversation with one model."""
 
     def __init__(
-        self, thread: ServiceThread[Any], source: Source, options: TextOptions, *, system: str, max_new_tokens: int
+        self, thread: ServiceThread[Any], source: TextSource, options: TextOptions, *, system: str, max_new_tokens: int
     ) -> None:
         from p2ptrain.compute.text import Conversation
 

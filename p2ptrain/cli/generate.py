@@ -22,7 +22,7 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import P2PTrainError, UserError, first_error
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.text import Answer, Source
+    from p2ptrain.cli.text import Answer, TextSource
     from p2ptrain.compute.text import ModelText
 
 STDIN = "-"
@@ -111,7 +111,7 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class FinishedText:
     """A text and its figures."""
 
     answer: Answer
@@ -130,7 +130,7 @@ async def _generate(request: GenerateRequest, directory: Path | None) -> None:
     stop_on_signals(stop, shown.leaving(console))
 
     async def work() -> bool:
-        needs = Needs(request.at_once, 0, request.check)
+        needs = Needs(0, request.check)
         async with text_source(request.options, directory, needs, console) as source:
             if source is not None:
                 await Texts(source, request, shown).write()
@@ -147,9 +147,9 @@ class Texts:
         whole: finished texts by index of the prompt. broken: texts that broke off when one failed.
     """
 
-    def __init__(self, source: Source, request: GenerateRequest, shown: Shown) -> None:
-        self.whole: dict[int, Written] = {}
-        self.broken: dict[int, Written] = {}
+    def __init__(self, source: TextSource, request: GenerateRequest, shown: Shown) -> None:
+        self.whole: dict[int, FinishedText] = {}
+        self.broken: dict[int, FinishedText] = {}
         self._source, self._request, self._shown = source, request, shown
         self._behind: dict[int, str] = {}  # index → text that is not shown yet
         self._showing = self._next = 0
@@ -187,7 +187,7 @@ class Texts:
                     if piece := self._behind.pop(self._showing, ""):
                         self._shown.piece(piece)
 
-    async def _text(self, index: int) -> Written:
+    async def _text(self, index: int) -> FinishedText:
         from p2ptrain.cli.text import Answer
         from roles.serving.texts import TextRequest
 
@@ -207,11 +207,11 @@ class Texts:
                 self._piece(index, piece.text)
             answer.ended = writing.ended
         except BaseException:
-            self.broken[index] = Written(answer)
+            self.broken[index] = FinishedText(answer)
             raise
         finally:
             await writing.close()
-        return Written(answer, writing.stats())
+        return FinishedText(answer, writing.stats())
 
     def _piece(self, index: int, piece: str) -> None:
         if index == self._showing:

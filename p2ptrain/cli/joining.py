@@ -1,7 +1,7 @@
 """What every ``p2ptrain join`` does, whatever its role: it claims a slot, finds its seed, and stays.
 
-``join`` reads the options into ``JoinOptions``. It then runs ``run_member`` with a worker, or ``served`` for the other
-roles. The program of a verifier and a drafter (``roles.member``) is ``serving.serve``.
+``join`` reads the options into ``JoinOptions``. It then runs ``run_member`` with a worker, or ``serving.join_to_serve``
+for the other roles.
 """
 
 from __future__ import annotations
@@ -123,29 +123,6 @@ async def run_member(options: JoinOptions, make: Make) -> None:
         console.finish()
         identity.release()
     console.event("info", "left")
-
-
-async def served(options: JoinOptions) -> None:
-    """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``, for invalid options before it joins."""
-    from p2ptrain.cli.serving import check, serve
-
-    await check(options)
-    from roles.member import ServingMember
-
-    def member(here: ProcessContext, found: Found) -> Running:
-        async def program(member: ServingMember) -> None:
-            await serve(member, options, here.console)
-
-        return ServingMember(
-            world_of(options, found),
-            here.identity,
-            member_options(options, found),
-            program=program,
-            notify=here.notify,
-            membership=found.access.member,
-        ).run
-
-    await run_member(options, member)
 
 
 def world_of(options: JoinOptions, found: Found) -> World:

@@ -1,4 +1,4 @@
-"""What ``p2ptrain join --role verifier`` and ``--role drafter`` run. ``p2ptrain.cli.joining`` calls it.
+"""What ``p2ptrain join --role verifier`` and ``--role drafter`` run.
 
 A verifier loads its model, whole or split over workers, and connects the parts of ``roles.verifier``: the service, its
 answers to clients, the links to drafters and, if requested, HTTP. A drafter loads a small model whole, and drafts for
@@ -21,17 +21,18 @@ from p2ptrain.core.texts import human_bytes
 
 if TYPE_CHECKING:
     from p2ptrain.cli.join_options import JoinOptions
+    from p2ptrain.cli.joining import Found, ProcessContext, Running
     from p2ptrain.cli.text_options import SplitOptions
     from p2ptrain.cluster.console import Console
     from p2ptrain.compute.text import ChatFormat, ModelText
     from roles.compute_thread import ComputeThread
     from roles.drafter.drafter import Serves
     from roles.member import ServingMember
-    from roles.serving.chain import Chain
-    from roles.serving.local_model import Target
-    from roles.serving.text_service import VerifierService
-    from roles.serving.worker_peer import Context, WorkerAt
-    from roles.serving.worker_pool import Model, WorkerPool
+    from roles.serving.chain import StageChain
+    from roles.serving.model import ServedModel
+    from roles.serving.worker_peer import ClientContext, WorkerAt
+    from roles.serving.worker_pool import ModelReference, WorkerPool
+    from roles.verifier.service import VerifierService
     from wire.text_messages import Serving
 
 USUAL_SESSIONS = 4
@@ -55,8 +56,34 @@ async def check(options: JoinOptions) -> None:
         config_text(options.model_directory, options.split)
 
 
+async def join_to_serve(options: JoinOptions) -> None:
+    """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``, for invalid options before it joins."""
+    await check(options)
+    from p2ptrain.cli.joining import member_options, run_member, world_of
+    from roles.member import ServingMember
+
+    def member(process: ProcessContext, found: Found) -> Running:
+        async def program(member: ServingMember) -> None:
+            await serve(member, options, process.console)
+
+        return ServingMember(
+            world_of(options, found),
+            process.identity,
+            member_options(options, found),
+            program=program,
+            notify=process.notify,
+            membership=found.access.member,
+        ).run
+
+    await run_member(options, member)
+
+
 async def serve(member: ServingMember, options: JoinOptions, console: Console) -> None:
-    """Serve until cancelled. Raises ``P2PTrainError``."""
+    """Be the member's program: load the model, and register what the member answers and serves.
+
+    It starts when the seed has accepted the process for the first time, and is cancelled when the process leaves. Then
+    it must end within a few seconds. Raises ``P2PTrainError``, which ends the process.
+    """
     await (_verify if options.role == "verifier" else _draft)(member, options, console)
 
 
@@ -74,13 +101,13 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         text, form, weights = await compute.run(_prepared, directory, options.threads, whole=options.split is None)
 
         from p2ptrain.cli.split import TYPICAL_POSITIONS, within
-        from roles.serving.text_service import ServiceOptions, VerifierService
-        from roles.serving.worker_peer import Context
-        from roles.verifier.drafter_link import Tokens
+        from roles.serving.worker_peer import ClientContext
+        from roles.verifier.drafter_link import Vocabulary
         from roles.verifier.drafters import Drafters
         from roles.verifier.server import serve_texts
+        from roles.verifier.service import ServiceOptions, VerifierService
 
-        context = Context(
+        context = ClientContext(
             world=member.world,
             peer_id=member.peer_id,
             name=member.name,
@@ -90,19 +117,19 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
             role="verifier",
         )
         if options.split is None:
-            opened = _whole_target(member, options, directory, compute, sessions, console)
+            opened = _local_model(member, options, directory, compute, sessions, console)
         else:
-            opened = split_target(member, context, options, text, sessions, console)
-        target = await stack.enter_async_context(opened)
+            opened = split_model(member, context, options, text, sessions, console)
+        model = await stack.enter_async_context(opened)
         digest = text.tokenizer.digest
-        drafters = Drafters(context, Tokens(target.vocab_size, digest))
+        drafters = Drafters(context, Vocabulary(model.vocab_size, digest))
         stack.push_async_callback(drafters.close)
         service = VerifierService(
             member.world,
-            target,
+            model,
             text,
             form=form,
-            model=model_name(directory),
+            name=model_name(directory),
             created=int(file_of(directory, "config.json").stat().st_mtime),
             drafters=drafters,
             options=ServiceOptions(sessions=sessions, positions=0 if options.split is None else TYPICAL_POSITIONS),
@@ -113,10 +140,10 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         http = await _http(stack, member, options, service)
         member.on_drafters(drafters.here)
         member.answer("generate", partial(serve_texts, service))
-        member.serves(partial(_serving, service, target, digest, weights, http))
+        member.serves(partial(_serving, service, model, digest, weights, http))
         known = "" if service.context is None else f", {service.context} tokens of context"
-        said = f"{service.model} writes text in {target.facts()['dtype']}{known}"
-        member.notify("info", "serving", said + (f"; HTTP at {http}" if http else ""))
+        news = f"{service.model} writes text in {model.facts()['dtype']}{known}"
+        member.notify("info", "serving", news + (f"; HTTP at {http}" if http else ""))
         if unused := text.unused_settings():
             member.notify("warning", "unused-settings", unused)
         await asyncio.Event().wait()  # until the member leaves
@@ -127,7 +154,7 @@ def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText,
 
     This runs on a thread: slow imports would block the event loop, and the seed takes a silent member for dead.
     """
-    import roles.serving.text_service  # noqa: F401 - a slow import
+    import roles.verifier.service  # noqa: F401 - a slow import
     from p2ptrain.compute.text import ChatFormat, ModelText
     from p2ptrain.core.adapters import fingerprint
 
@@ -153,22 +180,22 @@ def _prepare_torch(directory: Path, threads: int) -> None:
 
 
 @asynccontextmanager
-async def _whole_target(
+async def _local_model(
     member: ServingMember,
     options: JoinOptions,
     directory: Path,
     compute: ComputeThread,
     sessions: int,
     console: Console,
-) -> AsyncIterator[Target]:
+) -> AsyncIterator[ServedModel]:
     from p2ptrain.cli.split import within
-    from roles.serving.local_model import WholeTarget, load_whole_engine
+    from roles.serving.local_model import LocalModel, load_local_engine
 
-    engine, context = await load_whole_engine(
+    engine, context = await load_local_engine(
         directory, compute, device=options.device or "auto", dtype=options.dtype, on_bytes=console.loading
     )
     console.clear()
-    target = WholeTarget(
+    model = LocalModel(
         engine,
         compute,
         member.world.clock,
@@ -178,9 +205,9 @@ async def _whole_target(
         cache_bytes=cache_bytes(options.memory_bytes, directory, engine.encoding, engine.weights_bytes),
     )
     try:
-        yield target
+        yield model
     finally:
-        await within(LEAVE_S, target.close())
+        await within(LEAVE_S, model.close())
 
 
 def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "", weights_bytes: int = 0) -> int:
@@ -209,14 +236,14 @@ def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "", weights_byt
 
 
 @asynccontextmanager
-async def split_target(
+async def split_model(
     member: ServingMember,
-    context: Context,
+    context: ClientContext,
     options: JoinOptions,
     text: ModelText,
     sessions: int,
     console: Console,
-) -> AsyncIterator[Target]:
+) -> AsyncIterator[ServedModel]:
     """Load the model into workers of the cluster, as soon as there are enough of them.
 
     Raises ``P2PTrainError``: its files cannot be read, it does not split, or workers refuse to load it.
@@ -224,31 +251,31 @@ async def split_target(
     from p2ptrain.cli.split import conversation_positions, within
     from roles.background import Background
     from roles.serving.chain import PoolUpdater
-    from roles.serving.local_model import ChainTarget
+    from roles.serving.split_model import SplitModel
 
     positions = sessions * conversation_positions(text)
     chain = await _awaited_chain(member, context, options, console, options.model_directory, positions)
     pool_updater = Background()
     try:
-        target = ChainTarget(chain, label=options.model_directory.name, context=text.context)
+        model = SplitModel(chain, label=options.model_directory.name, context=text.context)
         pool_updater.start(PoolUpdater(chain, member.ask).run(), "recruiting")
         try:
-            yield target
+            yield model
         finally:
             await within(LEAVE_S, pool_updater.stop())
-            await within(LEAVE_S, target.close())
+            await within(LEAVE_S, model.close())
     finally:
         await within(LEAVE_S, chain.pool.close())
 
 
 async def _awaited_chain(
     member: ServingMember,
-    context: Context,
+    context: ClientContext,
     options: JoinOptions,
     console: Console,
     directory: Path,
     positions: int,
-) -> Chain:
+) -> StageChain:
     """Wait for enough workers with enough memory, and load the model into them. The caller closes the chain's pool.
 
     A verifier may start before its workers. It reports a shortage once, and tries again. The first worker that can be
@@ -257,7 +284,7 @@ async def _awaited_chain(
     from p2ptrain.cli.model_sizes import config_text
     from p2ptrain.cli.split import measured, within
     from p2ptrain.cli.text_options import SplitOptions
-    from roles.serving.worker_pool import WorkerPool, local_model, workers_of
+    from roles.serving.worker_pool import WorkerPool, model_of_directory, workers_of
 
     async def known() -> list[WorkerAt]:
         while True:
@@ -266,7 +293,7 @@ async def _awaited_chain(
             except NetworkError:  # the member's link reports this, and reconnects
                 await asyncio.sleep(LOOK_S)
 
-    said, model, config = "", None, config_text(directory)
+    shortage, model, config = "", None, config_text(directory)
     stages = SplitOptions(options.split or None, options.dtype)
     while True:
         workers = await known()
@@ -277,7 +304,7 @@ async def _awaited_chain(
                 await measured(pool, config, stages)
                 if model is None:
                     console.progress(f"reading the files of {directory}")  # the first time it hashes them
-                    model = await local_model(context, directory)
+                    model = await model_of_directory(context, directory)
                     console.clear()
             if pool is None or model is None or len(workers) < (options.split or 1):
                 there = f"{len(workers)} of {options.split} workers joined" if workers else "no worker has joined"
@@ -289,11 +316,11 @@ async def _awaited_chain(
             if not isinstance(problem, NetworkError | ResourceError | UserError) or isinstance(problem, ConfigError):
                 raise  # it is no shortage of workers
             text = f"{problem.message}: {problem.remedy}" if problem.remedy else problem.message
-            if text != said:
-                said = text
+            if text != shortage:
+                shortage = text
                 member.notify("warning", "waiting", f"waits for workers: {text}; Ctrl+C leaves")
         else:
-            if said:
+            if shortage:
                 member.notify("info", "enough-workers", "there are enough workers")
             return chain
         for _ in range(AGAIN_LOOKS):
@@ -302,7 +329,9 @@ async def _awaited_chain(
                 break
 
 
-async def _loaded_by(pool: WorkerPool, options: SplitOptions, console: Console, model: Model, positions: int) -> Chain:
+async def _loaded_by(
+    pool: WorkerPool, options: SplitOptions, console: Console, model: ModelReference, positions: int
+) -> StageChain:
     from p2ptrain.cli.split import load, plan_on
 
     if (here := len(pool.peers)) < (options.stages or 1):
@@ -331,21 +360,21 @@ async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptio
     return f"http://{format_address(shown_host(host), port)}/v1"
 
 
-def _serving(service: VerifierService, target: Target, tokenizer: str, weights: str, http: str) -> Serving:
+def _serving(service: VerifierService, model: ServedModel, tokenizer: str, weights: str, http: str) -> Serving:
     from wire.text_messages import Serving
 
     drafters = service.drafters()
     return Serving(
         model=service.model,
-        vocab_size=target.vocab_size,
+        vocab_size=model.vocab_size,
         context=service.context or 0,
         tokenizer=tokenizer,
         http=http,
         sessions=service.sessions,
         stats=service.figures(),
-        drafters=[each.peer_id for each, _ in drafters],
-        drafter_alpha=[-1.0 if each.alpha is None else each.alpha for each, _ in drafters],
-        drafter_latency_ms=[round(1e3 * each.latency_s, 1) for each, _ in drafters],
+        drafters=[link.at.peer_id for link, _ in drafters],
+        drafter_alpha=[link.model.alpha if link.model.known else -1.0 for link, _ in drafters],
+        drafter_latency_ms=[round(1e3 * link.model.latency_s, 1) for link, _ in drafters],
         drafter_share=[-1.0 if share is None else share for _, share in drafters],
         weights=weights,
     )
@@ -366,14 +395,17 @@ async def _draft(member: ServingMember, options: JoinOptions, console: Console) 
             compute,
             serves,
             most_sessions=options.sessions or MAX_SESSIONS,
-            tell=lambda text: console.event("info", text),
+            on_news=lambda text: console.event("info", text),
         )
         member.answer("draft", drafter.serve, judge=drafter.decide)
         member.serves(drafter.serving)
         known = f", {serves.context} tokens of context" if serves.context else ""
         where = f" on {serves.engine.device} in {serves.engine.encoding}"
         member.notify("info", "serving", f"{serves.model} drafts{where}{known}")
-        await drafter.run()
+        try:
+            await asyncio.Event().wait()  # until the member leaves
+        finally:
+            await drafter.close()
     finally:
         console.clear()
         compute.close()
@@ -382,11 +414,11 @@ async def _draft(member: ServingMember, options: JoinOptions, console: Console) 
 async def _small_model(directory: Path, options: JoinOptions, compute: ComputeThread, console: Console) -> Serves:
     from p2ptrain.compute.tokenizer import Tokenizer
     from roles.drafter.drafter import Serves
-    from roles.serving import local_model as targets
+    from roles.serving.local_model import load_local_engine
 
     tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything
     await compute.run(_prepare_torch, directory, options.threads)
-    engine, context = await targets.load_whole_engine(
+    engine, context = await load_local_engine(
         directory, compute, device=options.device or "auto", dtype=options.dtype, on_bytes=console.loading
     )
     limit_bytes = cache_bytes(options.memory_bytes, directory, engine.encoding, engine.weights_bytes)

@@ -25,10 +25,17 @@ from p2ptrain.core.errors import UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import human_bytes, layers_text
 from p2ptrain.core.world import real_world
-from roles.serving.chain import Chain, Progress
-from roles.serving.local_model import PassTimes
-from roles.serving.worker_peer import Context
-from roles.serving.worker_pool import Measured, Model, Plan, WorkerPool, local_model, workers_of
+from roles.serving.chain import LoadProgress, StageChain
+from roles.serving.chain_session import ChainTimes
+from roles.serving.worker_peer import ClientContext
+from roles.serving.worker_pool import (
+    ChainPlan,
+    ModelMeasurement,
+    ModelReference,
+    WorkerPool,
+    model_of_directory,
+    workers_of,
+)
 from wire.client import SeedClient
 from wire.records import CheckpointInfo
 
@@ -43,13 +50,13 @@ class PlannedSplit:
 
     label: str
     text: ModelText
-    model: Model
-    plan: Plan
+    model: ModelReference
+    plan: ChainPlan
     options: SplitOptions
     pool: WorkerPool
     console: Console
 
-    async def load(self) -> Chain:
+    async def load(self) -> StageChain:
         return await load(self.pool, self.model, self.plan, self.console)
 
 
@@ -77,7 +84,7 @@ async def planned(
     access, client = await open_operator(seed)
     try:
         await access.freshen(client.request)
-        context = Context(
+        context = ClientContext(
             world=real_world(access.network),
             peer_id=access.peer_id or new_id(),
             name=operator_name(),
@@ -100,7 +107,7 @@ async def planned(
             if directory is not None:
                 await measured(pool, config, options)  # fail before hashing
                 console.progress(f"reading the files of {directory}")  # the first time it hashes them
-                model = await local_model(context, directory)
+                model = await model_of_directory(context, directory)
             else:
                 model = await _model_of_worker(pool, held)
                 text = await _text_of(pool, model, Path(kept))
@@ -114,14 +121,14 @@ async def planned(
         await within(LEAVE_S, pool.close())
 
 
-async def measured(pool: WorkerPool, config: str, options: SplitOptions) -> Measured:
+async def measured(pool: WorkerPool, config: str, options: SplitOptions) -> ModelMeasurement:
     """Raises as ``WorkerPool.measured``; ``ConfigError`` for more stages than layers."""
     found = await pool.measured(config, options.dtype)
     check_stages(found.sizes.layers, options.stages)
     return found
 
 
-async def plan_on(pool: WorkerPool, model: Model, options: SplitOptions, positions: int) -> Plan:
+async def plan_on(pool: WorkerPool, model: ModelReference, options: SplitOptions, positions: int) -> ChainPlan:
     """Raises as ``measured`` and ``WorkerPool.plan``."""
     found = await measured(pool, model.config, options)
     return await pool.plan(
@@ -134,11 +141,11 @@ async def plan_on(pool: WorkerPool, model: Model, options: SplitOptions, positio
     )
 
 
-async def load(pool: WorkerPool, model: Model, plan: Plan, console: Console) -> Chain:
-    """Have the workers load their parts, and show the progress. Raises as ``Chain.load``."""
+async def load(pool: WorkerPool, model: ModelReference, plan: ChainPlan, console: Console) -> StageChain:
+    """Have the workers load their parts, and show the progress. Raises as ``StageChain.load``."""
     show = (lambda _: None) if plan.loaded else LoadingLine(plan, console).show
     try:
-        return await Chain.load(pool, model, plan, on_progress=show)
+        return await StageChain.load(pool, model, plan, on_progress=show)
     finally:
         console.clear()
 
@@ -167,7 +174,7 @@ async def _held_by_job(client: SeedClient, job: str) -> list[CheckpointInfo]:
     return sorted(whole, key=lambda item: -item.step)
 
 
-async def _model_of_worker(pool: WorkerPool, held: list[CheckpointInfo]) -> Model:
+async def _model_of_worker(pool: WorkerPool, held: list[CheckpointInfo]) -> ModelReference:
     for item in held:
         if item.peer_id in pool.peers:
             return await pool.model_at(item.path, worker=item.peer_id)
@@ -175,7 +182,7 @@ async def _model_of_worker(pool: WorkerPool, held: list[CheckpointInfo]) -> Mode
     raise UserError(f"workers with checkpoints of job {held[0].job} are away: {names}", remedy="start them again")
 
 
-async def _text_of(pool: WorkerPool, model: Model, directory: Path) -> ModelText:
+async def _text_of(pool: WorkerPool, model: ModelReference, directory: Path) -> ModelText:
     """Fetch a model's tokenizer and settings, a few small files, from a worker. Raises ``P2PTrainError``."""
     for name, content in (await pool.files(model, TEXT_FILES)).items():
         if name in TEXT_FILES:
@@ -186,14 +193,14 @@ async def _text_of(pool: WorkerPool, model: Model, directory: Path) -> ModelText
 class LoadingLine:
     """The loading progress of all stages, in one line."""
 
-    def __init__(self, plan: Plan, console: Console) -> None:
+    def __init__(self, plan: ChainPlan, console: Console) -> None:
         self._console = console
         self._of = {
-            index: Progress(index, stage.peer.name, 0, stage.weights_bytes)
+            index: LoadProgress(index, stage.peer.name, 0, stage.weights_bytes)
             for index, stage in enumerate(plan.placement.stages)
         }
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: LoadProgress) -> None:
         self._of[progress.index] = progress
         done = sum(each.done_bytes for each in self._of.values())
         total = sum(each.total_bytes for each in self._of.values())
@@ -219,7 +226,7 @@ def show_plan(plan: PlannedSplit, *, as_json: bool) -> None:
 # ------------------------------------------------------------------------------------------------------ the figures
 
 
-def split_facts(chain: Chain, times: PassTimes, encoding: str) -> dict[str, Any]:
+def split_facts(chain: StageChain, times: ChainTimes, encoding: str) -> dict[str, Any]:
     """What each stage holds, and where a token's time goes, for programs. Times are per token; None before the first
     token. ``encoding``: of hidden states; empty: as computed.
 

@@ -23,8 +23,9 @@ from p2ptrain.core.adapters import model_name
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, Unreachable, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import real_world
-from roles.serving.texts import Piece, TextRequest, TextService
-from roles.verifier.client import IF_LOST, VERIFIER, Text, VerifierClient
+from roles.serving.model import ServedModel
+from roles.serving.texts import TextPiece, TextRequest, TextService
+from roles.verifier.client import IF_LOST, VERIFIER, RemoteText, VerifierClient
 from wire.client import SeedClient
 from wire.messages import RefusalCode
 from wire.records import ABSENT_STATES, ServingInfo
@@ -52,14 +53,14 @@ class Answer:
     first_s: float = 0.0
     ended: str = "failed"
 
-    def take(self, piece: Piece, seconds: float) -> None:
+    def take(self, piece: TextPiece, seconds: float) -> None:
         self.text += piece.text
         self.tokens += len(piece.tokens)
         self.seconds, self.first_s = seconds, self.first_s or seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TextSource:
     """A text service and its descriptions.
 
     Attributes:
@@ -89,12 +90,11 @@ class Needs:
     """What a command needs of the service.
 
     Args:
-        sessions: texts at a time. kept: conversations that are kept for their next question.
+        kept: conversations that are kept for their next question.
         check: refuses invalid requests before anything is loaded; returns the positions of all sessions together.
         wait_s: how long to look for a verifier that was lost between two questions; 0: do not look.
     """
 
-    sessions: int
     kept: int
     check: Callable[[ModelText], int]
     wait_s: float = 0.0
@@ -112,7 +112,7 @@ def local_directory(options: TextOptions) -> Path | None:
 @asynccontextmanager
 async def text_source(
     options: TextOptions, directory: Path | None, needs: Needs, console: Console
-) -> AsyncIterator[Source | None]:
+) -> AsyncIterator[TextSource | None]:
     """Open the service that the options choose, for the body. Yields None for ``--dry-run``, which only shows the plan.
 
     Args:
@@ -137,17 +137,17 @@ async def text_source(
 @asynccontextmanager
 async def _of_this_machine(
     directory: Path, options: TextOptions, needs: Needs, console: Console
-) -> AsyncIterator[Source]:
+) -> AsyncIterator[TextSource]:
     from roles.compute_thread import ComputeThread
-    from roles.serving.local_model import WholeTarget, load_whole_engine
+    from roles.serving.local_model import LocalModel, load_local_engine
 
     with console.during(lambda: f"reading {directory}"):
         text = ModelText(directory)
     needs.check(text)
-    say_unused(text)
+    show_unused_settings(text)
     world, compute = real_world(TcpNetwork()), ComputeThread()
     try:
-        engine, context = await load_whole_engine(
+        engine, context = await load_local_engine(
             directory, compute, device=options.device, dtype=options.dtype, on_bytes=console.loading
         )
     except BaseException:
@@ -155,15 +155,15 @@ async def _of_this_machine(
         raise
     finally:
         console.clear()
-    target = WholeTarget(engine, compute, world.clock, label=model_name(directory), context=context)
+    model = LocalModel(engine, compute, world.clock, label=model_name(directory), context=context)
     label, identity = str(directory), {"checkpoint": str(directory)}
-    async with _model_source(target, text, needs, label, identity, positions=0) as source:
+    async with _model_source(model, text, needs, label, identity, positions=0) as source:
         yield source
 
 
 @asynccontextmanager
-async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> AsyncIterator[Source | None]:
-    from roles.serving.local_model import ChainTarget
+async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> AsyncIterator[TextSource | None]:
+    from roles.serving.split_model import SplitModel
 
     checkpoint = options.checkpoint and newest_in(options.checkpoint, download=options.download)
     found = planned(options.split_options, checkpoint, options.job, options.seed, needs.check, console)
@@ -172,52 +172,51 @@ async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> A
             show_plan(plan, as_json=options.as_json)
             yield None
             return
-        say_unused(plan.text)
+        show_unused_settings(plan.text)
         chain = await plan.load()
         encoding, prefill_encoding = options.split_options.encodings
-        target = ChainTarget(
+        model = SplitModel(
             chain, label=plan.label, context=plan.text.context, encoding=encoding, prefill_encoding=prefill_encoding
         )
 
         def facts() -> dict[str, Any]:
-            split = split_facts(chain, target.times, encoding)
+            split = split_facts(chain, model.times, encoding)
             return {"split": split, "plan": placement_map(chain.plan.placement)}
 
         stages = len(chain.plan.stages)
         label = f"{stages} stage{'s' if stages != 1 else ''}, {plan.label}"
         identity = {"checkpoint": plan.label}
         positions = plan.plan.positions
-        async with _model_source(target, plan.text, needs, label, identity, positions, facts) as source:
+        async with _model_source(model, plan.text, needs, label, identity, positions, facts) as source:
             yield source
 
 
 @asynccontextmanager
 async def _model_source(
-    target: Any,
+    model: ServedModel,
     text: ModelText,
     needs: Needs,
     label: str,
     identity: dict[str, Any],
     positions: int,
     facts: Callable[[], dict[str, Any]] = dict,
-) -> AsyncIterator[Source]:
+) -> AsyncIterator[TextSource]:
     from p2ptrain.compute.text import ChatFormat
-    from roles.serving.text_service import ServiceOptions, VerifierService
+    from roles.serving.text_service import ModelTextService
 
     form = ChatFormat(text.tokenizer) if needs.kept else None
-    options = ServiceOptions(sessions=needs.sessions, waiting=needs.sessions, positions=positions, kept=needs.kept)
     world = real_world(TcpNetwork())
-    service = VerifierService(world, target, text, form=form, model=label, created=0, options=options)
+    service = ModelTextService(world, model, text, form=form, name=label, positions=positions, kept=needs.kept)
     about = "no chat template: plain turns" if form is None or form.is_plain else "its own chat template"
     about += "" if service.context is None else f", {service.context} tokens of context"
     try:
-        yield Source(service, label, about, identity, facts)
+        yield TextSource(service, label, about, identity, facts)
     finally:
         await within(LEAVE_S, service.close())
-        await within(LEAVE_S, target.close())
+        await within(LEAVE_S, model.close())
 
 
-def say_unused(text: ModelText) -> None:
+def show_unused_settings(text: ModelText) -> None:
     if unused := text.unused_settings():
         typer.echo(f"({printable(unused)})", err=True)
 
@@ -226,7 +225,7 @@ def say_unused(text: ModelText) -> None:
 
 
 @asynccontextmanager
-async def _of_verifier(options: TextOptions, needs: Needs, console: Console) -> AsyncIterator[Source]:
+async def _of_verifier(options: TextOptions, needs: Needs, console: Console) -> AsyncIterator[TextSource]:
     if_lost = _CHAT_IF_LOST if needs.wait_s else IF_LOST
     client = await dialled(options.seed, options.verifier, if_lost=if_lost)
     lasting = LastingVerifier(client, options, needs.wait_s, console)
@@ -237,7 +236,7 @@ async def _of_verifier(options: TextOptions, needs: Needs, console: Console) -> 
     identity = {"verifier": at.name, "model": at.model}
     service: TextService = lasting if needs.wait_s else client
     try:
-        yield Source(service, f"{at.model} of the verifier {at.name}", known + drafters, identity)
+        yield TextSource(service, f"{at.model} of the verifier {at.name}", known + drafters, identity)
     finally:
         await within(LEAVE_S, lasting.client.close())
 
@@ -250,7 +249,7 @@ class LastingVerifier:
         self.model, self.context, self.created = client.model, client.context, client.created
         self._options, self._wait_s, self._console = options, wait_s, console
 
-    async def write(self, request: TextRequest) -> Text:
+    async def write(self, request: TextRequest) -> RemoteText:
         """As ``TextService.write``. Raises the last error if the verifier stays away too long."""
         began = time.monotonic()
         for attempt in range(1, MOST_ASKS + 1):

@@ -33,7 +33,7 @@ from wire.records import FINISHED_STATES, EventInfo, JobInfo, PeerInfo
 if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.cli.split import PlannedSplit
-    from roles.serving.chain import Chain
+    from roles.serving.chain import StageChain
     from wire.client import SeedClient
 
 DRAFTER, VERIFIER = "drafter", "verifier"
@@ -554,12 +554,14 @@ async def hold(plan: SplitPlan, *, as_json: bool) -> None:
         await cluster.end()
 
 
-def _tell_held(loaded: PlannedSplit, chain: Chain, plan: SplitPlan, cluster: LocalCluster, *, as_json: bool) -> None:
+def _tell_held(
+    loaded: PlannedSplit, chain: StageChain, plan: SplitPlan, cluster: LocalCluster, *, as_json: bool
+) -> None:
     from p2ptrain.cli.placement import placement_map, print_prediction
     from p2ptrain.cli.split import print_split_facts, split_facts
-    from roles.serving.local_model import PassTimes
+    from roles.serving.chain_session import ChainTimes
 
-    placement, facts = chain.plan.placement, split_facts(chain, PassTimes(), "")
+    placement, facts = chain.plan.placement, split_facts(chain, ChainTimes(), "")
     seed_at = cluster.address
     if as_json:
         where = {"seed": seed_at, "state": str(plan.root), "checkpoint": loaded.label}

@@ -169,7 +169,7 @@ def dtype_of(config: PretrainedConfig) -> torch.dtype:
 
 @functools.lru_cache(maxsize=8)
 def measured(text: str, dtype: str) -> dict[str, Any]:
-    """The bytes of a model's layers and caches, and more (``roles.serving.worker_pool.Measured``).
+    """The bytes of a model's layers and caches, and more (``roles.serving.worker_pool.ModelMeasurement``).
 
     Raises ``ConfigError`` if it does not split."""
     config = config_of(text)

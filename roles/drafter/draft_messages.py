@@ -1,4 +1,4 @@
-"""Checks and converts messages between drafters and verifiers into events of the cores.
+"""Checks and converts messages between drafters and verifiers for the cores.
 
 The messages' declarations have the bounds. The cores check whether drafts and verdicts fit the conversation.
 """
@@ -11,7 +11,7 @@ from p2ptrain.core.activations import ID_BYTES, decode_ids
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
 from p2ptrain.core.serving import Sampling, check_sampling
 from p2ptrain.core.texts import printable
-from roles.drafter.events import VerdictReceived
+from roles.drafter.drafting import DraftVerdict
 from wire.text_messages import MOST_TOKEN_BYTES, DraftOpen, StreamRefused, Verdict
 
 # codes of ``StreamRefused``
@@ -59,14 +59,14 @@ def tokens_untrusted(data: bytes, *, vocab_size: int) -> tuple[int, ...]:
     return tokens
 
 
-def told_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: int) -> VerdictReceived:
+def verdict_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: int) -> DraftVerdict:
     """A verdict as its core takes it. Raises ``ProtocolError``: no correct verifier sends it.
 
     Args:
         number: number of the verdict, from the header. verified: positions verified before it.
     """
     tokens = tokens_untrusted(message.tokens, vocab_size=vocab_size)
-    return VerdictReceived(number, verified + message.right, tokens, message.depth)
+    return DraftVerdict(number, verified + message.right, tokens, message.depth)
 
 
 def refused_untrusted(message: StreamRefused) -> Refused:

@@ -1,23 +1,21 @@
 """The drafter: a whole small model that guesses tokens ahead for the sessions of verifiers.
 
 A verifier dials once (purpose ``draft``) for all of its sessions. It numbers them: the ``stream`` of a frame. A session
-begins with all ids so far. Then its core (``roles.drafter.drafting``) decides what the engine runs and what is
+begins with all ids so far. Then its core (``roles.drafter.drafting``) decides what the model computes and what is
 sent. Verdicts go to the core as soon as they arrive.
 
-One engine computes for all sessions in turn, one step at a time. A long prompt is processed in pieces, so that other
-sessions' drafts wait for a few short steps at most.
+One model computes for all sessions in turn, one pass at a time. A long prompt is processed in pieces, so that other
+sessions' drafts wait for a few short passes at most.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 
-from p2ptrain.core.activations import ID_BYTES, IDS, encode_ids
+from p2ptrain.core.activations import ID_BYTES
 from p2ptrain.core.errors import (
     ConnectionLost,
     JobFailed,
@@ -26,11 +24,11 @@ from p2ptrain.core.errors import (
     ProtocolError,
     Refused,
 )
-from p2ptrain.core.serving import Pass, Sampling
-from p2ptrain.core.texts import human_bytes, shortened
+from p2ptrain.core.serving import Sampling
+from p2ptrain.core.texts import human_bytes, printable, shortened
 from p2ptrain.core.world import World
 from roles.background import Background
-from roles.compute_thread import ComputeThread, Turns
+from roles.compute_thread import ComputeThread
 from roles.drafter.draft_messages import (
     ENGINE,
     FULL,
@@ -39,15 +37,14 @@ from roles.drafter.draft_messages import (
     ids_untrusted,
     packed,
     sampling_untrusted,
-    told_untrusted,
+    verdict_untrusted,
 )
-from roles.drafter.drafting import Drafting
-from roles.drafter.events import Run, RunDone, Send, Signal, VerdictReceived
+from roles.drafter.drafting import DraftedText, DraftInstruction, DraftSending, DraftVerdict
 from roles.engine import StageEngine
-from roles.gauges import Rate
+from roles.gauges import MovingAverage, Rate
 from roles.line import QUIET_S, Line
-from roles.verifier.cost_model import Average
-from roles.worker.stage_requests import printable
+from roles.serving.local_model import LocalModel, LocalSession
+from roles.serving.model import PassRequest
 from wire.connection import Connection, Received
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
 from wire.text_messages import (
@@ -97,7 +94,7 @@ class _Caller:
     last: int = 0
     right: int = 0
 
-    def say(self, message: Message, *, generation: int = 0, stream: int = 0) -> None:
+    def send(self, message: Message, *, generation: int = 0, stream: int = 0) -> None:
         with suppress(ConnectionLost):  # the end of the connection ends its sessions
             self.line.connection.send(message, generation=generation, stream=stream)
 
@@ -107,27 +104,24 @@ class _Session:
     """One session.
 
     Attributes:
-        name: name at the engine. positions: largest length; its cache takes ``cache_bytes``.
+        positions: largest length; its cache takes ``cache_bytes``.
         drafted: position after the drafts that were sent last; 0 before the first.
-        wanted: the run that the core requested; None: none.
-        taken: positions of ``wanted`` that were run already, in pieces.
-        opened: the engine has the session. ready: ``DraftReady`` was sent.
+        wanted: the pass that the core requested last. has_work: it is not computed yet.
+        ready: ``DraftReady`` was sent. task: computes.
     """
 
-    name: str
     stream: int
     caller: _Caller
-    core: Drafting
+    core: DraftedText
     opening: DraftOpen
     sampling: Sampling
     positions: int
     cache_bytes: int
     drafted: int = 0
-    wanted: Run | None = None
-    taken: int = 0
-    opened: bool = False
+    wanted: PassRequest | None = None
+    has_work: asyncio.Event = field(default_factory=asyncio.Event)
     ready: bool = False
-    closed: bool = False
+    task: asyncio.Task[None] | None = None
 
 
 class Gauge:
@@ -140,7 +134,7 @@ class Gauge:
     """
 
     def __init__(self) -> None:
-        self.draft, self.tokens, self.busy = Average(), Rate(), Rate()
+        self.draft, self.tokens, self.busy = MovingAverage(), Rate(), Rate()
         self.drafts = self.right = self.wrong = 0
 
     def figures(self, now: float) -> dict[str, float]:
@@ -158,7 +152,7 @@ class Drafter:
     """See the module's docstring.
 
     Args:
-        tell: gets lines for people about verifiers that come and go.
+        on_news: gets lines for people about verifiers that come and go.
 
     Attributes:
         gauge: figures of its work.
@@ -171,21 +165,17 @@ class Drafter:
         serves: Serves,
         *,
         most_sessions: int = MAX_SESSIONS,
-        tell: Callable[[str], None] = lambda text: None,
+        on_news: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.serves = serves
-        self._tell = tell
+        self._on_news = on_news
         self.gauge = Gauge()
-        self._engine = serves.engine
+        self._model = LocalModel(serves.engine, compute, world.clock, label=serves.model, max_sessions=0)
         self._now = world.clock.now
-        self._compute = compute
         self._most_sessions = most_sessions
         self._callers: set[_Caller] = set()
         self._sessions: set[_Session] = set()
-        self._turns: Turns[_Session] = Turns()
-        self._wake = asyncio.Event()
-        self._names = count(1)
-        self._background = Background()
+        self._tasks = Background()
 
     @property
     def sessions(self) -> int:
@@ -194,9 +184,11 @@ class Drafter:
     def serving(self) -> Serving:
         serves = self.serves
         stats = self.gauge.figures(self._now())
-        return Serving(
-            serves.model, self._engine.vocab_size, serves.context, serves.tokenizer, "", self.sessions, stats
-        )
+        return Serving(serves.model, self._model.vocab_size, serves.context, serves.tokenizer, "", self.sessions, stats)
+
+    async def close(self) -> None:
+        """End all sessions. The connections are closed by whoever accepted them."""
+        await self._tasks.stop()
 
     # ----------------------------------------------------------------------------------------------------- connections
 
@@ -209,22 +201,22 @@ class Drafter:
     async def serve(self, connection: Connection, hello: Hello) -> None:
         """Draft for one verifier until its connection ends. Raises ``ProtocolError``, ``Refused``: the verifier is at
         fault."""
-        caller = _Caller(Line(connection, QUIET_S, beat_s=BEAT_S), printable(hello.name) or "a verifier")
+        caller = _Caller(Line(connection, QUIET_S, beat_s=BEAT_S), printable(hello.name, 200) or "a verifier")
         self._callers.add(caller)
-        self._tell(f"{caller.name} connected: this drafter drafts for its texts")
+        self._on_news(f"{caller.name} connected: this drafter drafts for its texts")
         try:
             async with caller.line.alive():
                 while True:
-                    await self._heard(caller, await caller.line.frame())
+                    await self._receive(caller, await caller.line.frame())
         except NetworkError:
             return  # the connection ended
         finally:
             self._callers.discard(caller)
-            self._tell(f"the connection to {caller.name} has ended; {caller.right} of its tokens were drafted here")
+            self._on_news(f"the connection to {caller.name} has ended; {caller.right} of its tokens were drafted here")
             for session in list(caller.sessions.values()):
                 self._close(session)
 
-    async def _heard(self, caller: _Caller, received: Received) -> None:
+    async def _receive(self, caller: _Caller, received: Received) -> None:
         stream = received.stream
         match received.message:
             case DraftOpen() as opening:
@@ -234,14 +226,14 @@ class Drafter:
                 if session is not None:
                     vocab_size, verified = session.opening.vocab_size, session.core.known
                     number = received.generation
-                    told = told_untrusted(verdict, number, verified=verified, vocab_size=vocab_size)
-                    self._told_untrusted(session, told)
+                    checked = verdict_untrusted(verdict, number, verified=verified, vocab_size=vocab_size)
+                    self._take_verdict_untrusted(session, checked)
             case StreamClose():
                 session = self._find_untrusted(caller, stream)
                 if session is not None:
                     self._close(session)
             case Request(id=number, method="probe.clock"):
-                caller.say(Response(number, {}))
+                caller.send(Response(number, {}))
             case message:
                 raise ProtocolError(f"a verifier sent an unexpected {type(message).__name__}")
 
@@ -266,12 +258,12 @@ class Drafter:
         except Refused as refused:
             self._refuse(caller, stream, refused)
             return
-        core = Drafting(ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
-        name = f"draft-{next(self._names)}"
-        session = _Session(name, stream, caller, core, opening, sampling, positions, cache_bytes)
+        core = DraftedText(ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
+        session = _Session(stream, caller, core, opening, sampling, positions, cache_bytes)
         caller.sessions[stream] = session
         self._sessions.add(session)
-        self._feed(session, Signal.BEGAN)
+        self._carry_out(session, core.begin())
+        session.task = self._tasks.start(self._draft(session), f"draft {stream} of {caller.name}")
 
     def _admitted(self, opening: DraftOpen) -> tuple[int, int]:
         """Largest length of the session here, and the bytes of its cache. Raises ``Refused``."""
@@ -287,7 +279,7 @@ class Drafter:
             raise Refused(
                 FULL, f"the drafter already has {self._most_sessions} sessions", remedy="start another drafter"
             )
-        cache_bytes = positions * self._engine.cache_position_bytes
+        cache_bytes = positions * serves.engine.cache_position_bytes
         left_bytes = serves.limit_bytes - sum(session.cache_bytes for session in self._sessions)
         if serves.limit_bytes and cache_bytes > left_bytes:
             text = (
@@ -299,111 +291,89 @@ class Drafter:
 
     def _refuse(self, caller: _Caller, stream: int, problem: P2PTrainError) -> None:
         code = problem.code if isinstance(problem, Refused) else ENGINE
-        caller.say(StreamRefused(code, shortened(problem.message), shortened(problem.remedy)), stream=stream)
+        caller.send(StreamRefused(code, shortened(problem.message), shortened(problem.remedy)), stream=stream)
+
+    def _give_up(self, session: _Session, problem: P2PTrainError) -> None:
+        if session in self._sessions:
+            self._refuse(session.caller, session.stream, problem)
+            self._close(session)
 
     def _close(self, session: _Session) -> None:
-        if session.closed:
-            return
-        session.closed = True
         self._sessions.discard(session)
         session.caller.sessions.pop(session.stream, None)
-        self._turns.drop(session)
-        if session.opened:  # else the engine does not have it; verifiers may open and close fast
-            self._background.start(_ended(self._compute.submit(self._engine.close, session.name)), "close session")
+        if session.task is not None:
+            session.task.cancel()
 
     # -------------------------------------------------------------------------------------------------------- the core
 
-    def _told_untrusted(self, session: _Session, told: VerdictReceived) -> None:
-        epoch, right = session.core.epoch, told.start - session.core.known
-        self._feed(session, told)
+    def _take_verdict_untrusted(self, session: _Session, verdict: DraftVerdict) -> None:
+        epoch, right = session.core.epoch, verdict.start - session.core.known
+        self._carry_out(session, session.core.take_verdict(verdict))
         session.caller.right += right
         self.gauge.right += right
         self.gauge.wrong += session.core.epoch != epoch
 
-    def _feed(self, session: _Session, event: Signal | VerdictReceived | RunDone) -> None:
-        instructions = session.core.handle(event, self._now())
+    def _carry_out(self, session: _Session, instructions: Sequence[DraftInstruction]) -> None:
         if session.core.ready and not session.ready:
             session.ready = True
-            session.caller.say(DraftReady(1e3 * self.gauge.draft.seconds), stream=session.stream)
+            session.caller.send(DraftReady(1e3 * self.gauge.draft.seconds), stream=session.stream)
         for instruction in instructions:
             match instruction:
-                case Run():
-                    session.wanted, session.taken = instruction, 0
-                    self._turns.add(session)
-                    self._wake.set()
-                case Send(epoch, position, tokens):
+                case PassRequest():
+                    session.wanted = instruction
+                    session.has_work.set()
+                case DraftSending(epoch, position, tokens):
                     self.gauge.drafts += len(tokens)
                     self.gauge.tokens.add(len(tokens), self._now())
                     follows = position == session.drafted
                     session.drafted = position + len(tokens)
                     drafts = Drafts(0 if follows else position, packed(tokens, session.opening.vocab_size))
-                    session.caller.say(drafts, generation=epoch, stream=session.stream)
+                    session.caller.send(drafts, generation=epoch, stream=session.stream)
 
-    async def run(self) -> None:
-        while True:
-            session = self._turns.take(lambda each: True)
-            if session is None:
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            try:
-                await self._step(session)
-            except Exception as mistake:  # a defect of this program must not end other sessions  # noqa: BLE001
-                context = {"message": "a session failed", "exception": mistake}
-                asyncio.get_running_loop().call_exception_handler(context)
-                if not session.closed:
-                    self._refuse(session.caller, session.stream, JobFailed(f"{type(mistake).__name__}: {mistake}"))
-                    self._close(session)
-
-    async def _step(self, session: _Session) -> None:
-        run = session.wanted
-        assert run is not None
-        left = len(run.ids) - session.taken
-        piece = left if len(self._sessions) == 1 else min(left, SHARED_PIECE)
+    async def _draft(self, session: _Session) -> None:
+        """Compute what the core wants, until the session is closed or fails."""
         try:
-            samples = await self._compute_piece(session, run, piece, last=piece == left)
+            model = await self._model.open(
+                positions=session.positions, sampling=session.sampling, sample_from=session.opening.prompt
+            )
+            try:
+                while True:
+                    await session.has_work.wait()
+                    session.has_work.clear()
+                    assert session.wanted is not None
+                    samples = await self._compute(session, model, session.wanted)
+                    known = tuple(token for token in samples if token < session.opening.vocab_size)
+                    self._carry_out(session, session.core.take_samples(known))
+            finally:
+                await model.close()
         except P2PTrainError as problem:
-            if not session.closed:
-                self._refuse(session.caller, session.stream, problem)
-                self._close(session)
-            return
-        if session.closed:
-            return
-        session.taken += piece
-        if piece < left:
-            self._turns.add(session)
-            return
-        session.wanted = None
-        self._feed(session, RunDone(tuple(token for token in samples if token < session.opening.vocab_size)))
+            self._give_up(session, problem)
+        except Exception as mistake:  # a defect of this program must not end other sessions  # noqa: BLE001
+            context = {"message": "a session failed", "exception": mistake}
+            asyncio.get_running_loop().call_exception_handler(context)
+            self._give_up(session, JobFailed(f"{type(mistake).__name__}: {mistake}"))
 
-    async def _compute_piece(self, session: _Session, run: Run, piece: int, *, last: bool) -> tuple[int, ...]:
-        """Run one piece. Return the sample after the last piece, else nothing.
+    async def _compute(self, session: _Session, model: LocalSession, request: PassRequest) -> tuple[int, ...]:
+        """Compute a pass, in pieces while there are other sessions. Returns its samples.
 
         Raises:
             P2PTrainError: the engine fails, or the session is too long for it.
         """
-        keep = run.keep + session.taken
-        if keep + piece > session.positions:
-            text = f"{keep + piece} tokens are too many: {self.serves.model} has a context of {self.serves.context}"
-            raise Refused(TOO_LONG, text, remedy=LONGER)
-        began = self._now()
-        if not session.opened:
-            session.opened = True
-            opening = partial(self._engine.open, positions=session.positions, sampling=session.sampling)
-            await self._compute.run(opening, session.name)
         # The verifier's vocabulary may be padded to more: a token that only it has is replaced by another one.
-        ids = [min(token, self._engine.vocab_size - 1) for token in run.ids[session.taken : session.taken + piece]]
-        ran = await self._compute.run(
-            self._engine.run,
-            session.name,
-            Pass(keep, memoryview(encode_ids(ids)), piece, IDS, IDS, run.samples if last else 0, run.sample_index),
-        )
-        now = self._now()
-        if piece == 1:
-            self.gauge.draft.add(now - began)
-        self.gauge.busy.add(now - began, now)
-        return ran.tokens
-
-
-async def _ended(call: asyncio.Future[None]) -> None:
-    await call
+        ids = tuple(min(token, self._model.vocab_size - 1) for token in request.ids)
+        taken = 0
+        while True:
+            left = len(ids) - taken
+            size = left if len(self._sessions) == 1 else min(left, SHARED_PIECE)
+            keep = request.keep + taken
+            if keep + size > session.positions:
+                text = f"{keep + size} tokens are too many: {self.serves.model} has a context of {self.serves.context}"
+                raise Refused(TOO_LONG, text, remedy=LONGER)
+            piece = PassRequest(keep, ids[taken : taken + size], request.samples if size == left else 0)
+            result = await model.append(piece)
+            if size == 1:
+                self.gauge.draft.add(result.took_s)
+            self.gauge.busy.add(result.took_s, self._now())
+            taken += size
+            if taken == len(ids):
+                return result.tokens

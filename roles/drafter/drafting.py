@@ -4,24 +4,51 @@ Its tokens are the ``verified`` ones followed by its *line*, the tokens that it 
 line, or continues beyond its end, keeps the line's *epoch*. A verdict that contradicts the line cuts it there, and the
 verdict's number is the new epoch. So both sides know on which tokens a draft is based, whatever was on its way.
 
-A run's sample is based on all tokens that the run saw. If one of these tokens was cut off during the run, the sample is
-dropped, and the model's cache is valid only up to the cut. The next run's ``keep`` says so.
+A pass's sample is based on all tokens of the session. If one of these was cut off during the pass, the sample is
+dropped, and the model's cache is valid only up to the cut. The next pass's ``keep`` is that position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from p2ptrain.core.errors import ProtocolError
-from roles.drafter.events import Run, RunDone, Send, Signal, VerdictReceived
+from roles.serving.model import PassRequest
+from wire.chain_messages import CHUNK
 
-CHUNK = 2048
-"""Largest number of positions in one run."""
 GROUP = 2
 """Drafts that are sent together: a message costs more than a token."""
 
 
-class Drafting:
+@dataclass(frozen=True, slots=True)
+class DraftVerdict:
+    """A verdict: the text from position ``start`` on, and the drafts before it that it accepts.
+
+    Attributes:
+        right: drafts accepted before ``start``, since the last verdict. depth: as in ``wire.text_messages.Verdict``.
+    """
+
+    number: int
+    start: int
+    tokens: tuple[int, ...]
+    depth: int
+    right: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSending:
+    """Drafts for the verifier."""
+
+    epoch: int
+    position: int
+    tokens: tuple[int, ...]
+
+
+DraftInstruction = PassRequest | DraftSending
+
+
+class DraftedText:
     """One session of a drafter. Its arguments are as in ``wire.text_messages.DraftOpen``.
 
     Attributes:
@@ -43,30 +70,33 @@ class Drafting:
         self._opened = len(ids)
         self._sent = len(ids)  # positions that the verifier has, or will have, without a further message
         self._held = 0  # valid positions in the model's cache
-        self._reach = 0  # valid positions after the run under way
+        self._reach = 0  # valid positions after the pass under way
         self._running = False
 
     @property
     def known(self) -> int:
         return self._verified
 
-    def handle(self, event: Signal | VerdictReceived | RunDone, now: float) -> list[Run | Send]:
-        """Process an event and return instructions.
+    def begin(self) -> list[DraftInstruction]:
+        return self._next_instructions()
 
-        Raises:
-            ProtocolError: a verdict that no correct verifier sends.
-        """
-        match event:
-            case VerdictReceived():
-                self._told(event)
-            case RunDone(samples):
-                self._done(samples)
+    def take_verdict(self, verdict: DraftVerdict) -> list[DraftInstruction]:
+        """Take a verdict. Raises ``ProtocolError``: no correct verifier sends it."""
+        self._apply(verdict)
+        return self._next_instructions()
+
+    def take_samples(self, samples: Sequence[int]) -> list[DraftInstruction]:
+        """Take the sample of the requested pass. Empty: none was requested, or it is not a token of the verifier."""
+        self._end_pass(samples)
+        return self._next_instructions()
+
+    def _next_instructions(self) -> list[DraftInstruction]:
         sends = self._sends()
-        return [*sends, *self._runs()]
+        return [*sends, *self._passes()]
 
     # ------------------------------------------------------------------------------------------------------ verdicts
 
-    def _told(self, verdict: VerdictReceived) -> None:
+    def _apply(self, verdict: DraftVerdict) -> None:
         start, end = verdict.start, verdict.start + len(verdict.tokens)
         if verdict.number != self.number + 1:
             raise ProtocolError(f"verdict {verdict.number} arrived after verdict {self.number}")
@@ -90,9 +120,9 @@ class Drafting:
         self._verified = end
         self._sent = max(self._sent, end)
 
-    # ---------------------------------------------------------------------------------------------------------- runs
+    # -------------------------------------------------------------------------------------------------------- passes
 
-    def _runs(self) -> list[Run | Send]:
+    def _passes(self) -> list[PassRequest]:
         size = len(self._ids)
         if self._running or self._held == size:  # the last sample is no token of the verifier
             return []
@@ -108,11 +138,9 @@ class Drafting:
         samples = int(stop == size)
         self._running = True
         self._reach = stop
-        ids = tuple(self._ids[self._held : stop])
-        sample_index = size - self._prompt if samples else 0
-        return [Run(self._held, ids, samples, sample_index, prefill=not self.ready)]
+        return [PassRequest(self._held, tuple(self._ids[self._held : stop]), samples)]
 
-    def _done(self, samples: Sequence[int]) -> None:
+    def _end_pass(self, samples: Sequence[int]) -> None:
         if not self._running:
             return
         self._running = False
@@ -125,13 +153,13 @@ class Drafting:
     def _limit(self) -> int:
         return min(self._verified + self._depth, self._positions)
 
-    def _sends(self) -> list[Run | Send]:
+    def _sends(self) -> list[DraftSending]:
         stop = min(len(self._ids), self._limit)
         bare = self._sent == self._verified  # the verifier has no draft: a few are better than none
         ended = self._held == len(self._ids) and not self._running  # the last sample is no token of the verifier
         if stop <= self._sent or (stop - self._sent < GROUP and not ended and not (bare and stop == self._limit)):
             return []
-        send = Send(self.epoch, self._sent, tuple(self._ids[self._sent : stop]))
+        send = DraftSending(self.epoch, self._sent, tuple(self._ids[self._sent : stop]))
         self._sent = stop
         return [send]
 

@@ -1,5 +1,5 @@
-"""The client of a split model: plans a chain of stages over workers, has them load their parts, and generates with it.
+"""Models that write text: their sessions, and the text service over them. Begin with ``model``, the one interface.
 
-``plan`` finds the workers and decides which one holds which layers. ``client.Chain`` loads and mends the chain.
-``generation`` computes, ``session`` is the core behind it, and ``peer`` is a connection to a worker.
+``local_model`` computes in this process. ``split_model`` is the client of a chain of stages: ``worker_pool`` finds the
+workers and plans, ``chain`` loads and mends, ``chain_session`` and its core ``chain_core`` compute.
 """

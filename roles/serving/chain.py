@@ -16,13 +16,13 @@ from p2ptrain.core.serving import Sampling
 from ring.planning.ring_plan import known_link
 from roles.background import Background
 from roles.serving import chain_core as ev
-from roles.serving.chain_session import CLOSE_S, GenerationSession
-from roles.serving.worker_peer import Peer, WorkerAt
-from roles.serving.worker_pool import Loaded, Model, Plan, Request, WorkerPool, giving, workers_of
+from roles.serving.chain_session import CLOSE_S, ChainSession, ChainTimes
+from roles.serving.worker_peer import WorkerAt, WorkerPeer
+from roles.serving.worker_pool import ChainPlan, LoadedPart, ModelReference, SeedRequest, WorkerPool, giving, workers_of
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LoadProgress:
     """Progress of loading a part. ``received_bytes``, over the wire, is known at its end only."""
 
     index: int
@@ -33,7 +33,7 @@ class Progress:
     received_bytes: int = 0
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[LoadProgress], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class StageAssignment:
     """The holder of a stage. ``number`` is its seat, which grows with each new holder."""
 
     number: int
-    peer: Peer
-    loaded: Loaded
+    peer: WorkerPeer
+    loaded: LoadedPart
 
 
-class Chain:
+class StageChain:
     """A chain whose stages hold their parts. Made by ``load``.
 
     Attributes:
@@ -54,26 +54,32 @@ class Chain:
         recruits: a ``PoolUpdater`` looks for workers that come or return.
     """
 
-    def __init__(self, pool: WorkerPool, model: Model, plan: Plan, on_progress: OnProgress) -> None:
+    def __init__(self, pool: WorkerPool, model: ModelReference, plan: ChainPlan, on_progress: OnProgress) -> None:
         self.pool, self.model, self.plan = pool, model, plan
         self.context = pool.context
         self._on_progress = on_progress
         self.seats: list[StageAssignment | None] = [None] * len(plan.stages)
         self._numbers = [0] * len(plan.stages)
-        self._sessions: set[GenerationSession] = set()
+        self._sessions: set[ChainSession] = set()
+        self.times = ChainTimes()
         self.lacking: set[int] = set()
         self.recruits = False
-        self._about: Loaded | None = None  # of any stage: the fields that are equal for all
+        self._about: LoadedPart | None = None  # of any stage: the fields that are equal for all
         self._useless: set[str] = set()  # lost or unusable peers: they get no other stage
         self._filling: dict[int, asyncio.Task[None]] = {}
-        self._tasks = Background(self._mistaken)
+        self._tasks = Background(self._report_defect)
         self._closed = False
         for peer in pool.peers.values():
             peer.on_lost.append(self._peer_lost)
 
     @classmethod
     async def load(
-        cls, pool: WorkerPool, model: Model, plan: Plan, *, on_progress: OnProgress = lambda progress: None
+        cls,
+        pool: WorkerPool,
+        model: ModelReference,
+        plan: ChainPlan,
+        *,
+        on_progress: OnProgress = lambda progress: None,
     ) -> Self:
         """Have each worker of the plan load its part, concurrently. A spare replaces a worker that cannot.
 
@@ -103,7 +109,11 @@ class Chain:
         return len(self.seats)
 
     @property
-    def loaded(self) -> list[Loaded]:
+    def session_count(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def loaded(self) -> list[LoadedPart]:
         """Each stage's answer to the load. Raises ``ConnectionLost``: a stage is lost at the moment."""
         return [self.seated(index).loaded for index in range(self.stages)]
 
@@ -121,12 +131,18 @@ class Chain:
         return self._known.width
 
     async def open(
-        self, *, positions: int, sampling: Sampling, encoding: str = "", prefill_encoding: str = ""
-    ) -> GenerationSession:
+        self,
+        *,
+        positions: int,
+        sampling: Sampling,
+        sample_from: int,
+        encoding: str = "",
+        prefill_encoding: str = "",
+    ) -> ChainSession:
         """Open a session over all stages.
 
         Args:
-            positions: largest length of the session.
+            positions: largest length of the session. sample_from: as of ``ModelSession``.
             encoding, prefill_encoding: of hidden states; the second one for prompts. Empty: the chain's default.
 
         Raises:
@@ -139,7 +155,9 @@ class Chain:
         about = {"stages": self.stages, "positions": positions, "silence_s": self._silence_s()}
         encodings = {"encoding": encoding, "prefill_encoding": prefill_encoding or encoding}
         draws = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
-        session = GenerationSession(self, about | encodings | draws)
+        seats = [seat.number if seat is not None else -1 for seat in self.seats]
+        now = self.context.world.clock.now
+        session = ChainSession(self, seats, about | encodings | draws, sample_from=sample_from, now=now)
         self._sessions.add(session)
         try:
             await session.opened()
@@ -148,7 +166,7 @@ class Chain:
             raise
         return session
 
-    def recruit(self, peers: Iterable[Peer]) -> None:
+    def recruit(self, peers: Iterable[WorkerPeer]) -> None:
         """Add workers of the pool that came, came back, or have room now to the spares. Fill stages that have no
         holder."""
         if self._closed:
@@ -160,7 +178,7 @@ class Chain:
                 peer.on_lost.append(self._peer_lost)
         self._useless.difference_update(fresh)
         spares = [spare for spare in self.plan.spares if spare.id not in fresh]
-        spares += [self.pool.seen(peer) for peer in fresh.values()]
+        spares += [self.pool.placed(peer) for peer in fresh.values()]
         wanted = replace(self.plan.wanted, links=dict(self.pool.links))
         self.plan = replace(self.plan, wanted=wanted, spares=tuple(spares))
         for index, seat in enumerate(self.seats):
@@ -185,15 +203,15 @@ class Chain:
             text = f"the prompt has token ids up to {max(ids)}, but the model has {self.vocab_size} tokens"
             raise UserError(text, remedy="use the tokenizer of this model")
 
-    def peer_in(self, index: int, number: int) -> Peer | None:
+    def peer_in(self, index: int, number: int) -> WorkerPeer | None:
         """The peer in that seat; None: another peer has taken it, or the peer is lost."""
         seat = self.seats[index]
         return seat.peer if seat is not None and seat.number == number and not seat.peer.lost else None
 
-    def held_by(self, peer: Peer) -> list[int]:
+    def held_by(self, peer: WorkerPeer) -> list[int]:
         return [index for index, seat in enumerate(self.seats) if seat is not None and seat.peer is peer]
 
-    def place_after(self, index: int, peer: Peer, number: int) -> dict[str, Any] | None:
+    def address_after(self, index: int, peer: WorkerPeer, number: int) -> dict[str, Any] | None:
         """Address at which ``peer`` reaches the stage after ``index``; None for the last stage.
 
         Raises:
@@ -206,7 +224,11 @@ class Chain:
             raise ConnectionLost(f"stage {index + 1} of the chain was replaced")
         return seat.peer.worker.address_for(peer.worker)
 
-    def replace(self, session: GenerationSession, index: int, number: int, reason: str) -> None:
+    def part_of(self, index: int) -> str:
+        """Id of the part that the stage's peer holds. Raises ``ConnectionLost``: nobody holds it."""
+        return self.seated(index).loaded.part
+
+    def replace(self, session: ChainSession, index: int, number: int, reason: str) -> None:
         """Handle a session's report that the peer in seat ``number`` is unusable; -1: the session knows of no peer."""
         seat = self.seats[index]
         if seat is not None and seat.number == number:
@@ -216,7 +238,7 @@ class Chain:
         else:
             self._fill_later(index)
 
-    def forget(self, session: GenerationSession) -> None:
+    def forget(self, session: ChainSession) -> None:
         self._sessions.discard(session)
         for peer in self.pool.peers.values():
             peer.listeners.pop(session.id, None)
@@ -224,7 +246,7 @@ class Chain:
     # ------------------------------------------------------------------------------------------------------- the seats
 
     @property
-    def _known(self) -> Loaded:
+    def _known(self) -> LoadedPart:
         assert self._about is not None, "load() returns only after all stages are loaded"
         return self._about
 
@@ -241,7 +263,7 @@ class Chain:
         latencies_s += [seat.peer.latency_s for seat in self.seats if seat is not None]
         return max(self.context.silence_s, 16 * max(latencies_s, default=0.0))
 
-    def _peer_lost(self, peer: Peer, problem: P2PTrainError) -> None:
+    def _peer_lost(self, peer: WorkerPeer, problem: P2PTrainError) -> None:
         self._useless.add(peer.worker.peer_id)
         for index in self.held_by(peer):
             self._vacate(index, problem.message)
@@ -257,13 +279,13 @@ class Chain:
         self._empty(index)
         for session in list(self._sessions):
             if not seat.peer.lost:
-                seat.peer.tell("session.close", {"session": session.id, "index": index}, timeout_s=CLOSE_S)
-            session.event(ev.Lost(index, seat.number, f"{name}: {reason}"))
+                seat.peer.ask_later("session.close", {"session": session.id, "index": index}, timeout_s=CLOSE_S)
+            session.event(ev.StageLost(index, seat.number, f"{name}: {reason}"))
         if not seat.peer.lost:
-            seat.peer.tell("part.free", {"part": seat.loaded.part}, timeout_s=CLOSE_S)
+            seat.peer.ask_later("part.free", {"part": seat.loaded.part}, timeout_s=CLOSE_S)
         self._fill_later(index)
 
-    def _mistaken(self, error: BaseException) -> None:
+    def _report_defect(self, error: BaseException) -> None:
         for session in list(self._sessions):
             session.fail(error)
 
@@ -324,7 +346,7 @@ class Chain:
             self.lacking.discard(index)
             return
 
-    def _successor(self, index: int, reasons: Sequence[str]) -> Peer:
+    def _successor(self, index: int, reasons: Sequence[str]) -> WorkerPeer:
         self._empty(index)
         plan = self.plan
         lost = {id for id, peer in self.pool.peers.items() if peer.lost} | self._useless
@@ -333,8 +355,8 @@ class Chain:
         spares = [spare for spare in plan.spares if spare.id not in lost]
         found, reason = placing.replacement(replace(plan.wanted, apart=apart), plan.placement, empty, spares)
         if found is None:
-            said = "; ".join([reason, *reasons])
-            text = f"no worker can hold {self._named(index)}: {said}"
+            known = "; ".join([reason, *reasons])
+            text = f"no worker can hold {self._named(index)}: {known}"
             remedy = "start another worker with enough memory: p2ptrain join"
             if self.recruits:
                 remedy += "; the chain continues when that worker, or a lost one, connects: try again then"
@@ -349,14 +371,14 @@ class Chain:
         stages[index] = replace(stages[index], peer=nobody)
         self.plan = replace(self.plan, placement=replace(self.plan.placement, stages=tuple(stages)))
 
-    async def _load_at(self, index: int, peer: Peer) -> Loaded:
+    async def _load_at(self, index: int, peer: WorkerPeer) -> LoadedPart:
         plan, stage = self.plan, self.plan.stages[index]
-        last = Progress(index, peer.name, 0, 0)
+        last = LoadProgress(index, peer.name, 0, 0)
         self._on_progress(last)
 
         def on_bytes(done_bytes: int, total_bytes: int) -> None:
             nonlocal last
-            last = Progress(index, peer.name, done_bytes, total_bytes)
+            last = LoadProgress(index, peer.name, done_bytes, total_bytes)
             self._on_progress(last)
 
         params = self.model.load_params(peer.worker) | {
@@ -370,9 +392,9 @@ class Chain:
             await stack.enter_async_context(peer.turn)
             if self.model.source is not None:
                 await stack.enter_async_context(giving(self.context, self.model.source, peer.worker))
-            loaded = Loaded.from_map_untrusted(await peer.load(params, on_bytes))
+            loaded = LoadedPart.from_map_untrusted(await peer.load(params, on_bytes))
         total_bytes = last.total_bytes or loaded.weights_bytes
-        self._on_progress(Progress(index, peer.name, total_bytes, total_bytes, True, loaded.received_bytes))
+        self._on_progress(LoadProgress(index, peer.name, total_bytes, total_bytes, True, loaded.received_bytes))
         return loaded
 
 
@@ -393,12 +415,12 @@ class PoolUpdater:
         ask: sends a request to the seed. While it fails only lost workers are dialled again.
     """
 
-    def __init__(self, chain: Chain, ask: Request) -> None:
+    def __init__(self, chain: StageChain, ask: SeedRequest) -> None:
         self._chain, self._pool, self._ask = chain, chain.pool, ask
         self._now = chain.context.world.clock.now
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._found: list[Peer] = []
-        self._asked_before: dict[str, tuple[WorkerAt, float, float]] = {}  # back-off in seconds, and its end
+        self._found: list[WorkerPeer] = []
+        self._attempts: dict[str, tuple[WorkerAt, float, float]] = {}  # back-off in seconds, and its end
         self._tasks = Background()
         chain.recruits = True
 
@@ -429,17 +451,17 @@ class PoolUpdater:
             if not peer.lost and not self._chain.held_by(peer):
                 self._start(peer.worker, self._pool.renew(peer))
 
-    def _start(self, worker: WorkerAt, asking: Coroutine[None, None, Peer]) -> None:
-        before = self._asked_before.get(worker.peer_id)
+    def _start(self, worker: WorkerAt, asking: Coroutine[None, None, WorkerPeer]) -> None:
+        before = self._attempts.get(worker.peer_id)
         if worker.peer_id in self._asking or (before and before[0] == worker and self._now() < before[2]):
             asking.close()
             return
-        self._asking[worker.peer_id] = self._tasks.start(self._asked(worker, asking), f"ask {worker.name}")
+        self._asking[worker.peer_id] = self._tasks.start(self._attempt(worker, asking), f"ask {worker.name}")
 
-    async def _asked(self, worker: WorkerAt, asking: Coroutine[None, None, Peer]) -> None:
-        before = self._asked_before.get(worker.peer_id)
+    async def _attempt(self, worker: WorkerAt, asking: Coroutine[None, None, WorkerPeer]) -> None:
+        before = self._attempts.get(worker.peer_id)
         wait_s = min(2 * before[1], 60.0) if before is not None and before[0] == worker else 1.0
-        self._asked_before[worker.peer_id] = worker, wait_s, self._now() + wait_s
+        self._attempts[worker.peer_id] = worker, wait_s, self._now() + wait_s
         try:
             with suppress(P2PTrainError):  # _look asks it again later
                 peer = await asking
@@ -450,8 +472,8 @@ class PoolUpdater:
         finally:
             del self._asking[worker.peer_id]
 
-    async def _dial(self, worker: WorkerAt) -> Peer:
+    async def _dial(self, worker: WorkerAt) -> WorkerPeer:
         peer = await self._pool.admit(worker)
-        del self._asked_before[worker.peer_id]  # forget the back-off: the next loss starts anew
+        del self._attempts[worker.peer_id]  # forget the back-off: the next loss starts anew
         self._chain.context.notify("info", "spare", f"{worker.name} connected and can hold a stage")
         return peer

@@ -49,7 +49,7 @@ from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, PeerError
 from wire.chain_messages import CHUNK, NEXT_LOST, UNKNOWN_PART, UNKNOWN_SESSION, ChainBroken
 
 TOO_SLOW = "too-slow"
-"""Code of ``Declined``, set by the client: no answer came in time."""
+"""Code of ``StageDeclined``, set by the client: no answer came in time."""
 
 CHUNK_AGAIN = 256
 """Most positions in one request that rebuilds stages: several flow through the chain at a time, so this takes about as
@@ -77,7 +77,7 @@ class StageUnassigned:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class StageLost:
     """The peer in ``seat`` is gone, or its loss was decided."""
 
     stage: int
@@ -86,8 +86,8 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """An ``Ask`` was answered. ``position``: what the stage holds now (resume only)."""
+class StageAnswered:
+    """An ``StageAsk`` was answered. ``position``: what the stage holds now (resume only)."""
 
     stage: int
     ask: int
@@ -95,8 +95,8 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Declined:
-    """An ``Ask`` was refused, or not answered in time."""
+class StageDeclined:
+    """An ``StageAsk`` was refused, or not answered in time."""
 
     stage: int
     ask: int
@@ -106,7 +106,7 @@ class Declined:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class SamplesArrived:
     """A ``Sampled`` message from the stage at which a request ended."""
 
     epoch: int
@@ -116,15 +116,15 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """A message of stage ``sender``. If a peer is known to be lost, ``Lost`` comes first."""
+class StageBroken:
+    """A message of stage ``sender``. If a peer is known to be lost, ``StageLost`` comes first."""
 
     sender: int
     message: ChainBroken
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class PassSubmitted:
     """Cut the history to its first ``keep`` positions, then append ``ids``. ``samples``, ``sample_index``: as in
     ``p2ptrain.core.serving.Pass``. ``prefill``: the ids belong to a prompt."""
 
@@ -142,25 +142,35 @@ class Tick:
     end: bool = False
 
 
-Event = StageAssigned | StageUnassigned | Lost | Answered | Declined | Arrived | Broken | Submit | Tick
+ChainEvent = (
+    StageAssigned
+    | StageUnassigned
+    | StageLost
+    | StageAnswered
+    | StageDeclined
+    | SamplesArrived
+    | StageBroken
+    | PassSubmitted
+    | Tick
+)
 
 
 # -------------------------------------------------------------------------------------------------------- instructions
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class ForwardSend:
     """A forward request for the first stage. ``number``, ``last``: as in ``wire.chain_messages.ForwardRequest``."""
 
     seat: int
     epoch: int
     number: int
-    work: Submit
+    work: PassSubmitted
     last: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class StageAsk:
     """A request to the stage's peer.
 
     Attributes:
@@ -180,13 +190,13 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class StageClose:
     stage: int
     seat: int
 
 
 @dataclass(frozen=True, slots=True)
-class Replace:
+class StageReplace:
     """Find another peer for the stage: the one in ``seat`` is unusable. -1: the stage has none."""
 
     stage: int
@@ -195,7 +205,7 @@ class Replace:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class PassAnswered:
     """The submitted request ``index``, from 0, was answered. ``took_s``: since it was first sent. ``mended``: the chain
     was mended meanwhile."""
 
@@ -216,24 +226,24 @@ class SessionReady:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class SessionFailed:
     error: P2PTrainError
 
 
-Instruction = Send | Ask | Close | Replace | Done | SessionReady | Failed
+ChainInstruction = ForwardSend | StageAsk | StageClose | StageReplace | PassAnswered | SessionReady | SessionFailed
 
 
 # ------------------------------------------------------------------------------------------------------------ the core
 
 
-class Phase(Enum):
+class ChainPhase(Enum):
     MENDING = auto()
     RUNNING = auto()
     ENDED = auto()
 
 
 @dataclass(slots=True)
-class Request:
+class ForwardWork:
     """A forward request under way.
 
     Attributes:
@@ -244,7 +254,7 @@ class Request:
 
     index: int
     number: int
-    work: Submit
+    work: PassSubmitted
     last: int
     sent: bool = False
     sent_at: float = 0.0
@@ -273,11 +283,11 @@ class _Stage:
     epoch: int = 0
     next_seat: int | None = None
     has: int = 0
-    ask: Ask | None = None
+    ask: StageAsk | None = None
     failures: int = 0
 
 
-class Session:
+class ChainSessionCore:
     """One session over a chain; see the module's docstring. The first event starts it.
 
     Args:
@@ -292,15 +302,15 @@ class Session:
         if not seats:
             raise ValueError("a chain needs at least one stage")
         self.epoch = 1
-        self.phase = Phase.MENDING
+        self.phase = ChainPhase.MENDING
         self.ids: list[int] = []
-        self.flight: deque[Request] = deque()
+        self.flight: deque[ForwardWork] = deque()
         self.submitted = 0
         self.last_number = 0
         self._answered: list[int] = []
         self._prefilled = bytearray()  # 1 for each answered position of a prompt
         self._stages = [_Stage(seat=seat) for seat in seats]
-        self._feed: deque[Request] | None = None  # requests that rebuild stages; None: not begun
+        self._feed: deque[ForwardWork] | None = None  # requests that rebuild stages; None: not begun
         self._mending_since: float | None = now
         self._lost: dict[int, str] = {}  # stage -> reason, in this mending
         self._last_ask = 0
@@ -324,40 +334,40 @@ class Session:
 
     def next_deadline(self) -> float | None:
         """Time at which ``Tick`` is due if no event comes first. None: no answer to a forward request is awaited (an
-        ``Ask`` has its own timeout)."""
+        ``StageAsk`` has its own timeout)."""
         requests = self._waited_for
-        return requests[0].due if requests and requests[0].sent and self.phase is not Phase.ENDED else None
+        return requests[0].due if requests and requests[0].sent and self.phase is not ChainPhase.ENDED else None
 
-    def handle(self, event: Event, now: float) -> list[Instruction]:
+    def handle(self, event: ChainEvent, now: float) -> list[ChainInstruction]:
         """Process ``event``.
 
         Raises:
-            ValueError: an invalid ``Submit``: no ids, too many ids or requests, or ``keep`` beyond the history.
+            ValueError: an invalid ``PassSubmitted``: no ids, too many ids or requests, or ``keep`` beyond the history.
         """
-        out: list[Instruction] = []
-        if self.phase is Phase.ENDED:
+        out: list[ChainInstruction] = []
+        if self.phase is ChainPhase.ENDED:
             return out
         match event:
-            case Submit():
+            case PassSubmitted():
                 self._submit(event)
-            case Arrived():
+            case SamplesArrived():
                 self._arrived(event, now, out)
             case StageAssigned(index, seat):
                 if self._stages[index].seat < seat:
                     if self._stages[index].seat >= 0:  # its loss was not reported
                         self._vacate(index, "another peer replaced it", now)
                     self._stages[index] = _Stage(seat=seat)
-            case Lost(index, seat, reason):
+            case StageLost(index, seat, reason):
                 if self._stages[index].seat == seat:
                     self._vacate(index, reason, now)
             case StageUnassigned(index, error):
                 if self._stages[index].seat < 0:
                     self._fail(error, out)
-            case Answered():
+            case StageAnswered():
                 self._agreed(event)
-            case Declined():
+            case StageDeclined():
                 self._declined(event, now, out)
-            case Broken():
+            case StageBroken():
                 self._broken(event, now, out)
             case Tick(end):
                 if end:
@@ -370,10 +380,10 @@ class Session:
     # --------------------------------------------------------------------------------------------------------- events
 
     @property
-    def _waited_for(self) -> deque[Request] | None:
-        return self.flight if self.phase is Phase.RUNNING else self._feed
+    def _waited_for(self) -> deque[ForwardWork] | None:
+        return self.flight if self.phase is ChainPhase.RUNNING else self._feed
 
-    def _submit(self, event: Submit) -> None:
+    def _submit(self, event: PassSubmitted) -> None:
         if not 0 < len(event.ids) <= CHUNK:
             raise ValueError(f"a forward request has 1 to {CHUNK} positions, not {len(event.ids)}")
         if not 0 <= event.keep <= len(self.ids) or not 0 <= event.samples <= len(event.ids) or event.sample_index < 0:
@@ -382,10 +392,10 @@ class Session:
             raise ValueError(f"{WINDOW} requests are in flight, the maximum")
         del self.ids[event.keep :]
         self.ids += event.ids
-        self.flight.append(Request(self.submitted, self._number(), event, len(self._stages) - 1))
+        self.flight.append(ForwardWork(self.submitted, self._number(), event, len(self._stages) - 1))
         self.submitted += 1
 
-    def _arrived(self, event: Arrived, now: float, out: list[Instruction]) -> None:
+    def _arrived(self, event: SamplesArrived, now: float, out: list[ChainInstruction]) -> None:
         requests = self._waited_for
         if event.epoch != self.epoch or not requests:
             return
@@ -401,7 +411,7 @@ class Session:
         self._stalls = 0
         if requests:  # the next request had to wait for this one
             requests[0].due = max(requests[0].due, now + self._patience_s(len(requests[0].work.ids)))
-        if self.phase is not Phase.RUNNING:
+        if self.phase is not ChainPhase.RUNNING:
             if not self._feed:
                 for stage in self._stages[: request.last + 1]:
                     stage.has = self.committed
@@ -415,9 +425,9 @@ class Session:
             self._answered += work.ids
             self._prefilled += bytes([work.prefill]) * len(work.ids)
             took_s = now - request.sent_at
-            out.append(Done(request.index, event.tokens, event.spent_us, took_s, request.mended))
+            out.append(PassAnswered(request.index, event.tokens, event.spent_us, took_s, request.mended))
 
-    def _agreed(self, event: Answered) -> None:
+    def _agreed(self, event: StageAnswered) -> None:
         stage = self._stages[event.stage]
         if stage.ask is not None and event.ask == stage.ask.ask:
             asked, stage.ask = stage.ask, None
@@ -425,7 +435,7 @@ class Session:
             stage.epoch, stage.next_seat = asked.epoch, asked.next_seat
             stage.has = 0 if asked.kind == "open" else max(0, min(event.position, self.committed))
 
-    def _declined(self, event: Declined, now: float, out: list[Instruction]) -> None:
+    def _declined(self, event: StageDeclined, now: float, out: list[ChainInstruction]) -> None:
         stage = self._stages[event.stage]
         asked = stage.ask
         if asked is None or asked.ask != event.ask:
@@ -445,7 +455,7 @@ class Session:
         else:
             self._failed_itself(event.stage, event.reason, now, out)
 
-    def _broken(self, event: Broken, now: float, out: list[Instruction]) -> None:
+    def _broken(self, event: StageBroken, now: float, out: list[ChainInstruction]) -> None:
         sender, message = self._stages[event.sender], event.message
         if message.epoch != self.epoch or sender.seat < 0 or not sender.opened:
             return
@@ -456,7 +466,7 @@ class Session:
         else:
             sender.next_seat = None  # it dials again; if that fails the next stage is given up
 
-    def _tick(self, now: float, out: list[Instruction]) -> None:
+    def _tick(self, now: float, out: list[ChainInstruction]) -> None:
         due, requests = self.next_deadline(), self._waited_for
         if due is None or now < due or not requests:
             return
@@ -478,31 +488,31 @@ class Session:
             request.mended = True
         if self._mending_since is None:
             self._mending_since = now
-        self.phase = Phase.MENDING
+        self.phase = ChainPhase.MENDING
 
     def _vacate(self, index: int, reason: str, now: float) -> None:
         fresh = not self._stages[index].opened and self._stages[index].ask is None
         self._stages[index] = _Stage()
-        if not fresh or self.phase is Phase.RUNNING:
+        if not fresh or self.phase is ChainPhase.RUNNING:
             self._begin_mending(now)
         self._lost[index] = reason
 
-    def _give_up(self, index: int, reason: str, now: float, out: list[Instruction]) -> None:
+    def _give_up(self, index: int, reason: str, now: float, out: list[ChainInstruction]) -> None:
         seat = self._stages[index].seat
-        if self.phase is Phase.ENDED or seat < 0:
+        if self.phase is ChainPhase.ENDED or seat < 0:
             return
-        out.append(Close(index, seat))
+        out.append(StageClose(index, seat))
         self._vacate(index, reason, now)
         self._stages[index].sought = True
-        out.append(Replace(index, seat, reason))
+        out.append(StageReplace(index, seat, reason))
 
-    def _failed_itself(self, index: int, reason: str, now: float, out: list[Instruction]) -> None:
+    def _failed_itself(self, index: int, reason: str, now: float, out: list[ChainInstruction]) -> None:
         """Reopen a stage whose state is invalid: at the same peer first, then at another one."""
         stage = self._stages[index]
-        if stage.failures or self.phase is Phase.ENDED or stage.seat < 0:
+        if stage.failures or self.phase is ChainPhase.ENDED or stage.seat < 0:
             self._give_up(index, reason, now, out)
             return
-        out.append(Close(index, stage.seat))
+        out.append(StageClose(index, stage.seat))
         self._lost[index] = reason
         self._stages[index] = _Stage(seat=stage.seat, failures=1)
         self._unlink(index - 1)
@@ -511,7 +521,7 @@ class Session:
         if index >= 0:
             self._stages[index].next_seat = None
 
-    def _unreached(self, index: int, next_seat: int, reason: str, now: float, out: list[Instruction]) -> None:
+    def _unreached(self, index: int, next_seat: int, reason: str, now: float, out: list[ChainInstruction]) -> None:
         stage = self._stages[index]
         stage.next_seat = None
         if self._next_seat(index) != next_seat:
@@ -519,36 +529,36 @@ class Session:
         stage.failures += 1
         self._give_up(index if stage.failures > 1 else index + 1, reason, now, out)
 
-    def _set_back(self, what: str, remedy: str, out: list[Instruction]) -> None:
+    def _set_back(self, what: str, remedy: str, out: list[ChainInstruction]) -> None:
         self._setbacks += 1
         if self._setbacks > 8 + 3 * len(self._stages):
             text = f"the split model failed {self._setbacks} times without any progress; the last failure: {what}"
             self._fail(PeerError(text, remedy=remedy), out)
 
-    def _fail(self, error: P2PTrainError, out: list[Instruction]) -> None:
-        if self.phase is not Phase.ENDED:
+    def _fail(self, error: P2PTrainError, out: list[ChainInstruction]) -> None:
+        if self.phase is not ChainPhase.ENDED:
             self._close(out)
-            out.append(Failed(error))
+            out.append(SessionFailed(error))
 
-    def _close(self, out: list[Instruction]) -> None:
+    def _close(self, out: list[ChainInstruction]) -> None:
         for index, stage in enumerate(self._stages):
             if stage.seat >= 0 and (stage.opened or stage.ask):
-                out.append(Close(index, stage.seat))
-        self.phase = Phase.ENDED
+                out.append(StageClose(index, stage.seat))
+        self.phase = ChainPhase.ENDED
         self._feed = None
 
     # --------------------------------------------------------------------------------------------------------- steering
 
-    def _steer(self, now: float, out: list[Instruction]) -> None:
-        if self.phase is Phase.MENDING:
+    def _steer(self, now: float, out: list[ChainInstruction]) -> None:
+        if self.phase is ChainPhase.MENDING:
             for index, stage in enumerate(self._stages):
                 if stage.seat < 0 and not stage.sought:
                     stage.sought = True
-                    out.append(Replace(index, -1, self._lost.get(index, "")))
+                    out.append(StageReplace(index, -1, self._lost.get(index, "")))
             self._connect(out)
             if all(self._ready(index) for index in range(len(self._stages))) and self._fill(now, out):
                 self._go_on(now, out)
-        if self.phase is Phase.RUNNING:
+        if self.phase is ChainPhase.RUNNING:
             self._send_all(self.flight, now, out)
 
     def _next_seat(self, index: int) -> int:
@@ -560,7 +570,7 @@ class Session:
             return False
         return stage.next_seat == self._next_seat(index)
 
-    def _connect(self, out: list[Instruction]) -> None:
+    def _connect(self, out: list[ChainInstruction]) -> None:
         for index in reversed(range(len(self._stages))):
             stage, next_seat = self._stages[index], self._next_seat(index)
             if stage.seat < 0 or stage.ask is not None or self._ready(index):
@@ -571,10 +581,10 @@ class Session:
             kind, keep = ("resume", self.committed) if stage.opened else ("open", 0)
             timeout_s = self._patience_s(CHUNK)  # a request of another session may have to end first
             self._last_ask += 1
-            stage.ask = Ask(kind, index, stage.seat, self._last_ask, self.epoch, timeout_s, next_seat, keep)
+            stage.ask = StageAsk(kind, index, stage.seat, self._last_ask, self.epoch, timeout_s, next_seat, keep)
             out.append(stage.ask)
 
-    def _fill(self, now: float, out: list[Instruction]) -> bool:
+    def _fill(self, now: float, out: list[ChainInstruction]) -> bool:
         """Send what stages still lack; returns whether nothing is missing."""
         lacking = [index for index, stage in enumerate(self._stages) if stage.has < self.committed]
         if not lacking:
@@ -584,7 +594,7 @@ class Session:
         self._send_all(self._feed, now, out)
         return False
 
-    def _go_on(self, now: float, out: list[Instruction]) -> None:
+    def _go_on(self, now: float, out: list[ChainInstruction]) -> None:
         if self.flight:
             again = self._again(self.committed, self.flight[0].work.keep, len(self._stages) - 1)
             self.flight.extendleft(reversed(again))
@@ -592,20 +602,20 @@ class Session:
             request.due, request.number = 0.0, self._number()
         assert self._mending_since is not None
         out.append(SessionReady(tuple(self._lost.items()), now - self._mending_since))
-        self.phase, self._feed, self._mending_since = Phase.RUNNING, None, None
+        self.phase, self._feed, self._mending_since = ChainPhase.RUNNING, None, None
         self._lost = {}
 
-    def _again(self, start: int, stop: int, last: int) -> list[Request]:
+    def _again(self, start: int, stop: int, last: int) -> list[ForwardWork]:
         """Requests that send answered positions [start, stop) to stages [0, last] again. None mixes prompt and
         generated ids."""
-        requests: list[Request] = []
+        requests: list[ForwardWork] = []
         while start < stop:
             end = min(start + CHUNK_AGAIN, stop)
             prefill = self._prefilled[start]
             if (other := self._prefilled.find(not prefill, start, end)) >= 0:
                 end = other
             ids = tuple(self._answered[start:end])
-            requests.append(Request(-1, self._number(), Submit(ids, start, 0, 0, bool(prefill)), last))
+            requests.append(ForwardWork(-1, self._number(), PassSubmitted(ids, start, 0, 0, bool(prefill)), last))
             start = end
         return requests
 
@@ -616,7 +626,7 @@ class Session:
     def _patience_s(self, positions: int) -> float:
         return ANSWER_S + POSITION_S * positions
 
-    def _send_all(self, requests: deque[Request], now: float, out: list[Instruction]) -> None:
+    def _send_all(self, requests: deque[ForwardWork], now: float, out: list[ChainInstruction]) -> None:
         ahead = 0
         for place, request in enumerate(requests):
             if place >= WINDOW:
@@ -627,4 +637,4 @@ class Session:
             if not request.sent:
                 request.sent, request.sent_at = True, now
             request.due = now + self._patience_s(ahead)
-            out.append(Send(self._stages[0].seat, self.epoch, request.number, request.work, request.last))
+            out.append(ForwardSend(self._stages[0].seat, self.epoch, request.number, request.work, request.last))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from p2ptrain.core.activations import decode_ids
 from p2ptrain.core.errors import (
@@ -26,42 +26,87 @@ from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import shortened
 from roles.background import Background
 from roles.serving import chain_core as ev
-from roles.serving.chain_core import Session
+from roles.serving.chain_core import ChainSessionCore
+from roles.serving.model import PassRequest, PassResult
+from roles.serving.worker_peer import WorkerPeer
 from wire.chain_messages import NEXT_LOST, ChainBroken, ForwardRequest, Sampled
-
-if TYPE_CHECKING:
-    from roles.serving.chain import Chain
-    from roles.serving.worker_peer import Peer
 
 CLOSE_S = 5.0
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    for place, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return place
-    return min(len(one), len(other))
+@dataclass(slots=True)
+class ChainTimes:
+    """Sums over the passes of a chain. Prompts are counted separately, and passes with a mending are not counted.
+
+    Attributes:
+        mendings: (what was lost, seconds until the passes went on) for each mending of a session.
+    """
+
+    tokens: int = 0
+    took_s: float = 0.0
+    stages_us: list[int] = field(default_factory=list)
+    prompts: int = 0
+    prompt_s: float = 0.0
+    mendings: list[tuple[str, float]] = field(default_factory=list)
+
+    def add(self, result: PassResult, *, prefill: bool) -> None:
+        if result.mended:
+            return
+        if prefill:
+            self.prompts += len(result.tokens)
+            self.prompt_s += result.took_s
+            return
+        self.tokens += len(result.tokens)
+        self.took_s += result.took_s
+        spent_us = result.spent_us
+        before = self.stages_us if len(self.stages_us) == len(spent_us) else [0] * len(spent_us)
+        self.stages_us = [one + other for one, other in zip(before, spent_us, strict=True)]
 
 
-class GenerationSession:
-    """Runs forward requests through all stages. Lost stages are replaced meanwhile, and the tokens stay the same. Made
-    by ``Chain.open``.
+class SeatedChain(Protocol):
+    """The chain as its sessions know it: ``chain.StageChain``, which documents the methods."""
+
+    times: ChainTimes
+
+    @property
+    def vocab_size(self) -> int: ...
+    def check_ids(self, ids: Sequence[int]) -> None: ...
+    def peer_in(self, index: int, number: int) -> WorkerPeer | None: ...
+    def held_by(self, peer: WorkerPeer) -> list[int]: ...
+    def address_after(self, index: int, peer: WorkerPeer, number: int) -> dict[str, Any] | None: ...
+    def part_of(self, index: int) -> str: ...
+    def replace(self, session: ChainSession, index: int, number: int, reason: str) -> None: ...
+    def forget(self, session: ChainSession) -> None: ...
+
+
+class ChainSession:
+    """A ``ModelSession`` over all stages. Lost stages are replaced meanwhile, and the tokens stay the same. Made by
+    ``StageChain.open``.
 
     Args:
+        seats: current seat of each stage; -1: nobody holds it.
         opening: parameters of ``session.open`` that are equal for all stages.
 
     Attributes:
-        mendings: (what was lost, seconds until the requests went on) for each mending.
+        mendings: as in ``ChainTimes``, of this session.
     """
 
-    def __init__(self, chain: Chain, opening: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        chain: SeatedChain,
+        seats: Sequence[int],
+        opening: dict[str, Any],
+        *,
+        sample_from: int,
+        now: Callable[[], float],
+    ) -> None:
         self.id = new_id()
+        self.sample_from = sample_from
         self.mendings: list[tuple[str, float]] = []
-        self._chain, self._opening = chain, opening
-        self._now = chain.context.world.clock.now
-        self._core = Session([seat.number if seat is not None else -1 for seat in chain.seats], self._now())
-        self._waiting: dict[int, asyncio.Future[ev.Done]] = {}  # by index of the request
-        self._pending: deque[ev.Event] = deque()
+        self._chain, self._opening, self._now = chain, opening, now
+        self._core = ChainSessionCore(seats, now())
+        self._waiting: dict[int, asyncio.Future[ev.PassAnswered]] = {}  # by index of the pass
+        self._pending: deque[ev.ChainEvent] = deque()
         self._handling = False
         self._news = asyncio.Event()
         self._opened = False
@@ -73,37 +118,42 @@ class GenerationSession:
     # ---------------------------------------------------------------------------------------------------- for callers
 
     @property
-    def failed(self) -> bool:
+    def lost(self) -> bool:
         return self._error is not None
 
     @property
     def history(self) -> list[int]:
         return list(self._core.ids)
 
-    async def run(self, request: ev.Submit) -> ev.Done:
-        """Compute one request. Several may be under way; they are computed in the order of the calls. Its samples stay
-        the same however many stages are lost meanwhile. After a cancelled call the session can only be closed.
+    async def append(self, request: PassRequest) -> PassResult:
+        """See ``ModelSession``. The duration includes the transfer and other sessions' passes at a stage.
 
         Raises:
             UserError: ids are not the model's, or more than the session was opened for.
-            ValueError: ``keep`` is beyond the history, or there are too many ids, samples or requests.
+            ValueError: ``keep`` is beyond the history, or there are too many ids, samples or passes.
             NetworkError: a stage was lost and cannot be replaced.
         """
         self._chain.check_ids(request.ids)
-        if (needed := request.keep + len(request.ids)) > self._opening["positions"]:
-            text = f"{needed} positions are too many: the session has {self._opening['positions']}"
+        if request.stop > self._opening["positions"]:
+            text = f"{request.stop} positions are too many: the session has {self._opening['positions']}"
             raise UserError(text, remedy="open it for more positions")
         if self._closed:
             raise ConnectionLost("this session is closed", remedy="open another session")
         if self._error is not None:
             raise self._failure()
-        index = self._core.submitted
-        answered: asyncio.Future[ev.Done] = asyncio.get_running_loop().create_future()
-        # At once, even from within ``event``: the next request's index depends on it.
-        self._carry_out(self._core.handle(request, self._now()))
+        index, prefill = self._core.submitted, request.keep < self.sample_from
+        submitted = ev.PassSubmitted(
+            request.ids, request.keep, request.samples, request.sample_index(self.sample_from), prefill
+        )
+        answered: asyncio.Future[ev.PassAnswered] = asyncio.get_running_loop().create_future()
+        # At once, even from within ``event``: the next pass's index depends on it.
+        self._carry_out(self._core.handle(submitted, self._now()))
         self._waiting[index] = answered
         self._set_timer()
-        return await answered  # the core ends this wait: each of its waits has a deadline
+        done = await answered  # the core ends this wait: each of its waits has a deadline
+        result = PassResult(done.tokens, done.took_s, done.spent_us, done.mended)
+        self._chain.times.add(result, prefill=prefill)
+        return result
 
     async def close(self) -> None:
         if self._closed:
@@ -115,12 +165,6 @@ class GenerationSession:
             self._timer.cancel()
         await self._tasks.stop()
         self._chain.forget(self)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
 
     # -------------------------------------------------------------------------------------------------- for the chain
 
@@ -137,7 +181,7 @@ class GenerationSession:
         self._error = self._error or NetworkError(f"this client failed: {type(error).__name__}: {error}")
         self._let_go(self._failure())
 
-    def event(self, event: ev.Event) -> None:
+    def event(self, event: ev.ChainEvent) -> None:
         self._pending.append(event)
         if self._handling:
             return
@@ -149,7 +193,7 @@ class GenerationSession:
             self._handling = False
         self._set_timer()
 
-    def heard(self, peer: Peer, message: Sampled | ChainBroken) -> None:
+    def take_untrusted(self, peer: WorkerPeer, message: Sampled | ChainBroken) -> None:
         """Process a message from a stage at ``peer``. Raises ``ProtocolError``: no correct stage sends it."""
         if message.epoch != self._core.epoch:
             return  # an older epoch: the sender may hold another stage by now, or none
@@ -158,7 +202,7 @@ class GenerationSession:
             if sender is None:
                 return
             reason = f"{peer.name}: {shortened(message.reason)}"
-            self.event(ev.Broken(sender, replace(message, reason=reason, remedy=shortened(message.remedy))))
+            self.event(ev.StageBroken(sender, replace(message, reason=reason, remedy=shortened(message.remedy))))
         else:
             arrived = arrived_untrusted(message, self._chain.vocab_size)
             last = len(arrived.spent_us) - 1
@@ -168,7 +212,7 @@ class GenerationSession:
 
     # ------------------------------------------------------------------------------------------------------ internals
 
-    def _sender_untrusted(self, peer: Peer, message: ChainBroken) -> int | None:
+    def _sender_untrusted(self, peer: WorkerPeer, message: ChainBroken) -> int | None:
         """The stage that sent it; None: ``peer`` holds no stage any more. Raises ``ProtocolError``."""
         held = self._chain.held_by(peer)
         if not held:
@@ -180,20 +224,20 @@ class GenerationSession:
                 return index
         raise ProtocolError(f"{peer.name} reported stage {message.lost}, which is neither its own nor the next one")
 
-    def _carry_out(self, instructions: Sequence[ev.Instruction]) -> None:
+    def _carry_out(self, instructions: Sequence[ev.ChainInstruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case ev.Send():
+                case ev.ForwardSend():
                     self._send(instruction)
-                case ev.Ask():
+                case ev.StageAsk():
                     self._tasks.start(self._ask(instruction), instruction.kind)
-                case ev.Close(stage, seat):
+                case ev.StageClose(stage, seat):
                     peer = self._chain.peer_in(stage, seat)
                     if peer is not None:
-                        peer.tell("session.close", {"session": self.id, "index": stage}, timeout_s=CLOSE_S)
-                case ev.Replace(stage, seat, reason):
+                        peer.ask_later("session.close", {"session": self.id, "index": stage}, timeout_s=CLOSE_S)
+                case ev.StageReplace(stage, seat, reason):
                     self._chain.replace(self, stage, seat, reason)
-                case ev.Done(index):
+                case ev.PassAnswered(index):
                     if (answered := self._waiting.pop(index, None)) is not None and not answered.done():
                         answered.set_result(instruction)
                 case ev.SessionReady(lost, took_s):
@@ -201,31 +245,32 @@ class GenerationSession:
                     if lost:
                         what = "; ".join(f"stage {stage}: {reason}" for stage, reason in lost)
                         self.mendings.append((what, took_s))
+                        self._chain.times.mendings.append((what, took_s))
                     self._news.set()
-                case ev.Failed(error):
+                case ev.SessionFailed(error):
                     self._error = error
                     self._let_go(self._failure())
 
-    def _send(self, send: ev.Send) -> None:
+    def _send(self, send: ev.ForwardSend) -> None:
         peer = self._chain.peer_in(0, send.seat)
-        if peer is not None:  # otherwise ``Lost`` follows
+        if peer is not None:  # otherwise ``StageLost`` follows
             work, count = send.work, len(send.work.ids)
             what = (send.last, work.samples, work.sample_index)
             request = ForwardRequest(
                 self.id, send.epoch, send.number, work.keep, count, "ids", *what, prefill=work.prefill
             )
-            peer.give(request, work.ids)
+            peer.send_forward(request, work.ids)
 
-    async def _ask(self, asked: ev.Ask) -> None:
+    async def _ask(self, asked: ev.StageAsk) -> None:
         peer = self._chain.peer_in(asked.stage, asked.seat)
         if peer is None:
             return  # ``Lost`` follows
         try:
             method, params = self._request(asked, peer)
         except ConnectionLost as problem:
-            self.event(ev.Declined(asked.stage, asked.ask, NEXT_LOST, problem.message))
+            self.event(ev.StageDeclined(asked.stage, asked.ask, NEXT_LOST, problem.message))
             return
-        peer.listeners[self.id] = self.heard
+        peer.listeners[self.id] = self.take_untrusted
         peer.watch_closely()  # before the answer: only the answer may be late
         try:
             answer = await peer.ask(method, params, timeout_s=asked.timeout_s)
@@ -233,19 +278,19 @@ class GenerationSession:
         except ConnectionLost:
             return  # ``Lost`` follows
         except DeadlineExceeded as problem:
-            self.event(ev.Declined(asked.stage, asked.ask, ev.TOO_SLOW, problem.message, problem.remedy))
+            self.event(ev.StageDeclined(asked.stage, asked.ask, ev.TOO_SLOW, problem.message, problem.remedy))
         except P2PTrainError as problem:
             code = problem.code if isinstance(problem, Refused) else "failed"
-            self.event(ev.Declined(asked.stage, asked.ask, code, problem.message, problem.remedy))
+            self.event(ev.StageDeclined(asked.stage, asked.ask, code, problem.message, problem.remedy))
         else:
-            self.event(ev.Answered(asked.stage, asked.ask, position))
+            self.event(ev.StageAnswered(asked.stage, asked.ask, position))
 
-    def _request(self, asked: ev.Ask, peer: Peer) -> tuple[str, dict[str, Any]]:
+    def _request(self, asked: ev.StageAsk, peer: WorkerPeer) -> tuple[str, dict[str, Any]]:
         params: dict[str, Any] = {"session": self.id, "index": asked.stage, "epoch": asked.epoch}
-        params["next"] = self._chain.place_after(asked.stage, peer, asked.next_seat)
+        params["next"] = self._chain.address_after(asked.stage, peer, asked.next_seat)
         if asked.kind == "resume":
             return "session.resume", params | {"keep": asked.keep}
-        return "session.open", params | self._opening | {"part": self._chain.seated(asked.stage).loaded.part}
+        return "session.open", params | self._opening | {"part": self._chain.part_of(asked.stage)}
 
     def _let_go(self, problem: NetworkError) -> None:
         for answered in self._waiting.values():
@@ -271,12 +316,12 @@ class GenerationSession:
         return failure
 
 
-def arrived_untrusted(message: Sampled, vocab_size: int) -> ev.Arrived:
+def arrived_untrusted(message: Sampled, vocab_size: int) -> ev.SamplesArrived:
     """Check a ``Sampled`` message. Raises ``ProtocolError``."""
     tokens = decode_ids(message.tokens)
     if not all(0 <= token < vocab_size for token in tokens):
         raise ProtocolError(f"a token is not in the vocabulary of {vocab_size} tokens")
-    return ev.Arrived(message.epoch, message.number, tokens, tuple(message.spent_us))
+    return ev.SamplesArrived(message.epoch, message.number, tokens, tuple(message.spent_us))
 
 
 def _position_untrusted(answer: dict[str, Any]) -> int:

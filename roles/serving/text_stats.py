@@ -1,15 +1,14 @@
-"""Figures of one text and of a verifier, for people and programs."""
+"""Figures of one text and of many, for people and programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from roles.verifier.drafter_link import DrafterFacts
-from roles.verifier.speculation import PLACES, Stats
+from roles.serving.decoding import PLACES, DecodingStats
 
-MOST_TOLD = 32
+MOST_DRAFTERS = 32
 """Most drafters in the figures of a text, the most often right ones: the figures must fit a message."""
 RECENT_TOKENS = 512
 """Approximate window of recent figures, in tokens."""
@@ -18,11 +17,29 @@ BY = "by "
 PARTS = ("verify", "draft", "wait")
 _COUNTS = ("passes", "self_steps", "drafted", "verified", "accepted", "wasted")
 
-Sums = Mapping[str, float]
+TextSums = Mapping[str, float]
 """Sums of one text or of all texts. They never decrease."""
 
 
-class WritingStats:
+@dataclass(frozen=True, slots=True)
+class DrafterFacts:
+    """A drafter of one text, for people and programs.
+
+    Attributes:
+        model: its model. latency_ms: one-way latency. accepted: its right drafts in passes.
+        bytes_in, bytes_out: sizes of the session's message bodies from and to it.
+    """
+
+    peer_id: str
+    name: str
+    model: str
+    latency_ms: float
+    bytes_in: int
+    bytes_out: int
+    accepted: int
+
+
+class TextStats:
     """Figures of one text.
 
     Args:
@@ -30,24 +47,21 @@ class WritingStats:
         cached_tokens: tokens of the prompt that were computed before.
     """
 
-    def __init__(self, core: Stats, *, began_at: float, prompt_tokens: int, cached_tokens: int) -> None:
+    def __init__(self, core: DecodingStats, *, began_at: float, prompt_tokens: int, cached_tokens: int) -> None:
         self._core = core
         self._began_at, self._first_at, self._last_at = began_at, 0.0, 0.0
         self._ended_at: float | None = None
         self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
         self._tokens = 0
-        self._asked_at = 0.0
         self._turns_s = 0.0  # after the first token: turns of other texts, or the reader
 
-    def asked(self, now: float) -> None:
-        self._asked_at = now
-
-    def passed(self, now: float, took_s: float, *, prefill: bool) -> None:
-        """Record the end of a pass. Time beyond the model's own was spent on other texts' turns or on the reader."""
+    def add_pass(self, waited_s: float, took_s: float, *, prefill: bool) -> None:
+        """Add a pass, ``waited_s`` after it was due. The model computed for ``took_s``; other texts and the reader took
+        the rest."""
         if not prefill:
-            self._turns_s += max(0.0, now - self._asked_at - took_s)
+            self._turns_s += max(0.0, waited_s - took_s)
 
-    def given(self, count: int, now: float) -> None:
+    def add_tokens(self, count: int, now: float) -> None:
         if not self._tokens:
             self._first_at = now
         self._tokens += count
@@ -61,7 +75,7 @@ class WritingStats:
         writing_s = self._last_at - self._first_at
         return {"all": writing_s, "verify": core.verify_s, "draft": core.wait_s, "wait": self._turns_s}
 
-    def ended(self, now: float) -> None:
+    def end(self, now: float) -> None:
         self._ended_at = now if self._ended_at is None else self._ended_at
 
     def as_map(self, now: float, drafters: Sequence[DrafterFacts]) -> dict[str, Any]:
@@ -88,22 +102,22 @@ class WritingStats:
             **{name: getattr(core, name) for name in _COUNTS},
             "bytes_in": sum(each.bytes_in for each in drafters),
             "bytes_out": sum(each.bytes_out for each in drafters),
-            "drafters": _told(drafters),
+            "drafters": _maps_of(drafters),
         }
 
 
-def _told(drafters: Sequence[DrafterFacts]) -> list[dict[str, Any]]:
+def _maps_of(drafters: Sequence[DrafterFacts]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for each in drafters:
-        told = asdict(each)
+        facts = asdict(each)
         if (before := found.get(each.peer_id)) is not None:
-            told |= {name: told[name] + before[name] for name in ("bytes_in", "bytes_out", "accepted")}
-        found[each.peer_id] = told
-    best = sorted(found, key=lambda peer_id: -found[peer_id]["accepted"])[:MOST_TOLD]
-    return [told for peer_id, told in found.items() if peer_id in best]
+            facts |= {name: facts[name] + before[name] for name in ("bytes_in", "bytes_out", "accepted")}
+        found[each.peer_id] = facts
+    best = sorted(found, key=lambda peer_id: -found[peer_id]["accepted"])[:MOST_DRAFTERS]
+    return [facts for peer_id, facts in found.items() if peer_id in best]
 
 
-def sums_of(core: Stats, spent_s: Mapping[str, float], drafters: Sequence[DrafterFacts]) -> Sums:
+def sums_of(core: DecodingStats, spent_s: Mapping[str, float], drafters: Sequence[DrafterFacts]) -> TextSums:
     sums: dict[str, float] = {
         "tokens": core.tokens,
         "after": core.tokens - bool(core.tokens),  # after the first token, which belongs to the prompt
@@ -122,7 +136,7 @@ def sums_of(core: Stats, spent_s: Mapping[str, float], drafters: Sequence[Drafte
     return sums
 
 
-def added(sums: Iterable[Sums]) -> dict[str, float]:
+def added(sums: Iterable[TextSums]) -> dict[str, float]:
     total: dict[str, float] = {}
     for each in sums:
         for name, value in each.items():
@@ -130,14 +144,14 @@ def added(sums: Iterable[Sums]) -> dict[str, float]:
     return total
 
 
-class Recent:
+class RecentSums:
     """Recent growth of the sums of all texts with drafters. Older growth fades as tokens come."""
 
     def __init__(self) -> None:
         self.grown: dict[str, float] = {}
-        self._known: Sums = {}
+        self._known: TextSums = {}
 
-    def note(self, sums: Sums, step_s: float) -> None:
+    def add(self, sums: TextSums, step_s: float) -> None:
         """Add the current sums. ``step_s``: current time of a step of the verifier alone; 0: unknown."""
         more = {name: value - self._known.get(name, 0.0) for name, value in sums.items()}
         self._known = sums
@@ -151,7 +165,7 @@ class Recent:
         self.grown = added([{name: fade * value for name, value in self.grown.items() if fade * value > 1e-3}, more])
 
 
-def figures_of(grown: Sums, step_s: float) -> dict[str, float]:
+def figures_of(grown: TextSums, step_s: float) -> dict[str, float]:
     """Figures for people and programs, as far as known.
 
     Args:
@@ -160,7 +174,7 @@ def figures_of(grown: Sums, step_s: float) -> dict[str, float]:
     Returns:
         ``alpha``, and by place in the pass ``right_at_1`` and so on; ``accepted_length`` in tokens per pass;
         ``alone_share``: passes without drafts; ``wasted_share`` of the drafts; ``bytes_per_token``;
-        ``token_ms`` and its parts, as of ``WritingStats.as_map``; ``alone_ms``: time per token without drafts;
+        ``token_ms`` and its parts, as of ``TextStats.as_map``; ``alone_ms``: time per token without drafts;
         ``speed_up``: rate of tokens from the model's passes, relative to that without drafts.
     """
     found: dict[str, float] = {}
@@ -193,7 +207,7 @@ def figures_of(grown: Sums, step_s: float) -> dict[str, float]:
     return found
 
 
-def shares_of(grown: Sums) -> dict[str, float]:
+def shares_of(grown: TextSums) -> dict[str, float]:
     right = {name.removeprefix(BY): value for name, value in grown.items() if name.startswith(BY)}
     total = sum(right.values())
     return {peer_id: value / total for peer_id, value in right.items()} if total > 0 else {}

@@ -1,7 +1,8 @@
 """The interface of a text service: a request in, pieces of text out, wherever the model is.
 
-``service.VerifierService`` writes with a model in this process or on workers. ``client.VerifierClient`` has a verifier
-of the cluster write. ``generate``, ``chat``, a verifier's connections and its HTTP endpoint use this interface.
+``text_service.ModelTextService`` writes with a model of this process or of its workers; a verifier adds drafters and
+limits to it. ``roles.verifier.client`` has a verifier of the cluster write. ``generate``, ``chat``, a verifier's
+connections and its HTTP endpoint use this interface.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ class TextRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """New text in whole characters, without any stop string, and the tokens since the last piece."""
 
     text: str
     tokens: tuple[int, ...]
 
 
-class Pieces:
+class TextReader:
     """The reader's side of a ``Writing``: pieces in order, then its error if there is one."""
 
     def __init__(self) -> None:
         self.ended = ""
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[TextPiece] = deque()
         self._error: P2PTrainError | None = None
         self._news = asyncio.Event()
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[TextPiece]:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> TextPiece:
         while not self._pieces:
             if self._error is not None:
                 raise self._error
@@ -81,7 +82,7 @@ class Writing(Protocol):
     left_out: int
     ended: str
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[TextPiece]:
         """Pieces as they come. Raises ``P2PTrainError``: the text cannot go on."""
 
     def stats(self) -> dict[str, Any]:
@@ -116,9 +117,9 @@ class TextService(Protocol):
         """
 
 
-def failed(mistake: Exception) -> JobFailed:
+def report_defect(mistake: Exception) -> JobFailed:
     """Report a defect to the loop's exception handler. Return the error that the client gets."""
     context = {"message": "a text failed", "exception": mistake}
     asyncio.get_running_loop().call_exception_handler(context)
-    text = f"the verifier failed on this text: {type(mistake).__name__}: {mistake}"
-    return JobFailed(text, remedy="this is a bug in p2ptrain; the verifier's terminal has the details")
+    text = f"this text failed: {type(mistake).__name__}: {mistake}"
+    return JobFailed(text, remedy="this is a bug in p2ptrain; the terminal of the process that writes has the details")

@@ -34,7 +34,7 @@ Notify = Callable[[str, str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class ClientContext:
     """Identity and settings of the client of a chain: an operator or a verifier.
 
     Attributes:
@@ -94,7 +94,7 @@ class WorkerAt:
         return {"peer": self.peer_id, "host": host_seen_from(other.host, self.host), "port": self.port}
 
 
-class Peer:
+class WorkerPeer:
     """See the module's docstring.
 
     Attributes:
@@ -105,12 +105,12 @@ class Peer:
         turn: lock for loading a part: one load at a time.
     """
 
-    def __init__(self, context: Context, worker: WorkerAt, connection: Connection) -> None:
+    def __init__(self, context: ClientContext, worker: WorkerAt, connection: Connection) -> None:
         self.worker = worker
         self.latency_s = 0.0
         self.problem: P2PTrainError | None = None
-        self.on_lost: list[Callable[[Peer, P2PTrainError], None]] = []
-        self.listeners: dict[str, Callable[[Peer, Sampled | ChainBroken], None]] = {}
+        self.on_lost: list[Callable[[WorkerPeer, P2PTrainError], None]] = []
+        self.listeners: dict[str, Callable[[WorkerPeer, Sampled | ChainBroken], None]] = {}
         self._context = context
         self._now = context.world.clock.now
         self._connection = connection
@@ -126,7 +126,7 @@ class Peer:
         self._hearing = self._tasks.start(self._hear(), f"peer {worker.name}")
 
     @classmethod
-    async def dial(cls, context: Context, worker: WorkerAt, *, timeout_s: float) -> Self:
+    async def dial(cls, context: ClientContext, worker: WorkerAt, *, timeout_s: float) -> Self:
         """Connect to the worker. Raises as ``wire.handshake.dial``."""
         return cls(context, worker, await context.dial(worker, "chain", timeout_s=timeout_s))
 
@@ -183,12 +183,12 @@ class Peer:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
 
-    def give(self, work: ForwardRequest, ids: Sequence[int]) -> None:
+    def send_forward(self, work: ForwardRequest, ids: Sequence[int]) -> None:
         with suppress(ConnectionLost):
             data = memoryview(encode_ids(ids))
             self._connection.send_with_bulk(work, data, generation=0, stream=CHAIN_STREAM)
 
-    def tell(self, method: str, params: dict[str, Any], *, timeout_s: float) -> None:
+    def ask_later(self, method: str, params: dict[str, Any], *, timeout_s: float) -> None:
         async def ask() -> None:
             with suppress(NetworkError, Refused):
                 await self.ask(method, params, timeout_s=timeout_s)
@@ -228,8 +228,8 @@ class Peer:
         self._connection.abort(problem)
         self._calls.lost(self.name)
         if not self._closed:
-            for tell in list(self.on_lost):
-                tell(self, problem)
+            for notify in list(self.on_lost):
+                notify(self, problem)
 
     def _take_untrusted(self, message: Message) -> None:
         """Raises ``ProtocolError``: no correct worker sends this."""

@@ -21,13 +21,13 @@ from ring.planning.serving import Placement, Wanted
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
 from roles.model_table import FILE
 from roles.seed.links import measured_untrusted
-from roles.serving.worker_peer import Context, Peer, WorkerAt
+from roles.serving.worker_peer import ClientContext, WorkerAt, WorkerPeer
 from roles.worker.model_loading import ModelReceiver, give
 from wire.address import parse_address
 from wire.records import ABSENT_STATES, PeerInfo
 from wire.schema import Bound, Count, Id, Record
 
-Request = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+SeedRequest = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 """A request to the seed, such as ``SeedClient.request``."""
 
 OFFER_S = 120.0
@@ -41,7 +41,7 @@ MODEL_OPEN_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelReference:
     """A model as the client of a chain knows it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Model:
         return {"model": self.id, "name": self.name, "config": self.config, "path": self.path, "sender": sender}
 
 
-async def local_model(context: Context, directory: Path) -> Model:
+async def model_of_directory(context: ClientContext, directory: Path) -> ModelReference:
     """Open the model in a directory of this machine. This client sends its tensors to the stages that lack them.
 
     Tensors are hashed once. Digests are cached in ``context.state`` by size and time of the files.
@@ -76,11 +76,11 @@ async def local_model(context: Context, directory: Path) -> Model:
     cache = DigestCache(context.world.disk, context.state / CACHE_FILE) if context.state is not None else None
     async with _disk(context) as disk:
         source = await disk.submit(lambda: open_model(directory.resolve(), cache))
-    return Model(source.model, source.name, source.config, source=source, path=str(source.directory))
+    return ModelReference(source.model, source.name, source.config, source=source, path=str(source.directory))
 
 
 @asynccontextmanager
-async def giving(context: Context, source: ModelDirectory, worker: WorkerAt) -> AsyncIterator[None]:
+async def giving(context: ClientContext, source: ModelDirectory, worker: WorkerAt) -> AsyncIterator[None]:
     """Send this client's copy of a model to ``worker`` within the block. Raises as ``wire.handshake.dial``."""
     connection = await context.dial(worker, "give", job=source.model)
     connection.tune_for_bulk()
@@ -96,7 +96,7 @@ async def giving(context: Context, source: ModelDirectory, worker: WorkerAt) -> 
 
 
 @asynccontextmanager
-async def _receiving(context: Context, model: Model) -> AsyncIterator[ModelReceiver]:
+async def _receiving(context: ClientContext, model: ModelReference) -> AsyncIterator[ModelReceiver]:
     if model.sender is None:
         raise UserError(f"no peer offers {model.name}", remedy="give its directory")
     connection = await context.dial(model.sender, "model", job=model.id)
@@ -107,7 +107,7 @@ async def _receiving(context: Context, model: Model) -> AsyncIterator[ModelRecei
 
 
 @asynccontextmanager
-async def _disk(context: Context) -> AsyncIterator[Thread]:
+async def _disk(context: ClientContext) -> AsyncIterator[Thread]:
     thread = context.world.threads.start("model files")
     try:
         yield thread
@@ -118,7 +118,7 @@ async def _disk(context: Context) -> AsyncIterator[Thread]:
 # ------------------------------------------------------------------------------------------------------ the workers
 
 
-async def workers_of(ask: Request) -> list[WorkerAt]:
+async def workers_of(ask: SeedRequest) -> list[WorkerAt]:
     """The workers that the seed reports as reachable. Raises what ``ask`` raises."""
     answer = await ask("peers.list", {})
     peers = answer.get("peers")
@@ -141,7 +141,7 @@ async def workers_of(ask: Request) -> list[WorkerAt]:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldPart(Record):
+class OfferedPart(Record):
     model: str
     start: Count
     stop: Count
@@ -159,11 +159,11 @@ class Offer(Record):
     limit_bytes: Count
     stream_bps: Annotated[float, Bound(1.0, 1e18)]
     device: Annotated[str, Bound(0, 80)]
-    parts: Annotated[list[HeldPart], Bound(0, 64)]
+    parts: Annotated[list[OfferedPart], Bound(0, 64)]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured(Record):
+class ModelMeasurement(Record):
     """The answer to ``model.measure``. ``dtype``: in which it is computed. ``width``: elements of a hidden state."""
 
     layers_bytes: Annotated[list[Count], Bound(1, 4096)]
@@ -187,7 +187,7 @@ class Measured(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Record):
+class LoadedPart(Record):
     part: Id
     encoding: Annotated[str, Bound(0, 16)]
     device: Annotated[str, Bound(0, 80)]
@@ -204,7 +204,7 @@ class Loaded(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChainPlan:
     """A chain that can be loaded.
 
     Attributes:
@@ -234,16 +234,16 @@ class Plan:
 class WorkerPool:
     """The connected workers: those of a chain and its spares. ``refused``: worker name → why it is not in the pool."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ClientContext) -> None:
         self.context = context
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, WorkerPeer] = {}
         self.offers: dict[str, Offer] = {}
         self.refused: dict[str, str] = {}
         self.links: dict[tuple[str, str], LinkQuality] = {}
-        self._measured: dict[tuple[str, str], Measured] = {}  # by the arguments of ``measured``
+        self._measured: dict[tuple[str, str], ModelMeasurement] = {}  # by the arguments of ``measured``
 
     @classmethod
-    async def connect(cls, context: Context, workers: Sequence[WorkerAt], *, timeout_s: float = 5.0) -> Self:
+    async def connect(cls, context: ClientContext, workers: Sequence[WorkerAt], *, timeout_s: float = 5.0) -> Self:
         """Dial all workers concurrently and get their offers. Workers that do not answer in time are left out.
 
         Raises:
@@ -255,8 +255,8 @@ class WorkerPool:
         pool = cls(context)
         await asyncio.gather(*(pool._try(worker, timeout_s) for worker in workers))
         if not pool.peers:
-            said = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
-            raise NetworkError(f"no worker can be used: {said}", remedy="run p2ptrain check on this machine")
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
+            raise NetworkError(f"no worker can be used: {reasons}", remedy="run p2ptrain check on this machine")
         return pool
 
     async def _try(self, worker: WorkerAt, timeout_s: float) -> None:
@@ -265,9 +265,9 @@ class WorkerPool:
         except P2PTrainError as problem:
             self.refused[worker.name] = problem.message
 
-    async def admit(self, worker: WorkerAt, *, timeout_s: float = 5.0) -> Peer:
+    async def admit(self, worker: WorkerAt, *, timeout_s: float = 5.0) -> WorkerPeer:
         """Dial one more worker, or a lost one again. Raises ``P2PTrainError``: it cannot be used."""
-        peer = await Peer.dial(self.context, worker, timeout_s=timeout_s)
+        peer = await WorkerPeer.dial(self.context, worker, timeout_s=timeout_s)
         try:
             latency_s = await peer.measure()
             await self.renew(peer)
@@ -281,16 +281,16 @@ class WorkerPool:
             await before.close()
         return peer
 
-    async def renew(self, peer: Peer) -> Peer:
+    async def renew(self, peer: WorkerPeer) -> WorkerPeer:
         """Get the current offer of a peer. Raises ``P2PTrainError``."""
         self.offers[peer.worker.peer_id] = Offer.from_map_untrusted(await peer.ask("part.offer", {}, timeout_s=OFFER_S))
         return peer
 
-    def seen(self, peer: Peer) -> placing.PlacementPeer:
+    def placed(self, peer: WorkerPeer) -> placing.PlacementPeer:
         offer = self.offers[peer.worker.peer_id]
         return placing.PlacementPeer(peer.worker.peer_id, peer.name, offer.memory_bytes, 1 / offer.stream_bps)
 
-    async def measured(self, config: str, dtype: str) -> Measured:
+    async def measured(self, config: str, dtype: str) -> ModelMeasurement:
         """Ask a worker for the sizes of a model's parts, by the text of its ``config.json``: it has torch loaded, so
         this process need not load it. Raises ``Refused`` if the model does not split, else the last worker's error."""
         if (known := self._measured.get((config, dtype))) is not None:
@@ -301,7 +301,7 @@ class WorkerPool:
         for peer in [each for each in self.peers.values() if not each.lost]:
             try:
                 answer = await peer.ask("model.measure", {"config": config, "dtype": dtype}, timeout_s=OFFER_S)
-                return self._measured.setdefault((config, dtype), Measured.from_map_untrusted(answer))
+                return self._measured.setdefault((config, dtype), ModelMeasurement.from_map_untrusted(answer))
             except (NetworkError, PeerError) as error:
                 if isinstance(error, Refused) and error.code == "bad-spec":  # the model's fault: others say the same
                     raise
@@ -310,7 +310,7 @@ class WorkerPool:
 
     async def plan(
         self,
-        model: Model,
+        model: ModelReference,
         sizes: ModelSizes,
         *,
         positions: int,
@@ -318,7 +318,7 @@ class WorkerPool:
         dtype: str = "",
         stages: int | None = None,
         measure_s: float = 2.0,
-    ) -> Plan:
+    ) -> ChainPlan:
         """Measure the relevant links and place the model. A chain of parts that are loaded already is used again.
 
         Args:
@@ -331,7 +331,7 @@ class WorkerPool:
             UserError, ResourceError: as ``ring.planning.serving.place``.
         """
         there = [peer for peer in self.peers.values() if not peer.lost]
-        seats = [self.seen(peer) for peer in there]
+        seats = [self.placed(peer) for peer in there]
         await self._measure(seats, measure_s)
         wanted = Wanted(sizes, positions, activation_bytes, self.context.peer_id, dict(self.links))
         made = placing.place(wanted, seats, stages=stages)
@@ -341,9 +341,9 @@ class WorkerPool:
         is_loaded = all((stage.start, stage.stop) in parts for stage, parts in zip(made.stages, held, strict=True))
         used = {stage.peer.id for stage in made.stages}
         spares = tuple(seat for seat in seats if seat.id not in used)
-        return Plan(dtype, wanted, made, spares, is_loaded)
+        return ChainPlan(dtype, wanted, made, spares, is_loaded)
 
-    async def model_at(self, path: str, *, worker: str = "") -> Model:
+    async def model_at(self, path: str, *, worker: str = "") -> ModelReference:
         """Open a model on a worker. The worker sends it to others while this client is connected.
 
         Args:
@@ -367,11 +367,11 @@ class WorkerPool:
                 problems.append(problem.message)
                 continue
             name = path.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] or path
-            return Model(model_id, name, config, sender=peer.worker, path=path)
+            return ModelReference(model_id, name, config, sender=peer.worker, path=path)
         text = f"no worker has a model at {path}: {'; '.join(problems)}"
         raise Refused("no-model", text, remedy="name a directory with config.json and *.safetensors on one of them")
 
-    async def files(self, model: Model, names: Sequence[str]) -> dict[str, bytes]:
+    async def files(self, model: ModelReference, names: Sequence[str]) -> dict[str, bytes]:
         """Read files that come with a model, such as its tokenizer's. Missing files are left out of the result.
 
         Raises:
@@ -422,7 +422,7 @@ class WorkerPool:
         for there, link in found.items():
             self.links[here, there] = link
 
-    def _holds(self, peer_id: str, model: Model, dtype: str, layers: int) -> list[tuple[int, int]]:
+    def _holds(self, peer_id: str, model: ModelReference, dtype: str, layers: int) -> list[tuple[int, int]]:
         parts = self.offers[peer_id].parts
         return [
             (part.start, part.stop)
@@ -431,7 +431,7 @@ class WorkerPool:
         ]
 
     def _loaded(
-        self, wanted: Wanted, model: Model, dtype: str, seats: Sequence[placing.PlacementPeer]
+        self, wanted: Wanted, model: ModelReference, dtype: str, seats: Sequence[placing.PlacementPeer]
     ) -> Placement | None:
         layers = wanted.sizes.layers
         held = [(seat, start, stop) for seat in seats for start, stop in self._holds(seat.id, model, dtype, layers)]

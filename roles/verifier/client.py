@@ -15,7 +15,7 @@ from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, Pr
 from p2ptrain.core.world import Network
 from roles.background import Background
 from roles.line import QUIET_S, Line
-from roles.serving.texts import Piece, Pieces, TextRequest
+from roles.serving.texts import TextPiece, TextReader, TextRequest
 from roles.verifier.protocol import error_untrusted, question
 from wire import text_messages as wire
 from wire.address import advertised_host
@@ -42,7 +42,7 @@ class VerifierClient:
         self._if_lost = if_lost
         self._connection = connection
         self._line = Line(connection, QUIET_S)
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[int, RemoteText] = {}
         self._next = 1
         self._problem: P2PTrainError | None = None
         self._tasks = Background()
@@ -84,7 +84,7 @@ class VerifierClient:
     def lost(self) -> bool:
         return self._problem is not None
 
-    async def write(self, request: TextRequest) -> Text:
+    async def write(self, request: TextRequest) -> RemoteText:
         """Ask, and wait until the verifier begins to write; others may come first.
 
         Raises:
@@ -96,7 +96,7 @@ class VerifierClient:
         ask, data = question(request)
         stream = self._next
         self._next += 1
-        text = self._texts[stream] = Text(self, stream)
+        text = self._texts[stream] = RemoteText(self, stream)
         try:
             self._connection.send(ask, stream=stream)
             self._connection.send_bulk(memoryview(data), generation=0, stream=stream)
@@ -120,7 +120,7 @@ class VerifierClient:
             with suppress(ConnectionLost):  # a lost verifier sends nothing
                 self._connection.send(wire.StreamClose(), stream=stream)
 
-    def _lost(self, text: Text | None) -> NetworkError:
+    def _lost(self, text: RemoteText | None) -> NetworkError:
         assert self._problem is not None
         name, why = self.verifier.name, self._problem.message
         if text is None:
@@ -162,7 +162,7 @@ class VerifierClient:
             self._texts.pop(stream, None)
 
 
-class Text(Pieces):
+class RemoteText(TextReader):
     """A ``Writing``: text that a verifier writes.
 
     Attributes:
@@ -211,7 +211,7 @@ class Text(Pieces):
                 tokens = decode_ids(message.tokens)
                 if tokens and min(tokens) < 0:
                     raise ProtocolError("a token id is negative")
-                self._pieces.append(Piece(message.text, tokens))
+                self._pieces.append(TextPiece(message.text, tokens))
                 self.chars += len(message.text)
                 self.count += len(tokens)
             case wire.Written(ended, stats):

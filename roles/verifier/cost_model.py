@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from roles.gauges import FAR_OFF, SHORTEST_S, MovingAverage
+
 MOST_DRAFTS = 64
 """Most drafts in a pass."""
 FIRST_BUDGET, MOST_BUDGET = 0.8, 6.0
@@ -19,28 +21,9 @@ TRY_TOKENS = 32
 """Tokens after which drafters are judged. Also the length of the first rest, in tokens."""
 BASELINE_STEPS = 4
 """Least number of steps in a baseline."""
-FAR_OFF = 4.0
-"""A measurement counts as at most this multiple of the average, because outliers do not predict."""
-SHORTEST_S = 1e-6
 
 
-class Average:
-    """Moving average of a time in seconds. ``prior_s`` is its value before the first measurement."""
-
-    def __init__(self, prior_s: float = 0.0, *, weight: float = 0.15) -> None:
-        self.seconds = prior_s
-        self.count = 0
-        self._weight = weight
-
-    def add(self, seconds: float) -> None:
-        seconds = max(seconds, 0.0)
-        if self.count:
-            seconds = min(seconds, FAR_OFF * self.seconds + SHORTEST_S)
-        self.count += 1
-        self.seconds += max(self._weight, 1 / self.count) * (seconds - self.seconds)
-
-
-class PassTimes:
+class PassTimeModel:
     """Time of a pass as a linear function of its number of drafts, fitted with weights that favour recent passes."""
 
     FADE = 0.97
@@ -84,10 +67,10 @@ class DrafterModel:
 
     def __init__(self, latency_s: float = 0.0, draft_s: float = 0.005) -> None:
         self.latency_s = latency_s
-        self.draft = Average(draft_s)
+        self.draft = MovingAverage(draft_s)
         self._agreed = self._tried = 0.0
 
-    def compared(self, agreed: int, *, failed: bool) -> None:
+    def add_comparison(self, agreed: int, *, failed: bool) -> None:
         """Count ``agreed`` right drafts, then a wrong one if ``failed``."""
         for right in (1,) * agreed + (0,) * failed:
             self._agreed = self.FADE * self._agreed + right
@@ -172,9 +155,9 @@ class CostModel:
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.sessions = 0
-        self.passes = PassTimes()
-        self._alone = Average(step_s)  # a step while all drafters rest
-        self._beside = Average()  # steps without drafts while drafters work, since the last rest
+        self.passes = PassTimeModel()
+        self._alone = MovingAverage(step_s)  # a step while all drafters rest
+        self._without_drafts = MovingAverage()  # steps without drafts while drafters work, since the last rest
         self._budget = FIRST_BUDGET  # steps
         self._tokens = self._seconds = 0.0  # while drafters work, with decay
         self._tried = 0  # tokens since drafters began or were last found useful
@@ -187,18 +170,18 @@ class CostModel:
     def step_s(self) -> float:
         """Time of a step of the verifier alone; 0: not measured. It is never above the time of a step beside
         drafters."""
-        if self._beside.count >= BASELINE_STEPS:
-            return min(self._alone.seconds, self._beside.seconds)
+        if self._without_drafts.count >= BASELINE_STEPS:
+            return min(self._alone.seconds, self._without_drafts.seconds)
         return self._alone.seconds
 
     @property
     def most_loss_s(self) -> float:
         return self._budget * self.step_s / max(1, self.sessions)
 
-    def works_until(self, when: float) -> None:
-        self._quiet_from = max(self._quiet_from, when)
+    def note_drafting(self, until: float) -> None:
+        self._quiet_from = max(self._quiet_from, until)
 
-    def passed(self, drafts: int, tokens: int, seconds: float, *, began_at: float) -> None:
+    def add_pass(self, drafts: int, tokens: int, seconds: float, *, began_at: float) -> None:
         """Record a pass. ``seconds``: time since the session's previous result."""
         if self.resting:
             if not drafts and began_at >= self._quiet_from:
@@ -209,7 +192,7 @@ class CostModel:
                 self._begin()
             return
         if not drafts:
-            self._beside.add(seconds)
+            self._without_drafts.add(seconds)
         step_s = self.step_s
         self._budget = min(self._budget + tokens - seconds / step_s, MOST_BUDGET)
         self._refill(tokens)
@@ -230,7 +213,7 @@ class CostModel:
 
     def _begin(self) -> None:
         self.resting = False
-        self._beside = Average()
+        self._without_drafts = MovingAverage()
         self._tokens = self._seconds = 0.0
         self._tried = 0
         if not self.passes.known:

@@ -7,9 +7,10 @@ back-off, and after a protocol violation only after a minute. Requests that are 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import (
@@ -22,12 +23,14 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.serving import Sampling
+from p2ptrain.core.texts import printable
 from roles.drafter.draft_messages import packed, refused_untrusted, tokens_untrusted
-from roles.drafter.events import Drafted, DrafterReady, SendVerdict, Signal, VerifierEvent
+from roles.drafter.drafting import DraftVerdict
+from roles.gauges import MovingAverage
 from roles.line import QUIET_S, Line
-from roles.serving.worker_peer import Context
-from roles.verifier.cost_model import Average, DrafterModel
-from roles.worker.stage_requests import printable
+from roles.serving.text_stats import DrafterFacts
+from roles.serving.worker_peer import ClientContext
+from roles.verifier.cost_model import DrafterModel
 from wire.client import PendingCalls
 from wire.connection import Received
 from wire.messages import Message, Refuse, Response
@@ -43,7 +46,7 @@ PING_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class Vocabulary:
     """The vocabulary of a verifier's sessions. ``tokenizer``: a digest."""
 
     vocab_size: int
@@ -51,7 +54,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class TextOpening:
     """What a session begins with.
 
     Attributes:
@@ -66,31 +69,17 @@ class Opening:
     depth: int
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterFacts:
-    """A drafter of one session, for people and programs.
+class DraftReceiver(Protocol):
+    """A text as a drafter's link knows it: ``drafters.TextDrafts``. Only ``take_drafts`` raises."""
 
-    Attributes:
-        model: its model. latency_ms: one-way latency. accepted: its right drafts in passes.
-        bytes_in, bytes_out: sizes of the session's message bodies from and to it.
-    """
+    def begin_line(self, session: DraftSession) -> None:
+        """The drafter has processed the opening."""
 
-    peer_id: str
-    name: str
-    model: str
-    latency_ms: float
-    bytes_in: int
-    bytes_out: int
-    accepted: int
+    def take_drafts(self, epoch: int, position: int, tokens: Sequence[int]) -> None:
+        """Take drafts. Raises ``ProtocolError``: no correct drafter sends them."""
 
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """A connected drafter. ``alpha``: acceptance; None before any draft was compared."""
-
-    peer_id: str
-    alpha: float | None
-    latency_s: float
+    def lose_session(self) -> None:
+        """The session has ended at the drafter."""
 
 
 class DraftSession:
@@ -103,10 +92,8 @@ class DraftSession:
         bytes_in, bytes_out: sizes of message bodies.
     """
 
-    def __init__(
-        self, link: DrafterLink, opening: Opening, stream: int, on_event: Callable[[VerifierEvent], None]
-    ) -> None:
-        self.link, self.opening, self.stream, self.on_event = link, opening, stream, on_event
+    def __init__(self, link: DrafterLink, opening: TextOpening, stream: int, text: DraftReceiver) -> None:
+        self.link, self.opening, self.stream, self.text = link, opening, stream, text
         self.ready = self.over = False
         self.drafted = self.bytes_in = self.bytes_out = 0
         self.timer: asyncio.TimerHandle | None = None
@@ -115,15 +102,15 @@ class DraftSession:
         at, latency_ms = self.link.at, 1e3 * self.link.model.latency_s
         return DrafterFacts(at.peer_id, at.name, at.model, latency_ms, self.bytes_in, self.bytes_out, accepted)
 
-    def tell(self, tell: SendVerdict) -> None:
+    def send_verdict(self, verdict: DraftVerdict) -> None:
         """Send a verdict. Never raises."""
         try:
-            tokens = packed(tell.tokens, self.link.tokens.vocab_size)
-            self.say(Verdict(tell.right, tell.depth, tokens), generation=tell.number)
+            tokens = packed(verdict.tokens, self.link.tokens.vocab_size)
+            self.send(Verdict(verdict.right, verdict.depth, tokens), generation=verdict.number)
         except (UserError, ValueError):  # more tokens than a frame holds: the drafter joined a long text late
             asyncio.get_running_loop().call_soon(self.link.lose, self)
 
-    def say(self, message: Message, *, generation: int = 0) -> None:
+    def send(self, message: Message, *, generation: int = 0) -> None:
         """Send a message. Raises ``UserError``: it is longer than a frame."""
         if self.over or self.link.line is None:
             return
@@ -144,9 +131,9 @@ class DrafterLink:
 
     def __init__(
         self,
-        context: Context,
+        context: ClientContext,
         at: DrafterAt,
-        tokens: Tokens,
+        tokens: Vocabulary,
         *,
         on_change: Callable[[DrafterLink], None],
     ) -> None:
@@ -160,7 +147,7 @@ class DrafterLink:
         self._calls = PendingCalls()
         self._sessions: dict[int, DraftSession] = {}  # by stream
         self._last_stream = 0
-        self._said: dict[str, float] = {}  # by class of fault: when people were told
+        self._notified_at: dict[str, float] = {}  # by class of fault: when people were told
 
     @property
     def sessions(self) -> int:
@@ -211,7 +198,7 @@ class DrafterLink:
         raise problem
 
     async def _measure(self, line: Line) -> None:
-        round_trip = Average(weight=0.3)
+        round_trip = MovingAverage(weight=0.3)
         try:
             while True:
                 began = self._now()
@@ -236,24 +223,24 @@ class DrafterLink:
 
     def _notify(self, level: str, kind: str, text: str, *, about: str) -> None:
         now = self._now()
-        if now - self._said.get(about, -LONGEST_S) >= LONGEST_S:
-            self._said[about] = now
+        if now - self._notified_at.get(about, -LONGEST_S) >= LONGEST_S:
+            self._notified_at[about] = now
             self._context.notify(level, kind, text)
 
     # -------------------------------------------------------------------------------------------------------- sessions
 
-    def open(self, opening: Opening, on_event: Callable[[VerifierEvent], None]) -> DraftSession:
-        """Open a session at the drafter, which must be ``there``. No event comes from within this call."""
+    def open(self, opening: TextOpening, text: DraftReceiver) -> DraftSession:
+        """Open a session at the drafter, which must be ``there``. ``text`` hears of it later, not within this call."""
         line = self.line
         assert line is not None
         self._last_stream += 1
-        session = DraftSession(self, opening, self._last_stream, on_event)
+        session = DraftSession(self, opening, self._last_stream, text)
         self._sessions[session.stream] = session
         session.timer = asyncio.get_running_loop().call_later(READY_S, self._late, session)
         silence_s = max(self._context.silence_s, 16 * self.model.latency_s)
         line.silence_s = min(line.silence_s, silence_s)
         sampling = opening.sampling
-        session.say(
+        session.send(
             DraftOpen(
                 len(opening.ids),
                 opening.prompt,
@@ -275,7 +262,7 @@ class DrafterLink:
     def close(self, session: DraftSession) -> None:
         """End a session. Never raises."""
         if not session.over:
-            session.say(StreamClose())
+            session.send(StreamClose())
             session.over = True
             self._sessions.pop(session.stream, None)
             if session.timer is not None:
@@ -284,7 +271,7 @@ class DrafterLink:
     def lose(self, session: DraftSession) -> None:
         if not session.over:
             self.close(session)
-            session.on_event(Signal.LOST)
+            session.text.lose_session()
 
     def drop(self, problem: P2PTrainError) -> None:
         if self.line is not None:
@@ -305,7 +292,7 @@ class DrafterLink:
                     raise ProtocolError("it answered a request that was not sent")
                 return
             case Refuse(code, text, remedy):
-                raise Refused(code, f"it refuses: {printable(text)}", remedy=printable(remedy))
+                raise Refused(code, f"it refuses: {printable(text, 200)}", remedy=printable(remedy, 200))
             case Drafts() | DraftReady() | StreamRefused():
                 if not 0 < stream <= self._last_stream:
                     raise ProtocolError(f"it named session {stream}, which was never opened")
@@ -320,16 +307,16 @@ class DrafterLink:
                 if session.ready:
                     raise ProtocolError("it reported a session as ready twice")
                 if step_ms and not self.model.draft.count:
-                    self.model.draft = Average(step_ms / 1e3)
+                    self.model.draft = MovingAverage(step_ms / 1e3)
                 session.ready = True
-                session.on_event(DrafterReady(len(session.opening.ids), self.model))
+                session.text.begin_line(session)
             case Drafts(position):
                 if not session.ready:
                     raise ProtocolError("it drafted for a session that is not ready")
                 tokens = tokens_untrusted(message.tokens, vocab_size=self.tokens.vocab_size)
                 position = position or session.drafted
                 session.drafted = position + len(tokens)
-                session.on_event(Drafted(received.generation, position, tokens))
+                session.text.take_drafts(received.generation, position, tokens)
             case StreamRefused():
                 self._tell_why(refused_untrusted(message))
                 self.lose(session)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from p2ptrain.core.errors import ProtocolError
 from roles.background import Background
-from roles.drafter.events import DrafterReady, SendVerdict, Signal, VerifierEvent
-from roles.serving.worker_peer import Context
-from roles.verifier.drafter_link import Connected, DrafterFacts, DrafterLink, DraftSession, Opening, Tokens
+from roles.serving.decoding import PassOutcome
+from roles.serving.text_stats import DrafterFacts
+from roles.serving.worker_peer import ClientContext
+from roles.verifier.drafter_link import DrafterLink, DraftSession, TextOpening, Vocabulary
+from roles.verifier.speculation import Speculation
 from wire.text_messages import MAX_DRAFTERS, DrafterAt
 
 USUAL_PASS_S = 0.05
@@ -27,13 +30,13 @@ class Drafters:
         tokens: vocabulary of the verifier's model.
     """
 
-    def __init__(self, context: Context, tokens: Tokens) -> None:
+    def __init__(self, context: ClientContext, tokens: Vocabulary) -> None:
         self._context, self._tokens = context, tokens
         self._links: dict[str, DrafterLink] = {}  # by peer id
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._listed: set[str] = set()
         self._unfit = ""  # the peer with another tokenizer that was reported last
-        self.sessions: set[SessionDrafters] = set()
+        self.texts: set[TextDrafts] = set()
         self._tasks = Background()
         self._closed = False
 
@@ -53,32 +56,19 @@ class Drafters:
         for peer_id in self._links.keys() - listed.keys():
             self._let_go(self._links[peer_id])
 
-    def open(self, opening: Opening, on_event: Callable[[VerifierEvent], None]) -> SessionDrafters:
-        """Open a session at drafters, without waiting for them. ``on_event`` gets their events on the event loop, never
-        from within ``open`` or ``tell``."""
-        session = SessionDrafters(self, opening, on_event)
-        self.sessions.add(session)
-        session.fill()
-        return session
-
-    def connected(self) -> list[Connected]:
-        found = [link for link in self._links.values() if link.there]
-        return [
-            Connected(link.at.peer_id, link.model.alpha if link.model.known else None, link.model.latency_s)
-            for link in found
-        ]
+    def connected(self) -> list[DrafterLink]:
+        return [link for link in self._links.values() if link.there]
 
     async def close(self) -> None:
         """Disconnect all drafters. Never raises."""
         self._closed = True
-        for session in list(self.sessions):
-            session.close()
+        for text in list(self.texts):
+            text.close()
         await self._tasks.stop()
 
     def best(self) -> list[DrafterLink]:
         """Drafters at which a session may be opened, best first. Sessions that a drafter has already count as delay."""
-        there = [link for link in self._links.values() if link.there]
-        return sorted(there, key=lambda link: link.model.token_s(USUAL_PASS_S, sessions=link.sessions))
+        return sorted(self.connected(), key=lambda link: link.model.token_s(USUAL_PASS_S, sessions=link.sessions))
 
     def _fits(self, at: DrafterAt) -> bool:
         if at.tokenizer == self._tokens.tokenizer:
@@ -98,59 +88,103 @@ class Drafters:
 
     def _changed(self, link: DrafterLink) -> None:
         if link.there:
-            for session in list(self.sessions):
-                session.fill()
+            for text in list(self.texts):
+                text.fill()
         elif link.at.peer_id not in self._listed:
             self._let_go(link)
 
 
-class SessionDrafters:
-    """The drafters of one session, one at a time. Its methods neither block nor raise."""
+class TextDrafts:
+    """A ``DraftSource``: the drafters of one text, one at a time. Its methods neither raise nor, but for one, wait.
 
-    def __init__(self, drafters: Drafters, opening: Opening, on_event: Callable[[VerifierEvent], None]) -> None:
-        self._drafters, self._opening, self._on_event = drafters, opening, on_event
+    Args:
+        drafters: None: drafters may not help with this text, but its passes are measured like those of others.
+    """
+
+    def __init__(
+        self, drafters: Drafters | None, core: Speculation, opening: TextOpening, now: Callable[[], float]
+    ) -> None:
+        self._drafters, self._core, self._opening, self._now = drafters, core, opening, now
         self._session: DraftSession | None = None
-        self._tried: set[DrafterLink] = set()  # each link is asked once per session
-        self._were_ready: list[DraftSession] = []
+        self._tried: set[DrafterLink] = set()  # each link is asked once per text
+        self._ready: list[DraftSession] = []  # every session that became ready
+        self._news = asyncio.Event()
         self._closed = False
+        if drafters is not None:
+            drafters.texts.add(self)
+            self.fill()
 
-    def fill(self) -> None:
-        link = next((link for link in self._drafters.best() if link not in self._tried), None)
-        if link is not None and self._session is None and not self._closed:
-            self._tried.add(link)
-            self._session = link.open(self._opening, self._take)
+    # ----------------------------------------------------------------------------------------------------- for the text
 
-    def _take(self, event: VerifierEvent) -> None:
-        if self._closed:
-            return
-        assert self._session is not None
-        match event:
-            case DrafterReady():
-                self._were_ready.append(self._session)
-            case Signal.LOST:
-                link, self._session = self._session.link, None
-                if not link.there:  # otherwise the drafter refused this session
-                    self._tried.discard(link)
-                asyncio.get_running_loop().call_soon(self.fill)
-        self._on_event(event)
+    async def next_drafts(self) -> Sequence[int]:
+        while not self._closed:
+            drafts, wait_s = self._core.next_drafts(self._now())
+            if wait_s <= 0:
+                return drafts
+            self._news.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._news.wait()
+        return ()
 
-    def tell(self, tell: SendVerdict) -> None:
-        if self._session is not None:
-            self._session.tell(tell)
+    def end_pass(self, outcome: PassOutcome) -> None:
+        now = self._now()
+        self._core.end_pass(outcome, now)
+        self._send_verdict(now)
 
-    def drop(self, reason: str) -> None:
-        if self._session is not None:
-            self._session.link.drop(ProtocolError(f"it sent invalid drafts: {reason}"))
-
-    def facts(self, right: Sequence[int]) -> list[DrafterFacts]:
-        """Facts of every drafter that ever became ready in this session, also after ``close``. ``right``: as of
-        ``Verifying``."""
-        return [session.facts(accepted) for session, accepted in zip(self._were_ready, right, strict=False)]
+    def facts(self) -> list[DrafterFacts]:
+        return [session.facts(accepted) for session, accepted in zip(self._ready, self._core.right, strict=False)]
 
     def close(self) -> None:
-        """Close the session at its drafter. No event comes any more. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._core.end(self._now())
+        self._news.set()
+        if self._drafters is not None:
+            self._drafters.texts.discard(self)
+        if self._session is not None:
+            self._session.link.close(self._session)
+
+    # ------------------------------------------------------------------------------------------------- for the drafters
+
+    def fill(self) -> None:
+        """Open a session at the best drafter that was not tried, if the text has none."""
+        if self._drafters is None or self._session is not None or self._closed:
+            return
+        link = next((link for link in self._drafters.best() if link not in self._tried), None)
+        if link is not None:
+            self._tried.add(link)
+            self._session = link.open(self._opening, self)
+
+    def begin_line(self, session: DraftSession) -> None:
         if not self._closed:
-            self._closed = True
-            self._drafters.sessions.discard(self)
-            if self._session is not None:
-                self._session.link.close(self._session)
+            now = self._now()
+            self._ready.append(session)
+            self._core.begin_line(len(self._opening.ids), session.link.model, now)
+            self._send_verdict(now)
+            self._news.set()
+
+    def take_drafts(self, epoch: int, position: int, tokens: Sequence[int]) -> None:
+        """Take drafts. Raises ``ProtocolError``: no correct drafter sends them."""
+        if not self._closed:
+            try:
+                self._core.receive_untrusted(epoch, position, tokens, self._now())
+            except ProtocolError as problem:
+                raise ProtocolError(f"it sent invalid drafts: {problem.message}") from problem
+            finally:
+                self._news.set()
+
+    def lose_session(self) -> None:
+        if self._closed or self._session is None:
+            return
+        link, self._session = self._session.link, None
+        if not link.there:  # otherwise the drafter refused this text
+            self._tried.discard(link)
+        self._core.drop_line(self._now())
+        self._news.set()
+        asyncio.get_running_loop().call_soon(self.fill)
+
+    def _send_verdict(self, now: float) -> None:
+        if self._session is not None and (verdict := self._core.next_verdict(now)) is not None:
+            self._session.send_verdict(verdict)

@@ -26,7 +26,7 @@ from roles.http.access import Keys, refuse_pages
 from roles.http.answers import HEADERS, Problem, json_bytes, json_response, read_body, shutting_down, while_wanted
 from roles.http.app import JsonApp, tell
 from roles.serving.texts import TextService, Writing
-from roles.verifier.http_requests import Request, problem_of, read_chat, read_completion
+from roles.verifier.http_requests import HttpTextRequest, problem_of, read_chat, read_completion
 
 _HEALTH, _CHAT = "/health", "/v1/chat/completions"
 
@@ -133,7 +133,7 @@ class HttpApp(JsonApp):
 class _Reply:
     """The answer to one request, an ASGI application. Its client may leave at any point. ``created``: Unix seconds."""
 
-    def __init__(self, app: HttpApp, asked: Request, *, chat: bool, created: int) -> None:
+    def __init__(self, app: HttpApp, asked: HttpTextRequest, *, chat: bool, created: int) -> None:
         self._app, self._asked, self._chat, self._created = app, asked, chat, created
         self._ident = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._began = False

@@ -78,7 +78,7 @@ def problem_of(error: P2PTrainError) -> Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpTextRequest:
     """A valid request.
 
     Attributes:
@@ -93,7 +93,7 @@ class Request:
     include_usage: bool
 
 
-def read_completion(body: bytes, draw_seed: Callable[[], int]) -> Request:
+def read_completion(body: bytes, draw_seed: Callable[[], int]) -> HttpTextRequest:
     """Parse the body of ``POST /v1/completions``. Raises ``Problem``.
 
     Args:
@@ -104,7 +104,7 @@ def read_completion(body: bytes, draw_seed: Callable[[], int]) -> Request:
     return _request(given, tuple({"prompt": prompt} for prompt in prompts), draw_seed)
 
 
-def read_chat(body: bytes, draw_seed: Callable[[], int]) -> Request:
+def read_chat(body: bytes, draw_seed: Callable[[], int]) -> HttpTextRequest:
     """Parse the body of ``POST /v1/chat/completions``; as ``read_completion``."""
     given = _read(_Chat, body)
     for index, message in enumerate(given.messages):
@@ -189,7 +189,7 @@ def _check_other(name: str, value: object) -> None:
         raise _refused(name, why)
 
 
-def _request(given: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callable[[], int]) -> Request:
+def _request(given: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callable[[], int]) -> HttpTextRequest:
     named = {most for most in (given.max_tokens, given.max_completion_tokens) if most is not None}
     if len(named) > 1:
         raise wrong("max_tokens", "max_completion_tokens is its new name, and has another value")
@@ -212,7 +212,7 @@ def _request(given: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callabl
         for text in asked
     )
     usage = given.stream_options is not None and bool(given.stream_options.include_usage)
-    return Request(given.model, texts, stream=bool(given.stream), include_usage=usage)
+    return HttpTextRequest(given.model, texts, stream=bool(given.stream), include_usage=usage)
 
 
 def _refused(param: str, why: str) -> Problem:

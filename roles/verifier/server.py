@@ -13,7 +13,7 @@ from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from roles.background import Background
 from roles.line import QUIET_S, Line
-from roles.serving.texts import Piece, TextRequest, TextService, Writing, failed
+from roles.serving.texts import TextPiece, TextRequest, TextService, Writing, report_defect
 from roles.verifier.protocol import refused, request_untrusted
 from wire import text_messages as wire
 from wire.connection import Connection
@@ -103,7 +103,7 @@ class _Caller:
             except _CallerGone:
                 return
             except Exception as mistake:  # a defect of this program: the client must not wait  # noqa: BLE001
-                last = refused(failed(mistake))
+                last = refused(report_defect(mistake))
             with suppress(_CallerGone):
                 self._say(last, stream)
         finally:
@@ -129,7 +129,7 @@ class _Caller:
             raise _CallerGone from problem
 
 
-def _frames(piece: Piece) -> Iterator[wire.Piece]:
+def _frames(piece: TextPiece) -> Iterator[wire.Piece]:
     yield wire.Piece(piece.text[:SENT_CHARS], encode_ids(piece.tokens))
     for start in range(SENT_CHARS, len(piece.text), SENT_CHARS):
         yield wire.Piece(piece.text[start : start + SENT_CHARS], b"")

@@ -44,7 +44,7 @@ DUPLICATE = "duplicate"
 
 
 @dataclass(eq=False)
-class Caller:
+class StageClient:
     """A client's connection, on which it opens sessions."""
 
     line: Line
@@ -68,7 +68,7 @@ class StageSession:
 
     asked: OpenRequest
     part: Part
-    caller: Caller
+    caller: StageClient
     epoch: int = field(init=False)
     position: int = 0
     broken: bool = False
@@ -231,7 +231,7 @@ class ForwardRequests:
 
     # ------------------------------------------------------------------------------------------------------- sessions
 
-    async def open(self, caller: Caller, request: OpenRequest) -> None:
+    async def open(self, caller: StageClient, request: OpenRequest) -> None:
         """Open a session on a part.
 
         Raises:
@@ -265,7 +265,7 @@ class ForwardRequests:
         caller.line.silence_s = min(caller.line.silence_s, request.silence_s)
         part.next = request.next.peer if request.next else ""
 
-    async def resume(self, caller: Caller, request: ResumeRequest) -> int:
+    async def resume(self, caller: StageClient, request: ResumeRequest) -> int:
         """Begin a new epoch. Returns the number of positions that are kept here, at most ``request.keep``.
 
         Raises:
@@ -283,7 +283,7 @@ class ForwardRequests:
         session.part.next = request.next.peer if request.next else ""
         return position
 
-    def close_of(self, caller: Caller, which: CloseRequest) -> None:
+    def close_of(self, caller: StageClient, which: CloseRequest) -> None:
         with suppress(Refused):
             self.close(self._find(caller, which))
 
@@ -304,11 +304,11 @@ class ForwardRequests:
         closing = self._compute.submit(session.part.engine.close, session.id)
         self._background.start(_ended(closing), "close session")
 
-    def close_all_of(self, caller: Caller) -> None:
+    def close_all_of(self, caller: StageClient) -> None:
         for session in [each for each in self.sessions.values() if each.caller is caller]:
             self.close(session)
 
-    def _find(self, caller: Caller, which: ResumeRequest | CloseRequest) -> StageSession:
+    def _find(self, caller: StageClient, which: ResumeRequest | CloseRequest) -> StageSession:
         session = self.sessions.get((which.session, which.index))
         if session is None or session.caller is not caller:
             raise Refused(UNKNOWN_SESSION, f"session {which.session} is not open here")

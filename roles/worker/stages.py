@@ -33,7 +33,7 @@ from roles.engine import BuildPart
 from roles.line import QUIET_S, Line
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
 from roles.worker.context import PeerContext
-from roles.worker.forward_requests import Caller, ForwardRequests, of_session
+from roles.worker.forward_requests import ForwardRequests, StageClient, of_session
 from roles.worker.links import Prober
 from roles.worker.model_loading import SENDER, Loader, ModelReceiver, OnBytes, give
 from roles.worker.part_cache import MAX_PARTS, Part, PartCache
@@ -88,7 +88,7 @@ class Holding:
 
 
 @dataclass(eq=False)
-class _Client(Caller):
+class _Client(StageClient):
     """A client, the parts it holds, and the directories that are sent for it. It loads and measures one at a time."""
 
     parts: set[Part] = field(default_factory=set)

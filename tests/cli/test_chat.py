@@ -19,11 +19,11 @@ import pytest
 
 from p2ptrain.cli import text as text_module
 from p2ptrain.cli.chat import ServiceThread
-from p2ptrain.cli.text import Source
+from p2ptrain.cli.text import TextSource
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConnectionLost, Unreachable
 from roles.serving import local_model as targets
-from roles.serving.texts import Piece, TextRequest
+from roles.serving.texts import TextPiece, TextRequest
 from tests.compute.tiny_trainer import TINY
 from tests.roles.stage_stand_in import stand_in_part
 from tests.roles.verifier.doubles import CONFIG, model_text, reference, text_of
@@ -61,14 +61,14 @@ class ScriptedAnswer:
         self.prompt_tokens, self.left_out, self.ended = 9, left_out, ""
         self._answer, self._most, self.closed = answer, most, False
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[TextPiece]:
         for letter in self._answer[: self._most]:
             if letter == CTRL_C:
                 os.kill(os.getpid(), signal.SIGINT)
                 await asyncio.Event().wait()
             if letter == LOST:
                 raise ConnectionLost("box1 is lost", remedy="start another")
-            yield Piece(letter, (ord(letter),))
+            yield TextPiece(letter, (ord(letter),))
         self.ended = "length" if len(self._answer) > self._most else "end"
 
     def stats(self) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def chat(command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
             setattr(service, name, value)
 
         @asynccontextmanager
-        async def source(*_: Any) -> AsyncIterator[Source]:
-            yield Source(service, "model", "plain turns", {"checkpoint": str(checkpoint)})
+        async def source(*_: Any) -> AsyncIterator[TextSource]:
+            yield TextSource(service, "model", "plain turns", {"checkpoint": str(checkpoint)})
             service.left = True
 
         monkeypatch.setattr(text_module, "text_source", source)
@@ -291,7 +291,7 @@ def test_a_model_of_this_machine_answers(command: Command, tmp_path: Path, monke
     async def load(directory: Path, compute: Any, **_: Any) -> tuple[Any, int]:
         return stand_in_part(CONFIG, 0, 2), 600
 
-    monkeypatch.setattr(targets, "load_whole_engine", load)
+    monkeypatch.setattr(targets, "load_local_engine", load)
     model_text(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\nand now?\n")))
     outcome = command("chat", "-c", tmp_path, "-n", "12", "--json")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.generate import GenerateRequest, Shown, Texts
-from p2ptrain.cli.text import Source
+from p2ptrain.cli.text import TextSource
 from p2ptrain.cli.text_options import TextOptions, write
 from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
@@ -37,7 +37,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, str]]:
         loaded.append((directory, device, dtype))
         return stand_in_part(CONFIG, 0, 2), 600
 
-    monkeypatch.setattr(targets, "load_whole_engine", load)
+    monkeypatch.setattr(targets, "load_local_engine", load)
     return loaded
 
 
@@ -163,7 +163,7 @@ async def test_texts_are_shown_in_order_however_they_end(capsys: pytest.CaptureF
     writings = {"a": held, "b": ScriptedWriting(["second"]), "c": ScriptedWriting(["third"])}
     service.script = lambda asked: writings[asked.prompt]
     order = GenerateRequest(list(writings), False, 50, 3, TextOptions())
-    writing = asyncio.create_task(Texts(Source(service, "here", "", {}), order, Shown(quiet=False)).write())
+    writing = asyncio.create_task(Texts(TextSource(service, "here", "", {}), order, Shown(quiet=False)).write())
     await writings["c"].closed.wait()
     assert capsys.readouterr().out == "", "what is behind waits"
     held.go.set()
@@ -178,7 +178,7 @@ async def test_a_text_that_fails_ends_all_and_programs_get_what_had_come(capsys:
     for as_json in (False, True):
         order = GenerateRequest(["a", "b"], False, 50, 2, TextOptions(as_json=as_json))
         with pytest.raises(ConnectionLost, match="box1 is lost"):
-            await Texts(Source(service, "here", "", {"checkpoint": "here"}), order, Shown(quiet=as_json)).write()
+            await Texts(TextSource(service, "here", "", {"checkpoint": "here"}), order, Shown(quiet=as_json)).write()
         assert all(writing.closed.is_set() for writing in writings.values())
         out = capsys.readouterr().out
         if not as_json:

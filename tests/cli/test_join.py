@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from p2ptrain.cli import join as command_of
-from p2ptrain.cli import joining
+from p2ptrain.cli import joining, serving
 from p2ptrain.cli.island import IslandOptions
 from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.cli.joining import Found, ProcessContext, Running
@@ -51,7 +51,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[JoinOptions]:
         assert of.role == "worker"
         found.append(of)
 
-    monkeypatch.setattr(joining, "served", served)
+    monkeypatch.setattr(serving, "join_to_serve", served)
     monkeypatch.setattr(command_of, "_work", work)
     return found
 
@@ -164,15 +164,15 @@ async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: 
     root = tmp_path / "state"
     of = JoinOptions("127.0.0.1:1", role="verifier", model=str(model), state=root)
     with pytest.raises(UserError, match="needs an API key"):
-        await joining.served(replace(of, http="0.0.0.0:1"))
+        await serving.join_to_serve(replace(of, http="0.0.0.0:1"))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
-        await joining.served(replace(of, http="{}:{}".format(*taken.getsockname())))
+        await serving.join_to_serve(replace(of, http="{}:{}".format(*taken.getsockname())))
     save_file({"weight": np.zeros(1250, np.float32)}, model / "model.safetensors")
     with pytest.raises(ResourceError, match="but --memory is"):
-        await joining.served(replace(of, memory="4000"))
+        await serving.join_to_serve(replace(of, memory="4000"))
     save_file({"weight": np.zeros(1250, np.float16)}, model / "model.safetensors")
     with pytest.raises(ResourceError, match="in fp32, but --memory is"):
-        await joining.served(replace(of, memory="4000", dtype="fp32"))
+        await serving.join_to_serve(replace(of, memory="4000", dtype="fp32"))
     assert not root.exists()
 
 

@@ -19,7 +19,7 @@ from p2ptrain.core.errors import ConfigError, ResourceError
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.member import ServingMember
 from roles.serving import local_model as targets
-from roles.serving.worker_peer import Context
+from roles.serving.worker_peer import ClientContext
 from tests.roles.drafter_hosts import around_of, whole
 from wire.text_messages import Serving
 
@@ -28,7 +28,7 @@ class Member:
     """As much of a ``ServingMember`` as a program uses."""
 
     def __init__(self) -> None:
-        context: Context = around_of(MemoryNetwork())
+        context: ClientContext = around_of(MemoryNetwork())
         self.world = context.world
         self.doors: list[str] = []
         self.told: list[str] = []
@@ -72,7 +72,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         engine.encoding = how["dtype"] or engine.encoding
         return engine, 512
 
-    monkeypatch.setattr(targets, "load_whole_engine", load)
+    monkeypatch.setattr(targets, "load_local_engine", load)
     monkeypatch.setattr(serving, "_prepare_torch", lambda directory, threads: None)
     (tmp_path / "small").mkdir()
     Tokenizer.of_bytes().save(tmp_path / "small")

@@ -11,8 +11,9 @@ import pytest
 from p2ptrain.cli.split import LoadingLine, print_split_facts, split_facts
 from p2ptrain.cluster.console import Console
 from ring.planning.serving import PlacedStage, Placement, PlacementPeer
-from roles.serving.chain import Progress
-from roles.serving.local_model import PassTimes
+from roles.serving.chain import LoadProgress
+from roles.serving.chain_session import ChainTimes
+from roles.serving.model import PassResult
 
 DEADLINE_S = 10.0
 PLACEMENT = Placement(
@@ -46,13 +47,13 @@ class StandIn:
         self.plan = SimpleNamespace(placement=PLACEMENT, stages=PLACEMENT.stages)
 
 
-def times() -> PassTimes:
+def times() -> ChainTimes:
     """Two prompts, and three tokens behind them; a stage was lost meanwhile."""
-    made = PassTimes(mendings=[("box1", 0.5)])
+    made = ChainTimes(mendings=[("box1", 0.5)])
     for _ in range(2):
-        made.add(1, 0.009, (2000, 3000), prefill=True)
+        made.add(PassResult((7,), 0.009, (2000, 3000)), prefill=True)
     for _ in range(3):
-        made.add(1, 0.009, (2000, 3000), prefill=False)
+        made.add(PassResult((7,), 0.009, (2000, 3000)), prefill=False)
     return made
 
 
@@ -79,11 +80,11 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_progress_of_all_stages_is_one_line_and_none_if_it_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
     line = LoadingLine(StandIn().plan, Console(lambda: clock[0]))  # type: ignore[arg-type]
-    line.show(Progress(0, "box0", 500, 1000))
+    line.show(LoadProgress(0, "box0", 500, 1000))
     clock[0] = 2.0
-    line.show(Progress(1, "box9", 1000, 1000))
-    line.show(Progress(1, "box9", 1000, 1000, ready=True))
-    line.show(Progress(0, "box0", 1000, 1000, ready=True))
+    line.show(LoadProgress(1, "box9", 1000, 1000))
+    line.show(LoadProgress(1, "box9", 1000, 1000, ready=True))
+    line.show(LoadProgress(0, "box0", 1000, 1000, ready=True))
     assert capsys.readouterr().err.splitlines() == [
         "loading  1.5 KiB of 2.0 KiB  box0 50 %  box9 100 %",
         "loading  2.0 KiB of 2.0 KiB  box0 ready  box9 ready",

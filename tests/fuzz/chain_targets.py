@@ -20,10 +20,10 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.serving.chain import Chain
+from roles.serving.chain import StageChain
 from roles.serving.chain_session import _position_untrusted, arrived_untrusted
-from roles.serving.worker_peer import Context, WorkerAt
-from roles.serving.worker_pool import Model, WorkerPool, local_model
+from roles.serving.worker_peer import ClientContext, WorkerAt
+from roles.serving.worker_pool import ModelReference, WorkerPool, model_of_directory
 from tests.roles.serving.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
@@ -109,13 +109,13 @@ async def _talked(said: list[tuple[int, Message]]) -> None:
     for stage in stages:
         await stage.start()
     world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
-    context = Context(world, "client", "client", "seed")
+    context = ClientContext(world, "client", "client", "seed")
     replica = await WorkerPool.connect(
         context, [WorkerAt(stage.name, stage.name, stage.name, PORT) for stage in stages]
     )
     try:
         async with asyncio.timeout(900):
-            await _generated(replica, await local_model(context, directory), stages, said)
+            await _generated(replica, await model_of_directory(context, directory), stages, said)
     finally:
         await replica.close()
         for stage in stages:
@@ -123,12 +123,14 @@ async def _talked(said: list[tuple[int, Message]]) -> None:
     assert not wrong, wrong
 
 
-async def _generated(replica: WorkerPool, model: Model, stages: list[Stage], said: list[tuple[int, Message]]) -> None:
+async def _generated(
+    replica: WorkerPool, model: ModelReference, stages: list[Stage], said: list[tuple[int, Message]]
+) -> None:
     sizes = ModelSizes((32,) * 3, (4 * WIDTH,) * 3, 4 * WIDTH * VOCAB, 4 * WIDTH * (VOCAB + 1))
     plan = await replica.plan(
         model, sizes, positions=64, activation_bytes=4 * WIDTH, dtype="fp32", stages=2, measure_s=0.0
     )
-    chain = await Chain.load(replica, model, plan)
+    chain = await StageChain.load(replica, model, plan)
     try:
         session = await generate(chain, [1, 2, 3], max_new_tokens=6, sampling=Sampling(temperature=0))
         left = list(said)
@@ -162,8 +164,9 @@ CLIENT = Target(
     _SAID | st.just([(0, ChainBroken("s", 1, 0, "failed", "it failed", ""))]),
     lambda case: run_virtual(_talked(case)),
     (
-        "roles.serving.worker_peer.Peer._take_untrusted",
-        "roles.serving.chain_session.GenerationSession._sender_untrusted",
+        "roles.serving.worker_peer.WorkerPeer._take_untrusted",
+        "roles.serving.chain_session.ChainSession._sender_untrusted",
+        "roles.serving.chain_session.ChainSession.take_untrusted",
     ),
     peak_bytes=16 << 20,
     weight=10,

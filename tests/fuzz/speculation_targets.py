@@ -18,10 +18,10 @@ from roles.drafter.draft_messages import (
     refused_untrusted,
     sampling_untrusted,
     tokens_untrusted,
-    told_untrusted,
+    verdict_untrusted,
 )
-from roles.drafter.events import VerdictReceived
-from roles.verifier.drafter_link import Tokens
+from roles.drafter.drafting import DraftVerdict
+from roles.verifier.drafter_link import Vocabulary
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
     CONFIG,
@@ -87,7 +87,7 @@ def _check_words(case: tuple[Message, int]) -> None:
                 assert 0 < len(tokens) <= 2 * MAX_DEPTH
                 assert all(0 <= token < VOCAB for token in tokens)
             case Verdict():
-                told = told_untrusted(message, number, verified=7, vocab_size=VOCAB)
+                told = verdict_untrusted(message, number, verified=7, vocab_size=VOCAB)
                 assert tokens_untrusted(message.tokens, vocab_size=VOCAB) == told.tokens
                 assert told.start == 7 + message.right
                 assert 0 <= told.depth <= MAX_DEPTH
@@ -106,7 +106,7 @@ WORDS = Target(
     _check_words,
     (
         "roles.drafter.draft_messages.sampling_untrusted",
-        "roles.drafter.draft_messages.told_untrusted",
+        "roles.drafter.draft_messages.verdict_untrusted",
         "roles.drafter.draft_messages.tokens_untrusted",
         "roles.drafter.draft_messages.refused_untrusted",
     ),
@@ -138,7 +138,7 @@ async def _asked(said: list[tuple[Message, int, int, bytes]]) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
     network = MemoryNetwork()
     host = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0)))
-    source = Drafters(around_of(network.at("v")), Tokens(VOCAB, TOKENIZER))
+    source = Drafters(around_of(network.at("v")), Vocabulary(VOCAB, TOKENIZER))
     async with drafter_hosts([host]):
         hello = local_hello(peer_id="liar", name="liar", roles=["verifier"], purpose="draft")
         connection, _ = await dial(network.at("liar"), "d", PORT, hello, timeout_s=5)
@@ -170,7 +170,7 @@ DRAFTER = Target(
     (
         "roles.drafter.drafter.Drafter._open_untrusted",
         "roles.drafter.drafter.Drafter._find_untrusted",
-        "roles.drafter.drafter.Drafter._told_untrusted",
+        "roles.drafter.drafter.Drafter._take_verdict_untrusted",
         "roles.drafter.draft_messages.ids_untrusted",
     ),
     peak_bytes=16 << 20,
@@ -187,7 +187,7 @@ async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
     network = MemoryNetwork()
     words = iter(said)
 
-    def says(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
+    def says(stream: int, verdict: DraftVerdict | None, number: int, connection: Connection) -> None:
         at = len(PROMPT) if verdict is None else verdict.start + len(verdict.tokens)
         for message, epoch, offset in next(words, []):
             if isinstance(message, Drafts):  # where drafts are due, give or take a few
@@ -199,7 +199,7 @@ async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
 
     liar = Liar("liar", network.at("liar"), says)
     host = DrafterHost("d", network.at("d"), model_serves(Wobbly(0.8)))
-    source = Drafters(around_of(network.at("v")), Tokens(VOCAB, TOKENIZER))
+    source = Drafters(around_of(network.at("v")), Vocabulary(VOCAB, TOKENIZER))
     async with drafter_hosts([liar, host]):
         source.here([liar.at, host.at])
         await asyncio.sleep(1)
@@ -225,7 +225,8 @@ LINKS = Target(
     lambda said: run_virtual(_drafted(said)),
     (
         "roles.verifier.drafter_link.DrafterLink._take_untrusted",
-        "roles.verifier.draft_line.Line.receive_untrusted",
+        "roles.verifier.draft_line.DraftLine.receive_untrusted",
+        "roles.verifier.speculation.Speculation.receive_untrusted",
     ),
     peak_bytes=16 << 20,
     weight=8,

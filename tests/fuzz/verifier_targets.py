@@ -131,7 +131,7 @@ CLIENTS = Target(
     lambda case: run_virtual(_answered(case)),
     (
         "roles.verifier.client.VerifierClient._take_untrusted",
-        "roles.verifier.client.Text.take_untrusted",
+        "roles.verifier.client.RemoteText.take_untrusted",
         "roles.verifier.protocol.error_untrusted",
     ),
     peak_bytes=8 << 20,

@@ -17,26 +17,18 @@ from p2ptrain.core.serving import Pass, Ran, Sampling
 from p2ptrain.core.threads import LoopThreads, RealThreads, Threads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.compute_thread import ComputeThread
-from roles.drafter.draft_messages import told_untrusted
+from roles.drafter.draft_messages import verdict_untrusted
 from roles.drafter.drafter import Drafter, Serves
-from roles.drafter.events import (
-    Drop,
-    Finished,
-    Give,
-    PassDone,
-    Run,
-    SendVerdict,
-    Signal,
-    VerdictReceived,
-    VerifierEvent,
-)
+from roles.drafter.drafting import DraftVerdict
 from roles.engine import StageEngine
 from roles.line import Line
-from roles.serving.worker_peer import Context
+from roles.serving.decoding import Decoding, DecodingStats
+from roles.serving.text_stats import DrafterFacts
+from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import CostModel
-from roles.verifier.drafter_link import DrafterFacts, Opening
-from roles.verifier.drafters import Drafters
-from roles.verifier.speculation import Stats, Verifying
+from roles.verifier.drafter_link import TextOpening
+from roles.verifier.drafters import Drafters, TextDrafts
+from roles.verifier.speculation import Speculation
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from wire.connection import Connection
 from wire.handshake import Server, local_welcome, serve
@@ -118,7 +110,6 @@ class DrafterHost:
         world = World(LoopClock(), self.network, RealDisk(), random.Random(1), threads)
         self._compute = ComputeThread(threads)
         self.drafter = Drafter(world, self._compute, self.serves, **self.options)
-        self._run = asyncio.create_task(self.drafter.run(), name=self.name)
         self.server: Server = await serve(
             self.network,
             self.host or "0.0.0.0",
@@ -133,13 +124,10 @@ class DrafterHost:
 
     async def stop(self) -> None:
         """End, as a process does: connections close."""
-        self._run.cancel()
-        result = await asyncio.gather(self._run, return_exceptions=True)
         await self.server.close()
-        self._compute.close()
         assert not self.drafter.sessions
-        unexpected = [item for item in result if not isinstance(item, asyncio.CancelledError)]
-        assert not unexpected, unexpected
+        await self.drafter.close()
+        self._compute.close()
 
 
 @dataclass
@@ -157,7 +145,7 @@ class Liar:
 
     name: str
     network: Network
-    says: Callable[[int, VerdictReceived | None, int, Connection], None]
+    says: Callable[[int, DraftVerdict | None, int, Connection], None]
     verdicts: int = 0
     openings: int = 0
     closed: list[int] = field(default_factory=list)
@@ -206,7 +194,7 @@ class Liar:
                     case Verdict() as verdict:
                         self.verdicts += 1
                         stream, number = frame.stream, frame.generation
-                        told = told_untrusted(verdict, number, verified=verified[stream], vocab_size=self.vocab_size)
+                        told = verdict_untrusted(verdict, number, verified=verified[stream], vocab_size=self.vocab_size)
                         verified[stream] = told.start + len(told.tokens)
                         self.says(stream, told, number, connection)
                     case Request(id=number):
@@ -238,10 +226,10 @@ async def drafter_hosts(hosts: Sequence[DrafterHost | Liar]) -> AsyncIterator[No
             await host.stop()
 
 
-def around_of(network: Network, notify: Callable[[str, str, str], None] = lambda *notice: None) -> Context:
+def around_of(network: Network, notify: Callable[[str, str, str], None] = lambda *notice: None) -> ClientContext:
     """Where a verifier stands."""
     world = World(LoopClock(), network, RealDisk(), random.Random(2), LoopThreads())
-    return Context(world, "verifier", "verifier", "seed", notify=notify, role="verifier")
+    return ClientContext(world, "verifier", "verifier", "seed", notify=notify, role="verifier")
 
 
 @dataclass
@@ -250,13 +238,13 @@ class Written:
 
     tokens: list[int]
     ended_at: float
-    stats: Stats
+    stats: DecodingStats
     facts: list[DrafterFacts]
 
 
 def there(source: Drafters) -> list[str]:
     """Peer ids of the drafters that a verifier is connected to."""
-    return [each.peer_id for each in source.connected()]
+    return [link.at.peer_id for link in source.connected()]
 
 
 async def write(
@@ -269,42 +257,23 @@ async def write(
     pass_s: float = 0.05,
     row_s: float = 0.0,
 ) -> Written:
-    """A session of a verifier, as its shell runs it, with a target that takes ``pass_s`` and ``row_s`` more a draft."""
-    loop = asyncio.get_running_loop()
-    target = target or whole()
-    target.open("s", positions=len(prompt) + tokens, sampling=sampling)
-    core = Verifying(prompt, max_new_tokens=tokens, vocab_size=target.vocab_size, model=CostModel(pass_s))
-    events: asyncio.Queue[VerifierEvent] = asyncio.Queue()
-    opening = Opening(tuple(prompt), len(prompt), len(prompt) + tokens, sampling, core.opening_depth)
-    drafting = source.open(opening, events.put_nowait) if source is not None else None
-    made: list[int] = []
-
-    def passed(run: Run, took_s: float) -> None:
-        payload = memoryview(encode_ids(run.ids))
-        ran = target.run("s", Pass(run.keep, payload, len(run.ids), IDS, IDS, run.samples, run.sample_index))
-        events.put_nowait(PassDone(ran.tokens, took_s))
-
-    events.put_nowait(Signal.BEGAN)
-    while not core.ended:
-        due_at = core.next_deadline()
-        try:
-            async with asyncio.timeout_at(due_at):
-                event = await events.get()
-        except TimeoutError:
-            event = Signal.TICK
-        for item in core.handle(event, loop.time()):
-            match item:
-                case Run():
-                    took_s = pass_s + row_s * (len(item.ids) - 1)
-                    loop.call_later(took_s, passed, item, took_s)
-                case SendVerdict() if drafting is not None:
-                    drafting.tell(item)
-                case Drop(reason) if drafting is not None:
-                    drafting.drop(reason)
-                case Give(tokens=new):
-                    made += new
-                case Finished() if drafting is not None:
-                    drafting.close()
+    """A text of a verifier, with a model that takes ``pass_s`` for a pass and ``row_s`` more for each draft."""
+    now = asyncio.get_running_loop().time
+    engine = target or whole()
+    engine.open("s", positions=len(prompt) + tokens, sampling=sampling)
+    decoding = Decoding(prompt, max_new_tokens=tokens)
+    core = Speculation(decoding, CostModel(pass_s), vocab_size=engine.vocab_size)
+    opening = TextOpening(tuple(prompt), len(prompt), len(prompt) + tokens, sampling, core.opening_depth)
+    drafts = TextDrafts(source, core, opening, now)
+    while not decoding.ended:
+        request = decoding.next_pass(await drafts.next_drafts())
+        took_s = pass_s + row_s * (len(request.ids) - 1)
+        await asyncio.sleep(took_s)
+        ids, index = memoryview(encode_ids(request.ids)), request.sample_index(len(prompt))
+        ran = engine.run("s", Pass(request.keep, ids, len(request.ids), IDS, IDS, request.samples, index))
+        drafts.end_pass(decoding.take_samples(ran.tokens, took_s, now()))
+        decoding.validate()
         core.validate()
-    target.close("s")
-    return Written(made, loop.time(), core.stats, drafting.facts(core.right) if drafting is not None else [])
+    drafts.close()
+    engine.close("s")
+    return Written(list(decoding.tokens), now(), decoding.stats, drafts.facts())

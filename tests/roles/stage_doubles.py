@@ -23,7 +23,7 @@ from roles.compute_thread import ComputeThread
 from roles.line import Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.worker.context import PeerContext
-from roles.worker.forward_requests import Caller, StageSession
+from roles.worker.forward_requests import StageClient, StageSession
 from roles.worker.links import Prober, ProbeResponder
 from roles.worker.model_loading import give
 from roles.worker.stage_requests import OpenRequest
@@ -232,7 +232,7 @@ def session_of(session: str, index: int, **changes: Any) -> StageSession:
     """One of three stages' session, of nobody and on no engine."""
     asked = open_params(session, "p1", index, 3, "w1" if index < 2 else "", **changes)
     part: Any = SimpleNamespace(engine=SimpleNamespace(width=WIDTH))
-    return StageSession(instance_untrusted(OpenRequest, asked), part, Caller(None, ""))  # type: ignore[arg-type]
+    return StageSession(instance_untrusted(OpenRequest, asked), part, StageClient(None, ""))  # type: ignore[arg-type]
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.verifier.drafter_link import Tokens
+from roles.verifier.drafter_link import Vocabulary
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
     CONFIG,
@@ -31,7 +31,7 @@ from wire.emulate import EmulatedNetwork, LinkPreset
 PROMPT = [5, 80, 11, 11, 3]
 SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
 GREEDY = Sampling(temperature=0)
-TOKENS = Tokens(VOCAB, TOKENIZER)
+TOKENS = Vocabulary(VOCAB, TOKENIZER)
 
 
 class Scene:
@@ -85,7 +85,7 @@ def test_who_lends_a_drafter_hears_of_verifiers_that_come_and_go() -> None:
     async def main() -> None:
         scene, told = Scene(), list[str]()
         host = scene.host("d1", Wobbly(0.9))
-        host.options["tell"] = told.append
+        host.options["on_news"] = told.append
         async with scene.running(host):
             assert told == ["verifier connected: this drafter drafts for its texts"]
             for _ in range(2):  # a text is no event

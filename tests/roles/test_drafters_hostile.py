@@ -17,9 +17,9 @@ from p2ptrain.core.serving import Pass, Ran, Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.drafter.draft_messages import packed
 from roles.drafter.drafter import MAX_CALLERS
-from roles.drafter.events import VerdictReceived
+from roles.drafter.drafting import DraftVerdict
 from roles.line import Line
-from roles.verifier.drafter_link import Tokens
+from roles.verifier.drafter_link import Vocabulary
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
     CONFIG,
@@ -45,14 +45,14 @@ from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Ver
 PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)
 EXPECTED = tokens_of(CONFIG, PROMPT, 120, GREEDY)
-Says = Callable[[int, VerdictReceived | None, int, Connection], None]
+Says = Callable[[int, DraftVerdict | None, int, Connection], None]
 
 
 def drafts(connection: Connection, stream: int, epoch: int, position: int, tokens: list[int]) -> None:
     connection.send(Drafts(position, packed(tokens, VOCAB)), generation=epoch, stream=stream)
 
 
-def behind(verdict: VerdictReceived | None) -> int:
+def behind(verdict: DraftVerdict | None) -> int:
     return len(PROMPT) if verdict is None else verdict.start + len(verdict.tokens)
 
 
@@ -60,13 +60,13 @@ def says_by_chance(seed: int) -> Says:
     """Drafts in order, as the rules want them, of tokens by chance."""
     dice = random.Random(seed)
 
-    def says(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
+    def says(stream: int, verdict: DraftVerdict | None, number: int, connection: Connection) -> None:
         drafts(connection, stream, number, behind(verdict), [dice.randrange(VOCAB) for _ in range(4)])
 
     return says
 
 
-def says_what_is_wrong(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
+def says_what_is_wrong(stream: int, verdict: DraftVerdict | None, number: int, connection: Connection) -> None:
     """It knows the text, and says another one: right, then wrong."""
     at = behind(verdict) - len(PROMPT)
     right = EXPECTED[at : at + 1]
@@ -85,7 +85,7 @@ def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says) -> N
         network = MemoryNetwork()
         liar = Liar("bad", network.at("bad"), says)
         good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
-        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER))
+        source = Drafters(around_of(network.at("verifier")), Vocabulary(VOCAB, TOKENIZER))
         async with drafter_hosts([liar, good]):
             source.here([liar.at])
             await asyncio.sleep(1)
@@ -103,11 +103,11 @@ def test_a_drafter_that_drafts_badly_loses_its_place_to_another(says: Says) -> N
     run_virtual(main())
 
 
-def says_what_cannot_be(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
+def says_what_cannot_be(stream: int, verdict: DraftVerdict | None, number: int, connection: Connection) -> None:
     drafts(connection, stream, 0, len(PROMPT) + 90, [1])
 
 
-def says_nothing_right(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
+def says_nothing_right(stream: int, verdict: DraftVerdict | None, number: int, connection: Connection) -> None:
     right = EXPECTED[behind(verdict) - len(PROMPT)]
     drafts(connection, stream, number, behind(verdict), [(right + 1) % VOCAB])
 
@@ -118,7 +118,7 @@ def test_many_bad_ones_do_not_keep_a_good_one_out(says: Says) -> None:
         network = MemoryNetwork()
         liars = [Liar(f"bad{number}", network.at(f"bad{number}"), says) for number in range(6)]
         good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
-        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER))
+        source = Drafters(around_of(network.at("verifier")), Vocabulary(VOCAB, TOKENIZER))
         async with drafter_hosts([*liars, good]):
             source.here([*(liar.at for liar in liars), good.at])
             for _ in range(12):
@@ -135,14 +135,14 @@ def test_many_bad_ones_do_not_keep_a_good_one_out(says: Says) -> None:
 def garbage(message: Message, *, generation: int = 0, offset: int = 0) -> Says:
     """Says this message once the session runs; its stream is ``offset`` beside the session's."""
 
-    def says(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
+    def says(stream: int, verdict: DraftVerdict | None, number: int, connection: Connection) -> None:
         if verdict is None:
             connection.send(message, generation=generation, stream=stream + offset)
 
     return says
 
 
-def late_garbage(stream: int, verdict: VerdictReceived | None, number: int, connection: Connection) -> None:
+def late_garbage(stream: int, verdict: DraftVerdict | None, number: int, connection: Connection) -> None:
     if verdict is not None:
         drafts(connection, stream, number, behind(verdict) + 2, [1])  # a hole
 
@@ -167,7 +167,7 @@ def test_a_drafter_that_says_what_cannot_be_is_struck_out_and_people_hear_of_it_
         good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
         told: list[tuple[str, str, str]] = []
         context = around_of(network.at("verifier"), lambda *notice: told.append(notice))
-        source = Drafters(context, Tokens(VOCAB, TOKENIZER))
+        source = Drafters(context, Vocabulary(VOCAB, TOKENIZER))
         async with drafter_hosts([liar, good]):
             source.here([liar.at, good.at])
             await asyncio.sleep(1)
@@ -192,7 +192,7 @@ def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         good = DrafterHost("good", network.at("good"), model_serves(Wobbly(1.0)))
-        source = Drafters(around_of(network.at("verifier")), Tokens(VOCAB, TOKENIZER))
+        source = Drafters(around_of(network.at("verifier")), Vocabulary(VOCAB, TOKENIZER))
         async with drafter_hosts([good]):
             source.here([good.at])
             await asyncio.sleep(1)
@@ -219,7 +219,7 @@ def test_a_drafter_that_does_not_take_a_session_in_is_dropped(monkeypatch: pytes
         slow = Liar("slow", network.at("slow"), says_by_chance(1), takes_in=lambda stream: False)
         told: list[str] = []
         context = around_of(network.at("verifier"), lambda level, kind, text: told.append(text))
-        source = Drafters(context, Tokens(VOCAB, TOKENIZER))
+        source = Drafters(context, Vocabulary(VOCAB, TOKENIZER))
         async with drafter_hosts([slow]):
             source.here([slow.at])
             await asyncio.sleep(1)
@@ -291,7 +291,7 @@ def with_drafter(test: Callable[[MemoryNetwork, DrafterHost], Any], engine: Any 
         network = MemoryNetwork()
         serves = options.pop("serves", None) or model_serves(engine or Wobbly(1.0))
         host = DrafterHost("d", network.at("d"), serves, options=options)
-        source = Drafters(around_of(network.at("honest")), Tokens(VOCAB, TOKENIZER))
+        source = Drafters(around_of(network.at("honest")), Vocabulary(VOCAB, TOKENIZER))
         async with drafter_hosts([host]):
             source.here([host.at])
             await asyncio.sleep(1)
@@ -385,7 +385,7 @@ def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_it() ->
         host = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0), context=40))
         told: list[str] = []
         context = around_of(network.at("honest"), lambda level, kind, text: told.append(text))
-        source = Drafters(context, Tokens(VOCAB, TOKENIZER))
+        source = Drafters(context, Vocabulary(VOCAB, TOKENIZER))
         async with drafter_hosts([host]):
             source.here([host.at])
             await asyncio.sleep(1)

@@ -11,9 +11,9 @@ import torch
 from p2ptrain.compute.served_part import load_whole
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.verifier.drafter_link import Tokens
+from roles.serving.decoding import DecodingStats
+from roles.verifier.drafter_link import Vocabulary
 from roles.verifier.drafters import Drafters
-from roles.verifier.speculation import Stats
 from tests.compute.families import VOCAB, make, opened
 from tests.roles.drafter_hosts import DrafterHost, Written, around_of, drafter_hosts, model_serves, write
 
@@ -24,7 +24,7 @@ DRAWN = Sampling(temperature=0.8, top_k=50, seed=2)
 TOKENS = 40
 
 
-def share_right(stats: Stats) -> float:
+def share_right(stats: DecodingStats) -> float:
     return sum(stats.accepted_at) / sum(stats.tried_at)
 
 
@@ -35,7 +35,7 @@ def alone_and_drafted(verifier: Path, drafter: Path, sampling: Sampling) -> tupl
     async def main() -> tuple[Written, Written]:
         network = MemoryNetwork()
         host = DrafterHost("d", network.at("d"), model_serves(engine, tokenizer="a", context=engine.context or 0))
-        source = Drafters(around_of(network.at("v")), Tokens(target.vocab_size, "a"))
+        source = Drafters(around_of(network.at("v")), Vocabulary(target.vocab_size, "a"))
         plain = await write(None, PROMPT, TOKENS, sampling, target=target)
         async with drafter_hosts([host]):
             source.here([host.at])

@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roles.serving.local_model import TargetSession
+from roles.serving.model import ModelSession, PassRequest
 
 
 @dataclass
-class Told:
+class DecodedText:
     """What came of it.
 
     Attributes:
@@ -23,7 +23,7 @@ class Told:
 
 
 async def decoded(
-    session: TargetSession,
+    session: ModelSession,
     prompt: Sequence[int],
     wanted: Sequence[int],
     *,
@@ -33,7 +33,7 @@ async def decoded(
     vocab_size: int = 97,
     chunk: int = 2048,
     kept: int = 0,
-) -> Told:
+) -> DecodedText:
     """As many tokens as ``wanted`` has.
 
     Args:
@@ -41,29 +41,28 @@ async def decoded(
         drafts: in a pass, at most; it has any number of them from 0 on. 0: plain decoding.
         chunk: positions of the prompt in a pass. kept: of the prompt, which the session has.
     """
+    session.sample_from = len(prompt)
     rng = random.Random(seed)
-    told, picked = Told([]), tuple[int, ...]()
+    made_text, picked = DecodedText([]), tuple[int, ...]()
     for start in range(kept, len(prompt), chunk):
         ids = prompt[start : start + chunk]
         last = start + chunk >= len(prompt)
-        picked = (await session.run(keep=start, ids=ids, samples=int(last), sample_index=0, prefill=True)).tokens
+        picked = (await session.append(PassRequest(start, tuple(ids), int(last)))).tokens
         assert len(picked) == int(last)
-    told.tokens += picked
-    while len(told.tokens) < len(wanted):
-        made = len(told.tokens)
+    made_text.tokens += picked
+    while len(made_text.tokens) < len(wanted):
+        made = len(made_text.tokens)
         count = rng.randrange(drafts + 1) if drafts else 0
         ahead = list(wanted[made : min(made + count, len(wanted) - 1)])
         ahead = [token if rng.random() < right else rng.randrange(vocab_size) for token in ahead]
         keep = len(prompt) + made - 1
-        passed = await session.run(
-            keep=keep, ids=[told.tokens[-1], *ahead], samples=len(ahead) + 1, sample_index=made, prefill=False
-        )
+        passed = await session.append(PassRequest(keep, (made_text.tokens[-1], *ahead), len(ahead) + 1))
         assert len(passed.tokens) == len(ahead) + 1
         assert passed.took_s >= 0
         agreed = 0
         while agreed < len(ahead) and ahead[agreed] == passed.tokens[agreed]:
             agreed += 1
-        told.tokens += passed.tokens[: agreed + 1]
-        told.passes += 1
-        told.accepted += agreed
-    return told
+        made_text.tokens += passed.tokens[: agreed + 1]
+        made_text.passes += 1
+        made_text.accepted += agreed
+    return made_text

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from p2ptrain.core.serving import Sampling
-from roles.serving.chain import Chain
-from roles.serving.chain_core import Done, Submit
-from roles.serving.chain_session import GenerationSession, common_prefix
+from roles.serving.chain import StageChain
+from roles.serving.chain_core import PassSubmitted
+from roles.serving.chain_session import ChainSession
+from roles.serving.model import PassRequest
+from roles.serving.text_service import common_prefix
 from wire.chain_messages import CHUNK
 
 
@@ -66,23 +68,23 @@ class Decoding:
         self._next = common_prefix(history, ids[:-1])  # the last one is computed in any case: the first token follows
         self._last_index = -1  # of the request that samples
 
-    def wants(self, room: int, submitted: int) -> list[Submit]:
+    def wants(self, room: int, submitted: int) -> list[PassSubmitted]:
         """What to submit now.
 
         Args:
             room: requests that may be submitted. submitted: the number that were, which is the index of the next one.
         """
-        requests: list[Submit] = []
+        requests: list[PassSubmitted] = []
         while self._next < len(self._ids) and len(requests) < room and not self.ended:
             stop = min(self._next + CHUNK, len(self._ids))
             samples = int(stop == len(self._ids))
-            requests.append(Submit(self._ids[self._next : stop], self._next, samples, 0, prefill=True))
+            requests.append(PassSubmitted(self._ids[self._next : stop], self._next, samples, 0, prefill=True))
             if samples:
                 self._last_index = submitted + len(requests) - 1
             self._next = stop
         return requests
 
-    def done(self, index: int, tokens: Sequence[int], submitted: int) -> tuple[tuple[int, ...], list[Submit]]:
+    def done(self, index: int, tokens: Sequence[int], submitted: int) -> tuple[tuple[int, ...], list[PassSubmitted]]:
         """The submitted request ``index`` was answered: the new tokens to give out, and what to submit then."""
         if self.ended or index != self._last_index or not tokens:
             return (), []
@@ -95,7 +97,7 @@ class Decoding:
         else:
             keep = len(self._ids) + len(self.tokens) - 1
             self._last_index = submitted
-            return (token,), [Submit((token,), keep, 1, len(self.tokens))]
+            return (token,), [PassSubmitted((token,), keep, 1, len(self.tokens))]
         return (token,), []
 
     def cancel(self) -> None:
@@ -106,11 +108,12 @@ class Decoding:
 class Generation:
     """Tokens of a session as they come: an async iterator."""
 
-    def __init__(self, session: GenerationSession, ids: Sequence[int], tokens: int, stop_ids: Collection[int]) -> None:
+    def __init__(self, session: ChainSession, ids: Sequence[int], tokens: int, stop_ids: Collection[int]) -> None:
         self.session = session
         self.go_on(ids, max_new_tokens=tokens, stop_ids=stop_ids)
 
     def go_on(self, ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int] = ()) -> None:
+        self.session.sample_from = len(ids)
         self._decoding = Decoding(self.session.history, ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
         self._submitted = 0
         self._requests = self._decoding.wants(10**6, 0)
@@ -136,7 +139,8 @@ class Generation:
     async def __anext__(self) -> Token:
         if self.ended:
             raise StopAsyncIteration
-        made: Done = (await asyncio.gather(*map(self.session.run, self._requests)))[-1]
+        requests = [PassRequest(each.keep, each.ids, each.samples) for each in self._requests]
+        made = (await asyncio.gather(*map(self.session.append, requests)))[-1]
         self._submitted += len(self._requests)
         (token,), self._requests = self._decoding.done(self._submitted - 1, made.tokens, self._submitted)
         return Token(token, len(self.tokens) - 1, made.spent_us, made.took_s, made.mended)
@@ -152,7 +156,7 @@ class Generation:
 
 
 async def generate(
-    chain: Chain,
+    chain: StageChain,
     ids: Sequence[int],
     *,
     max_new_tokens: int,
@@ -161,5 +165,7 @@ async def generate(
     positions: int = 0,
     **encodings: Any,
 ) -> Generation:
-    session = await chain.open(positions=positions or len(ids) + max_new_tokens, sampling=sampling, **encodings)
+    session = await chain.open(
+        positions=positions or len(ids) + max_new_tokens, sampling=sampling, sample_from=len(ids), **encodings
+    )
     return Generation(session, ids, max_new_tokens, stop_ids)

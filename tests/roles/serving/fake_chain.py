@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from p2ptrain.core.errors import ResourceError
 from roles.serving import chain_core as ev
-from roles.serving.chain_core import Phase, Session
+from roles.serving.chain_core import ChainPhase, ChainSessionCore
 from wire.chain_messages import ChainBroken
 
 PRIME = 1_000_003
@@ -82,25 +82,25 @@ class Chain:
     def __init__(self, stages: int, spares: int, rng: random.Random) -> None:
         self.rng = rng
         self.spares = spares
-        self.core = Session([1] * stages, 0.0)
+        self.core = ChainSessionCore([1] * stages, 0.0)
         self.now = 0.0
         self.stages = [Stage(index, 1) for index in range(stages)]
         self.to_stage: dict[int, deque[tuple[Stage, object]]] = {i: deque() for i in range(stages)}
-        self.to_client: dict[int, deque[ev.Event]] = {i: deque() for i in range(stages)}
-        self.notices: list[ev.Event] = []  # in any order
+        self.to_client: dict[int, deque[ev.ChainEvent]] = {i: deque() for i in range(stages)}
+        self.notices: list[ev.ChainEvent] = []  # in any order
         self.links: list[Link] = []
         self.seeking: set[int] = set()
         self.sent_after_close: list[object] = []
-        self.done: list[ev.Done] = []
+        self.done: list[ev.PassAnswered] = []
         self.mended: list[ev.SessionReady] = []
-        self.failed: ev.Failed | None = None
-        self.replaced: list[ev.Replace] = []
-        self.on_done: Callable[[ev.Done], None] = lambda done: None
+        self.failed: ev.SessionFailed | None = None
+        self.replaced: list[ev.StageReplace] = []
+        self.on_done: Callable[[ev.PassAnswered], None] = lambda done: None
         self.handled = 0
 
     # --------------------------------------------------------------------------------------------------- the client
 
-    def hand(self, event: ev.Event) -> None:
+    def hand(self, event: ev.ChainEvent) -> None:
         self.now += 0.001
         self.handled += 1
         instructions = self.core.handle(event, self.now)
@@ -108,16 +108,16 @@ class Chain:
         for instruction in instructions:
             self._carry_out(instruction)
 
-    def _carry_out(self, instruction: ev.Instruction) -> None:
+    def _carry_out(self, instruction: ev.ChainInstruction) -> None:
         match instruction:
-            case ev.Done():
+            case ev.PassAnswered():
                 self.done.append(instruction)
                 self.on_done(instruction)
             case ev.SessionReady():
                 self.mended.append(instruction)
-            case ev.Failed():
+            case ev.SessionFailed():
                 self.failed = instruction
-            case ev.Replace(stage, seat, _):
+            case ev.StageReplace(stage, seat, _):
                 self.replaced.append(instruction)
                 if seat >= 0 and self.stages[stage].seat == seat:
                     self.kill(stage, told=False)
@@ -129,8 +129,8 @@ class Chain:
                     self.notices.append(ev.StageAssigned(stage, self.stages[stage].seat + 1))
                 else:
                     self.notices.append(ev.StageUnassigned(stage, ResourceError(f"nobody can take stage {stage}")))
-            case ev.Send(seat) | ev.Ask(_, _, seat) | ev.Close(_, seat):
-                index = 0 if isinstance(instruction, ev.Send) else instruction.stage
+            case ev.ForwardSend(seat) | ev.StageAsk(_, _, seat) | ev.StageClose(_, seat):
+                index = 0 if isinstance(instruction, ev.ForwardSend) else instruction.stage
                 stage = self.stages[index]
                 if stage.seat == seat and stage.alive:
                     self.to_stage[index].append((stage, instruction))
@@ -154,7 +154,7 @@ class Chain:
             for _ in range(self.rng.randrange(3)):
                 if self.to_client[index]:
                     self.to_client[index].pop()
-            self.to_client[index].append(ev.Lost(index, stage.seat, "killed"))
+            self.to_client[index].append(ev.StageLost(index, stage.seat, "killed"))
 
     def cut(self, index: int) -> None:
         """The link from a stage to the next breaks, both live."""
@@ -183,7 +183,7 @@ class Chain:
     def _tell_broken(self, stage: Stage, lost: int, code: str) -> None:
         if stage.epoch >= 0:
             broken = ChainBroken("", stage.epoch, lost, code, "it broke")
-            self.to_client[stage.index].append(ev.Broken(stage.index, broken))
+            self.to_client[stage.index].append(ev.StageBroken(stage.index, broken))
 
     def step(self) -> bool:
         """Deliver one thing, drawn at random; False where nothing is on its way."""
@@ -215,7 +215,7 @@ class Chain:
 
     # ---------------------------------------------------------------------------------------------------------- a stage
 
-    def _say(self, stage: Stage, event: ev.Event) -> None:
+    def _say(self, stage: Stage, event: ev.ChainEvent) -> None:
         if stage.alive:
             self.to_client[stage.index].append(event)
 
@@ -223,28 +223,28 @@ class Chain:
         if not stage.alive:
             return
         match asked:
-            case ev.Send():
+            case ev.ForwardSend():
                 assert asked.last < len(self.stages)
                 work = asked.work
                 wanted = (work.keep, work.ids, asked.last, work.samples, work.sample_index)
                 self._work(stage, ForwardRequest(asked.epoch, asked.number, *wanted))
-            case ev.Ask("open"):
+            case ev.StageAsk("open"):
                 assert stage.epoch < 0, "a session is opened once"
                 stage.epoch, stage.states, stage.next = asked.epoch, [], None
                 if self._dialled(stage, asked.ask, asked.next_seat):
-                    self._say(stage, ev.Answered(stage.index, asked.ask))
+                    self._say(stage, ev.StageAnswered(stage.index, asked.ask))
                 else:
                     stage.epoch = -1
-            case ev.Ask("resume"):
+            case ev.StageAsk("resume"):
                 if stage.epoch < 0:
-                    self._say(stage, ev.Declined(stage.index, asked.ask, ev.UNKNOWN_SESSION, "no such session"))
+                    self._say(stage, ev.StageDeclined(stage.index, asked.ask, ev.UNKNOWN_SESSION, "no such session"))
                     return
                 assert asked.epoch > stage.epoch
                 stage.epoch = asked.epoch
                 del stage.states[asked.keep :]
                 if self._dialled(stage, asked.ask, asked.next_seat):
-                    self._say(stage, ev.Answered(stage.index, asked.ask, len(stage.states)))
-            case ev.Close():
+                    self._say(stage, ev.StageAnswered(stage.index, asked.ask, len(stage.states)))
+            case ev.StageClose():
                 self.forget(stage.index)
                 if stage.next is not None:
                     stage.next.whole = False
@@ -261,7 +261,7 @@ class Chain:
         if link is not None:
             link.whole = False
         if not target.alive or target.seat != next_seat or target.epoch < 0:
-            self._say(stage, ev.Declined(stage.index, ask, ev.NEXT_LOST, "the next stage does not answer"))
+            self._say(stage, ev.StageDeclined(stage.index, ask, ev.NEXT_LOST, "the next stage does not answer"))
             stage.next = None
             return False
         stage.next = Link(stage, target)
@@ -273,7 +273,7 @@ class Chain:
             return  # of an older epoch
         if stage.epoch < 0:  # it was forgotten, or spoilt
             unknown = ChainBroken("", work.epoch, stage.index, "failed", "there is no such session")
-            self._say(stage, ev.Broken(stage.index, unknown))
+            self._say(stage, ev.StageBroken(stage.index, unknown))
             return
         assert work.epoch == stage.epoch, "no work comes before its epoch was made known"
         assert work.keep <= len(stage.states), "no work of this epoch finds less history than it keeps"
@@ -285,7 +285,7 @@ class Chain:
         if stage.index == work.last:
             first = len(stage.states) - work.samples
             tokens = tuple(picked(state, work.sample_index + i) for i, state in enumerate(stage.states[first:]))
-            self._say(stage, ev.Arrived(work.epoch, work.number, tokens, spent))
+            self._say(stage, ev.SamplesArrived(work.epoch, work.number, tokens, spent))
             return
         if stage.next is not None and stage.next.whole:
             out = tuple(stage.states[len(stage.states) - len(work.values) :])
@@ -297,10 +297,10 @@ class Chain:
 
     @property
     def running(self) -> bool:
-        return self.core.phase is Phase.RUNNING
+        return self.core.phase is ChainPhase.RUNNING
 
 
-def validate(core: Session) -> None:
+def validate(core: ChainSessionCore) -> None:
     """Raise ``AssertionError`` where what must always be so is not."""
     numbers = [request.number for request in core.flight]
     assert numbers == sorted(set(numbers))
@@ -316,8 +316,8 @@ def validate(core: Session) -> None:
     for index, stage in enumerate(core._stages):
         assert stage.epoch <= core.epoch
         assert stage.seat >= 0 or not (stage.opened or stage.ask)
-        if core.phase is Phase.RUNNING:
+        if core.phase is ChainPhase.RUNNING:
             assert core._ready(index)
-    assert (core._mending_since is None) == (core.phase is Phase.RUNNING) or core.phase is Phase.ENDED
-    if core.phase is Phase.RUNNING:
+    assert (core._mending_since is None) == (core.phase is ChainPhase.RUNNING) or core.phase is ChainPhase.ENDED
+    if core.phase is ChainPhase.RUNNING:
         assert all(request.due for request in list(core.flight)[: ev.WINDOW]), "a request waits without a deadline"

@@ -14,9 +14,9 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.serving.chain import Chain, Progress
-from roles.serving.worker_peer import Context, WorkerAt
-from roles.serving.worker_pool import Model, Plan, WorkerPool, local_model
+from roles.serving.chain import LoadProgress, StageChain
+from roles.serving.worker_peer import ClientContext, WorkerAt
+from roles.serving.worker_pool import ChainPlan, ModelReference, WorkerPool, model_of_directory
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
 
@@ -39,9 +39,9 @@ class Scene:
     network: MemoryNetwork
     directory: Path
     workers: dict[str, Stage]
-    context: Context
+    context: ClientContext
     told: list[tuple[str, str, str]] = field(default_factory=list)
-    progress: list[Progress] = field(default_factory=list)
+    progress: list[LoadProgress] = field(default_factory=list)
 
     def at(self) -> list[WorkerAt]:
         return [WorkerAt(name, name, name, PORT) for name in self.workers]
@@ -49,24 +49,24 @@ class Scene:
     async def replica(self, without: str = "") -> WorkerPool:
         return await WorkerPool.connect(self.context, [worker for worker in self.at() if worker.name != without])
 
-    async def model(self, config: str = CONFIG) -> Model:
+    async def model(self, config: str = CONFIG) -> ModelReference:
         """One that this client has to give: the workers are told of no directory of theirs."""
-        model = await local_model(self.context, write_model(self.directory / "model", config))
+        model = await model_of_directory(self.context, write_model(self.directory / "model", config))
         return replace(model, path="")
 
-    async def plan(self, replica: WorkerPool, model: Model, **options: Any) -> Plan:
+    async def plan(self, replica: WorkerPool, model: ModelReference, **options: Any) -> ChainPlan:
         options = {"positions": 400, "activation_bytes": 4 * WIDTH, "dtype": "fp32", "stages": 3} | options
         found = await replica.measured(model.config, options["dtype"])
         return await replica.plan(model, found.sizes, **options)
 
     @asynccontextmanager
-    async def chain(self, *, without: str = "", **options: Any) -> AsyncIterator[Chain]:
+    async def chain(self, *, without: str = "", **options: Any) -> AsyncIterator[StageChain]:
         """A chain of three stages (workers ``w0`` to ``w2`` where all are alike), loaded."""
         replica = await self.replica(without)
         try:
             model = await self.model()
             plan = await self.plan(replica, model, **options)
-            chain = await Chain.load(replica, model, plan, on_progress=self.progress.append)
+            chain = await StageChain.load(replica, model, plan, on_progress=self.progress.append)
             try:
                 yield chain
             finally:
@@ -107,7 +107,7 @@ def play(
             told.append((level, kind, text))
 
         world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
-        context = Context(world, "client", "client", "seed", directory / "client", notify)
+        context = ClientContext(world, "client", "client", "seed", directory / "client", notify)
         scene = Scene(network, directory, workers, context, told)
         for worker in workers.values():
             await worker.start()

@@ -20,8 +20,8 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.serving import Sampling
-from roles.serving.chain import Chain
-from roles.serving.chain_core import Submit
+from roles.serving.chain import StageChain
+from roles.serving.model import PassRequest
 from roles.serving.worker_pool import WorkerPool
 from roles.worker.stages import MAX_REQUESTS
 from tests.roles.serving.decoding import Generation, generate
@@ -69,7 +69,7 @@ def test_three_stages_give_what_one_model_gives(tmp_path: Path, sampling: Sampli
 PROMPTS = [[number + 1, 7, 7 * number] * (1 + 300 * (number == 3)) for number in range(4)]
 
 
-async def four_at_once(chain: Chain, tokens: int = 10) -> list[list[int]]:
+async def four_at_once(chain: StageChain, tokens: int = 10) -> list[list[int]]:
     async def one(number: int) -> list[int]:
         sampling = Sampling(temperature=1.0, seed=number)
         async with await generate(chain, PROMPTS[number], max_new_tokens=tokens, sampling=sampling) as session:
@@ -276,8 +276,10 @@ def test_what_a_peer_says_of_a_stage_that_it_held_once_costs_it_nothing(tmp_path
         async with scene.chain() as chain, await generate(chain, PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
             first = chain.pool.peers["w0"]
             with pytest.raises(ProtocolError, match="reported stage 2"):
-                session.session.heard(first, ChainBroken(session.session.id, 1, 2, NEXT_LOST, "the next stage is lost"))
-            session.session.heard(first, ChainBroken(session.session.id, 0, 2, NEXT_LOST, "it is lost"))
+                session.session.take_untrusted(
+                    first, ChainBroken(session.session.id, 1, 2, NEXT_LOST, "the next stage is lost")
+                )
+            session.session.take_untrusted(first, ChainBroken(session.session.id, 0, 2, NEXT_LOST, "it is lost"))
             assert await collected(session) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
             assert not session.mendings
 
@@ -336,9 +338,10 @@ def test_a_session_that_does_not_fit_is_refused_and_costs_nobody_its_place(tmp_p
         async with scene.chain() as chain:
             with pytest.raises(PeerError, match="positions"):
                 await generate(chain, PROMPT, max_new_tokens=900, sampling=SEEDED)
+            opened = await chain.open(positions=9, sampling=SEEDED, sample_from=1)
             with pytest.raises(UserError, match="empty"):
-                async with await chain.open(positions=9, sampling=SEEDED) as opened:
-                    await opened.run(Submit((), 0, 0, 0))
+                await opened.append(PassRequest(0, ()))
+            await opened.close()
             with pytest.raises(UserError, match="97"):
                 async with await generate(chain, [97], max_new_tokens=9, sampling=SEEDED) as unknown:
                     await collected(unknown)
@@ -358,7 +361,7 @@ def test_who_cannot_load_is_replaced(tmp_path: Path) -> None:
         model = await scene.model()
         plan = await scene.plan(replica, model)
         scene.workers["w1"].stages.cache.limit_bytes = 100  # since it made its offer
-        chain = await Chain.load(replica, model, plan)
+        chain = await StageChain.load(replica, model, plan)
         assert [stage.peer.name for stage in chain.plan.stages] == ["w0", "w3", "w2"]
         session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
         assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
@@ -366,7 +369,7 @@ def test_who_cannot_load_is_replaced(tmp_path: Path) -> None:
         for worker in scene.workers.values():
             worker.stages.cache.limit_bytes = 100
         with pytest.raises(ResourceError) as caught:
-            await Chain.load(replica, model, await scene.plan(replica, model, stages=4))
+            await StageChain.load(replica, model, await scene.plan(replica, model, stages=4))
         assert "w" in caught.value.message
         assert caught.value.remedy
         for worker in scene.workers.values():
@@ -434,7 +437,7 @@ def test_a_model_that_lies_on_a_worker(tmp_path: Path) -> None:
         assert set(files) == {"tokenizer.json", "config.json"}
         assert await replica.files(local, ["config.json"]) == {"config.json": CONFIG.encode()}
         plan = await scene.plan(replica, model)
-        chain = await Chain.load(replica, model, plan)
+        chain = await StageChain.load(replica, model, plan)
         assert all(each.read_bytes > 0 for each in chain.loaded)  # they have that directory, too: one machine
         session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
         assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)

@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.core.errors import ResourceError
 from roles.serving import chain_core as ev
-from roles.serving.chain_core import MOST_STALLS, WINDOW, Phase, Session
+from roles.serving.chain_core import MOST_STALLS, WINDOW, ChainPhase, ChainSessionCore
 from tests.roles.serving.decoding import Decoding
 from wire.chain_messages import ChainBroken
 
@@ -34,11 +34,11 @@ def generate(
     """Run plain decoding to its end, disturbed before each step."""
     decoding = Decoding(chain.core.ids, prompt, max_new_tokens=tokens)
 
-    def submit(works: list[ev.Submit]) -> None:
+    def submit(works: list[ev.PassSubmitted]) -> None:
         for work in works:
             chain.hand(work)
 
-    def done(answer: ev.Done) -> None:
+    def done(answer: ev.PassAnswered) -> None:
         _, works = decoding.done(answer.index, answer.tokens, chain.core.submitted)
         submit(works)
         submit(decoding.wants(chain.core.room, chain.core.submitted))
@@ -53,8 +53,8 @@ def generate(
     raise AssertionError("it never ends")
 
 
-def asks_of(instructions: list[ev.Instruction]) -> list[ev.Ask]:
-    return [item for item in instructions if isinstance(item, ev.Ask)]
+def asks_of(instructions: list[ev.ChainInstruction]) -> list[ev.StageAsk]:
+    return [item for item in instructions if isinstance(item, ev.StageAsk)]
 
 
 def test_undisturbed() -> None:
@@ -116,7 +116,7 @@ def test_works_of_several_picks_with_rollbacks(seed: int, monkeypatch: pytest.Mo
             keep = max(0, len(ids) - rng.randrange(12)) if rng.random() < 0.5 else len(ids)
             new = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6)))
             samples, sample_index = rng.randrange(len(new) + 1), rng.randrange(100)
-            chain.hand(ev.Submit(new, keep, samples, sample_index))
+            chain.hand(ev.PassSubmitted(new, keep, samples, sample_index))
             ids = [*ids[:keep], *new]
             states = reference(stages, ids)[len(ids) - samples :]
             expected.append(tuple(picked(state, sample_index + place) for place, state in enumerate(states)))
@@ -174,46 +174,46 @@ def test_nobody_left() -> None:
     assert isinstance(chain.failed.error, ResourceError)
     assert 3 <= len(made) < 20
     assert made == undisturbed(3, [1, 2, 3], 20)[: len(made)]
-    assert chain.core.phase is Phase.ENDED
-    assert chain.core.handle(ev.Lost(0, 1, "late"), 1.0) == []
+    assert chain.core.phase is ChainPhase.ENDED
+    assert chain.core.handle(ev.StageLost(0, 1, "late"), 1.0) == []
 
 
 def test_what_was_answered_for_an_older_attempt_does_not_count() -> None:
-    core = Session([1, 1], 0.0)
+    core = ChainSessionCore([1, 1], 0.0)
     out = core.handle(ev.Tick(), 0.0)
-    assert out == [ev.Ask("open", 1, 1, 1, 1, PATIENCE_S)]  # from the last one: it is dialled by the one before
-    assert core.handle(ev.Answered(1, 1), 0.0) == [ev.Ask("open", 0, 1, 2, 1, PATIENCE_S, 1)]
-    assert core.handle(ev.Answered(0, 2), 0.0) == [ev.SessionReady((), 0.0)]
-    (send,) = core.handle(ev.Submit((5,), 0, 1, 0), 0.0)
-    assert isinstance(send, ev.Send)
-    core.handle(ev.Broken(0, ChainBroken("", 1, 1, ev.NEXT_LOST, "cut")), 1.0)
+    assert out == [ev.StageAsk("open", 1, 1, 1, 1, PATIENCE_S)]  # from the last one: it is dialled by the one before
+    assert core.handle(ev.StageAnswered(1, 1), 0.0) == [ev.StageAsk("open", 0, 1, 2, 1, PATIENCE_S, 1)]
+    assert core.handle(ev.StageAnswered(0, 2), 0.0) == [ev.SessionReady((), 0.0)]
+    (send,) = core.handle(ev.PassSubmitted((5,), 0, 1, 0), 0.0)
+    assert isinstance(send, ev.ForwardSend)
+    core.handle(ev.StageBroken(0, ChainBroken("", 1, 1, ev.NEXT_LOST, "cut")), 1.0)
     assert core.epoch == 2
-    assert core.handle(ev.Arrived(1, send.number, (7,), (1, 1)), 1.0) == []
+    assert core.handle(ev.SamplesArrived(1, send.number, (7,), (1, 1)), 1.0) == []
     assert core.answered == 0
 
 
 def test_a_prompt_flows_through_the_chain_as_a_pipeline() -> None:
-    core = Session([1, 1], 0.0)
+    core = ChainSessionCore([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Answered(1, 1), 0.0)
-    core.handle(ev.Answered(0, 2), 0.0)
+    core.handle(ev.StageAnswered(1, 1), 0.0)
+    core.handle(ev.StageAnswered(0, 2), 0.0)
     decoding = Decoding([], list(range(50_000)), max_new_tokens=2)
     works = decoding.wants(core.room, 0)
     assert len(works) == WINDOW  # no queue grows without bound
-    sent = [send.work for work in works for send in core.handle(work, 0.0) if isinstance(send, ev.Send)]
+    sent = [send.work for work in works for send in core.handle(work, 0.0) if isinstance(send, ev.ForwardSend)]
     assert [(work.keep, len(work.ids), work.samples) for work in sent] == [(2048 * i, 2048, 0) for i in range(WINDOW)]
     with pytest.raises(ValueError, match="in flight"):
-        core.handle(ev.Submit((1,), 0, 0, 0), 0.0)
+        core.handle(ev.PassSubmitted((1,), 0, 0, 0), 0.0)
 
 
 def test_an_answer_that_does_not_come() -> None:
     """All live, nothing is answered: the epoch is raised, which costs a hung stage its place; then it is over."""
-    core = Session([1, 1], 0.0)
+    core = ChainSessionCore([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Answered(1, 1), 0.0)
-    core.handle(ev.Answered(0, 2), 0.0)
+    core.handle(ev.StageAnswered(1, 1), 0.0)
+    core.handle(ev.StageAnswered(0, 2), 0.0)
     assert core.next_deadline() is None
-    core.handle(ev.Submit((5,), 0, 1, 0), 0.0)
+    core.handle(ev.PassSubmitted((5,), 0, 1, 0), 0.0)
     due = core.next_deadline()
     assert due is not None
     assert due > 100  # nothing was measured yet
@@ -222,52 +222,54 @@ def test_an_answer_that_does_not_come() -> None:
         began = due
         asks = asks_of(core.handle(ev.Tick(), began))
         assert [item.stage for item in asks] == [1, 0]
-        core.handle(ev.Answered(1, asks[0].ask), began)
-        out = core.handle(ev.Answered(0, asks[1].ask), began)
-        assert any(isinstance(item, ev.Send) for item in out)
+        core.handle(ev.StageAnswered(1, asks[0].ask), began)
+        out = core.handle(ev.StageAnswered(0, asks[1].ask), began)
+        assert any(isinstance(item, ev.ForwardSend) for item in out)
         due = core.next_deadline() or 0.0
         assert due - began > 100
     (*_, failed) = core.handle(ev.Tick(), due)
-    assert isinstance(failed, ev.Failed)
+    assert isinstance(failed, ev.SessionFailed)
     assert "did not answer" in failed.error.message
 
 
 def test_a_stage_whose_work_failed_is_opened_again_and_the_second_time_replaced() -> None:
-    core = Session([1, 1], 0.0)
+    core = ChainSessionCore([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Answered(1, 1), 0.0)
-    core.handle(ev.Answered(0, 2), 0.0)
-    core.handle(ev.Submit((5,), 0, 1, 0), 0.0)
-    out = core.handle(ev.Broken(1, ChainBroken("", 1, 1, "failed", "out of memory")), 1.0)
+    core.handle(ev.StageAnswered(1, 1), 0.0)
+    core.handle(ev.StageAnswered(0, 2), 0.0)
+    core.handle(ev.PassSubmitted((5,), 0, 1, 0), 0.0)
+    out = core.handle(ev.StageBroken(1, ChainBroken("", 1, 1, "failed", "out of memory")), 1.0)
     # The stage before dials it when it is open again: its session is another one now.
-    assert [type(item) for item in out] == [ev.Close, ev.Ask]
-    (resume,) = core.handle(ev.Answered(1, 3), 1.0)
-    assert isinstance(resume, ev.Ask)
-    assert any(isinstance(item, ev.Send) for item in core.handle(ev.Answered(0, resume.ask), 1.0))
-    out = core.handle(ev.Broken(1, ChainBroken("", 2, 1, "failed", "out of memory")), 2.0)
-    assert ev.Replace(1, 1, "out of memory") in out
+    assert [type(item) for item in out] == [ev.StageClose, ev.StageAsk]
+    (resume,) = core.handle(ev.StageAnswered(1, 3), 1.0)
+    assert isinstance(resume, ev.StageAsk)
+    assert any(isinstance(item, ev.ForwardSend) for item in core.handle(ev.StageAnswered(0, resume.ask), 1.0))
+    out = core.handle(ev.StageBroken(1, ChainBroken("", 2, 1, "failed", "out of memory")), 2.0)
+    assert ev.StageReplace(1, 1, "out of memory") in out
 
 
 def test_a_refusal_that_another_peer_would_repeat_ends_the_session() -> None:
-    core = Session([1, 1], 0.0)
+    core = ChainSessionCore([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    out = core.handle(ev.Declined(1, 1, "memory", "no memory for so many positions", "ask for fewer"), 0.0)
-    assert [type(item) for item in out] == [ev.Failed]
+    out = core.handle(ev.StageDeclined(1, 1, "memory", "no memory for so many positions", "ask for fewer"), 0.0)
+    assert [type(item) for item in out] == [ev.SessionFailed]
 
 
 def test_a_new_stage_gets_the_whole_history_through_those_before_it() -> None:
-    core = Session([1, 1, 1], 0.0)
+    core = ChainSessionCore([1, 1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
     for ask, stage in enumerate((2, 1, 0), start=1):
-        core.handle(ev.Answered(stage, ask), 0.0)
-    core.handle(ev.Submit(tuple(range(1000)), 0, 1, 0), 0.0)
-    core.handle(ev.Arrived(1, core.last_number, (1,), (1, 1, 1)), 10.0)
-    core.handle(ev.Submit((5,), 1000, 1, 0), 10.0)
-    (resumed,) = asks_of(core.handle(ev.Lost(1, 1, "killed"), 11.0))
-    core.handle(ev.Answered(2, resumed.ask, 1000), 11.0)
+        core.handle(ev.StageAnswered(stage, ask), 0.0)
+    core.handle(ev.PassSubmitted(tuple(range(1000)), 0, 1, 0), 0.0)
+    core.handle(ev.SamplesArrived(1, core.last_number, (1,), (1, 1, 1)), 10.0)
+    core.handle(ev.PassSubmitted((5,), 1000, 1, 0), 10.0)
+    (resumed,) = asks_of(core.handle(ev.StageLost(1, 1, "killed"), 11.0))
+    core.handle(ev.StageAnswered(2, resumed.ask, 1000), 11.0)
     (opened,) = asks_of(core.handle(ev.StageAssigned(1, 2), 11.0))
-    (resumed,) = asks_of(core.handle(ev.Answered(1, opened.ask), 11.0))
-    sent = [item for item in core.handle(ev.Answered(0, resumed.ask, 1000), 11.0) if isinstance(item, ev.Send)]
+    (resumed,) = asks_of(core.handle(ev.StageAnswered(1, opened.ask), 11.0))
+    sent = [
+        item for item in core.handle(ev.StageAnswered(0, resumed.ask, 1000), 11.0) if isinstance(item, ev.ForwardSend)
+    ]
     assert [(send.work.keep, len(send.work.ids), send.last) for send in sent] == [
         (0, 256, 1),
         (256, 256, 1),
@@ -275,40 +277,40 @@ def test_a_new_stage_gets_the_whole_history_through_those_before_it() -> None:
         (768, 232, 1),
     ]
     for send in sent:
-        assert core.phase is Phase.MENDING, "the request under way waits"
-        out = core.handle(ev.Arrived(2, send.number, (), (1, 1)), 12.0)
-    (send,) = [send for send in out if isinstance(send, ev.Send)]
+        assert core.phase is ChainPhase.MENDING, "the request under way waits"
+        out = core.handle(ev.SamplesArrived(2, send.number, (), (1, 1)), 12.0)
+    (send,) = [send for send in out if isinstance(send, ev.ForwardSend)]
     assert (send.work.keep, send.work.ids, send.last) == (1000, (5,), 2)
 
 
 def test_positions_are_computed_again_as_they_were() -> None:
-    core = Session([1], 0.0)
+    core = ChainSessionCore([1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Answered(0, 1), 0.0)
+    core.handle(ev.StageAnswered(0, 1), 0.0)
     # A prompt in two requests, a token, a draft of two that is verified, another prompt of one token.
     for keep, count, prefill in ((0, 4, True), (4, 2, True), (6, 1, False), (7, 2, False), (9, 1, True)):
-        (send,) = core.handle(ev.Submit(tuple(range(count)), keep, 0, 0, prefill), 0.0)
-        assert isinstance(send, ev.Send)
+        (send,) = core.handle(ev.PassSubmitted(tuple(range(count)), keep, 0, 0, prefill), 0.0)
+        assert isinstance(send, ev.ForwardSend)
         assert send.work.prefill == prefill
-        core.handle(ev.Arrived(1, send.number, (), (1,)), 0.0)
-    core.handle(ev.Lost(0, 1, "killed"), 1.0)
+        core.handle(ev.SamplesArrived(1, send.number, (), (1,)), 0.0)
+    core.handle(ev.StageLost(0, 1, "killed"), 1.0)
     (asked,) = core.handle(ev.StageAssigned(0, 2), 1.0)
-    assert isinstance(asked, ev.Ask)
-    sends = core.handle(ev.Answered(0, asked.ask), 1.0)
-    again = [(len(send.work.ids), send.work.prefill) for send in sends if isinstance(send, ev.Send)]
+    assert isinstance(asked, ev.StageAsk)
+    sends = core.handle(ev.StageAnswered(0, asked.ask), 1.0)
+    again = [(len(send.work.ids), send.work.prefill) for send in sends if isinstance(send, ev.ForwardSend)]
     assert again == [(6, True), (3, False), (1, True)]
 
 
 def test_a_peer_that_answers_nonsense_loses_its_place() -> None:
-    core = Session([1, 1], 0.0)
+    core = ChainSessionCore([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
-    core.handle(ev.Answered(1, 1), 0.0)
-    core.handle(ev.Answered(0, 2), 0.0)
-    (send,) = core.handle(ev.Submit((5, 6), 0, 1, 0), 0.0)
-    assert isinstance(send, ev.Send)
-    out = core.handle(ev.Arrived(1, send.number, (7, 8), (1, 1)), 0.0)  # two tokens, one was wanted
-    assert [item for item in out if isinstance(item, ev.Replace)] == [
-        ev.Replace(1, 1, f"it sent an invalid answer to request {send.number}")
+    core.handle(ev.StageAnswered(1, 1), 0.0)
+    core.handle(ev.StageAnswered(0, 2), 0.0)
+    (send,) = core.handle(ev.PassSubmitted((5, 6), 0, 1, 0), 0.0)
+    assert isinstance(send, ev.ForwardSend)
+    out = core.handle(ev.SamplesArrived(1, send.number, (7, 8), (1, 1)), 0.0)  # two tokens, one was wanted
+    assert [item for item in out if isinstance(item, ev.StageReplace)] == [
+        ev.StageReplace(1, 1, f"it sent an invalid answer to request {send.number}")
     ]
 
 

@@ -12,9 +12,9 @@ import pytest
 from p2ptrain.core.errors import NetworkError, Refused
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork
-from roles.serving.chain import Chain
-from roles.serving.worker_peer import Context
-from roles.serving.worker_pool import WorkerPool, local_model, workers_of
+from roles.serving.chain import StageChain
+from roles.serving.worker_peer import ClientContext
+from roles.serving.worker_pool import WorkerPool, model_of_directory, workers_of
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.serving.decoding import generate
 from tests.roles.stage_stand_in import WIDTH, StandIns, sizes_of, tokens_of, write_model
@@ -44,24 +44,24 @@ async def joined(cluster: Cluster, count: int) -> list[Peer]:
     return peers
 
 
-async def context(cluster: Cluster, role: str = "operator") -> Context:
+async def context(cluster: Cluster, role: str = "operator") -> ClientContext:
     if not cluster.encrypted:
-        return Context(cluster.world(), "client", "client", cluster.address[0])
+        return ClientContext(cluster.world(), "client", "client", cluster.address[0])
     member = await cluster.member(cluster.ticket(role))
-    return Context(cluster.world(member.network), member.peer_id, "client", cluster.address[0])
+    return ClientContext(cluster.world(member.network), member.peer_id, "client", cluster.address[0])
 
 
 @asynccontextmanager
-async def loaded(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Chain]:
+async def loaded(cluster: Cluster, tmp_path: Path) -> AsyncIterator[StageChain]:
     me = await context(cluster)
     async with cluster.operator() as seed:
         workers = await workers_of(seed.request)
     replica = await WorkerPool.connect(me, workers)
-    model = await local_model(me, write_model(tmp_path / "model", CONFIG))
+    model = await model_of_directory(me, write_model(tmp_path / "model", CONFIG))
     plan = await replica.plan(
         model, sizes_of(CONFIG), positions=200, activation_bytes=4 * WIDTH, dtype="fp32", stages=3
     )
-    chain = await Chain.load(replica, model, plan)
+    chain = await StageChain.load(replica, model, plan)
     yield chain
     await chain.close()
     await replica.close()

@@ -12,7 +12,7 @@ import torch
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import LoopClock
 from roles.compute_thread import ComputeThread
-from roles.serving.local_model import WholeTarget, load_whole_engine
+from roles.serving.local_model import LocalModel, load_local_engine
 from tests.compute.families import VOCAB, make
 
 from .by_hand import decoded
@@ -42,27 +42,27 @@ def generated(whole: Any, sampling: Sampling) -> list[int]:
 
 
 @pytest.fixture(params=["llama-tied", "qwen2", "gpt2", "mistral-window"])
-async def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[Any, WholeTarget]]:
+async def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[Any, LocalModel]]:
     whole = make(request.param, tmp_path)
     heard: list[tuple[int, int]] = []
     compute = ComputeThread()
-    engine, context = await load_whole_engine(
+    engine, context = await load_local_engine(
         tmp_path, compute, device="cpu", on_bytes=lambda *both: heard.append(both)
     )
-    target = WholeTarget(engine, compute, LoopClock(), label=tmp_path.name, context=context)
+    target = LocalModel(engine, compute, LoopClock(), label=tmp_path.name, context=context)
     assert heard[-1][0] == heard[-1][1]
     assert (target.context, target.vocab_size, target.label) == (128, VOCAB, tmp_path.name)
     yield whole, target
     await target.close()
 
 
-async def test_the_tokens_are_those_of_generate(loaded: tuple[Any, WholeTarget]) -> None:
+async def test_the_tokens_are_those_of_generate(loaded: tuple[Any, LocalModel]) -> None:
     whole, target = loaded
     for sampling, patterns in zip(SAMPLINGS, (DRAFTS, DRAFTS[1:3], DRAFTS[1:2], DRAFTS[1:2], DRAFTS[2:3]), strict=True):
         wanted = generated(whole, sampling)
         accepted = 0
         for drafts, right in patterns:
-            session = await target.open(positions=64, sampling=sampling)
+            session = await target.open(positions=64, sampling=sampling, sample_from=1)
             told = await decoded(
                 session, PROMPT, wanted, drafts=drafts, right=right, vocab_size=VOCAB, chunk=4 + drafts, seed=drafts
             )
@@ -73,12 +73,12 @@ async def test_the_tokens_are_those_of_generate(loaded: tuple[Any, WholeTarget])
 
 
 @pytest.mark.parametrize("loaded", ["mistral-window"], indirect=True)
-async def test_a_session_goes_on_with_what_it_has(loaded: tuple[Any, WholeTarget]) -> None:
+async def test_a_session_goes_on_with_what_it_has(loaded: tuple[Any, LocalModel]) -> None:
     """As a chat's next turn does: the history is cut to what both have, and draws begin anew."""
     whole, target = loaded
     sampling = SAMPLINGS[2]
     wanted = generated(whole, sampling)
-    session = await target.open(positions=64, sampling=sampling)
+    session = await target.open(positions=64, sampling=sampling, sample_from=1)
     await decoded(session, [*PROMPT[:6], 1, 2, 3], [5] * 6, drafts=3, right=0.0, vocab_size=VOCAB)
     told = await decoded(session, PROMPT, wanted, drafts=4, kept=6, vocab_size=VOCAB)
     assert told.tokens == wanted

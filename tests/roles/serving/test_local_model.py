@@ -16,7 +16,8 @@ from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock
 from p2ptrain.lab.memory import run_virtual
 from roles.compute_thread import ComputeThread
-from roles.serving.local_model import TargetSession, WholeTarget, load_whole_engine
+from roles.serving.local_model import LocalModel, load_local_engine
+from roles.serving.model import ModelSession, PassRequest
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 
 from .by_hand import decoded
@@ -28,10 +29,10 @@ PASS_S = 0.5
 
 
 @asynccontextmanager
-async def target_of(engine: StandInStage, **options: Any) -> AsyncIterator[WholeTarget]:
+async def target_of(engine: StandInStage, **options: Any) -> AsyncIterator[LocalModel]:
     threads = LoopThreads()
     threads.call_s["compute"] = PASS_S
-    target = WholeTarget(engine, ComputeThread(threads), LoopClock(), label="stand-in", context=200, **options)
+    target = LocalModel(engine, ComputeThread(threads), LoopClock(), label="stand-in", context=200, **options)
     try:
         yield target
     finally:
@@ -52,7 +53,7 @@ def test_the_tokens_are_those_of_plain_decoding(sampling: Sampling, drafts: int)
         async with target_of(engine_of()) as target:
             assert (target.vocab_size, target.context, target.label) == (97, 200, "stand-in")
             for seed in range(5):
-                session = await target.open(positions=60, sampling=sampling)
+                session = await target.open(positions=60, sampling=sampling, sample_from=1)
                 told = await decoded(session, PROMPT, wanted, drafts=drafts, seed=seed, chunk=2)
                 assert told.tokens == wanted
                 assert told.passes + told.accepted == 39
@@ -66,13 +67,10 @@ def test_sessions_take_turns_in_order_and_only_their_own_time_counts() -> None:
     async def main() -> None:
         ran: list[str] = []
         async with target_of(engine_of(on_run=lambda name, keep, count: ran.append(name))) as target:
-            sessions = [await target.open(positions=60, sampling=GREEDY) for _ in range(3)]
+            sessions = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(3)]
 
-            async def three_passes(session: TargetSession) -> list[float]:
-                passed = [
-                    await session.run(keep=each, ids=[each], samples=1, sample_index=each, prefill=False)
-                    for each in range(3)
-                ]
+            async def three_passes(session: ModelSession) -> list[float]:
+                passed = [await session.append(PassRequest(each, (each,), 1)) for each in range(3)]
                 return [each.took_s for each in passed]
 
             times = await asyncio.gather(*(three_passes(session) for session in sessions))
@@ -87,14 +85,14 @@ def test_closed_while_a_pass_is_under_way() -> None:
     async def main() -> None:
         engine = engine_of()
         async with target_of(engine) as target:
-            session = await target.open(positions=60, sampling=GREEDY)
-            running = asyncio.create_task(session.run(keep=0, ids=[1], samples=1, sample_index=0, prefill=False))
+            session = await target.open(positions=60, sampling=GREEDY, sample_from=1)
+            running = asyncio.create_task(session.append(PassRequest(0, (1,), 1)))
             await asyncio.sleep(PASS_S / 5)
             await asyncio.gather(session.close(), session.close())
             assert running.done(), "the cache is let go behind it"
             assert not engine.sessions
             with pytest.raises(RuntimeError):
-                await session.run(keep=1, ids=[1], samples=1, sample_index=1, prefill=False)
+                await session.append(PassRequest(1, (1,), 1))
 
     run_virtual(main())
 
@@ -106,14 +104,14 @@ def test_a_pass_that_fails_ends_its_session_and_no_other() -> None:
 
     async def main() -> None:
         async with target_of(engine_of(on_run=on_run)) as target:
-            one, other = [await target.open(positions=60, sampling=GREEDY) for _ in range(2)]
+            one, other = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(2)]
             with pytest.raises(P2PTrainError, match="no room"):
-                await one.run(keep=0, ids=[1, 2, 3], samples=1, sample_index=0, prefill=False)
+                await one.append(PassRequest(0, (1, 2, 3), 1))
             with pytest.raises(ProtocolError, match="are to be kept"):
-                await other.run(keep=7, ids=[1], samples=1, sample_index=0, prefill=False)
+                await other.append(PassRequest(7, (1,), 1))
             await one.close()
-            third = await target.open(positions=60, sampling=GREEDY)
-            assert (await third.run(keep=0, ids=[1], samples=1, sample_index=0, prefill=False)).tokens
+            third = await target.open(positions=60, sampling=GREEDY, sample_from=1)
+            assert (await third.append(PassRequest(0, (1,), 1))).tokens
 
     run_virtual(main())
 
@@ -128,25 +126,25 @@ def test_sessions_and_their_memory_are_bounded() -> None:
         position_bytes = engine.cache_position_bytes
         async with target_of(engine, max_sessions=2, cache_bytes=100 * position_bytes) as target:
             with refused(UserError, "context of 200") as caught:
-                await target.open(positions=201, sampling=GREEDY)
+                await target.open(positions=201, sampling=GREEDY, sample_from=1)
             assert "200" in caught.value.remedy
             with refused(UserError, r"takes \d[^,]* KiB, but sessions may take only \d") as caught:
-                await target.open(positions=101, sampling=GREEDY)
+                await target.open(positions=101, sampling=GREEDY, sample_from=1)
             assert "100 positions" in caught.value.remedy
             with refused(UserError, "0 positions"):
-                await target.open(positions=0, sampling=GREEDY)
-            one = await target.open(positions=60, sampling=GREEDY)
+                await target.open(positions=0, sampling=GREEDY, sample_from=1)
+            one = await target.open(positions=60, sampling=GREEDY, sample_from=1)
             assert target.facts()["cache_bytes"] == 60 * position_bytes
             with refused(Refused, "leave too little") as caught:
-                await target.open(positions=41, sampling=GREEDY)
+                await target.open(positions=41, sampling=GREEDY, sample_from=1)
             assert caught.value.remedy
-            await target.open(positions=40, sampling=GREEDY)
+            await target.open(positions=40, sampling=GREEDY, sample_from=1)
             with refused(Refused, "2 sessions are open"):
-                await target.open(positions=1, sampling=GREEDY)
+                await target.open(positions=1, sampling=GREEDY, sample_from=1)
             await one.close()
-            await target.open(positions=60, sampling=GREEDY)
+            await target.open(positions=60, sampling=GREEDY, sample_from=1)
         with refused(Refused, "being released"):
-            await target.open(positions=1, sampling=GREEDY)
+            await target.open(positions=1, sampling=GREEDY, sample_from=1)
 
     run_virtual(main())
 
@@ -154,7 +152,7 @@ def test_sessions_and_their_memory_are_bounded() -> None:
 async def test_what_is_no_model_is_told_and_the_thread_lives(tmp_path: Path) -> None:
     compute = ComputeThread()
     with pytest.raises(ConfigError, match=r"there is no .*config\.json") as caught:
-        await load_whole_engine(tmp_path, compute)
+        await load_local_engine(tmp_path, compute)
     assert caught.value.remedy
     assert await compute.run(lambda: 3) == 3
     compute.close()
@@ -173,7 +171,7 @@ async def test_loading_that_is_cancelled_ends_at_the_next_piece(
 
     monkeypatch.setattr("p2ptrain.compute.served_part.load_whole", load_whole)
     compute = ComputeThread()
-    loading = asyncio.create_task(load_whole_engine(tmp_path, compute))
+    loading = asyncio.create_task(load_local_engine(tmp_path, compute))
     await asked.wait()
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from roles.serving.text_stats import Recent, figures_of, shares_of, sums_of
-from roles.verifier.drafter_link import DrafterFacts
-from roles.verifier.speculation import Stats
+from roles.serving.decoding import DecodingStats
+from roles.serving.text_stats import DrafterFacts, RecentSums, figures_of, shares_of, sums_of
 
 FACTS = [DrafterFacts(f"d{at}", "", "", 0.0, 200, 5, right) for at, right in ((1, 6), (2, 2))]
 SPENT = {"all": 2.0, "verify": 1.0, "draft": 0.75, "wait": 0.125}
 
 
-def stats() -> Stats:
+def stats() -> DecodingStats:
     """A text of 41 tokens, of which 40 are behind the first, in ten passes."""
-    made = Stats(passes=10, self_steps=2, tokens=41, drafted=60, wasted=15, verify_s=1.0, wait_s=0.75)
+    made = DecodingStats(passes=10, self_steps=2, tokens=41, drafted=60, wasted=15, verify_s=1.0, wait_s=0.75)
     made.tried_at[:3], made.accepted_at[:3] = [8, 6, 2], [6, 2, 0]
     return made
 
 
 def test_the_figures_of_a_text() -> None:
     sums = sums_of(stats(), SPENT, FACTS)
-    recent = Recent()
-    recent.note(sums, 0.1)
+    recent = RecentSums()
+    recent.add(sums, 0.1)
     found = figures_of(recent.grown, 0.1)
     assert found == {
         "alpha": 0.5,

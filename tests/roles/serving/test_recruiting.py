@@ -13,8 +13,8 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError
 from p2ptrain.core.serving import Sampling
-from roles.serving.chain import Chain, PoolUpdater
-from roles.serving.local_model import ChainTarget
+from roles.serving.chain import PoolUpdater, StageChain
+from roles.serving.split_model import SplitModel
 from tests.roles.serving.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import StandIns, tokens_of
@@ -50,7 +50,7 @@ def _record(name: str, port: int) -> PeerInfo:
 
 
 @asynccontextmanager
-async def recruited(scene: Scene, seed: Seed) -> AsyncIterator[Chain]:
+async def recruited(scene: Scene, seed: Seed) -> AsyncIterator[StageChain]:
     async with scene.chain() as chain:
         task = asyncio.create_task(PoolUpdater(chain, seed.ask).run())
         try:
@@ -70,12 +70,12 @@ async def start(scene: Scene, name: str, **holding: Any) -> Stage:
     return made
 
 
-async def written(chain: Chain, tokens: int = 12) -> None:
+async def written(chain: StageChain, tokens: int = 12) -> None:
     async with await generate(chain, PROMPT, max_new_tokens=tokens, sampling=SAMPLED) as session:
         assert [token.id async for token in session] == tokens_of(CONFIG, PROMPT, tokens, SAMPLED)
 
 
-async def goes_on(chain: Chain, within_s: float) -> None:
+async def goes_on(chain: StageChain, within_s: float) -> None:
     """A text is written, after so many virtual seconds at the latest."""
     async with asyncio.timeout(within_s):
         while True:
@@ -95,8 +95,8 @@ def test_a_chain_without_a_stage_refuses_with_a_remedy_and_takes_who_comes(tmp_p
     async def test(scene: Scene) -> None:
         seed = Seed()
         async with recruited(scene, seed) as chain:
-            target = ChainTarget(chain, label="stand-in")
-            idle = await target.open(positions=60, sampling=SAMPLED)
+            target = SplitModel(chain, label="stand-in")
+            idle = await target.open(positions=60, sampling=SAMPLED, sample_from=1)
             writing = await generate(chain, PROMPT, max_new_tokens=300, sampling=SAMPLED)
             await anext(writing)
             scene.kill("w1")
@@ -108,7 +108,7 @@ def test_a_chain_without_a_stage_refuses_with_a_remedy_and_takes_who_comes(tmp_p
             assert (idle.lost, chain.lacking) == (True, {1})
             for _ in range(2):
                 with pytest.raises(NetworkError, match=r"no worker can hold stage 1 ") as caught:
-                    await target.open(positions=60, sampling=SAMPLED)
+                    await target.open(positions=60, sampling=SAMPLED, sample_from=1)
                 assert "p2ptrain join" in caught.value.remedy
                 assert "the chain continues" in caught.value.remedy
             await asyncio.sleep(60)  # virtual: a long time without any use
@@ -119,7 +119,7 @@ def test_a_chain_without_a_stage_refuses_with_a_remedy_and_takes_who_comes(tmp_p
             await goes_on(chain, 5)
             assert not chain.lacking
             assert [stage.peer.name for stage in chain.plan.stages] == ["w0", "w9", "w2"]
-            session = await target.open(positions=60, sampling=SAMPLED)
+            session = await target.open(positions=60, sampling=SAMPLED, sample_from=1)
             assert not session.lost
 
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, UserError
 from p2ptrain.core.serving import Sampling
-from roles.serving.chain import Chain
-from roles.serving.local_model import ChainTarget, Passed, Target, TargetSession
+from roles.serving.chain import StageChain
+from roles.serving.model import ModelSession, PassRequest, PassResult, ServedModel
+from roles.serving.split_model import SplitModel
 from tests.roles.serving.scene import CONFIG, Scene, play
 from tests.roles.stage_stand_in import tokens_of
 
@@ -22,8 +22,8 @@ PROMPT = [5, 80, 11, 11, 3]
 NEAR_S, COMPUTE_S = 0.0005, 0.01
 
 
-def target_of(chain: Chain, **options: int) -> ChainTarget:
-    return ChainTarget(chain, label="stand-in", context=6000, **options)
+def target_of(chain: StageChain, **options: int) -> SplitModel:
+    return SplitModel(chain, label="stand-in", context=6000, **options)
 
 
 def slowly(scene: Scene) -> None:
@@ -38,16 +38,15 @@ class Disturbed:
         happens: in pass number n, so many seconds after it began, a worker dies.
     """
 
-    def __init__(self, session: TargetSession, scene: Scene, happens: dict[int, tuple[float, str]]) -> None:
+    def __init__(self, session: ModelSession, scene: Scene, happens: dict[int, tuple[float, str]]) -> None:
         self._session, self._scene, self._happens = session, scene, happens
-        self._passes = 0
+        self._passes = self.sample_from = 0
         self.lost = False
 
-    async def run(self, *, keep: int, ids: Sequence[int], samples: int, sample_index: int, prefill: bool) -> Passed:
+    async def append(self, request: PassRequest) -> PassResult:
+        self._session.sample_from = self.sample_from
         number, self._passes = self._passes, self._passes + 1
-        running = asyncio.create_task(
-            self._session.run(keep=keep, ids=ids, samples=samples, sample_index=sample_index, prefill=prefill)
-        )
+        running = asyncio.create_task(self._session.append(request))
         if number in self._happens:
             after_s, victim = self._happens[number]
             await asyncio.sleep(after_s)
@@ -66,10 +65,10 @@ def test_the_tokens_are_those_of_plain_decoding(tmp_path: Path, sampling: Sampli
         slowly(scene)
         wanted = tokens_of(CONFIG, PROMPT, 30, sampling)
         async with scene.chain(stages=stages) as chain:
-            target: Target = target_of(chain)
+            target: ServedModel = target_of(chain)
             assert (target.vocab_size, target.context, target.label) == (97, 6000, "stand-in")
             for drafts in (0, 1, 4, 16):
-                session = await target.open(positions=60, sampling=sampling)
+                session = await target.open(positions=60, sampling=sampling, sample_from=1)
                 assert target.facts()["sessions"] == 1
                 told = await decoded(session, PROMPT, wanted, drafts=drafts, seed=drafts, chunk=2)
                 assert told.tokens == wanted
@@ -94,7 +93,7 @@ def test_a_stage_dies_while_drafts_are_verified(tmp_path: Path, victim: str, aft
         wanted = tokens_of(CONFIG, PROMPT, 30, SAMPLED)
         async with scene.chain() as chain:
             target = target_of(chain)
-            session = await target.open(positions=60, sampling=SAMPLED)
+            session = await target.open(positions=60, sampling=SAMPLED, sample_from=1)
             disturbed = Disturbed(session, scene, {4: (after_s, victim)})
             told = await decoded(disturbed, PROMPT, wanted, drafts=6, right=0.8, seed=3)
             assert told.tokens == wanted
@@ -114,7 +113,7 @@ def test_several_sessions_are_in_the_chain_at_once(tmp_path: Path) -> None:
             target = target_of(chain, max_sessions=3)
 
             async def one() -> float:
-                session = await target.open(positions=60, sampling=SAMPLED)
+                session = await target.open(positions=60, sampling=SAMPLED, sample_from=1)
                 began = now()
                 assert (await decoded(session, PROMPT, wanted, drafts=0)).tokens == wanted
                 took_s = now() - began
@@ -134,27 +133,25 @@ def test_what_cannot_be(tmp_path: Path) -> None:
             target = target_of(chain, max_sessions=1)
             for positions, words in ((6001, "context of 6000"), (0, "0 positions")):
                 with pytest.raises(UserError, match=words):
-                    await target.open(positions=positions, sampling=GREEDY)
-            session = await target.open(positions=10, sampling=GREEDY)
+                    await target.open(positions=positions, sampling=GREEDY, sample_from=1)
+            session = await target.open(positions=10, sampling=GREEDY, sample_from=1)
             with pytest.raises(Refused, match="1 sessions are open"):
-                await target.open(positions=10, sampling=GREEDY)
+                await target.open(positions=10, sampling=GREEDY, sample_from=1)
             await session.close()
-            for arguments, kind in (
-                ({"keep": 0, "ids": [97], "samples": 1}, UserError),
-                ({"keep": 0, "ids": [], "samples": 0}, UserError),
-                ({"keep": 8, "ids": [1, 2, 3], "samples": 1}, UserError),
-                ({"keep": 1, "ids": [1], "samples": 1}, ValueError),
-                ({"keep": 0, "ids": [1], "samples": 2}, ValueError),
+            for request, kind in (
+                (PassRequest(0, (97,), 1), UserError),
+                (PassRequest(0, ()), UserError),
+                (PassRequest(8, (1, 2, 3), 1), UserError),
+                (PassRequest(1, (1,), 1), ValueError),
+                (PassRequest(0, (1,), 2), ValueError),
             ):
-                session = await target.open(positions=10, sampling=GREEDY)
+                session = await target.open(positions=10, sampling=GREEDY, sample_from=1)
                 with pytest.raises(kind):
-                    await session.run(**arguments, sample_index=0, prefill=False)  # type: ignore[arg-type]
-                with pytest.raises(RuntimeError):
-                    await session.run(keep=0, ids=[1], samples=1, sample_index=0, prefill=False)
+                    await session.append(request)
                 await session.close()
             await target.close()
             with pytest.raises(UserError, match="closed"):
-                await target.open(positions=10, sampling=GREEDY)
+                await target.open(positions=10, sampling=GREEDY, sample_from=1)
 
     play(tmp_path, test)
 
@@ -164,16 +161,15 @@ def test_a_session_that_is_closed_within_a_pass(tmp_path: Path) -> None:
         slowly(scene)
         async with scene.chain() as chain:
             target = target_of(chain)
-            session = await target.open(positions=10, sampling=GREEDY)
-            running = asyncio.create_task(session.run(keep=0, ids=[1, 2], samples=2, sample_index=0, prefill=False))
+            session = await target.open(positions=10, sampling=GREEDY, sample_from=1)
+            running = asyncio.create_task(session.append(PassRequest(0, (1, 2), 2)))
             await asyncio.sleep(COMPUTE_S)
             await session.close()
-            with pytest.raises(P2PTrainError, match="closed"):
-                await running
-            with pytest.raises(RuntimeError):
-                await session.run(keep=0, ids=[1], samples=1, sample_index=0, prefill=False)
-            other = await target.open(positions=10, sampling=GREEDY)
-            cancelled = asyncio.create_task(other.run(keep=0, ids=[1, 2], samples=2, sample_index=0, prefill=False))
+            for late in (running, session.append(PassRequest(0, (1,), 1))):
+                with pytest.raises(P2PTrainError, match="closed"):
+                    await late
+            other = await target.open(positions=10, sampling=GREEDY, sample_from=1)
+            cancelled = asyncio.create_task(other.append(PassRequest(0, (1, 2), 2)))
             await asyncio.sleep(COMPUTE_S)
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -189,7 +185,7 @@ def test_nobody_is_left_to_take_a_stage(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         slowly(scene)
         async with scene.chain() as chain:
-            session = await target_of(chain).open(positions=60, sampling=GREEDY)
+            session = await target_of(chain).open(positions=60, sampling=GREEDY, sample_from=1)
             disturbed = Disturbed(session, scene, {2: (0.015, "w1")})
             with pytest.raises(NetworkError, match="the split model broke and cannot be repaired") as caught:
                 await decoded(disturbed, PROMPT, tokens_of(CONFIG, PROMPT, 30, GREEDY), drafts=6, seed=3)

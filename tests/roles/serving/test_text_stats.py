@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from roles.serving.text_stats import MOST_TOLD, WritingStats
-from roles.verifier.drafter_link import DrafterFacts
-from roles.verifier.speculation import Stats
+from roles.serving.decoding import DecodingStats
+from roles.serving.text_stats import MOST_DRAFTERS, DrafterFacts, TextStats
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.text_messages import Written
@@ -15,7 +14,7 @@ def facts(peer_id: str, accepted: int = 0) -> DrafterFacts:
 
 
 def test_drafters_that_come_and_go_all_the_time_are_told_of_once_and_the_figures_fit_a_message() -> None:
-    stats = WritingStats(Stats(), began_at=0.0, prompt_tokens=1, cached_tokens=0)
+    stats = TextStats(DecodingStats(), began_at=0.0, prompt_tokens=1, cached_tokens=0)
     right = {1: 5, 2: 3, 999: 4}
     came = [facts(f"{number % 2}" * 32, right.get(number, 0)) for number in range(1, 1001)]
     said = stats.as_map(1.0, [facts("", 7), *came])
@@ -27,6 +26,6 @@ def test_drafters_that_come_and_go_all_the_time_are_told_of_once_and_the_figures
     assert said["bytes_in"] == 10_010
     others = [facts(f"{number:032}", right.get(number, 0)) for number in range(1, 2000)]
     said = stats.as_map(1.0, others)
-    assert len(said["drafters"]) == MOST_TOLD
+    assert len(said["drafters"]) == MOST_DRAFTERS
     assert {each["accepted"] for each in said["drafters"]} == {5, 4, 3, 0}
     assert len(encode(Written("length", said))) < CONTROL_FRAME_BYTES

@@ -13,26 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 from roles.drafter.draft_messages import packed
-from roles.drafter.drafting import Drafting
-from roles.drafter.events import (
-    Drafted,
-    DrafterReady,
-    Drop,
-    Finished,
-    Give,
-    PassDone,
-    Run,
-    RunDone,
-    Send,
-    SendVerdict,
-    Signal,
-    VerdictReceived,
-)
+from roles.drafter.drafting import DraftedText, DraftInstruction, DraftSending, DraftVerdict
+from roles.serving.decoding import Decoding, DecodingStats
+from roles.serving.model import PassRequest
 from roles.verifier.cost_model import MOST_DRAFTS, CostModel, DrafterModel
-from roles.verifier.speculation import Stats, Verifying
+from roles.verifier.speculation import Speculation
 from wire.codec import encode
 from wire.text_messages import Drafts, Verdict
 
@@ -66,7 +53,7 @@ class Setting:
     Attributes:
         pass_s: that a pass with so many drafts takes the target.
         shared: a pass that begins while a drafter computes takes so much longer: they share processors.
-        model, most_drafts: as of ``Verifying``; None: a step alone is known. at_s: it begins then.
+        model, most_drafts: as of ``Speculation``; None: a step alone is known. at_s: it begins then.
         noise: of a pass's time, as sigma of a log-normal factor with median 1. load: the machine has other work by
             turns, ``load_s`` at a time: passes take this share longer then.
     """
@@ -99,7 +86,7 @@ class Outcome:
     seconds: float
     alone_s: float
     payload_bytes: int
-    stats: Stats
+    stats: DecodingStats
     gaps: list[float] = field(default_factory=list)
     passes: list[tuple[float, int, int]] = field(default_factory=list)
 
@@ -133,7 +120,7 @@ class _Drafter:
         self._run = run
         self._dice = random.Random(f"{run.setting.seed} {number}")
         self._lots = [self._dice.random() for _ in run.truth]
-        self._core: Drafting | None = None
+        self._core: DraftedText | None = None
         self._known = 0
         self._drafted = 0
         self._right = 0  # tokens that the model's history begins with and that are those of the text
@@ -143,46 +130,54 @@ class _Drafter:
         self.lost = self.busy = False
 
     def open(self) -> None:
-        core = self._run.core
-        ids, depth = core.history, core.opening_depth
+        ids, depth = tuple(self._run.decoding.ids), self._run.core.opening_depth
         self._known = len(ids)
 
         def begin() -> None:
-            self._core = Drafting(ids, prompt=self._run.setting.prompt, positions=len(self._run.truth), depth=depth)
-            self._handle(Signal.BEGAN)
+            self._core = DraftedText(ids, prompt=self._run.setting.prompt, positions=len(self._run.truth), depth=depth)
+            self._carry_out(self._core.begin())
 
         self._send(True, begin)
 
-    def tell(self, tell: SendVerdict) -> None:
-        self._run.payload_bytes += len(encode(Verdict(tell.right, tell.depth, packed(tell.tokens, VOCAB))))
-        self._send(True, lambda: self._handle(VerdictReceived(tell.number, tell.start, tell.tokens, tell.depth)))
+    def take_verdict(self, verdict: DraftVerdict) -> None:
+        self._run.payload_bytes += len(encode(Verdict(verdict.right, verdict.depth, packed(verdict.tokens, VOCAB))))
+        self._send(True, lambda: self._carry_out(self._text.take_verdict(verdict)))
+
+    @property
+    def _text(self) -> DraftedText:
+        assert self._core is not None
+        return self._core
 
     def _send(self, there: bool, act: Callable[[], None]) -> None:
         delay = self.setting.round_trip_s / 2 + self._dice.random() * self.setting.jitter_s
         self._arrivals[there] = max(self._arrivals[there], self._run.now + delay)
         self._run.at(self._arrivals[there], lambda: None if self.lost else act())
 
-    def _handle(self, event: Any) -> None:
-        assert self._core is not None
-        instructions = self._core.handle(event, self._run.now)
-        self._core.validate()
-        if self._core.ready and not self._ready:
+    def _carry_out(self, instructions: Sequence[DraftInstruction]) -> None:
+        core = self._run.core
+        self._text.validate()
+        if self._text.ready and not self._ready:
             self._ready = True
-            ready = DrafterReady(self._known, self._model)
-            self._send(False, lambda: self._run.handle(ready))
+
+            def begin_line() -> None:
+                core.begin_line(self._known, self._model, self._run.now)
+                self._run.send_verdict()
+
+            self._send(False, lambda: self._run.go_on(begin_line))
         for item in instructions:
             match item:
-                case Run():
+                case PassRequest():
                     self.busy = True
                     self._run.after(self.setting.draft_s, partial(self._ran, item))
-                case Send(epoch, position, tokens):
+                case DraftSending(epoch, position, tokens):
                     self._run.payload_bytes += len(
                         encode(Drafts(0 if position == self._drafted else position, packed(tokens, VOCAB)))
                     )
                     self._drafted = position + len(tokens)
-                    self._send(False, partial(self._run.handle, Drafted(epoch, position, tokens)))
+                    receive = partial(self._run.receive, epoch, position, tokens)
+                    self._send(False, partial(self._run.go_on, receive))
 
-    def _ran(self, run: Run) -> None:
+    def _ran(self, run: PassRequest) -> None:
         self.busy = False
         if self.lost:
             return
@@ -192,7 +187,8 @@ class _Drafter:
         while right < end and run.keep <= right and run.ids[right - run.keep] == truth[right]:
             right += 1
         self._right = right
-        self._handle(RunDone((self._pick(end),) if run.samples and end < len(truth) else ()))
+        samples = (self._pick(end),) if run.samples and end < len(truth) else ()
+        self._carry_out(self._text.take_samples(samples))
 
     def _pick(self, end: int) -> int:
         truth = self._run.truth
@@ -210,13 +206,15 @@ class Simulation:
         self.setting = setting
         dice = random.Random(setting.seed)
         self.truth = [dice.randrange(VOCAB) for _ in range(setting.prompt + setting.tokens)]
-        self.core = Verifying(
-            self.truth[: setting.prompt],
-            max_new_tokens=setting.tokens,
+        self.decoding = Decoding(self.truth[: setting.prompt], max_new_tokens=setting.tokens)
+        self.core = Speculation(
+            self.decoding,
+            setting.model or CostModel(setting.pass_s(0)),
             vocab_size=VOCAB,
-            model=setting.model or CostModel(setting.pass_s(0)),
             most_drafts=setting.most_drafts,
         )
+        self._is_computing = False
+        self._due = float("inf")  # until then the next pass waits for drafts
         self.now = setting.at_s
         self.payload_bytes = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -242,40 +240,57 @@ class Simulation:
         """Do something after so long."""
         self.at(self.now + seconds, act)
 
-    def handle(self, event: Any) -> None:
-        """Into the verifier's core."""
-        for item in self.core.handle(event, self.now):
-            match item:
-                case Run():
-                    drafts = 0 if item.prefill else len(item.ids) - 1
-                    busy = any(drafter.busy for drafter in self._drafters)
-                    seconds = self.setting.pass_s(drafts) * (1 + self.setting.shared * busy) * self._factor()
-                    self.after(seconds, partial(self._ran, item, seconds))
-                case SendVerdict():
-                    self._drafters[0].tell(item)
-                case Drop() | Finished():
-                    assert isinstance(item, Finished), item
-                case Give():
-                    self._ends.append(self.now)
+    def receive(self, epoch: int, position: int, tokens: Sequence[int]) -> None:
+        """Drafts arrive at the verifier."""
+        self.core.receive_untrusted(epoch, position, tokens, self.now)
+
+    def send_verdict(self) -> None:
+        """If one is due."""
+        if (verdict := self.core.next_verdict(self.now)) is not None:
+            self._drafters[0].take_verdict(verdict)
+
+    def go_on(self, act: Callable[[], None] = lambda: None) -> None:
+        """Something happens at the verifier; then its next pass begins if it can."""
+        if self.decoding.ended:
+            return
+        act()
+        if not self._is_computing and not self.decoding.ended:
+            drafts, wait_s = self.core.next_drafts(self.now)
+            self._due = self.now + wait_s if wait_s > 0 else float("inf")
+            if wait_s <= 0:
+                self._begin_pass(self.decoding.next_pass(drafts))
+        self.decoding.validate()
         self.core.validate()
 
-    def _ran(self, run: Run, seconds: float) -> None:
-        self._history[run.keep :] = run.ids
+    def _begin_pass(self, request: PassRequest) -> None:
+        self._is_computing = True
+        drafts = 0 if self.decoding.in_prompt else len(request.ids) - 1
+        busy = any(drafter.busy for drafter in self._drafters)
+        seconds = self.setting.pass_s(drafts) * (1 + self.setting.shared * busy) * self._factor()
+        self.after(seconds, partial(self.go_on, partial(self._end_pass, request, seconds)))
+
+    def _end_pass(self, request: PassRequest, seconds: float) -> None:
+        self._is_computing = False
+        self._history[request.keep :] = request.ids
         end = len(self._history)
         truth = self.truth
         right = next((at for at, token in enumerate(self._history) if token != truth[at]), end)
         # Behind what is wrong the model picks other tokens.
         samples = tuple(
-            truth[at] if at < len(truth) and at <= right else VOCAB - 1 for at in range(end - run.samples + 1, end + 1)
+            truth[at] if at < len(truth) and at <= right else VOCAB - 1
+            for at in range(end - request.samples + 1, end + 1)
         )
-        before = len(self.core.tokens)
-        self.handle(PassDone(samples, seconds))
-        if not run.prefill:
-            self._passes.append((self.now - seconds, run.samples - 1, len(self.core.tokens) - before - 1))
+        outcome = self.decoding.take_samples(samples, seconds, self.now)
+        self.core.end_pass(outcome, self.now)
+        if outcome.tokens:
+            self._ends.append(self.now)
+        if not outcome.prefill:
+            self._passes.append((self.now - seconds, outcome.drafts, len(outcome.tokens) - 1))
+        self.send_verdict()
 
     def _lose(self, drafter: _Drafter) -> None:
         drafter.lost = True
-        self.handle(Signal.LOST)
+        self.go_on(lambda: self.core.drop_line(self.now))
 
     def run(self) -> Outcome:
         """To its end."""
@@ -283,22 +298,22 @@ class Simulation:
             self.after(drafter.setting.from_s, drafter.open)
             if drafter.setting.until_s < float("inf"):
                 self.after(drafter.setting.until_s, partial(self._lose, drafter))
-        self.after(0.0, lambda: self.handle(Signal.BEGAN))
-        while not self.core.ended:
-            due = self.core.next_deadline()
-            if due is not None and (not self._heap or due <= self._heap[0][0]):
-                self.now = max(self.now, due)
-                self.handle(Signal.TICK)
+        self.after(0.0, self.go_on)
+        while not self.decoding.ended:
+            if self._due < float("inf") and (not self._heap or self._due <= self._heap[0][0]):
+                self.now = max(self.now, self._due)
+                self.go_on()
                 continue
             self.now, _, act = heapq.heappop(self._heap)
             act()
         text = self.truth[self.setting.prompt :]
-        assert list(self.core.tokens) == text, "not the text of plain decoding"
+        self.core.end(self.now)
+        assert list(self.decoding.tokens) == text, "not the text of plain decoding"
         ends = self._ends
         gaps = sorted((after - before for before, after in pairwise(ends)), reverse=True)
         seconds = ends[-1] - ends[0]
         alone_s = (len(text) - 1) * self.setting.pass_s(0)
-        return Outcome(len(text), seconds, alone_s, self.payload_bytes, self.core.stats, gaps, self._passes)
+        return Outcome(len(text), seconds, alone_s, self.payload_bytes, self.decoding.stats, gaps, self._passes)
 
 
 def simulate(setting: Setting) -> Outcome:

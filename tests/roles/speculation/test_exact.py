@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -12,23 +15,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from roles.drafter.drafting import Drafting
-from roles.drafter.events import (
-    Drafted,
-    DrafterReady,
-    Drop,
-    Finished,
-    Give,
-    PassDone,
-    Run,
-    RunDone,
-    Send,
-    SendVerdict,
-    Signal,
-    VerdictReceived,
-)
+from p2ptrain.core.errors import ProtocolError
+from roles.drafter.drafting import DraftedText, DraftInstruction, DraftSending, DraftVerdict
+from roles.serving.decoding import Decoding
+from roles.serving.model import PassRequest
 from roles.verifier.cost_model import CostModel, DrafterModel
-from roles.verifier.speculation import Verifying
+from roles.verifier.speculation import Speculation
 
 VOCAB = 7
 STOP_ID = 6
@@ -58,7 +50,7 @@ class Model:
     def __init__(self) -> None:
         self.history: list[int] = []
 
-    def run(self, run: Run) -> list[tuple[int, ...]]:
+    def run(self, run: PassRequest) -> list[tuple[int, ...]]:
         """The prefixes that picks are asked for."""
         assert 0 < len(run.ids) <= 2048, run
         assert run.keep <= len(self.history), run
@@ -72,19 +64,19 @@ class Model:
 class Drafter:
     """A drafter and the wires to and from it; ``core`` is None where only nonsense comes from it."""
 
-    core: Drafting | None
+    core: DraftedText | None
     alpha: float
     seed: int
     gaps: bool
     model: Model = field(default_factory=Model)
-    running: Run | None = None
-    inbox: deque[VerdictReceived] = field(default_factory=deque)
-    outbox: deque[Drafted | DrafterReady] = field(default_factory=deque)
+    running: PassRequest | None = None
+    inbox: deque[DraftVerdict] = field(default_factory=deque)
+    outbox: deque[Callable[[], None]] = field(default_factory=deque)
     opened: bool = False
     known: int = 0
 
 
-class Speculation(RuleBasedStateMachine):
+class SpeculativeText(RuleBasedStateMachine):
     """A verifier whose drafters, one at a time, are good, bad, lost, or talk nonsense. Everything may take any time."""
 
     @initialize(
@@ -100,46 +92,51 @@ class Speculation(RuleBasedStateMachine):
         self.expected = plain(prompt, length, stop_ids)
         # Here time means nothing: where a step alone is known it is so long that drafts are always a gain.
         self.cost = CostModel(100.0 if known else 0.0)
-        self.core = Verifying(
-            prompt,
-            max_new_tokens=length,
-            stop_ids=stop_ids,
-            vocab_size=VOCAB,
-            cached=cached,
-            model=self.cost,
-        )
+        self.decoding = Decoding(prompt, max_new_tokens=length, stop_ids=stop_ids, cached=cached)
+        self.core = Speculation(self.decoding, self.cost, vocab_size=VOCAB)
         self.model = Model()
         self.model.history = list(prompt[: min(cached, len(prompt) - 1)])
-        self.running: deque[Run] = deque()
+        self.running: deque[PassRequest] = deque()
         self.drafters: dict[int, Drafter] = {}
-        self.given: list[int] = []
-        self.ended = ""
         self.now = 0.0
+        self.waits = False
         self.numbers: dict[int, int] = {}
-        self.take(Signal.BEGAN)
+        self.go_on()
 
-    def take(self, event: Any) -> None:
+    def go_on(self, act: Callable[[], None] = lambda: None) -> None:
+        """Something happens at the verifier; then its next pass begins if it can."""
         self.now += 0.01
-        for item in self.core.handle(event, self.now):
-            match item:
-                case Run():
-                    assert not self.running
-                    assert not self.ended
-                    self.running.append(item)
-                case SendVerdict(number, start, tokens, depth, right):
-                    (drafter,) = self.drafters
-                    assert 0 <= right <= start
-                    assert number == self.numbers.get(drafter, 0) + 1
-                    self.numbers[drafter] = number
-                    self.drafters[drafter].inbox.append(VerdictReceived(number, start, tokens, depth))
-                case Drop():
-                    (drafter,) = self.drafters
-                    assert self.drafters.pop(drafter).core is None, item
-                case Give(tokens):
-                    self.given += tokens
-                case Finished(reason):
-                    self.ended = reason
+        if self.decoding.ended:
+            return
+        act()
+        if self.decoding.ended:
+            self.core.end(self.now)
+        elif not self.running:
+            drafts, self.wait_s = self.core.next_drafts(self.now)
+            self.waits = self.wait_s > 0
+            if not self.waits:
+                self.running.append(self.decoding.next_pass(drafts))
+        self.decoding.validate()
         self.core.validate()
+
+    def receive(self, epoch: int, position: int, tokens: tuple[int, ...]) -> None:
+        with suppress(ProtocolError):
+            self.core.receive_untrusted(epoch, position, tokens, self.now)
+            return
+        (drafter,) = self.drafters
+        assert self.drafters.pop(drafter).core is None
+
+    def begin_line(self, known: int) -> None:
+        self.core.begin_line(known, DrafterModel(), self.now)
+        self.send_verdict()
+
+    def send_verdict(self) -> None:
+        if (verdict := self.core.next_verdict(self.now)) is not None:
+            (drafter,) = self.drafters
+            assert 0 <= verdict.right <= verdict.start
+            assert verdict.number == self.numbers.get(drafter, 0) + 1
+            self.numbers[drafter] = verdict.number
+            self.drafters[drafter].inbox.append(verdict)
 
     # ---------------------------------------------------------------------------------------------------- the target
 
@@ -152,10 +149,14 @@ class Speculation(RuleBasedStateMachine):
                     self.hurries(number, drafter)
         run = self.running.popleft()
         samples = tuple(target(prefix) for prefix in self.model.run(run))
-        text = [*self.prompt, *self.given]
-        assert self.model.history[: run.keep] == text[: run.keep]
-        assert run.sample_index == len(self.given) or self.ended
-        self.take(PassDone(samples, 0.05))
+        assert self.model.history[: run.keep] == self.decoding.ids[: run.keep]
+        assert run.sample_index(len(self.prompt)) == len(self.decoding.tokens)
+
+        def end_pass() -> None:
+            self.core.end_pass(self.decoding.take_samples(samples, 0.05, self.now), self.now)
+            self.send_verdict()
+
+        self.go_on(end_pass)
 
     @rule(seed=st.integers(0, 3), passes=st.integers(1, 20))
     def is_drafted_for_promptly(self, seed: int, passes: int) -> None:
@@ -164,8 +165,8 @@ class Speculation(RuleBasedStateMachine):
         for _ in range(passes):
             if self.running:
                 self.computes(quick=True)
-            elif not self.ended:
-                self.ticks()
+            elif not self.decoding.ended:
+                self.waits_no_longer()
 
     # --------------------------------------------------------------------------------------------------- the drafters
 
@@ -174,11 +175,11 @@ class Speculation(RuleBasedStateMachine):
         if self.drafters:
             return
         number = next(n for n in range(100) if n not in self.drafters) if again else len(self.numbers) + 50
-        history = self.core.history
-        core = Drafting(history, prompt=len(self.prompt), positions=100, depth=self.core.opening_depth)
+        history = tuple(self.decoding.ids)
+        core = DraftedText(history, prompt=len(self.prompt), positions=100, depth=self.core.opening_depth)
         self.drafters[number] = drafter = Drafter(core, alpha, seed, gaps, known=len(history))
         self.numbers[number] = 0
-        self.drafts(number, drafter, Signal.BEGAN)
+        self.drafts(drafter, core.begin())
 
     @rule()
     def joins_in_nonsense(self) -> None:
@@ -187,21 +188,25 @@ class Speculation(RuleBasedStateMachine):
         number = 1000 + len(self.numbers)
         self.drafters[number] = Drafter(None, 0.0, 0, gaps=False)
         self.numbers[number] = 0
-        self.take(DrafterReady(len(self.core.history), DrafterModel()))
+        self.go_on(lambda: self.begin_line(len(self.decoding.ids)))
 
-    def drafts(self, number: int, drafter: Drafter, event: Any) -> None:
+    def drafts(self, drafter: Drafter, instructions: Sequence[DraftInstruction]) -> None:
         assert drafter.core is not None
-        for item in drafter.core.handle(event, self.now):
+        for item in instructions:
             match item:
-                case Run():
+                case PassRequest():
                     assert drafter.running is None
                     drafter.running = item
-                case Send(epoch, position, tokens):
-                    drafter.outbox.append(Drafted(epoch, position, tokens))
+                case DraftSending(epoch, position, tokens):
+                    drafter.outbox.append(partial(self.receive, epoch, position, tokens))
         drafter.core.validate()
         if drafter.core.ready and not drafter.opened:
             drafter.opened = True
-            drafter.outbox.appendleft(DrafterReady(drafter.known, DrafterModel()))
+            drafter.outbox.appendleft(partial(self.begin_line, drafter.known))
+
+    def hears(self, drafter: Drafter) -> None:
+        assert drafter.core is not None
+        self.drafts(drafter, drafter.core.take_verdict(drafter.inbox.popleft()))
 
     def some(self, data: Any) -> tuple[int, Drafter] | None:
         real = [(number, drafter) for number, drafter in self.drafters.items() if drafter.core is not None]
@@ -210,41 +215,42 @@ class Speculation(RuleBasedStateMachine):
     @rule(data=st.data())
     def drafter_computes(self, data: Any) -> None:
         if (found := self.some(data)) and found[1].running:
-            self.computes_draft(*found)
+            self.computes_draft(found[1])
 
-    def computes_draft(self, number: int, drafter: Drafter) -> None:
+    def computes_draft(self, drafter: Drafter) -> None:
         run, drafter.running = drafter.running, None
         assert run is not None
+        assert drafter.core is not None
         samples = tuple(guess(prefix, drafter.alpha, drafter.seed) for prefix in drafter.model.run(run))
         unknown = drafter.gaps and crc32(bytes(drafter.model.history)) % 3 == 0  # no token of the verifier's
-        self.drafts(number, drafter, RunDone(() if unknown else samples))
+        self.drafts(drafter, drafter.core.take_samples(() if unknown else samples))
 
     def hurries(self, number: int, drafter: Drafter) -> None:
         """All that a drafter has to hear, to compute and to say is done now."""
         while self.drafters.get(number) is drafter and (drafter.inbox or drafter.running or drafter.outbox):
             if drafter.inbox:
-                self.drafts(number, drafter, drafter.inbox.popleft())
+                self.hears(drafter)
             elif drafter.running:
-                self.computes_draft(number, drafter)
+                self.computes_draft(drafter)
             else:
-                self.take(drafter.outbox.popleft())
+                self.go_on(drafter.outbox.popleft())
 
     @rule(data=st.data())
     def drafter_hears(self, data: Any) -> None:
         if (found := self.some(data)) and found[1].inbox:
-            self.drafts(found[0], found[1], found[1].inbox.popleft())
+            self.hears(found[1])
 
     @rule(data=st.data())
     def verifier_hears(self, data: Any) -> None:
         if (found := self.some(data)) and found[1].outbox:
-            self.take(found[1].outbox.popleft())
+            self.go_on(found[1].outbox.popleft())
 
     @rule(data=st.data())
     def drafter_dies(self, data: Any) -> None:
         if self.drafters:
             number = data.draw(st.sampled_from(sorted(self.drafters)))
             del self.drafters[number]
-            self.take(Signal.LOST)
+            self.go_on(lambda: self.core.drop_line(self.now))
 
     @rule(
         epoch=st.integers(-1, 5),
@@ -253,68 +259,69 @@ class Speculation(RuleBasedStateMachine):
     )
     def nonsense(self, epoch: int, offset: int, tokens: list[int]) -> None:
         if any(drafter.core is None for drafter in self.drafters.values()):
-            self.take(Drafted(epoch, len(self.core.history) + offset, tuple(tokens)))
+            self.go_on(lambda: self.receive(epoch, len(self.decoding.ids) + offset, tuple(tokens)))
 
     @rule(resting=st.sampled_from([False, False, False, True]))
     def another_text_finds_what_drafters_are_worth(self, resting: bool) -> None:
         self.cost.resting = resting or not self.cost.step_s
 
-    @precondition(lambda self: not self.ended and self.core.next_deadline() is not None)
+    @precondition(lambda self: not self.decoding.ended and self.waits)
     @rule()
-    def ticks(self) -> None:
-        deadline = self.core.next_deadline()
-        assert deadline is not None
-        self.now = max(self.now, deadline)
-        self.take(Signal.TICK)
+    def waits_no_longer(self) -> None:
+        self.now += self.wait_s
+        self.go_on()
 
     # ------------------------------------------------------------------------------------------------------ what holds
 
     @invariant()
     def text_is_that_of_plain_decoding(self) -> None:
-        assert self.given == self.expected[: len(self.given)] == list(self.core.tokens)
-        assert bool(self.ended) == (len(self.given) == len(self.expected))
-        assert self.ended or self.running or self.core.next_deadline() is not None
+        tokens = list(self.decoding.tokens)
+        assert tokens == self.expected[: len(tokens)]
+        assert bool(self.decoding.ended) == (len(tokens) == len(self.expected))
+        assert self.decoding.ended or self.running or self.waits
 
     def teardown(self) -> None:
         """All that is under way arrives: then both sides agree, and the text goes on to its end."""
         if not hasattr(self, "core"):
             return
-        for number, drafter in self.drafters.items():
+        for drafter in list(self.drafters.values()):
             while drafter.core and (drafter.inbox or drafter.outbox or drafter.running):
                 if drafter.inbox:
-                    self.drafts(number, drafter, drafter.inbox.popleft())
+                    self.hears(drafter)
                 elif drafter.outbox:
-                    self.take(drafter.outbox.popleft())
+                    self.go_on(drafter.outbox.popleft())
                 elif drafter.running:
                     run, drafter.running = drafter.running, None
-                    self.drafts(number, drafter, RunDone(tuple(target(p) for p in drafter.model.run(run))))
-            if drafter.core and not self.ended:
+                    samples = tuple(target(prefix) for prefix in drafter.model.run(run))
+                    self.drafts(drafter, drafter.core.take_samples(samples))
+            if drafter.core and not self.decoding.ended:
                 line = self.core._line
                 assert line is not None
-                assert line.told == drafter.core.known
-                assert line.number == drafter.core.number
-                assert tuple(drafter.core._ids[: line.told]) == self.core.history[: line.told]
+                size = line.verdicts.size
+                assert size == drafter.core.known
+                assert line.verdicts.number == drafter.core.number
+                assert drafter.core._ids[:size] == self.decoding.ids[:size]
                 fresh = drafter.core.epoch > line.epoch  # it was cut, and has not drafted since
-                untold = line.depth == 0 and line.told < len(self.core.history)  # it rests, and hears of it later
+                untold = line.verdicts.depth == 0 and size < len(self.decoding.ids)  # it rests, and hears of it later
                 assert fresh or (line.epoch == drafter.core.epoch and (untold or not line.dead))
-        while not self.ended:
+        while not self.decoding.ended:
             if self.running:
                 self.computes()
             else:
-                self.ticks()
-        assert self.given == self.expected
+                self.waits_no_longer()
+        assert list(self.decoding.tokens) == self.expected
         assert self.cost.sessions == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_scenario_has_passes_with_right_and_with_wrong_drafts(seed: int) -> None:
-    machine = Speculation()
+    machine = SpeculativeText()
     machine.begin(length=40, prompt=(1, 2), stop=False, cached=0, known=True)
     machine.is_drafted_for_promptly(seed=seed, passes=100)
     machine.text_is_that_of_plain_decoding()
-    assert machine.ended
-    assert 0 < machine.core.stats.accepted < machine.core.stats.verified
+    assert machine.decoding.ended
+    assert 0 < machine.decoding.stats.accepted < machine.decoding.stats.verified
 
 
-Speculation.TestCase.settings = settings(max_examples=60, stateful_step_count=80)
-TestExact = Speculation.TestCase
+SpeculativeText.TestCase.settings = settings(max_examples=60, stateful_step_count=80)
+TestExact = SpeculativeText.TestCase

@@ -5,36 +5,31 @@ from __future__ import annotations
 import pytest
 
 from p2ptrain.core.errors import ProtocolError
-from roles.drafter.drafting import Drafting
-from roles.drafter.events import (
-    Drafted,
-    DrafterReady,
-    Drop,
-    Give,
-    PassDone,
-    Run,
-    RunDone,
-    Send,
-    Signal,
-    VerdictReceived,
-)
+from roles.drafter.drafting import DraftedText, DraftSending, DraftVerdict
+from roles.serving.decoding import Decoding
+from roles.serving.model import PassRequest
 from roles.verifier.cost_model import CostModel, DrafterModel
-from roles.verifier.speculation import Verifying
+from roles.verifier.speculation import Speculation
 
 PROMPT = (1, 2, 3)
 
 
-def verifier() -> Verifying:
-    """With drafter 1, which was told of two tokens: verdicts 1 and 2, text up to position 5."""
-    core = Verifying(PROMPT, max_new_tokens=50, vocab_size=10, model=CostModel(0.1))
-    core.handle(Signal.BEGAN, 0.0)
-    core.handle(DrafterReady(len(PROMPT), DrafterModel()), 0.0)
-    core.handle(PassDone((4,), 0.1), 0.1)
-    core.handle(PassDone((5,), 0.1), 0.2)
-    line = core._line
-    assert line is not None
-    assert (line.told, line.number) == (5, 2)
-    return core
+def end_pass(decoding: Decoding, core: Speculation, token: int, now: float) -> None:
+    decoding.next_pass(core.next_drafts(now)[0])
+    core.end_pass(decoding.take_samples((token,), 0.1, now), now)
+
+
+def verifier() -> tuple[Decoding, Speculation]:
+    """A drafter knows two new tokens: verdicts 1 and 2, text up to position 5."""
+    decoding = Decoding(PROMPT, max_new_tokens=50)
+    core = Speculation(decoding, CostModel(0.1), vocab_size=10)
+    core.begin_line(len(PROMPT), DrafterModel(), 0.0)
+    for number, token in enumerate((4, 5), 1):
+        end_pass(decoding, core, token, 0.1 * number)
+        verdict = core.next_verdict(0.1 * number)
+        assert verdict is not None
+        assert verdict.number == number
+    return decoding, core
 
 
 @pytest.mark.parametrize(
@@ -53,22 +48,24 @@ def verifier() -> Verifying:
 def test_a_drafter_that_says_nonsense_is_dropped(
     epoch: int, position: int, tokens: tuple[int, ...], reason: str
 ) -> None:
-    core = verifier()
-    (drop,) = core.handle(Drafted(epoch, position, tokens), 0.25)
-    assert isinstance(drop, Drop)
-    assert drop.reason.startswith(reason)
-    assert core.handle(Drafted(0, 3, (4,)), 0.26) == []  # it is forgotten
-    assert Give((6,)) in core.handle(PassDone((6,), 0.1), 0.3)
+    decoding, core = verifier()
+    with pytest.raises(ProtocolError) as problem:
+        core.receive_untrusted(epoch, position, tokens, 0.25)
+    assert problem.value.message.startswith(reason)
+    core.receive_untrusted(0, 3, (4,), 0.26)  # it is forgotten
+    assert decoding.stats.drafted == 0
+    end_pass(decoding, core, 6, 0.3)
+    assert decoding.tokens == (4, 5, 6)
 
 
-def drafter() -> Drafting:
+def drafter() -> DraftedText:
     """It sent a line of four from position 3."""
-    core = Drafting(PROMPT, prompt=3, positions=20, depth=4)
-    (run,) = core.handle(Signal.BEGAN, 0.0)
-    assert run == Run(0, PROMPT, 1, 0, prefill=True)
-    sent: list[Send] = []
+    core = DraftedText(PROMPT, prompt=3, positions=20, depth=4)
+    (run,) = core.begin()
+    assert run == PassRequest(0, PROMPT, 1)
+    sent: list[DraftSending] = []
     for token in (4, 5, 6, 7):
-        sent += [item for item in core.handle(RunDone((token,)), 0.0) if isinstance(item, Send)]
+        sent += [item for item in core.take_samples((token,)) if isinstance(item, DraftSending)]
     assert [item.tokens for item in sent] == [(4, 5), (6, 7)]
     return core
 
@@ -76,24 +73,24 @@ def drafter() -> Drafting:
 @pytest.mark.parametrize(
     "told",
     [
-        VerdictReceived(2, 3, (4,), 4),
-        VerdictReceived(1, 2, (3,), 4),
-        VerdictReceived(1, 3, (4,) * 18, 4),
+        DraftVerdict(2, 3, (4,), 4),
+        DraftVerdict(1, 2, (3,), 4),
+        DraftVerdict(1, 3, (4,) * 18, 4),
     ],
 )
-def test_a_verdict_that_no_verifier_says(told: VerdictReceived) -> None:
+def test_a_verdict_that_no_verifier_says(told: DraftVerdict) -> None:
     with pytest.raises(ProtocolError):
-        drafter().handle(told, 0.0)
+        drafter().take_verdict(told)
 
 
 def test_a_verdict_that_agrees_leaves_the_line_and_one_that_does_not_cuts_it() -> None:
     core = drafter()
-    assert core.handle(VerdictReceived(1, 5, (6,), 4), 0.0) == [Run(6, (7,), 1, 4)]
+    assert core.take_verdict(DraftVerdict(1, 5, (6,), 4)) == [PassRequest(6, (7,), 1)]
     assert (core.epoch, core._ids[: core.known]) == (0, [1, 2, 3, 4, 5, 6])
-    assert core.handle(VerdictReceived(2, 6, (9,), 4), 0.0) == []
+    assert core.take_verdict(DraftVerdict(2, 6, (9,), 4)) == []
     assert (core.epoch, core._ids[: core.known]) == (2, [1, 2, 3, 4, 5, 6, 9])
-    (run,) = core.handle(RunDone((8,)), 0.0)  # its pick stood on what was cut: it is dropped
-    assert run == Run(6, (9,), 1, 4)
-    core.handle(RunDone((1,)), 0.0)
-    send = core.handle(RunDone((2,)), 0.0)[0]
-    assert send == Send(2, 7, (1, 2))
+    (run,) = core.take_samples((8,))  # its sample was based on what was cut: it is dropped
+    assert run == PassRequest(6, (9,), 1)
+    core.take_samples((1,))
+    send = core.take_samples((2,))[0]
+    assert send == DraftSending(2, 7, (1, 2))

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,21 @@ import numpy as np
 from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import P2PTrainError, ResourceError
+from p2ptrain.core.errors import P2PTrainError, ProtocolError, ResourceError
 from p2ptrain.core.serving import Pass, Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.background import Background
-from roles.drafter import events as ev
-from roles.drafter.drafting import Drafting as DraftingCore
-from roles.serving.local_model import Passed
-from roles.serving.text_service import ServiceOptions, VerifierService
+from roles.drafter.drafting import DraftedText, DraftVerdict
+from roles.serving.model import PassRequest, PassResult
+from roles.serving.text_stats import DrafterFacts
+from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import DrafterModel
-from roles.verifier.drafter_link import Connected, DrafterFacts, Opening
+from roles.verifier.drafter_link import DrafterLink, DraftReceiver, TextOpening, Vocabulary
+from roles.verifier.service import ServiceOptions, VerifierService
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
+from wire.text_messages import DrafterAt
 
 CONFIG = stand_in_config(layers=2, vocab_size=256, context=600, rows=1)
 GREEDY = Sampling(0.0)
@@ -55,9 +57,9 @@ def world(network: Network | None = None) -> World:
     return World(LoopClock(), network or MemoryNetwork(), RealDisk(), random.Random(1), LoopThreads())
 
 
-def _ran(stage: StandInStage, name: str, run: ev.Run) -> tuple[int, ...]:
-    ids = memoryview(np.array(run.ids, "<i4").tobytes())
-    return stage.run(name, Pass(run.keep, ids, len(run.ids), "ids", "fp32", run.samples, run.sample_index)).tokens
+def _ran(stage: StandInStage, name: str, request: PassRequest, sample_from: int) -> tuple[int, ...]:
+    ids, index = memoryview(np.array(request.ids, "<i4").tobytes()), request.sample_index(sample_from)
+    return stage.run(name, Pass(request.keep, ids, len(request.ids), "ids", "fp32", request.samples, index)).tokens
 
 
 @dataclass
@@ -81,14 +83,14 @@ class ScriptedTarget:
     opened: int = 0
     stage: StandInStage = field(default_factory=lambda: stand_in_part(CONFIG, 0, 2))
 
-    async def open(self, *, positions: int, sampling: Sampling) -> _TargetSession:
+    async def open(self, *, positions: int, sampling: Sampling, sample_from: int) -> _TargetSession:
         if sum(self.open_now.values()) + positions > self.room:
             raise ResourceError("no memory for the cache", remedy="ask for fewer tokens")
         self.opened += 1
         name = f"session {self.opened}"
         self.stage.open(name, positions=positions, sampling=sampling)
         self.open_now[name] = positions
-        return _TargetSession(self, name)
+        return _TargetSession(self, name, sample_from)
 
     def facts(self) -> dict[str, Any]:
         return {"kind": "scripted"}
@@ -98,21 +100,21 @@ class ScriptedTarget:
 
 
 class _TargetSession:
-    def __init__(self, target: ScriptedTarget, name: str) -> None:
-        self._target, self._name = target, name
+    def __init__(self, target: ScriptedTarget, name: str, sample_from: int) -> None:
+        self._target, self._name, self.sample_from = target, name, sample_from
 
     @property
     def lost(self) -> bool:
         return self._name in self._target.lost
 
-    async def run(self, *, keep: int, ids: Sequence[int], samples: int, sample_index: int, prefill: bool) -> Passed:
+    async def append(self, request: PassRequest) -> PassResult:
         target = self._target
         held = target.before(len(target.runs))
-        target.runs.append((keep, tuple(ids), samples))
+        target.runs.append((request.keep, request.ids, request.samples))
         if held is not None:
             await held
         await asyncio.sleep(target.pass_s)
-        return Passed(_ran(target.stage, self._name, ev.Run(keep, tuple(ids), samples, sample_index)), target.pass_s)
+        return PassResult(_ran(target.stage, self._name, request, self.sample_from), target.pass_s)
 
     async def close(self) -> None:
         await asyncio.sleep(0)
@@ -125,7 +127,7 @@ class ScriptedDrafters:
     """Drafters with the target's own model, each wrong by one in so many drafts (``wrong_every``; 0: never).
 
     Attributes:
-        told: verdicts. closed: sessions that were.
+        closed: sessions that were.
     """
 
     count: int = 1
@@ -133,88 +135,99 @@ class ScriptedDrafters:
     step_s: float = 0.005
     wrong_every: int = 0
     lost_after: int = 0
-    told: list[ev.SendVerdict] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
+    verdicts: list[DraftVerdict] = field(default_factory=list)
     opened: int = 0
     closed: int = 0
     nonsense: tuple[int, ...] = ()
+    texts: set[Any] = field(default_factory=set)
 
-    def open(self, opening: Opening, on_event: Callable[[ev.VerifierEvent], None]) -> _Drafting:
-        self.opened += 1
-        return _Drafting(self, opening, on_event)
+    def best(self) -> list[_ScriptedLink]:
+        return [_ScriptedLink(self)]
 
-    def connected(self) -> list[Connected]:
-        return [Connected(f"drafter-{number}", None, self.latency_s) for number in range(1, self.count + 1)]
+    def connected(self) -> list[DrafterLink]:
+        at = [DrafterAt(f"drafter-{number}", f"d{number}", "", 0, "tiny", 0, "") for number in range(1, self.count + 1)]
+        context = ClientContext(world(), "verifier", "verifier", "seed")
+        return [DrafterLink(context, each, Vocabulary(256, ""), on_change=lambda link: None) for each in at]
 
 
-class _Drafting:
-    def __init__(
-        self,
-        source: ScriptedDrafters,
-        opening: Opening,
-        on_event: Callable[[ev.VerifierEvent], None],
-    ) -> None:
-        self._source, self._on_event = source, on_event
-        self._tasks, self._closed = Background(), False
-        self._inbox: asyncio.Queue[ev.VerdictReceived] = asyncio.Queue(1000)
-        core = DraftingCore(opening.ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
-        self._tasks.start(self._draft(core, opening), "drafter")
+class _ScriptedLink:
+    there = True
 
-    def tell(self, tell: ev.SendVerdict) -> None:
-        assert not self._closed
-        self._source.told.append(tell)
-        told = ev.VerdictReceived(tell.number, tell.start, tell.tokens, tell.depth)
-        asyncio.get_running_loop().call_later(self._source.latency_s, self._inbox.put_nowait, told)
+    def __init__(self, source: ScriptedDrafters) -> None:
+        self.source, self.model = source, DrafterModel(source.latency_s, source.step_s)
 
-    def drop(self, reason: str) -> None:
-        self._source.dropped.append(reason)
+    def open(self, opening: TextOpening, text: DraftReceiver) -> _ScriptedSession:
+        self.source.opened += 1
+        return _ScriptedSession(self, opening, text)
 
-    def facts(self, right: Sequence[int]) -> list[DrafterFacts]:
-        return [DrafterFacts("drafter-1", "d1", "tiny", 1e3 * self._source.latency_s, 10, 20, each) for each in right]
+    def close(self, session: _ScriptedSession) -> None:
+        session.closed = True
+        self.source.closed += 1
+        asyncio.get_running_loop().create_task(session.tasks.stop())
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._source.closed += 1
-            asyncio.get_running_loop().create_task(self._tasks.stop())
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ScriptedLink)  # a text asks each drafter once
 
-    def _say(self, event: ev.VerifierEvent) -> None:
-        def say() -> None:
-            if not self._closed:
-                self._on_event(event)
+    __hash__ = object.__hash__
 
-        asyncio.get_running_loop().call_later(self._source.latency_s, say)
 
-    async def _draft(self, core: DraftingCore, opening: Opening) -> None:
-        source, stage, made = self._source, stand_in_part(CONFIG, 0, 2), 0
+class _ScriptedSession:
+    def __init__(self, link: _ScriptedLink, opening: TextOpening, text: DraftReceiver) -> None:
+        self.link, self.text = link, text
+        self.tasks, self.closed = Background(), False
+        self._inbox: asyncio.Queue[DraftVerdict] = asyncio.Queue(1000)
+        core = DraftedText(opening.ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
+        self.tasks.start(self._draft(core, opening), "drafter")
+
+    def send_verdict(self, verdict: DraftVerdict) -> None:
+        assert not self.closed
+        self.link.source.verdicts.append(verdict)
+        asyncio.get_running_loop().call_later(self.link.source.latency_s, self._inbox.put_nowait, verdict)
+
+    def facts(self, accepted: int) -> DrafterFacts:
+        return DrafterFacts("drafter-1", "d1", "tiny", 1e3 * self.link.source.latency_s, 10, 20, accepted)
+
+    def _later(self, act: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(self.link.source.latency_s, lambda: self.closed or act())
+
+    def _receive(self, epoch: int, position: int, tokens: tuple[int, ...]) -> None:
+        try:
+            self.text.take_drafts(epoch, position, tokens)
+        except ProtocolError:
+            self.link.close(self)
+            self.text.lose_session()
+
+    async def _draft(self, core: DraftedText, opening: TextOpening) -> None:
+        source, stage, made = self.link.source, stand_in_part(CONFIG, 0, 2), 0
         known = len(opening.ids)
         stage.open("draft", positions=opening.positions, sampling=opening.sampling)
-        self._say(ev.DrafterReady(known, DrafterModel(source.latency_s, source.step_s)))
+        self._later(lambda: self.text.begin_line(self))  # type: ignore[arg-type]
         if source.nonsense:
-            self._say(ev.Drafted(0, known, source.nonsense))
+            self._later(lambda: self._receive(0, known, source.nonsense))
             return
-        out = core.handle(ev.Signal.BEGAN, 0.0)
+        out = core.begin()
         while True:
-            run = None
+            wanted = None
             for instruction in out:
-                if isinstance(instruction, ev.Run):
-                    run = instruction
+                if isinstance(instruction, PassRequest):
+                    wanted = instruction
                 else:
-                    self._say(ev.Drafted(instruction.epoch, instruction.position, instruction.tokens))
-            if run is None:
-                out = core.handle(await self._inbox.get(), 0.0)
+                    self._later(partial(self._receive, instruction.epoch, instruction.position, instruction.tokens))
+            if wanted is None:
+                out = core.take_verdict(await self._inbox.get())
                 continue
             await asyncio.sleep(source.step_s)
-            samples = _ran(stage, "draft", run)
+            samples = _ran(stage, "draft", wanted, opening.prompt)
             made += len(samples)
             if source.lost_after and made > source.lost_after:
-                self._say(ev.Signal.LOST)
+                self.link.close(self)
+                self.text.lose_session()
                 return
             if source.wrong_every and samples and made % source.wrong_every == 0:
                 samples = ((samples[0] + 1) % 256, *samples[1:])
-            out = core.handle(ev.RunDone(samples), 0.0)
+            out = core.take_samples(samples)
             while not self._inbox.empty():
-                out = [*out, *core.handle(self._inbox.get_nowait(), 0.0)]
+                out = [*out, *core.take_verdict(self._inbox.get_nowait())]
 
 
 def service(
@@ -235,9 +248,9 @@ def service(
         target,
         text,
         form=ChatFormat(text.tokenizer),
-        model="stand-in",
+        name="stand-in",
         created=0,
-        drafters=drafters,
+        drafters=drafters,  # type: ignore[arg-type]
         options=ServiceOptions(**options),
     )
 

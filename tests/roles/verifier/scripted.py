@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from roles.serving.texts import Piece, TextRequest
+from roles.serving.texts import TextPiece, TextRequest
 
 MODEL = "org/tiny-model"
 
@@ -38,13 +38,13 @@ class ScriptedWriting:
         self.go, self.waits, self.closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.given = 0
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[TextPiece]:
         for index, text in enumerate([*self._pieces, None]):
             if index == self._held_at:
                 self.waits.set()
                 await self.go.wait()
             if text is not None:
-                yield Piece(text, tuple(range(len(text))))
+                yield TextPiece(text, tuple(range(len(text))))
                 self.given += 1
         if self._fails is not None:
             raise self._fails

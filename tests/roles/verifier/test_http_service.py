@@ -13,8 +13,8 @@ import pytest_asyncio
 
 from p2ptrain.core.serving import Sampling
 from roles.serving import text_session as session
-from roles.serving.text_service import VerifierService
 from roles.verifier.http import serving_http
+from roles.verifier.service import VerifierService
 from tests.roles.verifier.doubles import ScriptedTarget, reference, service, text_of, world
 
 from .conftest import PATIENCE_S
@@ -77,8 +77,7 @@ async def test_who_leaves_lets_the_model_go(
     client, serving, target = asked
     monkeypatch.setattr(session, "PATIENCE_S", 0.0)  # the pass under way, which never ends here, is not waited for
     ended = asyncio.Event()
-    on_end = serving._on_end
-    monkeypatch.setattr(serving, "_on_end", lambda *of: (on_end(*of), ended.set()))
+    monkeypatch.setattr(serving, "_on_change", lambda: serving.sessions or ended.set())
     waits, go = asyncio.Event(), asyncio.Event()
     began = len(target.runs)
 

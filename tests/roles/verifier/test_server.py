@@ -25,12 +25,12 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.serving import Sampling, SamplingOptions
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.line import Line
-from roles.serving.text_service import VerifierService
 from roles.serving.texts import TextRequest
 from roles.verifier import server as server_module
-from roles.verifier.client import Text, VerifierClient
+from roles.verifier.client import RemoteText, VerifierClient
 from roles.verifier.protocol import question
 from roles.verifier.server import MOST_ASKED, serve_texts
+from roles.verifier.service import VerifierService
 from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
 from wire import text_messages as wire
 from wire.connection import Connection
@@ -102,7 +102,7 @@ def within(work: Coroutine[Any, Any, None]) -> None:
     assert not wrong, wrong
 
 
-async def read(text: Text) -> tuple[str, tuple[int, ...]]:
+async def read(text: RemoteText) -> tuple[str, tuple[int, ...]]:
     said, tokens = "", tuple[int, ...]()
     async for piece in text:
         said += piece.text

@@ -13,9 +13,9 @@ from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import ConfigError, DeadlineExceeded, Refused, UserError
 from p2ptrain.core.serving import Sampling, SamplingOptions
 from p2ptrain.lab.memory import run_virtual
-from roles.serving.text_service import VerifierService
 from roles.serving.text_session import READER_S, TextSession
 from roles.serving.texts import TextRequest
+from roles.verifier.service import VerifierService
 from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, reference, service, text_of
 
 PROMPT = "def f(x):"
@@ -116,7 +116,7 @@ def test_a_stop_string_ends_it_and_nothing_of_it_is_given(tmp_path: Path) -> Non
         serving = service(tmp_path, target, ScriptedDrafters())
         writing = await serving.write(wish(400, stop=(stop,)))
         text, tokens = await read(writing)
-        assert writing.core.stats.tokens < 60, "the model stops, too"
+        assert writing.decoding.stats.tokens < 60, "the model stops, too"
         assert text == whole[: whole.index(stop)]
         assert writing.ended == "stop"
         assert tuple(tokens) == reference(PROMPT, 60)[: len(tokens)]
@@ -229,9 +229,9 @@ def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path) -> None:
 def test_what_is_kept_goes_for_memory_and_after_a_while(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget(room=80)
-        serving = service(tmp_path, target, kept_s=60.0)
+        serving = service(tmp_path, target, keep_s=60.0)
         await read(await serving.write(wish(40)))
-        assert len(target.open_now) == len(serving.kept) == 1
+        assert len(target.open_now) == len(serving.texts.kept.sessions) == 1
         await read(await serving.write(wish(40, prompt="another one")))  # there is no room for both
         assert len(target.open_now) == 1
         await asyncio.sleep(61)
@@ -310,7 +310,7 @@ def test_a_pass_that_does_not_end_is_given_up(tmp_path: Path) -> None:
         await writing.close()
         await asyncio.sleep(1)
         assert not target.open_now
-        assert not len(serving.kept)
+        assert not len(serving.texts.kept.sessions)
         await settled(serving, target)
 
     within(scene())

@@ -1,0 +1,257 @@
+"""A verifier's ``TextService``: texts of its model, with drafters.
+
+A limited number of texts is written at a time. Others wait, and are refused if that takes too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from p2ptrain.compute.text import ChatFormat, ModelText
+from p2ptrain.core.errors import Refused
+from p2ptrain.core.serving import Sampling
+from p2ptrain.core.world import World
+from roles.gauges import Rate
+from roles.serving.decoding import DecodingStats
+from roles.serving.model import PassRequest, ServedModel
+from roles.serving.text_service import ModelTextService, OpenedSession
+from roles.serving.text_session import TextSession
+from roles.serving.text_stats import RecentSums, added, figures_of, shares_of
+from roles.serving.texts import TextRequest
+from roles.verifier.cost_model import MOST_DRAFTS, CostModel
+from roles.verifier.drafter_link import DrafterLink, TextOpening
+from roles.verifier.drafters import Drafters, TextDrafts
+from roles.verifier.speculation import Speculation
+from wire.messages import RefusalCode
+
+WARM_UP = (8, 9)
+"""Before the first request: positions of a prompt, and steps whose median is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """Settings that a person chooses.
+
+    Attributes:
+        sessions: texts written at a time. waiting: most requests that wait, each for ``wait_s`` at most.
+        positions, kept, keep_s: as of ``ModelTextService``.
+        most_drafts: most drafts in a pass; the cost model may use fewer.
+    """
+
+    sessions: int = 4
+    waiting: int = 32
+    wait_s: float = 60.0
+    positions: int = 0
+    kept: int = 2
+    keep_s: float = 180.0
+    most_drafts: int = MOST_DRAFTS
+
+
+@dataclass(slots=True)
+class _RunningText:
+    """``noted``: tokens already counted in the rate."""
+
+    speculates: bool
+    noted: int = 0
+
+
+class VerifierFigures:
+    """Sums and recent figures of all texts."""
+
+    def __init__(self) -> None:
+        self.running: dict[TextSession, _RunningText] = {}
+        self._rate = Rate()
+        self._total = DecodingStats()
+        self._recent, self._ended_sums = RecentSums(), dict[str, float]()
+
+    def begin(self, session: TextSession, *, speculates: bool) -> None:
+        self.running[session] = _RunningText(speculates)
+
+    def end(self, session: TextSession, now: float, step_s: float) -> None:
+        self._note_tokens(session, now)
+        self._total.add(session.decoding.stats)
+        if self.running.pop(session).speculates:
+            self._ended_sums = added([self._ended_sums, session.sums()])
+            self._note_sums(step_s)
+
+    def as_map(self, now: float, step_s: float) -> dict[str, float]:
+        """Totals, the rate of the last seconds, and recent values as of ``text_stats.figures_of``."""
+        for session in self.running:
+            self._note_tokens(session, now)
+        self._note_sums(step_s)
+        total = DecodingStats()
+        for stats in (self._total, *(session.decoding.stats for session in self.running)):
+            total.add(stats)
+        counts = {name: float(getattr(total, name)) for name in ("tokens", "drafted", "accepted", "wasted")}
+        return {"tokens_per_s": self._rate.per_s(now)} | counts | figures_of(self._recent.grown, step_s)
+
+    def shares(self) -> dict[str, float]:
+        """Each drafter's share of the recent right drafts, by peer id; empty: there were none."""
+        return shares_of(self._recent.grown)
+
+    def _note_tokens(self, session: TextSession, now: float) -> None:
+        running, tokens = self.running[session], session.decoding.stats.tokens
+        self._rate.add(tokens - running.noted, now)
+        running.noted = tokens
+
+    def _note_sums(self, step_s: float) -> None:
+        under_way = [session.sums() for session, running in self.running.items() if running.speculates]
+        self._recent.add(added([self._ended_sums, *under_way]), step_s)
+
+
+class VerifierService:
+    """A ``TextService``.
+
+    Args:
+        model, text, form, name, created: as of ``ModelTextService``.
+        drafters: None: there are none.
+        on_change: called when a text begins or ends.
+
+    Attributes:
+        cost_model: what its texts have learned of drafters.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: ServedModel,
+        text: ModelText,
+        *,
+        form: ChatFormat | None = None,
+        name: str,
+        created: int,
+        drafters: Drafters | None = None,
+        options: ServiceOptions | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._options = options = options or ServiceOptions()
+        self.texts = ModelTextService(
+            world,
+            model,
+            text,
+            form=form,
+            name=name,
+            created=created,
+            positions=options.positions,
+            kept=options.kept,
+            keep_s=options.keep_s,
+            wait_s=options.wait_s,
+        )
+        self.cost_model = CostModel()
+        self._served, self._drafters = model, drafters
+        self._now = world.clock.now
+        self._places, self._waiting = asyncio.Semaphore(options.sessions), 0
+        self._figures = VerifierFigures()
+        self._closed = False
+        self._on_change = on_change
+
+    @property
+    def model(self) -> str:
+        return self.texts.model
+
+    @property
+    def context(self) -> int | None:
+        return self.texts.context
+
+    @property
+    def created(self) -> int:
+        return self.texts.created
+
+    @property
+    def sessions(self) -> int:
+        return len(self._figures.running)
+
+    async def warm_up(self) -> None:
+        """Measure a step before the first request, while no drafter works, to judge drafters by. Raises
+        ``P2PTrainError``."""
+        prompt, steps = WARM_UP
+        if self.context is not None and self.context < prompt + steps:
+            return
+        greedy = Sampling(temperature=0.0)
+        session = await self._served.open(positions=prompt + steps, sampling=greedy, sample_from=prompt)
+        try:
+            result = await session.append(PassRequest(0, (0,) * prompt, 1))
+            took_s = list[float]()
+            for step in range(steps):
+                result = await session.append(PassRequest(prompt + step, result.tokens, 1))
+                took_s.append(result.took_s)
+        finally:
+            await session.close()
+        self.cost_model = CostModel(median(took_s))
+
+    async def write(self, request: TextRequest) -> TextSession:
+        await self._enter()
+        try:
+            self._check_open()
+            session, opened = await self.texts.prepare(request, self._end)
+        except BaseException:
+            self._places.release()
+            raise
+        self._figures.begin(session, speculates=request.speculate)
+        session.begin(self._drafts_of(session, opened, self._drafters if request.speculate else None))
+        self._on_change()
+        if self._closed:
+            await session.end(_leaving())
+            raise _leaving()
+        return session
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _leaving()
+
+    def figures(self) -> dict[str, float]:
+        """Figures by name, as of ``VerifierFigures.as_map``."""
+        return {"waiting": float(self._waiting)} | self._figures.as_map(self._now(), self.cost_model.step_s)
+
+    def drafters(self) -> list[tuple[DrafterLink, float | None]]:
+        """Connected drafters, each with its share of the recent right drafts; None: there were none."""
+        shares = self._figures.shares()
+        connected = self._drafters.connected() if self._drafters is not None else []
+        return [(link, shares.get(link.at.peer_id, 0.0) if shares else None) for link in connected]
+
+    async def close(self) -> None:
+        """End all texts. The model stays open. Never raises."""
+        self._closed = True
+        await self.texts.close(_leaving())
+
+    async def _enter(self) -> None:
+        """Wait for a place, in the order of requests. Raises ``Refused``: too busy."""
+        options = self._options
+        busy = f"{options.sessions} texts are being written, and {self._waiting} wait"
+        remedy = "try again in a few seconds, or start another verifier"
+        if self._places.locked() and self._waiting >= options.waiting:
+            raise Refused(RefusalCode.BUSY, f"the verifier is busy: {busy}", remedy=remedy)
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(options.wait_s):
+                await self._places.acquire()
+        except TimeoutError:
+            text = f"the verifier is busy: no place became free within {options.wait_s:.0f} s"
+            raise Refused(RefusalCode.BUSY, text, remedy=remedy) from None
+        finally:
+            self._waiting -= 1
+
+    def _drafts_of(self, session: TextSession, opened: OpenedSession, drafters: Drafters | None) -> TextDrafts:
+        decoding = session.decoding
+        core = Speculation(
+            decoding,
+            self.cost_model,
+            vocab_size=self._served.vocab_size,
+            most_drafts=self._options.most_drafts,
+        )
+        opening = TextOpening(
+            tuple(decoding.ids), decoding.prompt_tokens, opened.positions, opened.sampling, core.opening_depth
+        )
+        return TextDrafts(drafters, core, opening, self._now)
+
+    def _end(self, session: TextSession) -> None:
+        self._figures.end(session, self._now(), self.cost_model.step_s)
+        self._places.release()
+        self._on_change()
+
+
+def _leaving() -> Refused:
+    return Refused(RefusalCode.SHUTTING_DOWN, "the verifier is shutting down", remedy="use another verifier")
