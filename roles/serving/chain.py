@@ -17,7 +17,7 @@ from ring.planning.ring_plan import known_link
 from roles.background import Background
 from roles.serving import chain_core as ev
 from roles.serving.chain_session import CLOSE_S, ChainSession, ChainTimes
-from roles.serving.worker_peer import WorkerAt, WorkerPeer
+from roles.serving.worker_peer import ClientContext, WorkerAt, WorkerPeer
 from roles.serving.worker_pool import ChainPlan, LoadedPart, ModelReference, SeedRequest, WorkerPool, giving, workers_of
 
 
@@ -56,7 +56,6 @@ class StageChain:
 
     def __init__(self, pool: WorkerPool, model: ModelReference, plan: ChainPlan, on_progress: OnProgress) -> None:
         self.pool, self.model, self.plan = pool, model, plan
-        self.context = pool.context
         self._on_progress = on_progress
         self.seats: list[StageAssignment | None] = [None] * len(plan.stages)
         self._numbers = [0] * len(plan.stages)
@@ -103,6 +102,10 @@ class StageChain:
             raise first_error(group) from None
 
     # ---------------------------------------------------------------------------------------------------- for callers
+
+    @property
+    def context(self) -> ClientContext:
+        return self.pool.context
 
     @property
     def stages(self) -> int:

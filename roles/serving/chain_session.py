@@ -107,7 +107,6 @@ class ChainSession:
         self._core = ChainSessionCore(seats, now())
         self._waiting: dict[int, asyncio.Future[ev.PassAnswered]] = {}  # by index of the pass
         self._pending: deque[ev.ChainEvent] = deque()
-        self._handling = False
         self._news = asyncio.Event()
         self._opened = False
         self._error: P2PTrainError | None = None
@@ -183,14 +182,14 @@ class ChainSession:
 
     def event(self, event: ev.ChainEvent) -> None:
         self._pending.append(event)
-        if self._handling:
-            return
-        self._handling = True
+        if len(self._pending) > 1:
+            return  # the call that handles the first of them goes on with this one
         try:
             while self._pending:
-                self._carry_out(self._core.handle(self._pending.popleft(), self._now()))
+                self._carry_out(self._core.handle(self._pending[0], self._now()))
+                self._pending.popleft()
         finally:
-            self._handling = False
+            self._pending.clear()
         self._set_timer()
 
     def take_untrusted(self, peer: WorkerPeer, message: Sampled | ChainBroken) -> None:

@@ -94,6 +94,14 @@ class WorkerAt:
         return {"peer": self.peer_id, "host": host_seen_from(other.host, self.host), "port": self.port}
 
 
+@dataclass(slots=True)
+class _PartLoad:
+    """A ``part.load`` under way. ``due``: time by which it must make progress."""
+
+    on_bytes: Callable[[int, int], None]
+    due: float
+
+
 class WorkerPeer:
     """See the module's docstring.
 
@@ -112,18 +120,15 @@ class WorkerPeer:
         self.on_lost: list[Callable[[WorkerPeer, P2PTrainError], None]] = []
         self.listeners: dict[str, Callable[[WorkerPeer, Sampled | ChainBroken], None]] = {}
         self._context = context
-        self._now = context.world.clock.now
-        self._connection = connection
         self._line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
         self._calls = PendingCalls()
         # A worker refuses more concurrent requests, and after a loss all sessions ask at once.
         self._asking = asyncio.Semaphore(16)
-        self._on_bytes: Callable[[int, int], None] | None = None  # progress callback of the part being loaded
-        self._loading_due = 0.0
+        self._load: _PartLoad | None = None  # under way
         self.turn = asyncio.Lock()
         self._closed = False
         self._tasks = Background()
-        self._hearing = self._tasks.start(self._hear(), f"peer {worker.name}")
+        self._receiving = self._tasks.start(self._receive(), f"peer {worker.name}")
 
     @classmethod
     async def dial(cls, context: ClientContext, worker: WorkerAt, *, timeout_s: float) -> Self:
@@ -150,15 +155,17 @@ class WorkerPeer:
         naming the worker."""
         async with self._asking:  # requests ahead of it have deadlines too
             self._check()
-            return await self._calls.ask(self._connection.send, method, params, whom=self.name, timeout_s=timeout_s)
+            return await self._calls.ask(
+                self._line.connection.send, method, params, whom=self.name, timeout_s=timeout_s
+            )
 
     async def measure(self) -> float:
         """Measure the one-way latency in seconds. Raises as ``ask``."""
         for _ in range(3):
-            began = self._now()
+            began = self._context.world.clock.now()
             with suppress(Refused):  # a refusal of an unknown method takes as long
                 await self.ask("probe.clock", {}, timeout_s=QUIET_S)
-            took_s = (self._now() - began) / 2
+            took_s = (self._context.world.clock.now() - began) / 2
             self.latency_s = min(self.latency_s or took_s, took_s)
         return self.latency_s
 
@@ -169,24 +176,25 @@ class WorkerPeer:
             DeadlineExceeded: no progress for ``LOADING_QUIET_S``. Refused, ConnectionLost: as ``ask``.
         """
         assert self.turn.locked()
-        self._on_bytes, self._loading_due = on_bytes, self._now() + LOADING_QUIET_S
+        now = self._context.world.clock.now
+        load = self._load = _PartLoad(on_bytes, now() + LOADING_QUIET_S)
         asked = asyncio.create_task(self.ask("part.load", params, timeout_s=24 * 3600.0), name="part.load")
         try:
             while not asked.done():
-                await asyncio.wait([asked], timeout=max(0.0, self._loading_due - self._now()))
-                if not asked.done() and self._now() >= self._loading_due:
+                await asyncio.wait([asked], timeout=max(0.0, load.due - now()))
+                if not asked.done() and now() >= load.due:
                     text = f"{self.name} loads a part and made no progress for {LOADING_QUIET_S:.0f} s"
                     raise DeadlineExceeded(text, remedy="check its disk and its connection to the model's sender")
             return asked.result()
         finally:
-            self._on_bytes = None
+            self._load = None
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
 
     def send_forward(self, work: ForwardRequest, ids: Sequence[int]) -> None:
         with suppress(ConnectionLost):
             data = memoryview(encode_ids(ids))
-            self._connection.send_with_bulk(work, data, generation=0, stream=CHAIN_STREAM)
+            self._line.connection.send_with_bulk(work, data, generation=0, stream=CHAIN_STREAM)
 
     def ask_later(self, method: str, params: dict[str, Any], *, timeout_s: float) -> None:
         async def ask() -> None:
@@ -198,8 +206,8 @@ class WorkerPeer:
     async def close(self) -> None:
         """Disconnect. Its sessions end there, its parts stay loaded. Never raises; may be called twice."""
         self._closed = True
-        await self._tasks.settle(timeout_s=0.2, but=self._hearing)  # wait for the last requests
-        await self._connection.close(timeout_s=0.5)
+        await self._tasks.settle(timeout_s=0.2, but=self._receiving)  # wait for the last requests
+        await self._line.connection.close(timeout_s=0.5)
         await self._tasks.stop()
 
     # ------------------------------------------------------------------------------------------------------ internals
@@ -208,7 +216,7 @@ class WorkerPeer:
         if self.problem is not None:
             raise ConnectionLost(f"{self.name} is lost: {self.problem.message}", remedy=self.problem.remedy)
 
-    async def _hear(self) -> None:
+    async def _receive(self) -> None:
         problem: P2PTrainError = ConnectionLost("it closed the connection")
         try:
             async with self._line.alive():
@@ -225,7 +233,7 @@ class WorkerPeer:
         if self.problem is not None:
             return
         self.problem = problem
-        self._connection.abort(problem)
+        self._line.connection.abort(problem)
         self._calls.lost(self.name)
         if not self._closed:
             for notify in list(self.on_lost):
@@ -241,9 +249,9 @@ class WorkerPeer:
                 if listener is not None:  # otherwise the session was closed just now
                     listener(self, message)
             case PartLoading(done_bytes, total_bytes):
-                if self._on_bytes is not None:
-                    self._loading_due = self._now() + LOADING_QUIET_S
-                    self._on_bytes(done_bytes, total_bytes)
+                if self._load is not None:
+                    self._load.due = self._context.world.clock.now() + LOADING_QUIET_S
+                    self._load.on_bytes(done_bytes, total_bytes)
             case Refuse():
                 raise Refused(message.code, f"{self.name}: {message.message}", remedy=message.remedy)
             case _:

@@ -50,7 +50,7 @@ MAX_LOADS = 4
 """Parts loaded at a time. Beside its reserved memory, each keeps the tensors that are being received."""
 SENDER = "sender"
 """Refusal code: the sender of the tensors is at fault."""
-GIVEN_NO_MORE = "the model is no longer available here: the client that opened it has left"
+NO_LONGER_OPEN = "the model is no longer available here: the client that opened it has left"
 
 OnBytes = Callable[[int, int], None]
 """Called with (bytes placed, bytes in all)."""
@@ -65,19 +65,19 @@ async def give(
     disk: Thread,
     *,
     silence_s: float = QUIET_S,
-    still: Callable[[], bool] = lambda: True,
+    is_open: Callable[[], bool] = lambda: True,
 ) -> int:
     """Answer one receiver until it closes. Returns the bytes of tensors sent.
 
     Args:
         disk: the thread that reads.
-        still: whether the model may still be sent; later requests are refused.
+        is_open: whether the model may still be sent; later requests are refused.
 
     Raises:
         ProtocolError: the receiver sent an invalid request.
         DeadlineExceeded: it was silent for too long, or accepts no bytes.
     """
-    line, given_bytes = Line(connection, silence_s), 0
+    line, sent_bytes = Line(connection, silence_s), 0
 
     async def read(asked: RangeRequest) -> bytearray:
         return await disk.submit(partial(model.read, asked.name, asked.start, asked.stop))
@@ -85,19 +85,19 @@ async def give(
     async with line.alive():
         async for message in line.messages():
             match message:
-                case TensorsRequest() if not still():
-                    connection.send(TensorsPage(0, [], GIVEN_NO_MORE))
-                case RangeRequest() if not still():
-                    connection.send(RangeGone(message.stream, GIVEN_NO_MORE))
+                case TensorsRequest() if not is_open():
+                    connection.send(TensorsPage(0, [], NO_LONGER_OPEN))
+                case RangeRequest() if not is_open():
+                    connection.send(RangeGone(message.stream, NO_LONGER_OPEN))
                 case TensorsRequest(name, first) if name == model.model and 0 <= first < len(model.records):
                     connection.send(page_of(model.records, first))
                 case TensorsRequest(name):
                     connection.send(TensorsPage(0, [], f"this connection does not send model {name[:40]}"))
                 case RangeRequest():
-                    given_bytes += await send_range(line, message, read)
+                    sent_bytes += await send_range(line, message, read)
                 case _:
                     raise ProtocolError(f"unexpected message {type(message).__name__} from a receiver of tensors")
-    return given_bytes
+    return sent_bytes
 
 
 # ------------------------------------------------------------------------------------------------------------ receiving
@@ -225,8 +225,8 @@ class ModelReceiver:
         return source.id not in self._receiver.sources
 
     def _refusal(self) -> Refused:
-        said = "; ".join(f"the sender {name}: {why}" for name, why in self._receiver.problems.items())
-        return Refused(SENDER, said or "the model has no sender", remedy="load it from another copy")
+        reasons = "; ".join(f"the sender {name}: {why}" for name, why in self._receiver.problems.items())
+        return Refused(SENDER, reasons or "the model has no sender", remedy="load it from another copy")
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -234,13 +234,13 @@ class ModelReceiver:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A part that is being loaded. ``told``: progress callbacks of all clients that wait for it."""
+    """A part that is being loaded. ``listeners``: progress callbacks of all clients that wait for it."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    told: list[OnBytes] = field(default_factory=list)
+    listeners: list[OnBytes] = field(default_factory=list)
 
-    def tell(self, done_bytes: int, total_bytes: int) -> None:
-        for each in self.told:
+    def report(self, done_bytes: int, total_bytes: int) -> None:
+        for each in self.listeners:
             each(done_bytes, total_bytes)
 
 
@@ -272,7 +272,7 @@ class Loader:
         """Serialize the loads of one part. A load before may have finished it: check the cache inside.
 
         Args:
-            on_bytes: told the progress of this part, whichever client loads it.
+            on_bytes: gets the progress of this part, whichever client loads it.
 
         Yields:
             the callback that the loading client calls with its progress.
@@ -286,13 +286,13 @@ class Loader:
                 RefusalCode.BUSY, f"{MAX_LOADS} other parts are being loaded by this worker", remedy="try again later"
             )
         under_way = self._under_way.setdefault(key, _UnderWay())
-        under_way.told.append(on_bytes)
+        under_way.listeners.append(on_bytes)
         try:
             async with under_way.turn:
-                yield under_way.tell
+                yield under_way.report
         finally:
-            under_way.told.remove(on_bytes)
-            if not under_way.told:
+            under_way.listeners.remove(on_bytes)
+            if not under_way.listeners:
                 del self._under_way[key]
 
     async def load(self, request: LoadRequest, receiver: ModelReceiver, *, on_bytes: OnBytes) -> tuple[Part, int, int]:

@@ -54,7 +54,7 @@ class Part:
     def bytes(self) -> int:
         return self.engine.weights_bytes + sum(self.promised.values())
 
-    def computed(self, now: float, took_s: float, positions: int) -> None:
+    def add_pass(self, now: float, took_s: float, positions: int) -> None:
         self.compute_s += (took_s - self.compute_s) / 8 if self.compute_s else took_s
         self.busy.add(took_s, now)
         self.positions.add(positions, now)
@@ -148,7 +148,7 @@ class PartCache:
             del self.parts[part.id]
         return gone
 
-    def told(self, part: Part, now: float, sessions: int) -> HeldPart:
+    def describe(self, part: Part, now: float, sessions: int) -> HeldPart:
         engine, spec = part.engine, part.spec
         return HeldPart(
             part=part.id,

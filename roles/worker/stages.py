@@ -17,26 +17,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from p2ptrain.core.errors import ConfigError, NetworkError, P2PTrainError, ProtocolError, Refused
-from p2ptrain.core.ids import is_id
+from p2ptrain.core.errors import ConfigError, NetworkError, ProtocolError, Refused
 from roles.background import Background
 from roles.engine import BuildPart
 from roles.line import QUIET_S, Line
-from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
 from roles.worker.context import PeerContext
 from roles.worker.forward_requests import ForwardRequests, StageClient, of_session
 from roles.worker.links import Prober
-from roles.worker.model_loading import SENDER, Loader, ModelReceiver, OnBytes, give
+from roles.worker.model_loading import Loader, OnBytes
 from roles.worker.part_cache import MAX_PARTS, Part, PartCache
+from roles.worker.shared_models import SharedModels
 from roles.worker.stage_requests import (
     CloseRequest,
     FreeRequest,
@@ -45,7 +43,6 @@ from roles.worker.stage_requests import (
     ModelRequest,
     OpenRequest,
     ResumeRequest,
-    printable,
     request_untrusted,
 )
 from wire.chain_messages import UNKNOWN_SESSION, ForwardRequest, HeldPart, PartLoading, PartsHeld
@@ -54,16 +51,13 @@ from wire.connection import Connection
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
 
 PURPOSES = frozenset({"chain", "stage", "model", "give"})
-MAX_CALLERS = 64
-"""Limit for each kind of peer: clients, model senders, model receivers. Each has one range in memory at a time."""
+MAX_CLIENTS = 64
+"""Most clients."""
 MAX_REQUESTS = 32
 """Requests of one client that are answered at a time."""
-MAX_MODELS = 16
-"""Model directories that one client may have open for sending."""
 BEAT_S = 0.5
 """Heartbeat interval to a client that has not stated its silence limit yet."""
-GIVE_WAIT_S = 10.0
-TELL_S = 1.0
+REPORT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +83,11 @@ class Holding:
 
 @dataclass(eq=False)
 class _Client(StageClient):
-    """A client, the parts it holds, and the directories that are sent for it. It loads and measures one at a time."""
+    """A client and the parts it holds. It loads and measures one at a time."""
 
     parts: set[Part] = field(default_factory=set)
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
-    models: dict[str, ModelDirectory] = field(default_factory=dict)
     answers: Background = field(default_factory=Background)
 
 
@@ -121,80 +114,63 @@ class Stages:
         self._shown, self._training = shown, training
         self._now = context.world.clock.now
         self.cache = PartCache(holding.limit_bytes)
-        self.works = ForwardRequests(context, self.cache)
-        self._disk = context.world.threads.start("model files")
-        self._hasher = context.world.threads.start("model digests")  # apart, because hashing takes minutes
+        self.requests = ForwardRequests(context, self.cache)
+        self._models = SharedModels(context, directory)
         self._loader = Loader(
             context,
             self.cache,
-            self._disk,
+            self._models.disk,
             holding.build_part,
             holding.device,
-            self.works.unload,
+            self.requests.unload,
         )
-        self._digests = DigestCache(context.world.disk, directory / CACHE_FILE)
-        self._hashing = asyncio.Lock()
         self._clients: set[_Client] = set()
-        self._senders: dict[tuple[str, str], ModelReceiver] = {}  # by the client's id and the model's
-        self._sender_came = asyncio.Condition()
-        self._recipients = 0
         self._stream_bps = 0.0
-        self._told = list[HeldPart]()
+        self._reported = list[HeldPart]()
 
     # --------------------------------------------------------------------------------------------------- for the worker
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.works.run(), name="works")
+            tasks.create_task(self.requests.run(), name="forward requests")
             tasks.create_task(self._tend(), name="parts")
 
     def close(self) -> None:
-        self._disk.close()
-        self._hasher.close()
+        self._models.close()
 
     def seed_up(self) -> None:
-        self._told = []
+        self._reported = []
 
     async def job_assigned(self) -> None:
         """Unload idle parts for a job if the device's free memory is less than half of the limit for parts."""
         if self._holding.free_bytes() < self.cache.limit_bytes / 2:
-            await self.works.unload(self.cache.expired(self._now(), idle_s=0.0))
+            await self.requests.unload(self.cache.expired(self._now(), idle_s=0.0))
 
     def decide(self, hello: Hello) -> Refuse | None:
         match hello.purpose:
-            case "chain" if len(self._clients) >= MAX_CALLERS:
+            case "chain" if len(self._clients) >= MAX_CLIENTS:
                 return Refuse(
-                    RefusalCode.BUSY, f"{MAX_CALLERS} clients are connected to this worker", "try another one"
+                    RefusalCode.BUSY, f"{MAX_CLIENTS} clients are connected to this worker", "try another one"
                 )
             case "stage" if "worker" not in hello.roles:
                 return Refuse(RefusalCode.ROLE, "only workers can connect as a stage")
-            case "stage" if of_session(hello) not in self.works.sessions:
+            case "stage" if of_session(hello) not in self.requests.sessions:
                 return Refuse(UNKNOWN_SESSION, "that session is not open here", "open it on the last stage first")
-            case "model" if self._given(hello.job) is None:
-                return Refuse("unknown-model", f"model {hello.job[:40]!r} is not open here", "first send model.open")
-            case "model" if self._recipients >= MAX_CALLERS:
-                return Refuse(RefusalCode.BUSY, f"{MAX_CALLERS} peers fetch models from this worker", "try again later")
-            case "give" if hello.peer_id not in {client.peer_id for client in self._clients}:
-                return Refuse(RefusalCode.NOT_A_MEMBER, "a peer that sends a model must be a client of this worker")
-            case "give" if not is_id(hello.job):
-                return Refuse(RefusalCode.PROTOCOL, f"invalid model id {hello.job[:40]!r}")
-            case "give" if sum(each.sources for each in self._senders.values()) >= MAX_CALLERS:
-                return Refuse(RefusalCode.BUSY, f"{MAX_CALLERS} connections send models to this worker", "close some")
-        return None
+        return self._models.decide(hello, {client.peer_id for client in self._clients})
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
         """Serve an accepted peer until it is gone. Raises ``P2PTrainError``: the peer's error."""
         match hello.purpose:
             case "chain":
                 await self._serve_client(connection, hello)
-            case "stage" if (session := self.works.sessions.get(of_session(hello))) is not None:
+            case "stage" if (session := self.requests.sessions.get(of_session(hello))) is not None:
                 connection.tune_for_bulk()
                 with suppress(NetworkError):  # the client repairs the chain
-                    await self.works.serve_stage(connection, session)
-            case "model" if (model := self._given(hello.job)) is not None:
-                await self._give(connection, model)
+                    await self.requests.serve_stage(connection, session)
+            case "model" if (model := self._models.find(hello.job)) is not None:
+                await self._models.send(connection, model)
             case "give":
-                await self._take_sender(connection, hello)
+                await self._models.serve_sender(connection, hello)
 
     # --------------------------------------------------------------------------------------------------------- clients
 
@@ -204,7 +180,7 @@ class Stages:
         try:
             async with client.line.alive():
                 async for message in client.line.messages():
-                    await self._heard(client, message)
+                    await self._take(client, message)
         except NetworkError:
             return  # the usual end: the client closes the connection
         finally:
@@ -212,26 +188,27 @@ class Stages:
             try:
                 await client.answers.stop()  # first: they may open sessions, which must not outlive the client
             finally:
-                self.works.close_all_of(client)
+                self._models.forget(client)
+                self.requests.close_all_of(client)
                 for part in client.parts:
                     self.cache.leave(part, client, self._now())
 
-    async def _heard(self, client: _Client, message: Message) -> None:
+    async def _take(self, client: _Client, message: Message) -> None:
         match message:
             case ForwardRequest():
-                session = self.works.sessions.get((message.session, 0))
-                if session is not None and session.caller is not client:
+                session = self.requests.sessions.get((message.session, 0))
+                if session is not None and session.client is not client:
                     raise ProtocolError(f"session {message.session[:64]!r} belongs to another client")
-                await self.works.take(client.line, message, session)
+                await self.requests.take(client.line, message, session)
             case Request() if len(client.answers) >= MAX_REQUESTS:
-                client.say(Response(message.id, {}, RefusalCode.BUSY, "too many requests at a time"))
+                client.send(Response(message.id, {}, RefusalCode.BUSY, "too many requests at a time"))
             case Request():
                 client.answers.start(self._answer(client, message), f"answer {message.method[:40]}")
             case _:
                 raise ProtocolError(f"unexpected message {type(message).__name__} from a client")
 
     async def _answer(self, client: _Client, request: Request) -> None:
-        client.say(await answer_to(request, self._requested(client, request.method, request.params)))
+        client.send(await answer_to(request, self._requested(client, request.method, request.params)))
 
     async def _requested(self, client: _Client, method: str, params: dict[str, Any]) -> dict[str, Any]:
         if method == "part.offer":
@@ -246,13 +223,14 @@ class Stages:
             case FreeRequest(part):
                 await self._free(client, part)
             case ModelRequest(path):
-                return await self._open_model(client, path)
+                model = await self._models.open(client, path)
+                return {"model": model.model, "config": model.config, "total": len(model.records)}
             case OpenRequest() as request:
-                await self.works.open(client, request)
+                await self.requests.open(client, request)
             case ResumeRequest() as request:
-                return {"position": await self.works.resume(client, request)}
+                return {"position": await self.requests.resume(client, request)}
             case CloseRequest() as request:
-                self.works.close_of(client, request)
+                self.requests.close_of(client, request)
         return {}
 
     # ----------------------------------------------------------------------------------------------------------- parts
@@ -288,17 +266,17 @@ class Stages:
     async def _load(self, client: _Client, request: LoadRequest) -> dict[str, Any]:
         read_bytes = received_bytes = 0
         progress = self._progress_of(client)
-        async with client.loading, self._loader.turn(request, progress) as tell:
+        async with client.loading, self._loader.turn(request, progress) as report:
             part = self.cache.find(request.model, request.spec(self._holding.device))
             if part is None:
-                async with self._receiver(client, request) as receiver:
-                    part, read_bytes, received_bytes = await self._loader.load(request, receiver, on_bytes=tell)
+                async with self._models.receiver(client.peer_id, request) as receiver:
+                    part, read_bytes, received_bytes = await self._loader.load(request, receiver, on_bytes=report)
                     self._hold(client, part)
             else:
                 need_bytes = request.positions * part.engine.cache_position_bytes
-                gone = self.cache.make_room(need_bytes, f"{request.positions} positions of sessions", keep=part)
+                unloaded = self.cache.make_room(need_bytes, f"{request.positions} positions of sessions", keep=part)
                 self._hold(client, part)
-                await self.works.unload(gone)
+                await self.requests.unload(unloaded)
         engine = part.engine
         return {
             "part": part.id,
@@ -315,15 +293,15 @@ class Stages:
 
     def _progress_of(self, client: _Client) -> OnBytes:
         every_s = 0.25
-        told_at = -every_s
+        reported_at = -every_s
 
-        def tell(done_bytes: int, total_bytes: int) -> None:
-            nonlocal told_at
-            if self._now() - told_at >= every_s or done_bytes == total_bytes:
-                told_at = self._now()
-                client.say(PartLoading(done_bytes, total_bytes))
+        def report(done_bytes: int, total_bytes: int) -> None:
+            nonlocal reported_at
+            if self._now() - reported_at >= every_s or done_bytes == total_bytes:
+                reported_at = self._now()
+                client.send(PartLoading(done_bytes, total_bytes))
 
-        return tell
+        return report
 
     def _hold(self, client: _Client, part: Part) -> None:
         part.users.add(client)
@@ -337,86 +315,23 @@ class Stages:
         self.cache.leave(part, client, self._now())
         if not part.users:
             del self.cache.parts[part_id]
-            gone = [part]
+            unloaded = [part]
             del part
-            await self.works.unload(gone)
-
-    @asynccontextmanager
-    async def _receiver(self, client: _Client, request: LoadRequest) -> AsyncIterator[ModelReceiver]:
-        model, place = request.model, request.sender
-        if place is None:
-            yield await self._given_by(client, model)
-            return
-        hello = self._context.hello("model", model)
-        try:
-            connection, welcome = await self._context.dial(place.peer, place.host, place.port, hello)
-        except P2PTrainError as problem:
-            text = f"cannot reach the sender of the model: {problem.message}"
-            raise Refused(SENDER, text, remedy=problem.remedy or "load it from another copy") from problem
-        receiver = ModelReceiver(self._now, model, self._disk)
-        async with receiver.taking(connection, printable(welcome.name)):
-            yield receiver
-
-    async def _given_by(self, client: _Client, model: str) -> ModelReceiver:
-        """Return the receiver for the client's ``give`` connections; waits until the first one. Raises ``Refused``.
-
-        Several programs may share a client id. If one stops sending, the others continue.
-        """
-        try:
-            async with asyncio.timeout(GIVE_WAIT_S), self._sender_came:
-                await self._sender_came.wait_for(lambda: (client.peer_id, model) in self._senders)
-        except TimeoutError:
-            text = f"the client did not connect to send model {model} within {GIVE_WAIT_S:g} s"
-            raise Refused(SENDER, text, remedy="dial with purpose give, and the model as job") from None
-        return self._senders[client.peer_id, model]
-
-    async def _take_sender(self, connection: Connection, hello: Hello) -> None:
-        connection.tune_for_bulk()
-        key = hello.peer_id, hello.job
-        receiver = self._senders.setdefault(key, ModelReceiver(self._now, hello.job, self._disk))
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(receiver.serve(connection, printable(hello.name)))
-                await asyncio.sleep(0)  # lets ``serve`` register the source
-                async with self._sender_came:
-                    self._sender_came.notify_all()
-        finally:
-            if not receiver.sources and self._senders.get(key) is receiver:
-                del self._senders[key]
-
-    # --------------------------------------------------------------------------------------------------------- sending
-
-    async def _open_model(self, client: _Client, path: str) -> dict[str, Any]:
-        async with self._hashing:
-            if len(client.models) >= MAX_MODELS:  # checked under the lock: earlier requests are counted
-                raise Refused(RefusalCode.FULL, f"this client has opened {MAX_MODELS} models already, the limit")
-            model = await self._hasher.submit(partial(open_model, Path(path), self._digests))
-            client.models[model.model] = model
-        return {"model": model.model, "config": model.config, "total": len(model.records)}
-
-    async def _give(self, connection: Connection, model: ModelDirectory) -> None:
-        self._recipients += 1
-        try:
-            await give(connection, model, self._disk, still=lambda: self._given(model.model) is not None)
-        finally:
-            self._recipients -= 1
-
-    def _given(self, model: str) -> ModelDirectory | None:
-        return next((client.models[model] for client in self._clients if model in client.models), None)
+            await self.requests.unload(unloaded)
 
     # ------------------------------------------------------------------------------------------------------- reporting
 
     async def _tend(self) -> None:
         """Every second, unload idle parts, and report the parts to the seed if they changed."""
         while True:
-            await self.works.unload(self.cache.expired(self._now()))
-            self._tell()
-            await asyncio.sleep(TELL_S)
+            await self.requests.unload(self.cache.expired(self._now()))
+            self._report()
+            await asyncio.sleep(REPORT_S)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         now = self._now()
-        held = [self.cache.told(part, now, self.works.count(part)) for part in self.cache.parts.values()]
+        held = [self.cache.describe(part, now, self.requests.count(part)) for part in self.cache.parts.values()]
         parts = [*self._training(), *held][:MAX_PARTS]
-        if parts != self._told:
-            self._told = parts
+        if parts != self._reported:
+            self._reported = parts
             self._context.send(PartsHeld(parts))

@@ -145,7 +145,7 @@ WORKS = Target(
     "works",
     st.tuples(_WORKS, st.integers(0, 2), st.sampled_from([bytes(n) for n in (0, 4, 8, 16, 20, 60, 96, 160, 161)])),
     _check_work,
-    ("roles.worker.forward_requests.StageSession.payload_bytes_untrusted",),
+    ("roles.worker.stage_session.StageSession.payload_bytes_untrusted",),
     peak_bytes=1 << 20,
 )
 

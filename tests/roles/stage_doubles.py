@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,10 @@ from roles.compute_thread import ComputeThread
 from roles.line import Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.worker.context import PeerContext
-from roles.worker.forward_requests import StageClient, StageSession
 from roles.worker.links import Prober, ProbeResponder
 from roles.worker.model_loading import give
 from roles.worker.stage_requests import OpenRequest
+from roles.worker.stage_session import StageSession
 from roles.worker.stages import Stages
 from tests.roles.stage_stand_in import WIDTH, StandIns
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartLoading, PartsHeld, Sampled
@@ -231,8 +230,7 @@ def open_params(
 def session_of(session: str, index: int, **changes: Any) -> StageSession:
     """One of three stages' session, of nobody and on no engine."""
     asked = open_params(session, "p1", index, 3, "w1" if index < 2 else "", **changes)
-    part: Any = SimpleNamespace(engine=SimpleNamespace(width=WIDTH))
-    return StageSession(instance_untrusted(OpenRequest, asked), part, StageClient(None, ""))  # type: ignore[arg-type]
+    return StageSession(instance_untrusted(OpenRequest, asked), WIDTH)
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:

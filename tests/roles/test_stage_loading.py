@@ -24,7 +24,7 @@ from roles.line import QUIET_S, Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.model_table import FILE
 from roles.worker.part_cache import MAX_PARTS, MAX_SESSIONS
-from roles.worker.stages import MAX_CALLERS
+from roles.worker.shared_models import MAX_PEERS
 from tests.roles.stage_doubles import (
     PORT,
     Generation,
@@ -465,7 +465,7 @@ def test_no_more_take_a_model_at_a_time_than_there_is_memory_for(tmp_path: Path,
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
         await client.ask("model.open", {"path": str(tmp_path / "model")})
         hello = local_hello(peer_id="w9", name="w9", roles=["worker"], purpose="model", job=model.model)
-        taking = [(await dial(network.at("w9"), "w0", PORT, hello, timeout_s=5))[0] for _ in range(MAX_CALLERS)]
+        taking = [(await dial(network.at("w9"), "w0", PORT, hello, timeout_s=5))[0] for _ in range(MAX_PEERS)]
         with pytest.raises(Refused) as refused:
             await dial(network.at("w9"), "w0", PORT, hello, timeout_s=5)
         assert refused.value.code == "busy"

@@ -12,8 +12,8 @@ from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import PartSpec
 from roles.compute_thread import Turns
-from roles.worker.forward_requests import QUEUED_BYTES, QUEUED_FROM_STAGE, StageSession
 from roles.worker.part_cache import IDLE_S, Part, PartCache
+from roles.worker.stage_session import QUEUED_BYTES, QUEUED_FROM_STAGE, StageSession
 from tests.roles.stage_doubles import session_of
 from tests.roles.stage_stand_in import WIDTH, stand_in_config, stand_in_part
 from wire.chain_messages import ForwardRequest

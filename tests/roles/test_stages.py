@@ -13,7 +13,7 @@ from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.model_directory import ModelDirectory
-from roles.worker.forward_requests import MOST_QUEUED
+from roles.worker.stage_session import MOST_QUEUED
 from tests.roles.stage_doubles import (
     PORT,
     Generation,
@@ -60,7 +60,7 @@ def with_chain(
             await test(chain, network)
         await asyncio.sleep(60)  # virtual: what is still being computed ends
         for stage in chain.stages:
-            assert not stage.stages.works.sessions
+            assert not stage.stages.requests.sessions
             assert not stage.sessions, f"{stage.name} kept a session that is over"
             assert faults or not stage.problems
 
@@ -229,7 +229,7 @@ def test_a_client_that_lies_loses_its_connection_and_nothing_else_happens(
         [problem] = chain.stages[0].problems
         assert isinstance(problem, ProtocolError)
         assert reason in problem.message
-        assert list(chain.stages[0].stages.works.sessions) == [("s1", 0)]
+        assert list(chain.stages[0].stages.requests.sessions) == [("s1", 0)]
 
     with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
 
@@ -337,7 +337,7 @@ def test_a_request_that_cannot_be_is_answered_with_the_reason(
             params = {}
         with pytest.raises(Refused, match=reason):
             await chain.clients[0].ask(method, params)
-        assert not chain.stages[0].stages.works.sessions
+        assert not chain.stages[0].stages.requests.sessions
         await chain.open("s2")
         assert await chain.generate("s2", PROMPT, 2) == tokens_of(CONFIG, PROMPT, 2, GREEDY)
 

@@ -118,7 +118,7 @@ def test_a_stage_dies_under_more_sessions_than_a_worker_answers_requests_at_a_ti
             for number, made in enumerate(await asyncio.gather(*running)):
                 assert made == tokens_of(CONFIG, [number, 7], 6, GREEDY)
             await asyncio.sleep(1)  # virtual: what was told of their ends arrives
-            assert not any(stage.stages.works.sessions for stage in scene.workers.values())
+            assert not any(stage.stages.requests.sessions for stage in scene.workers.values())
 
     play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
 

@@ -1,0 +1,127 @@
+"""The core of a session on one stage of a split model: which forward requests it takes. Pure.
+
+It *checks* a ``ForwardRequest`` before a byte of its payload is allocated, *admits* it when the payload is there, and
+drops it if the session's epoch has changed meanwhile. Requests of an older epoch are read off the wire and dropped.
+After the chain breaks, a session admits nothing until the client raises the epoch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from p2ptrain.core.activations import IDS, activation_bytes
+from p2ptrain.core.errors import ProtocolError, Refused
+from roles.worker.stage_requests import OpenRequest
+from wire.chain_messages import CHUNK, ForwardRequest
+
+MOST_QUEUED = 256
+"""Requests that a first stage may queue. It never stops reading: the client's other requests use this connection."""
+QUEUED_FROM_STAGE, QUEUED_BYTES = 4, 32 << 20
+"""Requests and bytes that a session queues from the stage before; beyond, the stage stops reading."""
+STALE = "stale-epoch"
+
+
+@dataclass(slots=True, eq=False)
+class StageSession:
+    """One session on one stage.
+
+    Attributes:
+        width: elements of the hidden state of one position.
+        epoch: set by the client; requests of an older epoch are dropped.
+        position: length of the history; the next request may keep at most this much.
+        broken: the session admits nothing until the client raises the epoch.
+        queue: admitted requests and their payloads, in order.
+    """
+
+    asked: OpenRequest
+    width: int
+    epoch: int = field(init=False)
+    position: int = 0
+    broken: bool = False
+    closed: bool = False
+    queue: deque[tuple[ForwardRequest, bytearray]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.epoch = self.asked.epoch
+
+    @property
+    def id(self) -> str:
+        return self.asked.session
+
+    @property
+    def index(self) -> int:
+        return self.asked.index
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.asked.stages - 1
+
+    def payload_bytes_untrusted(self, work: ForwardRequest) -> int:
+        """Check ``work`` and return its payload's size. Allocates nothing. Raises ``ProtocolError``."""
+        if not 0 < work.count <= CHUNK:
+            raise ProtocolError(f"a request of {work.count} positions; 1 to {CHUNK} are allowed")
+        if not 0 <= work.keep <= self.asked.positions - work.count:
+            text = (
+                f"a request of {work.count} positions after {work.keep}, but the session is for {self.asked.positions}"
+            )
+            raise ProtocolError(text)
+        if not self.index <= work.last < self.asked.stages:
+            raise ProtocolError(
+                f"stage {self.index} of {self.asked.stages} received a request that ends at stage {work.last}"
+            )
+        if not 0 <= work.samples <= (work.count if work.last == self.asked.stages - 1 else 0):
+            raise ProtocolError(f"cannot sample {work.samples} tokens of {work.count} positions at stage {work.last}")
+        if not (0 <= work.sample_index < 1 << 31 and 0 <= work.number < 1 << 53):
+            raise ProtocolError(f"invalid sample index {work.sample_index} or request number {work.number}")
+        if len(work.spent_us) != self.index or any(not 0 <= each < 1 << 53 for each in work.spent_us):
+            raise ProtocolError(f"stage {self.index} needs {self.index} valid stage times, got {len(work.spent_us)}")
+        if self.first and work.encoding != IDS:
+            raise ProtocolError(f"the first stage takes token ids, not {work.encoding[:40]!r}")
+        if not self.first and work.encoding != self.out_encoding(work):
+            raise ProtocolError(f"hidden states in {work.encoding[:40]!r}, expected {self.out_encoding(work)!r}")
+        return activation_bytes(work.encoding, work.count, self.width)
+
+    def out_encoding(self, work: ForwardRequest) -> str:
+        return self.asked.prefill_encoding if work.prefill else self.asked.encoding
+
+    @property
+    def crowded(self) -> bool:
+        queued_bytes = sum(len(payload) for _, payload in self.queue)
+        return len(self.queue) >= QUEUED_FROM_STAGE or queued_bytes >= QUEUED_BYTES
+
+    def admit(self, work: ForwardRequest, payload: bytearray) -> bool:
+        """Queue a checked request; False if it is dropped. Raises ``ProtocolError``: unknown epoch, or full queue."""
+        if work.epoch > self.epoch:
+            raise ProtocolError(f"a request of epoch {work.epoch}, but the session is at epoch {self.epoch}")
+        if work.epoch < self.epoch or self.broken or self.closed:
+            return False
+        if len(self.queue) >= MOST_QUEUED:
+            raise ProtocolError(f"more than {MOST_QUEUED} requests wait: the client exceeds its limit")
+        self.queue.append((work, payload))
+        return True
+
+    def current(self, work: ForwardRequest) -> bool:
+        return work.epoch == self.epoch and not self.broken and not self.closed
+
+    def begin(self, work: ForwardRequest) -> None:
+        if work.keep > self.position:
+            raise ProtocolError(f"the request keeps {work.keep} positions, but the session has {self.position}")
+
+    def fail(self) -> None:
+        self.broken = True
+        self.queue.clear()
+
+    def close(self) -> None:
+        self.closed = True
+        self.queue.clear()
+
+    def raise_epoch(self, epoch: int) -> None:
+        if epoch <= self.epoch:
+            raise Refused(STALE, f"epoch {epoch} is not newer than epoch {self.epoch}")
+        self.epoch, self.broken = epoch, False
+        self.queue.clear()
