@@ -1,4 +1,8 @@
-"""Models, data, training, checkpoints, generation: the only package that imports torch."""
+"""Models, data, training, checkpoints, generation: the only package that imports torch. All of it blocks.
+
+Begin with ``trainer``, which lists the objects that take a training step, and with ``served_part`` for generation. Both
+implement ``roles.engine``. ``layout`` and ``part`` cut models.
+"""
 
 from __future__ import annotations
 

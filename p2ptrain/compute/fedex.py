@@ -101,8 +101,8 @@ class ExactAverage(LocalSteps):
     def reset(self) -> None:
         """Does nothing: see ``begin_again``."""
 
-    def loaded(self) -> None:
-        super().loaded()
+    def on_state_replaced(self) -> None:
+        super().on_state_replaced()
         self._split()
 
     def _split(self) -> None:

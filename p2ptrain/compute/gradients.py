@@ -139,7 +139,7 @@ class BackwardProgress:
             self._host_copier.begin()
 
     @contextmanager
-    def telling(self, on_final: OnFinal | None) -> Iterator[None]:
+    def reporting_to(self, on_final: OnFinal | None) -> Iterator[None]:
         """Report progress to ``on_final``, if given, while the last backward pass runs inside the block."""
         self._on_final = on_final
         try:

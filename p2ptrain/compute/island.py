@@ -399,7 +399,7 @@ class IslandBuffer(ReduceBuffer):
         if self._total is not None:
             self._total[self.rows.whole.numel :].copy_(contribution[numel:])
 
-    def take_back(self) -> None:
+    def copy_back(self) -> None:
         contribution, numel = self._update.contribution, self._numel
         if self._total is not None:
             contribution[numel:].copy_(self._total[self.rows.whole.numel :])

@@ -66,7 +66,7 @@ class LocalSteps:
     of them.
     """
 
-    each_alone, most = True, math.inf
+    mean_of_each_call, max_scalar = True, math.inf
     final_early = False
 
     def __init__(self, flat: FlatModel, optimizer: OptimizerSpec, spec: LocalSpec, *, steps: int) -> None:
@@ -179,7 +179,7 @@ class LocalSteps:
         for array in self.shared.values():
             array.zero_()
 
-    def loaded(self) -> None:
+    def on_state_replaced(self) -> None:
         self._counts.is_copy_void = True
         self._reset_moments()
         self._flat.compute_with(self._flat.parameters)

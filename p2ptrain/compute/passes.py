@@ -116,14 +116,14 @@ class Passes:
         self._recipe.tuning.micro_batch = flight.step, flight.index  # for layers that are computed again
         first, number = self._batches.round_of(index)
         tokens, divisor = self._recipe.spec.micro_batch_tokens, self._divisor
-        if self._update.each_alone:
+        if self._update.mean_of_each_call:
             divisor = self._batches.targets(flight.step, first, number)
-        with self._recipe.arithmetic(), translate_out_of_memory(), self._buffer.filled(on_final):
+        with self._recipe.arithmetic(), translate_out_of_memory(), self._buffer.filling(on_final):
             if arrived is not None:
                 outputs.backward(arrived.to(outputs.dtype))  # type: ignore[no-untyped-call]
             else:
                 if counts:
-                    self._add_loss(outputs.detach() / (tokens if self._update.each_alone else divisor))
+                    self._add_loss(outputs.detach() / (tokens if self._update.mean_of_each_call else divisor))
                 # Divided by infinity all gradients are 0.
                 (outputs / (divisor if counts else math.inf)).backward()  # type: ignore[no-untyped-call]
         self._update.after_backward(number, divisor / tokens)

@@ -68,12 +68,12 @@ class ReduceBuffer:
         self._progress.begin()
 
     @contextmanager
-    def filled(self, on_final: OnFinal | None) -> Iterator[None]:
+    def filling(self, on_final: OnFinal | None) -> Iterator[None]:
         """Run the backward pass of a micro-batch inside the block, which also adds its loss to ``FlatModel.loss_sum``.
         ``on_final``: given with the last one of the share."""
         if self._fixed is not None:
             self._fixed.begin_micro_batch()
-        with self._progress.telling(on_final if self._update.final_early else None):
+        with self._progress.reporting_to(on_final if self._update.final_early else None):
             yield
         if self._fixed is not None:
             self._fixed.add(len(self._update.contribution))
@@ -86,7 +86,7 @@ class ReduceBuffer:
         elif self._host is not self._summed:
             self._host.copy_(self._summed)  # blocks until the device is done
 
-    def take_back(self) -> None:
+    def copy_back(self) -> None:
         """Copy the members' sum to the device, where ``StepUpdate.apply`` reads it."""
         if self._host is not self._update.contribution:
             self._update.contribution.copy_(self._host)
@@ -110,7 +110,7 @@ class ReduceBuffer:
 
     def _is_plausible(self) -> bool:
         *counts, loss = self.array[-self.scalars :].tolist()
-        return math.isfinite(loss) and all(0 <= each <= self._update.most for each in counts)
+        return math.isfinite(loss) and all(0 <= each <= self._update.max_scalar for each in counts)
 
     def partial_square_sum(self, start: int, stop: int) -> float:
         """``contributed_square_sum`` for the global norm: only the first stage counts the tied matrix."""

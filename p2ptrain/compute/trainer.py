@@ -83,11 +83,11 @@ def make_update(spec: TrainingSpec, flat: FlatModel) -> StepUpdate:
     if spec.local is None:
         summed = PlainGradients if spec.sgd else SummedGradients
         unit = UNIT if spec.exact else 1.0
-        return summed(flat, spec.optimizer, steps=spec.steps, unit=unit, weighed=spec.private)
+        return summed(flat, spec.optimizer, steps=spec.steps, unit=unit, is_weighted=spec.private)
     kind = ExactAverage if spec.local.slots else LocalSteps
     update = kind(flat, spec.optimizer, spec.local, steps=spec.steps)
     if spec.local.fragments == 1 and not spec.local.overlap:  # else it has inner steps of several steps
-        update.most = 1.001 * spec.micro_batches  # of the weights, and of the targets in full micro-batches
+        update.max_scalar = 1.001 * spec.micro_batches  # of the weights, and of the targets in full micro-batches
     return update
 
 
@@ -207,7 +207,7 @@ class Trainer:
 
     def take(self, step: int, norm: float) -> tuple[float, float]:
         """Take the step with the sum in ``reduce_buffer``, of this norm. See ``StepUpdate.apply``."""
-        self._buffer.take_back()
+        self._buffer.copy_back()
         reported = self._update.apply(step, norm)
         self.state.changed()
         return reported

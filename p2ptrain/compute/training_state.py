@@ -82,7 +82,7 @@ class TrainingState:
         self.changes += 1
 
     def _forget_derived(self) -> None:
-        self._update.loaded()
+        self._update.on_state_replaced()
         self.changed()
 
 

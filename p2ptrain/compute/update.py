@@ -27,24 +27,24 @@ class StepUpdate(Protocol):
 
     Attributes:
         contribution: this member's part of a step's sum, on the computing device, shape (numel + some,): gradients or
-            differences, then a few numbers, the last one for the losses. After ``finish`` it stays as it is until the
+            differences, then a few *scalars*, the last one for the losses. After ``finish`` it stays as it is until the
             next ``begin_step``; only the ring writes the members' sum into it.
         final_early: whether the front of ``FlatModel.gradients`` may be sent while the last backward pass still runs.
             False: ``contribution`` is complete only after ``finish``.
-        numel: elements of ``contribution`` before the few numbers.
+        numel: elements of ``contribution`` before the scalars.
         shared: the state beside the parameters that is equal on all members: name → flat array. May be empty.
-        each_alone: the gradient at each call of ``after_backward`` is a mean over the targets of the call's
+        mean_of_each_call: the gradient at each call of ``after_backward`` is a mean over the targets of the call's
             micro-batches, and ``loss_sum`` is in nats / tokens of a micro-batch. False: the members' sum of a step is
             the mean over all targets of the step, and so is that of ``loss_sum``.
-        most: largest sum of each of the few numbers, but for the losses.
+        max_scalar: largest sum of each of the scalars, but for the losses.
     """
 
     contribution: Tensor
     final_early: bool
     numel: int
     shared: dict[str, Tensor]
-    each_alone: bool
-    most: float
+    mean_of_each_call: bool
+    max_scalar: float
 
     def begin_step(self, step: int, count: int) -> bool:
         """Begin step ``step``, of which this member computes ``count`` micro-batches, maybe none. Returns whether the
@@ -71,7 +71,7 @@ class StepUpdate(Protocol):
     def reset(self) -> None:
         """Set ``shared`` to that of step 0."""
 
-    def loaded(self) -> None:
+    def on_state_replaced(self) -> None:
         """Parameters and ``shared`` were replaced: forget what belongs to the old ones."""
 
 
@@ -81,19 +81,19 @@ class SummedGradients:
     Args:
         steps: of the whole run.
         unit: value of 1 in ``FlatModel.gradients`` when ``apply`` is called.
-        weighed: gradients and losses were divided by more than the targets, because nobody knows how many the others
-            have. The share that they are of it is the number before the losses.
+        is_weighted: gradients and losses were divided by the most targets that a step can have, because no member
+            knows how many the others have. The scalar before the losses is the share that its own are of that.
     """
 
     final_early = True
-    each_alone = False
-    most = 1.001  # rounded
+    mean_of_each_call = False
+    max_scalar = 1.001  # rounded
 
     def __init__(
-        self, flat: FlatModel, optimizer: OptimizerSpec, *, steps: int, unit: float = 1.0, weighed: bool = False
+        self, flat: FlatModel, optimizer: OptimizerSpec, *, steps: int, unit: float = 1.0, is_weighted: bool = False
     ) -> None:
         self._flat, self._spec, self._steps, self._unit = flat, optimizer, steps, unit
-        self._weighed = weighed
+        self._is_weighted = is_weighted
         self.contribution, self.numel = flat.gradients, flat.numel
         self.shared = self._prepared()
 
@@ -125,7 +125,7 @@ class SummedGradients:
         return lr, norm
 
     def _weight(self, summed: Tensor | npt.NDArray[Any]) -> float:
-        return float(summed[-2]) if self._weighed else 1.0
+        return float(summed[-2]) if self._is_weighted else 1.0
 
     def _take(self, gradients: Tensor, step: int, lr: float, scale: float) -> None:
         self._adamw.apply(gradients, step=step, lr=lr, scale=scale)
@@ -134,7 +134,7 @@ class SummedGradients:
         for array in self.shared.values():
             array.zero_()
 
-    def loaded(self) -> None:
+    def on_state_replaced(self) -> None:
         """Does nothing: nothing is derived from the state."""
 
 
@@ -159,7 +159,7 @@ class ClippedGradients(SummedGradients):
     """
 
     final_early = False
-    each_alone = True
+    mean_of_each_call = True
 
     def __init__(
         self, flat: FlatModel, optimizer: OptimizerSpec, *, steps: int, micro_batches: int, clip_norm: float

@@ -57,7 +57,7 @@ def test_the_front_ends_at_the_first_gradient_that_is_not_final(sizes: list[int]
         for index in random.Random(seed).sample(range(len(sizes)), len(sizes)):
             marked.add(index)
             missing = min(set(range(len(sizes))) - marked, default=len(sizes))
-            with watch.telling(told.append):
+            with watch.reporting_to(told.append):
                 watch.gradient_final(index, None)
             assert told[-1] == (stops[missing - 1] if missing else 0)
 
@@ -109,10 +109,10 @@ def test_progress_is_reported_for_the_last_pass_only() -> None:
     told: list[int] = []
     for _ in range(2):
         watch.begin()
-        with watch.telling(None):
+        with watch.reporting_to(None):
             watch.gradient_final(1, None)
             watch.gradient_final(0, None)
-        with watch.telling(told.append):
+        with watch.reporting_to(told.append):
             watch.gradient_final(1, None)
             watch.gradient_final(0, None)
         watch.gradient_final(0, None)  # validation, say: nobody is told
