@@ -55,20 +55,6 @@ class _Session:
 _LESS = "choose a smaller dtype, or split the model over more workers"
 
 
-def begin_part(spec: PartSpec, names: Collection[str]) -> ServedPartBuilder:
-    """Start building a part. Implements ``roles.engine.BuildPart``.
-
-    Raises:
-        ConfigError: the configuration is invalid, the architecture cannot be split, or the files lack a tensor.
-        UserError: this machine has no such device.
-        ResourceError: there is too little memory for the weights.
-    """
-    config = config_of(spec.config)
-    part = LayerRange(spec.start, spec.stop, spec.layers)
-    check_splits(config)
-    return ServedPartBuilder(spec, config, part, names)
-
-
 def load_whole(
     directory: Path, *, device: str = "auto", dtype: str = "", on_bytes: OnBytes = lambda done_bytes, total_bytes: None
 ) -> ServedPart:
@@ -82,7 +68,7 @@ def load_whole(
     Raises:
         ConfigError: there is no model, or it is quantized.
         StorageError: a file cannot be read.
-        UserError, ResourceError: see ``begin_part``.
+        UserError, ResourceError: see ``ServedPartBuilder``.
     """
     path, remedy = file_of(directory, "config.json"), "give a model directory that save_pretrained wrote"
     try:
@@ -98,7 +84,7 @@ def load_whole(
     table = MergedTable(read_adapter(directory)) if is_adapter(directory) else TensorTable(directory)
     try:
         layers = config_of(text).num_hidden_layers
-        builder = begin_part(PartSpec(text, 0, layers, layers, dtype, device), table.entries)
+        builder = ServedPartBuilder(PartSpec(text, 0, layers, layers, dtype, device), table.entries)
     except NotSplit:
         return _load_unsplit(text, table, device=device, dtype=dtype, on_bytes=on_bytes)
     builder.place_all(table, on_bytes)
@@ -180,9 +166,17 @@ def measured(text: str, dtype: str) -> dict[str, Any]:
 
 
 class ServedPartBuilder:
-    """Implements ``roles.engine.PartBuilder``."""
+    """Implements ``roles.engine.PartBuilder``, and the class ``BuildPart``.
 
-    def __init__(self, spec: PartSpec, config: PretrainedConfig, part: LayerRange, names: Collection[str]) -> None:
+    Raises:
+        ConfigError: the configuration is invalid, the architecture cannot be split, or the files lack a tensor.
+        UserError: this machine has no such device.
+        ResourceError: there is too little memory for the weights.
+    """
+
+    def __init__(self, spec: PartSpec, names: Collection[str]) -> None:
+        config, part = config_of(spec.config), LayerRange(spec.start, spec.stop, spec.layers)
+        check_splits(config)
         self._spec, self._dtype, self._device = spec, _dtype(spec.dtype, config), pick_device(spec.device)
         self._assembly = PartAssembly(config, part, names, dtype=self._dtype, device=self._device.torch_device)
         self.wanted: Mapping[str, tuple[int, ...]] = self._assembly.wanted

@@ -171,10 +171,10 @@ def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
 
     def build_part(spec: PartSpec, names: tuple[str, ...]) -> PartBuilder:
         from p2ptrain.compute.device import pick_device
-        from p2ptrain.compute.served_part import begin_part
+        from p2ptrain.compute.served_part import ServedPartBuilder
 
         pick_device(spec.device, threads)
-        return begin_part(spec, names)
+        return ServedPartBuilder(spec, names)
 
     def stream_bps() -> float:
         from p2ptrain.compute.device import stream_bps as measured

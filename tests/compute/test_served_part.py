@@ -19,7 +19,6 @@ from p2ptrain.compute.served_part import (
     MAX_SESSIONS,
     ServedPart,
     ServedPartBuilder,
-    begin_part,
     config_of,
     load_whole,
     measured,
@@ -51,7 +50,7 @@ def load(directory: Path, *cuts: int, **changes: Any) -> list[ServedPart]:
     table = TensorTable(directory)
     parts = []
     for start, stop in pairwise([0, *cuts, 6]):
-        builder = begin_part(spec_of(directory, start, stop, **changes), tuple(table.entries))
+        builder = ServedPartBuilder(spec_of(directory, start, stop, **changes), tuple(table.entries))
         for name in reversed(list(builder.wanted)):  # any order
             builder.place(name, table.entries[name].dtype, memoryview(table.read(name)), 0)
         parts.append(builder.finish())
@@ -374,7 +373,7 @@ def test_parts_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: pyte
 
     def refused(cause: str, **changes: Any) -> None:
         with pytest.raises((ConfigError, UserError), match=cause) as caught:
-            begin_part(spec_of(directory, 0, 2, **changes), names)
+            ServedPartBuilder(spec_of(directory, 0, 2, **changes), names)
         assert caught.value.remedy
 
     refused("not JSON", config="{")
@@ -387,18 +386,18 @@ def test_parts_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: pyte
     refused("cannot be computed in 'int8'", dtype="int8")
     refused("device.kind = 'tpu'", device="tpu")
     with pytest.raises(ConfigError, match="has 6 layers, not 7"):
-        begin_part(spec_of(directory, 0, 2, layers=7), names)
+        ServedPartBuilder(spec_of(directory, 0, 2, layers=7), names)
     with pytest.raises(ConfigError, match=r"lack model\.layers\.0\.mlp"):
-        begin_part(spec_of(directory, 0, 2), [name for name in names if "layers.0.mlp" not in name])
+        ServedPartBuilder(spec_of(directory, 0, 2), [name for name in names if "layers.0.mlp" not in name])
     monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 1000)
     with pytest.raises(ResourceError, match="a part of 2 of 6 layers"):
-        begin_part(spec_of(directory, 0, 2), names)
+        ServedPartBuilder(spec_of(directory, 0, 2), names)
 
 
 def test_tensors_that_cannot_be(loaded: Callable[[str], Loaded]) -> None:
     directory = loaded("llama-tied")[0]
     table = TensorTable(directory)
-    builder = begin_part(spec_of(directory, 0, 2), tuple(table.entries))
+    builder = ServedPartBuilder(spec_of(directory, 0, 2), tuple(table.entries))
     name = "model.layers.1.input_layernorm.weight"
     assert builder.wanted[name] == (64,)
     with pytest.raises(ConfigError, match="has dtype I8"):
