@@ -53,7 +53,9 @@ class Played(Simulation):
                 while not true():  # noqa: ASYNC110 - virtual time
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            raise AssertionError("\n".join(f"{at:.2f} {text}" for at, text in self.observer.timeline[-80:])) from None
+            raise AssertionError(
+                "\n".join(f"{at:.2f} {text}" for at, text in self.observer.report.timeline[-80:])
+            ) from None
 
     async def asked(self, method: str, **params: Any) -> dict[str, Any]:
         client = await SeedClient.connect(self.network.at(PERSON), SEED, SEED_PORT, name=PERSON)
@@ -100,5 +102,5 @@ def play(script: Callable[[Played], Awaitable[None]]) -> Played:
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(main())
     assert not made[0].complaints, made[0].complaints
-    assert not made[0].observer.violation, made[0].observer.violation
+    assert not made[0].observer.report.violation, made[0].observer.report.violation
     return made[0]

@@ -39,7 +39,7 @@ def test_members_are_taken_back_as_they_are_and_the_ledger_has_every_step() -> N
         head = cluster.records.ledger_head(cluster.job)
         assert head is not None
         assert (head.base_step, head.step > reached - 20) == (0, True)
-        cluster.observer.kept = (0, set())
+        cluster.observer.history.kept = (0, set())
         cluster.workers[1].kill()
         await cluster.goes_on()
         assert min(cluster.generations()) > 1 << TERM_BITS

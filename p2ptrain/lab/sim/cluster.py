@@ -124,7 +124,7 @@ class SimMachine:
         if process.alive:
             self._simulation.loop.kill(process)
             self._simulation.network.crash(self.host)
-            self._simulation.observer.kept = (0, set())
+            self._simulation.observer.history.kept = (0, set())
             self.worker = self.engine = None
 
     def power_cut(self) -> None:
@@ -136,7 +136,7 @@ class SimMachine:
         self.disk.close()
         self.disk = self._new_disk()
         self.announced, self.wholes = {}, {}
-        self._simulation.observer.forget(self.host)
+        self._simulation.observer.checkpoints.forget(self.host)
 
     def restore(self, copy: bytes) -> None:
         self.lose_disk()
@@ -213,14 +213,14 @@ class SimMachine:
         because it cannot tell that member from bad data."""
         if self.lies:
             self.lies -= 1
-            if not self.lies and self._lied and self._simulation.observer.alone(self.host):
+            if not self.lies and self._lied and self._simulation.observer.history.alone(self.host):
                 return
             self._lied = self.lies > 0
             huge = 1 << 40 if buffer.dtype.kind == "i" else 1e12
             if self.lie == "huge":
                 buffer[:] = huge
                 # A huge value is accepted while the others have seen too few steps, or were told to accept it.
-                self._simulation.observer.believed_a_liar = True
+                self._simulation.observer.states.believed_a_liar = True
             elif buffer.dtype.kind == "f":
                 buffer[7] = float("nan")
 
@@ -259,7 +259,7 @@ class Simulation:
         self.network = MemoryNetwork(delay_s=self._delay_s)
         server = (profile.server.buffer, profile.server.bound) if profile.job.strategy == "server" else None
         self.observer = Observer(loop.time, expected, profile.stages, server)
-        self.observer.here = lambda: [machine for machine in self.live if machine.linked]
+        self.observer.checkpoints.here = lambda: [machine for machine in self.live if machine.linked]
         self.job_changed = asyncio.Event()
         self.machines: dict[str, SimMachine] = {}
         self.seed = SimMachine(self, SEED, 0.002)
@@ -298,11 +298,11 @@ class Simulation:
 
     def report_event(self, machine: SimMachine, level: str, kind: str, text: str) -> None:
         if self._verbose or level != "info":
-            self.observer.tell(f"{machine.host}: {kind}: {text}")
+            self.observer.report.tell(f"{machine.host}: {kind}: {text}")
 
     def unexpected(self, machine: SimMachine, problem: BaseException) -> None:
         self.complaints.append(f"{machine.host} ended: {problem!r}")
-        self.observer.tell(f"{machine.host} ended: {problem!r}")
+        self.observer.report.tell(f"{machine.host} ended: {problem!r}")
 
     def complaint(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """The loop's exception handler. Errors of a killed process do not count."""
@@ -319,7 +319,7 @@ class Simulation:
         try:
             return await client.request(method, params)
         except (NetworkError, P2PTrainError) as problem:
-            self.observer.tell(f"{method}: {problem.message}")
+            self.observer.report.tell(f"{method}: {problem.message}")
             return {}
         finally:
             await client.close()

@@ -90,17 +90,17 @@ class FaultSchedule:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._random = simulation.random
-        self._tell = simulation.observer.tell
+        self._tell = simulation.observer.report.tell
         self._lasting: list[asyncio.Task[None]] = []
         self._strikes = 0  # of faults but "join" and ``MISBEHAVIOURS``
 
     async def strike(self, kind: str) -> None:
         """Inject one of ``KINDS``. Without a possible victim nothing happens."""
         if kind != "join":
-            self._simulation.observer.kept = (0, set())
+            self._simulation.observer.history.kept = (0, set())
             if kind not in MISBEHAVIOURS:
                 self._strikes += 1
-                self._simulation.observer.culprits = None
+                self._simulation.observer.culprits.hosts = None
         simulation, rng = self._simulation, self._random
         live = simulation.live
         victims = rng.sample(live, len(live))
@@ -245,7 +245,7 @@ class FaultSchedule:
 
     def join(self) -> None:
         if any(machine.misbehaves == "withhold" for machine in self._simulation.live):
-            self._simulation.observer.culprits = None
+            self._simulation.observer.culprits.hosts = None
         free = [machine for machine in self._simulation.workers if not machine.up]
         if free:
             self._start(self._random.choice(free))
@@ -270,10 +270,10 @@ class FaultSchedule:
         process.hung_until = now + seconds if how == "hang" else 0.0
         victim.misbehaves = how
         self._later(seconds, lambda: setattr(victim, "misbehaves", ""))
-        if observer.culprits is not None:
-            observer.culprits.add(victim.host)
+        if observer.culprits.hosts is not None:
+            observer.culprits.hosts.add(victim.host)
         if how == "withhold" and not all(one.trained for one in self._simulation.live):
-            observer.culprits = None  # a newcomer waits longer than others, before it knows how long a step is
+            observer.culprits.hosts = None  # a newcomer waits longer than others, before it knows how long a step is
         before = max(observer.line.lineages, default=0) if victim.trained else 0
 
         def went_on() -> None:
@@ -281,7 +281,7 @@ class FaultSchedule:
             alone = enough and strikes == self._strikes and process.alive
             if before and alone and observer.job_state in ("running", "done"):
                 step = max(observer.line.lineages, default=0)
-                observer.check("goes on", step > before, f"still step {step}: {victim.host}, {how}")
+                observer.report.check("goes on", step > before, f"still step {step}: {victim.host}, {how}")
 
         self._later(2 * GOES_ON_S if how == "withhold" else GOES_ON_S, went_on)  # it is noticed twice
 
@@ -332,7 +332,7 @@ class FaultSchedule:
                 room[:taken] = rest[:taken]
                 connection.buffer_updated(taken)
                 rest = rest[taken:]
-            self._simulation.observer.check("garbage ends it", connection._ended, f"{noise.hex()} was accepted")
+            self._simulation.observer.report.check("garbage ends it", connection._ended, f"{noise.hex()} was accepted")
 
         self._simulation.loop.call_soon(inject, context=contextvars.copy_context())
 
@@ -418,7 +418,7 @@ class FaultSchedule:
             if known:
                 chosen = self._random.choice(known)
                 self._tell(f"the operator restores step {chosen['step']}")
-                self._simulation.observer.wanted.add(chosen["step"])
+                self._simulation.observer.checkpoints.wanted.add(chosen["step"])
                 await simulation.ask("checkpoints.restore", id=chosen["id"])
 
     async def _resume(self, seconds: float) -> None:

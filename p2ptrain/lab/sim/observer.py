@@ -91,59 +91,14 @@ class CommitLine:
     saved_stages: dict[int, set[int]] = field(default_factory=dict)
 
 
-class Observer:
-    """Receives every relevant event of the cluster and checks the invariants.
+class Checklist:
+    """What happened, what was checked, and the first violation. ``now``: virtual seconds."""
 
-    Args:
-        now: virtual seconds.
-        expected: parameters after 0, 1, 2, … steps, undisturbed; empty: they depend on who takes part.
-        stages: parts that the model is split into.
-        server: with strategy 'server': contributions in a version, and the fixed bound of their staleness or 0.
-
-    Attributes:
-        wanted: steps that a person asked to restore. here: machines whose worker is connected to the seed now.
-    """
-
-    def __init__(
-        self,
-        now: Callable[[], float],
-        expected: list[np.ndarray[Any, Any]],
-        stages: int = 1,
-        server: tuple[int, int] | None = None,
-    ) -> None:
-        self._now, self._expected, self.stages, self._server = now, expected, stages, server
-        self._began: dict[int, int] = {}  # generation → step
-        self.wanted: set[int] = set()
-        self.here: Callable[[], list[ObservedMachine]] = list
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self.timeline: list[tuple[float, str]] = []
         self.checks: dict[str, int] = {}
         self.violation: Violation | None = None
-        self.line = CommitLine()
-        self.job_state = ""
-        self.kept: tuple[int, set[str]] = (0, set())  # step and members of the next view if only the seed was lost
-        self.commits = 0
-        self.believed_a_liar = False
-        self.liars: set[str] = set()  # hosts that told false figures
-        self.culprits: set[str] | None = set()  # hosts that misbehaved; None: there were other faults
-        self._bits: dict[tuple[int, str, int], bytes] = {}  # step, lineage, stage
-        self._holders: dict[tuple[int, str], set[str]] = {}  # step, lineage → hosts that ever held that state
-        self._members: dict[int, set[str]] = {}  # generation → hosts
-        self._committed: dict[tuple[int, int], str] = {}  # generation, step → lineage
-        self._manifests: dict[str, tuple[int, str, frozenset[int]]] = {}  # digest of a manifest → step, lineage, stages
-        self._witnesses: dict[str, tuple[Process, int, int]] = {}  # host → process, first and last step it committed
-        self._resumed: dict[str, tuple[Process, int, int]] = {}  # the same, of the checkpoint that it loaded
-        self._rows: dict[str, int] = {}  # digest of a manifest → first step that its writer had committed in a row
-        self._announced: dict[tuple[str, int], int] = {}  # host, stage → newest step announced since its last restore
-        self._promised: dict[tuple[str, int], int] = {}  # host, stage → step that it verified for a restore
-        self._replicas = 0  # in the newest view
-        self._used: set[tuple[bytes, int, int]] = set()  # keys and masks
-        self._attempts: dict[tuple[int, int], set[str]] = {}  # generation, step → hosts that contributed
-        self._released = 0  # attempts that all members of their view made
-        self._cuts: tuple[int, ...] | None = None  # cuts of the model, once known; () is by weights
-
-    def alone(self, who: str) -> bool:
-        """Whether the newest view has no other member that holds the same part of the model."""
-        return self._replicas == 1 and who in self._members.get(max(self._members, default=0), set())
 
     def tell(self, text: str) -> None:
         self.timeline.append((self._now(), text))
@@ -154,14 +109,20 @@ class Observer:
             self.violation = Violation(name, text)
             self.tell(f"VIOLATION {self.violation}")
 
-    def cut(self, who: str, cuts: tuple[int, ...]) -> None:
-        known = self._cuts = cuts if self._cuts is None else self._cuts
-        self.check("one cut", cuts == known, f"{who} received cuts {cuts}, expected {known}")
+
+class PrivacyChecks:
+    """The keys and masks that were used, and the private contributions that were made."""
+
+    def __init__(self, report: Checklist) -> None:
+        self._report = report
+        self._used: set[tuple[bytes, int, int]] = set()  # keys and masks
+        self._attempts: dict[tuple[int, int], set[str]] = {}  # generation, step → hosts that contributed
+        self._released = 0  # attempts that all members of their view made
 
     def used(self, key: bytes, number: int = 0, rank: int = 0) -> None:
         once = (key, number, rank) not in self._used
         self._used.add((key, number, rank))
-        self.check("used once", once, f"noise or the masks of step {number} are used twice")
+        self._report.check("used once", once, f"noise or the masks of step {number} are used twice")
 
     def spent(self, who: str, view: View, step: int, releases: int) -> None:
         """A member is about to make a private contribution. ``releases``: its count, with this one."""
@@ -169,7 +130,279 @@ class Observer:
         hosts.add(who)
         self._released += len(hosts) == view.size
         known = self._released
-        self.check("privacy counted", releases >= known, f"{who} counts {releases} of {known} releases")
+        self._report.check("privacy counted", releases >= known, f"{who} counts {releases} of {known} releases")
+
+
+class StateChecks:
+    """The states that machines ever held.
+
+    Args:
+        expected: parameters after 0, 1, 2, … steps, undisturbed; empty: they depend on who takes part.
+        stages: parts that the model is split into.
+
+    Attributes:
+        holders: step, lineage → hosts that ever held that state.
+        believed_a_liar: a false contribution was accepted, so parameters are not those of an undisturbed run.
+    """
+
+    def __init__(self, report: Checklist, expected: list[np.ndarray[Any, Any]], stages: int) -> None:
+        self._report, self._expected, self._stages = report, expected, stages
+        self.holders: dict[tuple[int, str], set[str]] = {}
+        self.believed_a_liar = False
+        self._bits: dict[tuple[int, str, int], bytes] = {}  # step, lineage, stage
+
+    def held(self, host: str, engine: SimEngine, step: int, lineage: str) -> None:
+        """``host`` holds a state in memory."""
+        self.same_bits(host, step, lineage, engine.stage.index, engine.bits())
+        self.holders.setdefault((step, lineage), set()).add(host)
+        self._report.check("exactly once", engine.count == step, f"{host}: {engine.count} steps in step {step}")
+        self._as_undisturbed(host, engine, step)
+
+    def same_bits(self, who: str, step: int, lineage: str, stage: int, bits: bytes) -> None:
+        known = self._bits.setdefault((step, lineage, stage), bits)
+        self._report.check("same bits", known == bits, f"{who} has another state of step {step}, lineage {lineage[:8]}")
+
+    def _as_undisturbed(self, who: str, engine: SimEngine, step: int) -> None:
+        if self.believed_a_liar or not self._expected:
+            return
+        expected = self._expected[step][engine.state.part]
+        worst = float(np.max(np.abs(engine.state.parameters - expected)))
+        limit = 0.0 if engine.exact else ROUNDING * float(np.max(np.abs(expected)))
+        self._report.check(
+            "undisturbed", worst <= limit, f"{who}: step {step} is off by {worst:.2g} ({limit:.2g} at most)"
+        )
+
+    def true_norm(self, who: str, claimed: float, engine: SimEngine) -> None:
+        true = engine.partial_square_sum(0, engine.reduce_buffer.size)
+        fits = self._stages > 1 or math.isclose(claimed, true, rel_tol=1e-5)  # one stage does not know the whole
+        self._report.check("true norm", fits, f"{who} commits a step with a squared norm of {claimed}, it is {true}")
+
+
+@dataclass
+class ViewHistory:
+    """The views that the seed minted, and what was committed in them.
+
+    Attributes:
+        line: of the commits that survive.
+        began: generation → step. members: generation → hosts.
+        committed: generation, step → lineage.
+        replicas: in the newest view.
+        kept: step and members of the next view if only the seed was lost.
+    """
+
+    line: CommitLine = field(default_factory=CommitLine)
+    began: dict[int, int] = field(default_factory=dict)
+    members: dict[int, set[str]] = field(default_factory=dict)
+    committed: dict[tuple[int, int], str] = field(default_factory=dict)
+    replicas: int = 0
+    kept: tuple[int, set[str]] = field(default_factory=lambda: (0, set()))
+
+    def alone(self, who: str) -> bool:
+        """Whether the newest view has no other member that holds the same part of the model."""
+        return self.replicas == 1 and who in self.members.get(max(self.members, default=0), set())
+
+
+@dataclass
+class Witnesses:
+    """The steps that each host's process has committed in a row.
+
+    Attributes:
+        spans: host → process, first and last step.
+        resumed: the same, of the checkpoint that it loaded.
+    """
+
+    spans: dict[str, tuple[Process, int, int]] = field(default_factory=dict)
+    resumed: dict[str, tuple[Process, int, int]] = field(default_factory=dict)
+
+    def take(self, machine: ObservedMachine, step: int, *, committed: bool) -> None:
+        """``machine`` has a new state: one that it committed, or another."""
+        if committed:
+            process, first, last = self.spans.get(machine.host, (machine.process, step, step - 1))
+            fits = process is machine.process and last == step - 1
+            self.spans[machine.host] = (machine.process, first if fits else step, step)
+            return
+        self.spans.pop(machine.host, None)
+        resumed = self.resumed.pop(machine.host, None)
+        if resumed is not None and resumed[2] == step:
+            self.spans[machine.host] = resumed
+
+
+@dataclass
+class Culprits:
+    """Hosts that told false figures; and those that misbehaved, None: there were other faults."""
+
+    liars: set[str] = field(default_factory=set)
+    hosts: set[str] | None = field(default_factory=set)
+
+
+class CheckpointChecks:
+    """The checkpoints that were written, announced, recorded and loaded.
+
+    Attributes:
+        wanted: steps that a person asked to restore. here: machines whose worker is connected to the seed now.
+    """
+
+    def __init__(
+        self,
+        report: Checklist,
+        states: StateChecks,
+        history: ViewHistory,
+        witnesses: Witnesses,
+        *,
+        stages: int,
+        any_step: bool,
+    ) -> None:
+        """``any_step``: with strategy 'server' a member saves what only it has."""
+        self._report, self._states, self._history, self._witnesses = report, states, history, witnesses
+        self._stages, self._any_step = stages, any_step
+        self.wanted: set[int] = set()
+        self.here: Callable[[], list[ObservedMachine]] = list
+        self._manifests: dict[str, tuple[int, str, frozenset[int]]] = {}  # digest of a manifest → step, lineage, stages
+        self._rows: dict[str, int] = {}  # digest of a manifest → first step that its writer had committed in a row
+        self._announced: dict[tuple[str, int], int] = {}  # host, stage → newest step announced since its last restore
+        self._promised: dict[tuple[str, int], int] = {}  # host, stage → step that it verified for a restore
+
+    def check_no_further_back(self, view: View) -> None:
+        """Check that no later step was available in all parts when a split model went back without a person's
+        request."""
+        if self._stages == 1 or view.step in self.wanted:
+            self.wanted.clear()
+            return
+        for step in sorted(step for step, lineage in self._history.line.lineages.items() if step > view.step):
+            stages: set[int] = set()
+            for machine in self.here():
+                for kept in (machine.announced, machine.wholes):
+                    known = self._manifests.get(kept.get(step, ""))
+                    useful = known is not None and (kept is machine.wholes or known[2] == {machine.stage})
+                    if known is not None and useful and known[1] == self._history.line.lineages[step]:
+                        stages |= known[2]
+            self._report.check(
+                "no further back",
+                len(stages) < self._stages,
+                f"goes back to step {view.step}, and all parts of step {step} are here",
+            )
+
+    def forget(self, host: str) -> None:
+        self._announced = {key: step for key, step in self._announced.items() if key[0] != host}
+        self._promised = {key: step for key, step in self._promised.items() if key[0] != host}
+        self._witnesses.spans.pop(host, None)
+
+    def saved(self, machine: ObservedMachine, step: int, digest: str, meta: Meta, bits: Sequence[bytes]) -> None:
+        """A manifest is written: the checkpoint may exist from now on. ``bits``: hashes of its parts."""
+        lineage, stage_meta = str(meta.get("lineage")), meta.get("stage")
+        stages = frozenset({stage_meta}) if isinstance(stage_meta, int) else frozenset(range(self._stages))
+        self._manifests[digest] = (step, lineage, stages)
+        process, first, _ = self._witnesses.spans.get(machine.host, (None, step + 1, 0))
+        if process is machine.process and len(stages) == 1:
+            self._rows[digest] = first
+        generation = meta.get("generation")
+        members = self._history.members.get(generation if isinstance(generation, int) else 0, set())
+        members = {machine.host} if self._any_step else members
+        behind = members - self._states.holders.get((step, lineage), set())
+        self._report.check(
+            "confirmed", not behind, f"{machine.host} saved step {step}, which {sorted(behind)} never applied"
+        )
+        for stage, those in zip(sorted(stages), bits, strict=True):
+            self._states.same_bits(f"{machine.host}'s checkpoint", step, lineage, stage, those)
+
+    def announced(self, machine: ObservedMachine, step: int, digest: str) -> None:
+        """A member reported a checkpoint to the seed, for the first time or again."""
+        known = self._manifests.get(digest)
+        self._report.check("loaded was saved", known is not None, f"{machine.host} announces an unknown checkpoint")
+        if known is None:
+            return
+        whole = len(known[2]) == self._stages
+        kept = machine.wholes if whole and self._stages > 1 else machine.announced
+        if kept.get(step) == digest:
+            return
+        kept[step] = digest
+        what = "of the whole model " if kept is machine.wholes else ""
+        self._report.tell(f"{machine.host} announces a checkpoint {what}of step {step} {known[1][:6]}")
+        if kept is machine.announced:
+            key = machine.host, min(known[2])
+            self._announced[key] = max(self._announced.get(key, 0), step)
+
+    def recorded(self, step: int, digest: str) -> None:
+        """The seed has recorded a checkpoint: from now on the job relies on it."""
+        known = self._manifests.get(digest)
+        if known is not None and self._history.line.lineages.get(step) == known[1]:
+            stages = self._history.line.saved_stages.setdefault(step, set())
+            stages |= known[2]
+            if len(stages) == self._stages:
+                self._history.line.saved_step = max(self._history.line.saved_step, step)
+
+    def promised(self, machine: ObservedMachine, stage: int, step: int) -> None:
+        self._promised[machine.host, stage] = step
+
+    def loaded(self, machine: ObservedMachine, entry: CheckpointEntry | None, restore_step: int) -> None:
+        step = entry.step if entry is not None else 0
+        self._report.tell(f"{machine.host} loads step {step}")
+        if entry is not None:
+            known = entry.digest in self._manifests
+            self._report.check("loaded was saved", known, f"{machine.host} loads a checkpoint that nobody committed")
+            if (first := self._rows.get(entry.digest, step + 1)) <= step:
+                self._witnesses.resumed[machine.host] = machine.process, first, step
+        key = machine.host, machine.stage
+        if restore_step >= 0:
+            promised = self._promised.pop(key, -1) == restore_step
+            self._report.check(
+                "verified",
+                not promised or step == restore_step,
+                f"{machine.host} verified a checkpoint of step {restore_step}, but loads {step}",
+            )
+            self._announced[key] = step
+            machine.announced = {at: digest for at, digest in machine.announced.items() if at <= restore_step}
+            machine.wholes = {at: digest for at, digest in machine.wholes.items() if at <= restore_step}
+            back = step if self._stages == 1 else restore_step  # a stage may have no checkpoint of that step
+            self._history.line.saved_step = min(
+                self._history.line.saved_step, back
+            )  # restored by a person, even if the seed forgets it
+            self._history.line.lineages = {
+                at: lineage for at, lineage in self._history.line.lineages.items() if at <= back
+            }
+            return
+        least = self._announced.get(key, 0)
+        self._report.check(
+            "durable", step >= least, f"{machine.host} announced a checkpoint of step {least}, but loads {step}"
+        )
+
+
+class Observer:
+    """Receives every relevant event of the cluster and checks the invariants.
+
+    Args:
+        now: virtual seconds. expected, stages: see ``StateChecks``.
+        server: with strategy 'server': contributions in a version, and the fixed bound of their staleness or 0.
+
+    Attributes:
+        commits: number of steps that members have committed.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        expected: list[np.ndarray[Any, Any]],
+        stages: int = 1,
+        server: tuple[int, int] | None = None,
+    ) -> None:
+        self.stages, self._server = stages, server
+        self.report = report = Checklist(now)
+        self.states, self.privacy = StateChecks(report, expected, stages), PrivacyChecks(report)
+        self.history, self._witnesses, self.culprits = ViewHistory(), Witnesses(), Culprits()
+        self.checkpoints = CheckpointChecks(
+            report, self.states, self.history, self._witnesses, stages=stages, any_step=server is not None
+        )
+        self.job_state = ""
+        self.commits = 0
+        self._cuts: tuple[int, ...] | None = None  # cuts of the model, once known; () is by weights
+
+    @property
+    def line(self) -> CommitLine:
+        return self.history.line
+
+    def cut(self, who: str, cuts: tuple[int, ...]) -> None:
+        known = self._cuts = cuts if self._cuts is None else self._cuts
+        self.report.check("one cut", cuts == known, f"{who} received cuts {cuts}, expected {known}")
 
     # ----------------------------------------------------------------------------------------------------- the members
 
@@ -180,138 +413,95 @@ class Observer:
         if engine is None or not core.lineage:
             return
         step, lineage = core.applied, core.lineage
-        self._same_bits(machine.host, step, lineage, engine.stage.index, engine.bits())
-        self._holders.setdefault((step, lineage), set()).add(machine.host)
-        self.check("exactly once", engine.count == step, f"{machine.host}: {engine.count} steps in step {step}")
-        self._as_undisturbed(machine.host, engine, step)
+        self.states.held(machine.host, engine, step, lineage)
         committed = view is not None and step == before[0] + 1
-        if not committed:
-            self._witnesses.pop(machine.host, None)
-            resumed = self._resumed.pop(machine.host, None)
-            if resumed is not None and resumed[2] == step:
-                self._witnesses[machine.host] = resumed
+        self._witnesses.take(machine, step, committed=committed)
         if view is not None and committed:
             self.commits += 1
-            self._true_norm(machine.host, core.square_sum, engine)
-            process, first, last = self._witnesses.get(machine.host, (machine.process, step, step - 1))
-            fits = process is machine.process and last == step - 1
-            self._witnesses[machine.host] = (machine.process, first if fits else step, step)
+            self.states.true_norm(machine.host, core.square_sum, engine)
             self._commit(machine.host, view.generation, step, lineage, before[1])
-
-    def _same_bits(self, who: str, step: int, lineage: str, stage: int, bits: bytes) -> None:
-        known = self._bits.setdefault((step, lineage, stage), bits)
-        self.check("same bits", known == bits, f"{who} has another state of step {step}, lineage {lineage[:8]}")
-
-    def _as_undisturbed(self, who: str, engine: SimEngine, step: int) -> None:
-        if self.believed_a_liar or not self._expected:
-            return
-        expected = self._expected[step][engine.state.part]
-        worst = float(np.max(np.abs(engine.state.parameters - expected)))
-        limit = 0.0 if engine.exact else ROUNDING * float(np.max(np.abs(expected)))
-        self.check("undisturbed", worst <= limit, f"{who}: step {step} is off by {worst:.2g} ({limit:.2g} at most)")
-
-    def _true_norm(self, who: str, claimed: float, engine: SimEngine) -> None:
-        true = engine.partial_square_sum(0, engine.reduce_buffer.size)
-        fits = self.stages > 1 or math.isclose(claimed, true, rel_tol=1e-5)  # one stage does not know the whole
-        self.check("true norm", fits, f"{who} commits a step with a squared norm of {claimed}, it is {true}")
 
     def rejected(self, core: JobMember, fault: TokenFault) -> None:
         members = core.view.members if core.view is not None else ()
         if fault.cause == "figure" and fault.suspect is not None and len(members) > 2:
             name = members[fault.suspect].name
-            self.check("liar named", name in self.liars, f"{name} {fault.what}, and that is true")
+            self.report.check("liar named", name in self.culprits.liars, f"{name} {fault.what}, and that is true")
 
     def _commit(self, who: str, generation: int, step: int, lineage: str, before: str) -> None:
-        known = self._committed.setdefault((generation, step), lineage)
-        self.check("no fork", known == lineage, f"{who}: generation {generation} has two lineages of step {step}")
+        known = self.history.committed.setdefault((generation, step), lineage)
+        self.report.check(
+            "no fork", known == lineage, f"{who}: generation {generation} has two lineages of step {step}"
+        )
         line = self.line
         if generation != line.generation:
-            self.tell(f"{who} commits step {step} in the old generation {generation}")
+            self.report.tell(f"{who} commits step {step} in the old generation {generation}")
             return
-        self.tell(f"{who} commits step {step} {lineage[:6]} in generation {generation}")
+        self.report.tell(f"{who} commits step {step} {lineage[:6]} in generation {generation}")
         on_line = line.lineages.setdefault(step, lineage)
-        self.check("no fork", on_line == lineage, f"{who}: step {step} is committed with another lineage")
+        self.report.check("no fork", on_line == lineage, f"{who}: step {step} is committed with another lineage")
         parent = line.lineages.setdefault(step - 1, before)
-        self.check("no fork", parent == before, f"{who}: step {step} follows a step that is not the line's")
+        self.report.check("no fork", parent == before, f"{who}: step {step} follows a step that is not the line's")
 
     # -------------------------------------------------------------------------------------------------------- the seed
 
     def minted(self, view: View, restored: bool) -> None:
         line = self.line
         names = ",".join(member.name for member in view.members)
-        self.tell(
+        self.report.tell(
             f"generation {view.generation} from step {view.step} {view.lineage[:6]}: {names}{' restored' * restored}"
         )
-        self.check(
+        self.report.check(
             "generations grow",
             view.generation > line.generation,
             f"generation {view.generation} follows {line.generation}",
         )
         if restored:
-            self._no_further_than_must_be(view)
+            self.checkpoints.check_no_further_back(view)
             line.saved_step = min(line.saved_step, view.step)
             line.saved_stages = {step: it for step, it in line.saved_stages.items() if step <= view.step}
         known = line.lineages.get(view.step, view.lineage)
         if known != view.lineage:
             line.left_at.add(view.step)
-        self.check(
+        self.report.check(
             "no fork",
             restored or known == view.lineage,
             f"generation {view.generation} begins at step {view.step} with another lineage",
         )
-        self._began[view.generation] = view.step
+        self.history.began[view.generation] = view.step
         if self._server is not None:
-            held = self._holders.get((view.step, view.lineage))
-            self.check("versions", bool(held), f"nobody ever held the step {view.step} of the next view")
-        self.check(
+            held = self.states.holders.get((view.step, view.lineage))
+            self.report.check("versions", bool(held), f"nobody ever held the step {view.step} of the next view")
+        self.report.check(
             "nothing saved is taken back",
             view.step >= line.saved_step,
             f"generation {view.generation} begins at step {view.step}, but step {line.saved_step} was saved",
         )
-        self.check(
+        self.report.check(
             "progress",
-            self.stages == 1 or len(self._members) < MOST_VIEWS,
+            self.stages == 1 or len(self.history.members) < MOST_VIEWS,
             f"after {MOST_VIEWS} views the job is only at step {view.step}",
         )
-        step, members = self.kept
+        step, members = self.history.kept
         missing = members - {member.name for member in view.members}
-        self.check(
+        self.report.check(
             "restored keeps",
             view.step >= step and not missing,
             f"generation {view.generation} begins at step {view.step} of {step} known ones, without {missing}",
         )
-        self.kept = (0, set())
-        line.generation, self._replicas = view.generation, view.replicas
-        self._members[view.generation] = {member.name for member in view.members}
+        self.history.kept = (0, set())
+        line.generation, self.history.replicas = view.generation, view.replicas
+        self.history.members[view.generation] = {member.name for member in view.members}
         line.lineages = {step: lineage for step, lineage in line.lineages.items() if step < view.step}
         line.lineages[view.step] = view.lineage
 
     def restored(self, live: Sequence[str]) -> None:
         """The seed starts from a backup copy. If all members of a ring live, the next view keeps all of them."""
-        members = self._members.get(self.line.generation, set())
-        begun = any(generation == self.line.generation for generation, _ in self._committed)  # then all know the view
+        members = self.history.members.get(self.line.generation, set())
+        begun = any(
+            generation == self.line.generation for generation, _ in self.history.committed
+        )  # then all know the view
         if begun and members <= set(live):
-            self.kept = max(self.line.lineages, default=0), members
-
-    def _no_further_than_must_be(self, view: View) -> None:
-        """Check that no later step was available in all parts when a split model went back without a person's
-        request."""
-        if self.stages == 1 or view.step in self.wanted:
-            self.wanted.clear()
-            return
-        for step in sorted(step for step, lineage in self.line.lineages.items() if step > view.step):
-            stages: set[int] = set()
-            for machine in self.here():
-                for kept in (machine.announced, machine.wholes):
-                    known = self._manifests.get(kept.get(step, ""))
-                    useful = known is not None and (kept is machine.wholes or known[2] == {machine.stage})
-                    if known is not None and useful and known[1] == self.line.lineages[step]:
-                        stages |= known[2]
-            self.check(
-                "no further back",
-                len(stages) < self.stages,
-                f"goes back to step {view.step}, and all parts of step {step} are here",
-            )
+            self.history.kept = max(self.line.lineages, default=0), members
 
     def ledger(self, head: LedgerHead | None, rows: Sequence[LedgerRow], micro_batches: int) -> None:
         """Check the seed's ledger at the end, when all members can reach the seed."""
@@ -319,20 +509,22 @@ class Observer:
             return
         lineage, step = head.base_lineage, head.base_step
         anew = step == 0 or step in self.line.left_at
-        self.check("ledger", anew, f"the ledger begins at step {head.base_step}, where no view left the line")
+        self.report.check("ledger", anew, f"the ledger begins at step {head.base_step}, where no view left the line")
         for row in rows:
             step, lineage = step + 1, next_lineage(lineage, row.digest)
             on_line = self.line.lineages.get(row.step, lineage)
             fits = row.step == step and on_line == lineage and sum(counts_of_untrusted(row.counts)) == micro_batches
-            self.check("ledger", fits, f"the ledger's row of step {row.step} is not what was committed")
+            self.report.check("ledger", fits, f"the ledger's row of step {row.step} is not what was committed")
         self._versions(rows)
         missing = step + 1
         later = [
             host
-            for host, (process, _, last) in self._witnesses.items()
+            for host, (process, _, last) in self._witnesses.spans.items()
             if process.alive and missing <= last and missing in self.line.lineages
         ]
-        self.check("ledger", not later, f"the ledger lacks step {missing}, and {later} know of that or later ones")
+        self.report.check(
+            "ledger", not later, f"the ledger lacks step {missing}, and {later} know of that or later ones"
+        )
 
     def _versions(self, rows: Sequence[LedgerRow]) -> None:
         if self._server is None:
@@ -344,100 +536,22 @@ class Observer:
             new = {one.number for one in made} - numbers
             numbers |= new
             fits = len(made) == len(new) == buffer and all(
-                one.base >= self._began.get(row.generation, 0)
+                one.base >= self.history.began.get(row.generation, 0)
                 and (one.bound == bound if bound else 5 <= one.bound <= 500)
                 and 0 <= (staleness := row.step - 1 - one.base) <= one.bound
                 and abs(one.weight * (1 + staleness) ** 0.5 - 1) < 1e-9
                 for one in made
             )
-            self.check("versions", fits, f"step {row.step} is made of {made}")
+            self.report.check("versions", fits, f"step {row.step} is made of {made}")
 
     def gave_up(self, first: int, last: int) -> None:
         """The seed's ledger continues after the steps ``first`` to ``last``, which are not recorded."""
-        members = self._members.get(self.line.generation, set())
+        members = self.history.members.get(self.line.generation, set())
         known = [
             host
-            for host, (process, begin, end) in self._witnesses.items()
+            for host, (process, begin, end) in self._witnesses.spans.items()
             if process.alive and host in members and begin <= last and first <= end
         ]
         self.line.left_at.add(last)
-        self.tell(f"the ledger lacks the steps {first} to {last}")
-        self.check("ledger", not known, f"the ledger gave up steps {first} to {last}, which {known} know of")
-
-    # ----------------------------------------------------------------------------------------------------- checkpoints
-
-    def forget(self, host: str) -> None:
-        self._announced = {key: step for key, step in self._announced.items() if key[0] != host}
-        self._promised = {key: step for key, step in self._promised.items() if key[0] != host}
-        self._witnesses.pop(host, None)
-
-    def saved(self, machine: ObservedMachine, step: int, digest: str, meta: Meta, bits: Sequence[bytes]) -> None:
-        """A manifest is written: the checkpoint may exist from now on. ``bits``: hashes of its parts."""
-        lineage, stage_meta = str(meta.get("lineage")), meta.get("stage")
-        stages = frozenset({stage_meta}) if isinstance(stage_meta, int) else frozenset(range(self.stages))
-        self._manifests[digest] = (step, lineage, stages)
-        process, first, _ = self._witnesses.get(machine.host, (None, step + 1, 0))
-        if process is machine.process and len(stages) == 1:
-            self._rows[digest] = first
-        generation = meta.get("generation")
-        members = self._members.get(generation if isinstance(generation, int) else 0, set())
-        members = {machine.host} if self._server else members
-        behind = members - self._holders.get((step, lineage), set())
-        self.check("confirmed", not behind, f"{machine.host} saved step {step}, which {sorted(behind)} never applied")
-        for stage, those in zip(sorted(stages), bits, strict=True):
-            self._same_bits(f"{machine.host}'s checkpoint", step, lineage, stage, those)
-
-    def announced(self, machine: ObservedMachine, step: int, digest: str) -> None:
-        """A member reported a checkpoint to the seed, for the first time or again."""
-        known = self._manifests.get(digest)
-        self.check("loaded was saved", known is not None, f"{machine.host} announces an unknown checkpoint")
-        if known is None:
-            return
-        whole = len(known[2]) == self.stages
-        kept = machine.wholes if whole and self.stages > 1 else machine.announced
-        if kept.get(step) == digest:
-            return
-        kept[step] = digest
-        what = "of the whole model " if kept is machine.wholes else ""
-        self.tell(f"{machine.host} announces a checkpoint {what}of step {step} {known[1][:6]}")
-        if kept is machine.announced:
-            key = machine.host, min(known[2])
-            self._announced[key] = max(self._announced.get(key, 0), step)
-
-    def recorded(self, step: int, digest: str) -> None:
-        """The seed has recorded a checkpoint: from now on the job relies on it."""
-        known = self._manifests.get(digest)
-        if known is not None and self.line.lineages.get(step) == known[1]:
-            stages = self.line.saved_stages.setdefault(step, set())
-            stages |= known[2]
-            if len(stages) == self.stages:
-                self.line.saved_step = max(self.line.saved_step, step)
-
-    def promised(self, machine: ObservedMachine, stage: int, step: int) -> None:
-        self._promised[machine.host, stage] = step
-
-    def loaded(self, machine: ObservedMachine, entry: CheckpointEntry | None, restore_step: int) -> None:
-        step = entry.step if entry is not None else 0
-        self.tell(f"{machine.host} loads step {step}")
-        if entry is not None:
-            known = entry.digest in self._manifests
-            self.check("loaded was saved", known, f"{machine.host} loads a checkpoint that nobody committed")
-            if (first := self._rows.get(entry.digest, step + 1)) <= step:
-                self._resumed[machine.host] = machine.process, first, step
-        key = machine.host, machine.stage
-        if restore_step >= 0:
-            promised = self._promised.pop(key, -1) == restore_step
-            self.check(
-                "verified",
-                not promised or step == restore_step,
-                f"{machine.host} verified a checkpoint of step {restore_step}, but loads {step}",
-            )
-            self._announced[key] = step
-            machine.announced = {at: digest for at, digest in machine.announced.items() if at <= restore_step}
-            machine.wholes = {at: digest for at, digest in machine.wholes.items() if at <= restore_step}
-            back = step if self.stages == 1 else restore_step  # a stage may have no checkpoint of that step
-            self.line.saved_step = min(self.line.saved_step, back)  # restored by a person, even if the seed forgets it
-            self.line.lineages = {at: lineage for at, lineage in self.line.lineages.items() if at <= back}
-            return
-        least = self._announced.get(key, 0)
-        self.check("durable", step >= least, f"{machine.host} announced a checkpoint of step {least}, but loads {step}")
+        self.report.tell(f"the ledger lacks the steps {first} to {last}")
+        self.report.check("ledger", not known, f"the ledger gave up steps {first} to {last}, which {known} know of")

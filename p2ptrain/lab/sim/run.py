@@ -138,16 +138,16 @@ def run_schedule(
             problem = runner.run(_simulate(simulation, mutation, rng, kinds, conduct or _conduct))
     finally:
         gc.enable()
-    violation = simulation.observer.violation
+    violation = simulation.observer.report.violation
     name, text = (violation.name, str(violation)) if violation else problem
-    timeline = simulation.observer.timeline
+    timeline = simulation.observer.report.timeline
     fingerprint = hashlib.sha256(repr((timeline, loop.callbacks)).encode()).hexdigest()[:16]
     return SimulationResult(
         number,
         peers,
         name,
         text,
-        simulation.observer.checks,
+        simulation.observer.report.checks,
         loop.time(),
         time.perf_counter() - began,
         simulation.observer.commits,
@@ -172,8 +172,8 @@ async def _simulate(
             newest, steps = max(simulation.observer.line.lineages, default=0), simulation.profile.job.steps
             whole = newest == steps or simulation.profile.privacy.epsilon > 0 or simulation.observer.job_state != "done"
             kept = simulation.observer.line.saved_step == newest or simulation.observer.job_state != "done"
-            simulation.observer.check("result saved", kept, f"no disk has step {newest}, and the job is done")
-            simulation.observer.check("every step", whole, f"the job ended after step {newest} of {steps}")
+            simulation.observer.report.check("result saved", kept, f"no disk has step {newest}, and the job is done")
+            simulation.observer.report.check("every step", whole, f"the job ended after step {newest} of {steps}")
         finally:
             faults.cancel()
             simulation.close()
@@ -192,11 +192,11 @@ async def _conduct(simulation: Simulation, faults: FaultSchedule, rng: random.Ra
     few = simulation.least if simulation.profile.stages == 1 else min(2, len(simulation.workers))
     for machine in rng.sample(simulation.workers, rng.randint(few, len(simulation.workers))):
         machine.start()
-    observer.tell(f"begin with {[machine.host for machine in simulation.live]}")
+    observer.report.tell(f"begin with {[machine.host for machine in simulation.live]}")
     weights = [(KINDS | KINDS_OF_PARTS)[kind] for kind in kinds]
     for _ in range(rng.randint(2, MOST_FAULTS)):
         await _wait(simulation, rng.choice((0.0, 0.2, 0.5, 1.0, 3.0)))
-        if observer.violation or observer.job_state in ("done", "failed", "cancelled"):
+        if observer.report.violation or observer.job_state in ("done", "failed", "cancelled"):
             break
         await faults.strike(rng.choices(kinds, weights)[0])
     await _to_the_end(simulation, faults)
@@ -206,12 +206,12 @@ async def _to_the_end(simulation: Simulation, faults: FaultSchedule) -> None:
     observer = simulation.observer
     await faults.calm(simulation.least)
     async with asyncio.timeout(CALM_S):
-        while observer.job_state not in ("done", "failed", "cancelled") and not observer.violation:
+        while observer.job_state not in ("done", "failed", "cancelled") and not observer.report.violation:
             if observer.job_state != "running":  # it may be paused, and a restarted seed forgets to say
                 await simulation.ask("jobs.resume", job=simulation.job)
             await _wait(simulation, 30.0)
         # A worker that lost the seed reports what it knows when it reconnects.
-        while not observer.violation and not all(machine.linked for machine in simulation.live):
+        while not observer.report.violation and not all(machine.linked for machine in simulation.live):
             await _wait(simulation, 1.0)
 
 

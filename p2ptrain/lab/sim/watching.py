@@ -126,7 +126,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
     def job_saved(self: Records, job: Any) -> None:
         if job.state != observer.job_state:
             observer.job_state = job.state
-            observer.tell(f"the job is {job.state} ({job.reason})")
+            observer.report.tell(f"the job is {job.state} ({job.reason})")
             simulation.job_changed.set()
 
     def publish(original: Any, self: CheckpointStore, temporary: Path, target: Path) -> None:
@@ -136,7 +136,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             step, meta, files = manifest_untrusted(encoded)
             states = sorted(name for name in files if name.endswith(".bin"))  # a split model's: by stage
             bits = [bits_of(self._disk.read(temporary / name, max_bytes=STATE_BYTES)) for name in states]
-            observer.saved(machine, step, hashlib.sha256(encoded).hexdigest(), meta, bits)
+            observer.checkpoints.saved(machine, step, hashlib.sha256(encoded).hexdigest(), meta, bits)
         original(self, temporary, target)
 
     def removed(self: CheckpointStore, path: Path) -> None:
@@ -150,20 +150,20 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         machine = here()
         stage = stage_of(self.root)
         if machine is not None and stage is not None:  # a stage may have no room for its share of a whole one
-            observer.promised(machine, stage, step)
+            observer.checkpoints.promised(machine, stage, step)
         return found
 
     async def load(original: Any, self: CheckpointFiles, *rest: Any, restore_step: int, **more: Any) -> Any:
         found = await original(self, *rest, restore_step=restore_step, **more)
         machine = here()
         if machine is not None:
-            observer.loaded(machine, found[3], restore_step)
+            observer.checkpoints.loaded(machine, found[3], restore_step)
         return found
 
     def send(original: Any, self: SeedLink, message: Any) -> None:
         machine = here()
         if isinstance(message, CheckpointSaved) and machine is not None:
-            observer.announced(machine, message.step, message.digest)
+            observer.checkpoints.announced(machine, message.step, message.digest)
         original(self, message)
 
     def give_up(original: Any, self: SeedLedger, *arguments: Any) -> Any:
@@ -185,7 +185,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         machine = here()
         if machine is not None and machine.false_tokens:
             machine.false_tokens -= 1
-            observer.liars.add(machine.host)
+            observer.culprits.liars.add(machine.host)
             self = replace(self, **machine.falsely)
         return bytes(original(self))
 
@@ -194,13 +194,13 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
         ranks = [rank for rank, member in enumerate(view.members) if member.name == ATTACKER] if view else []
         for rank in ranks if rule in EXCLUDING and not redone else ():
             out = scores.get(excluded_key(rank)) == 1
-            observer.check("attacker excluded", out, f"{rule} has used the attacker's vector of step {step + 1}")
+            observer.report.check("attacker excluded", out, f"{rule} has used the attacker's vector of step {step + 1}")
 
     def excluded(self: Quarantine, peer_id: str, why: str, *rest: Any) -> None:
-        if observer.culprits is not None:
-            guilty = [simulation.machines[host].worker for host in observer.culprits]
+        if observer.culprits.hosts is not None:
+            guilty = [simulation.machines[host].worker for host in observer.culprits.hosts]
             known = any(worker is not None and worker.peer_id == peer_id for worker in guilty)
-            observer.check("innocent", known, f"{peer_id} is excluded: {why}")
+            observer.report.check("innocent", known, f"{peer_id} is excluded: {why}")
 
     async def all_gather(original: Any, self: RingSession, mine: bytes, **more: Any) -> Any:
         machine = here()
@@ -214,26 +214,30 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
 
     def masked(self: Masks, values: Any, step: int) -> None:
         for key in self._keys.values():
-            observer.used(key, step, self._rank)
+            observer.privacy.used(key, step, self._rank)
 
     async def spend(original: Any, self: StepRunner, budget: Budget, members: int) -> None:
         before, view, machine = budget.releases, self._core.view, here()
         await original(self, budget, members)
         if budget.releases > before and view is not None and machine is not None:
-            observer.spent(machine.host, view, self._core.applied, budget.releases)
+            observer.privacy.spent(machine.host, view, self._core.applied, budget.releases)
 
     with ExitStack() as stack:
         for owner, name, make in (
             (JobMember, "handle", _around(handle)),
             (Transaction, "_reject", _then(observer.rejected)),
             (Token, "encode", _around(encode)),
-            (StandInEngine, "use_noise", _then(lambda self, std, key: observer.used(key) if key else None)),
+            (StandInEngine, "use_noise", _then(lambda self, std, key: observer.privacy.used(key) if key else None)),
             (Masks, "add", _then(masked)),
             (StepRunner, "_spend", _around(spend)),
             (JobController, "_mint", _around(mint)),
             (Records, "add_view", _then(view_added)),
             (Records, "save_job", _then(job_saved)),
-            (Records, "add_checkpoint", _then(lambda self, item, *_: observer.recorded(item.step, item.digest))),
+            (
+                Records,
+                "add_checkpoint",
+                _then(lambda self, item, *_: observer.checkpoints.recorded(item.step, item.digest)),
+            ),
             (CheckpointStore, "_publish", _around(publish)),
             (CheckpointStore, "_remove", _then(removed)),
             (CheckpointFiles, "load", _around(load)),
