@@ -236,7 +236,7 @@ class JobMember(ABC):
         self.square_sum = 0.0
         self.view: View | None = None
         self.torn = False  # rule 3
-        self.anew = False  # loaded again since the view began: this member no longer holds the view's state
+        self.reloaded = False  # loaded again since the view began: this member no longer holds the view's state
         self.history: deque[str] = deque(maxlen=40)
         self._checkpoint_every = checkpoint_every
         self._ticket = 0
@@ -344,7 +344,7 @@ class JobMember(ABC):
         instructions = self._leave("the state was replaced") if self.running else []
         view, self._pending_view, self._pending_break = self._pending_view, None, None
         self._replace(event)
-        self.torn, self.anew, self.phase = False, True, MemberPhase.IDLE
+        self.torn, self.reloaded, self.phase = False, True, MemberPhase.IDLE
         return [*instructions, SendReport(self.report("ready")), *(self._enter(view) if view else [])]
 
     def _discard(self, event: StateDiscarded) -> list[Any]:
@@ -392,7 +392,7 @@ class JobMember(ABC):
             self.phase = MemberPhase.EMPTY if self.torn else MemberPhase.IDLE
             return [Reload()] if self.torn else []
         old = [CloseRing("a new view was announced")] if self.phase in (MemberPhase.HELD, MemberPhase.DONE) else []
-        self.view, self.anew = view, False
+        self.view, self.reloaded = view, False
         return old + self.begin_view(view)
 
     def _postpone_break(self, event: ViewBroken) -> list[Any]:

@@ -69,7 +69,7 @@ class Work(Protocol):
 
     unit_s: float = 0.0
 
-    async def begin(self, session: RingSession, connect: ConnectPeers) -> None:
+    async def begin_view(self, session: RingSession, connect: ConnectPeers) -> None:
         """Begin a view, whose ring is ``session``. Raises as ``ConnectPeers``."""
         return
 
@@ -114,17 +114,17 @@ class Exchange(Protocol):
 
     scores: dict[str, float]
 
-    async def begin(self, ring: RingSession) -> None:
+    async def begin_view(self, ring: RingSession) -> None:
         """Begin a view. ``ring``: of the members that hold the same part of the model."""
 
-    def open(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:
+    def begin_step(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:
         """Begin a step, of which this member computes ``count`` micro-batches: what the ring reduces for each range."""
 
-    def seal(self) -> None:
+    def complete(self) -> None:
         """On the compute thread: the whole contribution is in the reduce buffer."""
         return
 
-    def put(self, start: int, stop: int) -> float:
+    def prepare(self, start: int, stop: int) -> float:
         """On the compute thread: a range of the contribution is final, and is sent next. Returns its squared norm."""
 
     async def finish(self) -> None:

@@ -43,7 +43,7 @@ class PartRings:
         self._pair: RingSession | None = None
         self.loss = math.nan
 
-    async def begin(self, session: RingSession, connect: ConnectPeers) -> RingSession:
+    async def begin_view(self, session: RingSession, connect: ConnectPeers) -> RingSession:
         """Form the rings of a view, and return that of this member's part. Raises as ``ConnectPeers``."""
         self._session, self._pair, view = session, None, session.view
         ring = await connect.ring(view.stage_ring(session.rank))

@@ -188,7 +188,7 @@ class PipelinePasses(Work):
         self._next = ""  # peer id of the next stage
         self._load: StageLoad | None = None
 
-    async def begin(self, session: RingSession, connect: ConnectPeers) -> None:
+    async def begin_view(self, session: RingSession, connect: ConnectPeers) -> None:
         self._chain, self._period_s, self._load = None, math.inf, None
         view, engine = session.view, self._engine
         replica, stage = view.replica(session.rank), view.stage_of(session.rank)

@@ -77,7 +77,7 @@ class GatheredVectors(Exchange):
         self._measured = False
         self.scores = {}
 
-    async def begin(self, ring: RingSession) -> None:
+    async def begin_view(self, ring: RingSession) -> None:
         from p2ptrain.compute.device import HOST, check_memory  # torch with it, which the simulator does without
 
         buffer, self._rank, self._members = self._engine.reduce_buffer, ring.rank, ring.size
@@ -88,7 +88,7 @@ class GatheredVectors(Exchange):
         check_memory(need_bytes, HOST, what, "choose a smaller [model], or fewer job.workers")
         self._vectors = np.empty(ring.size * buffer.size, buffer.dtype)
 
-    def open(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:
+    def begin_step(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:
         members = self._members
         self._gathered = [
             self._vectors[members * start : members * stop].reshape(members, stop - start) for start, stop in bounds
@@ -99,7 +99,7 @@ class GatheredVectors(Exchange):
         self._measured = self._rank == 0 and step % MEASURED_EVERY == 0
         return [RingPiece(piece.reshape(-1), gathered=True) for piece in self._gathered]
 
-    def put(self, start: int, stop: int) -> float:
+    def prepare(self, start: int, stop: int) -> float:
         """Put a final range of the contribution, as if the member had computed the whole step, among the vectors."""
         part = self._engine.reduce_buffer[start:stop]
         part *= self._scale

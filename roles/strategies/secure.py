@@ -88,7 +88,7 @@ class MaskedSum(Exchange):
         self._fits = True
         self.scores = {}
 
-    async def begin(self, ring: RingSession) -> None:
+    async def begin_view(self, ring: RingSession) -> None:
         if ring.size < LEAST_MASKED:
             text = f"federated.secure with {ring.size} workers would show each what the other contributes"
             raise JobFailed(text, remedy=f"start more, {LEAST_MASKED} at least: p2ptrain join")
@@ -99,16 +99,16 @@ class MaskedSum(Exchange):
         self._masks = Masks(ring.rank, pair_keys_untrusted(secret, public_keys, ring.rank, label))
         self._members = ring.size
 
-    def open(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:
+    def begin_step(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:
         self._step = step
         return [RingPiece(self._sealed[start:stop]) for start, stop in bounds]
 
-    def seal(self) -> None:
+    def complete(self) -> None:
         values, self._fits = to_fixed(self._engine.reduce_buffer, self._members)
         self._masks.add(values, self._step)
         self._sealed[:] = values  # only masked numbers are ever in memory from which the ring sends
 
-    def put(self, start: int, stop: int) -> float:
+    def prepare(self, start: int, stop: int) -> float:
         """Returns the norm of what is not masked; NaN also if it is too large for fixed point."""
         return self._engine.partial_square_sum(start, stop) if self._fits else float("nan")
 

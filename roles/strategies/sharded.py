@@ -26,7 +26,7 @@ class LockstepShards(Work):
         self._members: RingOperations | None = None  # of this replica, in this view
         self._shard, self._shards = 0, 1
 
-    async def begin(self, session: RingSession, connect: ConnectPeers) -> None:
+    async def begin_view(self, session: RingSession, connect: ConnectPeers) -> None:
         view = session.view
         self._shard, self._shards = view.stage_of(session.rank), view.stages
         ring = await connect.ring(view.replica_ring(session.rank))

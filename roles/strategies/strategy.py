@@ -115,13 +115,13 @@ class _Outgoing:
     def front_final(self, numel: int) -> None:
         """Measure and release the pieces that are complete now; called as ``roles.engine.OnFinal``."""
         for start, stop in self._bounds[self._released : bisect_right(self._stops, numel)]:
-            self.own += self._exchange.put(start, stop)
+            self.own += self._exchange.prepare(start, stop)
             self._released += 1
             self._release(self._released)
 
     def finish(self) -> None:
         self._engine.finish_gradients(self.front_final)
-        self._exchange.seal()
+        self._exchange.complete()
         self.front_final(self._stops[-1])
 
 
@@ -164,12 +164,12 @@ class Strategy:
     def scores(self) -> dict[str, float]:
         return self._exchange.scores
 
-    async def begin(self, session: RingSession, connect: ConnectPeers) -> None:
+    async def begin_view(self, session: RingSession, connect: ConnectPeers) -> None:
         """Begin a view, whose ring is ``session``, and form further connections with ``connect``. Raises as those."""
         self._session = self._transfer = self._outgoing = None
-        ring = session if self._parts is None else await self._parts.begin(session, connect)
-        await self._exchange.begin(ring)
-        await self._work.begin(session, connect)
+        ring = session if self._parts is None else await self._parts.begin_view(session, connect)
+        await self._exchange.begin_view(ring)
+        await self._work.begin_view(session, connect)
         self._session = ring
 
     async def compute(self, step: int, first: int, count: int, *, patience_s: float) -> None:
@@ -185,7 +185,7 @@ class Strategy:
         if self._before_step is not None:
             await self._before_step(step, count, self._session)
         bounds = self._bounds(step)
-        pieces = self._exchange.open(step, count, bounds)
+        pieces = self._exchange.begin_step(step, count, bounds)
         transfer = self._transfer = BucketTransfer(self._session, pieces, patience_s=patience_s)
         wake = asyncio.get_running_loop().call_soon_threadsafe
         outgoing = self._outgoing = _Outgoing(

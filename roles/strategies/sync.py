@@ -64,11 +64,11 @@ class GradientSum(Exchange):
         self._residual: npt.NDArray[np.float32] | None = None
         self.scores = {}
 
-    async def begin(self, ring: RingSession) -> None:
+    async def begin_view(self, ring: RingSession) -> None:
         codec = self._codec = None if self._engine.exact else codec_of(ring)
         self._residual = np.zeros(self._engine.exact_from, np.float32) if codec is not None and codec.feedback else None
 
-    def open(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:
+    def begin_step(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:
         buffer, residual = self._engine.reduce_buffer, self._residual
         return [
             RingPiece(buffer[start:stop], self._codec, residual[start:stop] if residual is not None else None)
@@ -77,5 +77,5 @@ class GradientSum(Exchange):
             for start, stop in bounds
         ]
 
-    def put(self, start: int, stop: int) -> float:
+    def prepare(self, start: int, stop: int) -> float:
         return self._measure(start, stop)

@@ -42,25 +42,25 @@ class EarlyStop:
     private job."""
 
     def __init__(self, patience: int, budget: Budget | None = None) -> None:
-        self._patience, self._budget = patience, budget
+        self._patience, self.budget = patience, budget
         self._known = Validations()
 
     @property
     def due(self) -> bool:
-        return 0 < self._patience <= self._known.since or (self._budget is not None and self._budget.due)
+        return 0 < self._patience <= self._known.since or (self.budget is not None and self.budget.due)
 
     @property
     def reason(self) -> str:
         """Why the job ends early; empty if it does not."""
-        if self._budget is not None and self._budget.due:
-            return self._budget.reason
+        if self.budget is not None and self.budget.due:
+            return self.budget.reason
         known = self._known
         least = f"no better validation loss than {known.best:.4g} (step {known.best_step})"
         return f"stopped early: {least} in {known.since} validation{'s'[: known.since != 1]}" if self.due else ""
 
     def spent(self) -> dict[str, float]:
         """The privacy that the job has spent, to be reported with a step; empty if it has no budget."""
-        return {} if self._budget is None else {"epsilon": self._budget.epsilon, "delta": self._budget.delta}
+        return {} if self.budget is None else {"epsilon": self.budget.epsilon, "delta": self.budget.delta}
 
     def message(self) -> bytes:
         return _WIRE.pack(*astuple(self._known))
@@ -82,12 +82,12 @@ class EarlyStop:
 
     def meta(self) -> Meta:
         known = dict(zip(_KEYS, astuple(self._known), strict=True)) if self._known.step and self._patience else {}
-        return known | self._budget.meta() if self._budget is not None else known
+        return known | self.budget.meta() if self.budget is not None else known
 
     def resumed(self, meta: Meta) -> None:
         """Go on from a checkpoint's ``meta``, or from nothing. The state was replaced by that of another step."""
-        if self._budget is not None:
-            self._budget.resumed(meta)
+        if self.budget is not None:
+            self.budget.resumed(meta)
         step, best, best_step, since = (meta.get(key) for key in _KEYS)
         whole = all(isinstance(each, int) and each >= 0 for each in (step, best_step, since))
         self._known = Validations(step, best, best_step, since) if whole and isinstance(best, float) else Validations()  # type: ignore[arg-type]

@@ -55,7 +55,6 @@ class JobState:
     Attributes:
         progress: rises with every finished piece of work: a slow member is not stuck.
         tokens: computed so far.
-        restore: where the next ``load`` begins.
     """
 
     def __init__(
@@ -70,10 +69,10 @@ class JobState:
         request: Callable[[Flag], None],
     ) -> None:
         self._context, self._core, self.files, self._tasks = context, core, files, tasks
-        self.profile, self.stage, self.restore = profile, stage, RestorePoint()
+        self.profile, self.stage = profile, stage
         self.progress = self.tokens = 0
-        self.budget = Budget(profile.privacy, files.checkpoints) if profile.privacy.epsilon else None
-        self.early = EarlyStop(profile.validation.patience, self.budget)
+        budget = Budget(profile.privacy, files.checkpoints) if profile.privacy.epsilon else None
+        self.early = EarlyStop(profile.validation.patience, budget)
         self.reports = Reports(context, core, job=core.job, stage=stage, profile=profile, early=self.early)
         self.snapshots = Snapshots(context.compute)
         self.saving = Checkpointing(
@@ -123,10 +122,9 @@ class JobState:
             notify = context.tell if profile.data.private else context.notify  # it names files
             notify("warning", "data", engine.data.note)
 
-    async def load(self) -> StateLoaded:
+    async def load(self, restore: RestorePoint) -> StateLoaded:
         """Load the state of ``restore``, an older one, or the initial one, into the engine."""
         context, files, engine = self._context, self.files.checkpoints, self.engine
-        restore, self.restore = self.restore, RestorePoint()
         if self.assembler is not None:
             await self.assembler.stop()
             await self.saving.settled()
@@ -146,7 +144,7 @@ class JobState:
     def has_unsaved(self) -> bool:
         """Whether this member holds a state of its job's last view that it has not saved."""
         core = self._core
-        if not self.is_built or core.view is None or core.torn or core.anew:
+        if not self.is_built or core.view is None or core.torn or core.reloaded:
             return False
         return core.applied >= max(core.view.step, 1) and not self.saving.has_saved(core.applied, core.lineage)
 

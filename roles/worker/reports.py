@@ -353,7 +353,7 @@ class Reports:
                 status = "held"
             case MemberPhase.DONE:
                 status = "done"
-            case MemberPhase.IDLE if view and not core.anew:
+            case MemberPhase.IDLE if view and not core.reloaded:
                 status = "broken"
             case MemberPhase.IDLE:
                 status = "ready"

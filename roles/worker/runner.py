@@ -111,7 +111,7 @@ class JobRunner:
         core = _core_of(profile, job, context.peer_id)
         self.core: JobMember = core
         self.state = JobState(context, core, profile, stage, files, self._tasks, request=self.request)
-        self.state.restore = restore
+        self._restore = restore  # where the next load begins
         self.connections = ViewConnections(context, profile, on_broken=self._handle)
         healer = Healer(context, core, progress=self.state.count_progress, stage=stage)
         self.activities: ActivityRunner
@@ -168,7 +168,7 @@ class JobRunner:
     def restore(self, point: RestorePoint) -> None:
         """Go back to a checkpoint. If neither this member nor the holders have it, load an older one; the member is
         then healed."""
-        self.state.restore = point
+        self._restore = point
         self._after_following(StateDiscarded("the job goes back to a checkpoint"))
 
     def call_back(self) -> None:
@@ -292,12 +292,13 @@ class JobRunner:
     async def _load(self) -> StateLoaded:
         state = self.state
         state.heal_source.cut("another state is loaded")
-        if state.budget is not None:
-            await state.budget.load()
+        if state.early.budget is not None:
+            await state.early.budget.load()
         if not state.is_built:
             await state.build()
             self.activities.build()
-        loaded = await state.load()
+        restore, self._restore = self._restore, RestorePoint()
+        loaded = await state.load(restore)
         self.connections.state_bytes = state.heal_source.state_bytes
         return loaded
 

@@ -61,9 +61,9 @@ class StepRunner:
         if state.profile.job.exact:  # every member would hold the same wrong sum, so equal digests prove nothing
             session.audit()
         session.patience_s = self._patience_s()
-        await self._ready_strategy.begin(session, self._connections)
-        if state.budget is not None:
-            await state.budget.view_began(session, patience_s=self._patience_s())
+        await self._ready_strategy.begin_view(session, self._connections)
+        if state.early.budget is not None:
+            await state.early.budget.view_began(session, patience_s=self._patience_s())
         if state.profile.validation.patience:
             known = await session.all_gather(state.early.message(), patience_s=self._patience_s())
             healthy = [it for it, member in zip(known, view.members, strict=True) if member.healthy]
@@ -109,8 +109,8 @@ class StepRunner:
         if step == session.view.step:
             state.reports.steps.tell_beyond(session.view, step)
         began, self._is_last = self._context.world.clock.now(), state.early.due
-        if state.budget is not None:
-            await self._spend(state.budget, session.size)
+        if state.early.budget is not None:
+            await self._spend(state.early.budget, session.size)
         with clock.phase("compute"):
             await self._ready_strategy.compute(step, instruction.first, count, patience_s=self._patience_s())
         if step > session.view.step or not clock.unit_us:  # the first one may wait for an aborted micro-batch

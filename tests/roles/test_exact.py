@@ -124,7 +124,7 @@ async def together(
             for member in ring:
                 member.session.view = replace(member.session.view, codec=phase.codec)
             for strategy, member in zip(strategies, ring, strict=True):
-                await strategy.begin(member.session, cast(ConnectPeers, None))
+                await strategy.begin_view(member.session, cast(ConnectPeers, None))
             for _ in range(phase.steps):
                 said = await one_step(strategies, step, rng)
                 assert len({one.digest for one in said}) == 1
@@ -222,7 +222,7 @@ async def said_by(engines: list[StandInEngine], threads: list[ComputeThread]) ->
         strategies = [summing(*pair, 256) for pair in zip(engines, threads, strict=True)]
 
         async def run(rank: int, first: int, count: int) -> Contribution:
-            await strategies[rank].begin(ring[rank].session, cast(ConnectPeers, None))
+            await strategies[rank].begin_view(ring[rank].session, cast(ConnectPeers, None))
             await strategies[rank].compute(0, first, count, patience_s=PATIENCE_S)
             return await strategies[rank].reduce()
 

@@ -24,7 +24,7 @@ def sending(bad: bytes) -> Any:
     def strategies(profile: Profile) -> Factory:
         def make(*common: Any) -> Any:
             strategy = strategy_of(profile)(*common)
-            begin = strategy.begin
+            begin = strategy.begin_view
 
             async def misbehave(session: Any, connect: Any) -> None:
                 honest = session.all_gather
@@ -36,7 +36,7 @@ def sending(bad: bytes) -> Any:
                     session.all_gather = all_gather
                 await begin(session, connect)
 
-            strategy.begin = misbehave  # type: ignore[method-assign]
+            strategy.begin_view = misbehave  # type: ignore[method-assign]
             return strategy
 
         return make

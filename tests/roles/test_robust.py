@@ -119,7 +119,7 @@ async def test_a_new_view_first_frees_the_vectors_of_the_one_before(monkeypatch:
     try:
         for _ in range(2):
             async with local_ring(1, MemoryNetwork()) as ring:
-                await strategy.begin(ring[0].session, cast(ConnectPeers, None))
+                await strategy.begin_view(ring[0].session, cast(ConnectPeers, None))
                 await strategy.compute(0, 0, 1, patience_s=DEADLINE_S)
             held.append(weakref.ref(cast(GatheredVectors, strategy._exchange)._vectors))
             await compute.run(int)  # the thread refers to its last call

@@ -94,7 +94,7 @@ async def test_invalid_key_names_its_sender_before_it_is_passed_on() -> None:
             sessions = [place.session for place in ring]
             honest = [MaskedSum(StandInEngine(PROFILE), thread) for _ in range(2)]
             pairs = zip(honest, sessions[:2], strict=True)
-            begun: list[Any] = [exchange.begin(session) for exchange, session in pairs]
+            begun: list[Any] = [exchange.begin_view(session) for exchange, session in pairs]
             await asyncio.gather(*begun, sessions[2].all_gather(bytes(32)), return_exceptions=True)
             assert all(session.broken.done() for session in sessions[:2]), "nobody is named"
             assert {session.broken.result().suspect for session in sessions[:2]} == {"c"}
@@ -128,7 +128,7 @@ async def step_of(engines: list[Fixed]) -> tuple[list[Any], list[np.ndarray]]:
 
         work = MicroBatches(engine, thread, lambda: None)
         strategy = Strategy(engine, thread, 0, work=work, exchange=MaskedSum(engine, thread))
-        await strategy.begin(session, None)  # type: ignore[arg-type]
+        await strategy.begin_view(session, None)  # type: ignore[arg-type]
         session.submit = recording  # type: ignore[method-assign]
         await strategy.compute(0, 0, 1, patience_s=PATIENCE_S)
         return await strategy.reduce()

@@ -90,7 +90,7 @@ class Member:
     async def step(self, number: int, first: int, count: int) -> Contribution:
         if self.session is not self._begun:
             self._begun = self.session
-            await self.strategy.begin(self.session, cast(ConnectPeers, None))
+            await self.strategy.begin_view(self.session, cast(ConnectPeers, None))
         await self.strategy.compute(number, first, count, patience_s=PATIENCE_S)
         return await self.strategy.reduce()
 

@@ -198,7 +198,7 @@ class TrainingContender:
         for name, mode in modes.items():
             engine = await compute.run(_engine, mode, threads, micro_batch_s)
             strategy = factory(engine, compute, lambda: None, profile.ring.bucket_bytes)
-            await strategy.begin(session, cast(ConnectPeers, None))  # each member holds the whole model
+            await strategy.begin_view(session, cast(ConnectPeers, None))  # each member holds the whole model
             ours[name] = RingTrainer(engine, strategy, first_lineage("bench"))
         theirs: dict[str, DdpTrainer] = {}
         for name in rivals:
