@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError
 from ring.detector import FailureDetector
 from wire.connection import Connection, Received
 from wire.messages import LONGEST_SILENCE_S, KeepAlive, Message
@@ -110,6 +110,15 @@ class Line:
     async def receive(self) -> Message:
         """The next message that is not a keep-alive. Raises as ``messages``, and ``ConnectionLost``."""
         return (await self.frame()).message
+
+    async def run(self, take: Callable[[Received], None]) -> P2PTrainError:
+        """Pass what comes to ``take`` until the connection ends, or ``take`` raises. Returns the cause."""
+        try:
+            async with self.alive():
+                while True:
+                    take(await self.frame())
+        except P2PTrainError as cause:
+            return cause
 
     async def frame(self) -> Received:
         detector = self._detector()

@@ -105,7 +105,7 @@ def chat(
         return options.positions or conversation_positions(text)
 
     at_terminal = sys.stdin.isatty() and not options.as_json
-    needs = Needs(kept=1, check=positions, wait_s=PERSON_WAITS_S if at_terminal else PIPE_WAITS_S)
+    needs = Needs(idle=1, check=positions, wait_s=PERSON_WAITS_S if at_terminal else PIPE_WAITS_S)
     directory = local_directory(options)
     thread = ServiceThread(lambda: text_source(options, directory, needs, Console(quiet=options.as_json)))
     try:

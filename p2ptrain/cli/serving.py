@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from p2ptrain.cluster.console import Console
     from p2ptrain.compute.text import ChatFormat, ModelText
     from roles.compute_thread import ComputeThread
-    from roles.drafter.drafter import Serves
+    from roles.drafter.draft_server import Serves
     from roles.member import ServingMember
     from roles.serving.chain import StageChain
     from roles.serving.model import ServedModel
@@ -385,12 +385,12 @@ def _serving(service: VerifierService, model: ServedModel, tokenizer: str, weigh
 
 async def _draft(member: ServingMember, options: JoinOptions, console: Console) -> None:
     from roles.compute_thread import ComputeThread
-    from roles.drafter.drafter import MAX_SESSIONS, Drafter
+    from roles.drafter.draft_server import MAX_SESSIONS, DraftServer
 
     compute = ComputeThread(member.world.threads)
     try:
         serves = await _small_model(options.model_directory, options, compute, console)
-        drafter = Drafter(
+        drafter = DraftServer(
             member.world,
             compute,
             serves,
@@ -413,7 +413,7 @@ async def _draft(member: ServingMember, options: JoinOptions, console: Console) 
 
 async def _small_model(directory: Path, options: JoinOptions, compute: ComputeThread, console: Console) -> Serves:
     from p2ptrain.compute.tokenizer import Tokenizer
-    from roles.drafter.drafter import Serves
+    from roles.drafter.draft_server import Serves
     from roles.serving.local_model import load_local_engine
 
     tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything

@@ -90,7 +90,7 @@ async def planned(
             name=operator_name(),
             seed_host=access.host,
             state=default_state_dir() / "operator",
-            notify=lambda level, _, said: console.event(level, said),
+            notify=lambda level, _, text: console.event(level, text),
         )
         held = await _held_by_job(client, job) if directory is None else []
         workers = await workers_of(client.request)
@@ -103,14 +103,14 @@ async def planned(
         )
     pool = await WorkerPool.connect(context, workers)
     try:
-        with tempfile.TemporaryDirectory(prefix="p2ptrain-text-") as kept:
+        with tempfile.TemporaryDirectory(prefix="p2ptrain-text-") as directory_of_text:
             if directory is not None:
                 await measured(pool, config, options)  # fail before hashing
                 console.progress(f"reading the files of {directory}")  # the first time it hashes them
                 model = await model_of_directory(context, directory)
             else:
                 model = await _model_of_worker(pool, held)
-                text = await _text_of(pool, model, Path(kept))
+                text = await _text_of(pool, model, Path(directory_of_text))
             assert text is not None
             plan = await plan_on(pool, model, options, options.positions or needs(text))
             console.clear()

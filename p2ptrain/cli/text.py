@@ -90,12 +90,12 @@ class Needs:
     """What a command needs of the service.
 
     Args:
-        kept: conversations that are kept for their next question.
+        idle: conversations whose computed part stays for their next question.
         check: refuses invalid requests before anything is loaded; returns the positions of all sessions together.
         wait_s: how long to look for a verifier that was lost between two questions; 0: do not look.
     """
 
-    kept: int
+    idle: int
     check: Callable[[ModelText], int]
     wait_s: float = 0.0
 
@@ -204,9 +204,9 @@ async def _model_source(
     from p2ptrain.compute.text import ChatFormat
     from roles.serving.text_service import ModelTextService
 
-    form = ChatFormat(text.tokenizer) if needs.kept else None
+    form = ChatFormat(text.tokenizer) if needs.idle else None
     world = real_world(TcpNetwork())
-    service = ModelTextService(world, model, text, form=form, name=label, positions=positions, kept=needs.kept)
+    service = ModelTextService(world, model, text, form=form, name=label, positions=positions, idle=needs.idle)
     about = "no chat template: plain turns" if form is None or form.is_plain else "its own chat template"
     about += "" if service.context is None else f", {service.context} tokens of context"
     try:

@@ -400,8 +400,8 @@ class ChainSessionCore:
         if event.epoch != self.epoch or not requests:
             return
         request = requests[0]
-        told = (event.number, len(event.tokens), len(event.spent_us))
-        if told != (request.number, request.work.samples, request.last + 1):
+        answer = (event.number, len(event.tokens), len(event.spent_us))
+        if answer != (request.number, request.work.samples, request.last + 1):
             self._begin_mending(now)
             reason = f"it sent an invalid answer to request {request.number}"
             self._set_back(f"stage {request.last}: {reason}", "", out)

@@ -1,6 +1,6 @@
 """The ``TextService`` over a model of this process or of its workers.
 
-What the model computed for a conversation is kept for a while, so that the next question does not compute it again.
+What the model computed for a conversation stays for a while, so that the next question does not compute it again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CONVERSATION_POSITIONS = 4096
 """Least length of a conversation's session, if the context allows it, so that the next question fits, too."""
 SHARED_CHUNK = 256
 """Positions of a prompt in one pass while other texts wait for their next token."""
-LEAST_KEPT = 16
-"""Least number of computed positions that is worth keeping."""
+LEAST_CACHED = 16
+"""Least number of computed positions worth another use."""
 _ROLES = (SYSTEM, USER, ASSISTANT)
 
 
@@ -57,7 +57,7 @@ class OpenedSession:
         it."""
         same = common_prefix(self.ids, ids)
         fits = self.positions >= positions and self.sampling == sampling and not self.session.lost
-        return same if fits and same >= LEAST_KEPT and 2 * same >= len(self.ids) else 0
+        return same if fits and same >= LEAST_CACHED and 2 * same >= len(self.ids) else 0
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -67,39 +67,39 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return min(len(one), len(other))
 
 
-class KeptSessions:
+class IdleSessions:
     """Sessions of ended texts, for the next question of their conversation.
 
     Args:
-        most: kept at a time. keep_s: for how long.
+        most: at a time. idle_s: for how long.
 
     Attributes:
         sessions: oldest first.
     """
 
-    def __init__(self, most: int, keep_s: float) -> None:
+    def __init__(self, most: int, idle_s: float) -> None:
         self.sessions: list[OpenedSession] = []
-        self._most, self._keep_s = most, keep_s
+        self._most, self._idle_s = most, idle_s
         self._closing = Background()
 
     def take(self, ids: Sequence[int], positions: int, sampling: Sampling) -> tuple[OpenedSession, int] | None:
         """The session with the longest prefix of ``ids``, and its length; None: there is none."""
-        for lost in [kept for kept in self.sessions if kept.session.lost]:
+        for lost in [each for each in self.sessions if each.session.lost]:
             self.drop(lost)
-        best = max(self.sessions, key=lambda kept: kept.usable(ids, positions, sampling), default=None)
+        best = max(self.sessions, key=lambda each: each.usable(ids, positions, sampling), default=None)
         if best is None or not (cached := best.usable(ids, positions, sampling)):
             return None
         self.sessions.remove(best)
         return best, cached
 
-    def keep(self, opened: OpenedSession) -> None:
+    def add(self, opened: OpenedSession) -> None:
         self.sessions.append(opened)
-        asyncio.get_running_loop().call_later(self._keep_s, self._expire, opened)
+        asyncio.get_running_loop().call_later(self._idle_s, self._expire, opened)
         if len(self.sessions) > self._most:
             self.drop(self.sessions[0])
 
     def drop(self, opened: OpenedSession) -> None:
-        """Begin to close a session, kept or not."""
+        """Begin to close a session, idle or not."""
         if opened in self.sessions:
             self.sessions.remove(opened)
         self._closing.start(opened.session.close(), "close a session")
@@ -131,7 +131,7 @@ class ModelTextService:
         form: format of conversations; None: read with the first conversation.
         name: of the model, for people and programs. created: Unix time of its files.
         positions: largest length of a text, prompt included; 0: the model's context.
-        kept: most conversations whose computed part is kept. keep_s: for how long.
+        idle: most conversations whose computed part stays for the next question. idle_s: for how long.
         wait_s: how long a text waits for memory that other texts use.
     """
 
@@ -145,15 +145,15 @@ class ModelTextService:
         name: str,
         created: int = 0,
         positions: int = 0,
-        kept: int = 2,
-        keep_s: float = 180.0,
+        idle: int = 2,
+        idle_s: float = 180.0,
         wait_s: float = 60.0,
     ) -> None:
         self.model, self.created = name, created
         known = [each for each in (text.context, model.context, positions) if each]
         self.context: int | None = min(known, default=None)
         text.context = self.context
-        self.kept = KeptSessions(kept, keep_s)
+        self.idle = IdleSessions(idle, idle_s)
         self._served, self._text, self._form = model, text, form
         self._wait_s = wait_s
         self._now = world.clock.now
@@ -183,8 +183,8 @@ class ModelTextService:
         def end(session: TextSession, is_usable: bool) -> None:
             self._texts.discard(session)
             self._ended.set()
-            kept = replace(opened, ids=tuple(decoding.ids[:-1]))
-            (self.kept.keep if is_usable and len(kept.ids) >= LEAST_KEPT else self.kept.drop)(kept)
+            ended = replace(opened, ids=tuple(decoding.ids[:-1]))
+            (self.idle.add if is_usable and len(ended.ids) >= LEAST_CACHED else self.idle.drop)(ended)
             on_end(session)
 
         session = TextSession(
@@ -204,7 +204,7 @@ class ModelTextService:
         """End all texts, with ``reason`` for their readers. Never raises."""
         ending = [session.end(reason) if reason is not None else session.close() for session in list(self._texts)]
         await asyncio.gather(*ending)
-        await self.kept.close(timeout_s=self._wait_s)
+        await self.idle.close(timeout_s=self._wait_s)
         self._thread.close()
 
     # ------------------------------------------------------------------------------------------------------- beginning
@@ -242,11 +242,11 @@ class ModelTextService:
         return max(1, (self.context or CONVERSATION_POSITIONS + taken) - taken)
 
     async def _opened(self, prepared: PreparedText) -> tuple[OpenedSession, int]:
-        """A session of the model, and the number of prompt positions that it has. If memory is short, close kept
+        """A session of the model, and the number of prompt positions that it has. If memory is short, close idle
         sessions, then wait for texts. Raises as ``ServedModel.open``."""
         ids, needs, sampling = prepared.ids, len(prepared.ids) + prepared.max_new_tokens, prepared.sampling
-        if (kept := self.kept.take(ids, needs, sampling)) is not None:
-            return kept
+        if (found := self.idle.take(ids, needs, sampling)) is not None:
+            return found
         room = needs
         if prepared.grows:
             room = max(needs, min(self.context or CONVERSATION_POSITIONS, CONVERSATION_POSITIONS))
@@ -258,7 +258,7 @@ class ModelTextService:
                     raise
                 if room > needs:
                     room = needs
-                elif not await self.kept.free_memory(timeout_s=self._wait_s):
+                elif not await self.idle.free_memory(timeout_s=self._wait_s):
                     await self._end_of_a_text(problem)
             else:
                 return OpenedSession(session, room, sampling), 0

@@ -217,17 +217,11 @@ class WorkerPeer:
             raise ConnectionLost(f"{self.name} is lost: {self.problem.message}", remedy=self.problem.remedy)
 
     async def _receive(self) -> None:
-        problem: P2PTrainError = ConnectionLost("it closed the connection")
+        problem: P2PTrainError = ConnectionLost("this client failed to process its message")
         try:
-            async with self._line.alive():
-                while True:
-                    self._take_untrusted(await self._line.receive())
-        except P2PTrainError as error:
-            problem = error
-        except Exception as mistake:  # a defect of this program: end the calls that wait for the worker
-            self._end(ConnectionLost(f"this client failed to process its message: {type(mistake).__name__}"))
-            raise
-        self._end(problem)
+            problem = await self._line.run(lambda received: self._take_untrusted(received.message))
+        finally:
+            self._end(problem)
 
     def _end(self, problem: P2PTrainError) -> None:
         if self.problem is not None:

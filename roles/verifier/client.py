@@ -46,7 +46,7 @@ class VerifierClient:
         self._next = 1
         self._problem: P2PTrainError | None = None
         self._tasks = Background()
-        self._tasks.start(self._hear(), f"verifier {verifier.name}")
+        self._tasks.start(self._receive(), f"verifier {verifier.name}")
 
     @classmethod
     async def dial(
@@ -131,15 +131,10 @@ class VerifierClient:
             f"the verifier {name} was lost in the middle of a text: {why}; {made}", remedy=self._if_lost
         )
 
-    async def _hear(self) -> None:
-        problem: P2PTrainError = ConnectionLost("it closed the connection")
+    async def _receive(self) -> None:
+        problem: P2PTrainError = ConnectionLost("this client failed to process its message")
         try:
-            async with self._line.alive():
-                while True:
-                    received = await self._line.frame()
-                    self._take_untrusted(received.message, received.stream)
-        except P2PTrainError as error:
-            problem = error
+            problem = await self._line.run(lambda received: self._take_untrusted(received.message, received.stream))
         finally:
             self._end(problem)
 

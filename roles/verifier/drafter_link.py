@@ -177,25 +177,18 @@ class DrafterLink:
         connection = await context.dial(at, "draft", role="drafter")
         line = self.line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
         self._last_stream = 0
-        problem: P2PTrainError = ConnectionLost("it closed the connection")
+        pinging = asyncio.create_task(self._measure(line), name=f"measure {at.name}")
         try:
-            async with line.alive():
-                pinging = asyncio.create_task(self._measure(line), name=f"measure {at.name}")
-                try:
-                    while True:
-                        self._take_untrusted(await line.frame())
-                finally:
-                    pinging.cancel()
-                    await asyncio.gather(pinging, return_exceptions=True)
-        except P2PTrainError as ended:
-            problem = line.connection.close_cause or ended
+            problem = await line.run(self._take_untrusted)
         finally:
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
             self.line, self.there = None, False
             self._calls.lost(at.name)
             for session in list(self._sessions.values()):
                 self.lose(session)
             self._on_change(self)
-        raise problem
+        raise line.connection.close_cause or problem
 
     async def _measure(self, line: Line) -> None:
         round_trip = MovingAverage(weight=0.3)

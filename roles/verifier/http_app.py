@@ -39,14 +39,14 @@ _ENDED = {"stop": "stop", "end": "stop", "length": "length"}
 """``Writing.ended`` → OpenAI's reason, which is the same for a stop string and the model's own end."""
 
 
-def event(said: dict[str, Any]) -> bytes:
-    return b"data: " + json_bytes(said) + b"\n\n"
+def event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json_bytes(data) + b"\n\n"
 
 
 def fingerprint(service: TextService) -> str:
     """A digest of what may change the text: the model's files and the version of this program."""
-    said = f"{__version__}\n{service.model}\n{service.created}"
-    return "fp_" + hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
+    identity = f"{__version__}\n{service.model}\n{service.created}"
+    return "fp_" + hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
 
 
 def model_card(service: TextService) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class _Reply:
             finally:
                 await self._app.close(writing)
         self._began = True
-        await json_response(self._whole_said(texts, usage_of(prompt, new)), headers=headers)(scope, receive, send)
+        await json_response(self._whole_body(texts, usage_of(prompt, new)), headers=headers)(scope, receive, send)
 
     async def _streamed(self, send: Send) -> None:
         prompt = new = 0
@@ -196,15 +196,15 @@ class _Reply:
 
     # formats
 
-    def _whole_said(self, texts: list[tuple[str, str]], usage: dict[str, int]) -> dict[str, Any]:
+    def _whole_body(self, texts: list[tuple[str, str]], usage: dict[str, int]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for index, (text, reason) in enumerate(texts):
-            said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-            choices.append({"index": index, **said, "logprobs": None, "finish_reason": reason})
+            written = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            choices.append({"index": index, **written, "logprobs": None, "finish_reason": reason})
         return self._frame("chat.completion") | {"choices": choices, "usage": usage}
 
-    def _event(self, index: int, said: str | dict[str, str], reason: str | None = None) -> bytes:
-        choice = {"index": index, "delta" if self._chat else "text": said, "logprobs": None, "finish_reason": reason}
+    def _event(self, index: int, content: str | dict[str, str], reason: str | None = None) -> bytes:
+        choice = {"index": index, "delta" if self._chat else "text": content, "logprobs": None, "finish_reason": reason}
         usage = {"usage": None} if self._asked.include_usage else {}
         return event(self._frame("chat.completion.chunk") | {"choices": [choice]} | usage)
 
@@ -230,5 +230,5 @@ def _left_out(writing: Writing) -> dict[str, str]:
     return {"p2ptrain-turns-left-out": str(writing.left_out)} if writing.left_out else {}
 
 
-async def _send(send: Send, said: bytes, *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": said, "more_body": more})
+async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -99,51 +99,51 @@ def read_completion(body: bytes, draw_seed: Callable[[], int]) -> HttpTextReques
     Args:
         draw_seed: makes a seed for a request without one.
     """
-    given = _read(_Completion, body)
-    prompts = [given.prompt] if isinstance(given.prompt, str) else given.prompt
-    return _request(given, tuple({"prompt": prompt} for prompt in prompts), draw_seed)
+    fields = _read(_Completion, body)
+    prompts = [fields.prompt] if isinstance(fields.prompt, str) else fields.prompt
+    return _request(fields, tuple({"prompt": prompt} for prompt in prompts), draw_seed)
 
 
 def read_chat(body: bytes, draw_seed: Callable[[], int]) -> HttpTextRequest:
     """Parse the body of ``POST /v1/chat/completions``; as ``read_completion``."""
-    given = _read(_Chat, body)
-    for index, message in enumerate(given.messages):
+    fields = _read(_Chat, body)
+    for index, message in enumerate(fields.messages):
         for name, value in (message.model_extra or {}).items():
             if name != "name" and value not in (None, []):  # earlier answers may have empty fields
                 raise _refused(f"messages.{index}.{shortened(name, 64)}", _TEXT_ONLY)
-    if given.messages[-1].role != "user":
+    if fields.messages[-1].role != "user":
         raise wrong("messages", "the last message must be a user's, for the model to answer")
-    return _request(given, ({"turns": tuple(message.turn() for message in given.messages)},), draw_seed)
+    return _request(fields, ({"turns": tuple(message.turn() for message in fields.messages)},), draw_seed)
 
 
-class _Given(BaseModel):
+class _StrictModel(BaseModel):
     """Fields of a body, without silent conversions. ``_check_other`` checks all other parameters."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
-class _StreamOptions(_Given):
+class _StreamOptions(_StrictModel):
     include_usage: bool | None = None
 
 
-class _Part(_Given):
+class _Part(_StrictModel):
     type: Literal["text"]
     text: str
 
 
-class _Message(_Given):
+class _Message(_StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[_Part], Field(min_length=1, fail_fast=True)]
 
     def turn(self) -> Turn:
-        said = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return Turn("system" if self.role == "developer" else self.role, said)
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return Turn("system" if self.role == "developer" else self.role, text)
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class _Body(_Given):
+class _Body(_StrictModel):
     model: str = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -170,10 +170,10 @@ class _Chat(_Body):
 
 
 def _read(schema: type[_SomeBody], body: bytes) -> _SomeBody:
-    given = read_model(schema, body)
-    for name, value in (given.model_extra or {}).items():
+    fields = read_model(schema, body)
+    for name, value in (fields.model_extra or {}).items():
         _check_other(name, value)
-    return given
+    return fields
 
 
 def _check_other(name: str, value: object) -> None:
@@ -189,30 +189,30 @@ def _check_other(name: str, value: object) -> None:
         raise _refused(name, why)
 
 
-def _request(given: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callable[[], int]) -> HttpTextRequest:
-    named = {most for most in (given.max_tokens, given.max_completion_tokens) if most is not None}
+def _request(fields: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callable[[], int]) -> HttpTextRequest:
+    named = {most for most in (fields.max_tokens, fields.max_completion_tokens) if most is not None}
     if len(named) > 1:
         raise wrong("max_tokens", "max_completion_tokens is its new name, and has another value")
-    if given.stream_options is not None and not given.stream:
+    if fields.stream_options is not None and not fields.stream:
         raise wrong("stream_options", "allowed only if stream is true")
     sampling = SamplingOptions(
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        seed=draw_seed() if given.seed is None else given.seed,
+        temperature=fields.temperature,
+        top_k=fields.top_k,
+        top_p=fields.top_p,
+        seed=draw_seed() if fields.seed is None else fields.seed,
     )
     texts = tuple(
         TextRequest(
             **text,
             max_new_tokens=max(named) if named else None,
             sampling=sampling,
-            stop=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ()),
-            speculate=given.speculate == "auto",
+            stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+            speculate=fields.speculate == "auto",
         )
         for text in asked
     )
-    usage = given.stream_options is not None and bool(given.stream_options.include_usage)
-    return HttpTextRequest(given.model, texts, stream=bool(given.stream), include_usage=usage)
+    usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
+    return HttpTextRequest(fields.model, texts, stream=bool(fields.stream), include_usage=usage)
 
 
 def _refused(param: str, why: str) -> Problem:

@@ -82,7 +82,7 @@ class _Caller:
     def _forget(self, stream: int) -> None:
         if self._asked.pop(stream).cancelled() and stream in self._stopped:  # cancelled before it began
             with suppress(_CallerGone):
-                self._say(wire.Written("cancelled", {}), stream)
+                self._send(wire.Written("cancelled", {}), stream)
         self._stopped.discard(stream)
 
     async def _answer(self, stream: int, request: TextRequest) -> None:
@@ -105,16 +105,16 @@ class _Caller:
             except Exception as mistake:  # a defect of this program: the client must not wait  # noqa: BLE001
                 last = refused(report_defect(mistake))
             with suppress(_CallerGone):
-                self._say(last, stream)
+                self._send(last, stream)
         finally:
             if writing is not None:
                 await writing.close()
 
     async def _send_all(self, stream: int, writing: Writing) -> None:
-        self._say(wire.QuestionAccepted(writing.prompt_tokens, writing.left_out), stream)
+        self._send(wire.QuestionAccepted(writing.prompt_tokens, writing.left_out), stream)
         async for piece in writing:
             for part in _frames(piece):
-                self._say(part, stream)
+                self._send(part, stream)
             if self._connection.unsent_bytes > UNSENT_BYTES:
                 try:
                     await self._connection.flush(timeout_s=READ_S)
@@ -122,7 +122,7 @@ class _Caller:
                     self._connection.abort(problem)
                     raise _CallerGone from problem
 
-    def _say(self, message: Message, stream: int) -> None:
+    def _send(self, message: Message, stream: int) -> None:
         try:
             self._connection.send(message, stream=stream)
         except ConnectionLost as problem:

@@ -37,7 +37,7 @@ class ServiceOptions:
 
     Attributes:
         sessions: texts written at a time. waiting: most requests that wait, each for ``wait_s`` at most.
-        positions, kept, keep_s: as of ``ModelTextService``.
+        positions, idle, idle_s: as of ``ModelTextService``.
         most_drafts: most drafts in a pass; the cost model may use fewer.
     """
 
@@ -45,8 +45,8 @@ class ServiceOptions:
     waiting: int = 32
     wait_s: float = 60.0
     positions: int = 0
-    kept: int = 2
-    keep_s: float = 180.0
+    idle: int = 2
+    idle_s: float = 180.0
     most_drafts: int = MOST_DRAFTS
 
 
@@ -136,8 +136,8 @@ class VerifierService:
             name=name,
             created=created,
             positions=options.positions,
-            kept=options.kept,
-            keep_s=options.keep_s,
+            idle=options.idle,
+            idle_s=options.idle_s,
             wait_s=options.wait_s,
         )
         self.cost_model = CostModel()

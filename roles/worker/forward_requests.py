@@ -26,7 +26,7 @@ from roles.worker.part_cache import MAX_SESSIONS, Part, PartCache
 from roles.worker.stage_requests import CloseRequest, OpenRequest, PeerAddress, ResumeRequest
 from roles.worker.stage_session import StageSession
 from wire.chain_messages import CHAIN_STREAM, CHUNK, NEXT_LOST, UNKNOWN_SESSION, ChainBroken, ForwardRequest, Sampled
-from wire.connection import Connection
+from wire.connection import Connection, Received
 from wire.messages import Hello, Message, RefusalCode
 
 LINK_UNSENT_BYTES = 4 << 20
@@ -105,17 +105,14 @@ class NextStage:
         self._task.cancel()
 
     async def _listen(self) -> None:
-        problem: P2PTrainError = ConnectionLost("the next stage closed the connection")
-        try:
-            async with self._line.alive():
-                while True:
-                    message = await self._line.receive()
-                    raise ProtocolError(f"unexpected message {type(message).__name__} from the next stage")
-        except P2PTrainError as error:
-            problem = error
+        problem = await self._line.run(_refuse_message)
         if not self.closed:
             self.closed = True
             self._on_lost(self, problem)
+
+
+def _refuse_message(received: Received) -> None:
+    raise ProtocolError(f"unexpected message {type(received.message).__name__} from the next stage")
 
 
 def of_session(hello: Hello) -> tuple[str, int]:

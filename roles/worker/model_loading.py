@@ -315,9 +315,9 @@ class Loader:
         try:
             # Before the first byte is received, so that no load fails late for lack of room; and before parts are
             # unloaded, because others ask for memory meanwhile.
-            gone = self._cache.make_room(need_bytes, f"{what} and {request.positions} positions of sessions")
+            unloaded = self._cache.make_room(need_bytes, f"{what} and {request.positions} positions of sessions")
             self._cache.reserve(me, need_bytes)
-            await self._unload(gone)
+            await self._unload(unloaded)
             own = await self._own(request.path)
             read_bytes, received_bytes = await self._place_all(builder, wanted, own, receiver, on_bytes)
             engine = await self._compute.run(builder.finish)

@@ -168,9 +168,9 @@ DRAFTER = Target(
     st.lists(_AS_VERIFIER, max_size=6),
     lambda said: run_virtual(_asked(said)),
     (
-        "roles.drafter.drafter.Drafter._open_untrusted",
-        "roles.drafter.drafter.Drafter._find_untrusted",
-        "roles.drafter.drafter.Drafter._take_verdict_untrusted",
+        "roles.drafter.draft_server.DraftServer._open_untrusted",
+        "roles.drafter.draft_server.DraftServer._find_untrusted",
+        "roles.drafter.draft_server.DraftServer._take_verdict_untrusted",
         "roles.drafter.draft_messages.ids_untrusted",
     ),
     peak_bytes=16 << 20,

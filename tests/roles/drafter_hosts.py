@@ -18,7 +18,7 @@ from p2ptrain.core.threads import LoopThreads, RealThreads, Threads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.compute_thread import ComputeThread
 from roles.drafter.draft_messages import verdict_untrusted
-from roles.drafter.drafter import Drafter, Serves
+from roles.drafter.draft_server import DraftServer, Serves
 from roles.drafter.drafting import DraftVerdict
 from roles.engine import StageEngine
 from roles.line import Line
@@ -109,7 +109,7 @@ class DrafterHost:
             threads.call_s["compute"] = self.step_s
         world = World(LoopClock(), self.network, RealDisk(), random.Random(1), threads)
         self._compute = ComputeThread(threads)
-        self.drafter = Drafter(world, self._compute, self.serves, **self.options)
+        self.drafter = DraftServer(world, self._compute, self.serves, **self.options)
         self.server: Server = await serve(
             self.network,
             self.host or "0.0.0.0",

@@ -16,7 +16,7 @@ from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError,
 from p2ptrain.core.serving import Pass, Ran, Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.drafter.draft_messages import packed
-from roles.drafter.drafter import MAX_CALLERS
+from roles.drafter.draft_server import MAX_CALLERS
 from roles.drafter.drafting import DraftVerdict
 from roles.line import Line
 from roles.verifier.drafter_link import Vocabulary

@@ -10,7 +10,8 @@ import pytest
 from p2ptrain.core.errors import ResourceError
 from roles.serving import chain_core as ev
 from roles.serving.chain_core import MOST_STALLS, WINDOW, ChainPhase, ChainSessionCore
-from tests.roles.serving.decoding import Decoding
+from roles.serving.decoding import Decoding
+from roles.serving.text_service import common_prefix
 from wire.chain_messages import ChainBroken
 
 from .fake_chain import VOCAB, Chain, picked, reference
@@ -29,25 +30,31 @@ def undisturbed(stages: int, prompt: list[int], tokens: int) -> list[int]:
 
 
 def generate(
-    chain: Chain, prompt: list[int], tokens: int, disturb: Callable[[Chain], None] = lambda chain: None
+    chain: Chain,
+    prompt: list[int],
+    tokens: int,
+    disturb: Callable[[Chain], None] = lambda chain: None,
+    *,
+    chunk: int = 2048,
 ) -> list[int]:
     """Run plain decoding to its end, disturbed before each step."""
-    decoding = Decoding(chain.core.ids, prompt, max_new_tokens=tokens)
+    decoding = Decoding(prompt, max_new_tokens=tokens, cached=common_prefix(chain.core.ids, prompt))
 
-    def submit(works: list[ev.PassSubmitted]) -> None:
-        for work in works:
-            chain.hand(work)
+    def submit() -> None:
+        request = decoding.next_pass(chunk=chunk)
+        index, prefill = request.sample_index(len(prompt)), request.keep < len(prompt)
+        chain.hand(ev.PassSubmitted(request.ids, request.keep, request.samples, index, prefill))
 
     def done(answer: ev.PassAnswered) -> None:
-        _, works = decoding.done(answer.index, answer.tokens, chain.core.submitted)
-        submit(works)
-        submit(decoding.wants(chain.core.room, chain.core.submitted))
+        decoding.take_samples(answer.tokens, answer.took_s, 0.0)
+        if not decoding.ended:
+            submit()
 
     chain.on_done = done
-    submit(decoding.wants(chain.core.room, chain.core.submitted))
+    submit()
     for _ in range(MOST_STEPS):
         if decoding.ended or chain.failed:
-            return decoding.tokens
+            return list(decoding.tokens)
         disturb(chain)
         assert chain.step(), f"nothing is on its way, {decoding.tokens} so far"
     raise AssertionError("it never ends")
@@ -84,18 +91,13 @@ def disturbing(rng: random.Random, deaths: int, other: int) -> Callable[[Chain],
 @pytest.mark.parametrize("seed", range(40))
 def test_the_same_tokens_come_whatever_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    for name in (
-        "roles.serving.chain_core.CHUNK",
-        "roles.serving.chain_core.CHUNK_AGAIN",
-        "tests.roles.serving.decoding.CHUNK",
-    ):
-        monkeypatch.setattr(name, 4)
+    monkeypatch.setattr("roles.serving.chain_core.CHUNK_AGAIN", 4)
     stages, deaths, other = rng.randrange(1, 6), rng.randrange(7), rng.randrange(4)
     # A stage that is blamed costs a peer, too.
     chain = Chain(stages, deaths + 3 * other + 2 * deaths, rng)
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
     tokens = rng.randrange(1, 12)
-    made = generate(chain, prompt, tokens, disturbing(rng, deaths, other))
+    made = generate(chain, prompt, tokens, disturbing(rng, deaths, other), chunk=4)
     assert chain.failed is None
     assert made == undisturbed(stages, prompt, tokens)
 
@@ -145,9 +147,7 @@ def killing(kills: dict[int, int]) -> Callable[[Chain], None]:
 
 def test_a_loss_at_every_single_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage killed before each step of one run, the mending included: a second one dies some steps later."""
-    monkeypatch.setattr("roles.serving.chain_core.CHUNK", 3)
     monkeypatch.setattr("roles.serving.chain_core.CHUNK_AGAIN", 3)
-    monkeypatch.setattr("tests.roles.serving.decoding.CHUNK", 3)
     stages, prompt, tokens = 3, list(range(20, 28)), 4
     wanted = undisturbed(stages, prompt, tokens)
     mended = 0
@@ -155,7 +155,7 @@ def test_a_loss_at_every_single_moment(monkeypatch: pytest.MonkeyPatch) -> None:
         for first, second, later in ((0, 0, 3), (1, 1, 5), (2, 1, 9), (1, 0, 7), (0, 2, 14), (2, 2, 4)):
             chain = Chain(stages, 2, random.Random(moment))
             kills = {moment: first, moment + later: second}
-            assert generate(chain, prompt, tokens, killing(kills)) == wanted
+            assert generate(chain, prompt, tokens, killing(kills), chunk=3) == wanted
             assert chain.failed is None
             mended += len(chain.mended) - 1
     assert mended > 150  # some kills meet a session that is only being opened
@@ -197,9 +197,7 @@ def test_a_prompt_flows_through_the_chain_as_a_pipeline() -> None:
     core.handle(ev.Tick(), 0.0)
     core.handle(ev.StageAnswered(1, 1), 0.0)
     core.handle(ev.StageAnswered(0, 2), 0.0)
-    decoding = Decoding([], list(range(50_000)), max_new_tokens=2)
-    works = decoding.wants(core.room, 0)
-    assert len(works) == WINDOW  # no queue grows without bound
+    works = [ev.PassSubmitted(tuple(range(2048)), 2048 * place, 0, 0, prefill=True) for place in range(WINDOW)]
     sent = [send.work for work in works for send in core.handle(work, 0.0) if isinstance(send, ev.ForwardSend)]
     assert [(work.keep, len(work.ids), work.samples) for work in sent] == [(2048 * i, 2048, 0) for i in range(WINDOW)]
     with pytest.raises(ValueError, match="in flight"):
@@ -319,27 +317,6 @@ def test_a_history_in_common_is_not_computed_again() -> None:
     first = generate(chain, [1, 2, 3, 4], 3)
     again = [1, 2, 3, 4, *first, 9, 10]
     before = len(chain.done)
-    decoding = Decoding(chain.core.ids, again, max_new_tokens=2)
-    (work,) = decoding.wants(chain.core.room, chain.core.submitted)
-    assert work.keep == 6  # the last token of a generation was never taken in
-    assert work.ids == (first[-1], 9, 10)
+    assert common_prefix(chain.core.ids, again) == 6  # the last token of a generation was never taken in
     assert generate(chain, again, 2) == undisturbed(3, again, 2)
     assert len(chain.done) == before + 2
-
-
-def test_decoding_ends_at_a_stop_token_or_at_its_length() -> None:
-    wanted = undisturbed(2, [4, 4], 9)
-    decoding = Decoding([], [4, 4], max_new_tokens=9, stop_ids=[wanted[3]])
-    works = decoding.wants(8, 0)
-    for place, token in enumerate(wanted[:4]):
-        assert [work.prefill for work in works] == [place == 0], "only the prompt is one"
-        given, works = decoding.done(place, [token], place + 1)
-        assert given == (token,)
-    assert decoding.ended == "stop"
-    assert decoding.done(4, [1], 5) == ((), [])
-    decoding = Decoding([], [4], max_new_tokens=1)
-    decoding.wants(8, 0)
-    assert decoding.done(0, [1], 1) == ((1,), [])
-    assert decoding.ended == "length"
-    with pytest.raises(ValueError, match="prompt"):
-        Decoding([], [], max_new_tokens=1)

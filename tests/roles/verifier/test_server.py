@@ -162,7 +162,7 @@ def test_a_client_that_goes_takes_its_texts_with_it(tmp_path: Path, how: str) ->
     async def scene() -> None:
         drafters = ScriptedDrafters()
         slow = ScriptedTarget(pass_s=0.5)
-        async with verifier(tmp_path, target=slow, drafters=drafters, sessions=2, kept=0) as there:
+        async with verifier(tmp_path, target=slow, drafters=drafters, sessions=2, idle=0) as there:
             client = await there.client()
             for _ in range(2):
                 await client.write(wish(580))

@@ -229,9 +229,9 @@ def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path) -> None:
 def test_what_is_kept_goes_for_memory_and_after_a_while(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget(room=80)
-        serving = service(tmp_path, target, keep_s=60.0)
+        serving = service(tmp_path, target, idle_s=60.0)
         await read(await serving.write(wish(40)))
-        assert len(target.open_now) == len(serving.texts.kept.sessions) == 1
+        assert len(target.open_now) == len(serving.texts.idle.sessions) == 1
         await read(await serving.write(wish(40, prompt="another one")))  # there is no room for both
         assert len(target.open_now) == 1
         await asyncio.sleep(61)
@@ -283,7 +283,7 @@ def test_closing_ends_it_soon(tmp_path: Path, when: str) -> None:
     async def scene() -> None:
         target = ScriptedTarget()
         drafters = ScriptedDrafters(wrong_every=2)  # so that a text is of more pieces than wait for who reads
-        serving = service(tmp_path, target, drafters, kept=0)
+        serving = service(tmp_path, target, drafters, idle=0)
         writing = await serving.write(wish(500))
         await asyncio.sleep({"prefill": 0.01, "writing": 0.5, "unread": 100.0}[when])
         began = asyncio.get_running_loop().time()
@@ -310,7 +310,7 @@ def test_a_pass_that_does_not_end_is_given_up(tmp_path: Path) -> None:
         await writing.close()
         await asyncio.sleep(1)
         assert not target.open_now
-        assert not len(serving.texts.kept.sessions)
+        assert not len(serving.texts.idle.sessions)
         await settled(serving, target)
 
     within(scene())

@@ -148,7 +148,7 @@ class Gauge:
         }
 
 
-class Drafter:
+class DraftServer:
     """See the module's docstring.
 
     Args:
