@@ -16,8 +16,9 @@ import numpy as np
 
 from configs.loader import load
 from p2ptrain.compute.device import pick_device
+from p2ptrain.compute.recipe import ModelRecipe
 from p2ptrain.compute.robust import aggregate, middle_of
-from p2ptrain.compute.trainer import build_trainer
+from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.lab.attacker import ATTACKS, attacking
 from roles.worker.build import training_spec
@@ -41,8 +42,8 @@ def final_loss(rule: str, attack: str, members: int, byzantine: int) -> float:
     """Validation loss after ``STEPS`` steps; NaN if a step was not finite."""
     spec = training_spec(load("tiny", {}, [*SETS, f"batch.micro_batches={members}"]).profile)
     device = pick_device("cpu", 1)
-    honest = build_trainer(spec, device)
-    wrong = attacking(build_trainer(spec, device), attack, micro_batches=members, seed=1) if attack else honest
+    honest = Trainer(ModelRecipe(spec, device))
+    wrong = attacking(Trainer(ModelRecipe(spec, device)), attack, micro_batches=members, seed=1) if attack else honest
     for trainer in (honest, wrong):
         trainer.state.load_initial()
     rows = np.empty((members, honest.reduce_buffer.size), np.float32)

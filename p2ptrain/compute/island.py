@@ -49,7 +49,7 @@ from p2ptrain.compute.flat import FlatModel
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, rows_of
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
-from p2ptrain.compute.trainer import Trainer, TrainerParts, make_parts
+from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.training_spec import TrainingSpec
 from p2ptrain.compute.training_state import TrainingState, blob_of
 from p2ptrain.compute.update import StepUpdate
@@ -83,6 +83,8 @@ COMMANDS: dict[str, tuple[type, ...]] = {
     "take_state": (),
 }
 """Command → types of its arguments. Most are methods of ``IslandTrainer``."""
+STATE_COMMANDS = ("load_initial", "give_state", "take_state")
+"""Those that are methods of ``IslandState``."""
 
 
 def command_untrusted(body: bytes) -> list[Any]:
@@ -270,7 +272,7 @@ class Island:
             elif name not in ("beat", "free"):
                 if trainer is None:
                     raise ProtocolError(f"the command {name} in the island came before a model")
-                getattr(trainer, name)(*arguments)
+                getattr(trainer.state if name in STATE_COMMANDS else trainer, name)(*arguments)
 
     def _made(self, make: Callable[[], IslandTrainer]) -> tuple[IslandTrainer | None, P2PTrainError]:
         """The engine, or None and the first problem of any process; then none of them has one."""
@@ -305,11 +307,12 @@ class IslandTrainer(Trainer):
         if device.kind == "cuda":  # of this thread; FSDP2 asks for it
             torch.cuda.set_device(device.torch_device)
         shard = ShardSpec(island.mesh, accumulate=False, memory_bytes=memory_bytes)
-        recipe = ModelRecipe(spec, device, shard=shard)
-        parts = make_parts(recipe, processes=island.place.size, make_buffer=partial(IslandBuffer, island))
-        assert isinstance(parts.buffer, IslandBuffer)
-        parts.state = IslandState(parts, parts.buffer.rows)
-        super().__init__(parts)
+        super().__init__(
+            ModelRecipe(spec, device, shard=shard),
+            processes=island.place.size,
+            make_buffer=partial(IslandBuffer, island),
+            make_state=partial(IslandState, island),
+        )
         self._island, self.device = island, island.label
         self._validated: dict[int, tuple[float, int]] = {}  # by micro-batch
         self._validated_state = 0  # ``TrainingState.changes`` of the state that was validated
@@ -366,17 +369,6 @@ class IslandTrainer(Trainer):
             results = [each.tolist() for each in self._island.all_gather(own)]
         self._validated |= {first + rank: (loss, int(number)) for rank, (loss, number) in enumerate(results)}
 
-    # ----------------------------------------------------------------------------------------- commands for the state
-
-    def load_initial(self) -> None:
-        self.state.load_initial()
-
-    def give_state(self) -> None:
-        self.state.gather()
-
-    def take_state(self) -> None:
-        self.state.scatter()
-
 
 class IslandBuffer(ReduceBuffer):
     """The contribution of an island: the leader's ``array`` is that of the whole model."""
@@ -384,27 +376,27 @@ class IslandBuffer(ReduceBuffer):
     def __init__(self, island: Island, recipe: ModelRecipe, built: BuiltPart, update: StepUpdate) -> None:
         super().__init__(recipe, built, update)
         assert isinstance(built.flat, ShardedModel)
-        self.rows, self._numel = RowExchange(island, built.flat), built.flat.numel
+        self._rows, self._numel = RowExchange(island, built.flat), built.flat.numel
         self._total: Tensor | None = None
         if island.place.leads:
-            numel = self.rows.whole.numel + self.scalars
+            numel = self._rows.whole.numel + self.scalars
             self._total = torch.zeros(numel, pin_memory=recipe.device.kind == "cuda")
-            self.array, self.exact_from = self._total.numpy(), self.rows.whole.decayed_numel
+            self.array, self.exact_from = self._total.numpy(), self._rows.whole.decayed_numel
 
     def finish(self, on_final: OnFinal | None) -> None:
         self._update.finish()
         contribution, numel = self._update.contribution, self._numel
-        self.rows.island.sum_at_leader(contribution[-1:])  # the losses; other numbers are equal at all processes
-        self.rows.gather(contribution[:numel], self._total)
+        self._rows.island.sum_at_leader(contribution[-1:])  # the losses; other numbers are equal at all processes
+        self._rows.gather(contribution[:numel], self._total)
         if self._total is not None:
-            self._total[self.rows.whole.numel :].copy_(contribution[numel:])
+            self._total[self._rows.whole.numel :].copy_(contribution[numel:])
 
     def copy_back(self) -> None:
         contribution, numel = self._update.contribution, self._numel
         if self._total is not None:
-            contribution[numel:].copy_(self._total[self.rows.whole.numel :])
-        self.rows.island.from_leader(contribution[numel:])
-        self.rows.scatter(self._total, contribution[:numel])
+            contribution[numel:].copy_(self._total[self._rows.whole.numel :])
+        self._rows.island.from_leader(contribution[numel:])
+        self._rows.scatter(self._total, contribution[:numel])
 
     def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
         return [(0, len(self.array))]
@@ -413,21 +405,23 @@ class IslandBuffer(ReduceBuffer):
 class IslandState(TrainingState):
     """The state of an island: the leader's blobs and checkpoints are those of the whole model."""
 
-    def __init__(self, parts: TrainerParts, rows: RowExchange) -> None:
-        self._rows, self._whole = rows, rows.whole
+    def __init__(self, island: Island, recipe: ModelRecipe, built: BuiltPart, update: StepUpdate, corpus: str) -> None:
+        super().__init__(recipe, built, update, corpus)
+        assert isinstance(built.flat, ShardedModel)
+        self._rows = RowExchange(island, built.flat)
+        self._whole = self._rows.whole
         self._gathered: dict[str, Tensor] = {}  # the leader's blobs, until the state changes
-        super().__init__(parts.recipe, parts.built, parts.update, parts.batches.digest)
-        if rows.leads:
-            built = BuiltPart(rows.whole, None, None)
-            self._planner = CheckpointPlanner(parts.recipe, built, parts.batches.digest, {})
-            self._reader = CheckpointReader(parts.recipe, built)
+        if island.place.leads:
+            whole = BuiltPart(self._whole, None, None)
+            self._planner = CheckpointPlanner(recipe, whole, corpus, {})
+            self._reader = CheckpointReader(recipe, whole)
 
     def blobs(self) -> list[Blob]:
         with self._rows.island.command("give_state"):
-            self.gather()
+            self.give_state()
         return [blob_of(name, array) for name, array in self._gathered.items()]
 
-    def gather(self) -> None:
+    def give_state(self) -> None:
         """Collect the rows of all processes in the leader's blobs."""
         arrays = self.arrays()
         self._gathered = {name: torch.zeros(self._whole.numel) for name in arrays} if self._rows.leads else {}
@@ -440,9 +434,9 @@ class IslandState(TrainingState):
 
     def refresh(self, step: int) -> None:
         with self._rows.island.command("take_state"):
-            self.scatter()
+            self.take_state()
 
-    def scatter(self) -> None:
+    def take_state(self) -> None:
         """Replace the state of all processes with what the leader's blobs hold."""
         for name, array in self.arrays().items():
             self._rows.scatter(self._gathered.get(name), array)

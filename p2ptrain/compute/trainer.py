@@ -1,12 +1,12 @@
 """The training engine that uses torch (``roles.engine.Engine``): a model or a part of it, its optimizer and its data.
 
-``TrainerParts`` names the objects of which an engine is made. Each does one thing:
+A ``Trainer`` is made of objects that each do one thing:
 
 - ``ModelRecipe`` checks what fits into memory, and builds the part;
 - ``MicroBatchReader`` reads the text;
-- ``Passes`` computes the forward and backward passes;
 - a ``StepUpdate`` decides what a member contributes, and how the members' sum changes the parameters;
 - ``ReduceBuffer`` holds the contribution on the host, where the ring sums it;
+- ``Passes`` computes the forward and backward passes;
 - ``TrainingState`` gives the state to checkpoints and to members that heal.
 
 Memory. Weights, gradients and moments are flat arrays (``compute.flat``).
@@ -18,15 +18,14 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 
-from p2ptrain.compute.device import ComputeDevice, share_cores
+from p2ptrain.compute.device import share_cores
 from p2ptrain.compute.fedex import ExactAverage
 from p2ptrain.compute.flat import FlatModel
-from p2ptrain.compute.fsdp import ShardedModel, ShardSpec
+from p2ptrain.compute.fsdp import ShardedModel
 from p2ptrain.compute.gradients import UNIT
 from p2ptrain.compute.local import LocalSteps
 from p2ptrain.compute.micro_batches import MicroBatchReader
@@ -34,45 +33,11 @@ from p2ptrain.compute.passes import Passes
 from p2ptrain.compute.process_group import Operations
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
-from p2ptrain.compute.stage import StageSpec
 from p2ptrain.compute.training_spec import TrainingSpec
 from p2ptrain.compute.training_state import TrainingState
 from p2ptrain.compute.update import ClippedGradients, PlainGradients, StepUpdate, SummedGradients
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.training import Applied, OnFinal, TrainingData
-
-
-@dataclass(slots=True)
-class TrainerParts:
-    """The objects of which a ``Trainer`` is made."""
-
-    recipe: ModelRecipe
-    batches: MicroBatchReader
-    built: BuiltPart
-    update: StepUpdate
-    buffer: ReduceBuffer
-    passes: Passes
-    state: TrainingState
-
-
-def make_parts(
-    recipe: ModelRecipe,
-    *,
-    processes: int = 1,
-    make_buffer: Callable[[ModelRecipe, BuiltPart, StepUpdate], ReduceBuffer] = ReduceBuffer,
-) -> TrainerParts:
-    """Read the text and build the model. ``processes``: see ``MicroBatchReader``.
-
-    Raises:
-        ConfigError, UserError, ResourceError: see ``MicroBatchReader``, ``ModelRecipe.build``.
-    """
-    batches = MicroBatchReader(recipe, processes)
-    built = recipe.build()
-    update = make_update(recipe.spec, built.flat)
-    buffer = make_buffer(recipe, built, update)
-    passes = Passes(recipe, built, batches, update, buffer)
-    state = TrainingState(recipe, built, update, batches.digest)
-    return TrainerParts(recipe, batches, built, update, buffer, passes, state)
 
 
 def make_update(spec: TrainingSpec, flat: FlatModel) -> StepUpdate:
@@ -91,47 +56,50 @@ def make_update(spec: TrainingSpec, flat: FlatModel) -> StepUpdate:
     return update
 
 
-def build_trainer(
-    spec: TrainingSpec, device: ComputeDevice, stage: StageSpec | None = None, shard: ShardSpec | None = None
-) -> Trainer:
-    """The engine of a worker of one process.
-
-    Args:
-        stage: the stage to hold; None for the whole model. Only the last stage computes losses, but ``Trainer.apply``
-            expects their sum in ``reduce_buffer[-1]`` of every stage.
-        shard: the rows of the whole model to hold; None for all. All members of the shard's mesh make the same calls of
-            ``micro_batch`` and ``validate`` at the same time, with different micro-batches.
-
-    Raises:
-        ConfigError, UserError, ResourceError: see ``ModelRecipe``, ``make_parts``.
-    """
-    return Trainer(make_parts(ModelRecipe(spec, device, stage, shard)))
-
-
 class Trainer:
     """Takes the steps of a job. ``roles.engine.Engine`` documents methods and attributes. All block; call them on one
     thread.
 
+    Args:
+        recipe: of the model, a stage or a shard. Only the last stage computes losses, but ``apply`` expects their sum
+            in ``reduce_buffer[-1]`` of every stage. All members of a shard's mesh make the same calls of
+            ``micro_batch`` and ``validate`` at the same time, with different micro-batches.
+        processes: see ``MicroBatchReader``.
+        make_buffer, make_state: an island has its own.
+
     Attributes:
         built, batches: the part of the model, and the text.
+
+    Raises:
+        ConfigError, UserError, ResourceError: see ``MicroBatchReader``, ``ModelRecipe.build``.
     """
 
-    def __init__(self, parts: TrainerParts) -> None:
-        recipe, batches = parts.recipe, parts.batches
-        self._spec, self._chosen_device = recipe.spec, recipe.device
-        self._update, self._buffer, self._passes = parts.update, parts.buffer, parts.passes
-        self._sharded = parts.built.flat if isinstance(parts.built.flat, ShardedModel) else None
-        self.built, self.batches, self.state = parts.built, batches, parts.state
-        self.pipeline = parts.passes if self._sharded is None else None
-        self.noise = parts.update if isinstance(parts.update, LocalSteps | ClippedGradients) else None
-        self.slots = parts.update if isinstance(parts.update, ExactAverage) else None
+    def __init__(
+        self,
+        recipe: ModelRecipe,
+        *,
+        processes: int = 1,
+        make_buffer: Callable[[ModelRecipe, BuiltPart, StepUpdate], ReduceBuffer] = ReduceBuffer,
+        make_state: Callable[[ModelRecipe, BuiltPart, StepUpdate, str], TrainingState] = TrainingState,
+    ) -> None:
+        self._recipe, self._spec = recipe, recipe.spec
+        self.batches = MicroBatchReader(recipe, processes)
+        self.built = recipe.build()
+        self._sharded = self.built.flat if isinstance(self.built.flat, ShardedModel) else None
+        self._update = update = make_update(recipe.spec, self.built.flat)
+        self._buffer = make_buffer(recipe, self.built, update)
+        self._passes = Passes(recipe, self.built, self.batches, update, self._buffer)
+        self.state = make_state(recipe, self.built, update, self.batches.digest)
+        self.pipeline = self._passes if self._sharded is None else None
+        self.noise = update if isinstance(update, LocalSteps | ClippedGradients) else None
+        self.slots = update if isinstance(update, ExactAverage) else None
         self.device = recipe.device.label
         self.data = TrainingData(
-            digest=batches.digest,
-            note=batches.corpus.note,
-            windows=len(batches.corpus.training),
+            digest=self.batches.digest,
+            note=self.batches.corpus.note,
+            windows=len(self.batches.corpus.training),
             tokens_per_micro_batch=self._spec.micro_batch_tokens,
-            validation_batches=batches.validation_count,
+            validation_batches=self.batches.validation_count,
         )
         if frozen := recipe.tuning.frozen_digest:
             base = frozen if recipe.stage.is_whole else recipe.initial_digest.hex()
@@ -158,7 +126,7 @@ class Trainer:
         return self._buffer.exact
 
     def share_cores(self, workers: int) -> None:
-        share_cores(self._chosen_device, workers)
+        share_cores(self._recipe.device, workers)
 
     def connect(self, operations: Operations) -> None:
         assert self._sharded is not None

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from p2ptrain.compute.device import ComputeDevice
     from p2ptrain.compute.fsdp import ShardSpec
     from p2ptrain.compute.island import Island, IslandTrainer
+    from p2ptrain.compute.model import ModelSpec
+    from p2ptrain.compute.stage import StageSpec
     from p2ptrain.compute.training_spec import TrainingSpec
 
 FREE_SHARE = 0.8
@@ -88,32 +90,38 @@ def engine_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0)
 
     def build(profile: Profile, stage: Stage = WHOLE) -> Engine:
         from p2ptrain.compute.device import pick_device
-        from p2ptrain.compute.recipe import stage_bounds
-        from p2ptrain.compute.stage import StageSpec
-        from p2ptrain.compute.trainer import build_trainer
+        from p2ptrain.compute.recipe import ModelRecipe
+        from p2ptrain.compute.trainer import Trainer
 
         exact = profile.job.exact  # then only the job sets the threads: their number decides a gradient's last bits
         cores = profile.device.threads or 1 if exact else threads or profile.device.threads
-        spec, split = training_spec(profile), profile.pipeline
-        chosen = pick_device(device or profile.device.kind, cores)
+        spec, chosen = training_spec(profile), pick_device(device or profile.device.kind, cores)
         if not stage.split:
-            return build_trainer(spec, chosen)
-        if profile.job.strategy == "sharded":
-            return build_trainer(spec, chosen, shard=shard_of(stage, profile.sharded, chosen, memory_bytes))
-        part = StageSpec(
-            stage.index,
-            stage_bounds(spec.model, stage.count, split.cuts),
-            activations=split.activations,
-            gradients="fp32" if split.activations == "fp32" else "bf16",
-            recompute=split.recompute,
-            in_flight=least_in_flight(
-                split.schedule, profile.batch.micro_batches, stage.count - stage.index, split.max_in_flight
-            ),
-            memory_bytes=memory_bytes,
-        )
-        return build_trainer(spec, chosen, part)
+            recipe = ModelRecipe(spec, chosen)
+        elif profile.job.strategy == "sharded":
+            recipe = ModelRecipe(spec, chosen, shard=shard_of(stage, profile.sharded, chosen, memory_bytes))
+        else:
+            recipe = ModelRecipe(spec, chosen, stage_of(stage, profile, spec.model, memory_bytes))
+        return Trainer(recipe)
 
     return build
+
+
+def stage_of(stage: Stage, profile: Profile, model: ModelSpec, memory_bytes: int) -> StageSpec:
+    """A stage of a pipeline. Raises as ``stage_bounds``."""
+    from p2ptrain.compute.recipe import stage_bounds
+    from p2ptrain.compute.stage import StageSpec
+
+    split, to_end = profile.pipeline, stage.count - stage.index
+    return StageSpec(
+        stage.index,
+        stage_bounds(model, stage.count, split.cuts),
+        activations=split.activations,
+        gradients="fp32" if split.activations == "fp32" else "bf16",
+        recompute=split.recompute,
+        in_flight=least_in_flight(split.schedule, profile.batch.micro_batches, to_end, split.max_in_flight),
+        memory_bytes=memory_bytes,
+    )
 
 
 def shard_of(stage: Stage, sharded: Sharded, device: ComputeDevice, memory_bytes: int) -> ShardSpec:

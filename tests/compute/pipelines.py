@@ -11,8 +11,9 @@ import torch
 
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.passes import Payload
+from p2ptrain.compute.recipe import ModelRecipe
 from p2ptrain.compute.stage import StageSpec
-from p2ptrain.compute.trainer import Trainer, build_trainer
+from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.training import Applied
 from tests.compute.tiny_trainer import tiny, tiny_spec
 
@@ -31,7 +32,7 @@ class Pipeline:
         self.spec = tiny_spec(text, **({"model": MODEL} | changes))
         self.device = pick_device("cpu", 1)
         self.stages = [
-            build_trainer(self.spec, self.device, StageSpec(stage, tuple(bounds), **(split or {})))
+            Trainer(ModelRecipe(self.spec, self.device, StageSpec(stage, tuple(bounds), **(split or {}))))
             for stage in range(len(bounds) - 1)
         ]
         self.micro_batches = self.spec.micro_batches

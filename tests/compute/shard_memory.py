@@ -20,7 +20,8 @@ from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.fsdp import ShardSpec
 from p2ptrain.compute.model import ModelSpec
-from p2ptrain.compute.trainer import build_trainer
+from p2ptrain.compute.recipe import ModelRecipe
+from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.training_spec import TrainingSpec
 
 MODEL = ModelSpec(hidden_size=512, layers=16, heads=8, kv_heads=8, intermediate_size=1408, context=64)
@@ -44,7 +45,7 @@ def member(rank: int, count: int, accumulate: bool, place: str) -> None:
     warm.backward()
     before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    trainer = build_trainer(spec, pick_device("cpu", 1), shard=shard)
+    trainer = Trainer(ModelRecipe(spec, pick_device("cpu", 1), shard=shard))
     built = status_bytes("VmHWM") - before
     for step in range(2):
         trainer.begin_step(step)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.fsdp import ShardSpec, rows_of
 from p2ptrain.compute.process_group import Array
-from p2ptrain.compute.trainer import build_trainer
+from p2ptrain.compute.recipe import ModelRecipe
+from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.checkpoint_parts import join_rows
 from p2ptrain.core.checkpoints import Draft
 from p2ptrain.core.disk import RealDisk
@@ -37,7 +38,7 @@ class Shards:
         self.count, self.exchange = count, Exchange(count)
         self._spec = tiny_spec(text, **changes)
         self.trainers = [
-            build_trainer(self._spec, pick_device("cpu", 1), shard=ShardSpec(mesh, accumulate=accumulate))
+            Trainer(ModelRecipe(self._spec, pick_device("cpu", 1), shard=ShardSpec(mesh, accumulate=accumulate)))
             for mesh in meshes(self.exchange)
         ]
 
@@ -181,7 +182,7 @@ def test_a_collection_frees_the_memory_of_a_model(text: Path) -> None:
 def test_a_shard_that_does_not_fit_is_refused_with_the_numbers(text: Path) -> None:
     mesh = meshes(Exchange(2))[0]
     with pytest.raises(ResourceError, match=r"training 1/2 of 0.0. M parameters .* but this worker offers 64.0 KiB"):
-        build_trainer(tiny_spec(text), pick_device("cpu", 1), shard=ShardSpec(mesh, memory_bytes=64 << 10))
+        Trainer(ModelRecipe(tiny_spec(text), pick_device("cpu", 1), shard=ShardSpec(mesh, memory_bytes=64 << 10)))
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None:

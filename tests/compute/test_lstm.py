@@ -10,8 +10,9 @@ import torch
 
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.model import ModelSpec, load_model
+from p2ptrain.compute.recipe import ModelRecipe
 from p2ptrain.compute.stage import StageSpec
-from p2ptrain.compute.trainer import build_trainer
+from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError
 from tests.compute.saving import save
 from tests.compute.tiny_trainer import run_step, state_bytes, tiny_spec, tiny_trainer
@@ -39,7 +40,7 @@ def test_an_lstm_learns_and_continues_from_a_checkpoint(text_file: Path, tmp_pat
 def test_an_lstm_cannot_be_split(text_file: Path) -> None:
     stage = StageSpec(0, (0, 1, 2))
     with pytest.raises(ConfigError, match="a 'lstm' model cannot be split: its layers have no attention heads"):
-        build_trainer(tiny_spec(text_file, model=LSTM), pick_device("cpu", 1), stage)
+        Trainer(ModelRecipe(tiny_spec(text_file, model=LSTM), pick_device("cpu", 1), stage))
 
 
 def test_in_bf16_only_the_head_rounds(text_file: Path) -> None:

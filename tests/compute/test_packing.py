@@ -25,10 +25,11 @@ from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import ModelSpec, build_model
+from p2ptrain.compute.recipe import ModelRecipe
 from p2ptrain.compute.split_check import check_packs
 from p2ptrain.compute.text import ChatFormat, ModelText, Turn
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.compute.trainer import Trainer, build_trainer
+from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 from tests.compute.families import FAMILIES
 from tests.compute.saving import save
@@ -74,7 +75,7 @@ def everything(corpus: Corpus) -> np.ndarray[Any, Any]:
 
 def trainer_of(path: Path, width: int, **changes: Any) -> Trainer:
     data = DataSpec(path=str(path), format="chat", sequence_tokens=width, validation_fraction=0.3)
-    return build_trainer(tiny_spec(path, data=data, model=MODEL, **changes), pick_device("cpu", 1))
+    return Trainer(ModelRecipe(tiny_spec(path, data=data, model=MODEL, **changes), pick_device("cpu", 1)))
 
 
 def summed_losses(model: torch.nn.Module, talk: list[tuple[str, str]]) -> tuple[torch.Tensor, int]:

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec, model_config
+from p2ptrain.compute.recipe import ModelRecipe
 from p2ptrain.compute.stage import StageSpec, TrainingMemory, kept_bytes
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.compute.trainer import Trainer, build_trainer
+from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError
 from tests.compute.tiny_trainer import state_bytes, take_step, tiny, tiny_trainer
 from tests.samples import StepSampler
@@ -377,7 +378,7 @@ def test_autocast_is_that_of_one_process(text_file: Path) -> None:
 def test_bad_stages_are_refused(text_file: Path, spec: StageSpec, what: str) -> None:
     pipeline = Pipeline(text_file, (0, 4))
     with pytest.raises(ConfigError, match=what):
-        build_trainer(pipeline.spec, pipeline.device, spec)
+        Trainer(ModelRecipe(pipeline.spec, pipeline.device, spec))
 
 
 def test_the_memory_check_counts_micro_batches_in_flight(text_file: Path) -> None:

@@ -10,7 +10,8 @@ from p2ptrain.compute.data import DataSpec
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec
-from p2ptrain.compute.trainer import Trainer, build_trainer
+from p2ptrain.compute.recipe import ModelRecipe
+from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.training_spec import TrainingSpec
 from p2ptrain.core.training import Applied
 
@@ -27,7 +28,7 @@ def tiny(**changes: Any) -> ModelSpec:
 def tiny_trainer(text: Path, *, threads: int = 1, **changes: Any) -> Trainer:
     """A trainer of the tiny model on the text of a file; keywords override ``Trainer``'s arguments."""
     device = changes.pop("device", None) or pick_device("cpu", threads)
-    return build_trainer(tiny_spec(text, **changes), device)
+    return Trainer(ModelRecipe(tiny_spec(text, **changes), device))
 
 
 def tiny_spec(text: Path | str, **changes: Any) -> TrainingSpec:
