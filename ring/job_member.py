@@ -20,15 +20,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
 from p2ptrain.core.texts import shortened
+from ring import member_events as ev
 from ring.coordination import InvalidTransition
 from ring.token import Flag
 from ring.view import View
-from wire.job_messages import LedgerRow, Report
+from wire.job_messages import Report
 
 _LASTING = Flag.SAVE | Flag.SNAPSHOT  # rule 4
 REASON_CHARS = 500
@@ -52,138 +52,6 @@ class MemberPhase(StrEnum):
     FAILED = "failed"
 
 
-# ------------------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class StateLoaded:
-    """The engine holds a state: the initial one or a checkpoint's."""
-
-    applied: int
-    lineage: str
-    square_sum: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StateDiscarded:
-    """The job goes back to a checkpoint, or replacing the state beside a ring failed or was called off."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StateTorn:
-    """While no ring runs here, the worker begins to replace its state. A ``StateFollowed`` or ``StateDiscarded``
-    comes next."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateFollowed:
-    """While no ring runs here, the state in memory became that of a step of a running ring."""
-
-    applied: int
-    lineage: str
-    square_sum: float
-
-
-@dataclass(frozen=True, slots=True)
-class ViewArrived:
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class ActivityFinished:
-    ticket: int
-
-
-@dataclass(frozen=True, slots=True)
-class ViewBroken:
-    """The ring of ``generation`` lost a neighbour, or a collective failed. The fields are those of ``Report``.
-    ``beside``: the member at the other end of the suspect's link, which noticed the loss or received other bytes."""
-
-    generation: int
-    suspect: str
-    reason: str
-    cause: str = ""
-    beside: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberFailed:
-    """This member cannot continue: out of memory, a loss that is not finite, a full disk."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class FlagRequested:
-    """Ask the ring for something at the next step boundary. ``generation`` 0: in whichever view runs."""
-
-    flag: Flag
-    generation: int = 0
-
-
-# ------------------------------------------------------------------------------------------------------- instructions
-
-
-@dataclass(frozen=True, slots=True)
-class FormRing:
-    ticket: int
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Take one optimizer step from the reduced bytes. ``redo``: an earlier view reduced them."""
-
-    ticket: int
-    step: int
-    square_sum: float
-    redo: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """Do the work between two steps.
-
-    Attributes:
-        save: write a checkpoint; no break can take back the step.
-        snapshot: copy the state, because sources were asked for it.
-        last: the job is complete.
-    """
-
-    ticket: int
-    applied: int
-    save: bool
-    last: bool
-    snapshot: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CloseRing:
-    """Close the session of the current view and abandon its activity."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reload:
-    """The state in memory is torn: load the newest good state from the disk. ``StateLoaded`` comes next."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendReport:
-    report: Report
-
-
-@dataclass(frozen=True, slots=True)
-class RecordStep:
-    """Record an applied step with the view that computed it. ``lineage``: before the step, hex."""
-
-    row: LedgerRow
-    lineage: str
-
-
 # -------------------------------------------------------------------------------------------------------- transitions
 
 _P = MemberPhase
@@ -200,24 +68,25 @@ def rows(phases: Iterable[MemberPhase], event: type, method: str, leads_to: Lead
     return {(phase, event): (method, leads_to) for phase in phases}
 
 
-ENTERS: LeadsTo = {_P.FORMING: FormRing, _P.REDOING: Apply, _P.IDLE: CloseRing, _P.EMPTY: Reload}
-LEAVES: LeadsTo = {_P.IDLE: SendReport, _P.EMPTY: Reload}  # rule 3: a torn state is loaded again
+ENTERS: LeadsTo = {_P.FORMING: ev.FormRing, _P.REDOING: ev.Apply, _P.IDLE: ev.CloseRing, _P.EMPTY: ev.Reload}
+LEAVES: LeadsTo = {_P.IDLE: ev.SendReport, _P.EMPTY: ev.Reload}  # rule 3: a torn state is loaded again
+STOPS: LeadsTo = {_P.HELD: ev.SendReport, _P.DONE: ev.SendReport}
 _STAYS: LeadsTo = {}
 
 COMMON: Table = {
-    **rows(_P, StateLoaded, "load", {_P.IDLE: SendReport, _P.FORMING: FormRing}),
-    **rows(_P, StateDiscarded, "discard", {_P.EMPTY: Reload}),
-    **rows({_P.IDLE}, StateTorn, "tear", _STAYS),
-    **rows({_P.IDLE}, StateFollowed, "follow", _STAYS),
-    **rows(_P, MemberFailed, "fail", {_P.FAILED: SendReport}),
-    **rows(frozenset(_P) - {_P.FAILED}, ViewArrived, "change_view", ENTERS),
-    **rows(CHANGING | {_P.EMPTY}, ViewArrived, "postpone_view", _STAYS),  # rule 2
-    **rows(RUNNING, ViewBroken, "break_off", LEAVES),
-    **rows(CHANGING, ViewBroken, "postpone_break", _STAYS),  # rule 2
-    **rows({_P.BOUNDARY}, ViewBroken, "break_unless_stopping", LEAVES),
-    **rows(RUNNING, FlagRequested, "request", _STAYS),
-    **rows({_P.FORMING}, FlagRequested, "request_before_ring", LEAVES),
-    **rows({_P.HELD, _P.DONE}, FlagRequested, "report_again", _STAYS),
+    **rows(_P, ev.StateLoaded, "load", {_P.IDLE: ev.SendReport, _P.FORMING: ev.FormRing}),
+    **rows(_P, ev.StateDiscarded, "discard", {_P.EMPTY: ev.Reload}),
+    **rows({_P.IDLE}, ev.StateTorn, "tear", _STAYS),
+    **rows({_P.IDLE}, ev.StateFollowed, "follow", _STAYS),
+    **rows(_P, ev.MemberFailed, "fail", {_P.FAILED: ev.SendReport}),
+    **rows(frozenset(_P) - {_P.FAILED}, ev.ViewArrived, "change_view", ENTERS),
+    **rows(CHANGING | {_P.EMPTY}, ev.ViewArrived, "postpone_view", _STAYS),  # rule 2
+    **rows(RUNNING, ev.ViewBroken, "break_off", LEAVES),
+    **rows(CHANGING, ev.ViewBroken, "postpone_break", _STAYS),  # rule 2
+    **rows({_P.BOUNDARY}, ev.ViewBroken, "break_unless_stopping", LEAVES),
+    **rows(RUNNING, ev.FlagRequested, "request", _STAYS),
+    **rows({_P.FORMING}, ev.FlagRequested, "request_before_ring", LEAVES),
+    **rows({_P.HELD, _P.DONE}, ev.FlagRequested, "report_again", _STAYS),
 }
 
 
@@ -242,7 +111,7 @@ class JobMember(ABC):
         self._ticket = 0
         self._requested = Flag(0)
         self._granted = Flag(0)  # the requests that the ring follows after the last applied step
-        self._pending_break: ViewBroken | None = None
+        self._pending_break: ev.ViewBroken | None = None
         self._pending_view: View | None = None
 
     # ------------------------------------------------------------------------------------------------ the one mutator
@@ -267,12 +136,12 @@ class JobMember(ABC):
         """Rule 1."""
         generation = self.view.generation if self.view else 0
         match event:
-            case ViewArrived(view):
+            case ev.ViewArrived(view):
                 newest = self._pending_view or self.view
                 return newest is not None and view.generation <= newest.generation
-            case ViewBroken():
+            case ev.ViewBroken():
                 return self.view is None or event.generation != generation
-            case FlagRequested():
+            case ev.FlagRequested():
                 return event.generation not in (0, generation)
         return bool(getattr(event, "ticket", self._ticket) != self._ticket)
 
@@ -340,49 +209,49 @@ class JobMember(ABC):
 
     # ---------------------------------------------------------------------------------------------------- its state
 
-    def _load(self, event: StateLoaded) -> list[Any]:
+    def _load(self, event: ev.StateLoaded) -> list[Any]:
         instructions = self._leave("the state was replaced") if self.running else []
         view, self._pending_view, self._pending_break = self._pending_view, None, None
         self._replace(event)
         self.torn, self.reloaded, self.phase = False, True, MemberPhase.IDLE
-        return [*instructions, SendReport(self.report("ready")), *(self._enter(view) if view else [])]
+        return [*instructions, ev.SendReport(self.report("ready")), *(self._enter(view) if view else [])]
 
-    def _discard(self, event: StateDiscarded) -> list[Any]:
+    def _discard(self, event: ev.StateDiscarded) -> list[Any]:
         if self.running:
             self._leave(event.reason)
         self._pending_view = self._pending_break = None
         self.forget()
         self.torn, self.phase = True, MemberPhase.EMPTY
-        return [CloseRing(event.reason), Reload()]
+        return [ev.CloseRing(event.reason), ev.Reload()]
 
-    def _tear(self, event: StateTorn) -> list[Any]:
+    def _tear(self, event: ev.StateTorn) -> list[Any]:
         self.forget()
         self.torn = True
         return []
 
-    def _follow(self, event: StateFollowed) -> list[Any]:
+    def _follow(self, event: ev.StateFollowed) -> list[Any]:
         self._replace(event)
         self.torn = False
         return []
 
-    def _replace(self, state: StateLoaded | StateFollowed) -> None:
+    def _replace(self, state: ev.StateLoaded | ev.StateFollowed) -> None:
         self.applied, self.lineage, self.square_sum = state.applied, state.lineage, state.square_sum
         self.forget()
 
-    def _fail(self, event: MemberFailed) -> list[Any]:
-        instructions: list[Any] = [CloseRing(event.reason)] if self.running else []
+    def _fail(self, event: ev.MemberFailed) -> list[Any]:
+        instructions: list[Any] = [ev.CloseRing(event.reason)] if self.running else []
         self._pending_break = self._pending_view = None
         self._ticket += 1
         report = self.report("failed", reason=event.reason)
         self.phase = MemberPhase.FAILED
-        return [*instructions, SendReport(report)]
+        return [*instructions, ev.SendReport(report)]
 
     # ---------------------------------------------------------------------------------------------------------- views
 
-    def _change_view(self, event: ViewArrived) -> list[Any]:
+    def _change_view(self, event: ev.ViewArrived) -> list[Any]:
         return (self._leave("a new view was announced") if self.running else []) + self._enter(event.view)
 
-    def _postpone_view(self, event: ViewArrived) -> list[Any]:
+    def _postpone_view(self, event: ev.ViewArrived) -> list[Any]:
         self._pending_view = event.view
         return []
 
@@ -390,21 +259,21 @@ class JobMember(ABC):
         if view.rank_of(self.peer_id) is None:
             self.view = None
             self.phase = MemberPhase.EMPTY if self.torn else MemberPhase.IDLE
-            return [Reload()] if self.torn else []
-        old = [CloseRing("a new view was announced")] if self.phase in (MemberPhase.HELD, MemberPhase.DONE) else []
+            return [ev.Reload()] if self.torn else []
+        old = [ev.CloseRing("a new view was announced")] if self.phase in (MemberPhase.HELD, MemberPhase.DONE) else []
         self.view, self.reloaded = view, False
         return old + self.begin_view(view)
 
-    def _postpone_break(self, event: ViewBroken) -> list[Any]:
+    def _postpone_break(self, event: ev.ViewBroken) -> list[Any]:
         self._pending_break = self._pending_break or event
         return []
 
-    def _take_postponed(self) -> tuple[View | None, ViewBroken | None]:
+    def _take_postponed(self) -> tuple[View | None, ev.ViewBroken | None]:
         view, broken = self._pending_view, self._pending_break
         self._pending_view = self._pending_break = None
         return view, broken
 
-    def _break_off(self, event: ViewBroken) -> list[Any]:
+    def _break_off(self, event: ev.ViewBroken) -> list[Any]:
         cause = {"suspect": event.suspect, "reason": event.reason, "cause": event.cause, "beside": event.beside}
         return self._end_view(event.reason, "broken", **cause)
 
@@ -412,8 +281,8 @@ class JobMember(ABC):
         instructions = self._leave(why)
         if self.torn:
             self.phase = MemberPhase.EMPTY
-            return [*instructions, Reload()]
-        return [*instructions, SendReport(self.report(status, **cause))]
+            return [*instructions, ev.Reload()]
+        return [*instructions, ev.SendReport(self.report(status, **cause))]
 
     def _leave(self, reason: str) -> list[Any]:
         if self.phase in (MemberPhase.APPLYING, MemberPhase.CONFIRMING):
@@ -422,7 +291,7 @@ class JobMember(ABC):
         self._granted = Flag(0)
         self._ticket += 1
         self.phase = MemberPhase.IDLE
-        return [CloseRing(reason)]
+        return [ev.CloseRing(reason)]
 
     def _stop(self, phase: MemberPhase) -> list[Any]:
         """Stop with the ring, which stays connected."""
@@ -430,29 +299,29 @@ class JobMember(ABC):
         self._requested &= _LASTING  # those that came too late are granted after the next step
         self._granted = Flag(0)
         self._ticket += 1
-        return [SendReport(self.report(str(phase)))]
+        return [ev.SendReport(self.report(str(phase)))]
 
-    def _go_on(self, _: ActivityFinished) -> list[Any]:
+    def _go_on(self, _: ev.ActivityFinished) -> list[Any]:
         if self._is_last:
             return self._stop(MemberPhase.DONE)
         return self._stop(MemberPhase.HELD) if self.stopping else self.begin_step()
 
-    def _break_unless_stopping(self, event: ViewBroken) -> list[Any]:
+    def _break_unless_stopping(self, event: ev.ViewBroken) -> list[Any]:
         return [] if self.stopping else self._break_off(event)
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def _request(self, event: FlagRequested) -> list[Any]:
+    def _request(self, event: ev.FlagRequested) -> list[Any]:
         self._requested |= event.flag
         return []
 
-    def _request_before_ring(self, event: FlagRequested) -> list[Any]:
+    def _request_before_ring(self, event: ev.FlagRequested) -> list[Any]:
         if event.flag == Flag.HOLD:
             return self._end_view("the view ended before its ring was formed", "held")
         return self._request(event)
 
-    def _report_again(self, event: FlagRequested) -> list[Any]:
-        return [SendReport(self.report(str(self.phase)))] if event.flag == Flag.HOLD else []
+    def _report_again(self, event: ev.FlagRequested) -> list[Any]:
+        return [ev.SendReport(self.report(str(self.phase)))] if event.flag == Flag.HOLD else []
 
     @property
     def _is_asked_to_stop(self) -> bool:
@@ -477,7 +346,7 @@ class JobMember(ABC):
 
     def _begin_boundary(self, *, save: bool) -> list[Any]:
         snapshot = Flag.SNAPSHOT in self._granted
-        return self._begin(MemberPhase.BOUNDARY, Boundary, self.applied, save, self._is_last, snapshot)
+        return self._begin(MemberPhase.BOUNDARY, ev.Boundary, self.applied, save, self._is_last, snapshot)
 
     @property
     def _current(self) -> View:

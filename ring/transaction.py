@@ -29,25 +29,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ring.job_member import (
-    COMMON,
-    ENTERS,
-    LEAVES,
-    ActivityFinished,
-    Apply,
-    Boundary,
-    FormRing,
-    JobMember,
-    LeadsTo,
-    MemberPhase,
-    RecordStep,
-    SendReport,
-    Table,
-    ViewBroken,
-)
+from ring import member_events as ev
+from ring.job_member import COMMON, ENTERS, LEAVES, STOPS, JobMember, LeadsTo, MemberPhase, Table
 from ring.token import (
     Flag,
     NormGuard,
@@ -65,102 +50,23 @@ from ring.token import (
 from ring.view import View
 from wire.job_messages import LedgerRow
 
-# ------------------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class StepReduced:
-    """The reduce succeeded. The fields are those of this member's token (``ring.token.Token``). ``stop``: the step is
-    the job's last."""
-
-    ticket: int
-    digest: bytes
-    part: float
-    own: float = 0.0
-    unit_us: int = 0
-    sent: int = 0
-    received: int = 0
-    stop: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TokensGathered:
-    """``tokens``: of all members, in rank order."""
-
-    ticket: int
-    tokens: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DigestsGathered:
-    """``digests``: of all members' states, in rank order."""
-
-    ticket: int
-    digests: tuple[bytes, ...]
-
-
-# ------------------------------------------------------------------------------------------------------- instructions
-
-
-@dataclass(frozen=True, slots=True)
-class Heal:
-    """Fetch the state of ``view.step`` from ``view.sources()``. ``torn``: the state in memory cannot be reused."""
-
-    ticket: int
-    view: View
-    torn: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """Compute the gradients of micro-batches ``range(first, first + count)`` of the step after the first ``step`` ones:
-    the share of this member, or of its replica if the model is split."""
-
-    ticket: int
-    step: int
-    first: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    ticket: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """Gather the tokens of all members. ``token``: this one's."""
-
-    ticket: int
-    token: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Confirm:
-    """Gather all members' state digests after step ``applied``, because a checkpoint is due."""
-
-    ticket: int
-    applied: int
-
-
 # -------------------------------------------------------------------------------------------------------- transitions
 
 _P = MemberPhase
-_STARTS: LeadsTo = {_P.COMPUTING: Compute, _P.CONFIRMING: Confirm}  # a view may begin after the last step
-_ENDS: LeadsTo = {_P.CONFIRMING: Confirm, _P.BOUNDARY: Boundary}
+_STARTS: LeadsTo = {_P.COMPUTING: ev.Compute, _P.CONFIRMING: ev.Confirm}  # a view may begin after the last step
+_ENDS: LeadsTo = {_P.CONFIRMING: ev.Confirm, _P.BOUNDARY: ev.Boundary}
 
 STEPS: Table = {
-    (_P.REDOING, ActivityFinished): ("finish_redo", {**ENTERS, **LEAVES, _P.FORMING: FormRing}),  # rule 3
-    (_P.FORMING, ActivityFinished): ("heal_or_start", {_P.HEALING: Heal, **_STARTS}),  # rule 3
-    (_P.HEALING, ActivityFinished): ("start_healed", _STARTS),
-    (_P.COMPUTING, ActivityFinished): ("reduce", {_P.REDUCING: Reduce}),
-    (_P.REDUCING, StepReduced): ("vote", {_P.VOTING: Vote}),  # rule 2
-    (_P.VOTING, TokensGathered): ("judge", {_P.APPLYING: Apply, **LEAVES}),  # rules 1, 4 and 6
-    (_P.APPLYING, ActivityFinished): ("commit", {**_ENDS, **ENTERS, **LEAVES}),  # rule 6
-    (_P.CONFIRMING, DigestsGathered): ("compare", {_P.BOUNDARY: Boundary, **LEAVES}),  # rule 5
-    (_P.CONFIRMING, ViewBroken): ("stop_unconfirmed", {_P.BOUNDARY: Boundary, **LEAVES}),  # rule 5
-    (_P.BOUNDARY, ActivityFinished): ("go_on", {**_STARTS, _P.HELD: SendReport, _P.DONE: SendReport}),  # rule 4
+    (_P.REDOING, ev.ActivityFinished): ("finish_redo", {**ENTERS, **LEAVES, _P.FORMING: ev.FormRing}),  # rule 3
+    (_P.FORMING, ev.ActivityFinished): ("heal_or_start", {_P.HEALING: ev.Heal, **_STARTS}),  # rule 3
+    (_P.HEALING, ev.ActivityFinished): ("start_healed", _STARTS),
+    (_P.COMPUTING, ev.ActivityFinished): ("reduce", {_P.REDUCING: ev.Reduce}),
+    (_P.REDUCING, ev.StepReduced): ("vote", {_P.VOTING: ev.Vote}),  # rule 2
+    (_P.VOTING, ev.TokensGathered): ("judge", {_P.APPLYING: ev.Apply, **LEAVES}),  # rules 1, 4 and 6
+    (_P.APPLYING, ev.ActivityFinished): ("commit", {**_ENDS, **ENTERS, **LEAVES}),  # rule 6
+    (_P.CONFIRMING, ev.DigestsGathered): ("compare", {_P.BOUNDARY: ev.Boundary, **LEAVES}),  # rule 5
+    (_P.CONFIRMING, ev.ViewBroken): ("stop_unconfirmed", {_P.BOUNDARY: ev.Boundary, **LEAVES}),  # rule 5
+    (_P.BOUNDARY, ev.ActivityFinished): ("go_on", {**_STARTS, **STOPS}),  # rule 4
 }
 
 
@@ -219,11 +125,11 @@ class Transaction(JobMember):
         self.shares = self._share_rule.of_step([member.count for member in view.members], view.step)
         is_named = self.applied + 1 == view.step and self.prepared_lineage == view.lineage
         if self._prepared is not None and is_named and view.square_sum > 0:  # clipping needs the norm
-            return self._begin(_P.REDOING, Apply, self.applied, self._redone_square_sum, redo=True)
+            return self._begin(_P.REDOING, ev.Apply, self.applied, self._redone_square_sum, redo=True)
         self._prepared = None
-        return self._begin(_P.FORMING, FormRing, view)
+        return self._begin(_P.FORMING, ev.FormRing, view)
 
-    def _finish_redo(self, _: ActivityFinished) -> list[Any]:
+    def _finish_redo(self, _: ev.ActivityFinished) -> list[Any]:
         self.square_sum = self._redone_square_sum
         record = self._apply_prepared()
         view, broken = self._take_postponed()
@@ -231,33 +137,33 @@ class Transaction(JobMember):
             return record + self._leave("a new view was announced") + self._enter(view)
         if broken is not None:
             return record + self._break_off(broken)
-        return record + self._begin(_P.FORMING, FormRing, self._current)
+        return record + self._begin(_P.FORMING, ev.FormRing, self._current)
 
-    def _heal_or_start(self, _: ActivityFinished) -> list[Any]:
+    def _heal_or_start(self, _: ev.ActivityFinished) -> list[Any]:
         view = self._current
         if self.torn or (self.applied, self.lineage) != (view.step, view.lineage):
             torn, self.torn = self.torn, True
-            return self._begin(_P.HEALING, Heal, view, torn)
+            return self._begin(_P.HEALING, ev.Heal, view, torn)
         return self.begin_step()
 
-    def _start_healed(self, _: ActivityFinished) -> list[Any]:
+    def _start_healed(self, _: ev.ActivityFinished) -> list[Any]:
         view = self._current
         self.applied, self.lineage, self.square_sum, self.torn = view.step, view.lineage, view.square_sum, False
-        return [SendReport(self.report("healed")), *self.begin_step()]
+        return [ev.SendReport(self.report("healed")), *self.begin_step()]
 
     def begin_step(self) -> list[Any]:
         if self.applied >= self.steps_total:
             return self._confirm()
         view = self._current
         first, count = self.shares.of(self._rank - view.stage_of(self._rank))  # stage 0 has the replica's share
-        return self._begin(_P.COMPUTING, Compute, self.applied, first, count)
+        return self._begin(_P.COMPUTING, ev.Compute, self.applied, first, count)
 
     # ------------------------------------------------------------------------------------------------------- the vote
 
-    def _reduce(self, _: ActivityFinished) -> list[Any]:
-        return self._begin(_P.REDUCING, Reduce, self.applied)
+    def _reduce(self, _: ev.ActivityFinished) -> list[Any]:
+        return self._begin(_P.REDUCING, ev.Reduce, self.applied)
 
-    def _vote(self, event: StepReduced) -> list[Any]:
+    def _vote(self, event: ev.StepReduced) -> list[Any]:
         view, own = self._current, event.own
         self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, self.shares.packed())
         self._flags_sent, self._part = self._requested, event.part
@@ -276,9 +182,9 @@ class Transaction(JobMember):
             event.sent,
             event.received,
         )
-        return self._begin(_P.VOTING, Vote, token.encode())
+        return self._begin(_P.VOTING, ev.Vote, token.encode())
 
-    def _judge(self, event: TokensGathered) -> list[Any]:
+    def _judge(self, event: ev.TokensGathered) -> list[Any]:
         view, last = self._current, self.square_sum
         tokens = [Token.decode_untrusted(token) for token in event.tokens]
         if len(tokens) != view.size:
@@ -290,7 +196,7 @@ class Transaction(JobMember):
         self._requested &= ~self._flags_sent  # a request that came after the token waits for the next token
         self.square_sum = square_sum(tokens, last, view.stages)
         self._next_shares = self._shares_after(tokens)
-        return self._begin(_P.APPLYING, Apply, self.applied, self.square_sum)
+        return self._begin(_P.APPLYING, ev.Apply, self.applied, self.square_sum)
 
     def _shares_after(self, tokens: Sequence[Token]) -> Shares:
         """Rule 6."""
@@ -307,7 +213,7 @@ class Transaction(JobMember):
         suspect, beside = (view.members[rank] if rank is not None else None for rank in (fault.suspect, fault.beside))
         reason = f"{suspect.name} (rank {fault.suspect}) {fault.what}" if suspect else fault.what
         ids = [member.peer_id if member else "" for member in (suspect, beside)]
-        return self._break_off(ViewBroken(view.generation, ids[0], reason, fault.cause, ids[1]))
+        return self._break_off(ev.ViewBroken(view.generation, ids[0], reason, fault.cause, ids[1]))
 
     # ----------------------------------------------------------------------------------------------------- the commit
 
@@ -320,12 +226,12 @@ class Transaction(JobMember):
     def _apply_prepared(self) -> list[Any]:
         if self._prepared is None:
             raise self._invalid("the members that computed the step are not known")
-        record, lineage = RecordStep(self._prepared, self.lineage), self.prepared_lineage
+        record, lineage = ev.RecordStep(self._prepared, self.lineage), self.prepared_lineage
         self.applied, self.lineage, self._prepared = self.applied + 1, lineage, None
         self._guard.committed(self.square_sum)
         return [record]
 
-    def _commit(self, _: ActivityFinished) -> list[Any]:
+    def _commit(self, _: ev.ActivityFinished) -> list[Any]:
         record = self._apply_prepared()
         view, broken = self._take_postponed()
         if view is not None:
@@ -340,19 +246,19 @@ class Transaction(JobMember):
         return record + self._confirm()
 
     def _confirm(self) -> list[Any]:
-        return self._begin(_P.CONFIRMING, Confirm, self.applied)
+        return self._begin(_P.CONFIRMING, ev.Confirm, self.applied)
 
-    def _compare(self, event: DigestsGathered) -> list[Any]:
+    def _compare(self, event: ev.DigestsGathered) -> list[Any]:
         """This also checks the promise that equal lineages mean equal bits."""
         view = self._current
         if len(event.digests) != view.size:
             raise self._invalid(f"{len(event.digests)} digests")
         if self._rank in odd_ones_out(event.digests, view.stages):
             self.torn = True
-            return self._break_off(ViewBroken(0, "", "this member's state differs from the other members'"))
+            return self._break_off(ev.ViewBroken(0, "", "this member's state differs from the other members'"))
         return self._begin_boundary(save=True)
 
-    def _stop_unconfirmed(self, event: ViewBroken) -> list[Any]:
+    def _stop_unconfirmed(self, event: ev.ViewBroken) -> list[Any]:
         """Handle a break before the step was confirmed. If all members voted to stop here, this member stops without a
         checkpoint. But the run's last step needs its checkpoint, so a break there ends the view."""
         if not self.stopping or self._is_last:

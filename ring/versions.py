@@ -11,107 +11,25 @@ Rules (those of ``ring.job_member`` hold, too)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ring.job_member import (
-    COMMON,
-    ENTERS,
-    LEAVES,
-    ActivityFinished,
-    Apply,
-    Boundary,
-    FlagRequested,
-    FormRing,
-    JobMember,
-    LeadsTo,
-    MemberPhase,
-    RecordStep,
-    SendReport,
-    Table,
-    ViewBroken,
-)
+from ring import member_events as ev
+from ring.job_member import COMMON, ENTERS, LEAVES, STOPS, JobMember, LeadsTo, MemberPhase, Table
 from ring.token import Flag, next_lineage
 from ring.view import View
 from wire.job_messages import LedgerRow
 
-
-@dataclass(frozen=True, slots=True)
-class VersionCombined:
-    """The reduce buffer holds the combined contributions of the next version.
-
-    Attributes:
-        square_sum: its squared norm. digest: of its bytes.
-        counts, made_of: as in ``LedgerRow``.
-        stop: it is the job's last.
-    """
-
-    ticket: int
-    digest: bytes
-    square_sum: float
-    counts: bytes
-    made_of: bytes
-    stop: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class VersionPulled:
-    """A worker has exchanged with its server, and may adopt the state of this version.
-
-    Attributes:
-        over: the server stops here. last: the job has no further version.
-    """
-
-    ticket: int
-    applied: int
-    lineage: str
-    square_sum: float
-    over: bool = False
-    last: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Collect:
-    """Wait for the contributions of the version after ``step``, and combine them. Ends with ``VersionCombined``, or as
-    finished if none is made."""
-
-    ticket: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndCollect:
-    """Let ``Collect`` finish without a version."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeWithServer:
-    """Push a contribution to the server, if this worker was asked for one, and pull. ``VersionPulled`` comes next."""
-
-    ticket: int
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt:
-    """Replace the state by the one that was pulled, of version ``applied``."""
-
-    ticket: int
-    applied: int
-    lineage: str
-
-
 _P = MemberPhase
-_STOPS: LeadsTo = {_P.HELD: SendReport, _P.DONE: SendReport}
-_TRAINS: LeadsTo = {_P.COMPUTING: (Collect, ExchangeWithServer), _P.BOUNDARY: Boundary, **_STOPS}
+_TRAINS: LeadsTo = {_P.COMPUTING: (ev.Collect, ev.ExchangeWithServer), _P.BOUNDARY: ev.Boundary, **STOPS}
 
 VERSIONS: Table = {
-    (_P.FORMING, ActivityFinished): ("start", {**_TRAINS, **LEAVES}),
-    (_P.COMPUTING, VersionCombined): ("apply", {_P.APPLYING: Apply, **LEAVES}),  # rule 1
-    (_P.COMPUTING, VersionPulled): ("adopt", {_P.APPLYING: Adopt, **_STOPS}),  # rule 2; or the next exchange
-    (_P.COMPUTING, ActivityFinished): ("stop_without_version", {_P.BOUNDARY: Boundary}),  # rule 3
-    (_P.COMPUTING, FlagRequested): ("request_and_end", {}),  # rule 3
-    (_P.APPLYING, ActivityFinished): ("finish_change", {**_TRAINS, **ENTERS, **LEAVES}),
-    (_P.BOUNDARY, ActivityFinished): ("go_on", _TRAINS),
+    (_P.FORMING, ev.ActivityFinished): ("start", {**_TRAINS, **LEAVES}),
+    (_P.COMPUTING, ev.VersionCombined): ("apply", {_P.APPLYING: ev.Apply, **LEAVES}),  # rule 1
+    (_P.COMPUTING, ev.VersionPulled): ("adopt", {_P.APPLYING: ev.Adopt, **STOPS}),  # rule 2; or the next exchange
+    (_P.COMPUTING, ev.ActivityFinished): ("stop_without_version", {_P.BOUNDARY: ev.Boundary}),  # rule 3
+    (_P.COMPUTING, ev.FlagRequested): ("request_and_end", {}),  # rule 3
+    (_P.APPLYING, ev.ActivityFinished): ("finish_change", {**_TRAINS, **ENTERS, **LEAVES}),
+    (_P.BOUNDARY, ev.ActivityFinished): ("go_on", _TRAINS),
 }
 
 
@@ -122,56 +40,56 @@ class VersionMember(JobMember):
 
     def __init__(self, **job: Any) -> None:
         super().__init__(**job)
-        self._next: VersionCombined | VersionPulled | None = None  # what is applied, or adopted
+        self._next: ev.VersionCombined | ev.VersionPulled | None = None  # what is applied, or adopted
 
     @property
     def is_server(self) -> bool:
         return self.view is not None and self.view.rank_of(self.peer_id) == 0
 
     def begin_view(self, view: View) -> list[Any]:
-        return self._begin(_P.FORMING, FormRing, view)
+        return self._begin(_P.FORMING, ev.FormRing, view)
 
     def forget(self) -> None:
         self._next = None
 
-    def _start(self, _: ActivityFinished) -> list[Any]:
+    def _start(self, _: ev.ActivityFinished) -> list[Any]:
         view = self._current
         if self.is_server and (self.torn or (self.applied, self.lineage) != (view.step, view.lineage)):
-            return self._break_off(ViewBroken(view.generation, "", "the server does not hold the view's state"))
+            return self._break_off(ev.ViewBroken(view.generation, "", "the server does not hold the view's state"))
         return self.begin_step()
 
     def begin_step(self) -> list[Any]:
         if not self.is_server:
             if self._is_asked_to_stop:
                 return self._stop(_P.HELD)
-            return self._begin(_P.COMPUTING, ExchangeWithServer)
+            return self._begin(_P.COMPUTING, ev.ExchangeWithServer)
         if self.applied >= self.steps_total:
             return self._begin_boundary(save=True)
         if self._is_asked_to_stop:
             return self._stop_without_version()
-        return self._begin(_P.COMPUTING, Collect, self.applied)
+        return self._begin(_P.COMPUTING, ev.Collect, self.applied)
 
-    def _stop_without_version(self, _: ActivityFinished | None = None) -> list[Any]:
+    def _stop_without_version(self, _: ev.ActivityFinished | None = None) -> list[Any]:
         self._granted, self._requested = self._requested, Flag(0)
         return self._begin_boundary(save=Flag.SAVE in self._granted)
 
     # ------------------------------------------------------------------------------------------------------ the server
 
-    def _apply(self, event: VersionCombined) -> list[Any]:
+    def _apply(self, event: ev.VersionCombined) -> list[Any]:
         view = self._current
         if not math.isfinite(event.square_sum):
             reason = f"{view.members[0].name} (rank 0) combined contributions that are not finite"
-            return self._break_off(ViewBroken(view.generation, self.peer_id, reason, "contribution"))
+            return self._break_off(ev.ViewBroken(view.generation, self.peer_id, reason, "contribution"))
         self._next = event
-        return self._begin(_P.APPLYING, Apply, self.applied, event.square_sum)
+        return self._begin(_P.APPLYING, ev.Apply, self.applied, event.square_sum)
 
-    def _request_and_end(self, event: FlagRequested) -> list[Any]:
+    def _request_and_end(self, event: ev.FlagRequested) -> list[Any]:
         self._request(event)
-        return [EndCollect()] if self.is_server and self._is_asked_to_stop else []
+        return [ev.EndCollect()] if self.is_server and self._is_asked_to_stop else []
 
-    def _apply_version(self, version: VersionCombined) -> list[Any]:
+    def _apply_version(self, version: ev.VersionCombined) -> list[Any]:
         row = LedgerRow(self.applied + 1, self._current.generation, version.digest, version.counts, version.made_of)
-        record = RecordStep(row, self.lineage)
+        record = ev.RecordStep(row, self.lineage)
         self.applied, self.square_sum = self.applied + 1, version.square_sum
         self.lineage = next_lineage(self.lineage, version.digest)
         self._granted = self._requested | (Flag.STOP if version.stop else Flag(0))
@@ -180,23 +98,23 @@ class VersionMember(JobMember):
 
     # -------------------------------------------------------------------------------------------------------- a worker
 
-    def _adopt(self, event: VersionPulled) -> list[Any]:
+    def _adopt(self, event: ev.VersionPulled) -> list[Any]:
         if (event.applied, event.lineage) == (self.applied, self.lineage):
             return self._after_pull(event)
         self._next = event
-        return self._begin(_P.APPLYING, Adopt, event.applied, event.lineage)
+        return self._begin(_P.APPLYING, ev.Adopt, event.applied, event.lineage)
 
-    def _after_pull(self, version: VersionPulled) -> list[Any]:
+    def _after_pull(self, version: ev.VersionPulled) -> list[Any]:
         if version.last:
             return self._stop(_P.DONE)
         return self._stop(_P.HELD) if version.over else self.begin_step()
 
     # ------------------------------------------------------------------------------------------------------------ both
 
-    def _finish_change(self, _: ActivityFinished) -> list[Any]:
+    def _finish_change(self, _: ev.ActivityFinished) -> list[Any]:
         version, self._next = self._next, None
         record: list[Any] = []
-        if isinstance(version, VersionCombined):
+        if isinstance(version, ev.VersionCombined):
             record, ends = self._apply_version(version), self.stopping
         elif version is not None:
             self.applied, self.lineage, self.square_sum = version.applied, version.lineage, version.square_sum
@@ -208,6 +126,6 @@ class VersionMember(JobMember):
             return record + self._leave("a new view was announced") + self._enter(view)
         if broken is not None and not ends:
             return record + self._break_off(broken)
-        if isinstance(version, VersionPulled):
+        if isinstance(version, ev.VersionPulled):
             return self._after_pull(version)
         return record + self._begin_boundary(save=self._is_checkpoint_due)

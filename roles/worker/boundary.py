@@ -15,7 +15,7 @@ from statistics import median
 from configs.schema import Profile
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import NetworkError, PeerError
-from ring.job_member import Boundary
+from ring import member_events as ev
 from ring.session import RingSession
 from ring.token import odd_ones_out
 from ring.view import shares
@@ -80,7 +80,7 @@ class BoundaryWork:
         return replica < self._profile.checkpoint.copies
 
     async def validate(
-        self, boundary: Boundary, engine: Engine, losses: Losses, session: RingSession, *, patience_s: float
+        self, boundary: ev.Boundary, engine: Engine, losses: Losses, session: RingSession, *, patience_s: float
     ) -> float | None:
         """Return the mean loss over the held-out micro-batches in nats per token; None if it is not due, no text is
         held out, or it would tell about texts that ``[privacy]`` protects. The members share the micro-batches; in a
@@ -110,7 +110,7 @@ class BoundaryWork:
         self._early.validated(boundary.applied, loss)
         return loss
 
-    async def keep(self, boundary: Boundary, engine: Engine, replica: int, meta: Meta, *, stopping: bool) -> bool:
+    async def keep(self, boundary: ev.Boundary, engine: Engine, replica: int, meta: Meta, *, stopping: bool) -> bool:
         """Save the checkpoint of a confirmed step if it is due and this member's to save. Returns whether it was begun.
 
         Args:

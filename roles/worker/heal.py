@@ -23,9 +23,9 @@ import xxhash
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError
 from p2ptrain.core.training import Applied, Blob
-from ring.job_member import JobMember, StateDiscarded, StateFollowed, StateTorn
+from ring import member_events as ev
+from ring.job_member import JobMember
 from ring.token import joined_digest, next_lineage
-from ring.transaction import Heal
 from roles.engine import WHOLE, Engine, Stage
 from roles.line import Line
 from roles.worker.context import Context
@@ -434,7 +434,7 @@ class Healer:
     ) -> None:
         self._context, self._core, self._progress, self.stage = context, core, progress, stage
 
-    async def within(self, instruction: Heal, engine: Engine) -> Fetched:
+    async def within(self, instruction: ev.Heal, engine: Engine) -> Fetched:
         """Bring the state to the start of the view. Raises ``NetworkError`` with each source's problem."""
         core, view = self._core, instruction.view
         rank = view.rank_of(self._context.peer_id) or 0
@@ -546,12 +546,12 @@ class Follower:
         except (NetworkError, PeerError) as problem:
             self._context.notify("warning", "not-following", f"stopped catching up: {problem.message}")
             if self._core.torn:
-                self._then.insert(0, StateDiscarded("the state fetched beside the ring is incomplete"))
+                self._then.insert(0, ev.StateDiscarded("the state fetched beside the ring is incomplete"))
             else:
                 self._report()  # report how far it came: the ring may admit it, and the rest is healed within
         except P2PTrainError as problem:
             self._context.notify("error", "not-following", f"cannot catch up: {problem.message}")
-            self._then.insert(0, StateDiscarded("the state may be half applied"))
+            self._then.insert(0, ev.StateDiscarded("the state may be half applied"))
         finally:
             self._task = None
             events, self._then = self._then, []
@@ -571,7 +571,7 @@ class Follower:
         def on_torn() -> None:
             nonlocal began
             began = context.world.clock.now()  # the time before was spent waiting for a source's snapshot
-            self._handle(StateTorn())
+            self._handle(ev.StateTorn())
             names = ", ".join(member.name for member in message.sources)
             context.notify("info", "fetching", f"fetches {fetch.total_bytes / 1e6:.1f} MB of state from {names}")
 
@@ -581,7 +581,7 @@ class Follower:
             self._fetched = fetched(fetch, 0, context.world.clock.now() - began)  # only steps follow
             if base.root:
                 await self._to_its_end(context.compute.run(engine.state.refresh, base.step))
-                self._handle(StateFollowed(base.step, base.lineage, base.square_sum))
+                self._handle(ev.StateFollowed(base.step, base.lineage, base.square_sum))
                 context.notify("info", "fetched", f"fetched the state of step {base.step}: {self._fetched}")
             while True:
                 if fetch.newest - core.applied <= 1 and not self._reported:
@@ -593,7 +593,7 @@ class Follower:
 
     async def _replay(self, engine: Engine, fetch: Fetch, step: Step) -> None:
         await self._context.compute.run(replay, engine, step)
-        self._handle(StateFollowed(step.step, step.lineage, step.square_sum))
+        self._handle(ev.StateFollowed(step.step, step.lineage, step.square_sum))
         fetch.used(step)
 
     async def _to_its_end(self, work: Coroutine[Any, Any, None]) -> None:

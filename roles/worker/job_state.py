@@ -9,7 +9,8 @@ from typing import Any
 
 from configs.schema import Profile
 from p2ptrain.core.errors import JobFailed, P2PTrainError
-from ring.job_member import Boundary, JobMember, MemberPhase, StateLoaded
+from ring import member_events as ev
+from ring.job_member import JobMember, MemberPhase
 from ring.token import Flag
 from ring.view import View
 from roles.engine import Engine, Stage
@@ -122,7 +123,7 @@ class JobState:
             notify = context.tell if profile.data.private else context.notify  # it names files
             notify("warning", "data", engine.data.note)
 
-    async def load(self, restore: RestorePoint) -> StateLoaded:
+    async def load(self, restore: RestorePoint) -> ev.StateLoaded:
         """Load the state of ``restore``, an older one, or the initial one, into the engine."""
         context, files, engine = self._context, self.files.checkpoints, self.engine
         if self.assembler is not None:
@@ -138,7 +139,7 @@ class JobState:
         self.reports.loaded(applied, lineage, rows, metrics, wanted=restore.step)
         await self.saving.resumed(entry)
         self.early.resumed(entry.meta if entry is not None else {})
-        return StateLoaded(applied, lineage, square_sum)
+        return ev.StateLoaded(applied, lineage, square_sum)
 
     @property
     def has_unsaved(self) -> bool:
@@ -152,7 +153,7 @@ class JobState:
         """Save the state, while no ring runs, or report the checkpoints again. Failures are only reported."""
         try:
             if is_due:
-                now = Boundary(0, self._core.applied, save=True, last=True)
+                now = ev.Boundary(0, self._core.applied, save=True, last=True)
                 await self.boundary.keep(now, self.engine, 0, self.reports.meta(), stopping=True)
             else:
                 await self.saving.announce_all()

@@ -12,22 +12,8 @@ from typing import Protocol
 
 from configs.schema import Profile
 from p2ptrain.core.errors import NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError
-from ring.job_member import (
-    ActivityFinished,
-    CloseRing,
-    FlagRequested,
-    FormRing,
-    JobMember,
-    MemberFailed,
-    MemberPhase,
-    Reload,
-    SendReport,
-    StateDiscarded,
-    StateFollowed,
-    StateLoaded,
-    ViewArrived,
-    ViewBroken,
-)
+from ring import member_events as ev
+from ring.job_member import JobMember, MemberPhase
 from ring.links import Topology
 from ring.session import RingSession
 from ring.token import Flag
@@ -154,7 +140,7 @@ class JobRunner:
             raise ProtocolError(f"this worker holds {self.stage}, but has rank {rank} in a view of {view.stages} parts")
         if rank is not None:
             self._context.inbound.announced(view, Topology.RING, view.left_of(rank).peer_id)
-        self._after_following(ViewArrived(view))
+        self._after_following(ev.ViewArrived(view))
 
     def catch_up(self, message: CatchUp) -> None:
         if self.core.phase is MemberPhase.IDLE and self.state.is_built:
@@ -163,13 +149,13 @@ class JobRunner:
             self.follower.begin(message, self.state.engine)
 
     def request(self, flag: Flag, generation: int = 0) -> None:
-        self._handle(FlagRequested(flag, generation))
+        self._handle(ev.FlagRequested(flag, generation))
 
     def restore(self, point: RestorePoint) -> None:
         """Go back to a checkpoint. If neither this member nor the holders have it, load an older one; the member is
         then healed."""
         self._restore = point
-        self._after_following(StateDiscarded("the job goes back to a checkpoint"))
+        self._after_following(ev.StateDiscarded("the job goes back to a checkpoint"))
 
     def call_back(self) -> None:
         """Assigned again: stop following, then report the state held here."""
@@ -180,7 +166,7 @@ class JobRunner:
 
     def _report_state(self) -> None:
         if self.core.torn:
-            self._handle(StateDiscarded("the state fetched beside the ring is incomplete"))
+            self._handle(ev.StateDiscarded("the state fetched beside the ring is incomplete"))
         else:
             self.on_seed_back()
 
@@ -214,7 +200,7 @@ class JobRunner:
     async def save_state(self) -> None:
         """Stop in the ring, and save the state that this member holds. Failures are only reported."""
         if self.core.running and self.core.view is not None:
-            self._handle(ViewBroken(self.core.view.generation, "", "this worker leaves"))
+            self._handle(ev.ViewBroken(self.core.view.generation, "", "this worker leaves"))
             await self.stand_still()
         await self.state.save(is_due=self.has_unsaved_state)
 
@@ -230,7 +216,7 @@ class JobRunner:
             instructions = self.core.handle(event)
         except PeerError as problem:  # a member sent an invalid token
             generation = self.core.view.generation if self.core.view else 0
-            instructions = self.core.handle(ViewBroken(generation, "", problem.message))
+            instructions = self.core.handle(ev.ViewBroken(generation, "", problem.message))
         for instruction in instructions:
             self._carry_out(instruction)
         if not self.core.running:
@@ -246,20 +232,20 @@ class JobRunner:
         self._handle(event)
         if self.core.torn:
             self.state.reports.steps.forget()
-        if isinstance(event, StateFollowed):
+        if isinstance(event, ev.StateFollowed):
             self.state.early.resumed({})
             self.state.reports.ledger.stands_at(event.applied, event.lineage)
             self.state.count_progress()
 
     def _carry_out(self, instruction: object) -> None:
         match instruction:
-            case SendReport(report):
+            case ev.SendReport(report):
                 self.state.reports.announce(report)
-            case CloseRing(reason):
+            case ev.CloseRing(reason):
                 self._disband(reason)
-            case Reload():
+            case ev.Reload():
                 self._start(self._load)
-            case FormRing():
+            case ev.FormRing():
                 self._start(partial(self._form, instruction))
             case _:
                 activity = self.activities.take(instruction)
@@ -275,11 +261,11 @@ class JobRunner:
         try:
             event = await activity()
         except NeighbourAway as problem:
-            event = ViewBroken(generation, problem.peer_id, problem.message, cause=problem.cause)
+            event = ev.ViewBroken(generation, problem.peer_id, problem.message, cause=problem.cause)
         except (NetworkError, PeerError) as problem:
-            event = self.connections.failure(generation) or ViewBroken(generation, "", problem.message)
+            event = self.connections.failure(generation) or ev.ViewBroken(generation, "", problem.message)
         except P2PTrainError as problem:
-            event = MemberFailed(self.state.reports.cannot_go_on(problem))
+            event = ev.MemberFailed(self.state.reports.cannot_go_on(problem))
         self._handle(event)
 
     def _disband(self, reason: str) -> None:
@@ -289,7 +275,7 @@ class JobRunner:
         self.state.heal_source.view_ended(reason)
         self.connections.close()
 
-    async def _load(self) -> StateLoaded:
+    async def _load(self) -> ev.StateLoaded:
         state = self.state
         state.heal_source.cut("another state is loaded")
         if state.early.budget is not None:
@@ -302,7 +288,7 @@ class JobRunner:
         self.connections.state_bytes = state.heal_source.state_bytes
         return loaded
 
-    async def _form(self, form: FormRing) -> ActivityFinished:
+    async def _form(self, form: ev.FormRing) -> ev.ActivityFinished:
         context, state = self._context, self.state
         form_began = context.world.clock.now()
         session = await self.connections.form(form.view)
@@ -312,7 +298,7 @@ class JobRunner:
         await self.activities.begin_view(session)
         state.heal_source.view_began()
         state.reports.view_began(form.view, formed_s=context.world.clock.now() - form_began)
-        return ActivityFinished(form.ticket)
+        return ev.ActivityFinished(form.ticket)
 
     async def _watch_compute(self) -> None:
         """Report a call on the compute thread that hangs while other members wait for it. The seed then removes this

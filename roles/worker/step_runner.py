@@ -10,20 +10,10 @@ from typing import Any
 
 from p2ptrain.compute.noise import KEY_BYTES
 from p2ptrain.core.errors import JobFailed
-from ring.job_member import ActivityFinished, Apply, Boundary, RecordStep
+from ring import member_events as ev
 from ring.session import RingSession
 from ring.token import Token, check_untrusted
-from ring.transaction import (
-    Compute,
-    Confirm,
-    DigestsGathered,
-    Heal,
-    Reduce,
-    StepReduced,
-    TokensGathered,
-    Transaction,
-    Vote,
-)
+from ring.transaction import Transaction
 from roles.strategies.interface import StageLoad
 from roles.strategies.strategy import Strategy
 from roles.worker.checkpoint_assembler import assembles
@@ -77,33 +67,33 @@ class StepRunner:
 
     def take(self, instruction: object) -> Activity | None:
         """As ``ActivityRunner.take``."""
-        if isinstance(instruction, RecordStep):
+        if isinstance(instruction, ev.RecordStep):
             joined, digests = self._digests
             row = instruction.row
             self._state.heal_source.committed(row, digests if joined == row.digest else b"")
             self._state.reports.recorded(row, instruction.lineage)
             return None
         activities: dict[type, Callable[[Any], Coroutine[Any, Any, object]]] = {
-            Heal: self._heal,
-            Compute: self._compute,
-            Reduce: self._reduce,
-            Vote: self._vote,
-            Apply: self._apply,
-            Confirm: self._confirm,
-            Boundary: self._boundary,
+            ev.Heal: self._heal,
+            ev.Compute: self._compute,
+            ev.Reduce: self._reduce,
+            ev.Vote: self._vote,
+            ev.Apply: self._apply,
+            ev.Confirm: self._confirm,
+            ev.Boundary: self._boundary,
         }
         return partial(activities[type(instruction)], instruction)
 
     # ----------------------------------------------------------------------------------------------------- activities
 
-    async def _heal(self, instruction: Heal) -> ActivityFinished:
+    async def _heal(self, instruction: ev.Heal) -> ev.ActivityFinished:
         state = self._state
         state.heal_source.cut("it is healed itself")
         fetched = await self._healer.within(instruction, state.engine)
         state.reports.healed(instruction.view, fetched)
-        return ActivityFinished(instruction.ticket)
+        return ev.ActivityFinished(instruction.ticket)
 
-    async def _compute(self, instruction: Compute) -> ActivityFinished:
+    async def _compute(self, instruction: ev.Compute) -> ev.ActivityFinished:
         step, count = instruction.step, instruction.count
         state, session, clock = self._state, self._connections.session, self._state.reports.clock
         if step == session.view.step:
@@ -116,7 +106,7 @@ class StepRunner:
         if step > session.view.step or not clock.unit_us:  # the first one may wait for an aborted micro-batch
             clock.computed(self._context.world.clock.now() - began, count)
         state.tokens += count * state.engine.data.tokens_per_micro_batch
-        return ActivityFinished(instruction.ticket)
+        return ev.ActivityFinished(instruction.ticket)
 
     async def _spend(self, budget: Budget, members: int) -> None:
         """Count the step that begins, and give the engine a key for its noise. If the budget does not allow the step,
@@ -126,14 +116,14 @@ class StepRunner:
         assert noise is not None
         await self._context.compute.run(noise.use_noise, budget.noise_std / math.sqrt(members), key)
 
-    async def _reduce(self, instruction: Reduce) -> StepReduced:
+    async def _reduce(self, instruction: ev.Reduce) -> ev.StepReduced:
         session, strategy, clock = self._connections.session, self._ready_strategy, self._state.reports.clock
         with self._communicating(session):
             contribution = await strategy.reduce()
         self._digests = contribution.digest, contribution.digests
         clock.exchanged(exposed_s=strategy.exposed_s, communicating_s=strategy.communicating_s)
         sent, received = session.take_hop_sums()
-        return StepReduced(
+        return ev.StepReduced(
             instruction.ticket,
             contribution.digest,
             contribution.part,
@@ -144,12 +134,12 @@ class StepRunner:
             stop=self._is_last,
         )
 
-    async def _vote(self, instruction: Vote) -> TokensGathered:
+    async def _vote(self, instruction: ev.Vote) -> ev.TokensGathered:
         session = self._connections.session
         with self._communicating(session):
             check = partial(check_untrusted, mine=Token.decode_untrusted(instruction.token))
             tokens = await session.all_gather(instruction.token, patience_s=self._patience_s(), check=check)
-        return TokensGathered(instruction.ticket, tuple(tokens))
+        return ev.TokensGathered(instruction.ticket, tuple(tokens))
 
     @contextmanager
     def _communicating(self, session: RingSession) -> Iterator[None]:
@@ -158,7 +148,7 @@ class StepRunner:
             yield
         clock.waited(session.waited_s - waited_s)
 
-    async def _apply(self, instruction: Apply) -> ActivityFinished:
+    async def _apply(self, instruction: ev.Apply) -> ev.ActivityFinished:
         state, strategy = self._state, self._ready_strategy
         with state.reports.clock.phase("compute"):
             await state.heal_source.keep(state.engine)
@@ -166,16 +156,16 @@ class StepRunner:
         state.count_progress()
         self._trained = self._connections.members
         state.reports.step_done(instruction.step, strategy.scores, redone=instruction.redo)
-        return ActivityFinished(instruction.ticket)
+        return ev.ActivityFinished(instruction.ticket)
 
-    async def _confirm(self, instruction: Confirm) -> DigestsGathered:
+    async def _confirm(self, instruction: ev.Confirm) -> ev.DigestsGathered:
         state, session = self._state, self._connections.session
         if instruction.applied == session.view.step:  # the view begins after the last step
             state.reports.steps.tell_beyond(session.view, instruction.applied)
         digests = await state.boundary.compare(state.engine, session, patience_s=self._patience_s() + NEW_S)
-        return DigestsGathered(instruction.ticket, digests)
+        return ev.DigestsGathered(instruction.ticket, digests)
 
-    async def _boundary(self, instruction: Boundary) -> ActivityFinished:
+    async def _boundary(self, instruction: ev.Boundary) -> ev.ActivityFinished:
         state, session, core = self._state, self._connections.session, self._core
         longest_s, view, assembler = self._patience_s() + NEW_S, session.view, state.assembler
         val_loss = await state.boundary.validate(
@@ -191,7 +181,7 @@ class StepRunner:
                 await state.boundary.gathered(assembler, session, patience_s=longest_s)
         if instruction.snapshot:
             await state.heal_source.snapshot(state.engine, state.snapshots)
-        return ActivityFinished(instruction.ticket)
+        return ev.ActivityFinished(instruction.ticket)
 
     # -------------------------------------------------------------------------------------------------------- helpers
 

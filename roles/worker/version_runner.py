@@ -8,17 +8,9 @@ from functools import partial
 from typing import Any
 
 from p2ptrain.core.errors import NetworkError
-from ring.job_member import ActivityFinished, Apply, Boundary, RecordStep
+from ring import member_events as ev
 from ring.session import RingSession
-from ring.versions import (
-    Adopt,
-    Collect,
-    EndCollect,
-    ExchangeWithServer,
-    VersionCombined,
-    VersionMember,
-    VersionPulled,
-)
+from ring.versions import VersionMember
 from roles.snapshots import Snapshots
 from roles.strategies.interface import StageLoad
 from roles.strategies.server import MOST_COPIES, VersionServer, VersionWorker, WorkerRecord
@@ -72,19 +64,19 @@ class VersionRunner:
     def take(self, instruction: object) -> Activity | None:
         """As ``ActivityRunner.take``."""
         match instruction:
-            case RecordStep(row, lineage):
+            case ev.RecordStep(row, lineage):
                 self._state.heal_source.committed(row)
                 self._state.reports.recorded(row, lineage)
                 return None
-            case EndCollect():
+            case ev.EndCollect():
                 self._server.end()
                 return None
         activities: dict[type, Callable[[Any], Coroutine[Any, Any, object]]] = {
-            Collect: self._collect,
-            Apply: self._apply,
-            Boundary: self._boundary,
-            ExchangeWithServer: self._exchange,
-            Adopt: self._adopt,
+            ev.Collect: self._collect,
+            ev.Apply: self._apply,
+            ev.Boundary: self._boundary,
+            ev.ExchangeWithServer: self._exchange,
+            ev.Adopt: self._adopt,
         }
         return partial(activities[type(instruction)], instruction)
 
@@ -96,7 +88,7 @@ class VersionRunner:
             raise NetworkError("the view of this server has ended")
         return self._role
 
-    async def _collect(self, instruction: Collect) -> VersionCombined | ActivityFinished:
+    async def _collect(self, instruction: ev.Collect) -> ev.VersionCombined | ev.ActivityFinished:
         session, is_last = self._connections.session, self._state.early.due
         if instruction.step == session.view.step:
             self._state.reports.steps.tell_beyond(session.view, instruction.step)
@@ -104,23 +96,23 @@ class VersionRunner:
         with self._state.reports.clock.phase("compute"):
             version = await self._server.collect()
         if version is None:
-            return ActivityFinished(instruction.ticket)
-        return VersionCombined(instruction.ticket, *version, stop=is_last)
+            return ev.ActivityFinished(instruction.ticket)
+        return ev.VersionCombined(instruction.ticket, *version, stop=is_last)
 
     async def _publish(self, *, over: bool = False, last: bool = False) -> None:
         core = self._core
         await self._server.publish(core.applied, core.lineage, core.square_sum, over=over, last=last)
 
-    async def _apply(self, instruction: Apply) -> ActivityFinished:
+    async def _apply(self, instruction: ev.Apply) -> ev.ActivityFinished:
         state, server = self._state, self._server
         with state.reports.clock.phase("compute"):
             await state.heal_source.keep(state.engine)
             state.reports.steps.applied(await server.apply(instruction.step, instruction.square_sum))
         state.count_progress()
         state.reports.step_done(instruction.step, server.scores, redone=False)
-        return ActivityFinished(instruction.ticket)
+        return ev.ActivityFinished(instruction.ticket)
 
-    async def _boundary(self, instruction: Boundary) -> ActivityFinished:
+    async def _boundary(self, instruction: ev.Boundary) -> ev.ActivityFinished:
         state, session, core = self._state, self._connections.session, self._core
         assert self._work is not None
         assert self._alone is not None
@@ -131,7 +123,7 @@ class VersionRunner:
         await state.boundary.keep(instruction, state.engine, 0, state.reports.meta(), stopping=core.stopping)
         if instruction.snapshot:
             await state.heal_source.snapshot(state.engine, state.snapshots)
-        return ActivityFinished(instruction.ticket)
+        return ev.ActivityFinished(instruction.ticket)
 
     # -------------------------------------------------------------------------------------------------------- a worker
 
@@ -141,7 +133,7 @@ class VersionRunner:
             raise NetworkError("the view of this worker has ended")
         return self._role
 
-    async def _exchange(self, instruction: ExchangeWithServer) -> VersionPulled:
+    async def _exchange(self, instruction: ev.ExchangeWithServer) -> ev.VersionPulled:
         core, state, worker, clock = self._core, self._state, self._worker, self._context.world.clock
         began = clock.now()
         reply = await worker.exchange(core.applied, core.lineage)
@@ -150,9 +142,9 @@ class VersionRunner:
             state.tokens += worker.share * state.engine.data.tokens_per_micro_batch
         state.count_progress()
         version = reply.version, reply.lineage, reply.square_sum
-        return VersionPulled(instruction.ticket, *version, over=reply.over, last=reply.last)
+        return ev.VersionPulled(instruction.ticket, *version, over=reply.over, last=reply.last)
 
-    async def _adopt(self, instruction: Adopt) -> ActivityFinished:
+    async def _adopt(self, instruction: ev.Adopt) -> ev.ActivityFinished:
         state, core = self._state, self._core
         await self._worker.adopt(instruction.applied)
         state.reports.steps.forget()
@@ -160,4 +152,4 @@ class VersionRunner:
         state.reports.ledger.take_up_untrusted(instruction.applied, instruction.lineage, self._worker.rows)
         state.count_progress()
         self._context.on_step(instruction.applied, core.steps_total, {})
-        return ActivityFinished(instruction.ticket)
+        return ev.ActivityFinished(instruction.ticket)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from configs.schema import Profile
 from p2ptrain.core.errors import NetworkError
+from ring import member_events as ev
 from ring.chain import Chain
 from ring.direct import DirectMessages
-from ring.job_member import ViewBroken
 from ring.links import Topology
 from ring.neighbours import RingBroken, cause_of
 from ring.session import RingSession
@@ -53,7 +53,7 @@ class ViewConnections:
         state_bytes: size of this member's state.
     """
 
-    def __init__(self, context: Context, profile: Profile, *, on_broken: Callable[[ViewBroken], None]) -> None:
+    def __init__(self, context: Context, profile: Profile, *, on_broken: Callable[[ev.ViewBroken], None]) -> None:
         self._context, self._membership, self._on_broken = context, profile.membership, on_broken
         self._ring: RingSession | None = None
         self._further: list[RingSession | Chain] = []
@@ -111,7 +111,7 @@ class ViewConnections:
         self.messages.attach(session)
         return self.messages
 
-    def failure(self, generation: int) -> ViewBroken | None:
+    def failure(self, generation: int) -> ev.ViewBroken | None:
         """Which lost neighbour made an activity fail; None: no connection names one."""
         ended = [session.broken.result() for session in self._open() if session.broken.done()]
         return next((view_broken(broken, generation) for broken in ended if broken.suspect), None)
@@ -161,5 +161,5 @@ class ViewConnections:
             self._on_broken(view_broken(broken, session.view.generation))
 
 
-def view_broken(lost: RingBroken, generation: int) -> ViewBroken:
-    return ViewBroken(generation, lost.suspect, lost.cause.message, cause=cause_of(lost.cause), beside=lost.beside)
+def view_broken(lost: RingBroken, generation: int) -> ev.ViewBroken:
+    return ev.ViewBroken(generation, lost.suspect, lost.cause.message, cause=cause_of(lost.cause), beside=lost.beside)

@@ -5,20 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from ring.job_member import (
-    ActivityFinished,
-    Apply,
-    Boundary,
-    CloseRing,
-    JobMember,
-    MemberPhase,
-    RecordStep,
-    Reload,
-    SendReport,
-    StateLoaded,
-)
+from ring import member_events as ev
+from ring.job_member import JobMember, MemberPhase
 from ring.token import first_lineage, next_lineage
-from ring.transaction import Compute, Confirm, DigestsGathered, Heal, Transaction
+from ring.transaction import Transaction
 from ring.view import View, shares
 from wire.job_messages import LedgerRow, MemberRecord, Report
 
@@ -76,47 +66,47 @@ class Member:
         self.buffer = b""
         self.activity: object | None = None
         self.said: list[Report] = []
-        self.boundaries: list[Boundary] = []
+        self.boundaries: list[ev.Boundary] = []
         self.rows: list[tuple[LedgerRow, str]] = []
 
     def handle(self, event: object) -> None:
         for instruction in handled(self.core, event):
             match instruction:
-                case SendReport(report):
+                case ev.SendReport(report):
                     self.said.append(report)
-                case CloseRing():
+                case ev.CloseRing():
                     self.activity = None
-                case Heal():
+                case ev.Heal():
                     self.state = None
                     self.activity = instruction
-                case Compute():
+                case ev.Compute():
                     self.buffer = b""
                     self.activity = instruction
-                case RecordStep(row, lineage):
+                case ev.RecordStep(row, lineage):
                     self.rows.append((row, lineage))
                 case _:
                     self.activity = instruction
-                    if isinstance(instruction, Boundary):
+                    if isinstance(instruction, ev.Boundary):
                         self.boundaries.append(instruction)
 
     def finish(self) -> None:
         """End the activity under way, for those that depend on nobody else."""
         activity, self.activity = self.activity, None
         assert activity is not None
-        if isinstance(activity, Apply):
+        if isinstance(activity, ev.Apply):
             assert self.buffer, "nothing to apply"
             assert self.state is not None
             self.state.append(self.buffer)
-        if isinstance(activity, Reload):
+        if isinstance(activity, ev.Reload):
             self.state = []
-            self.handle(StateLoaded(0, ORIGIN))
+            self.handle(ev.StateLoaded(0, ORIGIN))
             return
-        if isinstance(activity, Confirm):
+        if isinstance(activity, ev.Confirm):
             members = self.core.view.size if self.core.view else 0
-            self.handle(DigestsGathered(activity.ticket, (self.digest(),) * members))
+            self.handle(ev.DigestsGathered(activity.ticket, (self.digest(),) * members))
             return
-        assert not isinstance(activity, CloseRing | SendReport | RecordStep)
-        self.handle(ActivityFinished(activity.ticket))
+        assert not isinstance(activity, ev.CloseRing | ev.SendReport | ev.RecordStep)
+        self.handle(ev.ActivityFinished(activity.ticket))
 
     def digest(self) -> bytes:
         return hashlib.blake2b(b"".join(self.state or [])).digest()

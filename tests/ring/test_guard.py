@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.job_member import StateLoaded, ViewArrived
+from ring import member_events as ev
 from ring.token import LEAST_STEPS, Flag, NormGuard, Token, TokenFault, granted, odd_ones_out, square_sum, verdict
-from ring.transaction import Compute, Reduce, StepReduced, TokensGathered, Vote
 from tests.ring.members import ORIGIN, Member, digest_of, view
 
 TOKEN = Token(1, 5, Flag(0), 1.0, b"d" * 16, b"l" * 16, own=1.0, sent=7, received=7)
@@ -152,7 +151,7 @@ class Pair:
         self.members = {peer: Member(peer, 100, outlier_factor=10.0) for peer in "ab"}
         self.generation = 0
         for member in self.members.values():
-            member.handle(StateLoaded(0, ORIGIN))
+            member.handle(ev.StateLoaded(0, ORIGIN))
         self.form()
 
     def form(self, *, lenient: bool = False) -> None:
@@ -160,26 +159,26 @@ class Pair:
         self.generation += 1
         current = view(self.generation, ["a", "b"], step=first.applied, lineage=first.lineage)
         for member in self.members.values():
-            member.handle(ViewArrived(replace(current, lenient=lenient)))
+            member.handle(ev.ViewArrived(replace(current, lenient=lenient)))
             member.finish()
 
-    def step(self, own: float = 1.0, unit_us: int = 10) -> list[Compute]:
+    def step(self, own: float = 1.0, unit_us: int = 10) -> list[ev.Compute]:
         computed, votes = [], []
         for peer, member in self.members.items():
             compute = member.activity
-            assert isinstance(compute, Compute)
+            assert isinstance(compute, ev.Compute)
             computed.append(compute)
             member.finish()
             reduce = member.activity
-            assert isinstance(reduce, Reduce)
+            assert isinstance(reduce, ev.Reduce)
             member.buffer = digest_of(self.generation, reduce.step)
             mine, unit = (own, unit_us) if peer == "b" else (1.0, 10)
-            member.handle(StepReduced(reduce.ticket, member.buffer, part=own, own=mine, unit_us=unit))
+            member.handle(ev.StepReduced(reduce.ticket, member.buffer, part=own, own=mine, unit_us=unit))
             vote = member.activity
-            assert isinstance(vote, Vote)
+            assert isinstance(vote, ev.Vote)
             votes.append(vote)
         for member, vote in zip(self.members.values(), votes, strict=True):
-            member.handle(TokensGathered(vote.ticket, tuple(vote.token for vote in votes)))
+            member.handle(ev.TokensGathered(vote.ticket, tuple(vote.token for vote in votes)))
             if member.activity is not None:
                 member.finish()  # the optimizer
                 member.finish()  # the boundary

@@ -19,19 +19,9 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring.job_member import (
-    Apply,
-    Boundary,
-    FlagRequested,
-    FormRing,
-    MemberPhase,
-    Reload,
-    StateLoaded,
-    ViewArrived,
-    ViewBroken,
-)
+from ring import member_events as ev
+from ring.job_member import MemberPhase
 from ring.token import Flag, Token, next_lineage
-from ring.transaction import Compute, Confirm, DigestsGathered, Heal, Reduce, StepReduced, TokensGathered, Vote
 from ring.view import View
 from tests.ring.members import MICRO_BATCHES, ORIGIN, Member, digest_of, view
 from wire.job_messages import LedgerRow
@@ -75,7 +65,7 @@ class Cluster:
 
     def add(self, peer: str) -> None:
         self.members[peer] = Member(peer, STEPS, checkpoint_every=EVERY)
-        self.members[peer].handle(StateLoaded(0, ORIGIN))
+        self.members[peer].handle(ev.StateLoaded(0, ORIGIN))
 
     def live(self) -> dict[str, Member]:
         return {peer: member for peer, member in self.members.items() if peer not in self.dead}
@@ -87,25 +77,25 @@ class Cluster:
         activity, current = member.activity, member.core.view
         if activity is None:
             return False
-        if isinstance(activity, Apply | Compute | Boundary | Reload):
+        if isinstance(activity, ev.Apply | ev.Compute | ev.Boundary | ev.Reload):
             return True
         assert current is not None
         everybody = {item.peer_id for item in current.members}
         key = (current.generation, member.core.applied)
         match activity:
-            case FormRing():
+            case ev.FormRing():
                 self.formed.setdefault(current.generation, set()).add(peer)
                 return self.formed[current.generation] >= everybody
-            case Reduce():
+            case ev.Reduce():
                 self.reduced.setdefault(key, set()).add(peer)
                 return self.reduced[key] >= everybody
-            case Vote(token=token):
+            case ev.Vote(token=token):
                 self.tokens.setdefault(key, {})[peer] = token
                 return self.tokens[key].keys() >= everybody
-            case Confirm():
+            case ev.Confirm():
                 self.digests.setdefault(key, {})[peer] = member.digest()
                 return self.digests[key].keys() >= everybody
-            case Heal():
+            case ev.Heal():
                 return any(self.is_source(item.peer_id, current) for item in current.members)
         return False
 
@@ -123,35 +113,35 @@ class Cluster:
     def end(self, peer: str, member: Member) -> None:
         activity, current, rows = member.activity, member.core.view, len(member.rows)
         match activity:
-            case Compute(first=first, count=count):
+            case ev.Compute(first=first, count=count):
                 assert current is not None
                 self.computed.setdefault((current.generation, member.core.applied), {})[peer] = (first, count)
                 member.finish()
-            case Reduce(ticket=ticket):
+            case ev.Reduce(ticket=ticket):
                 assert current is not None
                 self.reduce(peer, member, ticket, current)
-            case Vote(ticket=ticket):
+            case ev.Vote(ticket=ticket):
                 assert current is not None
                 tokens = self.tokens[(current.generation, member.core.applied)]
-                member.handle(TokensGathered(ticket, tuple(tokens[item.peer_id] for item in current.members)))
+                member.handle(ev.TokensGathered(ticket, tuple(tokens[item.peer_id] for item in current.members)))
                 self.rejections += member.said[-1].cause != ""
-            case Confirm(ticket=ticket, applied=applied):
+            case ev.Confirm(ticket=ticket, applied=applied):
                 assert current is not None
                 digests = self.digests[(current.generation, applied)]
-                member.handle(DigestsGathered(ticket, tuple(digests[item.peer_id] for item in current.members)))
-            case Heal():
+                member.handle(ev.DigestsGathered(ticket, tuple(digests[item.peer_id] for item in current.members)))
+            case ev.Heal():
                 assert current is not None
                 sources = [item.peer_id for item in current.members if self.is_source(item.peer_id, current)]
                 member.state = list(self.members[self.rng.choice(sources)].state or [])
                 member.finish()
-            case Apply(redo=redo):
+            case ev.Apply(redo=redo):
                 self.redone += redo
                 member.finish()
                 assert len(member.rows) == rows + 1, "every applied step is recorded, once"
                 self.check_row(peer, member, current)
             case _:
                 member.finish()
-        if isinstance(member.activity, Boundary) and member.activity.save:
+        if isinstance(member.activity, ev.Boundary) and member.activity.save:
             self.check_confirmed(member.activity.applied, current)
         self.check(member)
 
@@ -169,7 +159,7 @@ class Cluster:
             self.spoiled.add(digest)
         member.buffer = digest
         heard_wrong = kind == "hop" and peer == right
-        reduced = StepReduced(
+        reduced = ev.StepReduced(
             ticket,
             digest,
             part=math.nan if kind == "nan" else 1.0,
@@ -237,7 +227,7 @@ class Cluster:
                 if row.step <= best.applied and (member.state or [])[row.step - 1 : row.step] == [row.digest]:
                     self.ledger[row.step] = row
         for member in live.values():
-            member.handle(ViewArrived(current))
+            member.handle(ev.ViewArrived(current))
 
     # ----------------------------------------------------------------------------------------------------- invariants
 
@@ -320,7 +310,7 @@ class Cluster:
                 case "notice":
                     generation = self.members[peer].core.view.generation  # type: ignore[union-attr]
                     self.noticed.add((peer, generation))
-                    self.members[peer].handle(ViewBroken(generation, "", "a neighbour is gone"))
+                    self.members[peer].handle(ev.ViewBroken(generation, "", "a neighbour is gone"))
                     self.check(self.members[peer])
                 case "mint":
                     self.mint()
@@ -328,11 +318,11 @@ class Cluster:
                     newcomers -= 1
                     self.add(f"n{newcomers}")
                     for member in self.live().values():
-                        member.handle(FlagRequested(Flag.HOLD))
+                        member.handle(ev.FlagRequested(Flag.HOLD))
                 case "wish":
                     ring_options -= 1
                     flag = self.rng.choice([Flag.HOLD, Flag.SAVE, Flag.SNAPSHOT, Flag.LEAVE])
-                    self.members[peer].handle(FlagRequested(flag))
+                    self.members[peer].handle(ev.FlagRequested(flag))
                 case "stop":
                     stops, self.last_step = False, 1 + max(member.core.applied for member in live.values())
                 case "kill":

@@ -6,20 +6,10 @@ import math
 
 import pytest
 
-from ring.job_member import (
-    ActivityFinished,
-    Apply,
-    Boundary,
-    FlagRequested,
-    FormRing,
-    MemberPhase,
-    SendReport,
-    StateLoaded,
-    ViewArrived,
-    ViewBroken,
-)
+from ring import member_events as ev
+from ring.job_member import MemberPhase
 from ring.token import Flag, next_lineage
-from ring.versions import Adopt, Collect, EndCollect, ExchangeWithServer, VersionCombined, VersionMember, VersionPulled
+from ring.versions import VersionMember
 from tests.ring.members import JOB, ORIGIN, digest_of, handled, view
 from wire.job_messages import Report
 
@@ -33,9 +23,9 @@ class Played:
         """The server "a" or the worker "b", with its ring formed."""
         self.core = VersionMember(job=JOB, peer_id=peer, steps_total=3)
         self.given: list[object] = []
-        self.handle(StateLoaded(0, ORIGIN))
-        self.handle(ViewArrived(view(1, ["a", "b"], healthy={"a"})))
-        self.finish(FormRing)
+        self.handle(ev.StateLoaded(0, ORIGIN))
+        self.handle(ev.ViewArrived(view(1, ["a", "b"], healthy={"a"})))
+        self.finish(ev.FormRing)
 
     def handle(self, event: object) -> None:
         self.given = handled(self.core, event)
@@ -47,14 +37,14 @@ class Played:
         return int(activity.ticket)  # type: ignore[attr-defined]
 
     def finish(self, kind: type) -> None:
-        self.handle(ActivityFinished(self.ticket(kind)))
+        self.handle(ev.ActivityFinished(self.ticket(kind)))
 
     def combine(self, square_sum: float = 1.5) -> None:
-        self.handle(VersionCombined(self.ticket(Collect), digest_of(1, 0), square_sum, b"", b""))
+        self.handle(ev.VersionCombined(self.ticket(ev.Collect), digest_of(1, 0), square_sum, b"", b""))
 
     @property
     def report(self) -> Report:
-        reports = [it.report for it in self.given if isinstance(it, SendReport)]
+        reports = [it.report for it in self.given if isinstance(it, ev.SendReport)]
         return reports[-1]
 
 
@@ -62,14 +52,14 @@ class Played:
 def test_server_makes_versions_alone_and_stops_at_once_while_it_waits_for_the_next_one(flag: Flag) -> None:
     server = Played("a")
     server.combine()
-    server.finish(Apply)
-    server.finish(Boundary)
-    collect = server.ticket(Collect)
-    server.handle(FlagRequested(flag))
-    assert server.given == [EndCollect()]
-    server.handle(ActivityFinished(collect))
-    assert server.given[-1] == Boundary(server.ticket(Boundary), 1, save=False, last=False)
-    server.finish(Boundary)
+    server.finish(ev.Apply)
+    server.finish(ev.Boundary)
+    collect = server.ticket(ev.Collect)
+    server.handle(ev.FlagRequested(flag))
+    assert server.given == [ev.EndCollect()]
+    server.handle(ev.ActivityFinished(collect))
+    assert server.given[-1] == ev.Boundary(server.ticket(ev.Boundary), 1, save=False, last=False)
+    server.finish(ev.Boundary)
     assert (server.core.phase, server.report.status, server.report.applied) == (MemberPhase.HELD, "held", 1)
 
 
@@ -78,12 +68,12 @@ def test_server_that_is_asked_to_save_and_stop_while_it_applies_makes_no_further
     server.combine()
     applying = server.given
     for flag in (Flag.SAVE, Flag.HOLD):
-        server.handle(FlagRequested(flag))
+        server.handle(ev.FlagRequested(flag))
         assert server.given == []
     server.given = applying
-    server.finish(Apply)
-    assert server.given[-1] == Boundary(server.ticket(Boundary), 1, save=True, last=False)
-    server.finish(Boundary)
+    server.finish(ev.Apply)
+    assert server.given[-1] == ev.Boundary(server.ticket(ev.Boundary), 1, save=True, last=False)
+    server.finish(ev.Boundary)
     assert (server.report.status, server.report.applied) == ("held", 1)
 
 
@@ -95,19 +85,19 @@ def test_version_that_is_not_finite_is_not_applied() -> None:
 
 def test_server_without_the_state_of_its_view_ends_it() -> None:
     server = Played("a")
-    server.handle(ViewArrived(view(2, ["a", "b"], step=1, lineage=FIRST)))
-    server.finish(FormRing)
+    server.handle(ev.ViewArrived(view(2, ["a", "b"], step=1, lineage=FIRST)))
+    server.finish(ev.FormRing)
     assert (server.report.status, server.report.generation) == ("broken", 2)
 
 
 def test_worker_has_applied_what_it_adopted_and_a_break_waits_for_that() -> None:
     worker = Played("b")
-    worker.handle(VersionPulled(worker.ticket(ExchangeWithServer), 0, ORIGIN, 0.0))
-    worker.handle(VersionPulled(worker.ticket(ExchangeWithServer), 2, FIRST, 1.5))
-    adopt = worker.ticket(Adopt)
-    worker.handle(ViewBroken(1, "a", "died"))
+    worker.handle(ev.VersionPulled(worker.ticket(ev.ExchangeWithServer), 0, ORIGIN, 0.0))
+    worker.handle(ev.VersionPulled(worker.ticket(ev.ExchangeWithServer), 2, FIRST, 1.5))
+    adopt = worker.ticket(ev.Adopt)
+    worker.handle(ev.ViewBroken(1, "a", "died"))
     assert worker.given == []
-    worker.handle(ActivityFinished(adopt))
+    worker.handle(ev.ActivityFinished(adopt))
     told = worker.report
     assert (told.status, told.applied, told.lineage, told.square_sum, told.prepared) == ("broken", 2, FIRST, 1.5, 2)
 
@@ -120,9 +110,9 @@ def test_worker_stops_with_its_server_or_after_the_exchange_under_way(
     reply: dict[str, bool], flag: Flag, status: str
 ) -> None:
     worker = Played("b")
-    exchange = worker.ticket(ExchangeWithServer)
+    exchange = worker.ticket(ev.ExchangeWithServer)
     if flag:
-        worker.handle(FlagRequested(flag, 1))
-    worker.handle(VersionPulled(exchange, 1, FIRST, 1.5, **reply))
-    worker.finish(Adopt)
+        worker.handle(ev.FlagRequested(flag, 1))
+    worker.handle(ev.VersionPulled(exchange, 1, FIRST, 1.5, **reply))
+    worker.finish(ev.Adopt)
     assert (worker.report.status, worker.report.applied) == (status, 1)

@@ -12,8 +12,9 @@ from typing import Any
 
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from p2ptrain.lab.stand_in import StandInEngine
-from ring.job_member import MemberPhase, StateDiscarded, StateLoaded, ViewArrived
-from ring.transaction import Heal, Transaction
+from ring import member_events as ev
+from ring.job_member import MemberPhase
+from ring.transaction import Transaction
 from roles.worker.heal import Fetched, Follower, Healer
 from roles.worker.heal_source import MAX_FOLLOWERS, Recipient, log_limit_bytes
 from tests.roles.heal_doubles import (
@@ -53,7 +54,7 @@ class Newcomer:
 async def newcomer_to(ring: Ring, *, at: int = 0, numel: int = NUMEL) -> AsyncIterator[Newcomer]:
     """One that holds another state of step ``at`` than the ring."""
     core = Transaction(job=JOB, peer_id="me", steps_total=10_000)
-    core.handle(StateLoaded(at, "cd" * 16))
+    core.handle(ev.StateLoaded(at, "cd" * 16))
     engine = engine_of(numel)
     engine.state.blobs()[0].view[3] ^= 1
     told: list[tuple[str, str, str]] = []
@@ -86,7 +87,7 @@ async def heal(ring: Ring, newcomer: Newcomer, have: tuple[int, str] | None = No
     """As the member of the ring's view that it has become."""
     core: Any = SimpleNamespace(job=JOB, applied=have[0] if have else 0, lineage=have[1] if have else "")
     healer = Healer(around_of(ring.world, ring.told), core, progress=lambda: None)
-    return await healer.within(Heal(1, ring.view, torn=have is None), newcomer.engine)
+    return await healer.within(ev.Heal(1, ring.view, torn=have is None), newcomer.engine)
 
 
 async def quiet_until(satisfied: Callable[[], bool]) -> None:
@@ -160,7 +161,7 @@ def test_a_fetch_that_fails_in_the_middle_gives_up_a_torn_state() -> None:
         async with ring_of(MemoryNetwork(), 2, numel=NUMEL, behaviour=bad) as ring, newcomer_to(ring) as newcomer:
             begin(newcomer, ring)
             await ring.steps_until(lambda: not newcomer.follower.active)
-            assert isinstance(newcomer.events[-1], StateDiscarded)
+            assert isinstance(newcomer.events[-1], ev.StateDiscarded)
             assert newcomer.core.phase is MemberPhase.EMPTY
             assert newcomer.said == []
 
@@ -174,7 +175,7 @@ def test_a_view_that_comes_while_it_fetches_is_entered_at_once_and_healed_within
             newcomer.follower.begin(CatchUp(JOB, 3, ring.records[:2]), newcomer.engine)
             await ring.steps_until(lambda: newcomer.core.torn)
             set_view(ring, 4)
-            newcomer.follower.end(ViewArrived(ring.view))
+            newcomer.follower.end(ev.ViewArrived(ring.view))
             await quiet_until(lambda: not newcomer.follower.active)
             assert newcomer.core.phase is MemberPhase.FORMING
             assert newcomer.core.torn

@@ -14,7 +14,7 @@ from p2ptrain.core.errors import NetworkError
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from p2ptrain.lab.stand_in import StandInEngine
-from ring.transaction import Heal
+from ring import member_events as ev
 from roles.worker.heal import Fetch, Fetched, Healer
 from roles.worker.heal_source import CHUNK_BYTES
 from tests.roles.heal_doubles import (
@@ -53,7 +53,7 @@ def healer_of(ring: Ring, have: tuple[int, str] | None = None) -> Healer:
 
 async def heal(ring: Ring, engine: StandInEngine, *, have: tuple[int, str] | None = None) -> Fetched:
     """Bring ``engine`` to where the ring's view begins, as a member of it."""
-    return await healer_of(ring, have).within(Heal(1, ring.view, torn=have is None), engine)
+    return await healer_of(ring, have).within(ev.Heal(1, ring.view, torn=have is None), engine)
 
 
 def blank(numel: int = NUMEL) -> StandInEngine:

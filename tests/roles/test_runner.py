@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from ring.job_member import ActivityFinished, FormRing, StateLoaded, ViewArrived, ViewBroken
+from ring import member_events as ev
 from ring.transaction import Transaction
 from roles.engine import WHOLE
 from roles.worker.early_stop import EarlyStop
@@ -33,16 +33,16 @@ def told(core: Transaction) -> Report:
 def formed() -> Transaction:
     """A member in a view."""
     core = Transaction(job="job", peer_id="a", steps_total=1000)
-    core.handle(StateLoaded(0, ORIGIN))
-    form = core.handle(ViewArrived(view(7, ["a", "b"])))[-1]
-    assert isinstance(form, FormRing)
-    core.handle(ActivityFinished(form.ticket))
+    core.handle(ev.StateLoaded(0, ORIGIN))
+    form = core.handle(ev.ViewArrived(view(7, ["a", "b"])))[-1]
+    assert isinstance(form, ev.FormRing)
+    core.handle(ev.ActivityFinished(form.ticket))
     return core
 
 
 def test_a_member_whose_ring_broke_says_so_again() -> None:
     core = formed()
-    core.handle(ViewBroken(7, "b", "gone"))
+    core.handle(ev.ViewBroken(7, "b", "gone"))
     assert (told(core).status, told(core).generation) == ("broken", 7)
 
 

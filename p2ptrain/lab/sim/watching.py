@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.core.checkpoints import MANIFEST, CheckpointStore, manifest_untrusted
 from p2ptrain.lab.sim.machine import ATTACKER, PROCESS, STATE_BYTES, ProcessDisk, bits_of
 from p2ptrain.lab.stand_in import StandInEngine
+from ring import member_events as ev
 from ring import replicas, staleness, token, transaction
 from ring.coordinator import Coordinator
-from ring.job_member import JobMember, MemberPhase, StateFollowed
+from ring.job_member import JobMember, MemberPhase
 from ring.lanes import Lane
 from ring.links import Inbound
 from ring.neighbours import AT_WORK
@@ -109,7 +110,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             machine = here()
             if machine is not None:  # a member does not commit the steps it is given
                 pulled = isinstance(self, VersionMember) and not self.is_server
-                fetched = healing or pulled or isinstance(event, StateFollowed)
+                fetched = healing or pulled or isinstance(event, ev.StateFollowed)
                 observer.moved(machine, self, None if fetched else view, before)
         return result
 
