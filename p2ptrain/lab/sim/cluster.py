@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,39 @@ class SimClock(LoopClock):
         return 1_700_000_000.0 + self.now()
 
 
+@dataclass
+class Misconduct:
+    """What a worker does wrong.
+
+    Attributes:
+        kind: one of ``faults.MISBEHAVIOURS``, now; empty: none of them.
+        flips: byte of the reduce buffer in which the next reduction flips a bit; 0: none.
+        lies: number of steps to come with a contribution of the kind ``lie``. has_lied: and one was made.
+        false_tokens: number of tokens to come with the figures ``falsely``.
+    """
+
+    kind: str = ""
+    flips: int = 0
+    lies: int = 0
+    lie: str = ""
+    has_lied: bool = False
+    false_tokens: int = 0
+    falsely: dict[str, Any] = field(default_factory=dict)
+
+
+class LinkDelays:
+    """The delays of a simulated network. ``slow``: both ends of a link → its additional seconds."""
+
+    def __init__(self, conditions: random.Random) -> None:
+        self._conditions = conditions
+        self._latency_s = conditions.choice((0.0003, 0.003, 0.03))
+        self.slow: dict[frozenset[str], float] = {}
+
+    def delay_s(self, source: str, target: str) -> float:
+        base = self._latency_s * (0.5 + self._conditions.random())
+        return base + self.slow.get(frozenset((source, target)), 0.0) if self.slow else base
+
+
 class SimMachine:
     """A computer with a disk. At most one program of the cluster runs on it at a time.
 
@@ -49,10 +83,7 @@ class SimMachine:
         call_s: mean virtual time of one call on its threads.
         announced: step → digest of the newest checkpoint that its worker reported, since its last restore.
         wholes: the same for checkpoints with all parts of a split model.
-        flips: byte of the reduce buffer in which the next reduction flips a bit; 0: none.
-        misbehaves: one of ``faults.MISBEHAVIOURS``, now; empty: it does not.
-        lies: number of steps to come with a contribution of the kind ``lie``.
-        false_tokens: number of tokens to come with the figures ``falsely``.
+        misconduct: what its worker does wrong.
     """
 
     def __init__(self, simulation: Simulation, host: str, call_s: float) -> None:
@@ -67,12 +98,7 @@ class SimMachine:
         self.worker: Worker | None = None
         self.announced: dict[int, str] = {}
         self.wholes: dict[int, str] = {}
-        self.flips = self.lies = 0
-        self.misbehaves = ""
-        self._lied = False  # it lied and will lie again
-        self.lie = ""
-        self.false_tokens = 0
-        self.falsely: dict[str, Any] = {}
+        self.misconduct = Misconduct()
 
     @property
     def up(self) -> bool:
@@ -211,13 +237,14 @@ class SimMachine:
     def _spoil(self, buffer: Buffer) -> None:
         """Spoil the next ``lies`` contributions. A lone member stops before its third lie: the job would rightly fail,
         because it cannot tell that member from bad data."""
-        if self.lies:
-            self.lies -= 1
-            if not self.lies and self._lied and self._simulation.observer.history.alone(self.host):
+        wrong = self.misconduct
+        if wrong.lies:
+            wrong.lies -= 1
+            if not wrong.lies and wrong.has_lied and self._simulation.observer.history.alone(self.host):
                 return
-            self._lied = self.lies > 0
+            wrong.has_lied = wrong.lies > 0
             huge = 1 << 40 if buffer.dtype.kind == "i" else 1e12
-            if self.lie == "huge":
+            if wrong.lie == "huge":
                 buffer[:] = huge
                 # A huge value is accepted while the others have seen too few steps, or were told to accept it.
                 self._simulation.observer.states.believed_a_liar = True
@@ -253,10 +280,8 @@ class Simulation:
     ) -> None:
         self.loop, self.profile, self.number = loop, profile, number
         self.random = random.Random(number)  # noqa: S311 - a replay must be possible
-        self._network_conditions = random.Random(number + 1)  # noqa: S311
-        self._latency_s = self._network_conditions.choice((0.0003, 0.003, 0.03))
-        self.slow: dict[frozenset[str], float] = {}
-        self.network = MemoryNetwork(delay_s=self._delay_s)
+        self.links = LinkDelays(random.Random(number + 1))  # noqa: S311
+        self.network = MemoryNetwork(delay_s=self.links.delay_s)
         server = (profile.server.buffer, profile.server.bound) if profile.job.strategy == "server" else None
         self.observer = Observer(loop.time, expected, profile.stages, server)
         self.observer.checkpoints.here = lambda: [machine for machine in self.live if machine.linked]
@@ -291,10 +316,6 @@ class Simulation:
     @property
     def live(self) -> list[SimMachine]:
         return [m for m in self.workers if m.up and not m.stop.is_set() and not m.process.frozen]
-
-    def _delay_s(self, source: str, target: str) -> float:
-        base = self._latency_s * (0.5 + self._network_conditions.random())
-        return base + self.slow.get(frozenset((source, target)), 0.0) if self.slow else base
 
     def report_event(self, machine: SimMachine, level: str, kind: str, text: str) -> None:
         if self._verbose or level != "info":

@@ -140,7 +140,7 @@ class FaultSchedule:
                 self.join()
             case "freeze" if victims:
                 await self._in_phase(victims[0], rng.choice(PHASES), self._freeze)
-            case "hang" | "garble" | "withhold" if len(victims) > 2 and not any(one.misbehaves for one in live):
+            case "hang" | "garble" | "withhold" if len(victims) > 2 and not any(one.misconduct.kind for one in live):
                 await self._until(lambda: victims[0].trained)
                 await self._in_phase(victims[0], MemberPhase.COMPUTING, lambda victim: self._misbehave(victim, kind))
             case "cut-in-follow" if victims:
@@ -163,14 +163,17 @@ class FaultSchedule:
             case "seed-lost":
                 await self._lose_seed()
             case "bit-flip" if victims:
-                victims[0].flips = rng.randrange(1, 4 * NUMEL)  # random: equal flips at two members would not differ
+                victims[0].misconduct.flips = rng.randrange(
+                    1, 4 * NUMEL
+                )  # random: equal flips at two members would not differ
                 self._tell(f"a bit flips in the memory of {victims[0].host}, after the next reduction")
             # Two liars in one step are believed: a job whose gradient is not finite fails by design.
-            case "liar" if victims and not any(one.lies for one in victims):
+            case "liar" if victims and not any(one.misconduct.lies for one in victims):
                 self._lie(victims[0])
-            case "false-token" if victims and not any(one.false_tokens for one in victims):
-                victims[0].falsely, victims[0].false_tokens = rng.choice(FALSE), rng.choice((1, 3))
-                self._tell(f"{victims[0].host} tells {victims[0].falsely}, {victims[0].false_tokens} times")
+            case "false-token" if victims and not any(one.misconduct.false_tokens for one in victims):
+                wrong = victims[0].misconduct
+                wrong.falsely, wrong.false_tokens = rng.choice(FALSE), rng.choice((1, 3))
+                self._tell(f"{victims[0].host} tells {wrong.falsely}, {wrong.false_tokens} times")
             # A job that no worker can begin before its first view fails by design.
             case "disk-full" if simulation.observer.line.generation:
                 self._disk_full(rng.choice([simulation.seed, *victims]))
@@ -244,7 +247,7 @@ class FaultSchedule:
                 machine.start()
 
     def join(self) -> None:
-        if any(machine.misbehaves == "withhold" for machine in self._simulation.live):
+        if any(machine.misconduct.kind == "withhold" for machine in self._simulation.live):
             self._simulation.observer.culprits.hosts = None
         free = [machine for machine in self._simulation.workers if not machine.up]
         if free:
@@ -268,7 +271,7 @@ class FaultSchedule:
         now, strikes = self._simulation.loop.time(), self._strikes
         self._tell(f"{victim.host}: {how} for {seconds} s ({victim.phase})")
         process.hung_until = now + seconds if how == "hang" else 0.0
-        victim.misbehaves = how
+        victim.misconduct.kind = how
         self._later(seconds, lambda: setattr(victim, "misbehaves", ""))
         if observer.culprits.hosts is not None:
             observer.culprits.hosts.add(victim.host)
@@ -302,9 +305,9 @@ class FaultSchedule:
     def _slow(self, one: str, other: str, lasts_s: float | None = None) -> None:
         way, delay_s = frozenset((one, other)), self._random.choice((0.1, 0.5, 3.0))
         self._tell(f"{one}-{other} takes {delay_s} s more")
-        self._simulation.slow[way] = delay_s
+        self._simulation.links.slow[way] = delay_s
         lasts_s = self._random.choice(LASTS_S) if lasts_s is None else lasts_s
-        self._later(lasts_s, lambda: self._simulation.slow.pop(way, None))
+        self._later(lasts_s, lambda: self._simulation.links.slow.pop(way, None))
 
     def _garbage(self, victim: SimMachine) -> None:
         found = [
@@ -392,7 +395,7 @@ class FaultSchedule:
     def _lie(self, victim: SimMachine) -> None:
         how, times = self._random.choice(("nan", "huge")), self._random.choice((1, 1, 3))
         self._tell(f"{victim.host} contributes {how}, {times} times")
-        victim.lies, victim.lie = times, how
+        victim.misconduct.lies, victim.misconduct.lie = times, how
 
     def _disk_full(self, victim: SimMachine) -> None:
         self._tell(f"the disk of {victim.host} is full")
@@ -451,7 +454,7 @@ class FaultSchedule:
             machine.disk.die_in = None
             if machine.up and machine.stop.is_set():
                 await self._until_stopped(machine)
-        simulation.slow.clear()
+        simulation.links.slow.clear()
         self._start(simulation.seed)
         while len(simulation.live) < least:
             self.join()

@@ -176,18 +176,18 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
     def summarize(original: Any, self: Strategy, own: float) -> Any:
         machine = here()
         members = self._session.size if self._session is not None else 1
-        if machine is not None and machine.flips and members > 1:  # a lone member's flip cannot be noticed
+        if machine is not None and machine.misconduct.flips and members > 1:  # a lone member's flip cannot be noticed
             memory = self._engine.reduce_buffer.view("u1")
-            memory[machine.flips % memory.size] ^= 1  # a part's buffer is smaller
-            machine.flips = 0
+            memory[machine.misconduct.flips % memory.size] ^= 1  # a part's buffer is smaller
+            machine.misconduct.flips = 0
         return original(self, own)
 
     def encode(original: Any, self: Token) -> bytes:
         machine = here()
-        if machine is not None and machine.false_tokens:
-            machine.false_tokens -= 1
+        if machine is not None and machine.misconduct.false_tokens:
+            machine.misconduct.false_tokens -= 1
             observer.culprits.liars.add(machine.host)
-            self = replace(self, **machine.falsely)
+            self = replace(self, **machine.misconduct.falsely)
         return bytes(original(self))
 
     def step_done(self: Reports, step: int, scores: dict[str, float], *, redone: bool) -> None:
@@ -205,12 +205,12 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
 
     async def all_gather(original: Any, self: RingSession, mine: bytes, **more: Any) -> Any:
         machine = here()
-        garbled = machine is not None and machine.misbehaves == "garble" and len(mine) == TOKEN_BYTES
+        garbled = machine is not None and machine.misconduct.kind == "garble" and len(mine) == TOKEN_BYTES
         return await original(self, bytes(len(mine)) if garbled else mine, **more)
 
     def send_ready(original: Any, self: Lane) -> None:
         machine = here()
-        if machine is None or machine.misbehaves != "withhold":
+        if machine is None or machine.misconduct.kind != "withhold":
             original(self)
 
     def masked(self: Masks, values: Any, step: int) -> None:
