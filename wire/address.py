@@ -109,10 +109,10 @@ def how_to_open(port: int) -> str:
     """What a person can do about NAT or a firewall before ``port`` of a member."""
     chosen = "" if port == MEMBER_PORT else f"choose a port with --port (default: {MEMBER_PORT}, if it is free), and "
     return (
-        f"{chosen}let it in through the firewall: `ufw allow {port}/tcp`, `nft insert rule FAMILY TABLE CHAIN tcp dport"
-        f" {port} accept` (the chain with `hook input` in `nft list chains`), or on Windows `netsh advfirewall firewall"
-        f" add rule name=p2ptrain dir=in action=allow protocol=TCP localport={port}`. Behind NAT, forward the port in"
-        f" the router, and join with --port {port} --advertise PUBLIC-ADDRESS:{port}"
+        f"{chosen}let it in through the firewall: `ufw allow {port}/tcp`, `nft insert rule inet filter input tcp dport"
+        f" {port} accept` (or the table and chain with `hook input` in `nft list chains`), or on Windows `netsh"
+        f" advfirewall firewall add rule name=p2ptrain dir=in action=allow protocol=TCP localport={port}`. Behind NAT,"
+        f" forward the port in the router, and join with --port {port} --advertise PUBLIC-ADDRESS:{port}"
     )
 
 

@@ -275,7 +275,7 @@ async def test_who_cannot_be_dialled_back_is_refused_with_a_remedy(bench: Bench)
     for word in (
         "firewall",
         "ufw",
-        "nft insert rule FAMILY TABLE CHAIN",
+        "nft insert rule inet filter input",
         "the chain with `hook input`",
         "netsh",
         "NAT",
