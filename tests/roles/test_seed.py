@@ -276,7 +276,7 @@ async def test_who_cannot_be_dialled_back_is_refused_with_a_remedy(bench: Bench)
         "firewall",
         "ufw",
         "nft insert rule inet filter input",
-        "the chain with `hook input`",
+        "chain with `hook input`",
         "netsh",
         "NAT",
         "router",
