@@ -75,7 +75,11 @@ class Backup:
         """Write a backup now. Raises ``StorageError``."""
         files = self._authority.files() if self._authority is not None else {}
         data = await self._store.call(copied, files, self._world.clock.wall())
-        await self._thread.submit(partial(keep_copy, self._world.disk, self._directory, data))
+        try:
+            await self._thread.submit(partial(keep_copy, self._world.disk, self._directory, data))
+        except StorageError as problem:
+            problem.remedy = problem.remedy.replace("--state", "--backup")
+            raise
 
     async def run(self) -> None:
         """Write backups until cancelled. Failures are reported to ``failed`` and do not end this."""

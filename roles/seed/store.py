@@ -411,7 +411,7 @@ def _translated(path: Path) -> Iterator[None]:
     except (sqlite3.Error, OverflowError, UnicodeError) as error:  # the last two: a value that SQLite cannot store
         text = str(error)
         if "full" in text:
-            remedy = "free some space on that disk, then start the seed again: the workers continue to train meanwhile"
+            remedy = "free some space on that disk, then run the same command again"
         elif "malformed" in text or "not a database" in text:
             remedy = f"the file is damaged: move {path.name} away and start again, or restore it from a backup"
         else:

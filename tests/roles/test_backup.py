@@ -103,7 +103,9 @@ async def test_a_copy_that_cannot_be_written_is_told_of_once(tmp_path: Path) -> 
     running = asyncio.create_task(backup.run())
     async with asyncio.timeout(10):
         backup.soon.set()
-        assert "no backup is made" in await told.get()
+        text = await told.get()
+        assert "no backup is made" in text
+        assert "choose another place with --backup" in text
     running.cancel()
     await asyncio.wait([running])
     backup.close()

@@ -20,6 +20,10 @@ export const setKey = (key) => sessionStorage.setItem(KEY, key);
 /** Send a request and return the JSON of the answer. Raises Problem. */
 export async function ask(path, { method = "GET", body, timeoutS = 90 } = {}) {
   const key = sessionStorage.getItem(KEY);
+  if (key && !/^[\x21-\x7e]+$/.test(key)) {
+    sessionStorage.removeItem(KEY); // a browser cannot send it
+    throw new Problem("this key is wrong: it has characters that no key has", "copy it from the seed's file", 401);
+  }
   const headers = key ? { authorization: `Bearer ${key}` } : {};
   if (body !== undefined) headers["content-type"] = "application/json";
   let answer;

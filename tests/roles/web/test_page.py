@@ -91,6 +91,12 @@ async def test_a_browser_shows_the_job_acts_on_it_and_survives_the_loss_of_its_c
             assert "5 of 12" in await tab.until("document.querySelector('#experiments tbody').textContent")
             assert tab.problems == []
             seed.fetched.clear()
+            await tab.value("sessionStorage.setItem('api-key', '\u201ckey\u201d')")
+            await tab.value("import('/feed.js').then(({ask}) => ask('events').catch((it) => window.refused = it) && 0)")
+            assert await tab.until("window.refused && [refused.status, refused.message].join(' ')") == (
+                "401 this key is wrong: it has characters that no key has"
+            )
+            assert await tab.value("sessionStorage.getItem('api-key')") is None
             seed.lose()
             await tab.until("!document.getElementById('stale').hidden")
             await tab.until(f"{_LINK} === 'live'")
