@@ -159,10 +159,10 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer, model_tokens: int | None =
         name = tokenizer.backend.id_to_token(highest)
         text = f"the text has the token {name!r}, id {highest}, but the model has only the ids 0 to {known - 1}"
         raise ConfigError(text, remedy="put the tokenizer there that the model was trained with")
-    told = list(filter(None, (not_read, rows.note(), cut)))
+    left_out = list(filter(None, (not_read, rows.note(), cut)))
     windows = len(tokens) // width if is_chat else max(0, len(tokens) - 1) // spec.sequence_tokens
-    training, validation = split_windows(spec, windows, told)
-    note = "; ".join(filter(None, (*told, _large_part(spec, len(validation), windows))))
+    training, validation = split_windows(spec, windows, left_out)
+    note = "; ".join(filter(None, (*left_out, _large_part(spec, len(validation), windows))))
     hasher = hashlib.sha256(f"{tokens.dtype.name} {tokenizer.vocab_size} ".encode())
     hasher.update(np.ascontiguousarray(tokens, tokens.dtype.newbyteorder("<")).data)
     hasher.update(b"" if marks is None else marks.data)
@@ -170,8 +170,8 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer, model_tokens: int | None =
     return Corpus(tokens, tokenizer.vocab_size, spec.sequence_tokens, digest, training, validation, marks, note)
 
 
-def split_windows(spec: DataSpec, windows: int, told: Sequence[str] = ()) -> tuple[Indices, Indices]:
-    """Training and validation window numbers (see ``Corpus``); the former ascend. ``told``: what was left out. Raises
+def split_windows(spec: DataSpec, windows: int, left_out: Sequence[str] = ()) -> tuple[Indices, Indices]:
+    """Training and validation window numbers (see ``Corpus``); the former ascend. ``left_out``: for the error. Raises
     ``ConfigError``."""
     fraction = spec.validation_fraction
     block = min(_BLOCK_WINDOWS, max(1, round(windows * fraction)))  # smaller blocks for a tiny corpus
@@ -179,7 +179,7 @@ def split_windows(spec: DataSpec, windows: int, told: Sequence[str] = ()) -> tup
     if blocks < least:
         text = f"data.path = {spec.path!r} has too few tokens: they fill {windows} windows of {spec.sequence_tokens}"
         raise ConfigError(
-            "; ".join([text, *told]),
+            "; ".join([text, *left_out]),
             remedy=f"give at least {least * spec.sequence_tokens + 1} tokens of text, or a smaller "
             "data.sequence_tokens; with data.validation_fraction = 0 one window is enough",
         )

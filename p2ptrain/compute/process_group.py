@@ -299,8 +299,8 @@ class RingProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
     ) -> RingWork:
-        works = [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, sources, strict=True)]
-        return _joined(works)
+        operations = [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, sources, strict=True)]
+        return _joined(operations)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -328,8 +328,8 @@ class RingProcessGroup(dist.ProcessGroup):
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> RingWork:
         """``outputs[r]`` has rank r's tensor for each of ``inputs``."""
-        works = [self.allgather([[*parts]], [own], opts) for *parts, own in zip(*outputs, inputs, strict=True)]
-        return _joined(works)
+        operations = [self.allgather([[*parts]], [own], opts) for *parts, own in zip(*outputs, inputs, strict=True)]
+        return _joined(operations)
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> RingWork:
         if output.numel() != self._own_size * source.numel() or source.dtype != output.dtype:
@@ -351,8 +351,8 @@ class RingProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
     ) -> RingWork:
-        works = [self._allgather_base(*pair, opts) for pair in zip(outputs, sources, strict=True)]
-        return _joined(works)
+        operations = [self._allgather_base(*pair, opts) for pair in zip(outputs, sources, strict=True)]
+        return _joined(operations)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -496,9 +496,10 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
     return listed
 
 
-def _joined(works: Sequence[RingWork]) -> RingWork:
+def _joined(operations: Sequence[RingWork]) -> RingWork:
     return RingWork(
-        [item for work in works for item in work._pending], [tensor for work in works for tensor in work._tensors]
+        [item for work in operations for item in work._pending],
+        [tensor for work in operations for tensor in work._tensors],
     )
 
 

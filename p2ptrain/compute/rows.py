@@ -110,8 +110,8 @@ class Rows:
 
     def _refusal(self) -> UserError:
         allowed = f"data.bad_rows = {self._most_bad:g} allows {int(self._most_bad * self.count):,}"
-        said = f"{self.bad:,} of the first {self.count:,} rows cannot be used, and {allowed}"
-        return UserError(f"{self._named[0]}; {said}", remedy=f"{self._remedy}; or raise data.bad_rows")
+        count = f"{self.bad:,} of the first {self.count:,} rows cannot be used, and {allowed}"
+        return UserError(f"{self._named[0]}; {count}", remedy=f"{self._remedy}; or raise data.bad_rows")
 
     def _values(self, file: Path) -> Iterator[tuple[str, object]]:
         """The values under the key, of each row its place and value; bad rows are counted."""

@@ -42,7 +42,7 @@ TEXT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _CHATS_AT_ONCE = 8
-_SEEN_BEFORE = 8  # ids of the prompt to decode with the first new one
+_PROMPT_IDS = 8  # ids of the prompt to decode with the first new one
 _SHAPING = {
     "repetition_penalty": 1,
     "encoder_repetition_penalty": 1,
@@ -93,8 +93,8 @@ class ModelText:
         own = file_of(directory, "generation_config.json")
         self._generation = _json_map(own) if own.is_file() else None
         self.context = self._context()
-        said = self._said.get("eos_token_id")  # generation_config.json wins, as in transformers
-        ids = said if isinstance(said, list) else [said]
+        ends = self._settings.get("eos_token_id")  # generation_config.json wins, as in transformers
+        ids = ends if isinstance(ends, list) else [ends]
         self.end_tokens = frozenset(item for item in ids if isinstance(item, int))
 
     def prompt_ids(self, text: str) -> list[int]:
@@ -127,20 +127,22 @@ class ModelText:
         ends = self.end_tokens if end_tokens is None else end_tokens
         return TextWriter(self.tokenizer.backend, prompt, stop=stop, end_tokens=ends)
 
-    def sampling(self, wish: SamplingOptions) -> Sampling:
+    def sampling(self, options: SamplingOptions) -> Sampling:
         """Sampling with the person's options, and the model's defaults for the rest. Raises ``ConfigError``."""
-        return wish.of(self._said)
+        return options.of(self._settings)
 
     def unused_settings(self) -> str:
         """A sentence about the unsupported settings in ``generation_config.json`` that are not neutral; empty if there
         are none."""
-        said = self._generation or {}
-        unused = [f"{key} = {said[key]}" for key, usual in _SHAPING.items() if said.get(key) not in (None, usual)]
+        settings = self._generation or {}
+        unused = [
+            f"{key} = {settings[key]}" for key, usual in _SHAPING.items() if settings.get(key) not in (None, usual)
+        ]
         file = f"{self.directory.name}/generation_config.json"
         return shortened(f"{file} also says {', '.join(unused)}: not applied") if unused else ""
 
     @property
-    def _said(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         return self._config if self._generation is None else self._generation
 
     def _context(self) -> int | None:
@@ -182,7 +184,7 @@ class TextWriter:
         self._stop_tokens = {token for token, entry in added.items() if entry.special and entry.content in stops}
         self.end_tokens = end_tokens | self._stop_tokens
         # Some decoders drop the space before the first word. So new ids are decoded after some ids of the prompt.
-        self._ids = list(prompt[-_SEEN_BEFORE:])
+        self._ids = list(prompt[-_PROMPT_IDS:])
         while self._ids and backend.decode(self._ids, skip_special_tokens=True).startswith("\ufffd"):
             del self._ids[0]  # the text would start inside a character
         self._start, self._known = 0, len(self._ids)
@@ -322,8 +324,8 @@ class ChatFormat:
     def _written(self, chats: Iterable[tuple[Sequence[dict[str, Any]], bool]]) -> Iterator[str]:
         """The texts of conversations, each of its messages, and whether an answer is to follow. A few are made at once:
         those of all turns of a long conversation would not fit into an answer of the process."""
-        given = ((messages, self._special | {"add_generation_prompt": answer}) for messages, answer in chats)
-        while some := list(islice(given, _CHATS_AT_ONCE)):
+        tasks = ((messages, self._special | {"add_generation_prompt": answer}) for messages, answer in chats)
+        while some := list(islice(tasks, _CHATS_AT_ONCE)):
             yield from TEMPLATES.render(self._template, some, self._named, self._date)
 
     @property

@@ -313,8 +313,8 @@ def _adapted(whole: Any, targets: Iterable[str]) -> dict[str, nn.Module]:
 def _saved_targets(whole: nn.Module, adapted: Mapping[str, nn.Module], targets: Iterable[str]) -> list[str]:
     """``target_modules`` of ``adapter_config.json``: the last parts of the layers' names if they fit no other module,
     else the whole names."""
-    given = set(targets)
-    short = given if ALL_LINEAR not in given else {name.rpartition(".")[2] for name in adapted}
+    named = set(targets)
+    short = named if ALL_LINEAR not in named else {name.rpartition(".")[2] for name in adapted}
     endings = tuple(f".{name}" for name in short)
     fit = {name for name, _ in whole.named_modules() if f".{name}".endswith(endings)}
     return sorted(short if fit == set(adapted) else adapted)
