@@ -769,7 +769,7 @@ class Coordinator:
         replicas = self._served([formed[first] for first in order], healthy)
         chosen = {peer_id: ready[peer_id] for replica in replicas for peer_id in replica}
         loses = before and (not carried or self.options.asynchronous)  # versions that nobody pulled are gone
-        kind, text = self._recovery.given_up(step, healthy, roster) if loses else ("", "")
+        kind, text = self._recovery.abandoned(step, healthy, roster) if loses else ("", "")
         if kind and not self.restore:
             self._tell("warning", kind, text)
         went_back = bool(kind) or self.restore is not None

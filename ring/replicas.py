@@ -162,7 +162,7 @@ class RecoveryPolicy:
         turn = part % len(found) if found else 0
         return [*found[turn:], *found[:turn]][:8]
 
-    def given_up(self, step: int, holders: Collection[str], roster: Roster) -> tuple[str, str]:
+    def abandoned(self, step: int, holders: Collection[str], roster: Roster) -> tuple[str, str]:
         """What is lost if the next view starts at ``step`` with the state of ``holders``, unless survivors carry it on.
         As an event's kind and text; usually empty."""
         reached = self._reached(roster)

@@ -317,10 +317,10 @@ class ServingMember(MemberProcess):
         """Have a changed ``Serving`` record reported to the seed within ``TELL_AT_MOST_S``."""
         self._changed.set()
 
-    def on_drafters(self, told: Callable[[tuple[DrafterAt, ...]], None]) -> None:
-        """Call ``told`` now, and again whenever ``drafters`` changes."""
-        self._on_drafters = told
-        told(self.drafters)
+    def on_drafters(self, callback: Callable[[tuple[DrafterAt, ...]], None]) -> None:
+        """Call ``callback`` now, and again whenever ``drafters`` changes."""
+        self._on_drafters = callback
+        callback(self.drafters)
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float = 10.0) -> dict[str, Any]:
         """Send a request to the seed. A verifier may send the list requests of operators (``peers.list``, ...).

@@ -98,8 +98,8 @@ def is_over(event: EventInfo, peers: list[PeerInfo], jobs: list[JobInfo], saved:
     if event.kind == "checkpoint-failed":
         return any(item.peer_id == event.peer and item.created_at > event.wall for item in saved)
     peer = next((peer for peer in peers if peer.id == event.peer), None)
-    works = peer.state in AT_WORK and event.job in ("", peer.job) if peer else not event.peer
-    return event.kind in PASSING and works and (job is None or job.state == "running")
+    is_at_work = peer.state in AT_WORK and event.job in ("", peer.job) if peer else not event.peer
+    return event.kind in PASSING and is_at_work and (job is None or job.state == "running")
 
 
 def attention(

@@ -108,7 +108,7 @@ class CheckpointFiles:
         square_sum = entry.meta.get("square_sum")
         return entry.step, lineage_of(entry), float(square_sum) if isinstance(square_sum, float) else 0.0, entry
 
-    async def beside(self, entry: CheckpointEntry | None, name: str, max_bytes: int) -> bytes:
+    async def small_file(self, entry: CheckpointEntry | None, name: str, max_bytes: int) -> bytes:
         """Read a small file of a verified checkpoint; empty if the checkpoint has none, or it is too large."""
         if entry is None or not 0 < entry.files.get(name, (0, ""))[0] <= max_bytes:
             return b""
@@ -198,7 +198,7 @@ class Checkpointing:
 
     Args:
         tasks: holds the writes, which outlive their ring.
-        beside: returns small files to save with a state, at the moment of the save.
+        extra_files: returns small files to save with a state, at the moment of the save.
         where: returns the applied steps and a progress counter of this member.
         save_soon: called when a skipped save can be made up for.
     """

@@ -134,8 +134,8 @@ class JobState:
             engine, context.compute, spec=self.files.spec, restore_step=restore.step, split=self.stage.split
         )
         self.heal_source.state_bytes = await context.compute.run(lambda: state_bytes(engine.state.blobs()))
-        rows = await files.beside(entry, LEDGER_FILE, LEDGER_FILE_BYTES)
-        metrics = await files.beside(entry, METRICS_FILE, METRICS_FILE_BYTES)
+        rows = await files.small_file(entry, LEDGER_FILE, LEDGER_FILE_BYTES)
+        metrics = await files.small_file(entry, METRICS_FILE, METRICS_FILE_BYTES)
         self.reports.loaded(applied, lineage, rows, metrics, wanted=restore.step)
         await self.saving.resumed(entry)
         self.early.resumed(entry.meta if entry is not None else {})

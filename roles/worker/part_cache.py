@@ -143,10 +143,10 @@ class PartCache:
             part.idle_since = now
 
     def expired(self, now: float, *, idle_s: float = IDLE_S) -> list[Part]:
-        gone = [part for part in self.parts.values() if not part.users and now - part.idle_since >= idle_s]
-        for part in gone:
+        unused = [part for part in self.parts.values() if not part.users and now - part.idle_since >= idle_s]
+        for part in unused:
             del self.parts[part.id]
-        return gone
+        return unused
 
     def describe(self, part: Part, now: float, sessions: int) -> HeldPart:
         engine, spec = part.engine, part.spec

@@ -205,13 +205,13 @@ class Worker(MemberProcess):
                 self._assigned(message)
             case ViewAnnounced() | Hold() | SaveNow() | CatchUp() | Release():
                 if self._runner is not None and message.job == self._runner.job:
-                    self._told(self._runner, message)
+                    self._obey(self._runner, message)
             case Request():
                 self._tasks.create_task(self._answer(message), name=f"answer {message.method}")
             case _:
                 super()._message(message)
 
-    def _told(self, runner: JobRunner, message: ViewAnnounced | Hold | SaveNow | CatchUp | Release) -> None:
+    def _obey(self, runner: JobRunner, message: ViewAnnounced | Hold | SaveNow | CatchUp | Release) -> None:
         match message:
             case ViewAnnounced() if self._leaving:
                 pass  # it saves its state

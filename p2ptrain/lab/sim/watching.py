@@ -412,7 +412,7 @@ ASYNCHRONOUS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     "numbers": ([(server, "next_number", lambda original: lambda *arguments: 0)], ("kill", "join")),
     # A view that lacks versions that nobody pulled counts as if none were lost.
     "lost": (
-        [(replicas.RecoveryPolicy, "given_up", lambda original: lambda self, *arguments: ("", ""))],
+        [(replicas.RecoveryPolicy, "abandoned", lambda original: lambda self, *arguments: ("", ""))],
         ("kill-in-phase", "save", "join"),
     ),
 }
