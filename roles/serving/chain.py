@@ -198,14 +198,6 @@ class StageChain:
 
     # ------------------------------------------------------------------------------------------------- for its sessions
 
-    def check_ids(self, ids: Sequence[int]) -> None:
-        """Raise ``UserError`` if there are no ids, or some are not token ids of the model."""
-        if not ids:
-            raise UserError("the prompt is empty", remedy="give at least one token")
-        if not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            text = f"the prompt has token ids up to {max(ids)}, but the model has {self.vocab_size} tokens"
-            raise UserError(text, remedy="use the tokenizer of this model")
-
     def peer_in(self, index: int, number: int) -> WorkerPeer | None:
         """The peer in that seat; None: another peer has taken it, or the peer is lost."""
         seat = self.seats[index]

@@ -70,7 +70,6 @@ class SeatedChain(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
-    def check_ids(self, ids: Sequence[int]) -> None: ...
     def peer_in(self, index: int, number: int) -> WorkerPeer | None: ...
     def held_by(self, peer: WorkerPeer) -> list[int]: ...
     def address_after(self, index: int, peer: WorkerPeer, number: int) -> dict[str, Any] | None: ...
@@ -128,11 +127,10 @@ class ChainSession:
         """See ``ModelSession``. The duration includes the transfer and other sessions' passes at a stage.
 
         Raises:
-            UserError: ids are not the model's, or more than the session was opened for.
+            UserError: more positions than the session was opened for.
             ValueError: ``keep`` is beyond the history, or there are too many ids, samples or passes.
             NetworkError: a stage was lost and cannot be replaced.
         """
-        self._chain.check_ids(request.ids)
         if request.stop > self._opening["positions"]:
             text = f"{request.stop} positions are too many: the session has {self._opening['positions']}"
             raise UserError(text, remedy="open it for more positions")

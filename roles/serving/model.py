@@ -58,7 +58,7 @@ class ModelSession(Protocol):
         """The session has failed, in use or not, and can only be closed."""
 
     async def append(self, request: PassRequest) -> PassResult:
-        """Compute a pass of up to ``CHUNK`` positions. Passes are answered in the order of the calls.
+        """Compute a pass of up to ``CHUNK`` token ids of the model. Passes are answered in the order of the calls.
 
         After a cancelled or failed pass the session can only be closed.
 

@@ -70,13 +70,13 @@ class TextSession(TextReader):
         self._stats = TextStats(decoding.stats, began_at=now(), prompt_tokens=self.prompt_tokens, cached_tokens=cached)
         self._drafts: DraftSource | None = None
         self._taken = asyncio.Event()
-        self._tasks = Background()
+        self._task: asyncio.Task[None] | None = None
         self._is_computing = False
 
     def begin(self, drafts: DraftSource | None) -> None:
         """Start computing. ``drafts``: None: the model writes alone."""
         self._drafts = drafts
-        self._tasks.start(self._write(), "text")
+        self._task = Background().start(self._write(), "text")
 
     # ----------------------------------------------------------------------------------------------------- for readers
 
@@ -98,12 +98,14 @@ class TextSession(TextReader):
         await self.close()
 
     async def close(self) -> None:
-        if not len(self._tasks):
+        task = self._task
+        if task is None or task.done():
             return
         self._pieces.clear()
         self._finish("cancelled")
-        await self._tasks.settle(timeout_s=PATIENCE_S)
-        await self._tasks.stop()
+        impatient = asyncio.get_running_loop().call_later(PATIENCE_S, task.cancel)
+        task.add_done_callback(lambda _: impatient.cancel())
+        await asyncio.wait({task})
 
     # ---------------------------------------------------------------------------------------------------------- passes
 

@@ -81,7 +81,7 @@ def test_the_text_is_that_of_plain_decoding_and_comes_sooner(sampling: Sampling,
     run_virtual(main())
 
 
-def test_who_lends_a_drafter_hears_of_verifiers_that_come_and_go() -> None:
+def test_a_drafter_reports_verifiers_that_connect_and_leave() -> None:
     async def main() -> None:
         scene, told = Scene(), list[str]()
         host = scene.host("d1", Wobbly(0.9))
@@ -99,7 +99,7 @@ def test_who_lends_a_drafter_hears_of_verifiers_that_come_and_go() -> None:
     run_virtual(main())
 
 
-def test_whom_the_seed_tells_of_is_dialled_and_who_is_gone_is_not_waited_for() -> None:
+def test_listed_drafters_are_dialled_and_lost_ones_are_not_waited_for() -> None:
     async def main() -> None:
         scene = Scene(one_way_ms=5)
         hosts = [scene.host(f"d{number}", Wobbly(0.9)) for number in range(3)]
@@ -124,7 +124,7 @@ def test_whom_the_seed_tells_of_is_dialled_and_who_is_gone_is_not_waited_for() -
     run_virtual(main())
 
 
-def test_a_session_that_runs_is_joined_by_a_drafter_that_comes_and_goes_on_without_one_that_goes() -> None:
+def test_a_running_text_uses_a_drafter_that_joins_and_survives_its_loss() -> None:
     async def main() -> None:
         scene = Scene(one_way_ms=5)
         first, second = (scene.host(f"d{number}", Wobbly(1.0)) for number in range(2))

@@ -113,7 +113,7 @@ def says_nothing_right(stream: int, verdict: DraftVerdict | None, number: int, c
 
 
 @pytest.mark.parametrize("says", [says_what_cannot_be, says_nothing_right])
-def test_many_bad_ones_do_not_keep_a_good_one_out(says: Says) -> None:
+def test_many_bad_drafters_do_not_displace_a_good_one(says: Says) -> None:
     async def main() -> None:
         network = MemoryNetwork()
         liars = [Liar(f"bad{number}", network.at(f"bad{number}"), says) for number in range(6)]
@@ -160,7 +160,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_drafter_that_says_what_cannot_be_is_struck_out_and_people_hear_of_it_once(lie: str) -> None:
+def test_a_drafter_that_violates_the_protocol_is_dropped_and_reported_once(lie: str) -> None:
     async def main() -> None:
         network = MemoryNetwork()
         liar = Liar("bad", network.at("bad"), LIES[lie])
@@ -211,7 +211,7 @@ def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
     run_virtual(main())
 
 
-def test_a_drafter_that_does_not_take_a_session_in_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_never_becomes_ready_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roles.verifier.drafter_link.READY_S", 1.0)
 
     async def main() -> None:
@@ -314,7 +314,7 @@ BAD_OPENINGS = {
 
 
 @pytest.mark.parametrize("name", BAD_OPENINGS)
-def test_an_opening_that_cannot_be_is_no_message(name: str) -> None:
+def test_an_invalid_opening_is_no_message(name: str) -> None:
     with pytest.raises(ProtocolError):
         instance_untrusted(DraftOpen, asdict(BAD_OPENINGS[name]))
 
@@ -346,7 +346,7 @@ BAD_WORDS = {
 
 
 @pytest.mark.parametrize("name", BAD_WORDS)
-def test_what_no_verifier_says_ends_the_connection_and_its_sessions(name: str) -> None:
+def test_an_invalid_message_of_a_verifier_ends_its_connection(name: str) -> None:
     async def test(network: MemoryNetwork, host: DrafterHost) -> None:
         async with verifier_of(network) as verifier:
             verifier.open(replace(OPENING, depth=0))
@@ -373,7 +373,7 @@ def refusal(opening: DraftOpen, expected_code: str, text: str, **options: Any) -
     with_drafter(test, **options)
 
 
-def test_what_cannot_be_drafted_for_is_refused_by_name() -> None:
+def test_a_session_that_cannot_be_drafted_for_is_refused_with_its_code() -> None:
     refusal(replace(OPENING, tokenizer="another"), "other-tokenizer", "another tokenizer")
     refusal(OPENING, "full", "1 sessions", most_sessions=1)
     refusal(OPENING, "full", "memory", serves=model_serves(Wobbly(1.0), limit_bytes=70 * 4 * 8 * 3))

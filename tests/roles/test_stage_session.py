@@ -30,7 +30,7 @@ def work_of(**changes: Any) -> ForwardRequest:
     )
 
 
-def test_attempts_fence_what_is_older() -> None:
+def test_requests_of_an_older_epoch_are_dropped() -> None:
     session = session_at(epoch=2)
     assert session.admit(work_of(epoch=2), bytearray())
     assert not session.admit(work_of(epoch=1), bytearray())
@@ -53,7 +53,7 @@ def test_attempts_fence_what_is_older() -> None:
     assert not session.queue
 
 
-def test_a_stage_before_is_held_back_by_works_or_by_bytes() -> None:
+def test_the_stage_before_is_held_back_by_requests_or_by_bytes() -> None:
     session = session_at()
     for _ in range(QUEUED_FROM_STAGE):
         assert not session.crowded
@@ -64,7 +64,7 @@ def test_a_stage_before_is_held_back_by_works_or_by_bytes() -> None:
     assert session.crowded
 
 
-def test_a_request_keeps_what_was_computed_and_no_more() -> None:
+def test_a_request_keeps_computed_positions_only() -> None:
     session = session_at()
     session.position = 4
     session.begin(work_of(keep=4))
@@ -73,7 +73,7 @@ def test_a_request_keeps_what_was_computed_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_only_prompts_travel_in_the_encoding_for_them_however_many_positions_a_work_has(count: int) -> None:
+def test_only_prompts_travel_in_their_own_encoding(count: int) -> None:
     first, second = session_at(0), session_at(1)
     for prefill, encoding in ((True, "int8"), (False, "fp32")):
         assert first.out_encoding(work_of(count=count, encoding="ids", prefill=prefill)) == encoding
@@ -89,7 +89,7 @@ def test_only_prompts_travel_in_the_encoding_for_them_however_many_positions_a_w
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "drop", "take"]), st.integers(0, 4)), max_size=60))
-def test_nobody_has_a_second_turn_before_who_came_earlier(changes: list[tuple[str, int]]) -> None:
+def test_turns_are_round_robin(changes: list[tuple[str, int]]) -> None:
     turns: Turns[int] = Turns()
     waiting: list[int] = []
     for change, who in changes:

@@ -145,7 +145,7 @@ def test_a_lost_stage_is_replaced_and_the_same_tokens_come(
     with_chain(tmp_path, model, (0, 2, 4, 6), test, faults=True)
 
 
-def test_a_result_that_comes_after_its_attempt_is_dropped(tmp_path: Path, model: ModelDirectory) -> None:
+def test_a_result_of_an_older_epoch_is_dropped(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(chain: TestChain, network: Network) -> None:
         await chain.open("s1")
         for stage in chain.stages:
@@ -271,7 +271,7 @@ def test_a_stage_that_lies_loses_its_connection_and_nothing_else_happens(
     with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
 
 
-def test_who_is_no_stage_of_a_session_is_not_let_in(tmp_path: Path, model: ModelDirectory) -> None:
+def test_a_peer_that_is_no_stage_of_the_session_is_refused(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(chain: TestChain, network: Network) -> None:
         await chain.open("s1")
         for session, index in (("s1", 2), ("other", 1), ("", 0)):
@@ -290,7 +290,7 @@ def test_who_is_no_stage_of_a_session_is_not_let_in(tmp_path: Path, model: Model
     with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
 
 
-def test_a_client_has_no_say_in_anothers_session(tmp_path: Path, model: ModelDirectory) -> None:
+def test_a_client_cannot_change_anothers_session(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(chain: TestChain, network: Network) -> None:
         await chain.open("s1")
         async with client_of(network.at("other"), "w0", peer_id="other") as other:
@@ -326,7 +326,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("method", "changes", "reason"), BAD_REQUESTS)
-def test_a_request_that_cannot_be_is_answered_with_the_reason(
+def test_an_invalid_request_is_refused_with_the_reason(
     tmp_path: Path, model: ModelDirectory, method: str, changes: dict[str, Any], reason: str
 ) -> None:
     async def test(chain: TestChain, network: Network) -> None:
@@ -347,7 +347,7 @@ def test_a_request_that_cannot_be_is_answered_with_the_reason(
 # ---------------------------------------------------------------------------------------------- who is gone or slow
 
 
-def test_a_silent_client_is_gone(tmp_path: Path, model: ModelDirectory) -> None:
+def test_the_sessions_of_a_silent_client_end(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(chain: TestChain, network: Network) -> None:
         await chain.open("s1", silence_s=2.0)
         network.silence("client", "w0")
@@ -371,7 +371,7 @@ def test_a_client_may_not_flood_a_stage(tmp_path: Path, model: ModelDirectory) -
     with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
 
 
-def test_the_seed_hears_what_is_held(tmp_path: Path, model: ModelDirectory) -> None:
+def test_held_parts_are_reported_to_the_seed(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(chain: TestChain, network: Network) -> None:
         await asyncio.sleep(2)
         [held] = chain.stages[0].told[-1].parts

@@ -1,25 +1,12 @@
-"""Decoding by hand over any target: plain, and with drafts that are right or wrong as a number decides."""
+"""Decoding over any model: plain, and with drafts that are right or wrong as a number decides."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from roles.serving.model import ModelSession, PassRequest
-
-
-@dataclass
-class DecodedText:
-    """What came of it.
-
-    Attributes:
-        tokens: new ones. passes: after the prompt. accepted: drafts that were right.
-    """
-
-    tokens: list[int]
-    passes: int = 0
-    accepted: int = 0
+from roles.serving.decoding import Decoding
+from roles.serving.model import ModelSession
 
 
 async def decoded(
@@ -32,37 +19,23 @@ async def decoded(
     right: float = 0.7,
     vocab_size: int = 97,
     chunk: int = 2048,
-    kept: int = 0,
-) -> DecodedText:
+    cached: int = 0,
+) -> Decoding:
     """As many tokens as ``wanted`` has.
 
     Args:
         wanted: what drafts are copied from, each with chance ``right``; others are any number.
         drafts: in a pass, at most; it has any number of them from 0 on. 0: plain decoding.
-        chunk: positions of the prompt in a pass. kept: of the prompt, which the session has.
+        chunk: positions of the prompt in a pass. cached: of the prompt, which the session has.
     """
-    session.sample_from = len(prompt)
     rng = random.Random(seed)
-    made_text, picked = DecodedText([]), tuple[int, ...]()
-    for start in range(kept, len(prompt), chunk):
-        ids = prompt[start : start + chunk]
-        last = start + chunk >= len(prompt)
-        picked = (await session.append(PassRequest(start, tuple(ids), int(last)))).tokens
-        assert len(picked) == int(last)
-    made_text.tokens += picked
-    while len(made_text.tokens) < len(wanted):
-        made = len(made_text.tokens)
-        count = rng.randrange(drafts + 1) if drafts else 0
-        ahead = list(wanted[made : min(made + count, len(wanted) - 1)])
-        ahead = [token if rng.random() < right else rng.randrange(vocab_size) for token in ahead]
-        keep = len(prompt) + made - 1
-        passed = await session.append(PassRequest(keep, (made_text.tokens[-1], *ahead), len(ahead) + 1))
-        assert len(passed.tokens) == len(ahead) + 1
-        assert passed.took_s >= 0
-        agreed = 0
-        while agreed < len(ahead) and ahead[agreed] == passed.tokens[agreed]:
-            agreed += 1
-        made_text.tokens += passed.tokens[: agreed + 1]
-        made_text.passes += 1
-        made_text.accepted += agreed
-    return made_text
+    session.sample_from = len(prompt)
+    decoding = Decoding(prompt, max_new_tokens=len(wanted), cached=cached)
+    while not decoding.ended:
+        made = len(decoding.tokens)
+        count = min(rng.randrange(drafts + 1), decoding.draft_room) if made and drafts else 0
+        ahead = [token if rng.random() < right else rng.randrange(vocab_size) for token in wanted[made : made + count]]
+        result = await session.append(decoding.next_pass(ahead, chunk=chunk))
+        assert result.took_s >= 0
+        decoding.take_samples(result.tokens, result.took_s, 0.0)
+    return decoding

@@ -64,7 +64,7 @@ def asks_of(instructions: list[ev.ChainInstruction]) -> list[ev.StageAsk]:
     return [item for item in instructions if isinstance(item, ev.StageAsk)]
 
 
-def test_undisturbed() -> None:
+def test_an_undisturbed_chain_gives_the_tokens_of_one_model() -> None:
     for stages in (1, 2, 3, 5):
         chain = Chain(stages, 0, random.Random(stages))
         prompt = list(range(10, 17))
@@ -103,7 +103,7 @@ def test_the_same_tokens_come_whatever_is_lost(seed: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_works_of_several_picks_with_rollbacks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_with_drafts_give_the_same_samples_whatever_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As speculative decoding would have it: several works under way, each of which may cut off what others brought."""
     rng = random.Random(seed)
     monkeypatch.setattr("roles.serving.chain_core.CHUNK", 5)
@@ -161,7 +161,7 @@ def test_a_loss_at_every_single_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mended > 150  # some kills meet a session that is only being opened
 
 
-def test_nobody_left() -> None:
+def test_a_stage_without_a_spare_ends_the_session() -> None:
     chain = Chain(3, 1, random.Random(5))
     killed = iter([2, 1])
 
@@ -178,7 +178,7 @@ def test_nobody_left() -> None:
     assert chain.core.handle(ev.StageLost(0, 1, "late"), 1.0) == []
 
 
-def test_what_was_answered_for_an_older_attempt_does_not_count() -> None:
+def test_answers_of_an_older_epoch_are_dropped() -> None:
     core = ChainSessionCore([1, 1], 0.0)
     out = core.handle(ev.Tick(), 0.0)
     assert out == [ev.StageAsk("open", 1, 1, 1, 1, PATIENCE_S)]  # from the last one: it is dialled by the one before
@@ -204,7 +204,7 @@ def test_a_prompt_flows_through_the_chain_as_a_pipeline() -> None:
         core.handle(ev.PassSubmitted((1,), 0, 0, 0), 0.0)
 
 
-def test_an_answer_that_does_not_come() -> None:
+def test_a_missing_answer_raises_the_epoch_and_then_ends_the_session() -> None:
     """All live, nothing is answered: the epoch is raised, which costs a hung stage its place; then it is over."""
     core = ChainSessionCore([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
@@ -230,7 +230,7 @@ def test_an_answer_that_does_not_come() -> None:
     assert "did not answer" in failed.error.message
 
 
-def test_a_stage_whose_work_failed_is_opened_again_and_the_second_time_replaced() -> None:
+def test_a_stage_that_failed_is_reopened_and_the_second_time_replaced() -> None:
     core = ChainSessionCore([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
     core.handle(ev.StageAnswered(1, 1), 0.0)
@@ -299,7 +299,7 @@ def test_positions_are_computed_again_as_they_were() -> None:
     assert again == [(6, True), (3, False), (1, True)]
 
 
-def test_a_peer_that_answers_nonsense_loses_its_place() -> None:
+def test_a_peer_that_sends_an_invalid_answer_is_replaced() -> None:
     core = ChainSessionCore([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
     core.handle(ev.StageAnswered(1, 1), 0.0)
@@ -312,7 +312,7 @@ def test_a_peer_that_answers_nonsense_loses_its_place() -> None:
     ]
 
 
-def test_a_history_in_common_is_not_computed_again() -> None:
+def test_a_shared_prefix_is_not_computed_again() -> None:
     chain = Chain(3, 0, random.Random(3))
     first = generate(chain, [1, 2, 3, 4], 3)
     again = [1, 2, 3, 4, *first, 9, 10]

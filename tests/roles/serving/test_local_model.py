@@ -54,10 +54,10 @@ def test_the_tokens_are_those_of_plain_decoding(sampling: Sampling, drafts: int)
             assert (target.vocab_size, target.context, target.label) == (97, 200, "stand-in")
             for seed in range(5):
                 session = await target.open(positions=60, sampling=sampling, sample_from=1)
-                told = await decoded(session, PROMPT, wanted, drafts=drafts, seed=seed, chunk=2)
-                assert told.tokens == wanted
-                assert told.passes + told.accepted == 39
-                assert bool(told.accepted) == bool(drafts)
+                made = await decoded(session, PROMPT, wanted, drafts=drafts, seed=seed, chunk=2)
+                assert list(made.tokens) == wanted
+                assert made.stats.passes + made.stats.accepted == 39
+                assert bool(made.stats.accepted) == bool(drafts)
                 await session.close()
 
     run_virtual(main())
@@ -81,7 +81,7 @@ def test_sessions_take_turns_in_order_and_only_their_own_time_counts() -> None:
     run_virtual(main())
 
 
-def test_closed_while_a_pass_is_under_way() -> None:
+def test_a_session_that_is_closed_in_a_pass_releases_its_memory_after_it() -> None:
     async def main() -> None:
         engine = engine_of()
         async with target_of(engine) as target:
@@ -149,7 +149,7 @@ def test_sessions_and_their_memory_are_bounded() -> None:
     run_virtual(main())
 
 
-async def test_what_is_no_model_is_told_and_the_thread_lives(tmp_path: Path) -> None:
+async def test_a_missing_model_is_refused_and_the_thread_goes_on(tmp_path: Path) -> None:
     compute = ComputeThread()
     with pytest.raises(ConfigError, match=r"there is no .*config\.json") as caught:
         await load_local_engine(tmp_path, compute)

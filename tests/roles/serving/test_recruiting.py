@@ -91,7 +91,7 @@ def told(scene: Scene, kind: str) -> list[str]:
     return [text for _, each, text in scene.told if each == kind]
 
 
-def test_a_chain_without_a_stage_refuses_with_a_remedy_and_takes_who_comes(tmp_path: Path) -> None:
+def test_a_chain_that_lacks_a_stage_refuses_sessions_until_a_worker_joins(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         seed = Seed()
         async with recruited(scene, seed) as chain:
@@ -127,7 +127,7 @@ def test_a_chain_without_a_stage_refuses_with_a_remedy_and_takes_who_comes(tmp_p
 
 @pytest.mark.parametrize("port", [PORT, PORT + 1], ids=["where it was", "elsewhere"])
 @pytest.mark.parametrize("victims", [("w0",), ("w2",), ("w0", "w1", "w2")], ids=lambda names: "+".join(names))
-def test_those_that_were_lost_come_back(
+def test_lost_workers_are_used_again_when_they_return(
     tmp_path: Path, victims: tuple[str, ...], port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(scene: Scene) -> None:
@@ -148,7 +148,7 @@ def test_those_that_were_lost_come_back(
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
 
 
-def test_who_is_there_takes_a_stage_that_is_lost_at_the_same_moment(tmp_path: Path) -> None:
+def test_a_recruit_takes_a_stage_that_is_lost_at_the_same_moment(tmp_path: Path) -> None:
     """Another worker that is dialled and does not answer delays nothing."""
 
     async def test(scene: Scene) -> None:
@@ -170,7 +170,7 @@ def test_who_is_there_takes_a_stage_that_is_lost_at_the_same_moment(tmp_path: Pa
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
 
 
-def test_who_cannot_be_reached_holds_up_nobody_and_is_left_in_peace(
+def test_an_unreachable_worker_delays_no_other_and_is_dialled_with_back_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(scene: Scene) -> None:

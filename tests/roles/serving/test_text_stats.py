@@ -13,7 +13,7 @@ def facts(peer_id: str, accepted: int = 0) -> DrafterFacts:
     return DrafterFacts(peer_id, "n" * 64, "m" * 64, 0.01, 10, 20, accepted)
 
 
-def test_drafters_that_come_and_go_all_the_time_are_told_of_once_and_the_figures_fit_a_message() -> None:
+def test_figures_name_each_drafter_once_and_fit_a_message() -> None:
     stats = TextStats(DecodingStats(), began_at=0.0, prompt_tokens=1, cached_tokens=0)
     right = {1: 5, 2: 3, 999: 4}
     came = [facts(f"{number % 2}" * 32, right.get(number, 0)) for number in range(1, 1001)]

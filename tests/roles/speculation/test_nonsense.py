@@ -45,7 +45,7 @@ def verifier() -> tuple[Decoding, Speculation]:
         (2, 4, (5,), "drafts start at position 4, expected 5 to 5"),
     ],
 )
-def test_a_drafter_that_says_nonsense_is_dropped(
+def test_a_drafter_that_sends_invalid_drafts_is_dropped(
     epoch: int, position: int, tokens: tuple[int, ...], reason: str
 ) -> None:
     decoding, core = verifier()
@@ -78,7 +78,7 @@ def drafter() -> DraftedText:
         DraftVerdict(1, 3, (4,) * 18, 4),
     ],
 )
-def test_a_verdict_that_no_verifier_says(told: DraftVerdict) -> None:
+def test_an_invalid_verdict_is_refused(told: DraftVerdict) -> None:
     with pytest.raises(ProtocolError):
         drafter().take_verdict(told)
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
-async def test_models(endpoint: Endpoint) -> None:
+async def test_the_model_is_listed(endpoint: Endpoint) -> None:
     listed = await endpoint.client.models.list()
     assert [(model.id, model.created, model.object) for model in listed.data] == [(MODEL, 1_700_000_000, "model")]
     one = await endpoint.client.models.retrieve(MODEL)
@@ -66,7 +66,7 @@ async def test_a_chat(endpoint: Endpoint) -> None:
     assert endpoint.service.wishes[0].turns == turns
 
 
-async def test_what_is_obeyed(endpoint: Endpoint) -> None:
+async def test_parameters_reach_the_text_request(endpoint: Endpoint) -> None:
     extra = {"top_k": 7, "speculate": "off"}
     asked: dict[str, Any] = {"model": MODEL, "temperature": 0.5, "top_p": 0.9, "seed": 2**63 - 1, "stop": ["a", "b"]}
     await endpoint.client.chat.completions.create(
@@ -126,7 +126,7 @@ async def test_several_prompts_are_written_one_after_the_other(endpoint: Endpoin
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_any_letters_arrive(endpoint: Endpoint, stream: bool) -> None:
+async def test_text_in_any_script_arrives(endpoint: Endpoint, stream: bool) -> None:
     pieces = ["é", "漢字", "🎉", "\u2028", "\r\n\ndata: [DONE]\n\n", '"\\', "\x00\x85", "\ud83d"]
     endpoint.service.script = lambda wish: ScriptedWriting(pieces)
     if stream:
@@ -138,7 +138,7 @@ async def test_any_letters_arrive(endpoint: Endpoint, stream: bool) -> None:
     assert endpoint.service.wishes[0].prompt == "¿🎉?"
 
 
-async def test_who_leaves_the_queue_waits_there_no_more(endpoint: Endpoint) -> None:
+async def test_a_client_that_leaves_the_queue_gives_up_its_place(endpoint: Endpoint) -> None:
     endpoint.service.room.clear()
     asking = asyncio.create_task(endpoint.client.completions.create(model=MODEL, prompt="x", stream=True))
     async with asyncio.timeout(PATIENCE_S):
@@ -164,7 +164,7 @@ ERRORS: list[tuple[Exception, type[openai.APIStatusError], str, str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("error", "kind", "code", "message"), ERRORS)
-async def test_what_cannot_begin(
+async def test_a_text_that_cannot_begin_is_answered_with_its_status(
     endpoint: Endpoint, stream: bool, error: Exception, kind: type[openai.APIStatusError], code: str, message: str
 ) -> None:
     def script(wish: TextRequest) -> ScriptedWriting:
@@ -190,7 +190,7 @@ async def test_a_failure_amid_a_stream_ends_it(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("fails", [NetworkError("a stage is away"), None])
-async def test_a_failure_before_the_answer_is_one_of_http(endpoint: Endpoint, fails: Exception | None) -> None:
+async def test_a_failure_before_the_answer_has_its_http_status(endpoint: Endpoint, fails: Exception | None) -> None:
     endpoint.service.script = lambda wish: ScriptedWriting(fails=fails, ends="cancelled")
     with pytest.raises(openai.InternalServerError) as caught:
         await endpoint.client.completions.create(model=MODEL, prompt="x")
@@ -198,7 +198,7 @@ async def test_a_failure_before_the_answer_is_one_of_http(endpoint: Endpoint, fa
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_mistake_shows_nothing_of_this_program(endpoint: Endpoint, stream: bool) -> None:
+async def test_a_defect_shows_no_internals(endpoint: Endpoint, stream: bool) -> None:
     endpoint.service.script = lambda wish: ScriptedWriting(fails=ValueError("secret"))
 
     async def ask() -> None:

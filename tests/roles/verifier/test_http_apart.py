@@ -65,7 +65,7 @@ def test_any_body_is_a_request_or_is_refused(body: bytes) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no uvloop")
-def test_it_does_as_well_in_the_loop_that_commands_use() -> None:
+def test_the_endpoint_runs_in_the_loop_of_commands() -> None:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

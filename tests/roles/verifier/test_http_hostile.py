@@ -61,7 +61,7 @@ async def guarded() -> AsyncIterator[Endpoint]:
             yield Endpoint(service, "127.0.0.1", port, client, [])
 
 
-async def test_only_who_has_the_key_may_ask(guarded: Endpoint) -> None:
+async def test_a_request_without_the_key_is_refused(guarded: Endpoint) -> None:
     assert (await guarded.client.completions.create(model=MODEL, prompt="x")).choices[0].text == "Hello, world"
     for wrong in ("wrong", KEY[:-1], KEY + "x"):
         with pytest.raises(openai.AuthenticationError) as caught:
@@ -74,7 +74,7 @@ async def test_only_who_has_the_key_may_ask(guarded: Endpoint) -> None:
     "shown",
     ["", f"Authorization: Basic {KEY}", f"Authorization: {KEY}", "Authorization: Bearer", "Authorization: Bearer é"],
 )
-async def test_the_key_is_shown_as_bearer(guarded: Endpoint, shown: str) -> None:
+async def test_the_key_is_a_bearer_token(guarded: Endpoint, shown: str) -> None:
     # Nobody without it has his body read: this one never comes.
     head = request("POST", COMPLETIONS, "Content-Length: 1000", *([shown] if shown else []))
     status, headers, body = await guarded.raw(head)
@@ -83,7 +83,7 @@ async def test_the_key_is_shown_as_bearer(guarded: Endpoint, shown: str) -> None
     assert headers["content-type"] == "application/json"
 
 
-async def test_what_needs_no_key(guarded: Endpoint) -> None:
+async def test_health_needs_no_key(guarded: Endpoint) -> None:
     status, _, body = await guarded.raw(request("GET", "/health", "Origin: https://evil.example", host="evil.example"))
     assert (status, json.loads(body)) == (200, {"status": "ok"})
     # With a key a page from elsewhere may try: it has none.
@@ -93,7 +93,7 @@ async def test_what_needs_no_key(guarded: Endpoint) -> None:
 
 @pytest.mark.parametrize("host", ["LOCALHOST:8000", "127.8.8.8", "[::1]:8000"])
 @pytest.mark.parametrize("origin", ["", "Origin: http://localhost:3000", "Origin: https://[::1]"])
-async def test_programs_of_this_machine_may_ask(endpoint: Endpoint, host: str, origin: str) -> None:
+async def test_local_programs_are_served_without_a_key(endpoint: Endpoint, host: str, origin: str) -> None:
     assert (await endpoint.raw(request("GET", "/v1/models", *([origin] if origin else []), host=host)))[0] == 200
 
 
@@ -109,7 +109,7 @@ async def test_programs_of_this_machine_may_ask(endpoint: Endpoint, host: str, o
         ("127.0.0.1", "Origin: https://evil.example#://localhost"),
     ],
 )
-async def test_pages_from_elsewhere_may_not_ask(endpoint: Endpoint, host: str, origin: str) -> None:
+async def test_foreign_pages_are_refused(endpoint: Endpoint, host: str, origin: str) -> None:
     headers = [f"Content-Length: {len(ASK)}", *([origin] if origin else [])]
     status, answer_headers, body = await endpoint.raw(request("POST", COMPLETIONS, *headers, host=host) + ASK)
     assert (status, code_of(body)) == (403, "origin_refused" if origin else "host_refused")
@@ -117,7 +117,7 @@ async def test_pages_from_elsewhere_may_not_ask(endpoint: Endpoint, host: str, o
     assert endpoint.service.wishes == []
 
 
-async def test_elsewhere_it_does_not_begin_without_a_key() -> None:
+async def test_a_public_address_needs_a_key() -> None:
     with pytest.raises(UserError, match="needs an API key") as caught:
         async with serving_http(ScriptedService(), "0.0.0.0", 0, world=WORLD):
             pass
@@ -135,7 +135,9 @@ async def test_elsewhere_it_does_not_begin_without_a_key() -> None:
         ("POST", "/v1/embeddings", 404, "unknown_url"),
     ],
 )
-async def test_what_there_is_not(endpoint: Endpoint, method: str, path: str, status: int, code: str) -> None:
+async def test_unknown_paths_and_methods_are_refused(
+    endpoint: Endpoint, method: str, path: str, status: int, code: str
+) -> None:
     given_status, headers, body = await endpoint.raw(request(method, path))
     assert (given_status, code_of(body)) == (status, code)
     assert ("allow" in headers) == (status == 405)
@@ -217,7 +219,7 @@ async def test_a_message_names_the_field_and_the_limit(
         b'{"model": "org/tiny-model", "prompt": ' + b"[" * 100_000,
     ],
 )
-async def test_a_body_that_is_no_request(endpoint: Endpoint, body: bytes) -> None:
+async def test_a_malformed_body_is_refused(endpoint: Endpoint, body: bytes) -> None:
     for path in (COMPLETIONS, CHAT):
         status, _, answer = await endpoint.post(path, body)
         assert status == 400
@@ -225,7 +227,7 @@ async def test_a_body_that_is_no_request(endpoint: Endpoint, body: bytes) -> Non
     assert endpoint.service.wishes == []
 
 
-async def test_a_huge_body_is_not_kept(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_huge_body_is_not_buffered(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_app, "MOST_BODY_BYTES", 100_000)
     status, headers, body = await endpoint.post(COMPLETIONS, b" " * 1_000_000)
     assert (status, code_of(body), headers["connection"]) == (413, "request_too_large", "close")
@@ -253,7 +255,7 @@ async def test_a_huge_body_is_not_kept(endpoint: Endpoint, monkeypatch: pytest.M
         b"x" * 100_000,
     ],
 )
-async def test_what_is_no_http(endpoint: Endpoint, sent: bytes) -> None:
+async def test_bytes_that_are_not_http_are_refused(endpoint: Endpoint, sent: bytes) -> None:
     status, headers, body = await endpoint.raw(sent)
     assert 400 <= status < 500 or status == 501
     assert headers["content-type"] == "application/json"
@@ -263,7 +265,7 @@ async def test_what_is_no_http(endpoint: Endpoint, sent: bytes) -> None:
     gc.collect()  # a task that failed, and that nobody asks, tells it when it is forgotten
 
 
-async def test_what_is_no_http_after_the_answer_is_cut_off(endpoint: Endpoint) -> None:
+async def test_bytes_after_the_answer_end_the_connection(endpoint: Endpoint) -> None:
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     async with asyncio.timeout(PATIENCE_S):
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: evil.example\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -274,7 +276,9 @@ async def test_what_is_no_http_after_the_answer_is_cut_off(endpoint: Endpoint) -
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/models HTTP/1.1\r\nHost: loc"])
-async def test_who_says_nothing_is_cut_off(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+async def test_a_silent_client_is_disconnected(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
     monkeypatch.setattr(server, "HEADERS_S", 0.0)
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     async with asyncio.timeout(PATIENCE_S):
@@ -284,7 +288,9 @@ async def test_who_says_nothing_is_cut_off(endpoint: Endpoint, monkeypatch: pyte
         await hung_up(writer)
 
 
-async def test_who_goes_on_saying_nothing_is_cut_off(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_goes_on_after_the_answer_ends_the_connection(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     async with asyncio.timeout(PATIENCE_S):
         monkeypatch.setattr(server, "HEADERS_S", 0.0)
@@ -315,13 +321,13 @@ async def test_a_request_that_follows_at_once_has_its_time(endpoint: Endpoint, m
         await hung_up(writer)
 
 
-async def test_a_body_that_does_not_come(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_body_ends_the_connection(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "BODY_S", 0.0)
     status, _, body = await endpoint.raw(request("POST", COMPLETIONS, "Content-Length: 5"))
     assert (status, code_of(body)) == (408, "request_timeout")
 
 
-async def test_who_does_not_read_is_cut_off(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "SEND_S", 0.0)
     endpoint.service.script = lambda wish: ScriptedWriting(["x" * (1 << 20)] * 64)
     _, writer = await asyncio.open_connection(endpoint.host, endpoint.port, limit=1)
@@ -378,7 +384,7 @@ async def under_way(service: ScriptedService) -> tuple[bytes, bytes]:
     return heard
 
 
-async def test_the_end_is_told_to_all() -> None:
+async def test_a_shutdown_is_reported_to_all_clients() -> None:
     streamed, whole = await under_way(ScriptedService())
     assert b'"code":"stopping"' in streamed
     assert b"[DONE]" not in streamed

@@ -40,7 +40,7 @@ async def asked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Quest
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-async def test_it_is_the_models_own_text(asked: QuestionAccepted, stream: bool, temperature: float) -> None:
+async def test_the_text_is_the_models_own(asked: QuestionAccepted, stream: bool, temperature: float) -> None:
     client, serving, _ = asked
     made: Any = await client.completions.create(
         model=serving.model, prompt="def f(x):", max_tokens=40, temperature=temperature, seed=11, stream=stream
@@ -63,7 +63,7 @@ async def test_a_conversation_is_answered(asked: QuestionAccepted) -> None:
 
 
 @pytest.mark.parametrize("asks", [{"prompt": "x" * 5000}, {"prompt": "x", "max_tokens": 5000}])
-async def test_what_is_too_long(asked: QuestionAccepted, asks: dict[str, Any]) -> None:
+async def test_a_text_beyond_the_context_is_refused(asked: QuestionAccepted, asks: dict[str, Any]) -> None:
     client, serving, _ = asked
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model=serving.model, **asks)
@@ -71,7 +71,7 @@ async def test_what_is_too_long(asked: QuestionAccepted, asks: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_leaves_lets_the_model_go(
+async def test_a_client_that_leaves_frees_the_model(
     asked: QuestionAccepted, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     client, serving, target = asked

@@ -114,7 +114,7 @@ def wish(tokens: int | None = 40, **more: Any) -> TextRequest:
     return TextRequest(prompt=more.pop("prompt", PROMPT), max_new_tokens=tokens, **more)
 
 
-def test_a_text_and_how_it_came_about(tmp_path: Path) -> None:
+def test_a_text_arrives_with_its_figures(tmp_path: Path) -> None:
     async def scene() -> None:
         async with verifier(tmp_path, drafters=ScriptedDrafters()) as there:
             client = await there.client()
@@ -135,7 +135,7 @@ async def _read_of(client: VerifierClient, wanted: TextRequest) -> tuple[str, tu
     return await read(await client.write(wanted))
 
 
-def test_no_more_is_wanted(tmp_path: Path) -> None:
+def test_a_closed_text_is_cancelled(tmp_path: Path) -> None:
     async def scene() -> None:
         async with verifier(tmp_path, sessions=1) as there:
             client = await there.client()
@@ -158,7 +158,7 @@ def test_no_more_is_wanted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "abort", "silence"])
-def test_a_client_that_goes_takes_its_texts_with_it(tmp_path: Path, how: str) -> None:
+def test_the_texts_of_a_client_that_leaves_end(tmp_path: Path, how: str) -> None:
     async def scene() -> None:
         drafters = ScriptedDrafters()
         slow = ScriptedTarget(pass_s=0.5)
@@ -186,7 +186,7 @@ def test_a_client_that_goes_takes_its_texts_with_it(tmp_path: Path, how: str) ->
     within(scene())
 
 
-def test_a_slow_reader_gets_all_of_it_and_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_gets_its_text_and_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "UNSENT_BYTES", 256)
 
     async def scene() -> None:
@@ -208,7 +208,7 @@ def test_a_slow_reader_gets_all_of_it_and_holds_up_nobody(tmp_path: Path, monkey
     within(scene())
 
 
-def test_who_takes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_nothing_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "UNSENT_BYTES", 64)
 
     async def scene() -> None:
@@ -230,7 +230,7 @@ def test_who_takes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
     within(scene())
 
 
-def test_what_a_verifier_refuses_comes_as_what_it_is(tmp_path: Path) -> None:
+def test_a_refusal_keeps_its_class(tmp_path: Path) -> None:
     async def scene() -> None:
         async with verifier(tmp_path, positions=100, sessions=1, waiting=0) as there:
             client = await there.client()
@@ -321,7 +321,7 @@ def _ask(**changed: Any) -> wire.Ask:
         {"stop": ["x"] * 17},
     ],
 )
-def test_a_question_that_cannot_be_is_no_message(changed: dict[str, Any]) -> None:
+def test_a_question_beyond_the_limits_is_not_sent(changed: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
         instance_untrusted(wire.Ask, asdict(_ask(**changed)))
 
@@ -335,7 +335,7 @@ def test_a_question_that_cannot_be_is_no_message(changed: dict[str, Any]) -> Non
         [_says(_ask(max_new_tokens=500)), _bulk(1, b"a"), _says(_ask()), _bulk(1, b"a")],
     ],
 )
-def test_nonsense_ends_the_connection_that_it_came_by(tmp_path: Path, acts: list[Callable[[Connection], None]]) -> None:
+def test_invalid_messages_end_the_connection(tmp_path: Path, acts: list[Callable[[Connection], None]]) -> None:
     async def scene() -> None:
         async with verifier(tmp_path) as there:
             client, odd = await there.client(), await there.raw()
@@ -365,7 +365,7 @@ def test_a_bulk_frame_that_nobody_announced_is_not_taken(tmp_path: Path) -> None
     within(scene())
 
 
-def test_no_more_questions_than_can_be_kept_track_of(tmp_path: Path) -> None:
+def test_the_questions_of_a_client_are_bounded(tmp_path: Path) -> None:
     async def scene() -> None:
         async with verifier(tmp_path, waiting=100) as there:
             client = await there.client()

@@ -85,7 +85,7 @@ def test_the_text_is_the_models_own(
     within(scene())
 
 
-def test_what_a_token_takes_is_told_whole(tmp_path: Path) -> None:
+def test_the_parts_of_a_tokens_time_add_up(tmp_path: Path) -> None:
     async def scene() -> None:
         for drafters in (
             ScriptedDrafters(),
@@ -107,7 +107,7 @@ def test_what_a_token_takes_is_told_whole(tmp_path: Path) -> None:
     within(scene())
 
 
-def test_a_stop_string_ends_it_and_nothing_of_it_is_given(tmp_path: Path) -> None:
+def test_a_stop_string_ends_the_text_before_it(tmp_path: Path) -> None:
     whole = text_of(reference(PROMPT, 40))
     stop = next(whole[at : at + 2] for at in range(12, 38) if "\ufffd" not in whole[at : at + 2])
 
@@ -125,7 +125,7 @@ def test_a_stop_string_ends_it_and_nothing_of_it_is_given(tmp_path: Path) -> Non
     within(scene())
 
 
-def test_what_a_person_asks_for_and_cannot_be(tmp_path: Path) -> None:
+def test_invalid_requests_are_refused(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget()
         serving = service(tmp_path, target, positions=100)
@@ -226,7 +226,7 @@ def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path) -> None:
     within(scene())
 
 
-def test_what_is_kept_goes_for_memory_and_after_a_while(tmp_path: Path) -> None:
+def test_idle_sessions_are_closed_for_memory_and_after_a_while(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget(room=80)
         serving = service(tmp_path, target, idle_s=60.0)
@@ -241,7 +241,7 @@ def test_what_is_kept_goes_for_memory_and_after_a_while(tmp_path: Path) -> None:
     within(scene())
 
 
-def test_who_waits_and_who_is_refused(tmp_path: Path) -> None:
+def test_requests_wait_for_a_place_up_to_a_limit(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget()
         serving = service(tmp_path, target, sessions=2, waiting=1)
@@ -261,7 +261,7 @@ def test_who_waits_and_who_is_refused(tmp_path: Path) -> None:
     within(scene())
 
 
-def test_nobody_waits_for_ever(tmp_path: Path) -> None:
+def test_a_request_that_waits_too_long_is_refused(tmp_path: Path) -> None:
     async def scene() -> None:
         held = asyncio.Event()
         target = ScriptedTarget(before=lambda count: held.wait() if count > 3 else None)
@@ -279,7 +279,7 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["prefill", "writing", "unread"])
-def test_closing_ends_it_soon(tmp_path: Path, when: str) -> None:
+def test_a_closed_text_ends_soon(tmp_path: Path, when: str) -> None:
     async def scene() -> None:
         target = ScriptedTarget()
         drafters = ScriptedDrafters(wrong_every=2)  # so that a text is of more pieces than wait for who reads
@@ -301,7 +301,7 @@ def test_closing_ends_it_soon(tmp_path: Path, when: str) -> None:
     within(scene())
 
 
-def test_a_pass_that_does_not_end_is_given_up(tmp_path: Path) -> None:
+def test_a_pass_that_does_not_end_is_cancelled(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget(before=lambda count: asyncio.Event().wait() if count == 2 else None)
         serving = service(tmp_path, target)
@@ -316,7 +316,7 @@ def test_a_pass_that_does_not_end_is_given_up(tmp_path: Path) -> None:
     within(scene())
 
 
-def test_who_reads_no_more_loses_the_text(tmp_path: Path) -> None:
+def test_a_text_whose_reader_stops_is_ended(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget()
         serving = service(tmp_path, target)
@@ -330,7 +330,7 @@ def test_who_reads_no_more_loses_the_text(tmp_path: Path) -> None:
     within(scene())
 
 
-def test_a_service_that_closes_ends_what_runs_and_lets_nobody_in(tmp_path: Path) -> None:
+def test_a_closing_service_ends_its_texts_and_refuses_others(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget()
         serving = service(tmp_path, target, sessions=1)
