@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,6 +59,10 @@ class Layout:
     reduce_bytes: int
     stage: Stage = WHOLE
 
+    @property
+    def state_bytes(self) -> int:
+        return sum(blob.view.nbytes for blob in self.state)
+
 
 def base_untrusted(offer: HealOffer, request: HealRequest, layout: Layout) -> Base:
     """Return the state that a source offers in answer to ``request``. Raises ``ProtocolError`` if no correct
@@ -93,7 +97,7 @@ def news_untrusted(news: StepLogged, layout: Layout) -> News:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A committed step, fetched and verified. ``lineage``: after it. ``data`` is valid until ``Fetch.used``."""
+    """A committed step, fetched and verified. ``lineage``: after it. ``data`` is valid until ``Fetch.mark_applied``."""
 
     step: int
     lineage: str
@@ -111,7 +115,7 @@ class Sender(Source):
     Attributes:
         offer: None until the sender has answered.
         first, last: range of the steps that the sender keeps.
-        said: reported steps that are still to be applied.
+        news: reported steps that are still to be applied.
     """
 
     def __init__(self, id: str, name: str, line: Line) -> None:
@@ -125,6 +129,97 @@ async def _digest(data: memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+class StateTable:
+    """The chunks of the state being fetched, and the table of their digests.
+
+    Attributes:
+        root: digest of the table; empty until the state to fetch was chosen.
+    """
+
+    def __init__(self, state: Sequence[Blob]) -> None:
+        self.chunks = chunks_of(state)
+        self.root = b""
+        self._digests = bytearray()
+
+    def begin(self, root: bytes) -> Piece:
+        """Choose a state by the digest of its table. Returns the table, as the piece to fetch first."""
+        self.root, self._digests = root, bytearray(DIGEST_BYTES * len(self.chunks))
+        return Piece(TABLE, 0, len(self._digests), memoryview(self._digests), root)
+
+    def pieces(self) -> dict[Hashable, Piece]:
+        """The state's chunks as pieces to fetch. The table must have arrived."""
+        digests = (bytes(self._digests[at : at + DIGEST_BYTES]) for at in range(0, len(self._digests), DIGEST_BYTES))
+        chunks = zip(self.chunks, digests, strict=True)
+        return {("chunk", index): replace(chunk, digest=digest) for index, (chunk, digest) in enumerate(chunks)}
+
+
+class StepReplay:
+    """The steps after the fetched state, applied one after another.
+
+    Attributes:
+        next: the step to apply next; -1: the state is not complete.
+        log_steps: how many steps the log of a source can have.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.next = -1
+        self.log_steps = log_limit_bytes(layout.state_bytes, layout.reduce_bytes) // max(layout.reduce_bytes, 1)
+        self._lineage = ""
+        self._buffers = [memoryview(bytearray(layout.reduce_bytes)) for _ in range(STEPS_AHEAD)]
+        self._applied: dict[int, News] = {}  # as far back as a log can reach
+        self._agreed: dict[int, News] = {}  # what most senders report about the wanted steps
+
+    def begin(self, base: Base) -> None:
+        self.next, self._lineage = base.step + 1, base.lineage
+
+    def take_report_untrusted(self, sender: Sender, step: int, news: News) -> None:
+        if sender.offer is None or (sender.last >= 0 and step != sender.last + 1):
+            raise ProtocolError(f"it reported step {step} out of order")
+        sender.first = sender.first if sender.last >= 0 else step
+        sender.last = step
+        if self._applied.get(step, news) != news:
+            raise ProtocolError(f"its step {step} differs from the step {step} of other sources")
+        most = 2 * self.log_steps + STEPS_AHEAD
+        # A source that is further ahead no longer keeps the step ``next``.
+        if step >= self.next and (self.next < 0 or step < self.next + most):
+            sender.news[step] = news
+            if self.next < 0 and len(sender.news) > most:
+                del sender.news[next(iter(sender.news))]  # older than any state that can still be used
+
+    def choose(self, senders: Collection[Sender]) -> dict[int, Piece]:
+        """Agree on the next steps by what most ``senders`` report. Returns the pieces to fetch, by step."""
+        for sender in senders:
+            for old in [step for step in sender.news if step < self.next]:
+                del sender.news[old]
+        for step in range(self.next, self.next + STEPS_AHEAD):
+            news = most_frequent(sender.news[step] for sender in senders if step in sender.news)
+            if news is not None:
+                self._agreed[step] = news
+        return {
+            step: Piece(f"{STEP}{step}", 0, len(self._buffer(step)), self._buffer(step), digest)
+            for step, (digest, _, _) in self._agreed.items()
+        }
+
+    def steps_of(self, sender: Sender) -> set[int]:
+        """The next steps that ``sender`` can send, and reports as most senders do."""
+        agreed = (step for step, news in self._agreed.items() if sender.news.get(step) == news)
+        return {step for step in agreed if step >= sender.first}
+
+    def current(self) -> Step:
+        """The step ``next``, which has arrived."""
+        digest, square_sum, digests = self._agreed[self.next]
+        lineage = next_lineage(self._lineage, joined_digest(digests) if digests else digest)
+        return Step(self.next, lineage, square_sum, self._buffer(self.next))
+
+    def mark_applied(self, step: Step) -> None:
+        self._applied[step.step] = self._agreed.pop(step.step)  # its senders may be lost when another reports the step
+        self._applied.pop(step.step - self.log_steps - 1, None)
+        self.next, self._lineage = step.step + 1, step.lineage
+
+    def _buffer(self, step: int) -> memoryview:
+        return self._buffers[step % STEPS_AHEAD]
+
+
 class Fetch:
     """One fetch of a state and the steps after it. The module's docstring describes it.
 
@@ -133,9 +228,6 @@ class Fetch:
         members: possible sources, the best first.
         on_torn: called once, before the state is overwritten.
         on_progress: called after every chunk.
-
-    Attributes:
-        problems: member's name → why it stopped sending.
     """
 
     def __init__(
@@ -149,31 +241,17 @@ class Fetch:
         on_torn: Callable[[], None],
         on_progress: Callable[[], None],
     ) -> None:
-        self._context, self._layout, self._request, self._generation = context, layout, request, generation
+        self._context, self.layout, self._request, self._generation = context, layout, request, generation
         self._candidates = deque(member for member in members if member.peer_id != context.peer_id)
         self._on_torn, self._on_progress = on_torn, on_progress
-        self._chunks = chunks_of(layout.state)
-        self.total_bytes = sum(blob.view.nbytes for blob in layout.state)
-        reduce_bytes = layout.reduce_bytes
-        self._log_steps = log_limit_bytes(self.total_bytes, reduce_bytes) // max(reduce_bytes, 1)
         self.receiver = Receiver(context.world.clock.now, _digest, on_landed=self._landed, on_dropped=self._on_dropped)
         self.senders: dict[str, Sender] = {}
         self._conversations = 0  # tasks that each converse with one candidate after another, until none is left
         self._unanswered = 0  # those of them whose source has not answered with an offer yet
-        self._root, self._table = b"", bytearray()  # of the state that is fetched: digest of the table, and the table
         self._base: Base | None = None
-        self._buffers = [memoryview(bytearray(reduce_bytes)) for _ in range(STEPS_AHEAD)]
-        self._done: dict[int, News] = {}  # applied steps, as far back as a log can reach
-        self._agreed: dict[int, News] = {}  # what most senders report about the wanted steps
-        self._next = -1  # the step to apply next; -1: the state is not complete
-        self._lineage = ""
-        self._torn = False
-        self.problems = self.receiver.problems
+        self._table = StateTable(layout.state)
+        self.steps = StepReplay(layout)
         self.bytes_by_source: Counter[str] = Counter()
-
-    @property
-    def received_bytes(self) -> int:
-        return self.receiver.received_bytes
 
     @property
     def newest(self) -> int:
@@ -202,27 +280,23 @@ class Fetch:
         """
         await self._until(self._has_state)
         assert self._base is not None
-        self._next, self._lineage = self._base.step + 1, self._base.lineage
+        self.steps.begin(self._base)
         self._want_steps()
         return self._base
 
     async def step(self) -> Step:
-        """Wait for the next step, verified by its digest. The caller applies it and then calls ``used``.
+        """Wait for the next step, verified by its digest. The caller applies it and then calls ``mark_applied``.
 
         Raises:
             StepsGone: no source has the step any more.
             NetworkError: no source is left.
         """
-        await self._until(lambda: self.receiver.has(self._next))
-        digest, square_sum, digests = self._agreed[self._next]
-        lineage = next_lineage(self._lineage, joined_digest(digests) if digests else digest)
-        return Step(self._next, lineage, square_sum, self._buffer(self._next))
+        await self._until(lambda: self.receiver.has(self.steps.next))
+        return self.steps.current()
 
-    def used(self, step: Step) -> None:
-        self._done[step.step] = self._agreed.pop(step.step)  # its senders may be gone when another reports the step
-        self._done.pop(step.step - self._log_steps - 1, None)
+    def mark_applied(self, step: Step) -> None:
+        self.steps.mark_applied(step)
         self.receiver.forget(step.step)
-        self._next, self._lineage = step.step + 1, step.lineage
         self._want_steps()
 
     # --------------------------------------------------------------------------------------------------------- sources
@@ -236,7 +310,7 @@ class Fetch:
             try:
                 await self._converse(member)
             except P2PTrainError as problem:
-                self.problems[member.name] = problem.message
+                self.receiver.problems[member.name] = problem.message
             sender = self.senders.pop(member.peer_id, None)
             waited_for = sender is None or sender.offer is None
             self._decide()
@@ -255,11 +329,12 @@ class Fetch:
     def heard_untrusted(self, sender: Sender, message: Message) -> None:
         match message:
             case HealOffer() if sender.offer is None:
-                sender.offer = base_untrusted(message, self._request, self._layout)
+                sender.offer = base_untrusted(message, self._request, self.layout)
                 self._unanswered -= 1
                 self._decide()
             case StepLogged():
-                self._logged_untrusted(sender, message)
+                self.steps.take_report_untrusted(sender, message.step, news_untrusted(message, self.layout))
+                self._want_steps()
             case _:
                 raise ProtocolError(f"unexpected message {type(message).__name__} from a source of a state")
 
@@ -267,36 +342,35 @@ class Fetch:
 
     def _decide(self) -> None:
         self.receiver.changed.set()
-        if self._next >= 0:
+        if self.steps.next >= 0:
             self._want_steps()
             return
+        table = self._table
         offers = [sender.offer for sender in self.senders.values() if sender.offer is not None]
         if self._base is None and not self._may_begin(offers):
             return
         held = Base(self._request.have_step, self._request.have_lineage)
-        if held in offers and not self._torn:
+        if held in offers and not table.root:
             self._base = held
             return
         self._base = base = most_frequent(offer for offer in offers if offer.root)  # offers of steps only do not count
         if base is None:
             return
-        if not self._torn:
-            self._torn = True
+        if not table.root:
             self._on_torn()
         for sender in list(self.senders.values()):
             its = sender.offer
             if its is not None and its != base and (its.step, its.lineage) == (base.step, base.lineage):
                 sender.end("its state of the same step differs from that of most sources")
-        if base.root != self._root:
-            self.receiver.forget(self._root)
-            self._root, self._table = base.root, bytearray(DIGEST_BYTES * len(self._chunks))
-            self.receiver.want(base.root, Piece(TABLE, 0, len(self._table), memoryview(self._table), base.root))
-        keys: set[Hashable] = {base.root}
+        if base.root != table.root:
+            self.receiver.forget(table.root)
+            self.receiver.want(base.root, table.begin(base.root))
+        keys: Collection[Hashable] = {base.root}
         if self.receiver.has(base.root):
-            keys = {("chunk", index) for index in range(len(self._chunks))}
-            for index, chunk in enumerate(self._chunks):
-                digest = bytes(self._table[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
-                self.receiver.want(("chunk", index), replace(chunk, digest=digest))
+            pieces = table.pieces()
+            for key, piece in pieces.items():
+                self.receiver.want(key, piece)
+            keys = pieces.keys()
         for sender in list(self.senders.values()):
             self.receiver.offers(sender, keys if sender.offer == base else ())
 
@@ -305,7 +379,7 @@ class Fetch:
         request = self._request
         if not self._unanswered or Base(request.have_step, request.have_lineage) in offers:
             return True
-        if request.have_step >= 0 and 0 <= request.step - request.have_step <= self._log_steps:
+        if request.have_step >= 0 and 0 <= request.step - request.have_step <= self.steps.log_steps:
             return False  # a source that has not answered may have the steps: far fewer bytes than the state
         states = [offer for offer in offers if offer.root]
         return 2 * max((states.count(offer) for offer in states), default=0) > self._conversations
@@ -314,7 +388,7 @@ class Fetch:
         base = self._base
         if base is None or not base.root:
             return base is not None
-        if self.newest - base.step > self._log_steps:
+        if self.newest - base.step > self.steps.log_steps:
             raise StepsGone(
                 f"the ring is {self.newest - base.step} steps ahead of the state being fetched: this member is too slow"
             )
@@ -325,28 +399,12 @@ class Fetch:
             case bytes():
                 self._decide()
             case ("chunk", int(index)):
-                self.bytes_by_source[source.name] += self._chunks[index].into.nbytes
+                self.bytes_by_source[source.name] += self._table.chunks[index].into.nbytes
                 self._on_progress()
             case _:
-                self.bytes_by_source[source.name] += self._layout.reduce_bytes
+                self.bytes_by_source[source.name] += self.layout.reduce_bytes
 
     # ----------------------------------------------------------------------------------------------------------- steps
-
-    def _logged_untrusted(self, sender: Sender, news: StepLogged) -> None:
-        if sender.offer is None or (sender.last >= 0 and news.step != sender.last + 1):
-            raise ProtocolError(f"it reported step {news.step} out of order")
-        value = news_untrusted(news, self._layout)
-        sender.first = sender.first if sender.last >= 0 else news.step
-        sender.last = news.step
-        if self._done.get(news.step, value) != value:
-            raise ProtocolError(f"its step {news.step} differs from the step {news.step} of other sources")
-        most = 2 * self._log_steps + STEPS_AHEAD
-        # A source that is further ahead no longer keeps the step ``_next``.
-        if news.step >= self._next and (self._next < 0 or news.step < self._next + most):
-            sender.news[news.step] = value
-            if self._next < 0 and len(sender.news) > most:
-                del sender.news[next(iter(sender.news))]  # older than any state that can still be used
-        self._want_steps()
 
     def _on_dropped(self, source: Source, key: Hashable) -> None:
         sender = self.senders.get(source.id)
@@ -358,30 +416,19 @@ class Fetch:
 
     def _want_steps(self) -> None:
         self.receiver.changed.set()
-        if self._next < 0:
+        if self.steps.next < 0:
             return
-        senders, ahead = list(self.senders.values()), range(self._next, self._next + STEPS_AHEAD)
-        for step in ahead:
-            news = most_frequent(sender.news[step] for sender in senders if step in sender.news)
-            if news is not None:
-                self._agreed[step] = news
-                self.receiver.want(
-                    step, Piece(f"{STEP}{step}", 0, self._layout.reduce_bytes, self._buffer(step), news[0])
-                )
+        senders = list(self.senders.values())
+        for step, piece in self.steps.choose(senders).items():
+            self.receiver.want(step, piece)
         for sender in senders:
-            for old in [step for step in sender.news if step < self._next]:
-                del sender.news[old]
-            right = (step for step in ahead if step in sender.news and sender.news[step] == self._agreed.get(step))
-            self.receiver.offers(sender, {step for step in right if step >= sender.first})
-
-    def _buffer(self, step: int) -> memoryview:
-        return self._buffers[step % STEPS_AHEAD]
+            self.receiver.offers(sender, self.steps.steps_of(sender))
 
     async def _until(self, satisfied: Callable[[], bool]) -> None:
         def reached() -> bool:
             found = satisfied()
-            if not found and self._next >= 0 and self._nobody_has_next():
-                raise StepsGone(f"no source keeps step {self._next} any more: this member is too slow to follow")
+            if not found and self.steps.next >= 0 and self._nobody_has_next():
+                raise StepsGone(f"no source keeps step {self.steps.next} any more: this member is too slow to follow")
             return found
 
         try:
@@ -393,7 +440,7 @@ class Fetch:
 
     def _nobody_has_next(self) -> bool:
         known = [sender for sender in self.senders.values() if sender.offer is not None]
-        return bool(known) and not self._unanswered and all(sender.first > self._next for sender in known)
+        return bool(known) and not self._unanswered and all(sender.first > self.steps.next for sender in known)
 
 
 # --------------------------------------------------------------------------------------------------- within and beside
@@ -466,7 +513,7 @@ class Healer:
             while step < request.step:
                 following = await fetch.step()
                 await self._context.compute.run(replay, engine, following)
-                fetch.used(following)
+                fetch.mark_applied(following)
                 self._progress()
                 step, lineage = following.step, following.lineage
         if lineage != request.lineage:
@@ -573,7 +620,7 @@ class Follower:
             began = context.world.clock.now()  # the time before was spent waiting for a source's snapshot
             self._handle(ev.StateTorn())
             names = ", ".join(member.name for member in message.sources)
-            context.notify("info", "fetching", f"fetches {fetch.total_bytes / 1e6:.1f} MB of state from {names}")
+            context.notify("info", "fetching", f"fetches {fetch.layout.state_bytes / 1e6:.1f} MB of state from {names}")
 
         fetch = await self._healer.fetch(request, message.generation, message.sources, engine, on_torn=on_torn)
         async with fetch.running():
@@ -594,7 +641,7 @@ class Follower:
     async def _replay(self, engine: Engine, fetch: Fetch, step: Step) -> None:
         await self._context.compute.run(replay, engine, step)
         self._handle(ev.StateFollowed(step.step, step.lineage, step.square_sum))
-        fetch.used(step)
+        fetch.mark_applied(step)
 
     async def _to_its_end(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -618,4 +665,4 @@ def replay(engine: Engine, step: Step) -> Applied:
 
 
 def fetched(fetch: Fetch, steps: int, seconds: float) -> Fetched:
-    return Fetched(fetch.bytes_by_source.copy(), steps, seconds, dict(fetch.problems))
+    return Fetched(fetch.bytes_by_source.copy(), steps, seconds, dict(fetch.receiver.problems))

@@ -378,7 +378,7 @@ HEALING = Target(
     (
         "roles.worker.heal_source.piece_untrusted",
         "roles.worker.heal.Fetch.heard_untrusted",
-        "roles.worker.heal.Fetch._logged_untrusted",
+        "roles.worker.heal.StepReplay.take_report_untrusted",
         "roles.worker.heal.base_untrusted",
         "roles.worker.heal.news_untrusted",
         "roles.worker.transfer.Receiver.dropped_untrusted",

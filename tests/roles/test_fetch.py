@@ -32,7 +32,7 @@ def fetch_of(post: Callable[..., None], numel: int = 1000) -> tuple[Fetch, Sende
     sender = fetch.senders["d"] = Sender("d", "d", SimpleNamespace(connection=connection))  # type: ignore[arg-type]
     fetch.receiver.sources["d"] = sender
     sender.offer = Base(0, FIRST)
-    fetch._next, fetch._lineage = 1, FIRST
+    fetch.steps.begin(sender.offer)
     return fetch, sender
 
 
@@ -43,7 +43,7 @@ async def test_a_step_that_came_whole_is_applied_though_whoever_gave_it_is_gone(
         asked.append((buffer, done))
 
     fetch, sender = fetch_of(post)
-    size_bytes = fetch._layout.reduce_bytes
+    size_bytes = fetch.layout.reduce_bytes
     data = bytes(range(256)) * (size_bytes // 256 + 1)
     digest = xxhash.xxh3_128_digest(data[:size_bytes])
     fetch.heard_untrusted(sender, StepLogged(1, digest, 2.0, size_bytes))
@@ -54,11 +54,11 @@ async def test_a_step_that_came_whole_is_applied_though_whoever_gave_it_is_gone(
     del fetch.senders["d"], fetch.receiver.sources["d"]
     step = await fetch.step()
     assert (step.step, step.square_sum, bytes(step.data)) == (1, 2.0, data[:size_bytes])
-    fetch.used(step)
+    fetch.mark_applied(step)
 
 
 async def test_of_a_source_that_tells_of_steps_without_end_little_is_remembered() -> None:
     fetch, sender = fetch_of(lambda *_, **__: None, numel=30_000)
-    for step in range(1, 5 * fetch._log_steps):
-        fetch.heard_untrusted(sender, StepLogged(step, bytes(16), 1.0, fetch._layout.reduce_bytes))
-    assert fetch._log_steps < len(sender.news) < 3 * fetch._log_steps
+    for step in range(1, 5 * fetch.steps.log_steps):
+        fetch.heard_untrusted(sender, StepLogged(step, bytes(16), 1.0, fetch.layout.reduce_bytes))
+    assert fetch.steps.log_steps < len(sender.news) < 3 * fetch.steps.log_steps

@@ -61,7 +61,7 @@ def blank(numel: int = NUMEL) -> StandInEngine:
 
 
 def received(fetch: Fetch) -> int:
-    return fetch.received_bytes
+    return fetch.receiver.received_bytes
 
 
 def networks() -> dict[str, Callable[[], Network]]:
@@ -142,7 +142,7 @@ def test_a_source_is_killed_at_any_byte_and_at_most_a_chunk_comes_twice(run: int
             fetch = await healer.fetch(
                 HealRequest(JOB, 0, FIRST, SILENCE_S), 3, ring.records, target, on_torn=lambda: None
             )
-            kill_at = chance.randrange(1, fetch.total_bytes)
+            kill_at = chance.randrange(1, fetch.layout.state_bytes)
             victim = chance.choice(ring.members)
 
             async with fetch.running():
@@ -152,7 +152,11 @@ def test_a_source_is_killed_at_any_byte_and_at_most_a_chunk_comes_twice(run: int
                 victim.die()
                 await whole
             assert target.state.digest() == ring.members[0].engine.state.digest()
-            assert fetch.total_bytes <= fetch.received_bytes <= fetch.total_bytes + CHUNK_BYTES + FRAMES_BYTES
+            assert (
+                fetch.layout.state_bytes
+                <= fetch.receiver.received_bytes
+                <= fetch.layout.state_bytes + CHUNK_BYTES + FRAMES_BYTES
+            )
 
     asyncio.run(play())
 

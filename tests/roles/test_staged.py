@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.token import first_lineage, joined_digest, next_lineage
 from roles.engine import Stage
-from roles.worker.heal import Fetch, Layout, Sender
+from roles.worker.heal import Base, Fetch, Layout, Sender
 from tests.roles.heal_doubles import around_of, world_of
 from tests.roles.in_process import Cluster, Peer
 from wire.job_messages import HealOffer, HealRequest, StepLogged
@@ -206,24 +207,27 @@ def test_a_step_is_told_with_the_digests_of_all_stages() -> None:
     source.offer = object()  # type: ignore[assignment]
     size = engine.reduce_buffer.nbytes
     mine, others = bytes(range(16)), bytes(16)
-    fetch._logged_untrusted(source, StepLogged(1, mine, 1.0, size, others + mine))
+    fetch.heard_untrusted(source, StepLogged(1, mine, 1.0, size, others + mine))
     for digests in (b"", mine, mine + others, others + mine + mine):
         with pytest.raises(ProtocolError):
-            fetch._logged_untrusted(source, StepLogged(2, mine, 1.0, size, digests))
+            fetch.heard_untrusted(source, StepLogged(2, mine, 1.0, size, digests))
 
 
 async def test_the_lineage_of_a_step_is_made_of_all_stages_digests() -> None:
     fetch, source, engine = follower(Stage(1, 2))
-    connection = SimpleNamespace(post=lambda *_, **__: None, send=lambda *_, **__: None)
+    posted: list[tuple[memoryview, Callable[[], None]]] = []
+    post = lambda into, *, done, **_: posted.append((into, done))  # noqa: E731
+    connection = SimpleNamespace(post=post, send=lambda *_, **__: None)
     source.line = SimpleNamespace(connection=connection)  # type: ignore[assignment]
     fetch.senders["d"] = fetch.receiver.sources["d"] = source
-    fetch.heard_untrusted(source, HealOffer(0, fetch._request.have_lineage, [], 1 << 20))
-    fetch._next, fetch._lineage = 1, fetch._request.have_lineage
+    fetch.heard_untrusted(source, HealOffer(0, first_lineage("spec"), [], 1 << 20))
+    fetch.steps.begin(Base(0, first_lineage("spec")))
     data = np.arange(engine.reduce_buffer.size, dtype=np.float32)
     mine, other = xxhash.xxh3_128_digest(data.tobytes()), bytes(16)
     fetch.heard_untrusted(source, StepLogged(1, mine, 2.0, data.nbytes, other + mine))
-    fetch._buffer(1)[:] = data.tobytes()
-    fetch.receiver._landed(source, 1)
+    ((into, landed),) = posted
+    into[:] = data.tobytes()
+    landed()
     async with asyncio.timeout(5):
         step = await fetch.step()
     assert step.lineage == next_lineage(first_lineage("spec"), joined_digest(other + mine))
