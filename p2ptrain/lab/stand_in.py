@@ -1,6 +1,6 @@
-"""Engines without torch: a quadratic function instead of a model, and parts that only take time.
+"""An engine without torch: a quadratic function instead of a model.
 
-The quadratic engine keeps every promise of ``roles.engine.Engine`` and costs microseconds. So tests and simulations can
+It keeps every promise of ``roles.engine.Engine`` and costs microseconds. So tests and simulations can
 run the real seed with hundreds of real workers.
 """
 
@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ from p2ptrain.compute.gradients import UNIT, to_fixed, to_float
 from p2ptrain.compute.inner_steps import InnerSteps
 from p2ptrain.compute.noise import gaussian
 from p2ptrain.core.checkpoint_parts import shard_name
-from p2ptrain.core.errors import JobFailed, ProtocolError, StorageError
+from p2ptrain.core.errors import JobFailed, StorageError
 from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan, OnFinal, TrainingData
-from ring.chain import Payload
 from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Engine, Stage
 from roles.strategies import strategy_of
@@ -33,8 +31,6 @@ from roles.strategies.interface import Progress
 from roles.strategies.parts import PartRings
 from roles.strategies.strategy import Factory, Strategy
 from roles.strategies.sync import GradientSum, MicroBatches
-
-_STAMP = struct.Struct("!4sqqi")  # kind, step, micro-batch, sending stage
 
 
 def strategy_of_stand_ins(profile: Profile) -> Factory:
@@ -276,65 +272,3 @@ class StandInEngine:
         key = hashlib.blake2b(struct.pack("!qqq", self._profile.job.seed, step, index), digest_size=8).digest()
         noise = np.random.default_rng(int.from_bytes(key, "big")).standard_normal(self._numel, np.float32)
         return np.float32(1.0) + np.float32(0.01) * noise[self.state.part]
-
-
-class TimedPart:
-    """Sleeps instead of computing. Its payloads carry a stamp, which the receiving stage checks.
-
-    An operation takes at least the configured time. A busy machine may wake it late. Later operations are not shortened
-    in return, because they need not be the ones that the delay held up.
-
-    Args:
-        stage: index of this part, of ``stages``.
-        forward_s, backward_s: duration for one micro-batch.
-        sleep, clock: in seconds; tests pass their own.
-    """
-
-    def __init__(
-        self,
-        stage: int,
-        stages: int,
-        *,
-        forward_s: float,
-        backward_s: float,
-        activation_bytes: int,
-        gradient_bytes: int,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.activation_bytes = max(activation_bytes, _STAMP.size)
-        self.gradient_bytes = max(gradient_bytes, _STAMP.size)
-        self._stage, self._stages = stage, stages
-        self._forward_s, self._backward_s = forward_s, backward_s
-        self._sleep, self._clock = sleep, clock
-        self._step = 0
-
-    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
-        began, self._step = self._clock(), step
-        self._check(inputs, b"acts", index, self._stage - 1)
-        made = self._made(b"acts", index, self.activation_bytes) if self._stage < self._stages - 1 else None
-        self._take(began, self._forward_s)
-        return made
-
-    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
-        began = self._clock()
-        self._check(gradient, b"grad", index, self._stage + 1)
-        made = self._made(b"grad", index, self.gradient_bytes) if self._stage else None
-        self._take(began, self._backward_s)
-        return made
-
-    def _take(self, began: float, seconds: float) -> None:
-        self._sleep(max(began + seconds - self._clock(), 0.0))
-
-    def _made(self, kind: bytes, index: int, nbytes: int) -> Payload:
-        payload = np.zeros(nbytes, np.uint8)
-        _STAMP.pack_into(payload.data, 0, kind, self._step, index, self._stage)
-        return payload
-
-    def _check(self, payload: Payload | None, kind: bytes, index: int, stage: int) -> None:
-        if payload is None:
-            assert not 0 <= stage < self._stages, "no payload arrived"
-            return
-        wanted, got = (kind, self._step, index, stage), _STAMP.unpack_from(payload.data)
-        if got != wanted:
-            raise ProtocolError(f"the payload is of operation {got}, expected {wanted}")

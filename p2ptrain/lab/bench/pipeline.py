@@ -5,16 +5,22 @@ The stages only take time. They are processes in a real chain over emulated link
 
 from __future__ import annotations
 
+import struct
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+import numpy as np
+
+from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.texts import human_bytes, human_duration
 from p2ptrain.core.world import Network
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, per_cent
 from p2ptrain.lab.bench.runner import Answer, Bench, Members, interleave
 from p2ptrain.lab.bench.sockets import peer_id
 from p2ptrain.lab.ring_member import LocalMember, local_view
-from p2ptrain.lab.stand_in import TimedPart
+from ring.chain import Payload
 from ring.planning.schedule import StageCosts, StageSchedule, extended, gpipe, one_f_one_b, simulate
 from roles.compute_thread import ComputeThread
 from roles.strategies.pipeline import StageRunner
@@ -23,6 +29,7 @@ from wire.transport import TcpNetwork
 
 TITLES = {"extended": "extended 1F1B", "1f1b": "1F1B", "gpipe": "GPipe"}
 MUST_REACH = 0.95  # part of the ideal efficiency
+_STAMP = struct.Struct("!4sqqi")  # kind, step, micro-batch, sending stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,68 @@ async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: BenchR
     await interleave(report, case, sample, rounds=plan.steps, budget_s=0.0, progress=bench.progress)
     case.facts["reached"] = ideal_s["extended"] / case.contenders["extended"].median_s
     await members.all("stage", part="leave")
+
+
+class TimedPart:
+    """Sleeps instead of computing. Its payloads carry a stamp, which the receiving stage checks.
+
+    An operation takes at least the configured time. A busy machine may wake it late. Later operations are not shortened
+    in return, because they need not be the ones that the delay held up.
+
+    Args:
+        stage: index of this part, of ``stages``.
+        forward_s, backward_s: duration for one micro-batch.
+        sleep, clock: in seconds; tests pass their own.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        *,
+        forward_s: float,
+        backward_s: float,
+        activation_bytes: int,
+        gradient_bytes: int,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.activation_bytes = max(activation_bytes, _STAMP.size)
+        self.gradient_bytes = max(gradient_bytes, _STAMP.size)
+        self._stage, self._stages = stage, stages
+        self._forward_s, self._backward_s = forward_s, backward_s
+        self._sleep, self._clock = sleep, clock
+        self._step = 0
+
+    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
+        began, self._step = self._clock(), step
+        self._check(inputs, b"acts", index, self._stage - 1)
+        made = self._made(b"acts", index, self.activation_bytes) if self._stage < self._stages - 1 else None
+        self._take(began, self._forward_s)
+        return made
+
+    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
+        began = self._clock()
+        self._check(gradient, b"grad", index, self._stage + 1)
+        made = self._made(b"grad", index, self.gradient_bytes) if self._stage else None
+        self._take(began, self._backward_s)
+        return made
+
+    def _take(self, began: float, seconds: float) -> None:
+        self._sleep(max(began + seconds - self._clock(), 0.0))
+
+    def _made(self, kind: bytes, index: int, nbytes: int) -> Payload:
+        payload = np.zeros(nbytes, np.uint8)
+        _STAMP.pack_into(payload.data, 0, kind, self._step, index, self._stage)
+        return payload
+
+    def _check(self, payload: Payload | None, kind: bytes, index: int, stage: int) -> None:
+        if payload is None:
+            assert not 0 <= stage < self._stages, "no payload arrived"
+            return
+        wanted, got = (kind, self._step, index, stage), _STAMP.unpack_from(payload.data)
+        if got != wanted:
+            raise ProtocolError(f"the payload is of operation {got}, expected {wanted}")
 
 
 class StageMember:
