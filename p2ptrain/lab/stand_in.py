@@ -1,7 +1,7 @@
 """An engine without torch: a quadratic function instead of a model.
 
-It keeps every promise of ``roles.engine.Engine`` and costs microseconds. So tests and simulations can
-run the real seed with hundreds of real workers.
+It keeps every promise of ``roles.engine.Engine`` and costs microseconds. So tests and simulations can run the real seed
+with hundreds of real workers.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -127,47 +126,33 @@ class TimedPart:
     Args:
         stage: index of this part, of ``stages``.
         forward_s, backward_s: duration for one micro-batch.
-        sleep, clock: in seconds; tests pass their own.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        stages: int,
-        *,
-        forward_s: float,
-        backward_s: float,
-        activation_bytes: int,
-        gradient_bytes: int,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.activation_bytes = max(activation_bytes, _STAMP.size)
-        self.gradient_bytes = max(gradient_bytes, _STAMP.size)
+    def __init__(self, stage: int, stages: int, *, forward_s: float, backward_s: float, payload_bytes: int) -> None:
+        self.payload_bytes = max(payload_bytes, _STAMP.size)
         self._stage, self._stages = stage, stages
         self._forward_s, self._backward_s = forward_s, backward_s
-        self._sleep, self._clock = sleep, clock
         self._step = 0
 
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
-        began, self._step = self._clock(), step
+        began, self._step = time.perf_counter(), step
         self._check(inputs, b"acts", index, self._stage - 1)
-        made = self._made(b"acts", index, self.activation_bytes) if self._stage < self._stages - 1 else None
+        made = self._stamped(b"acts", index) if self._stage < self._stages - 1 else None
         self._take(began, self._forward_s)
         return made
 
     def backward(self, index: int, gradient: Payload | None) -> Payload | None:
-        began = self._clock()
+        began = time.perf_counter()
         self._check(gradient, b"grad", index, self._stage + 1)
-        made = self._made(b"grad", index, self.gradient_bytes) if self._stage else None
+        made = self._stamped(b"grad", index) if self._stage else None
         self._take(began, self._backward_s)
         return made
 
     def _take(self, began: float, seconds: float) -> None:
-        self._sleep(max(began + seconds - self._clock(), 0.0))
+        time.sleep(max(began + seconds - time.perf_counter(), 0.0))
 
-    def _made(self, kind: bytes, index: int, nbytes: int) -> Payload:
-        payload = np.zeros(nbytes, np.uint8)
+    def _stamped(self, kind: bytes, index: int) -> Payload:
+        payload = np.zeros(self.payload_bytes, np.uint8)
         _STAMP.pack_into(payload.data, 0, kind, self._step, index, self._stage)
         return payload
 
@@ -207,14 +192,13 @@ class StageMember:
             self._stages,
             forward_s=forward_s,
             backward_s=backward_s,
-            activation_bytes=payload_bytes,
-            gradient_bytes=payload_bytes,
+            payload_bytes=payload_bytes,
         )
         view = local_view({peer_id(stage): port for stage, port in enumerate(ports)})
         chain = await self._local.form_chain(
             replace(view, heartbeat_s=0.5, death_s=30.0),
-            activation_bytes=part.activation_bytes,
-            gradient_bytes=part.gradient_bytes,
+            activation_bytes=part.payload_bytes,
+            gradient_bytes=part.payload_bytes,
             timeout_s=60.0,
         )
         self._runner = StageRunner(chain, self._compute)
