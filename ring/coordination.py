@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TypeAlias
 
-from ring.planning.ring_plan import Links, RingOptions
-from ring.planning.training import Training
+from ring.planning.measurements import Links
+from ring.planning.ring_plan import RingOptions
+from ring.planning.workloads import TrainingWorkload
 from ring.token import ShareRule
 from ring.view import REDUCED_TO_STATE, View
 from wire.job_messages import MemberRecord, Report
@@ -120,7 +121,7 @@ class JobOptions:
     least: int = 1
     asynchronous: bool = False
     parts: int = 1
-    training: Training | None = None
+    training: TrainingWorkload | None = None
     masked: bool = False
     least_steps: int = 0
 

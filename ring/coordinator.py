@@ -91,8 +91,9 @@ from ring.coordination import (
     holds,
 )
 from ring.parts import StagePlanner
-from ring.planning.ring_plan import Edges, plan_ring
-from ring.planning.training import Training
+from ring.planning.measurements import Edges
+from ring.planning.ring_plan import plan_ring
+from ring.planning.workloads import TrainingWorkload
 from ring.quarantine import DIAL, Quarantine
 from ring.replicas import (
     RecoveryPolicy,
@@ -170,7 +171,7 @@ class Coordinator:
         return self._recovery.known_step
 
     @property
-    def training(self) -> Training | None:
+    def training(self) -> TrainingWorkload | None:
         return self._planner.training
 
     @property

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.texts import human_bytes
 from ring.coordination import CutsChosen, Emit, Instruction, JobWorker, SendSurvey
-from ring.planning.ring_plan import Links
-from ring.planning.training import CandidateWorker, Training
+from ring.planning.measurements import CandidateWorker, Links
+from ring.planning.workloads import TrainingWorkload
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
 
@@ -75,7 +76,7 @@ class StagePlanner:
         too_small: workers that an event already reported as too small for a stage.
     """
 
-    def __init__(self, parts: int, training: Training | None, *, planned: bool) -> None:
+    def __init__(self, parts: int, training: TrainingWorkload | None, *, planned: bool) -> None:
         self.training, self.unfit, self._parts = training, "", parts
         self.due: float | None = None
         self.too_small: set[str] = set()
@@ -123,15 +124,15 @@ class StagePlanner:
         notices: list[Instruction] = []
         if self._waits_for_figures(peers, now, notices):
             return {}, notices
-        from ring.planning.pipeline import plan  # numpy with it: a seed without split jobs stays small
+        from ring.planning.pipeline import plan_pipeline  # numpy with it: a seed without split jobs stays small
 
         self.due = None
-        there = [_trainee(peer) for peer in peers.values()]
+        there = [candidate_of(peer) for peer in peers.values()]
         if frozenset(there) == self._asked_for:
             return {}, notices
         self._asked_for = frozenset(there)
         try:
-            info, stages = plan(training, there, links)
+            info, stages = plan_pipeline(training, there, links)
         except (ResourceError, UserError) as refusal:
             self.unfit = f"{refusal.message}; {refusal.remedy}"
             return {}, [*notices, Emit("warning", "does-not-fit", self.unfit)]
@@ -165,7 +166,7 @@ class StagePlanner:
 
     def _fits(self, peer: JobWorker, stage: int) -> bool:
         bounds, training = self._bounds, self.training
-        return training is None or not bounds or training.fits(_trainee(peer), stage, bounds)
+        return training is None or not bounds or training.fits(candidate_of(peer), stage, bounds)
 
     def _why_not(self, counts: Sequence[int], left: Mapping[str, JobWorker]) -> list[Instruction]:
         training, bounds = self.training, self._bounds
@@ -188,8 +189,8 @@ class StagePlanner:
         return notices
 
 
-def _trainee(peer: JobWorker) -> CandidateWorker:
-    return CandidateWorker(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host)
+def candidate_of(peer: JobWorker) -> CandidateWorker:
+    return CandidateWorker(peer.peer_id, peer.name, peer.memory_bytes or math.inf, peer.flops or 0.0, peer.on_host)
 
 
 def _summary(info: TrainingPlanInfo, stages: Sequence[StagePlanInfo]) -> str:

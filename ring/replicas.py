@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, permutations
 
 from ring.coordination import CheckpointsSaved, JobOptions, JobWorker, Reports, Roster, holds
-from ring.planning.ring_plan import LinkQuality, Links, known_link
+from ring.planning.measurements import LinkQuality, Links, known_link
 from ring.token import balanced, by_size
 from ring.view import View, shares
 from wire.frame import CONTROL_FRAME_BYTES

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.footprint import BASE_COPIES
-from ring.planning.training import ModelShape, Training
+from ring.planning.workloads import ModelShape, TrainingWorkload
 
 
-def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()) -> Training | None:
+def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()) -> TrainingWorkload | None:
     """A job split by layers as placement sees it; None if it is not, or the model's sizes are not known.
 
     ``cuts``: the planned cuts; if empty, those of the profile.
@@ -24,10 +24,10 @@ def training_of(profile: Profile | None, shape: object, cuts: Sequence[int] = ()
     return of_profile(profile, known, cuts)
 
 
-def of_profile(profile: Profile, known: ModelShape, cuts: Sequence[int] = ()) -> Training:
+def of_profile(profile: Profile, known: ModelShape, cuts: Sequence[int] = ()) -> TrainingWorkload:
     """What a job trains, whether it is split or not. ``cuts``: as in ``training_of``."""
     split, data, batch = profile.pipeline, profile.data, profile.batch
-    return Training(
+    return TrainingWorkload(
         known,
         stages=profile.stages,
         replicas=profile.job.workers // profile.stages,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,13 +30,9 @@ from p2ptrain.lab.explain.predictions import (
     reasons_for,
     way_of,
 )
-from ring.planning.prediction import (
-    Calibration,
-    DescribedCluster,
-    Prediction,
-    recommended,
-)
-from ring.planning.training import ModelShape
+from ring.planning.measurements import CandidateWorker, DescribedCluster
+from ring.planning.prediction import Calibration, Prediction, recommend
+from ring.planning.workloads import ModelShape
 from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:
@@ -97,14 +94,14 @@ def explain(
         where, do = read(cluster) if cluster else cluster_of_seed(seed), ["jobs", "create", "--profile", profile]
     measured, members = calibrated(own, where, STRATEGIES, link or own.link.preset, quiet=as_json)
     found, refused = all_ways(profile, sets, own, members, measured, shape_here)
-    best = recommended(found, own.ring.error_budget)
+    best = recommend(found, own.ring.error_budget)
     reasons = reasons_for(best) if best else ["nothing can be recommended: no way is possible"]
     if best:
         for setting in (*sets, *best.way.settings):
             do += ["--set", setting]
         reasons.append(f"do: p2ptrain {shlex.join(do)}{seed_option(seed) if do[0] == 'jobs' else ''}")
     if as_json:
-        there = {"members": [asdict(one) for one in members.members], "ways": [one.to_map() for one in found]}
+        there = {"members": [_member_map(one) for one in members.members], "ways": [one.to_map() for one in found]}
         print_json({**there, "refused": refused, "recommended": best.to_map() if best else None, "reasons": reasons})
         return
     _print_ways(found)
@@ -149,6 +146,13 @@ def shape_here(profile: Profile) -> ModelShape:
         text = f"the sizes of the model at {profile.model.path} are not known here"
         raise UserError(text, remedy="run this on a machine that has it")
     return shape
+
+
+def _member_map(member: CandidateWorker) -> dict[str, Any]:
+    """A member for programs. A memory that is not known is 0, because JSON has no infinity."""
+    names = ("id", "name", "memory_bytes", "flops", "on_host", "host", "host_flops")
+    figures = {name: getattr(member, name) for name in names}
+    return figures if math.isfinite(member.memory_bytes) else figures | {"memory_bytes": 0}
 
 
 def _print_ways(ways: Sequence[Prediction]) -> None:

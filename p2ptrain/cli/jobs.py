@@ -34,7 +34,7 @@ from p2ptrain.core.texts import human_seconds
 if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.lab.audit import AuditResult
-    from ring.planning.training import ModelShape
+    from ring.planning.workloads import ModelShape
     from wire.records import (
         CheckpointInfo,
         JobInfo,

@@ -16,7 +16,7 @@ from p2ptrain.core.errors import ConfigError, P2PTrainError, ResourceError, Stor
 from p2ptrain.core.footprint import LLAMAS, llama_sizes
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
 from p2ptrain.core.tensor_files import adapter_alone
-from ring.planning.training import ModelShape
+from ring.planning.workloads import ModelShape
 
 if TYPE_CHECKING:
     from configs.schema import Profile

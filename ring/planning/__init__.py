@@ -1,4 +1,4 @@
 """The cost model: from measured speeds, links and sizes to the time, memory and bytes of a step, and to placements.
 
-Begin with ``ring_plan`` (links and the ring), then ``serving`` and ``pipeline`` (who holds which layers), then
-``prediction`` (a step with each strategy)."""
+``measurements`` (what links take) and ``workloads`` (what a stage costs) are its base. ``ring_plan``, ``cuts``,
+``serving`` and ``pipeline`` choose by it, and ``prediction`` says what a step costs with each strategy."""

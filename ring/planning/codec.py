@@ -1,10 +1,11 @@
-"""Chooses the codec for an edge: the least lossy one that is fast enough. Pure."""
+"""Chooses the codec for a ring: the least lossy one that is fast enough. Pure."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from ring.codecs import codec_named
+from ring.planning.measurements import LinkQuality, all_reduce_s
 
 CANDIDATES: Final[tuple[str, ...]] = ("fp32", "bf16", "int8", "int4", "topk")
 """The least lossy first. Without fp16: at the size of bf16 it loses small gradients entirely. A profile may set it."""
@@ -25,7 +26,7 @@ NEARLY_BEST: Final = 1.1
 
 
 def choose_codec(
-    edge_bps: float, rtt_s: float, total_bytes: int, compute_s: float, error_budget: float
+    edge: LinkQuality, members: int, total_bytes: int, compute_s: float, error_budget: float
 ) -> tuple[str, str]:
     """Choose the codec for a ring by its slowest edge. Returns its name and the reason.
 
@@ -33,23 +34,21 @@ def choose_codec(
     tenth of the fastest. A codec whose ``STATED_ERROR`` is above the budget is never chosen, except fp32.
 
     Args:
-        edge_bps: rate of the edge, bits per second.
-        rtt_s: seconds that an exchange waits for round trips, whatever its size.
-        total_bytes: what the edge carries in one exchange as float32; 2 (n - 1) / n of the array in a ring of n.
+        edge: with a bandwidth.
+        total_bytes: of the array as float32.
         compute_s: computing time of a step during which the exchange may run.
         error_budget: the largest relative error that one exchange may have.
     """
-
-    def exchange_s(name: str) -> float:
-        share = codec_named(name).encoded_bytes(1 << 20) / (4 * (1 << 20))
-        return rtt_s + 8 * total_bytes * share / edge_bps
-
+    assert edge.bandwidth_bps is not None
     allowed = [name for name in CANDIDATES if name == CANDIDATES[0] or STATED_ERROR[name] <= error_budget]
-    needed_s = {name: exchange_s(name) for name in allowed}
-    best_s = min(needed_s.values())
-    limit_s = max(compute_s, NEARLY_BEST * best_s)
+    needed_s = {}
+    for name in allowed:
+        encoded_bytes = total_bytes * codec_named(name).encoded_bytes(1 << 20) / (4 << 20)
+        chunk_s = 8 * encoded_bytes / members / edge.bandwidth_bps
+        needed_s[name] = all_reduce_s(members, edge.latency_s, chunk_s=chunk_s)
+    limit_s = max(compute_s, NEARLY_BEST * min(needed_s.values()))
     chosen = next(name for name in allowed if needed_s[name] <= limit_s)
-    rate = f"{edge_bps / 1e6:,.{0 if edge_bps >= 1e7 else 2}f} Mbit/s"
+    rate = f"{edge.bandwidth_bps / 1e6:,.{0 if edge.bandwidth_bps >= 1e7 else 2}f} Mbit/s"
     return chosen, f"{chosen} takes {_time(needed_s[chosen])} at {rate}, computing takes {_time(compute_s)}"
 
 

@@ -19,20 +19,11 @@ from p2ptrain.core.texts import human_bytes
 from ring.codecs import codec_named
 from ring.collectives import cut
 from ring.planning.codec import NEARLY_BEST, STATED_ERROR
-from ring.planning.pipeline import Plan, plan
-from ring.planning.ring_plan import (
-    SMALL_GATHERS,
-    LinkCosts,
-    LinkQuality,
-    Links,
-    RingOptions,
-    all_reduce_s,
-    plan_ring,
-    steps,
-)
-from ring.planning.training import CandidateWorker, Training
+from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkTimes, all_reduce_s
+from ring.planning.pipeline import TrainingPlan, plan_pipeline
+from ring.planning.ring_plan import SMALL_GATHERS, RingOptions, plan_ring
+from ring.planning.workloads import TrainingWorkload
 from ring.token import balanced
-from wire.emulate import LinkPreset
 
 BACKWARD = 2 / 3
 """The backward pass as a part of a micro-batch's time."""
@@ -62,25 +53,11 @@ class Calibration:
     base_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DescribedCluster:
-    """Members in the order of joining, and links between them.
-
-    Attributes:
-        emulated: each connection has a link's rate for itself. burst_bytes: then leave at once after a pause.
-    """
-
-    members: tuple[CandidateWorker, ...]
-    links: Links
-    emulated: bool = False
-    burst_bytes: int = 0
-
-
 RING = RingOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TrainingMethod:
     """A way to train. ``training.stages`` counts stages or shards; 1 with other strategies.
 
     Attributes:
@@ -92,7 +69,7 @@ class Way:
     """
 
     strategy: str
-    training: Training
+    training: TrainingWorkload
     codec: str = "fp32"
     ring: RingOptions = RING
     settings: tuple[str, ...] = ()
@@ -121,7 +98,7 @@ class Prediction:
         plan: of a pipeline.
     """
 
-    way: Way
+    way: TrainingMethod
     step_s: float
     compute_s: float
     update_s: float
@@ -129,7 +106,7 @@ class Prediction:
     exposed_s: float
     memory_bytes: int
     sent_bytes: float
-    plan: Plan | None = None
+    plan: TrainingPlan | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -148,15 +125,7 @@ class Prediction:
         return way | figures | rates
 
 
-def quality_of(preset: LinkPreset) -> LinkQuality:
-    """An emulated link as it is on average. Of pieces in order the latest counts, so jitter adds most of itself, and
-    the last of the segments of 1448 bytes that are lost on the way adds its round trip."""
-    lost = preset.loss * preset.rate_bps * preset.rtt_s / (8 * 1448)
-    latency_s = preset.delay_s + 0.75 * preset.jitter_s + preset.rtt_s * lost / (lost + 1)
-    return LinkQuality(latency_s, preset.rate_bps or None)
-
-
-def slowed(members: Sequence[CandidateWorker]) -> list[CandidateWorker]:
+def share_cores(members: Sequence[CandidateWorker]) -> list[CandidateWorker]:
     """The members with the speed that each has while all of them compute: those of one host share its cores."""
     wanted: dict[str, float] = {}
     for one in members:
@@ -167,12 +136,12 @@ def slowed(members: Sequence[CandidateWorker]) -> list[CandidateWorker]:
     ]
 
 
-def predict(way: Way, cluster: DescribedCluster, measured: Calibration) -> Prediction:
+def predict(way: TrainingMethod, cluster: DescribedCluster, measured: Calibration) -> Prediction:
     """Raises ``ResourceError`` or ``UserError`` if the members are too few, or lack the memory."""
     return _STRATEGIES[way.strategy](_Step(way, cluster, measured))
 
 
-def fitted(way: Way, cluster: DescribedCluster, known: Calibration, step_s: float) -> Calibration:
+def fit_calibration(way: TrainingMethod, cluster: DescribedCluster, known: Calibration, step_s: float) -> Calibration:
     """``known`` with both times scaled so that ``predict`` says ``step_s`` for ``way``. Raises as ``predict``."""
 
     def scaled(factor: float) -> Calibration:
@@ -190,9 +159,9 @@ def fitted(way: Way, cluster: DescribedCluster, known: Calibration, step_s: floa
 class _Step:
     """What all strategies need of one step."""
 
-    def __init__(self, way: Way, cluster: DescribedCluster, measured: Calibration) -> None:
+    def __init__(self, way: TrainingMethod, cluster: DescribedCluster, measured: Calibration) -> None:
         self.way, self.training, self.cluster, self.measured = way, way.training, cluster, measured
-        self.members = slowed(cluster.members)
+        self.members = share_cores(cluster.members)
         self.weights_bytes = self.training.sizes.weights_bytes(0, self.training.layers)
         self.state_bytes = (3 if way.moments else 1) * way.trained_bytes
 
@@ -218,15 +187,14 @@ class _Step:
         size, links = len(ids), self.cluster.links
         if size < 2:
             return 0.0, 0.0
-        made, ways = plan_ring(ids, links, self.way.ring, size_bytes), LinkCosts(links, ids)
+        made = plan_ring(ids, links, self.way.ring, size_bytes)
+        latency_s, byte_s = LinkTimes(links, ids).around(made.order, 1.0)
         numel = max(size_bytes // 4 // buckets, 1)
         stripes = cut(numel, 4, members=size, lanes=made.streams, sub_chunk_bytes=made.sub_chunk_bytes)
         start, stop, piece, _ = stripes[0]
         chunk = -(-(stop - start) // size)
-        edges = [ways.between(made.order[one], made.order[other], 1.0) for one, other in steps(range(size))]
-        latency_s = sum(latency_s for latency_s, _ in edges) / size
-        # Streams share a link's rate, but not an emulated one's.
-        byte_s = max(byte_s for _, byte_s in edges) * (1 if self.cluster.emulated else len(stripes))
+        if not self.cluster.emulated:
+            byte_s *= len(stripes)  # streams share a link's rate
         chunk_s, piece_s = (byte_s * self.encoded_bytes(4 * each) for each in (chunk, min(piece, chunk)))
         if piece_s + latency_s > chunk_s:  # the link pauses after each chunk
             burst_s = byte_s * self.cluster.burst_bytes
@@ -236,8 +204,8 @@ class _Step:
 
     def whole_bytes(self, member: CandidateWorker, factor: float = 1.0) -> int:
         """Memory of a member with the whole model, and with the copy of the state that a checkpoint is made from."""
-        held_bytes = self.training.copies(on_host=member.on_host) * factor * self.weights_bytes
-        return int(held_bytes) + self.kept_bytes() + self.state_bytes
+        held_bytes = self.training.held_bytes(0, self.training.layers, on_host=member.on_host)
+        return int(factor * held_bytes) + self.kept_bytes() + self.state_bytes
 
     def kept_bytes(self) -> int:
         training, layers = self.training, self.training.layers
@@ -264,7 +232,7 @@ class _Step:
     ) -> Prediction:
         """Raises ``ResourceError`` if a member lacks the memory for what it ``needs``, in bytes."""
         for one, need_bytes in zip(self.members, needs, strict=True):
-            if 0 < one.memory_bytes < need_bytes:
+            if one.memory_bytes < need_bytes:
                 text = f"{one.name} needs about {human_bytes(need_bytes)}, and may use {human_bytes(one.memory_bytes)}"
                 do = "split the model, or split it further: job.strategy = 'sharded' or 'pipeline'"
                 raise ResourceError(text, remedy=f"{do}; or set device.gradient_checkpointing = true")
@@ -304,8 +272,8 @@ def _summed(step: _Step) -> Prediction:
 def _with_server(step: _Step) -> Prediction:
     way, measured, cluster = step.way, step.measured, step.cluster
     step.take(max(way.buffer + 1, len(step.members)))
-    server, workers = cluster.members[0], slowed(cluster.members[1:])  # the server computes little
-    links = LinkCosts(cluster.links, [one.id for one in cluster.members])
+    server, workers = cluster.members[0], share_cores(cluster.members[1:])  # the server computes little
+    links = LinkTimes(cluster.links, [one.id for one in cluster.members])
     gradient, state = step.encoded_bytes(way.trained_bytes), step.state_bytes
     made_s = measured.update_s  # by the server, for a version
     unit_s, cycles_s, moved_s = step.training.micro_batches / way.buffer * measured.micro_batch_s, [], 0.0
@@ -340,9 +308,7 @@ def _sharded(step: _Step) -> Prediction:
     passes = math.ceil(math.ceil(training.micro_batches / replicas) / shards)
     moves = 2 * passes + (1 if way.accumulate else passes)  # of the whole model
     moved = (shards - 1) / shards * step.weights_bytes
-    costs = LinkCosts(step.cluster.links, ids)
-    within = [costs.between(one, other, moved) for one, other in pairwise(ids)]
-    latency_s, moved_s = (max(each) for each in zip(*within, strict=True))
+    latency_s, moved_s = LinkTimes(step.cluster.links, ids).slowest(pairwise(ids), moved)
     each_bytes = way.trained_bytes // shards
     reduce_s, gathered_s = step.ring_s(ids[::shards], each_bytes)[0], step.ring_s(ids, each_bytes)[1]
     exchange_s = moves * (moved_s + (training.layers + 1) * (shards - 1) * latency_s) + reduce_s + gathered_s
@@ -364,7 +330,7 @@ def _pipelined(step: _Step) -> Prediction:
     # Speeds at which the whole model takes as long as was measured.
     flop = training.compute_s(0, training.layers, 1.0)
     members = [replace(one, flops=flop / step.micro_batch_s(one)) for one in step.members]
-    info, stages = made = plan(training, members, step.cluster.links)
+    info, stages = made = plan_pipeline(training, members, step.cluster.links)
     assert info.step_s is not None
     gathered_s = step.ring_s([one.id for one in members], 4)[1]
     share, last = -(-training.micro_batches // training.replicas), info.stages - 1
@@ -388,7 +354,7 @@ _STRATEGIES |= {"server": _with_server, "sharded": _sharded, "pipeline": _pipeli
 # --------------------------------------------------------------------------------------------------- the recommendation
 
 
-def recommended(found: Sequence[Prediction], error_budget: float) -> Prediction | None:
+def recommend(found: Sequence[Prediction], error_budget: float) -> Prediction | None:
     """Of predictions in the order of preference: the fastest; or an earlier one that is nearly as fast, see
     ``NEARLY_BEST``. A strategy that changes what is learned must be ``CHANGES_RESULT`` times as fast as all exact ones.
 

@@ -1,33 +1,31 @@
 """Plans a view's ring: the order of its members, streams, sub-chunks and codec, each with its reason. Pure.
 
-What an order costs
--------------------
-In an all-reduce of B bytes over n members every edge of the circle carries 2(n-1)/n B bytes, and every element makes
-2(n-1) hops (``ring.collectives``). All edges work at the same time, and a piece is passed on as soon as it has arrived.
-So only the slowest edge's transfer counts, while all hops count, one after the other::
-
-    seconds = max over edges of 2(n-1)/n B / bandwidth   +   2(n-1)/n  sum over edges of latency
-
-A step also makes ``SMALL_GATHERS`` all-gathers of little, n-1 hops each; ``docs/scaling.md`` has the sum beside the
-simulator. ``all_reduce_s`` also knows pieces and buckets: with chunks of many pieces an edge is never idle, and all
-hops but the last one cost nothing.
+An order costs what an all-reduce in it takes (``measurements.all_reduce_s``). A step also makes ``SMALL_GATHERS``
+all-gathers of little, n-1 hops each; ``docs/scaling.md`` has the sum beside the simulator.
 
 The order is a heuristic. It goes from each member to the nearest remaining one. Then it reverses stretches as long as
-that makes the circle cheaper (2-opt; Croes 1958). ``serving`` orders the peers of a chain by the same two steps.
+that makes the circle cheaper (2-opt; Croes 1958). ``cuts`` orders the workers of a chain by the same two steps.
 
-An edge that was measured in one direction counts in both. An edge that was never measured counts as the median of the
-measured ones. An edge whose dialling failed (``apart``) is used only if every other order has one, too.
-
-The slowest edge of the chosen order decides streams, sub-chunks and codec, unless the profile sets them.
+An edge whose dialling failed (``apart``) is used only if every other order has one, too. The slowest edge of the chosen
+order decides streams, sub-chunks and codec, unless the profile sets them.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
+
+from ring.planning.measurements import (
+    Edges,
+    LinkQuality,
+    Links,
+    LinkTimes,
+    all_reduce_s,
+    circle_edges,
+    known_link,
+)
 
 MOST_MEMBERS = 128
 """A larger ring keeps the order of joining: it has more than 16,000 pairs to measure."""
@@ -41,66 +39,16 @@ STRIPES = 4
 """Bulk connections over a link with a long round trip: the window of one flow may not fill it."""
 NEAR_RTT_S = 2e-3
 """Below this round trip one flow fills a link of gigabits: the bandwidth-delay product is within any window."""
-
-
 SMALL_GATHERS = 2
 """All-gathers of a step: of what no codec encodes (norms, biases, losses), and of the members' tokens."""
 
-
-@dataclass(frozen=True, slots=True)
-class LinkQuality:
-    """What was measured between two peers, in one direction.
-
-    Attributes:
-        latency_s: one way, half a round trip.
-        bandwidth_bps: of one connection; None if there was no time to measure it.
-    """
-
-    latency_s: float
-    bandwidth_bps: float | None = None
-
-
-Edges = frozenset[tuple[str, str]]
-"""(from, to), peer ids."""
-Links = Mapping[tuple[str, str], LinkQuality]
-"""(from, to), peer ids → measurement."""
 Matrix = Sequence[Sequence[float]]
 
 
-def known_link(links: Links, one: str, other: str) -> LinkQuality | None:
-    """The measurement from ``one`` to ``other``; the opposite direction fills in what is missing."""
-    there, back = links.get((one, other)), links.get((other, one))
-    if there is None or back is None or there.bandwidth_bps is not None:
-        return there or back
-    return LinkQuality(there.latency_s, back.bandwidth_bps)
+# ------------------------------------------------------------------------------------------------------ order of a ring
 
 
-class LinkCosts:
-    """(latency, transfer) seconds between any two of ``ids``. ``known``: any link between them was measured."""
-
-    def __init__(self, links: Links, ids: Iterable[str]) -> None:
-        among = list(ids)
-        pairs = [(one, other) for one in among for other in among if one != other] if links else []
-        self._links = {pair: link for pair in pairs if (link := known_link(links, *pair)) is not None}
-        self.known = bool(self._links)
-        rates = [link.bandwidth_bps for link in self._links.values() if link.bandwidth_bps]
-        self._rate_bps = statistics.median(rates) if rates else None
-        self._latency_s = statistics.median(link.latency_s for link in self._links.values()) if self.known else 0.0
-
-    def between(self, one: str, other: str, size_bytes: float) -> tuple[float, float]:
-        link = self._links.get((one, other))
-        rate_bps = (link.bandwidth_bps if link else None) or self._rate_bps
-        return (link.latency_s if link else self._latency_s), (8 * size_bytes / rate_bps if rate_bps else 0.0)
-
-
-# -------------------------------------------------------------------------------------------------------- the heuristic
-
-
-def steps(circle: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return zip(circle, (*circle[1:], circle[0]), strict=True)
-
-
-def nearest_first(costs: Matrix) -> list[int]:
+def visit_nearest_first(costs: Matrix) -> list[int]:
     circle, left = [0], list(range(1, len(costs)))
     while left:
         here = costs[circle[-1]]
@@ -109,7 +57,7 @@ def nearest_first(costs: Matrix) -> list[int]:
     return circle
 
 
-def turned_around(circle: Sequence[int], score: Callable[[Sequence[int]], float]) -> list[int]:
+def reverse_stretches(circle: Sequence[int], score: Callable[[Sequence[int]], float]) -> list[int]:
     """``circle`` after reversing stretches that lower ``score`` (2-opt). The first element stays the first."""
     best = list(circle)
     least, improved = score(best), True
@@ -124,35 +72,34 @@ def turned_around(circle: Sequence[int], score: Callable[[Sequence[int]], float]
     return best
 
 
-# ------------------------------------------------------------------------------------------------------ order of a ring
-
-
 class RingCosts:
-    """Costs of the edges between two or more ``members`` (peer ids), by index. ``total_bytes``: size of the reduced
-    array. ``apart``: edges that could not be dialled; their other direction is likely to fail, too."""
+    """Costs of the orders of two or more ``members`` (peer ids), by index. ``total_bytes``: size of the reduced array.
+    ``apart``: edges that could not be dialled; their other direction is likely to fail, too."""
 
     def __init__(
-        self, members: Sequence[str], ways: LinkCosts, *, total_bytes: int, apart: Edges = frozenset()
+        self, members: Sequence[str], times: LinkTimes, *, total_bytes: int, apart: Edges = frozenset()
     ) -> None:
-        size = len(members)
-        each = 2 * (size - 1) / size
-        self.transfer_s = [[0.0] * size for _ in members]
-        self.hop_s = [[0.0] * size for _ in members]
+        edges = [[times.between(one, other, total_bytes) for other in members] for one in members]
+        self.transfer_s = [[transfer_s for _, transfer_s in row] for row in edges]
+        self.latency_s = [[latency_s for latency_s, _ in row] for row in edges]
         for here, one in enumerate(members):
             for there, other in enumerate(members):
-                latency_s, self.transfer_s[here][there] = ways.between(one, other, each * total_bytes)
-                unlikely_s = APART_S / 1e3 if (other, one) in apart else each * latency_s
-                self.hop_s[here][there] = APART_S if (one, other) in apart else unlikely_s
+                if (one, other) in apart:
+                    self.latency_s[here][there] = APART_S
+                elif (other, one) in apart:
+                    self.latency_s[here][there] = APART_S / 1e3
 
     def seconds(self, circle: Sequence[int]) -> float:
-        edges = list(steps(circle))
+        edges, members = circle_edges(circle), len(circle)
+        latency_s = sum(self.latency_s[here][there] for here, there in edges) / members
         slowest_s = max(self.transfer_s[here][there] for here, there in edges)
-        return slowest_s + sum(self.hop_s[here][there] for here, there in edges)
+        return all_reduce_s(members, latency_s, chunk_s=slowest_s / members)
 
     def score(self, circle: Sequence[int]) -> float:
         """``seconds`` plus a little of each transfer, so that removing one of two equally slow edges counts as a
         gain."""
-        return self.seconds(circle) + 1e-3 * sum(self.transfer_s[here][there] for here, there in steps(circle))
+        sent_s = sum(self.transfer_s[here][there] for here, there in circle_edges(circle))
+        return self.seconds(circle) + 1e-3 * all_reduce_s(len(circle), 0.0, chunk_s=sent_s / len(circle))
 
 
 def best_order(
@@ -163,41 +110,23 @@ def best_order(
     It begins with ``members[0]``. The given order is kept unless the other is faster by more than ``MARGIN``. Returns
     None if nothing is known of any link. ``APART_S`` or more seconds: the order has an edge of ``apart``.
     """
-    ways = LinkCosts(links, members)
-    if len(members) < 2 or not (ways.known or apart):
+    times = LinkTimes(links, members)
+    if len(members) < 2 or not (times.known or apart):
         return None
-    costs = RingCosts(members, ways, total_bytes=total_bytes, apart=apart)
+    costs = RingCosts(members, times, total_bytes=total_bytes, apart=apart)
     joined = list(range(len(members)))
     joined_s = costs.seconds(joined)
-    edge_s = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(costs.transfer_s, costs.hop_s, strict=True)]
     if apart and len(members) <= FEW_MEMBERS:
         tried = ([0, *rest] for rest in permutations(joined[1:]))  # a reversal would turn other edges round, too
     else:
-        tried = (turned_around(start, costs.score) for start in (nearest_first(edge_s), joined))
+        rows = zip(costs.transfer_s, costs.latency_s, strict=True)
+        near = visit_nearest_first([[a + b for a, b in zip(*row, strict=True)] for row in rows])
+        tried = (reverse_stretches(start, costs.score) for start in (near, joined))
     both_ways = (way for circle in tried for way in (circle, circle[:1] + circle[:0:-1]))
-    circle = min(both_ways, key=lambda way: (costs.seconds(way), way))
-    seconds = costs.seconds(circle)
+    seconds, circle = min((costs.seconds(way), way) for way in both_ways)
     if joined_s <= seconds * (1 + MARGIN):
         circle, seconds = joined, joined_s
     return tuple(members[index] for index in circle), seconds, joined_s
-
-
-def all_reduce_s(
-    members: int, latency_s: float, *, chunk_s: float, piece_s: float = math.inf, buckets: int = 1
-) -> float:
-    """Seconds of ``buckets`` all-reduces, one after the other.
-
-    A member sends 2(n-1) chunks for each. It may begin to send the next chunk when the first piece of it has arrived,
-    and when it has sent the chunk before. The next all-reduce follows the last chunk at once.
-
-    Args:
-        chunk_s, piece_s: to send 1/n of an array, and a sub-chunk, which is at most that.
-    """
-    rounds = 2 * (members - 1)
-    if not rounds:
-        return 0.0
-    each_s = (rounds - 1) * max(chunk_s, min(piece_s, chunk_s) + latency_s) + chunk_s
-    return buckets * each_s + latency_s
 
 
 # ----------------------------------------------------------------------------------------------- plan of a whole ring
@@ -251,35 +180,28 @@ def plan_ring(
     """
     order, reason = _order(joined, links, ring_options, total_bytes, apart)
     left, right, slowest = slowest_edge(order, links)
+    near, streams, streams_reason = True, 1, " (none is measured)"
     if slowest is not None:
-        reason += f"; slowest edge {name(left)} → {name(right)}: {described(slowest)}"
-    streams, streams_reason = _streams(slowest, ring_options)
+        reason += f"; slowest edge {name(left)} → {name(right)}: {slowest}"
+        near = 2 * slowest.latency_s < NEAR_RTT_S
+        streams, streams_reason = 1 if near else STRIPES, f" (round trip {2e3 * slowest.latency_s:.3g} ms)"
+    if ring_options.streams:
+        streams, streams_reason = ring_options.streams, ", as ring.streams says"
     codec, codec_reason = _codec(slowest, ring_options, total_bytes, compute_s, len(order))
-    transport_reason = f"{streams_reason}; {codec_reason}"
+    transport_reason = f"{streams} connection{'s' * (streams != 1)} per link{streams_reason}; {codec_reason}"
     # On a far link a frame of 256 KiB has little overhead, and store-and-forward adds little delay.
-    far = slowest is not None and not _is_near(slowest)
-    sub_chunk_bytes = ring_options.sub_chunk_bytes or (256 << 10 if far else 0)
+    sub_chunk_bytes = ring_options.sub_chunk_bytes or (0 if near else 256 << 10)
     return RingPlan(tuple(order), streams, sub_chunk_bytes, codec, slowest is not None, reason, transport_reason)
 
 
 def slowest_edge(order: Sequence[str], links: Links) -> tuple[str, str, LinkQuality | None]:
     """(from, to, measurement) of the measured edge with the least bandwidth, then the most latency; None if none is
     measured."""
-    pairs = zip(order, [*order[1:], *order[:1]], strict=True) if len(order) > 1 else ()
+    pairs = circle_edges(order) if len(order) > 1 else ()
     edges = [(left, right, link) for left, right in pairs if (link := known_link(links, left, right)) is not None]
     if not edges:
         return "", "", None
     return min(edges, key=lambda edge: (edge[2].bandwidth_bps or math.inf, -edge[2].latency_s))
-
-
-def described(link: LinkQuality) -> str:
-    latency = f"{link.latency_s * 1e3:.3g} ms"
-    if link.bandwidth_bps is None:
-        return latency
-    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
-        if link.bandwidth_bps >= size:
-            return f"{link.bandwidth_bps / size:.3g} {unit}, {latency}"
-    return f"{link.bandwidth_bps / 1e3:.3g} kbit/s, {latency}"
 
 
 def _order(
@@ -307,21 +229,8 @@ def _order(
     return order, f"order from measured links, {joined_s / seconds:.2g} times as fast as the order of joining"
 
 
-def _streams(link: LinkQuality | None, ring_options: RingOptions) -> tuple[int, str]:
-    if count := ring_options.streams:
-        return count, f"{count} connection{'s' * (count != 1)} per link, as ring.streams says"
-    if link is None:
-        return 1, "1 connection per link (none is measured)"
-    count, round_trip_ms = 1 if _is_near(link) else STRIPES, 2e3 * link.latency_s
-    return count, f"{count} connection{'s' * (count != 1)} per link (round trip {round_trip_ms:.3g} ms)"
-
-
-def _is_near(link: LinkQuality) -> bool:
-    return 2 * link.latency_s < NEAR_RTT_S
-
-
 def _codec(
-    slowest: LinkQuality | None, ring_options: RingOptions, total_bytes: int, compute_s: float, size: int
+    slowest: LinkQuality | None, ring_options: RingOptions, total_bytes: int, compute_s: float, members: int
 ) -> tuple[str, str]:
     if ring_options.codec != "auto":
         return ring_options.codec, f"codec {ring_options.codec}, as the profile says"
@@ -329,11 +238,5 @@ def _codec(
         return "fp32", "codec fp32: the links' bandwidth or the bytes of a step are not known"
     from ring.planning.codec import choose_codec  # imports numpy, which a seed needs for nothing else
 
-    codec, reason = choose_codec(
-        edge_bps=slowest.bandwidth_bps,
-        rtt_s=2 * (size - 1) * slowest.latency_s,
-        total_bytes=round(2 * (size - 1) / size * total_bytes),
-        compute_s=compute_s,
-        error_budget=ring_options.error_budget,
-    )
+    codec, reason = choose_codec(slowest, members, total_bytes, compute_s, ring_options.error_budget)
     return codec, f"codec {codec}: {reason}"

@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from p2ptrain.core.footprint import GPIPE
 from wire.job_messages import MAX_STAGES
 
 MAX_MICRO_BATCHES = 65_536
@@ -72,7 +73,6 @@ class StageSchedule:
         ValueError: a number is out of range, or warm-ups rise, which would deadlock the stages.
     """
 
-    name: str
     micro_batches: int
     warm_ups: tuple[int, ...]
     backward: bool = True
@@ -126,17 +126,18 @@ class StageSchedule:
         assert simulate(self, StageCosts(nothing, nothing, nothing[1:], nothing[1:])) == 0.0
 
 
-def gpipe(stages: int, micro_batches: int) -> StageSchedule:
-    return StageSchedule("gpipe", micro_batches, (micro_batches - 1,) * stages)
+def gpipe(stages: int, micro_batches: int, max_in_flight: int = 0) -> StageSchedule:
+    """``max_in_flight``: 0: all."""
+    return StageSchedule(micro_batches, (min(max_in_flight or micro_batches, micro_batches) - 1,) * stages)
 
 
 def forwards(stages: int, micro_batches: int) -> StageSchedule:
-    return StageSchedule("forwards", micro_batches, (0,) * stages, backward=False)
+    return StageSchedule(micro_batches, (0,) * stages, backward=False)
 
 
-def one_f_one_b(stages: int, micro_batches: int, *, max_in_flight: Sequence[int] = ()) -> StageSchedule:
-    """1F1B for links that cost nothing. ``max_in_flight``: see ``extended``."""
-    return _bounded("1f1b", micro_batches, [stages - 1 - stage for stage in range(stages)], max_in_flight)
+def one_f_one_b(stages: int, micro_batches: int) -> StageSchedule:
+    """1F1B for links that cost nothing."""
+    return extended(micro_batches, [0.0] * (stages - 1), 1.0)
 
 
 def extended(
@@ -151,24 +152,41 @@ def extended(
 
     Args:
         round_trips_s: for each hop, the transfer times of a micro-batch's activations and of its gradients, added up.
-        period_s: time of one forward and one backward at the slowest stage.
+        period_s: time of one forward and one backward at the slowest stage; infinite if unknown.
         slack: the pace may be slower than the slowest stage's by this fraction.
         max_in_flight: for each stage the most micro-batches that its memory allows, at least 1; empty: no bound. A
             bound below the need makes the stage wait.
     """
-    warm_ups = [0]
+    needed = [0]
     for round_trip_s in reversed(round_trips_s):
         periods = (1 + min(round_trip_s / period_s, micro_batches)) / (1 + slack)  # more are never in flight
-        warm_ups.append(warm_ups[-1] + math.ceil(periods))
-    return _bounded("extended", micro_batches, warm_ups[::-1], max_in_flight)
+        needed.append(needed[-1] + math.ceil(periods))
+    warm_ups, most = [], micro_batches
+    for stage, warm_up in enumerate(reversed(needed)):
+        most = min(most, max_in_flight[stage] if max_in_flight else most)
+        warm_ups.append(min(warm_up, most - 1))
+    return StageSchedule(micro_batches, tuple(warm_ups))
 
 
-def _bounded(name: str, micro_batches: int, warm_ups: Sequence[int], max_in_flight: Sequence[int]) -> StageSchedule:
-    bounded: list[int] = []
-    for stage, warm_up in enumerate(warm_ups):
-        most = min(micro_batches, max_in_flight[stage] if max_in_flight else micro_batches) - 1
-        bounded.append(min(warm_up, most, bounded[-1] if bounded else most))
-    return StageSchedule(name, micro_batches, tuple(bounded))
+def schedule_named(
+    name: str,
+    micro_batches: int,
+    round_trips_s: Sequence[float],
+    period_s: float,
+    *,
+    max_in_flight: int,
+    room: Sequence[int],
+) -> StageSchedule:
+    """The schedule of a step, as ``pipeline.schedule`` of a profile names it.
+
+    Args:
+        max_in_flight: configured; 0: no limit.
+        room: for each stage, the micro-batches that its memory allows; 0: any number. Others are as in ``extended``.
+    """
+    if name == GPIPE:
+        return gpipe(len(room), micro_batches, max_in_flight)
+    most = max_in_flight or micro_batches
+    return extended(micro_batches, round_trips_s, period_s, max_in_flight=[min(most, each or most) for each in room])
 
 
 # ------------------------------------------------------------------------------------------------------ the ideal time

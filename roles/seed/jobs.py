@@ -22,7 +22,8 @@ from ring import coordination as co
 from ring.coordination import ENDED, JobPhase, JobWorker
 from ring.coordinator import Coordinator
 from ring.ledger import rows_untrusted
-from ring.planning.ring_plan import LinkQuality, RingOptions, known_link
+from ring.planning.measurements import LinkQuality, known_link
+from ring.planning.ring_plan import RingOptions
 from ring.recovery import Recorder
 from ring.replicas import newest_kept
 from ring.token import ShareRule

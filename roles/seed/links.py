@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.world import Clock
-from ring.planning.ring_plan import LinkQuality, Links
+from ring.planning.measurements import LinkQuality, Links
 from roles.background import started_in
 from roles.seed.peers import Link, host_seen_from
 from wire.schema import Bound, Id, instance_untrusted

@@ -21,8 +21,9 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordination import ENDED, JobPhase
-from ring.planning.ring_plan import known_link
-from ring.planning.training import CandidateWorker, ModelShape
+from ring.parts import candidate_of
+from ring.planning.measurements import known_link
+from ring.planning.workloads import ModelShape
 from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.jobs import SETTLE_S, NewLayout, in_shards, seen_for
 from roles.seed.links import Survey
@@ -107,7 +108,7 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
 
     Raises ``Refused``, with the numbers, if too few workers are free or the model does not fit.
     """
-    from ring.planning.pipeline import plan
+    from ring.planning.pipeline import plan_pipeline
 
     training, device = training_of(profile, shape.to_map()), profile.device.kind
     assert training is not None
@@ -118,12 +119,9 @@ async def planned(profile: Profile, shape: ModelShape, links: Mapping[str, Link]
         text = f"the job needs {training.workers} workers, but only {len(free)} are free{busy}"
         raise Refused("too-few", text, remedy="start more with p2ptrain join, or lower job.workers")
     await measured(free, survey)
-    peers = [seen_for(device, link.peer) for link in free if links.get(link.id) is link]
-    there = [
-        CandidateWorker(peer.peer_id, peer.name, peer.memory_bytes, peer.flops or 0.0, peer.on_host) for peer in peers
-    ]
+    candidates = [candidate_of(seen_for(device, link.peer)) for link in free if links.get(link.id) is link]
     try:
-        info, stages = plan(training, there, survey.table.known)
+        info, stages = plan_pipeline(training, candidates, survey.table.known)
     except (ResourceError, UserError) as problem:
         raise Refused("does-not-fit", problem.message, remedy=problem.remedy) from problem
     shown = [

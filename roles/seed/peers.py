@@ -16,7 +16,7 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.ids import is_id
 from ring.coordination import STATUSES, JobWorker
 from ring.detector import FailureDetector, beat_defaults
-from ring.planning.ring_plan import LinkQuality
+from ring.planning.measurements import LinkQuality
 from ring.token import is_lineage
 from ring.view import View
 from roles.line import received_in_time

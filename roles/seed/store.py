@@ -105,7 +105,7 @@ class JobRecord:
     held: dict[str, int] = dataclasses.field(default_factory=dict)
     """Split model: worker → the stage that it holds, or held last (``ring.parts``)."""
     shape: dict[str, Any] | None = None
-    """Split model: its sizes (``ring.planning.training.ModelShape``), if the job's creator sent them."""
+    """Split model: its sizes (``ring.planning.workloads.ModelShape``), if the job's creator sent them."""
     cuts: list[int] = dataclasses.field(default_factory=list)
     """Split model: the planned cuts; empty before the plan. Checkpoints depend on them, so they never change."""
     unsettled: bool = False

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self
 
-import ring.planning.serving as placing
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ResourceError, UserError, first_error
 from p2ptrain.core.serving import Sampling
-from ring.planning.ring_plan import known_link
+from ring.planning.measurements import CandidateWorker, known_link
+from ring.planning.serving import replace_lost
 from roles.background import Background
 from roles.serving import chain_core as ev
 from roles.serving.chain_session import CLOSE_S, ChainSession, ChainTimes
@@ -348,7 +348,7 @@ class StageChain:
         apart = plan.wanted.apart | {(plan.wanted.client, id) for id in lost}
         empty = {stage.peer.id for stage in plan.stages if stage.peer.id.startswith(_NOBODY)}
         spares = [spare for spare in plan.spares if spare.id not in lost]
-        found, reason = placing.replacement(replace(plan.wanted, apart=apart), plan.placement, empty, spares)
+        found, reason = replace_lost(replace(plan.wanted, apart=apart), plan.placement, empty, spares)
         if found is None:
             known = "; ".join([reason, *reasons])
             text = f"no worker can hold {self._named(index)}: {known}"
@@ -362,7 +362,7 @@ class StageChain:
 
     def _empty(self, index: int) -> None:
         stages = list(self.plan.stages)
-        nobody = placing.PlacementPeer(f"{_NOBODY}{index}", stages[index].peer.name, 0, 0.0)
+        nobody = CandidateWorker(f"{_NOBODY}{index}", stages[index].peer.name, 0)
         stages[index] = replace(stages[index], peer=nobody)
         self.plan = replace(self.plan, placement=replace(self.plan.placement, stages=tuple(stages)))
 

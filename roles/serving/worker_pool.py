@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-import ring.planning.serving as placing
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError, Refused, UserError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.threads import Thread
-from ring.planning.ring_plan import LinkQuality
-from ring.planning.serving import Placement, Wanted
+from ring.planning.measurements import CandidateWorker, LinkQuality
+from ring.planning.serving import PlacedStage, Placement, place_model, price_chain
+from ring.planning.workloads import ServingWorkload
 from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
 from roles.model_table import FILE
 from roles.seed.links import measured_untrusted
@@ -213,13 +213,13 @@ class ChainPlan:
     """
 
     dtype: str
-    wanted: Wanted
+    wanted: ServingWorkload
     placement: Placement
-    spares: tuple[placing.PlacementPeer, ...]
+    spares: tuple[CandidateWorker, ...]
     loaded: bool
 
     @property
-    def stages(self) -> tuple[placing.PlacedStage, ...]:
+    def stages(self) -> tuple[PlacedStage, ...]:
         return self.placement.stages
 
     @property
@@ -286,9 +286,9 @@ class WorkerPool:
         self.offers[peer.worker.peer_id] = Offer.from_map_untrusted(await peer.ask("part.offer", {}, timeout_s=OFFER_S))
         return peer
 
-    def placed(self, peer: WorkerPeer) -> placing.PlacementPeer:
+    def placed(self, peer: WorkerPeer) -> CandidateWorker:
         offer = self.offers[peer.worker.peer_id]
-        return placing.PlacementPeer(peer.worker.peer_id, peer.name, offer.memory_bytes, 1 / offer.stream_bps)
+        return CandidateWorker(peer.worker.peer_id, peer.name, offer.memory_bytes, byte_s=1 / offer.stream_bps)
 
     async def measured(self, config: str, dtype: str) -> ModelMeasurement:
         """Ask a worker for the sizes of a model's parts, by the text of its ``config.json``: it has torch loaded, so
@@ -328,13 +328,13 @@ class WorkerPool:
             measure_s: time limit of the measurement.
 
         Raises:
-            UserError, ResourceError: as ``ring.planning.serving.place``.
+            UserError, ResourceError: as ``ring.planning.serving.place_model``.
         """
         there = [peer for peer in self.peers.values() if not peer.lost]
         seats = [self.placed(peer) for peer in there]
         await self._measure(seats, measure_s)
-        wanted = Wanted(sizes, positions, activation_bytes, self.context.peer_id, dict(self.links))
-        made = placing.place(wanted, seats, stages=stages)
+        wanted = ServingWorkload(sizes, positions, activation_bytes, self.context.peer_id, dict(self.links))
+        made = place_model(wanted, seats, stages=stages)
         if (loaded := self._loaded(wanted, model, dtype, seats)) is not None and stages in (None, len(loaded.stages)):
             made = loaded
         held = [self._holds(stage.peer.id, model, dtype, sizes.layers) for stage in made.stages]
@@ -399,7 +399,7 @@ class WorkerPool:
 
     # ------------------------------------------------------------------------------------------------------ internals
 
-    async def _measure(self, seats: Sequence[placing.PlacementPeer], measure_s: float) -> None:
+    async def _measure(self, seats: Sequence[CandidateWorker], measure_s: float) -> None:
         likely = sorted(seats, key=lambda seat: (-min(seat.memory_bytes / seat.byte_s, 1e300), seat.id))
         chosen = [seat.id for seat in likely[:8]]
         if len(chosen) > 1 and measure_s > 0.5:
@@ -431,13 +431,11 @@ class WorkerPool:
         ]
 
     def _loaded(
-        self, wanted: Wanted, model: ModelReference, dtype: str, seats: Sequence[placing.PlacementPeer]
+        self, wanted: ServingWorkload, model: ModelReference, dtype: str, seats: Sequence[CandidateWorker]
     ) -> Placement | None:
         layers = wanted.sizes.layers
         held = [(seat, start, stop) for seat in seats for start, stop in self._holds(seat.id, model, dtype, layers)]
-        chains: dict[int, list[tuple[placing.PlacementPeer, int, int]]] = {
-            layers: []
-        }  # first layer -> parts up to the end
+        chains: dict[int, list[tuple[CandidateWorker, int, int]]] = {layers: []}  # first layer -> parts up to the end
         for part in sorted(held, key=lambda part: -part[1]):
             seat, start, stop = part
             behind = chains.get(stop)
@@ -445,4 +443,4 @@ class WorkerPool:
                 continue
             if start not in chains or len(behind) + 1 < len(chains[start]):
                 chains[start] = [part, *behind]
-        return placing.priced(wanted, seats, chains[0]) if 0 in chains else None
+        return price_chain(wanted, seats, chains[0]) if 0 in chains else None

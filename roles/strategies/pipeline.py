@@ -23,7 +23,7 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.training import OnFinal
 from p2ptrain.core.world import LoopClock
 from ring.chain import Chain, Payload
-from ring.planning.schedule import Kind, StageOperation, StageSchedule, extended, forwards, one_f_one_b
+from ring.planning.schedule import Kind, StageOperation, StageSchedule, forwards, schedule_named
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import PipelineEngine
@@ -165,9 +165,6 @@ class StageRunner:
             raise
 
 
-GPIPE = "gpipe"
-
-
 class PipelinePasses(Work):
     """The passes of one stage. ``ahead``: micro-batches of one validation run along the chain, as many as in a step."""
 
@@ -254,13 +251,14 @@ class PipelinePasses(Work):
         return await runner.run(schedule, forward, backward, patience_s=patience_s)
 
     def _schedule(self, count: int) -> StageSchedule:
-        chain, most = self._replica_chain, self._settings.max_in_flight
-        if self._settings.schedule == GPIPE:
-            return StageSchedule(GPIPE, count, (min(count, most or count) - 1,) * chain.stages)
-        bounds = [min(most or count, room or count) for room in chain.in_flight]
-        if self._period_s == math.inf:
-            return one_f_one_b(chain.stages, count, max_in_flight=bounds)
-        return extended(count, chain.round_trips_s, self._period_s, max_in_flight=bounds)
+        return schedule_named(
+            self._settings.schedule,
+            count,
+            self._replica_chain.round_trips_s,
+            self._period_s,
+            max_in_flight=self._settings.max_in_flight,
+            room=self._replica_chain.in_flight,
+        )
 
     @property
     def _replica_chain(self) -> Chain:

@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError
-from ring.planning.ring_plan import NEAR_RTT_S, LinkQuality
+from ring.planning.measurements import LinkQuality
+from ring.planning.ring_plan import NEAR_RTT_S
 from roles.line import unless_closed
 from roles.worker.context import PeerContext
 from roles.worker.stage_requests import PeerAddress

@@ -254,9 +254,9 @@ class IdealMembers:
         elif part == "form":
             answer = {"round_trips_s": [self.rtt_s + 0.0005] * (self.stages - 1)}
         elif part == "run":
-            schedule = StageSchedule(arguments["name"], arguments["micro_batches"], tuple(arguments["warm_ups"]))
+            schedule = StageSchedule(arguments["micro_batches"], tuple(arguments["warm_ups"]))
             step_s = simulate(schedule, StageCosts.even(0.04, 0.08, [self.rtt_s] * (self.stages - 1)))
-            answer = {"seconds": step_s * (self.slower if arguments["name"] == "extended" else 1.0)}
+            answer = {"seconds": step_s * self.slower}
         return [answer] + [{"seconds": 99.0, "round_trips_s": []} | answer] * (self.stages - 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.lab.explain.cluster_file import read
 from ring.codecs import CODECS
-from ring.planning.ring_plan import LinkQuality
+from ring.planning.measurements import LinkQuality
 from wire.records import JobInfo, LinkInfo, MetricRow, PeerInfo
 
 from .conftest import SHARDED_MS, Command
@@ -123,7 +124,7 @@ def test_a_file_describes_a_cluster(command: Command, tmp_path: Path) -> None:
     path.write_text(GOOD)
     made = read(path)
     assert [(one.id, one.flops, one.memory_bytes) for one in made.members] == [
-        ("attic", 5e10, 8 << 30), ("lab-1", 1e11, 0), ("lab-2", 1e11, 0),
+        ("attic", 5e10, 8 << 30), ("lab-1", 1e11, math.inf), ("lab-2", 1e11, math.inf),
     ]  # fmt: skip
     assert made.links["lab-2", "lab-1"] == LinkQuality(1e-4, 1e9)
     assert made.links["attic", "lab-1"].latency_s == pytest.approx(0.0228, abs=1e-4)

@@ -9,8 +9,9 @@ import pytest
 
 from p2ptrain.cli.placement import placement_map, print_placement
 from p2ptrain.core.footprint import ModelSizes
-from ring.planning.ring_plan import LinkQuality
-from ring.planning.serving import Placement, PlacementPeer, Wanted, place
+from ring.planning.measurements import CandidateWorker, LinkQuality
+from ring.planning.serving import Placement, place_model
+from ring.planning.workloads import ServingWorkload
 
 GIB = 1 << 30
 SIZES = ModelSizes((GIB,) * 6, (1 << 16,) * 6, GIB, GIB, GIB)
@@ -19,12 +20,14 @@ LINKS = {
     ("me", "2"): LinkQuality(0.0005, 1e9),
     ("1", "2"): LinkQuality(0.002, 1e8),
 }
-WANTED = Wanted(SIZES, 1024, 8192, "me", LINKS)
+WANTED = ServingWorkload(SIZES, 1024, 8192, "me", LINKS)
 
 
 def placed(name: str = "desk") -> Placement:
-    return place(
-        WANTED, [PlacementPeer("1", name, 8 * GIB, 5e-12), PlacementPeer("2", "laptop", 4 * GIB, 2e-11)], stages=2
+    return place_model(
+        WANTED,
+        [CandidateWorker("1", name, 8 * GIB, byte_s=5e-12), CandidateWorker("2", "laptop", 4 * GIB, byte_s=2e-11)],
+        stages=2,
     )
 
 
@@ -63,7 +66,7 @@ def test_programs_get_every_figure() -> None:
 
 
 def test_a_rate_without_bound_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
-    found = place(replace(WANTED, links={}), [PlacementPeer("1", "desk", 8 * GIB, 0.0)])
+    found = place_model(replace(WANTED, links={}), [CandidateWorker("1", "desk", 8 * GIB, byte_s=0.0)])
     document = placement_map(found)
     assert (document["tokens_per_s"], document["stages"][0]["tokens_per_s"]) == (None, None)
     print_placement(found)

@@ -10,7 +10,8 @@ import pytest
 
 from p2ptrain.cli.split import LoadingLine, print_split_facts, split_facts
 from p2ptrain.cluster.console import Console
-from ring.planning.serving import PlacedStage, Placement, PlacementPeer
+from ring.planning.measurements import CandidateWorker
+from ring.planning.serving import PlacedStage, Placement
 from roles.serving.chain import LoadProgress
 from roles.serving.chain_session import ChainTimes
 from roles.serving.model import PassResult
@@ -19,7 +20,7 @@ DEADLINE_S = 10.0
 PLACEMENT = Placement(
     stages=tuple(
         PlacedStage(
-            PlacementPeer(f"id{index}", f"box{index}", 1 << 30, 1e-9),
+            CandidateWorker(f"id{index}", f"box{index}", 1 << 30),
             2 * index,
             2 * index + 2,
             1000,

@@ -16,7 +16,7 @@ from p2ptrain.compute.layout import LayerRange, layer_sizes
 from p2ptrain.compute.model import model_config
 from p2ptrain.compute.stage import StageSpec, TrainingMemory, kept_bytes
 from p2ptrain.core.errors import ResourceError
-from ring.planning.training import ModelShape
+from ring.planning.workloads import ModelShape
 from roles.training_shape import training_of
 from roles.worker.build import training_spec
 from tests.compute.families import make

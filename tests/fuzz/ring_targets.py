@@ -22,7 +22,7 @@ from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import is_id
 from ring.chain import figures_untrusted
 from ring.codecs import CODECS, codec_named
-from ring.planning.ring_plan import LinkQuality
+from ring.planning.measurements import LinkQuality
 from ring.planning.schedule import extended
 from ring.staleness import (
     Accepted,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import is_id
 from ring.ledger import counts_of_untrusted
-from ring.planning.training import MAX_LAYERS, ModelShape, Training
+from ring.planning.workloads import MAX_LAYERS, ModelShape, TrainingWorkload
 from ring.token import Shares, next_lineage
 from ring.view import View
 from roles.member import drafters_untrusted
@@ -44,9 +44,9 @@ def _check_shape(source: object) -> None:
         return
     assert 1 <= shape.sizes.layers <= MAX_LAYERS
     assert ModelShape.from_map_untrusted(shape.to_map()) == shape
-    training = Training(shape, 2, 1, tokens=2**20, sequence_tokens=2**20, micro_batches=65536)
+    training = TrainingWorkload(shape, 2, 1, tokens=2**20, sequence_tokens=2**20, micro_batches=65536)
     assert 0 < training.need_bytes(0, 0, shape.sizes.layers) < 2**100
-    assert math.isfinite(training.flop(0, shape.sizes.layers))
+    assert math.isfinite(training.compute_s(0, shape.sizes.layers, 1.0))
 
 
 _IDS = st.sampled_from([f"d{index}" for index in range(70)])

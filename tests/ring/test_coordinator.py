@@ -12,7 +12,8 @@ import pytest
 from ring import coordination as co
 from ring.coordination import LEAVE_S, SAVE_AGAIN_S
 from ring.coordinator import Coordinator
-from ring.planning.ring_plan import LinkQuality, RingOptions
+from ring.planning.measurements import LinkQuality
+from ring.planning.ring_plan import RingOptions
 from ring.view import View
 from wire.address import how_to_open
 from wire.job_messages import Report

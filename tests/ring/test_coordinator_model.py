@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, rule
 from p2ptrain.core.footprint import ModelSizes
 from ring import coordination as co
 from ring.coordinator import Coordinator
-from ring.planning.training import ModelShape, Training
+from ring.planning.workloads import ModelShape, TrainingWorkload
 from ring.view import View
 from tests.ring import history
 from tests.ring.history import PEERS, History
@@ -74,7 +74,7 @@ class Cluster(History):
     replicas, micro_batches = 1, 2
     follows = "abcde"  # those that can catch up beside a ring
     enough = "abcdef"  # with these the job must come to run
-    training: Training | None = None
+    training: TrainingWorkload | None = None
 
     @property
     def options(self) -> co.JobOptions:
@@ -451,7 +451,7 @@ class ThreeStages(Cluster):
 class Sized(Cluster):
     """The model's sizes are known, so the seed cuts it, and deals stages by memory and speed."""
 
-    training = Training(SHAPE, 2, 1, tokens=8, sequence_tokens=8, micro_batches=2)
+    training = TrainingWorkload(SHAPE, 2, 1, tokens=8, sequence_tokens=8, micro_batches=2)
 
 
 @pytest.mark.parametrize(("cluster", "examples"), [(Whole, 100), (Cluster, 70), (ThreeStages, 50), (Sized, 35)])

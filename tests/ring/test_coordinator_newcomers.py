@@ -5,7 +5,7 @@ from __future__ import annotations
 from ring import coordination as co
 from ring.coordination import CATCHING_UP_PER_MEMBER, JobPhase
 from ring.coordinator import Coordinator
-from ring.planning.ring_plan import LinkQuality
+from ring.planning.measurements import LinkQuality
 from ring.quarantine import FIRST_FALL_S, QUIET
 from tests.ring.test_coordinator import Desk, healthy, ids, peer
 from wire.codec import encode

@@ -12,7 +12,7 @@ from ring import coordination as co
 from ring.coordination import held_with
 from ring.coordinator import Coordinator
 from ring.parts import dealt
-from ring.planning.training import ModelShape, Training
+from ring.planning.workloads import ModelShape, TrainingWorkload
 from ring.replicas import newest, newest_kept
 from ring.view import View
 from wire.job_messages import Report
@@ -40,7 +40,7 @@ class Play:
     """A job of two stages, and what was done about what was told."""
 
     def __init__(
-        self, replicas: int = 1, *, training: Training | None = None, past: co.StoredJob | None = None
+        self, replicas: int = 1, *, training: TrainingWorkload | None = None, past: co.StoredJob | None = None
     ) -> None:
         self.now = 0.0
         options = co.JobOptions(replicas=replicas, micro_batches=4, parts=2, training=training)
@@ -243,8 +243,8 @@ MIB = 1 << 20
 SHAPE = ModelShape.of(ModelSizes((8 * MIB,) * 12, (0,) * 12, 4 * MIB, 4 * MIB, 0), 64, 128, 256)
 
 
-def training(replicas: int = 1, **more: Any) -> Training:
-    return Training(SHAPE, 2, replicas, tokens=64, sequence_tokens=64, micro_batches=4, **more)
+def training(replicas: int = 1, **more: Any) -> TrainingWorkload:
+    return TrainingWorkload(SHAPE, 2, replicas, tokens=64, sequence_tokens=64, micro_batches=4, **more)
 
 
 def seen(peer_id: str, memory_mib: int = 0, flops: float | None = 0.0) -> co.JobWorker:

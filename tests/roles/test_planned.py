@@ -10,7 +10,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import Refused
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.lab.stand_in import StandInEngine
-from ring.planning.training import ModelShape
+from ring.planning.workloads import ModelShape
 from roles.engine import Stage
 from roles.seed.peers import Link
 from tests.roles.in_process import Cluster, Peer

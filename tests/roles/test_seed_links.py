@@ -12,7 +12,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.core.world import LoopClock
 from p2ptrain.lab.memory import run_virtual
-from ring.planning.ring_plan import LinkQuality
+from ring.planning.measurements import LinkQuality
 from roles.seed import links as seed_links
 from roles.seed.links import MAX_AT_ONCE, START_S, LinkTable, Survey, measured_untrusted
 from roles.seed.peers import Link

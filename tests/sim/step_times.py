@@ -19,9 +19,10 @@ from p2ptrain.lab.sim import machine
 from p2ptrain.lab.sim.cluster import SEED, Simulation
 from p2ptrain.lab.sim.machine import SimLoop
 from p2ptrain.lab.sim.watching import watched
-from ring.planning.prediction import Calibration, DescribedCluster, Way, predict, quality_of
-from ring.planning.ring_plan import LinkQuality, RingOptions
-from ring.planning.training import CandidateWorker, ModelShape, Training
+from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkQuality
+from ring.planning.prediction import Calibration, TrainingMethod, predict
+from ring.planning.ring_plan import RingOptions
+from ring.planning.workloads import ModelShape, TrainingWorkload
 from tests.ring.planning.test_prediction import step_s
 from wire.emulate import EmulatedNetwork, LinkPreset, preset_named
 
@@ -97,9 +98,9 @@ def over_preset_s(workers: int, preset: str, *, numel: int, codec: str) -> tuple
     took_s, compute_s = (statistics.median(row[name] for row in rows) / 1e3 for name in ("step_ms", "compute_ms"))
     shape = ModelShape.of(ModelSizes((4 * numel,), (0,)), 64, 128, 256)
     there = tuple(CandidateWorker(str(rank), str(rank), flops=1.0) for rank in range(workers))
-    links = {(one.id, other.id): quality_of(far) for one in there for other in there if one is not other}
-    training = Training(shape, 1, 1, tokens=256, sequence_tokens=128, micro_batches=workers)
-    way = Way("sync", training, codec, RingOptions("joined", streams, chunks), buckets=4 * numel >> 20)
+    links = {(one.id, other.id): LinkQuality.of_preset(far) for one in there for other in there if one is not other}
+    training = TrainingWorkload(shape, 1, 1, tokens=256, sequence_tokens=128, micro_batches=workers)
+    way = TrainingMethod("sync", training, codec, RingOptions("joined", streams, chunks), buckets=4 * numel >> 20)
     cluster = DescribedCluster(there, links, emulated=True, burst_bytes=far.burst_bytes)
     return predict(way, cluster, Calibration(compute_s, 0.0, 1.0)).step_s, took_s
 

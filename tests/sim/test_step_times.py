@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ring.planning.ring_plan import LinkQuality
+from ring.planning.measurements import LinkQuality
 from tests.ring.planning.test_prediction import step_s
 from tests.sim.step_times import over_preset_s, predicted_and_simulated_s
 

@@ -95,7 +95,6 @@ async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: BenchR
     async def sample(name: str) -> float:
         schedule = schedules[name]
         order: Answer = {
-            "name": schedule.name,
             "micro_batches": schedule.micro_batches,
             "warm_ups": list(schedule.warm_ups),
         }
@@ -204,12 +203,12 @@ class StageMember:
         self._runner = StageRunner(chain, self._compute)
         return {"round_trips_s": list(chain.round_trips_s)}
 
-    async def run(self, name: str, micro_batches: int, warm_ups: list[int]) -> Answer:
+    async def run(self, micro_batches: int, warm_ups: list[int]) -> Answer:
         """Run one step. Returns its seconds, and those that this stage computed."""
         assert self._runner is not None, "no chain was formed"
         assert self._part is not None
         self._step += 1
-        schedule, forward = StageSchedule(name, micro_batches, tuple(warm_ups)), partial(self._part.forward, self._step)
+        schedule, forward = StageSchedule(micro_batches, tuple(warm_ups)), partial(self._part.forward, self._step)
         spent = await self._runner.run(schedule, forward, self._part.backward, patience_s=120.0)
         return {"seconds": spent.step_s, "computed_s": spent.computed_s}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ from configs.loader import complaint, read_toml
 from configs.schema import Table
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.texts import size_of
-from ring.planning.prediction import DescribedCluster, quality_of
-from ring.planning.training import CandidateWorker
+from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkQuality
 from wire.emulate import preset_named
 
 MOST = 256
@@ -54,7 +54,9 @@ def read(path: Path) -> DescribedCluster:
 
 def _cluster(file: File) -> DescribedCluster:
     members = [
-        CandidateWorker(name, name, size_of(one.memory) if one.memory else 0, 1e9 * one.gflops, one.device == "cpu")
+        CandidateWorker(
+            name, name, size_of(one.memory) if one.memory else math.inf, 1e9 * one.gflops, one.device == "cpu"
+        )
         for one in file.member
         for name in ([one.name] if one.count == 1 else [f"{one.name}-{number + 1}" for number in range(one.count)])
     ]
@@ -63,10 +65,10 @@ def _cluster(file: File) -> DescribedCluster:
         raise UserError(f"{len(names)} members are more than {MOST}")
     if len(set(names)) < len(names):
         raise UserError(f"there are two members {next(name for name in names if names.count(name) > 1)}")
-    links = dict.fromkeys(permutations(names, 2), quality_of(preset_named(file.link)))
+    links = dict.fromkeys(permutations(names, 2), LinkQuality.of_preset(preset_named(file.link)))
     for way in file.between:
         one, other = way.members
         if (one, other) not in links:
             raise UserError(f"{one} and {other} are not two members", remedy=f"members are {', '.join(names[:8])}")
-        links |= dict.fromkeys([(one, other), (other, one)], quality_of(preset_named(way.link)))
+        links |= dict.fromkeys([(one, other), (other, one)], LinkQuality.of_preset(preset_named(way.link)))
     return DescribedCluster(tuple(members), links)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,10 @@ from p2ptrain.core.texts import human_duration
 from p2ptrain.lab.explain.measuring import PASSES, measure
 from ring.codecs import CODECS
 from ring.planning.codec import STATED_ERROR
-from ring.planning.prediction import EXACT, Calibration, DescribedCluster, Prediction, Way, fitted, predict, quality_of
-from ring.planning.ring_plan import LinkQuality, RingOptions
-from ring.planning.training import CandidateWorker, ModelShape
+from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkQuality
+from ring.planning.prediction import EXACT, Calibration, Prediction, TrainingMethod, fit_calibration, predict
+from ring.planning.ring_plan import RingOptions
+from ring.planning.workloads import ModelShape
 from wire.emulate import preset_named
 from wire.records import ABSENT_STATES, LinkInfo, PeerInfo
 
@@ -70,7 +72,7 @@ async def calibrate(
             # What a worker held was a whole model, and no copy of it for a checkpoint.
             base_bytes = max(int(figures["memory_bytes"]) - before.memory_bytes + 3 * way.trained_bytes, 0)
             known = replace(known, update_s=max(step_s - before.step_s, 0.0), base_bytes=base_bytes)
-        calibrations[strategy] = fitted(way, unlimited, known, step_s)
+        calibrations[strategy] = fit_calibration(way, unlimited, known, step_s)
     if not isinstance(where, int):
         return calibrations, where
     memory_bytes = local_cluster.part_bytes(profile.device.kind) // where
@@ -92,13 +94,15 @@ def equal_members(
     loopback: LinkQuality | None = None,
     host_flops: float = 0.0,
 ) -> DescribedCluster:
-    """Equal workers of this machine, over an emulated link, or over the loopback."""
+    """Equal workers of this machine, over an emulated link, or over the loopback. ``memory_bytes``: 0: unknown."""
     there = [
-        CandidateWorker(f"worker-{number:02}", f"worker-{number}", memory_bytes, flops, True, "here", host_flops)
+        CandidateWorker(
+            f"worker-{number:02}", f"worker-{number}", memory_bytes or math.inf, flops, True, "here", host_flops
+        )
         for number in range(1, workers + 1)
     ]
     preset = preset_named(link) if link else None
-    way = quality_of(preset) if preset else loopback
+    way = LinkQuality.of_preset(preset) if preset else loopback
     pairs = [(one.id, other.id) for one in there for other in there if one is not other]
     links = dict.fromkeys(pairs, way) if way else {}
     return DescribedCluster(tuple(there), links, emulated=True, burst_bytes=preset.burst_bytes if preset else 0)
@@ -120,12 +124,12 @@ def cluster_of(
         flops, on_host = peer.flops or typical, not peer.device.startswith(("cuda", "mps"))
         most = flops * peer.cores / (peer.threads or peer.cores or 1) if on_host else 0.0
         host = peer.address.rpartition(":")[0]
-        members.append(CandidateWorker(peer.id, peer.name, peer.part_bytes, flops, on_host, host, most))
+        members.append(CandidateWorker(peer.id, peer.name, peer.part_bytes or math.inf, flops, on_host, host, most))
     known = {(way.source, way.target): LinkQuality(way.latency_s, way.bandwidth_bps) for way in links}
     return DescribedCluster(tuple(members), known)
 
 
-def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence[str] = ()) -> Way:
+def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence[str] = ()) -> TrainingMethod:
     """The profile's way to train with so many workers."""
     from roles.strategies.federated import slots
     from roles.training_shape import of_profile
@@ -137,7 +141,7 @@ def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence
     widened = (2 if job.exact or profile.federated.secure else 1) * max(slots(profile), 1)
     fragments = profile.local.fragments if job.strategy == "local" else 1
     numel = int(training.trained * training.sizes.weights_bytes(0, training.layers)) // 4 // fragments
-    return Way(
+    return TrainingMethod(
         job.strategy,
         training,
         "fp32" if ring.codec == "auto" else ring.codec,
@@ -186,7 +190,7 @@ def all_ways(
     return found, {strategy: why for strategy, why in refused.items() if strategy not in possible}
 
 
-def predict_calibrated(way: Way, cluster: DescribedCluster, measured: dict[str, Calibration]) -> Prediction:
+def predict_calibrated(way: TrainingMethod, cluster: DescribedCluster, measured: dict[str, Calibration]) -> Prediction:
     """A strategy that could not be measured counts as ``sync``. Raises as ``predict``."""
     return predict(way, cluster, measured.get(_measured_as(way.strategy), measured["sync"]))
 

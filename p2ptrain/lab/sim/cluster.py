@@ -18,7 +18,7 @@ from p2ptrain.lab.sim.machine import ATTACKER, PROCESS, Buffer, MachineDisk, Pro
 from p2ptrain.lab.sim.observer import Observer
 from p2ptrain.lab.stand_in import strategy_of_stand_ins
 from ring.job_member import MemberPhase
-from ring.planning.training import ModelShape
+from ring.planning.workloads import ModelShape
 from roles.engine import Engine, Stage
 from roles.identity import claim
 from roles.member import MemberOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections import Counter
@@ -12,11 +13,10 @@ import pytest
 
 from p2ptrain.core.errors import ProtocolError, ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
-from ring.planning import pipeline as training_placement
-from ring.planning.pipeline import plan
-from ring.planning.ring_plan import LinkQuality
-from ring.planning.serving import best_cuts
-from ring.planning.training import CandidateWorker, ModelShape, Training
+from ring.planning.cuts import best_cuts
+from ring.planning.measurements import CandidateWorker, LinkQuality, LinkTimes
+from ring.planning.pipeline import chain_costs, plan_pipeline
+from ring.planning.workloads import ModelShape, TrainingWorkload
 
 INSTANCES = 400
 Part = tuple[CandidateWorker, int, int]
@@ -29,7 +29,7 @@ class Reference:
     """What chains of one replica cost, from the text of the objective alone: no table, no shortcut."""
 
     def __init__(
-        self, training: Training, candidates: list[CandidateWorker], links: dict[tuple[str, str], LinkQuality]
+        self, training: TrainingWorkload, candidates: list[CandidateWorker], links: dict[tuple[str, str], LinkQuality]
     ) -> None:
         self.training, self.candidates, self.links = training, candidates, links
         known = sorted(candidate.flops for candidate in candidates if candidate.flops)
@@ -84,7 +84,7 @@ class Reference:
             for chosen in itertools.combinations(order, stages):
                 chain = tuple(zip(chosen, bounds, bounds[1:], strict=False))
                 needs = [self.need_bytes(index, part) for index, part in enumerate(chain)]
-                if all(not each.memory_bytes or need <= each.memory_bytes
+                if all(need <= each.memory_bytes
                        for (each, *_), need in zip(chain, needs, strict=True)):  # fmt: skip
                     costs.append(self.costs(chain))
         if not costs:
@@ -93,7 +93,7 @@ class Reference:
         return least, min(through for pace, through in costs if pace <= least * (1 + 1e-12))
 
 
-def problem(rng: random.Random) -> tuple[Training, list[CandidateWorker], dict[tuple[str, str], LinkQuality]]:
+def problem(rng: random.Random) -> tuple[TrainingWorkload, list[CandidateWorker], dict[tuple[str, str], LinkQuality]]:
     """2 to 5 workers of different memory and speed, 4 to 8 layers, every schedule."""
     size, layers = rng.randint(2, 5), rng.randint(4, 8)
     end_bytes = rng.choice([0, 4096, 65536])
@@ -106,7 +106,7 @@ def problem(rng: random.Random) -> tuple[Training, list[CandidateWorker], dict[t
     )
     shape = ModelShape.of(sizes, rng.choice([4, 16]), rng.choice([8, 64]), rng.choice([16, 256]))
     stages = rng.randint(2, min(size, layers))
-    training = Training(
+    training = TrainingWorkload(
         shape,
         stages=stages,
         replicas=1,
@@ -124,7 +124,7 @@ def problem(rng: random.Random) -> tuple[Training, list[CandidateWorker], dict[t
         CandidateWorker(
             f"w{index}",
             f"worker {index}",
-            rng.choice([0, 1, 1, 1, 1]) * int(whole * plenty / size * rng.choice([0.5, 1, 2])),
+            rng.choice([math.inf, 1, 1, 1, 1]) * int(whole * plenty / size * rng.choice([0.5, 1, 2])),
             rng.choice([0.0, 1e6, 2e6, 4e6]),
             rng.random() < 0.7,
         )
@@ -149,17 +149,16 @@ def test_the_best_cuts_for_an_order_are_found(batch):
         order = rng.sample(candidates, len(candidates))
         reference = Reference(training, candidates, links)
         best = reference.best(order)
-        cuts = [0, *training.cuts, training.layers] if training.cuts else list(range(training.layers + 1))
-        hops = training_placement._Hops(training, links, candidates)
-        known = {each.id: each for each in training_placement._with_speeds(candidates)}
-        cost_table = training_placement._cost_table(training, [(known[each.id],) for each in order], hops, cuts)
-        (pace_s, through_s, _), chain = best_cuts(cost_table, range(len(order)), [training.stages])
-        assert bool(chain) == (best is not None), number
-        seen["none" if best is None else "some"] += 1
-        if best is None:
+        groups = [(replace(each, flops=reference.speed[each.id]),) for each in order]
+        costs = chain_costs(training, groups, LinkTimes(links, [each.id for each in candidates]))
+        found = best_cuts(costs, range(len(order)), [training.stages])
+        assert (found is None) == (best is None), number
+        seen["none" if found is None else "some"] += 1
+        if found is None:
             continue
+        (pace_s, through_s, _), chain = found
         assert (pace_s, through_s) == pytest.approx(best, rel=1e-9), number
-        parts = tuple((order[peer], cuts[start], cuts[stop]) for peer, start, stop in chain)
+        parts = tuple((order[peer], start, stop) for peer, start, stop in chain)
         assert reference.costs(parts) == pytest.approx(best, rel=1e-9), number
         bounds = (0, *(start for _, start, _ in parts[1:]), training.layers)
         for index, part in enumerate(parts):
@@ -176,17 +175,19 @@ def test_the_best_cuts_for_an_order_are_found(batch):
 
 MIB = 1 << 20
 MODEL = ModelShape.of(ModelSizes((64 * MIB,) * 12, (0,) * 12, 32 * MIB, 32 * MIB + 4096, 32 * MIB), 1024, 2816, 8192)
-TRAINING = Training(MODEL, stages=2, replicas=1, tokens=512, sequence_tokens=512, micro_batches=8)
+TRAINING = TrainingWorkload(MODEL, stages=2, replicas=1, tokens=512, sequence_tokens=512, micro_batches=8)
 
 
 def workers(*told: tuple[int, float]) -> list[CandidateWorker]:
-    return [CandidateWorker(f"w{at}", f"w{at}", memory * MIB, flops) for at, (memory, flops) in enumerate(told)]
+    return [
+        CandidateWorker(f"w{at}", f"w{at}", memory * MIB or math.inf, flops) for at, (memory, flops) in enumerate(told)
+    ]
 
 
 def test_the_faster_worker_gets_the_more_layers_as_far_as_its_memory_goes():
-    free, stages = plan(TRAINING, workers((0, 1e10), (0, 3e10)))
+    free, stages = plan_pipeline(TRAINING, workers((0, 1e10), (0, 3e10)))
     assert {stage.peers[0]: stage.stop - stage.start for stage in stages} == {"w0": 3, "w1": 9}
-    tight, stages = plan(TRAINING, workers((0, 1e10), (3000, 3e10)))
+    tight, stages = plan_pipeline(TRAINING, workers((0, 1e10), (3000, 3e10)))
     assert {stage.peers[0]: stage.stop - stage.start for stage in stages} == {"w0": 5, "w1": 7}
     assert {stage.peers[0]: stage.limit_bytes for stage in stages} == {"w0": 0, "w1": 3000 * MIB}
     assert all(not stage.limit_bytes or stage.need_bytes <= stage.limit_bytes for stage in stages)
@@ -195,10 +196,10 @@ def test_the_faster_worker_gets_the_more_layers_as_far_as_its_memory_goes():
 
 def test_replicas_share_the_cuts_and_each_stage_is_held_by_workers_alike():
     told = [(0, 1e10), (0, 4e10), (0, 1.1e10), (0, 4.4e10), (0, 1e9)]
-    found, stages = plan(replace(TRAINING, replicas=2), workers(*told))
+    found, stages = plan_pipeline(replace(TRAINING, replicas=2), workers(*told))
     assert sorted(stage.peers for stage in stages) == [["w0", "w2"], ["w1", "w3"]]
     assert found.spares == ["w4"], "the slowest stays out"
-    _, alone = plan(TRAINING, workers(*told[:2]))
+    _, alone = plan_pipeline(TRAINING, workers(*told[:2]))
     assert sorted(stage.compute_s for stage in stages) == pytest.approx(sorted(stage.compute_s for stage in alone))
     assert stages[1].start == alone[1].start or stages[0].peers[0] != "w0"
 
@@ -206,36 +207,36 @@ def test_replicas_share_the_cuts_and_each_stage_is_held_by_workers_alike():
 def test_the_prediction_is_the_schedules_and_the_sums():
     links = {("w0", "w1"): LinkQuality(0.2, 1e9), ("w1", "w0"): LinkQuality(0.2, 1e9)}
     even = workers((0, 1e10), (0, 1e10))
-    (near, stages), (far, _) = plan(TRAINING, even), plan(TRAINING, even, links)
+    (near, stages), (far, _) = plan_pipeline(TRAINING, even), plan_pipeline(TRAINING, even, links)
     assert near.bubble == pytest.approx(1 - sum(stage.compute_s for stage in stages) * 8 / (2 * near.step_s))
     assert near.bubble > 1 / 9 - 0.02  # (p - 1) / (m + p - 1), and a little for stages that are not quite equal
     assert far.step_s > near.step_s
     assert near.tokens_per_s == pytest.approx(8 * 512 / near.step_s)
     assert far.reduce_s > near.reduce_s == 0  # the matrix that both ends have
-    unknown, stages = plan(TRAINING, workers((0, 0), (0, 0)))
+    unknown, stages = plan_pipeline(TRAINING, workers((0, 0), (0, 0)))
     assert {unknown.tokens_per_s, unknown.step_s, unknown.bubble, stages[0].compute_s, stages[0].hop_s} == {None}
 
 
 def test_a_refusal_tells_what_each_has_what_the_smallest_stage_needs_and_what_would_do():
     training = replace(TRAINING, tokens=4096, sequence_tokens=512)
     with pytest.raises(ResourceError) as caught:
-        plan(training, workers((5000, 1e10), (5100, 1e10)))
+        plan_pipeline(training, workers((5000, 1e10), (5100, 1e10)))
     text = caught.value.message
     assert "w0 4.9 GiB, w1 5.0 GiB" in text
     assert "the smallest needs" in text
     assert "pipeline.recompute=true" in str(caught.value.remedy)
-    assert plan(replace(training, recompute=True), workers((5000, 1e10), (5100, 1e10)))
+    assert plan_pipeline(replace(training, recompute=True), workers((5000, 1e10), (5100, 1e10)))
     with pytest.raises(ResourceError, match="layers 0 to 10, 2 micro-batches in flight"):
-        plan(replace(training, cuts=(11,)), workers((5000, 1e10), (5100, 1e10)))
+        plan_pipeline(replace(training, cuts=(11,)), workers((5000, 1e10), (5100, 1e10)))
 
 
 def test_what_cannot_be_asked_for_is_refused():
     with pytest.raises(UserError, match="need 2 workers, and 1 is connected"):
-        plan(TRAINING, workers((0, 0)))
+        plan_pipeline(TRAINING, workers((0, 0)))
     with pytest.raises(UserError, match="12 layers cannot be cut into 13 stages"):
-        plan(replace(TRAINING, stages=13), workers(*[(0, 0)] * 13))
+        plan_pipeline(replace(TRAINING, stages=13), workers(*[(0, 0)] * 13))
     with pytest.raises(UserError, match="cuts at"):
-        plan(replace(TRAINING, cuts=(12,)), workers((0, 0), (0, 0)))
+        plan_pipeline(replace(TRAINING, cuts=(12,)), workers((0, 0), (0, 0)))
 
 
 def test_a_shape_goes_through_a_message_and_back():
@@ -252,6 +253,6 @@ def test_sixty_workers_are_placed_in_little_time():
     training = replace(TRAINING, shape=model, stages=12, replicas=4)
     told = workers(*((rng.choice([2000, 4000, 6000]), rng.choice([1e10, 2e10, 4e10])) for _ in range(60)))
     began = time.process_time()
-    _, stages = plan(training, told)
+    _, stages = plan_pipeline(training, told)
     assert time.process_time() - began < 10
     assert all(stage.need_bytes <= stage.limit_bytes for stage in stages)

@@ -1,7 +1,8 @@
-"""The prediction of a step: against sums by hand and the page's formula, and what is recommended on two clusters."""
+"""The prediction of a step: against sums by hand and the page's formula, and what is recommend on two clusters."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,18 +10,10 @@ import pytest
 
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
-from ring.planning.prediction import (
-    Calibration,
-    DescribedCluster,
-    Prediction,
-    Way,
-    fitted,
-    predict,
-    quality_of,
-    recommended,
-)
-from ring.planning.ring_plan import LinkQuality, RingOptions
-from ring.planning.training import CandidateWorker, ModelShape, Training
+from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkQuality
+from ring.planning.prediction import Calibration, Prediction, TrainingMethod, fit_calibration, predict, recommend
+from ring.planning.ring_plan import RingOptions
+from ring.planning.workloads import ModelShape, TrainingWorkload
 from wire.emulate import preset_named
 
 LAYER = 4 * 50_000
@@ -38,12 +31,16 @@ def step_s(size: int, link: LinkQuality, size_bytes: float, compute_s: float, *,
     return compute_s + 2 * (size - 1) * (round_s + link.latency_s) / updates
 
 
-def way(strategy: str = "sync", *, stages: int = 1, replicas: int = 1, micro_batches: int = 8, **more: Any) -> Way:
-    training = Training(SHAPE, stages, replicas, tokens=256, sequence_tokens=128, micro_batches=micro_batches)
-    return Way(strategy, training, ring=RingOptions(streams=1, sub_chunk_bytes=1 << 20), **more)
+def way(
+    strategy: str = "sync", *, stages: int = 1, replicas: int = 1, micro_batches: int = 8, **more: Any
+) -> TrainingMethod:
+    training = TrainingWorkload(SHAPE, stages, replicas, tokens=256, sequence_tokens=128, micro_batches=micro_batches)
+    return TrainingMethod(strategy, training, ring=RingOptions(streams=1, sub_chunk_bytes=1 << 20), **more)
 
 
-def cluster(size: int, link: LinkQuality = NEAR, *, flops: float = 1e9, memory_bytes: int = 0) -> DescribedCluster:
+def cluster(
+    size: int, link: LinkQuality = NEAR, *, flops: float = 1e9, memory_bytes: float = math.inf
+) -> DescribedCluster:
     there = tuple(CandidateWorker(f"w{n}", f"w{n}", memory_bytes, flops) for n in range(size))
     return DescribedCluster(there, {(one.id, other.id): link for one in there for other in there if one is not other})
 
@@ -83,7 +80,7 @@ def test_buckets_travel_while_the_last_backward_pass_runs() -> None:
 def test_a_fitted_calibration_predicts_the_step_that_was_measured(strategy: str) -> None:
     split = strategy in ("sharded", "pipeline")
     asked, pair = way(strategy, stages=2 if split else 1, micro_batches=4), cluster(2)
-    own = fitted(asked, pair, MEASURED, 0.9)
+    own = fit_calibration(asked, pair, MEASURED, 0.9)
     assert predict(asked, pair, own).step_s == pytest.approx(0.9, rel=1e-3)
     assert own.update_s / own.micro_batch_s == pytest.approx(MEASURED.update_s / MEASURED.micro_batch_s)
 
@@ -161,24 +158,24 @@ def all_of(there: DescribedCluster) -> list[Prediction]:
 
 
 def test_near_members_sum_plain_gradients_and_far_ones_exchange_rarely_in_few_bytes() -> None:
-    near = recommended(all_of(cluster(4)), 0.03)
+    near = recommend(all_of(cluster(4)), 0.03)
     assert near is not None
     assert (near.way.strategy, near.way.codec, near.bound) == ("sync", "fp32", "compute")
-    far = recommended(all_of(cluster(4, LinkQuality(0.1, 2e6))), 0.03)
+    far = recommend(all_of(cluster(4, LinkQuality(0.1, 2e6))), 0.03)
     assert far is not None
     assert far.way.strategy == "local"
     # A slow link alone is no reason to lose precision beyond the budget.
-    middle = recommended(all_of(cluster(2, LinkQuality(0.001, 4e7)))[:4], 0.03)
+    middle = recommend(all_of(cluster(2, LinkQuality(0.001, 4e7)))[:4], 0.03)
     assert middle is not None
     assert middle.way.codec in ("bf16", "int8")
-    strict = recommended(all_of(cluster(2, LinkQuality(0.001, 4e7)))[:4], 0.0)
+    strict = recommend(all_of(cluster(2, LinkQuality(0.001, 4e7)))[:4], 0.0)
     assert strict is not None
     assert strict.way.codec == "fp32"
-    assert recommended([], 0.03) is None
+    assert recommend([], 0.03) is None
 
 
 def test_an_emulated_link_is_as_its_preset_says() -> None:
-    assert quality_of(preset_named("80ms-100mbit")) == LinkQuality(0.04, pytest.approx(1e8))
-    wan = quality_of(preset_named("wan"))
+    assert LinkQuality.of_preset(preset_named("80ms-100mbit")) == LinkQuality(0.04, pytest.approx(1e8))
+    wan = LinkQuality.of_preset(preset_named("wan"))
     lost = 1e-4 * 0.04 * 1e8 / 8 / 1448
     assert wan == LinkQuality(pytest.approx(0.0215 + 0.04 * lost / (1 + lost)), 1e8)

@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.planning.ring_plan import (
-    LinkCosts,
-    LinkQuality,
-    RingCosts,
-    RingOptions,
-    best_order,
-    known_link,
-    plan_ring,
-    slowest_edge,
-)
+from ring.planning.measurements import LinkQuality, LinkTimes, known_link
+from ring.planning.ring_plan import RingCosts, RingOptions, best_order, plan_ring, slowest_edge
 
 
 def names(size: int) -> list[str]:
@@ -52,7 +44,7 @@ def rings(draw: st.DrawFn, least: int = 2, most: int = 7) -> tuple[list[str], di
 
 
 def costs_of(members: list[str], links: dict[tuple[str, str], LinkQuality], total_bytes: int) -> RingCosts:
-    return RingCosts(members, LinkCosts(links, members), total_bytes=total_bytes)
+    return RingCosts(members, LinkTimes(links, members), total_bytes=total_bytes)
 
 
 @given(rings(), st.sampled_from([1, 1 << 16, 1 << 22, 1 << 28]))

@@ -38,7 +38,7 @@ def schedules(draw: st.DrawFn) -> tuple[StageSchedule, list[float]]:
     most = draw(st.one_of(st.just([]), st.lists(st.integers(1, 12), min_size=stages, max_size=stages)))
     made = [
         gpipe(stages, micro_batches),
-        one_f_one_b(stages, micro_batches, max_in_flight=most),
+        one_f_one_b(stages, micro_batches),
         extended(micro_batches, round_trips_s, PERIOD_S, max_in_flight=most),
     ]
     return draw(st.sampled_from(made)), round_trips_s
@@ -137,11 +137,11 @@ def test_a_stage_is_never_further_ahead_of_the_next_one_than_there_are_buffers(
 def test_what_can_not_be_is_refused() -> None:
     for stages, micro_batches in ((0, 1), (1, 0), (257, 1), (2, 65_537)):
         with pytest.raises(ValueError, match="invalid pipeline: "):
-            StageSchedule("", micro_batches, (0,) * stages)
+            StageSchedule(micro_batches, (0,) * stages)
     with pytest.raises(ValueError, match="warm-ups"):
-        StageSchedule("", 4, (4, 0))
+        StageSchedule(4, (4, 0))
     with pytest.raises(ValueError, match="for ever"):
-        StageSchedule("", 4, (1, 2))
+        StageSchedule(4, (1, 2))
 
 
 # ------------------------------------------------------------------------------------------------------------ the time

@@ -13,13 +13,18 @@ import pytest
 
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
-from ring.planning import serving as placement
-from ring.planning.ring_plan import LinkQuality
-from ring.planning.serving import Placement, PlacementPeer, Wanted, place, replacement
+from ring.planning.cuts import best_cuts
+from ring.planning.measurements import CandidateWorker, LinkQuality
+from ring.planning.serving import ChainPricer, Placement, place_model, replace_lost
+from ring.planning.workloads import ServingWorkload
 
-Chain = list[tuple[PlacementPeer, int, int]]
+Chain = list[tuple[CandidateWorker, int, int]]
 CLIENT = "client"
 INSTANCES = 600
+
+
+def worker(id: str, memory_bytes: int, byte_s: float) -> CandidateWorker:
+    return CandidateWorker(id, id, memory_bytes, byte_s=byte_s)
 
 
 # ------------------------------------------------------------------------------------------------------- the reference
@@ -28,7 +33,7 @@ INSTANCES = 600
 class Reference:
     """What chains cost, from the text of the objective alone: no table, no shortcut but the memory's."""
 
-    def __init__(self, wanted: Wanted, peers: list[PlacementPeer]) -> None:
+    def __init__(self, wanted: ServingWorkload, peers: list[CandidateWorker]) -> None:
         self.wanted, self.peers, self.layers = wanted, peers, len(wanted.sizes.layers_bytes)
         ids = [*(peer.id for peer in peers), CLIENT]
         latencies, rates = {}, {}
@@ -59,7 +64,7 @@ class Reference:
             need -= sizes.tied_bytes
         return need
 
-    def compute_s(self, peer: PlacementPeer, start: int, stop: int) -> float:
+    def compute_s(self, peer: CandidateWorker, start: int, stop: int) -> float:
         streamed = sum(self.wanted.sizes.layers_bytes[start:stop])
         if stop == self.layers:
             streamed += self.wanted.sizes.last_bytes
@@ -72,7 +77,7 @@ class Reference:
         computes = [self.compute_s(*part) for part in chain]
         return max(*computes, *(occupied for _, occupied in hops)), sum(computes) + sum(time_s for time_s, _ in hops)
 
-    def best(self, order: list[PlacementPeer], stages: int | None) -> tuple[float, float] | None:
+    def best(self, order: list[CandidateWorker], stages: int | None) -> tuple[float, float] | None:
         """The least (bottleneck, time) of all cuts for peers in that order, of whom any may take no layer."""
         costs = []
         for count in range(1, len(order) + 1) if stages is None else [stages]:
@@ -90,7 +95,7 @@ class Reference:
         return least_s, min(token_s for bottleneck, token_s in costs if bottleneck <= least_s * (1 + 1e-12))
 
 
-def problem(rng: random.Random) -> tuple[Wanted, list[PlacementPeer]]:
+def problem(rng: random.Random) -> tuple[ServingWorkload, list[CandidateWorker]]:
     """2 to 5 peers, 4 to 10 layers; alike or not, in plenty or tight, measured or not, some who cannot reach others."""
     size, layers = rng.randint(2, 5), rng.randint(4, 10)
     if size == 5:
@@ -110,9 +115,8 @@ def problem(rng: random.Random) -> tuple[Wanted, list[PlacementPeer]]:
     whole = sizes.weights_bytes(0, layers) + positions * sum(sizes.cache_bytes)
     plenty = rng.choice([0.5, 1.1, 1.3, 2, 4])
     peers = [
-        PlacementPeer(
+        worker(
             f"p{index}",
-            f"peer {index}",
             int(whole * plenty / size * rng.choice([0.5, 1, 1, 2])),
             rng.choice([1, 2, 4]),
         )
@@ -130,14 +134,14 @@ def problem(rng: random.Random) -> tuple[Wanted, list[PlacementPeer]]:
         for pair in itertools.permutations(ids, 2)
         if rng.random() < (forbidden / 4 if CLIENT in pair else forbidden)
     )
-    return Wanted(sizes, positions, activation_bytes, CLIENT, links, apart), peers
+    return ServingWorkload(sizes, positions, activation_bytes, CLIENT, links, apart), peers
 
 
 def as_chain(found: Placement) -> Chain:
     return [(stage.peer, stage.start, stage.stop) for stage in found.stages]
 
 
-def check_whole(wanted: Wanted, peers: list[PlacementPeer], found: Placement) -> None:
+def check_whole(wanted: ServingWorkload, peers: list[CandidateWorker], found: Placement) -> None:
     """A chain of every layer once, within memory and reach, whose figures are those of the objective."""
     reference, chain = Reference(wanted, peers), as_chain(found)
     assert [start for _, start, _ in chain] == [0, *(stop for _, _, stop in chain)][:-1]
@@ -147,7 +151,8 @@ def check_whole(wanted: Wanted, peers: list[PlacementPeer], found: Placement) ->
     assert not any((CLIENT, peer.id) in wanted.apart for peer, _, _ in chain)
     assert not any((one[0].id, other[0].id) in wanted.apart for one, other in itertools.pairwise(chain))
     for stage in found.stages:
-        assert stage.need_bytes == reference.need_bytes(stage.start, stage.stop) <= stage.peer.memory_bytes
+        need_bytes = stage.weights_bytes + stage.cache_bytes
+        assert need_bytes == reference.need_bytes(stage.start, stage.stop) <= stage.peer.memory_bytes
         assert stage.compute_s == pytest.approx(reference.compute_s(stage.peer, stage.start, stage.stop), rel=1e-12)
         assert stage.tokens_per_s * stage.compute_s == pytest.approx(1)
     assert (found.bottleneck_s, found.token_s) == pytest.approx(reference.costs(chain), rel=1e-12)
@@ -160,24 +165,22 @@ def test_the_best_cuts_for_an_order_are_found(batch):
     for number in range(batch, INSTANCES, 3):
         rng = random.Random(number)
         wanted, peers = problem(rng)
-        layers = wanted.sizes.layers
-        stages = rng.choice([None, *range(1, min(len(peers), layers) + 1)])
+        stages = rng.choice([None, *range(1, min(len(peers), wanted.sizes.layers) + 1)])
         order = [peer for peer in rng.sample(peers, len(peers)) if (CLIENT, peer.id) not in wanted.apart]
         counts = range(1, len(order) + 1) if stages is None else [stages] * (stages <= len(order))
-        cost_table = placement._cost_table(wanted, order, placement._Hops(wanted, peers), placement.cut_places(layers))
-        (bottleneck_s, token_s, count), chain = placement.best_cuts(cost_table, range(len(order)), list(counts))
+        pricer = ChainPricer(wanted, peers)
+        found = best_cuts(pricer.costs(order), range(len(order)), list(counts))
         best = Reference(wanted, peers).best(order, stages) if counts else None
         seen["none" if best is None else "some"] += 1
-        assert bool(chain) == (best is not None), number
-        if best is not None:
+        assert (found is None) == (best is None), number
+        if found is not None:
+            (bottleneck_s, token_s, count), chain = found
             assert (bottleneck_s, token_s) == pytest.approx(best, rel=1e-12), number
             assert count == len(chain)
             assert stages in (None, count)
-            found = placement._placement(
-                wanted, placement._Hops(wanted, peers), [(order[peer], *part) for peer, *part in chain]
-            )
-            check_whole(wanted, peers, found)
-            assert (found.bottleneck_s, found.token_s) == pytest.approx(best, rel=1e-12), number
+            placed = pricer.price([(order[peer], *part) for peer, *part in chain])
+            check_whole(wanted, peers, placed)
+            assert (placed.bottleneck_s, placed.token_s) == pytest.approx(best, rel=1e-12), number
     assert min(seen.values()) >= 40, seen
 
 
@@ -187,12 +190,12 @@ def test_what_is_placed_is_whole_and_does_not_depend_on_who_is_named_first():
         rng = random.Random(number)
         wanted, peers = problem(rng)
         try:
-            found = place(wanted, peers)
+            found = place_model(wanted, peers)
         except ResourceError:
             continue
         placed += 1
         check_whole(wanted, peers, found)
-        assert place(wanted, rng.sample(peers, len(peers))) == found
+        assert place_model(wanted, rng.sample(peers, len(peers))) == found
     assert placed > 80
 
 
@@ -201,10 +204,10 @@ def test_what_is_placed_is_whole_and_does_not_depend_on_who_is_named_first():
 GIB = 1 << 30
 MODEL = ModelSizes((GIB // 2,) * 24, (1 << 16,) * 24, GIB, GIB + 4096, GIB)
 FOUR = [
-    PlacementPeer("desk", "desk", 12 * GIB, 2e-11),
-    PlacementPeer("gamer", "gamer", 6 * GIB, 2e-12),
-    PlacementPeer("laptop", "laptop", 8 * GIB, 3e-11),
-    PlacementPeer("nuc", "nuc", 4 * GIB, 5e-11),
+    worker("desk", 12 * GIB, 2e-11),
+    worker("gamer", 6 * GIB, 2e-12),
+    worker("laptop", 8 * GIB, 3e-11),
+    worker("nuc", 4 * GIB, 5e-11),
 ]
 LINKS = {
     ("client", "desk"): LinkQuality(0.0002, 1e9),
@@ -216,43 +219,43 @@ LINKS = {
     ("desk", "nuc"): LinkQuality(0.0003, 1e8),
     ("gamer", "laptop"): LinkQuality(0.004, 2e8),
 }
-WANTED = Wanted(MODEL, 4096, 8192, "client", LINKS)
+WANTED = ServingWorkload(MODEL, 4096, 8192, "client", LINKS)
 
 
 @pytest.mark.parametrize("stages", [None, 2, 3, 4])
 def test_four_peers_of_different_memory_and_speed_hold_a_model_none_could_alone(stages):
     peers = [replace(peer, memory_bytes=3 * peer.memory_bytes // 2) for peer in FOUR] if stages == 2 else FOUR
-    found = place(WANTED, peers, stages=stages)
+    found = place_model(WANTED, peers, stages=stages)
     check_whole(WANTED, peers, found)
     of_orders = [Reference(WANTED, peers).best(list(order), stages) for order in itertools.permutations(peers)]
     assert found.bottleneck_s <= 1.2 * min(best for best in of_orders if best)[0]
     with pytest.raises(ResourceError):
-        place(WANTED, FOUR, stages=1)
+        place_model(WANTED, FOUR, stages=1)
 
 
-def wanted_of(layers: tuple[int, ...], apart: frozenset[tuple[str, str]] = frozenset()) -> Wanted:
-    return Wanted(ModelSizes(layers, (0,) * len(layers)), 0, 1, CLIENT, {}, apart)
+def wanted_of(layers: tuple[int, ...], apart: frozenset[tuple[str, str]] = frozenset()) -> ServingWorkload:
+    return ServingWorkload(ModelSizes(layers, (0,) * len(layers)), 0, 1, CLIENT, {}, apart)
 
 
 def test_a_tied_matrix_is_held_once_where_one_peer_holds_all_and_twice_where_it_is_split():
     sizes = ModelSizes((10, 10), (1, 1), 100, 105, 100)
-    wanted = Wanted(sizes, 2, 1, CLIENT, {})
-    found = place(wanted, [PlacementPeer("a", "a", 129, 1.0), PlacementPeer("b", "b", 100, 1.0)])
+    wanted = ServingWorkload(sizes, 2, 1, CLIENT, {})
+    found = place_model(wanted, [worker("a", 129, 1.0), worker("b", 100, 1.0)])
     assert [(stage.peer.id, stage.weights_bytes, stage.cache_bytes) for stage in found.stages] == [("a", 125, 4)]
-    found = place(wanted, [PlacementPeer("a", "a", 112, 1.0), PlacementPeer("b", "b", 117, 1.0)])
+    found = place_model(wanted, [worker("a", 112, 1.0), worker("b", 117, 1.0)])
     assert [(stage.peer.id, stage.weights_bytes) for stage in found.stages] == [("a", 110), ("b", 115)]
     for short in ((111, 117), (112, 116), (128, 111)):
         with pytest.raises(ResourceError):
-            place(wanted, [PlacementPeer(name, name, size, 1.0) for name, size in zip("ab", short, strict=True)])
+            place_model(wanted, [worker(name, size, 1.0) for name, size in zip("ab", short, strict=True)])
     assert [stage.compute_s for stage in found.stages] == [10, 115]  # of the embedding one row is read
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def refused(wanted: Wanted, peers: list[PlacementPeer], stages: int | None = None) -> ResourceError:
+def refused(wanted: ServingWorkload, peers: list[CandidateWorker], stages: int | None = None) -> ResourceError:
     with pytest.raises(ResourceError) as caught:
-        place(wanted, peers, stages=stages)
+        place_model(wanted, peers, stages=stages)
     assert "\n" not in caught.value.message + caught.value.remedy
     return caught.value
 
@@ -267,51 +270,50 @@ def test_a_refusal_tells_what_is_needed_what_there_is_and_what_would_do():
     error = refused(WANTED, FOUR, stages=1)
     assert error.message.endswith("1 stage was requested")
     assert "another number of stages" in error.remedy
-    error = refused(wanted_of((5, 50, 5)), [PlacementPeer("a", "a", 49, 1.0), PlacementPeer("b", "b", 49, 1.0)])
+    error = refused(wanted_of((5, 50, 5)), [worker("a", 49, 1.0), worker("b", 49, 1.0)])
     assert "layer 1 alone 50 B" in error.message
     assert "start a peer with 50 B at least" in error.remedy
-    many = [PlacementPeer(f"p{index:02}", f"p{index:02}", 1, 1.0) for index in range(20)]
+    many = [worker(f"p{index:02}", 1, 1.0) for index in range(20)]
     assert "p07 1 B, 12 more" in refused(wanted_of((5, 5)), many).message
 
 
 def test_what_cannot_be_asked_for_is_refused():
     for stages in (0, -1, 5, 25):
         with pytest.raises(UserError, match=f"a chain of {stages} stages"):
-            place(WANTED, FOUR, stages=stages)
+            place_model(WANTED, FOUR, stages=stages)
     with pytest.raises(UserError, match="there is no peer"):
-        place(WANTED, [])
+        place_model(WANTED, [])
 
 
 # ------------------------------------------------------------------------------------------------------ large clusters
 
 
-def cluster(size: int, layers: int, seed: int, plenty: float = 1.6) -> tuple[Wanted, list[PlacementPeer]]:
+def cluster(size: int, layers: int, seed: int, plenty: float = 1.6) -> tuple[ServingWorkload, list[CandidateWorker]]:
     """Peers at three sites, a decade apart in speed, a factor of four in memory."""
     rng = random.Random(seed)
     sizes = ModelSizes((400 << 20,) * layers, (1 << 14,) * layers, 500 << 20, 500 << 20)
     each = sizes.weights_bytes(0, layers) * plenty / size
     peers = [
-        PlacementPeer(f"p{index:03}", f"p{index}", int(each * rng.uniform(0.5, 2)), 10 ** rng.uniform(-11, -10))
-        for index in range(size)
+        worker(f"p{index:03}", int(each * rng.uniform(0.5, 2)), 10 ** rng.uniform(-11, -10)) for index in range(size)
     ]
     site = {peer.id: rng.randrange(3) for peer in peers} | {CLIENT: 0}
     links = {}
     for one, other in itertools.permutations([*site], 2):
         near = site[one] == site[other]
         links[one, other] = LinkQuality(*((2e-4, 1e9) if near else (0.02 * rng.uniform(0.9, 1.1), 5e7)))
-    return Wanted(sizes, 4096, 8192, CLIENT, links), peers
+    return ServingWorkload(sizes, 4096, 8192, CLIENT, links), peers
 
 
 @pytest.mark.parametrize(("size", "layers"), [(8, 128), (100, 200)])
 def test_many_peers_and_layers_take_seconds(size, layers):
     wanted, peers = cluster(size, layers, 3, plenty=3)
     began = time.process_time()
-    found = place(wanted, peers)
+    found = place_model(wanted, peers)
     assert time.process_time() - began < 30  # some 3 s; the bound is for a machine that is busy
     check_whole(wanted, peers, found)
 
 
-# --------------------------------------------------------------------------------------------------------- replacement
+# --------------------------------------------------------------------------------------------------------- replace_lost
 
 
 @pytest.mark.parametrize("batch", range(3))
@@ -323,7 +325,7 @@ def test_the_best_of_all_who_could_takes_the_layers_of_a_dead_stage(batch):
         spares = [peer for peer in peers if rng.random() < 0.5]
         first = [peer for peer in peers if peer not in spares]
         try:
-            plan = place(wanted, first)
+            plan = place_model(wanted, first)
         except (UserError, ResourceError):
             continue
         dead = rng.choice(plan.stages).peer.id
@@ -334,7 +336,7 @@ def test_the_best_of_all_who_could_takes_the_layers_of_a_dead_stage(batch):
             chain = [(peer, *part) if holder.id == dead else (holder, *part) for holder, *part in as_chain(plan)]
             if costs := costs_of_shared(reference, chain, dead_at=held.index(next(h for h in held if h.id == dead))):
                 options.append(costs)
-        made, reason = replacement(wanted, plan, [dead], spares)
+        made, reason = replace_lost(wanted, plan, [dead], spares)
         if not options:
             seen["nobody"] += 1
             assert made is None

@@ -1,10 +1,12 @@
-"""What training a model in stages costs: memory, arithmetic and bytes. Pure.
+"""What a stage of a model costs, in training and in serving: memory, arithmetic and bytes. Pure.
 
-A model is described by its sizes alone, so that a seed can place it without torch, numpy, or its files.
+A *stage* is layers [start, stop) of the model. A model is described by its sizes alone, so that a seed can place it
+without torch, numpy, or its files. The memory formulas are those of ``p2ptrain.core.footprint``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +24,7 @@ from p2ptrain.core.footprint import (
     least_in_flight,
     part_training_bytes,
 )
+from ring.planning.measurements import CandidateWorker, Edges, Links
 from wire.schema import Bound, Record
 
 MAX_LAYERS = 1024
@@ -70,28 +73,8 @@ class ModelShape(Record):
         return ModelSizes(self.layers_bytes, no_cache, self.first_bytes, self.last_bytes, self.tied_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateWorker:
-    """A worker that may train a stage.
-
-    Attributes:
-        memory_bytes: that it offers; 0: unknown.
-        flops: measured multiplications and additions per second; 0: unknown.
-        on_host: it computes on a CPU.
-        host, host_flops: workers of one host share its cores, which achieve so much together; 0: they do not.
-    """
-
-    id: str
-    name: str
-    memory_bytes: int = 0
-    flops: float = 0.0
-    on_host: bool = True
-    host: str = ""
-    host_flops: float = 0.0
-
-
 @dataclass(frozen=True)
-class Training:
+class TrainingWorkload:
     """What to train, and how.
 
     Attributes:
@@ -136,28 +119,28 @@ class Training:
     def gradient_bytes(self) -> int:
         return activation_bytes("fp32" if self.activations == "fp32" else "bf16", self.tokens, self.shape.width)
 
-    @cached_property
-    def layer_kept_bytes(self) -> int:
-        return layer_kept_bytes(self.tokens, width=self.shape.width, inner=self.shape.inner)
-
-    @cached_property
-    def head_kept_bytes(self) -> int:
-        return head_kept_bytes(self.tokens, vocab=self.shape.vocab)
-
     def in_flight(self, stage: int) -> int:
         return least_in_flight(self.schedule, self.micro_batches, self.stages - stage, self.max_in_flight)
 
-    def kept_bytes(self, start: int, stop: int) -> int:
-        return (stop - start) * self.layer_kept_bytes + self.head_kept_bytes * (stop == self.layers)
+    def held_bytes(self, start: int, stop: int, *, on_host: bool) -> int:
+        """Memory of the weights, gradients and moments of a stage."""
+        each = copies(on_host=on_host, trained=self.trained, held=self.held)
+        return int(each * self.sizes.weights_bytes(start, stop))
 
-    def copies(self, *, on_host: bool) -> float:
-        return copies(on_host=on_host, trained=self.trained, held=self.held)
+    def kept_bytes(self, start: int, stop: int) -> int:
+        """Memory that a stage keeps for a micro-batch's backward pass."""
+        layer_bytes = layer_kept_bytes(self.tokens, width=self.shape.width, inner=self.shape.inner)
+        head_bytes = head_kept_bytes(self.tokens, vocab=self.shape.vocab) if stop == self.layers else 0
+        return (stop - start) * layer_bytes + head_bytes
+
+    def inputs_bytes(self, start: int) -> int:
+        return self.activation_bytes if start else 0
 
     def need_bytes(self, stage: int, start: int, stop: int, *, on_host: bool = True) -> int:
         return part_training_bytes(
-            int(self.copies(on_host=on_host) * self.sizes.weights_bytes(start, stop)),
+            self.held_bytes(start, stop, on_host=on_host),
             self.kept_bytes(start, stop),
-            self.activation_bytes if start else 0,
+            self.inputs_bytes(start),
             in_flight=self.in_flight(stage),
             recompute=self.recompute,
         )
@@ -165,38 +148,61 @@ class Training:
     def fits(self, candidate: CandidateWorker, stage: int, bounds: Sequence[int]) -> bool:
         """Whether a worker has the memory for a stage with layers [bounds[stage], bounds[stage + 1])."""
         need_bytes = self.need_bytes(stage, bounds[stage], bounds[stage + 1], on_host=candidate.on_host)
-        return not candidate.memory_bytes or need_bytes <= candidate.memory_bytes
+        return need_bytes <= candidate.memory_bytes
 
-    def most_in_flight(self, stage: int, start: int, stop: int, candidate: CandidateWorker) -> int:
-        most = min(self.max_in_flight, self.micro_batches) or self.micro_batches
-        if not candidate.memory_bytes:
-            return most
-        held_bytes = int(self.copies(on_host=candidate.on_host) * self.sizes.weights_bytes(start, stop))
+    def most_in_flight(self, start: int, stop: int, candidate: CandidateWorker) -> int:
+        """Micro-batches for which a worker has the memory; 0: any number."""
+        if math.isinf(candidate.memory_bytes):
+            return 0
         return in_flight_that_fit(
-            candidate.memory_bytes - held_bytes,
+            int(candidate.memory_bytes) - self.held_bytes(start, stop, on_host=candidate.on_host),
             self.kept_bytes(start, stop),
-            self.activation_bytes if start else 0,
+            self.inputs_bytes(start),
             recompute=self.recompute,
-            most=most,
+            most=self.micro_batches,
         )
 
     def passes(self, stop: int) -> int:
-        """Cost of a micro-batch, in forward passes, at the stage that ends there; see ``ring.planning.pipeline``."""
+        """Cost of a micro-batch at the stage that ends there, in forward passes: a backward pass costs two of them. A
+        stage that recomputes makes one more; the last stage of 1F1B recomputes nothing."""
         again = self.recompute and (stop < self.layers or self.schedule == GPIPE)
         return 4 if again else 3
 
-    def layer_flop(self, layer: int) -> float:
-        """FLOPs of a micro-batch's forward pass: two per weight and token, and attention's own products."""
-        weights = self.sizes.layers_bytes[layer] / 4
-        return self.tokens * (2 * weights + 4 * self.sequence_tokens * self.shape.width)
-
-    @property
-    def head_flop(self) -> float:
-        return 2.0 * self.tokens * self.shape.vocab * self.shape.width
-
-    def flop(self, start: int, stop: int) -> float:
-        forward = sum(self.layer_flop(layer) for layer in range(start, stop))
-        return self.passes(stop) * (forward + self.head_flop * (stop == self.layers))
-
     def compute_s(self, start: int, stop: int, flops: float) -> float:
-        return self.flop(start, stop) / (achieved(self.shape.width) * flops)
+        """Seconds of a micro-batch at a stage: two FLOPs per weight and token, attention's own products, the head."""
+        weights = sum(self.sizes.layers_bytes[start:stop]) / 4
+        attention = 4 * self.sequence_tokens * self.shape.width * (stop - start)
+        head = 2 * self.shape.vocab * self.shape.width if stop == self.layers else 0
+        forward_flop = self.tokens * (2 * weights + attention + head)
+        return self.passes(stop) * forward_flop / (achieved(self.shape.width) * flops)
+
+
+@dataclass(frozen=True, slots=True)
+class ServingWorkload:
+    """A model to serve, and the links to use. To decode a token a stage streams the weights of its layers once. The
+    last stage also streams the norm and the head; of an embedding only a row is read.
+
+    Attributes:
+        positions: cache positions, of all sessions together.
+        activation_bytes: of one position, as sent from stage to stage.
+        client: peer id of the client, which sends and gets the tokens and holds no stage.
+        links: (from, to), ids of peers and client → measurement.
+        apart: (from, to) if ``from`` cannot dial ``to``. A peer that the client cannot dial holds no stage.
+    """
+
+    sizes: ModelSizes
+    positions: int
+    activation_bytes: int
+    client: str
+    links: Links
+    apart: Edges = frozenset()
+
+    def cache_bytes(self, start: int, stop: int) -> int:
+        return self.positions * sum(self.sizes.cache_bytes[start:stop])
+
+    def need_bytes(self, start: int, stop: int) -> int:
+        return self.sizes.weights_bytes(start, stop) + self.cache_bytes(start, stop)
+
+    def compute_s(self, start: int, stop: int, byte_s: float) -> float:
+        """Seconds of a token at a stage, on a worker that streams a byte in ``byte_s``."""
+        return byte_s * self.sizes.streamed_bytes(start, stop)
