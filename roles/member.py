@@ -33,7 +33,7 @@ from roles.identity import Identity
 from roles.seed_link import HeartbeatStats, Notify, SeedLink, WaitS, no_wait, terms_in, write_terms
 from wire.address import advertised_host
 from wire.connection import Connection
-from wire.enrol import LOOK_S, Membership
+from wire.enrol import LOOK_S, RunMembership
 from wire.handshake import Refusals, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Message, RefusalCode, Refuse, Request, Response, Scalar, Welcome
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
@@ -81,7 +81,13 @@ class MemberProcess(ABC):
     """
 
     def __init__(
-        self, world: World, identity: Identity, options: MemberOptions, *, notify: Notify, membership: Membership | None
+        self,
+        world: World,
+        identity: Identity,
+        options: MemberOptions,
+        *,
+        notify: Notify,
+        membership: RunMembership | None,
     ) -> None:
         self.world, self.identity, self.role = world, identity, options.role
         self._options, self._membership = options, membership
@@ -234,7 +240,7 @@ class MemberProcess(ABC):
         text, going_on = f"lost the seed: {problem.message}; trying to find it again", self._going_on()
         self.notify("warning", "seed-lost", f"{text}; {going_on}" if going_on else text)
 
-    async def _renew(self, membership: Membership) -> NoReturn:
+    async def _renew(self, membership: RunMembership) -> NoReturn:
         while True:
             try:
                 # 10 s, because the seed first stores the new state, on a disk that may be busy.
@@ -282,7 +288,7 @@ class ServingMember(MemberProcess):
         *,
         program: Callable[[ServingMember], Awaitable[None]],
         notify: Notify,
-        membership: Membership | None = None,
+        membership: RunMembership | None = None,
     ) -> None:
         super().__init__(world, identity, options, notify=notify, membership=membership)
         self.drafters: tuple[DrafterAt, ...] = ()

@@ -172,7 +172,7 @@ async def until_half_life(issued_at: float, clock: Clock) -> None:
         await asyncio.sleep(min(left_s, LOOK_S))
 
 
-class Membership:
+class RunMembership:
     """A peer of an encrypted cluster: its credentials, and the network that presents them."""
 
     def __init__(self, base: Network, credentials: Credentials, disk: Disk, clock: Clock) -> None:

@@ -294,7 +294,7 @@ class Refusals:
         self._timer = asyncio.get_running_loop().call_later(REFUSALS_S, self._sum_up)
 
 
-class Server:
+class PeerServer:
     """Accepts connections, does the handshake, and runs the owner's ``serve`` for each. Made by ``serve()``."""
 
     def __init__(self, *, decide: Decide, serve: Serve, half_open: HalfOpen, on_problem: OnProblem) -> None:
@@ -407,7 +407,7 @@ async def serve(
     serve: Serve,
     on_problem: OnProblem,
     max_half_open: int = MAX_HALF_OPEN,
-) -> Server:
+) -> PeerServer:
     """Listen on ``host:port`` and serve each caller that ``decide`` accepts. Raises ``UserError`` if it cannot bind.
 
     Args:
@@ -417,7 +417,7 @@ async def serve(
         on_problem: called with every refusal and every error of a handshake or of ``serve``, and the peer's address.
         max_half_open: limit of connections whose handshake has not ended; see ``HalfOpen``. More are refused as busy.
     """
-    server = Server(decide=decide, serve=serve, half_open=HalfOpen(max_half_open), on_problem=on_problem)
+    server = PeerServer(decide=decide, serve=serve, half_open=HalfOpen(max_half_open), on_problem=on_problem)
     listen = partial(network.listen, host, factory=lambda: Connection(server._accept), on_problem=on_problem)
     preferred = (0 if is_loopback(host) else MEMBER_PORT) if port is None else port
     try:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from p2ptrain.core.world import Clock, Network
     from wire.client import SeedClient
     from wire.connection import Connection
-    from wire.handshake import Server
+    from wire.handshake import PeerServer
     from wire.messages import Hello, Refuse, Welcome
 
 PINGS = 10
@@ -141,7 +141,7 @@ class ProbeContext:
         self._peer_id = new_id()  # the seed checks that the peer that it dials back is the caller
         self._access: dict[str, Access] = {}
         self._client: SeedClient | None = None
-        self._server: Server | None = None
+        self._server: PeerServer | None = None
         self._pings: list[tuple[float, float]] = []
 
     def probes(self, *, join: bool) -> list[Probe]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from p2ptrain.core.world import Network
     from wire.address import Ticket
     from wire.credentials import Credentials
-    from wire.enrol import Ask, Membership
+    from wire.enrol import Ask, RunMembership
 
 CONNECT_TIMEOUT_S = 5.0
 ADDRESS_FILE = "seed"  # beside the credentials; has the address of their seed
@@ -56,7 +56,7 @@ class Access:
     host: str
     port: int
     network: Network
-    member: Membership | None = None
+    member: RunMembership | None = None
 
     @property
     def peer_id(self) -> str:
@@ -236,9 +236,9 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
 def _encrypted(host: str, port: int, credentials: Credentials, base: Network) -> Access:
     from p2ptrain.core.disk import RealDisk
     from p2ptrain.core.world import LoopClock
-    from wire.enrol import Membership
+    from wire.enrol import RunMembership
 
-    member = Membership(base, credentials, RealDisk(), LoopClock())
+    member = RunMembership(base, credentials, RealDisk(), LoopClock())
     return Access(host, port, member.network, member)
 
 

@@ -14,7 +14,7 @@ from ring.links import Inbound
 from ring.session import RingSession
 from ring.view import View
 from wire.connection import Connection
-from wire.handshake import Server, local_welcome, serve
+from wire.handshake import PeerServer, local_welcome, serve
 from wire.job_messages import MemberRecord
 from wire.messages import Hello, Refuse, Welcome
 
@@ -32,7 +32,7 @@ class LocalMember:
         jitter = random.Random(seed)  # noqa: S311 - the World's generator is for jitter only
         self.world = World(clock=LoopClock(), network=network, disk=RealDisk(), random=jitter)
         self.inbound = Inbound()
-        self.server: Server | None = None
+        self.server: PeerServer | None = None
         self.problems: list[P2PTrainError] = []
         self._joined: list[RingSession | Chain] = []
         self.session: RingSession  # once it is in a ring

@@ -50,7 +50,7 @@ from roles.engine import WHOLE, Stage
 from roles.line import Line, unless_closed
 from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, announce
 from roles.worker.context import Context
-from roles.worker.transfer import AllPieces, Piece, Receiver, Source, send_range
+from roles.worker.transfer import AllPieces, Receiver, Source, TransferPiece, send_range
 from wire.connection import Connection
 from wire.job_messages import MAX_STAGES, FilesOffer, FilesRequest, MemberRecord, RangeRequest
 from wire.messages import Hello, Message, RefusalCode, Refuse
@@ -196,7 +196,7 @@ class CheckpointAssembler:
             for start in range(0, size_bytes, PIECE_BYTES):
                 stop = min(start + PIECE_BYTES, size_bytes)
                 data = bytearray(stop - start)
-                receiver.want((name, start), Piece(name, start, stop, memoryview(data)))
+                receiver.want((name, start), TransferPiece(name, start, stop, memoryview(data)))
                 receiver.offers(source, AllPieces())
                 await receiver.until(lambda start=start: receiver.has((name, start)))  # type: ignore[misc]
                 receiver.forget((name, start))

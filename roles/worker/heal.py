@@ -30,7 +30,7 @@ from roles.engine import WHOLE, Engine, Stage
 from roles.line import Line
 from roles.worker.context import Context
 from roles.worker.heal_source import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes
-from roles.worker.transfer import Piece, Receiver, Source, most_frequent
+from roles.worker.transfer import Receiver, Source, TransferPiece, most_frequent
 from wire.job_messages import CatchUp, HealOffer, HealRequest, MemberRecord, Report, StepLogged
 from wire.messages import Message
 
@@ -141,12 +141,12 @@ class StateTable:
         self.root = b""
         self._digests = bytearray()
 
-    def begin(self, root: bytes) -> Piece:
+    def begin(self, root: bytes) -> TransferPiece:
         """Choose a state by the digest of its table. Returns the table, as the piece to fetch first."""
         self.root, self._digests = root, bytearray(DIGEST_BYTES * len(self.chunks))
-        return Piece(TABLE, 0, len(self._digests), memoryview(self._digests), root)
+        return TransferPiece(TABLE, 0, len(self._digests), memoryview(self._digests), root)
 
-    def pieces(self) -> dict[Hashable, Piece]:
+    def pieces(self) -> dict[Hashable, TransferPiece]:
         """The state's chunks as pieces to fetch. The table must have arrived."""
         digests = (bytes(self._digests[at : at + DIGEST_BYTES]) for at in range(0, len(self._digests), DIGEST_BYTES))
         chunks = zip(self.chunks, digests, strict=True)
@@ -186,7 +186,7 @@ class StepReplay:
             if self.next < 0 and len(sender.news) > most:
                 del sender.news[next(iter(sender.news))]  # older than any state that can still be used
 
-    def choose(self, senders: Collection[Sender]) -> dict[int, Piece]:
+    def choose(self, senders: Collection[Sender]) -> dict[int, TransferPiece]:
         """Agree on the next steps by what most ``senders`` report. Returns the pieces to fetch, by step."""
         for sender in senders:
             for old in [step for step in sender.news if step < self.next]:
@@ -196,7 +196,7 @@ class StepReplay:
             if news is not None:
                 self._agreed[step] = news
         return {
-            step: Piece(f"{STEP}{step}", 0, len(self._buffer(step)), self._buffer(step), digest)
+            step: TransferPiece(f"{STEP}{step}", 0, len(self._buffer(step)), self._buffer(step), digest)
             for step, (digest, _, _) in self._agreed.items()
         }
 

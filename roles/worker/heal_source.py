@@ -39,7 +39,7 @@ from roles.engine import WHOLE, Engine, Stage
 from roles.line import Line, unless_closed
 from roles.snapshots import Snapshot, Snapshots
 from roles.worker.context import Context
-from roles.worker.transfer import Piece, send_range
+from roles.worker.transfer import TransferPiece, send_range
 from wire.connection import Connection
 from wire.job_messages import BlobRecord, HealOffer, HealRequest, LedgerRow, RangeRequest, StepLogged
 from wire.messages import Hello, Message, RefusalCode, Refuse
@@ -63,12 +63,13 @@ def log_limit_bytes(state_bytes: int, reduce_bytes: int) -> int:
     return max(state_bytes + 2 * reduce_bytes, 16 << 20)
 
 
-def chunks_of(blobs: Sequence[Blob]) -> list[Piece]:
+def chunks_of(blobs: Sequence[Blob]) -> list[TransferPiece]:
     """Cut all blobs, in order, into chunks of at most ``CHUNK_BYTES``."""
     places = [(blob, start) for blob in blobs for start in range(0, blob.view.nbytes, CHUNK_BYTES)]
     stops = [min(start + CHUNK_BYTES, blob.view.nbytes) for blob, start in places]
     return [
-        Piece(blob.name, start, stop, blob.view[start:stop]) for (blob, start), stop in zip(places, stops, strict=True)
+        TransferPiece(blob.name, start, stop, blob.view[start:stop])
+        for (blob, start), stop in zip(places, stops, strict=True)
     ]
 
 

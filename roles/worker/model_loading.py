@@ -36,7 +36,7 @@ from roles.model_table import DIGEST_BYTES, FILE, TableReceiver, digest_of, mode
 from roles.worker.context import PeerContext
 from roles.worker.part_cache import Part, PartCache, PartKey, part_key
 from roles.worker.stage_requests import LoadRequest
-from roles.worker.transfer import AllPieces, Piece, Receiver, Source, send_range
+from roles.worker.transfer import AllPieces, Receiver, Source, TransferPiece, send_range
 from wire.chain_messages import TensorRecord, TensorsPage, TensorsRequest
 from wire.connection import Connection
 from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
@@ -218,7 +218,7 @@ class ModelReceiver:
             stop = min(start + RANGE_BYTES, record.size_bytes)
             digest = record.digest[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
             keys.append((load, record.name, start))
-            self._receiver.want(keys[-1], Piece(record.name, start, stop, memoryview(data)[start:stop], digest))
+            self._receiver.want(keys[-1], TransferPiece(record.name, start, stop, memoryview(data)[start:stop], digest))
         return data, keys
 
     def _without(self, source: Source) -> bool:

@@ -42,7 +42,7 @@ METRICS_FILE, METRICS_FILE_BYTES = "metrics.json", 1 << 20
 """The same with the metrics of its newest steps."""
 
 
-class Ledger:
+class WorkerLedger:
     """One job's ledger rows, in order and without a gap, each with the lineage before it."""
 
     def __init__(self, job: str, send: Callable[[LedgerRows], None]) -> None:
@@ -295,7 +295,7 @@ class Reports:
         self.clock = StepClock(context.world.clock.now)
         self._context, self._core = context, core
         self._job, self._stage, self._profile, self._early = job, stage, profile, early
-        self.ledger = Ledger(job, context.send)
+        self.ledger = WorkerLedger(job, context.send)
         self.steps = StepReporter(job=job, steps_total=profile.job.steps, send=context.send, on_step=context.on_step)
         self._timing: dict[str, float] = {}
         self._validated: tuple[int, float | None] = 0, None  # step and loss

@@ -47,7 +47,7 @@ def most_frequent(values: Iterable[V]) -> V | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RangeQuery:
     source: str
     key: Hashable
 
@@ -105,11 +105,11 @@ class Transfer:
         self._landed.pop(key, None)
         self._drop_from_queue(key)
 
-    def offers(self, source: str, has: Container[Hashable], now: float) -> list[Ask]:
+    def offers(self, source: str, has: Container[Hashable], now: float) -> list[RangeQuery]:
         self._sources.setdefault(source, _Known()).has = has
         return self.asks(now)
 
-    def lost(self, source: str, now: float) -> list[Ask]:
+    def lost(self, source: str, now: float) -> list[RangeQuery]:
         former = self._sources.pop(source, None)
         if former is not None:
             self._give_back(former.under_way)
@@ -121,7 +121,7 @@ class Transfer:
             known.under_way.remove(key)
             self._give_back([key])
 
-    def arrived(self, source: str, key: Hashable, digest: bytes, now: float) -> list[Ask | GiveUp]:
+    def arrived(self, source: str, key: Hashable, digest: bytes, now: float) -> list[RangeQuery | GiveUp]:
         """Handle the arrival of a piece that was asked of ``source``; its bytes have ``digest``."""
         known = self._sources.get(source)
         if known is None or key not in known.under_way:
@@ -140,9 +140,9 @@ class Transfer:
                 ]
         return list(self.asks(now))
 
-    def asks(self, now: float) -> list[Ask]:
+    def asks(self, now: float) -> list[RangeQuery]:
         """Fill the sources' windows from the queue: each piece goes to the source that would finish it first."""
-        asks: list[Ask] = []
+        asks: list[RangeQuery] = []
         while (ask := self._next()) is not None:
             known = self._sources[ask.source]
             if not known.under_way:
@@ -153,7 +153,7 @@ class Transfer:
             asks.append(ask)
         return asks
 
-    def _next(self) -> Ask | None:
+    def _next(self) -> RangeQuery | None:
         fastest_s = min((known.piece_s for known in self._sources.values() if known.piece_s), default=0.0)
         order = sorted(self._sources.items(), key=lambda item: (len(item[1].under_way) + 1) * item[1].piece_s)
         for source, known in order:
@@ -162,7 +162,7 @@ class Transfer:
             if len(known.under_way) < window:
                 key = next((key for key in self._waiting if key in known.has), None)
                 if key is not None:
-                    return Ask(source, key)
+                    return RangeQuery(source, key)
         return None
 
     def _give_back(self, keys: list[Hashable]) -> None:
@@ -177,7 +177,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TransferPiece:
     """Bytes [start, stop) of ``name``, and where they land. An empty ``digest``: a larger unit is verified instead."""
 
     name: str
@@ -211,7 +211,7 @@ class Receiver:
 
     Args:
         now: seconds.
-        digest: hashes a piece that has landed, as ``Piece.digest``.
+        digest: hashes a piece that has landed, as ``TransferPiece.digest``.
         on_landed: called with the source and the key of each verified piece.
         on_gone: called when a source no longer has a piece. Without it, such a source is at fault.
         slowest_bytes_s: a source that sends less is given up; 0: no limit.
@@ -232,7 +232,7 @@ class Receiver:
         self._now, self._digest, self._on_landed, self._on_dropped = now, digest, on_landed, on_dropped
         self._slowest_bytes_s = slowest_bytes_s
         self._core = Transfer()
-        self._pieces: dict[Hashable, Piece] = {}
+        self._pieces: dict[Hashable, TransferPiece] = {}
         self._judging: set[asyncio.Task[None]] = set()
         self._ended_bytes = 0
         self.sources: dict[str, Source] = {}
@@ -250,7 +250,7 @@ class Receiver:
     def has(self, key: Hashable) -> bool:
         return self._core.has(key)
 
-    def want(self, key: Hashable, piece: Piece) -> None:
+    def want(self, key: Hashable, piece: TransferPiece) -> None:
         self._pieces[key] = piece
         self._core.want(key, piece.digest)
 
@@ -319,7 +319,7 @@ class Receiver:
             self.changed.clear()
             await self.changed.wait()
 
-    def _carry_out(self, instructions: Iterable[Ask | GiveUp]) -> None:
+    def _carry_out(self, instructions: Iterable[RangeQuery | GiveUp]) -> None:
         for instruction in instructions:
             source = self.sources.get(instruction.source)
             if source is None:
@@ -362,7 +362,7 @@ class Receiver:
         else:
             self._arrived(source, key, b"")
 
-    async def _judge(self, source: Source, key: Hashable, piece: Piece) -> None:
+    async def _judge(self, source: Source, key: Hashable, piece: TransferPiece) -> None:
         self._arrived(source, key, await self._digest(piece.into))
 
     def _arrived(self, source: Source, key: Hashable, digest: bytes) -> None:

@@ -33,7 +33,7 @@ from roles.worker.runner import JobRunner
 from roles.worker.stages import PURPOSES, Holding, Stages
 from wire.client import answer_to
 from wire.connection import Connection
-from wire.enrol import Membership
+from wire.enrol import RunMembership
 from wire.job_messages import LEAVE, MAX_STAGES, Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Scalar, Welcome
 from wire.schema import Bound, Count, Id, instance_untrusted
@@ -86,7 +86,7 @@ class Worker(MemberProcess):
         warm_up: Callable[[], None],
         notify: Notify,
         on_step: Callable[[int, int, dict[str, float]], None],
-        membership: Membership | None = None,
+        membership: RunMembership | None = None,
         holding: Holding | None = None,
         strategies: Callable[[Profile], Factory] = strategy_of,
     ) -> None:

@@ -25,7 +25,7 @@ from p2ptrain.core.serving import Sampling
 from roles.verifier.server import serve_texts
 from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
 from wire.connection import Connection
-from wire.handshake import Server, local_welcome, serve
+from wire.handshake import PeerServer, local_welcome, serve
 from wire.messages import Hello, Welcome
 from wire.transport import TcpNetwork
 
@@ -82,7 +82,7 @@ class Verifier:
             connections.append(connection)
             return local_welcome(peer_id=PEER, name="big one", wall=0.0)
 
-        server: Server = await serve(
+        server: PeerServer = await serve(
             TcpNetwork(),
             "127.0.0.1",
             self.port,

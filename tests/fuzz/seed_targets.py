@@ -16,8 +16,7 @@ from ring.token import Shares, next_lineage
 from ring.view import View
 from roles.member import drafters_untrusted
 from roles.seed.ledger import Ledger
-from roles.worker.reports import Ledger as MemberLedger
-from roles.worker.reports import StepReporter
+from roles.worker.reports import StepReporter, WorkerLedger
 from wire.address import is_loopback
 from wire.job_messages import LedgerRow, LedgerRows, MemberRecord
 from wire.records import LedgerHead, runs_of
@@ -132,7 +131,7 @@ def _file(draw: st.DrawFn) -> bytes:
 
 
 def _check_file(data: bytes) -> None:
-    kept = MemberLedger("j", lambda rows: None)
+    kept = WorkerLedger("j", lambda rows: None)
     kept.loaded_untrusted(2, next_lineage(next_lineage(START, bytes(16)), bytes(16)), data)
     assert all(row.step <= 2 for _, row in kept._rows)
 
@@ -162,7 +161,7 @@ TARGETS = (
         "ledger-files",
         _file() | mutated(_file()),
         _check_file,
-        ("roles.worker.reports.Ledger.loaded_untrusted", "roles.worker.reports.Ledger.take_up_untrusted"),
+        ("roles.worker.reports.WorkerLedger.loaded_untrusted", "roles.worker.reports.WorkerLedger.take_up_untrusted"),
         peak_bytes=512 << 10,
     ),
     Target(

@@ -31,7 +31,7 @@ from roles.verifier.drafters import Drafters, TextDrafts
 from roles.verifier.speculation import Speculation
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from wire.connection import Connection
-from wire.handshake import Server, local_welcome, serve
+from wire.handshake import PeerServer, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Welcome
 from wire.text_messages import DrafterAt, DraftOpen, DraftReady, StreamClose, Verdict
 
@@ -110,7 +110,7 @@ class DrafterHost:
         world = World(LoopClock(), self.network, RealDisk(), random.Random(1), threads)
         self._compute = ComputeThread(threads)
         self.drafter = DraftServer(world, self._compute, self.serves, **self.options)
-        self.server: Server = await serve(
+        self.server: PeerServer = await serve(
             self.network,
             self.host or "0.0.0.0",
             0 if self.host else PORT,
@@ -163,7 +163,7 @@ class Liar:
 
     async def start(self) -> None:
         """Listen."""
-        self.server: Server = await serve(
+        self.server: PeerServer = await serve(
             self.network,
             self.host or "0.0.0.0",
             0 if self.host else PORT,

@@ -29,7 +29,7 @@ from roles.worker.stages import Holding
 from roles.worker.worker import Worker
 from wire.address import Ticket, local_ticket_path
 from wire.client import SeedClient
-from wire.enrol import Membership, enrol
+from wire.enrol import RunMembership, enrol
 from wire.messages import Scalar
 
 DEADLINE_S = 30.0
@@ -132,7 +132,7 @@ class Cluster:
         self.peers: list[Peer] = []
         self.address = (HOST, 0)
         self._seed: asyncio.Task[None] | None = None
-        self._operator: Membership | None = None
+        self._operator: RunMembership | None = None
         self._seed_stop = asyncio.Event()
 
     def world(self, network: Network | None = None) -> World:
@@ -142,12 +142,12 @@ class Cluster:
         """What an encrypted seed has left for programs of its machine."""
         return Ticket.parse_untrusted(local_ticket_path(self.root, role).read_text())
 
-    async def member(self, ticket: Ticket, peer_id: str = "", network: Network | None = None) -> Membership:
+    async def member(self, ticket: Ticket, peer_id: str = "", network: Network | None = None) -> RunMembership:
         """A peer that has just enrolled. Raises as ``wire.enrol.enrol``."""
         peer_id, network = peer_id or new_id(), network or self.network
         directory = self.root / "members" / peer_id
         made = await enrol(network, ticket, peer_id=peer_id, directory=directory, disk=RealDisk(), timeout_s=DEADLINE_S)
-        return Membership(network, made, RealDisk(), LoopClock())
+        return RunMembership(network, made, RealDisk(), LoopClock())
 
     async def start_seed(self, port: int = 0) -> None:
         ready: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()

@@ -31,7 +31,7 @@ from tests.roles.stage_stand_in import WIDTH, StandIns
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartLoading, PartsHeld, Sampled
 from wire.client import PendingCalls
 from wire.connection import Connection
-from wire.handshake import Server, dial, local_hello, local_welcome, serve
+from wire.handshake import PeerServer, dial, local_hello, local_welcome, serve
 from wire.messages import Hello, Message, Refuse, Response, Welcome
 from wire.schema import instance_untrusted
 
@@ -69,7 +69,7 @@ class Stage:
         )
         self.stages = Stages(context, self.stand_ins.holding, Prober(context), self.directory, shown="stand-in")
         self._run = asyncio.create_task(self.stages.run(), name=self.name)
-        self.server: Server = await serve(
+        self.server: PeerServer = await serve(
             self.network,
             self.host,
             PORT if self.port is None else self.port,

@@ -25,7 +25,7 @@ from wire.address import Ticket
 from wire.client import SeedClient
 from wire.connection import Connection
 from wire.credentials import CERTIFICATE_LIFETIME_S
-from wire.enrol import Membership, enrol
+from wire.enrol import RunMembership, enrol
 from wire.handshake import dial, local_hello, local_welcome, serve
 from wire.job_messages import MemberRecord
 from wire.messages import (
@@ -60,7 +60,7 @@ async def refusal(of: Awaitable[object]) -> str:
     return caught.value.code
 
 
-async def control(cluster: Cluster, member: Membership) -> SeedClient:
+async def control(cluster: Cluster, member: RunMembership) -> SeedClient:
     return await SeedClient.connect(member.network, *cluster.address, name="x", peer_id=member.peer_id)
 
 
@@ -220,7 +220,7 @@ async def test_a_worker_that_asks_like_an_operator_gets_nothing(secure: Cluster)
     assert await refusal(again) == "evicted"
 
 
-async def as_worker(member: Membership, cluster: Cluster) -> Connection:
+async def as_worker(member: RunMembership, cluster: Cluster) -> Connection:
     """A control link, from somebody who answers when he is dialled back."""
 
     async def decide(hello: Hello, connection: Connection) -> Welcome:
@@ -341,18 +341,18 @@ class Ahead(LoopClock):
 async def test_a_worker_renews_at_half_life_and_the_next_connection_has_the_new_one(
     secure: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renewed: list[Membership] = []
+    renewed: list[RunMembership] = []
     serials: list[int] = []
-    real = Membership.renew
+    real = RunMembership.renew
 
-    async def renew(self: Membership, ask: Any) -> None:
+    async def renew(self: RunMembership, ask: Any) -> None:
         monkeypatch.setattr(wire.enrol, "HALF_LIFE_S", CERTIFICATE_LIFETIME_S / 2)  # this once
         serials.append(self.credentials.identity.serial)
         await real(self, ask)
         renewed.append(self)
 
     monkeypatch.setattr(wire.enrol, "HALF_LIFE_S", 0.0)
-    monkeypatch.setattr(Membership, "renew", renew)
+    monkeypatch.setattr(RunMembership, "renew", renew)
     first = secure.join()
     await until(lambda: bool(renewed))
     old = secure.root / "members" / first.identity.peer_id
@@ -381,7 +381,7 @@ async def test_a_worker_renews_at_half_life_and_the_next_connection_has_the_new_
 async def test_clocks_may_be_an_hour_off(secure: Cluster) -> None:
     member = await secure.member(secure.ticket("worker"))
     for by_s, due in ((-3600.0, False), (3600.0, False), (13 * 3600.0, True)):
-        again = Membership(secure.network, member.credentials, RealDisk(), Ahead(by_s))
+        again = RunMembership(secure.network, member.credentials, RealDisk(), Ahead(by_s))
         assert again.due is due
 
 

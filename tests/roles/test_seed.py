@@ -33,7 +33,7 @@ from roles.seed.store import Records
 from roles.seed_link import may_pass
 from wire.client import SeedClient
 from wire.connection import Connection
-from wire.handshake import SOFTWARE, Server, dial, local_hello, local_welcome, serve
+from wire.handshake import SOFTWARE, PeerServer, dial, local_hello, local_welcome, serve
 from wire.job_messages import (
     Assign,
     CheckpointSaved,
@@ -81,7 +81,7 @@ class Worker:
         self.job, self.view = "", ViewAnnounced("", 0, 0, "", ())
         self.connection: Connection
         self.welcome: Welcome
-        self.server: Server
+        self.server: PeerServer
 
     async def listen(self) -> None:
         async def decide(hello: Hello, connection: Connection) -> Welcome:

@@ -24,7 +24,7 @@ from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import PartsHeld
 from wire.codec import MESSAGE_TYPES
 from wire.connection import Connection
-from wire.handshake import Server, dial, local_hello, local_welcome, serve
+from wire.handshake import PeerServer, dial, local_hello, local_welcome, serve
 from wire.job_messages import Assign, CheckpointSaved, Report, StepMetrics, ViewAnnounced
 from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Leave, Message, Response, Welcome
 from wire.text_messages import Serving
@@ -116,7 +116,7 @@ class Peer:
 
     def __init__(self, cluster: Cluster, peer_id: str, role: str = "worker") -> None:
         self.cluster, self.id, self.role, self.job = cluster, peer_id, role, ""
-        self.server: Server
+        self.server: PeerServer
         self.connection: Connection
 
     async def join(self) -> None:

@@ -18,7 +18,7 @@ from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.seed_link import HeartbeatStats, SeedLink, WaitS, may_pass, no_wait
 from wire.connection import Connection
-from wire.handshake import Server, local_hello, local_welcome, serve
+from wire.handshake import PeerServer, local_hello, local_welcome, serve
 from wire.job_messages import SaveNow, StepMetrics
 from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Message, RefusalCode, Refuse, Welcome
 
@@ -63,7 +63,7 @@ class FakeSeed:
         self.refusals: list[Refuse] = []
         self.connections: list[Connection] = []
         self.news = asyncio.Condition()
-        self._server: Server | None = None
+        self._server: PeerServer | None = None
 
     async def start(self) -> None:
         self._server = await serve(

@@ -30,7 +30,7 @@ from roles.compute_thread import ComputeThread
 from roles.snapshots import Snapshots, state_digest
 from roles.strategies.server import VersionServer
 from roles.worker.build import engine_builder
-from roles.worker.reports import Ledger
+from roles.worker.reports import WorkerLedger
 from tests.compute.test_packing import ONE_EACH, written
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.test_cluster import at, done, small_profile, state_of
@@ -263,7 +263,7 @@ async def test_a_view_that_ends_while_a_version_is_hashed_leaves_no_copy_in_use(
     compute = cast(ComputeThread, SimpleNamespace(run=run))
     view = SimpleNamespace(codec="fp32", step=0)
     session = SimpleNamespace(rank=0, size=1, broken=asyncio.get_running_loop().create_future(), view=view)
-    copies, rows = Snapshots(compute, 4), Ledger("job", print)
+    copies, rows = Snapshots(compute, 4), WorkerLedger("job", print)
     server = VersionServer(
         StandInEngine(profile), compute, cast(RingSession, session), cast(DirectMessages, None), copies, rows, profile
     )

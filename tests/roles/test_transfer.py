@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roles.worker.heal_source import SHARE, Pace
-from roles.worker.transfer import Ask, GiveUp, Transfer, most_frequent
+from roles.worker.transfer import GiveUp, RangeQuery, Transfer, most_frequent
 
 
 def right(key: int) -> bytes:
@@ -33,7 +33,7 @@ class Play:
             self.under_way[name] = []
             self.take(self.core.offers(name, range(pieces), self.now))
 
-    def take(self, instructions: list[Ask | GiveUp] | list[Ask]) -> None:
+    def take(self, instructions: list[RangeQuery | GiveUp] | list[RangeQuery]) -> None:
         for instruction in instructions:
             if isinstance(instruction, GiveUp):
                 self.given_up.append(instruction.source)
@@ -94,10 +94,10 @@ def test_most_decide_and_ties_go_to_the_first(said: str, most: str | None) -> No
 def test_a_piece_that_is_gone_comes_from_another_and_one_that_is_forgotten_from_nobody() -> None:
     core = Transfer()
     core.want("p", right(1))
-    assert core.offers("a", {"p"}, 0.0) == [Ask("a", "p")]
+    assert core.offers("a", {"p"}, 0.0) == [RangeQuery("a", "p")]
     core.drop_request("a", "p")
     assert core.offers("a", (), 0.0) == []
-    assert core.offers("b", {"p"}, 0.0) == [Ask("b", "p")]
+    assert core.offers("b", {"p"}, 0.0) == [RangeQuery("b", "p")]
     core.forget("p")
     assert core.arrived("b", "p", b"?", 1.0) == [], "nobody minds what it is any more"
     assert core.complete

@@ -7,7 +7,7 @@ import pytest
 from p2ptrain.core.training import Applied
 from ring.token import first_lineage, next_lineage
 from ring.view import View
-from roles.worker.reports import BATCH_BYTES, LEDGER_FILE_BYTES, ROWS, Ledger, StepReporter
+from roles.worker.reports import BATCH_BYTES, LEDGER_FILE_BYTES, ROWS, StepReporter, WorkerLedger
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import LedgerRow, LedgerRows, StepMetrics
@@ -20,7 +20,7 @@ class Told:
 
     def __init__(self, steps: int = 0, members: int = 2) -> None:
         self.said: list[LedgerRows] = []
-        self.ledger = Ledger("job", self.said.append)
+        self.ledger = WorkerLedger("job", self.said.append)
         self.lineages = [ORIGIN]
         for step in range(1, steps + 1):
             self.apply(step, members)

@@ -27,7 +27,7 @@ from roles.worker.stage_requests import PeerAddress
 from tests.roles.heal_doubles import around_of
 from wire.connection import Connection
 from wire.emulate import EmulatedNetwork, LinkPreset
-from wire.handshake import Server, dial, local_hello, local_welcome, serve
+from wire.handshake import PeerServer, dial, local_hello, local_welcome, serve
 from wire.messages import Hello, Request, Response, Welcome
 from wire.schema import instance_untrusted
 
@@ -40,7 +40,7 @@ class Side:
     network: Network
     sink: ProbeResponder = field(default_factory=ProbeResponder)
     problems: list[P2PTrainError] = field(default_factory=list)
-    server: Server | None = None
+    server: PeerServer | None = None
 
     @property
     def world(self) -> World:

@@ -18,7 +18,7 @@ from tests.tui.demo import DemoCluster
 from tui.source import SeedSource
 from wire.client import SeedClient
 from wire.connection import Connection
-from wire.handshake import Server, local_welcome, serve
+from wire.handshake import PeerServer, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Update, Welcome
 
 
@@ -51,7 +51,7 @@ class FakeSeed:
         self.viewers: list[Connection] = []
         self.problems: list[P2PTrainError] = []
         self.refuse: Refuse | None = None
-        self._server: Server | None = None
+        self._server: PeerServer | None = None
 
     async def start(self) -> None:
         self._server = await serve(

@@ -32,7 +32,7 @@ from wire.address import NONCE_BYTES, Ticket, verify_proof
 from wire.connection import Connection, last_word
 from wire.credentials import Credentials, authority_context, der_of, new_key_and_request
 from wire.enrol import RENEW, enrol, renew
-from wire.handshake import Server, dial, local_hello, local_welcome, serve
+from wire.handshake import PeerServer, dial, local_hello, local_welcome, serve
 from wire.messages import (
     EnrolGranted,
     EnrolOffer,
@@ -57,7 +57,7 @@ class Seed:
         instead: message to answer with, per message asked with; ``None`` is silence.
     """
 
-    server: Server
+    server: PeerServer
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from wire.frame import ControlFrame, FrameDecoder, encode_control
 from wire.handshake import (
     HANDSHAKE_TIMEOUT_S,
     PADDING,
-    Server,
+    PeerServer,
     dial,
     judge_answer,
     judge_hello,
@@ -97,7 +97,7 @@ class Owner:
         self.finish = asyncio.Event()
         self.failure: Exception | None = None
 
-    async def listen(self, network: Network, **options: Any) -> Server:
+    async def listen(self, network: Network, **options: Any) -> PeerServer:
         return await serve(
             network, HOST, 0, decide=self.decide, serve=self.serve, on_problem=self.on_problem, **options
         )
@@ -121,17 +121,17 @@ class Owner:
         self.problem.set()
 
 
-async def knock(network: Network, server: Server, hello: Hello = HELLO) -> tuple[Connection, Welcome]:
+async def knock(network: Network, server: PeerServer, hello: Hello = HELLO) -> tuple[Connection, Welcome]:
     return await dial(network, *server.address, hello, timeout_s=5)
 
 
-async def refusal(network: Network, server: Server, hello: Hello = HELLO) -> Refused:
+async def refusal(network: Network, server: PeerServer, hello: Hello = HELLO) -> Refused:
     with pytest.raises(Refused) as caught:
         await knock(network, server, hello)
     return caught.value
 
 
-async def raw(network: Network, server: Server) -> Connection:
+async def raw(network: Network, server: PeerServer) -> Connection:
     """A connection that said nothing yet."""
     connection = Connection()
     await network.connect(*server.address, lambda: connection, timeout_s=5)

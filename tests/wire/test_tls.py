@@ -25,7 +25,7 @@ from tests.wire.doubles import Recorder, credentials, run
 from wire.address import ROLES
 from wire.connection import Connection
 from wire.credentials import Credentials, PeerIdentity, authority_context
-from wire.handshake import Dialler, Server, dial, judge_answerer, judge_caller, local_hello, local_welcome, serve
+from wire.handshake import Dialler, PeerServer, dial, judge_answerer, judge_caller, local_hello, local_welcome, serve
 from wire.messages import EventNotice, Hello, Refuse, Welcome
 from wire.tls import HANDSHAKE_TIMEOUT_S, TlsDialler, TlsNetwork
 from wire.transport import MAX_HALF_OPEN_PER_MACHINE
@@ -39,7 +39,7 @@ Play = Callable[[Callable[[Network], Awaitable[None]]], None]
 class Seed:
     """Lets in whoever TLS and the certificates let in; remembers who, and what went wrong."""
 
-    server: Server
+    server: PeerServer
 
     def __init__(self, peer_id: str = "seed") -> None:
         self.welcome = local_welcome(peer_id=peer_id, name="seed", wall=1.0)

@@ -51,7 +51,7 @@ from roles.strategies.strategy import Strategy
 from roles.worker.checkpoint_store import CheckpointFiles
 from roles.worker.heal_source import HealSource
 from roles.worker.privacy import Budget
-from roles.worker.reports import Ledger, Reports
+from roles.worker.reports import Reports, WorkerLedger
 from roles.worker.runner import JobRunner
 from roles.worker.step_runner import StepRunner
 from wire.frame import FrameDecoder
@@ -334,11 +334,11 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     "dir-sync": ([(ProcessDisk, "sync_dir", lambda original: lambda self, path: None)], ("power-cut", "save")),
     # Reports lost while the seed was away are not repeated.
     "ledger": (
-        [(Ledger, "tell_beyond", lambda original: lambda self, step: None)],
+        [(WorkerLedger, "tell_beyond", lambda original: lambda self, step: None)],
         ("seed-kill", "seed-freeze", "silence", "cut", "one-way", "seed-away"),
     ),
     # Checkpoints lack the rows that the seed may not have.
-    "rows": ([(Ledger, "files", lambda original: lambda self: [])], ("kill-all", "join")),
+    "rows": ([(WorkerLedger, "files", lambda original: lambda self: [])], ("kill-all", "join")),
     # A restored seed continues in the term of its copy.
     "term": ([(backup, "next_term", lambda original: lambda term: term)], ("seed-lost", "join", "kill")),
     # A restored seed continues from the newest view in its copy, whatever view the members are in.
