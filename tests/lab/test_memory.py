@@ -8,8 +8,8 @@ import pytest
 
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.world import Network
-from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from tests.wire.doubles import Recorder
+from p2ptrain.lab.memory import MemoryNetwork
+from tests.wire.doubles import Recorder, on_virtual_time
 
 
 async def pair(dialling: Network, listening: Network, host: str = "b") -> tuple[Recorder, Recorder]:
@@ -27,100 +27,90 @@ async def unreachable(network: Network, host: str, port: int, *, timeout_s: floa
     return caught.value.message
 
 
-def test_hosts_are_told_apart_by_name() -> None:
-    async def main() -> None:
-        a, b = (hub := MemoryNetwork()).at("a"), hub.at("b")
-        dialler, acceptor = await pair(a, b)
-        assert dialler.transport.get_extra_info("sockname")[0] == "a"
-        assert acceptor.transport.get_extra_info("peername")[0] == "a"
-        assert dialler.transport.get_extra_info("peername")[0] == "b"
-        for host in ("0.0.0.0", "127.0.0.1", "localhost"):
-            listener = await b.listen(host, 0, Recorder)
-            port = listener.address[1]
-            assert listener.address[0] == host
-            await b.connect("127.0.0.1", port, Recorder, timeout_s=5)
-            assert "refused" in await unreachable(a, "127.0.0.1", port)
-        await a.listen("a", 7337, Recorder)
-        await b.listen("b", 7337, Recorder)
-        with pytest.raises(UserError, match="7337 is in use"):
-            await b.listen("0.0.0.0", 7337, Recorder)
-
-    run_virtual(main())
+@on_virtual_time
+async def test_hosts_are_told_apart_by_name() -> None:
+    a, b = (hub := MemoryNetwork()).at("a"), hub.at("b")
+    dialler, acceptor = await pair(a, b)
+    assert dialler.transport.get_extra_info("sockname")[0] == "a"
+    assert acceptor.transport.get_extra_info("peername")[0] == "a"
+    assert dialler.transport.get_extra_info("peername")[0] == "b"
+    for host in ("0.0.0.0", "127.0.0.1", "localhost"):
+        listener = await b.listen(host, 0, Recorder)
+        port = listener.address[1]
+        assert listener.address[0] == host
+        await b.connect("127.0.0.1", port, Recorder, timeout_s=5)
+        assert "refused" in await unreachable(a, "127.0.0.1", port)
+    await a.listen("a", 7337, Recorder)
+    await b.listen("b", 7337, Recorder)
+    with pytest.raises(UserError, match="7337 is in use"):
+        await b.listen("0.0.0.0", 7337, Recorder)
 
 
-def test_the_default_host_is_found_under_any_name() -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        await pair(network, network, host="whatever")
-        listener = await network.listen("seed.example", 1, Recorder)
-        await network.connect("seed.example", 1, Recorder, timeout_s=5)
-        assert "refused" in await unreachable(network, "other.example", 1)
-        await listener.close()
-        assert "refused" in await unreachable(network, "seed.example", 1)
-
-    run_virtual(main())
+@on_virtual_time
+async def test_the_default_host_is_found_under_any_name() -> None:
+    network = MemoryNetwork()
+    await pair(network, network, host="whatever")
+    listener = await network.listen("seed.example", 1, Recorder)
+    await network.connect("seed.example", 1, Recorder, timeout_s=5)
+    assert "refused" in await unreachable(network, "other.example", 1)
+    await listener.close()
+    assert "refused" in await unreachable(network, "seed.example", 1)
 
 
-def test_a_cut_resets_both_ends_and_refuses_until_mended() -> None:
-    async def main() -> None:
-        hub = MemoryNetwork()
-        a, b, c = hub.at("a"), hub.at("b"), hub.at("c")
-        dialler, acceptor = await pair(a, b)
-        bystander, _ = await pair(c, b)
-        await b.listen("b", 1, Recorder)
-        dialler.transport.write(bytes(1000))
-        hub.cut("b", "a")
-        assert isinstance(await dialler.until_lost(), ConnectionResetError)
-        assert isinstance(await acceptor.until_lost(), ConnectionResetError)
-        assert not acceptor.received
-        assert bystander.events == ["made"]
-        assert "refused" in await unreachable(a, "b", 1)
-        hub.mend("a", "b")
-        await a.connect("b", 1, Recorder, timeout_s=5)
-
-    run_virtual(main())
+@on_virtual_time
+async def test_a_cut_resets_both_ends_and_refuses_until_mended() -> None:
+    hub = MemoryNetwork()
+    a, b, c = hub.at("a"), hub.at("b"), hub.at("c")
+    dialler, acceptor = await pair(a, b)
+    bystander, _ = await pair(c, b)
+    await b.listen("b", 1, Recorder)
+    dialler.transport.write(bytes(1000))
+    hub.cut("b", "a")
+    assert isinstance(await dialler.until_lost(), ConnectionResetError)
+    assert isinstance(await acceptor.until_lost(), ConnectionResetError)
+    assert not acceptor.received
+    assert bystander.events == ["made"]
+    assert "refused" in await unreachable(a, "b", 1)
+    hub.mend("a", "b")
+    await a.connect("b", 1, Recorder, timeout_s=5)
 
 
-def test_silence_holds_everything_back_until_mended() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        hub = MemoryNetwork()
-        a, b = hub.at("a"), hub.at("b")
-        listener = await b.listen("b", 1, Recorder)
-        talker, listener_end = await pair(a, b)
-        leaver, left = await pair(a, b)
-        breaker, broken = await pair(a, b)
-        hub.silence("a", "b")
-        talker.transport.write(b"anyone?")
-        leaver.transport.close()
-        breaker.transport.abort()
-        assert await unreachable(a, *listener.address, timeout_s=3) == "cannot reach b:1: no answer within 3 s"
-        assert loop.time() == pytest.approx(3)
-        assert await leaver.until_lost() is None  # a kernel would do the same: closing is a local affair
-        assert listener_end.events == left.events == broken.events == ["made"]
-        assert not listener_end.received
-        late = Recorder()
-        dialling = asyncio.ensure_future(a.connect(*listener.address, lambda: late, timeout_s=60))
-        await asyncio.sleep(10)
-        hub.mend("a", "b")
-        await dialling
-        assert await listener_end.until_received(7) == b"anyone?"
-        assert await left.until_lost() is None
-        assert isinstance(await broken.until_lost(), ConnectionResetError)
-        assert loop.time() == pytest.approx(13)
-
-    run_virtual(main())
+@on_virtual_time
+async def test_silence_holds_everything_back_until_mended() -> None:
+    loop = asyncio.get_running_loop()
+    hub = MemoryNetwork()
+    a, b = hub.at("a"), hub.at("b")
+    listener = await b.listen("b", 1, Recorder)
+    talker, listener_end = await pair(a, b)
+    leaver, left = await pair(a, b)
+    breaker, broken = await pair(a, b)
+    hub.silence("a", "b")
+    talker.transport.write(b"anyone?")
+    leaver.transport.close()
+    breaker.transport.abort()
+    assert await unreachable(a, *listener.address, timeout_s=3) == "cannot reach b:1: no answer within 3 s"
+    assert loop.time() == pytest.approx(3)
+    assert await leaver.until_lost() is None  # a kernel would do the same: closing is a local affair
+    assert listener_end.events == left.events == broken.events == ["made"]
+    assert not listener_end.received
+    late = Recorder()
+    dialling = asyncio.ensure_future(a.connect(*listener.address, lambda: late, timeout_s=60))
+    await asyncio.sleep(10)
+    hub.mend("a", "b")
+    await dialling
+    assert await listener_end.until_received(7) == b"anyone?"
+    assert await left.until_lost() is None
+    assert isinstance(await broken.until_lost(), ConnectionResetError)
+    assert loop.time() == pytest.approx(13)
 
 
-def test_a_reset_is_noticed_by_who_reads_or_writes_only() -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        aborted, asleep = await pair(network, network)
-        asleep.transport.pause_reading()
-        aborted.transport.abort()
-        await asyncio.sleep(10)
-        assert asleep.events == ["made"]
-        asleep.transport.write(b"hello?")
-        assert isinstance(await asleep.until_lost(), ConnectionResetError)
-
-    run_virtual(main())
+@on_virtual_time
+async def test_a_reset_is_noticed_by_who_reads_or_writes_only() -> None:
+    network = MemoryNetwork()
+    aborted, asleep = await pair(network, network)
+    asleep.transport.pause_reading()
+    aborted.transport.abort()
+    await asyncio.sleep(10)
+    assert asleep.events == ["made"]
+    asleep.transport.write(b"hello?")
+    assert isinstance(await asleep.until_lost(), ConnectionResetError)

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,17 +15,15 @@ import uvloop
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.world import Network
 from tests.wire import doubles
-from tests.wire.doubles import Recorder
+from tests.wire.doubles import Recorder, on_every_stage
 from wire.transport import SocketListener, TcpNetwork, cannot_listen, every_interface, unreachable
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
-Play = Callable[[Coroutine[Any, Any, None]], None]
-
 
 @pytest.fixture(params=list(LOOPS))
-def play(request: pytest.FixtureRequest) -> Play:
-    return partial(doubles.play, loop_factory=LOOPS[request.param])
+def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Network], Coroutine[Any, Any, None]]], None]:
+    return lambda scenario: doubles.play(scenario(TcpNetwork()), loop_factory=LOOPS[request.param])
 
 
 def addresses_here() -> list[str]:
@@ -58,37 +55,35 @@ async def connection(network: Network, host: str = "127.0.0.1") -> AsyncIterator
 
 
 @pytest.mark.parametrize("host", addresses_here())
-def test_every_kind_of_address_carries_bytes(play: Play, host: str) -> None:
-    async def scenario() -> None:
-        async with connection(TcpNetwork(), host) as (dialler, acceptor):
-            acceptor.transport.write(b"hello")
-            assert await dialler.until_received(5) == b"hello"
-
-    doubles.play(scenario())
+@on_every_stage
+async def test_every_kind_of_address_carries_bytes(network: Network, host: str) -> None:
+    async with connection(network, host) as (dialler, acceptor):
+        acceptor.transport.write(b"hello")
+        assert await dialler.until_received(5) == b"hello"
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_a_listener_on_every_interface_knows_callers_of_both_families_by_their_own_address(play: Play) -> None:
-    async def scenario() -> None:
-        accepted: asyncio.Queue[Recorder] = asyncio.Queue()
+@on_every_stage
+async def test_a_listener_on_every_interface_knows_callers_of_both_families_by_their_own_address(
+    network: Network,
+) -> None:
+    accepted: asyncio.Queue[Recorder] = asyncio.Queue()
 
-        def factory() -> Recorder:
-            accepted.put_nowait(acceptor := Recorder())
-            return acceptor
+    def factory() -> Recorder:
+        accepted.put_nowait(acceptor := Recorder())
+        return acceptor
 
-        listener = await TcpNetwork().listen(every_interface(), 0, factory)
-        for host in addresses_here()[:2]:
-            dialler = Recorder()
-            await TcpNetwork().connect(host, listener.address[1], lambda end=dialler: end, timeout_s=5)
-            acceptor = await accepted.get()
-            await acceptor.until(lambda end=acceptor: bool(end.events))
-            assert acceptor.transport.get_extra_info("peername")[0] == host
-            for end in (dialler, acceptor):
-                end.transport.abort()
-                await end.until_lost()
-        await listener.close()
-
-    play(scenario())
+    listener = await network.listen(every_interface(), 0, factory)
+    for host in addresses_here()[:2]:
+        dialler = Recorder()
+        await network.connect(host, listener.address[1], lambda end=dialler: end, timeout_s=5)
+        acceptor = await accepted.get()
+        await acceptor.until(lambda end=acceptor: bool(end.events))
+        assert acceptor.transport.get_extra_info("peername")[0] == host
+        for end in (dialler, acceptor):
+            end.transport.abort()
+            await end.until_lost()
+    await listener.close()
 
 
 class Full(socket.socket):
@@ -98,70 +93,62 @@ class Full(socket.socket):
         raise OSError(errno.EMFILE, "Too many open files")
 
 
-def test_a_listener_without_file_descriptors_says_so_once(play: Play) -> None:
-    async def scenario() -> None:
-        told: asyncio.Queue[P2PTrainError] = asyncio.Queue()
-        strange: list[dict[str, Any]] = []
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: strange.append(context))
-        with Full() as full, socket.socket() as caller:
-            full.bind(("127.0.0.1", 0))
-            full.listen()
-            full.setblocking(False)
-            listener = SocketListener(loop, full, Recorder, backlog=1, on_problem=lambda it, _: told.put_nowait(it))
-            caller.setblocking(False)
-            await loop.sock_connect(caller, full.getsockname())
-            assert (await told.get()).message == "too many open files: new connections wait"
-            listener._acceptable()
-            assert told.empty()
-            assert not strange
-            await listener.close()
-
-    play(scenario())
+@on_every_stage
+async def test_a_listener_without_file_descriptors_says_so_once(network: Network) -> None:
+    told: asyncio.Queue[P2PTrainError] = asyncio.Queue()
+    strange: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: strange.append(context))
+    with Full() as full, socket.socket() as caller:
+        full.bind(("127.0.0.1", 0))
+        full.listen()
+        full.setblocking(False)
+        listener = SocketListener(loop, full, Recorder, backlog=1, on_problem=lambda it, _: told.put_nowait(it))
+        caller.setblocking(False)
+        await loop.sock_connect(caller, full.getsockname())
+        assert (await told.get()).message == "too many open files: new connections wait"
+        listener._acceptable()
+        assert told.empty()
+        assert not strange
+        await listener.close()
 
 
-def test_both_ends_have_the_options_that_find_a_dead_peer(play: Play) -> None:
-    async def scenario() -> None:
-        async with connection(TcpNetwork(user_timeout_s=45)) as ends:
-            for end in ends:
-                sock = end.transport.get_extra_info("socket")
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-                for name, value in {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_USER_TIMEOUT": 45_000}.items():
-                    if hasattr(socket, name):
-                        assert sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value, name
-
-    doubles.play(scenario())
+@on_every_stage
+async def test_both_ends_have_the_options_that_find_a_dead_peer(network: Network) -> None:
+    async with connection(TcpNetwork(user_timeout_s=45)) as ends:
+        for end in ends:
+            sock = end.transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            for name, value in {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_USER_TIMEOUT": 45_000}.items():
+                if hasattr(socket, name):
+                    assert sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value, name
 
 
-def test_buffers_have_the_size_that_was_asked_for(play: Play) -> None:
+@on_every_stage
+async def test_buffers_have_the_size_that_was_asked_for(network: Network) -> None:
     async def sizes(network: Network) -> list[int]:
         async with connection(network) as ends:
             options = (socket.SO_SNDBUF, socket.SO_RCVBUF)
             sockets = [end.transport.get_extra_info("socket") for end in ends]
             return [sock.getsockopt(socket.SOL_SOCKET, option) for sock in sockets for option in options]
 
-    async def scenario() -> None:
-        asked = await sizes(TcpNetwork(buffer_bytes=50_000))
-        assert all(50_000 <= size <= 100_000 for size in asked)  # Linux doubles it for its own bookkeeping
-
-    doubles.play(scenario())
+    asked = await sizes(TcpNetwork(buffer_bytes=50_000))
+    assert all(50_000 <= size <= 100_000 for size in asked)  # Linux doubles it for its own bookkeeping
 
 
-def test_a_port_with_connections_in_time_wait_can_be_bound_again(play: Play) -> None:
-    async def scenario() -> None:
-        network, acceptor, dialler = TcpNetwork(), Recorder(), Recorder()
-        listener = await network.listen("127.0.0.1", 0, lambda: acceptor)
-        await network.connect(*listener.address, lambda: dialler, timeout_s=5)
-        await acceptor.until(lambda: bool(acceptor.events))
-        acceptor.transport.close()  # who closes first keeps the port busy for a minute
-        await dialler.until_lost()
-        await acceptor.until_lost()
-        await listener.close()
-        again = await network.listen(*listener.address, Recorder)
-        await again.close()
-
-    doubles.play(scenario())
+@on_every_stage
+async def test_a_port_with_connections_in_time_wait_can_be_bound_again(network: Network) -> None:
+    acceptor, dialler = Recorder(), Recorder()
+    listener = await network.listen("127.0.0.1", 0, lambda: acceptor)
+    await network.connect(*listener.address, lambda: dialler, timeout_s=5)
+    await acceptor.until(lambda: bool(acceptor.events))
+    acceptor.transport.close()  # who closes first keeps the port busy for a minute
+    await dialler.until_lost()
+    await acceptor.until_lost()
+    await listener.close()
+    again = await network.listen(*listener.address, Recorder)
+    await again.close()
 
 
 @pytest.fixture
@@ -177,56 +164,55 @@ def black_hole() -> Iterator[tuple[str, int]]:
         yield full.getsockname()
 
 
-def test_a_machine_that_swallows_packets_is_given_up_in_time(play: Play, black_hole: tuple[str, int]) -> None:
-    async def scenario() -> None:
-        host, port = black_hole
-        with pytest.raises(Unreachable, match=r"no answer within 0\.2 s") as caught:
-            await TcpNetwork().connect(host, port, Recorder, timeout_s=0.2)
-        assert "firewall" in caught.value.remedy
-        dialling = asyncio.ensure_future(TcpNetwork().connect(host, port, Recorder, timeout_s=60))
-        await asyncio.sleep(0)
-        dialling.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await dialling
-
-    doubles.play(scenario())
-
-
-def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch, black_hole: tuple[str, int]) -> None:
-    async def scenario() -> None:
-        network = TcpNetwork()
-        gone = await network.listen("127.0.0.1", 0, Recorder)
-        await gone.close()
-        there = await network.listen("127.0.0.1", 0, Recorder)
-        places = (black_hole, gone.address, there.address)
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in places]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
-        dialler = Recorder()
-        await network.connect("three.example", 1, lambda: dialler, timeout_s=1)
-        assert dialler.transport.get_extra_info("peername") == there.address
-        del found[::2]
-        with pytest.raises(Unreachable, match=r"one\.example:1: connection refused"):
-            await network.connect("one.example", 1, Recorder, timeout_s=5)
-        dialler.transport.abort()
-        await dialler.until_lost()
-        await there.close()
-
-    doubles.play(scenario())
+@on_every_stage
+async def test_a_machine_that_swallows_packets_is_given_up_in_time(
+    network: Network, black_hole: tuple[str, int]
+) -> None:
+    host, port = black_hole
+    with pytest.raises(Unreachable, match=r"no answer within 0\.2 s") as caught:
+        await network.connect(host, port, Recorder, timeout_s=0.2)
+    assert "firewall" in caught.value.remedy
+    dialling = asyncio.ensure_future(network.connect(host, port, Recorder, timeout_s=60))
+    await asyncio.sleep(0)
+    dialling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await dialling
 
 
-def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("play", ["asyncio"], indirect=True)  # uvloop asks the C library
+@on_every_stage
+async def test_each_address_of_a_name_is_tried(
+    network: Network, monkeypatch: pytest.MonkeyPatch, black_hole: tuple[str, int]
+) -> None:
+    gone = await network.listen("127.0.0.1", 0, Recorder)
+    await gone.close()
+    there = await network.listen("127.0.0.1", 0, Recorder)
+    places = (black_hole, gone.address, there.address)
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in places]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
+    dialler = Recorder()
+    await network.connect("three.example", 1, lambda: dialler, timeout_s=1)
+    assert dialler.transport.get_extra_info("peername") == there.address
+    del found[::2]
+    with pytest.raises(Unreachable, match=r"one\.example:1: connection refused"):
+        await network.connect("one.example", 1, Recorder, timeout_s=5)
+    dialler.transport.abort()
+    await dialler.until_lost()
+    await there.close()
+
+
+@pytest.mark.parametrize("play", ["asyncio"], indirect=True)  # uvloop asks the C library
+@on_every_stage
+async def test_a_name_that_nobody_knows(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_args: object, **_kwargs: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    async def scenario() -> None:
-        monkeypatch.setattr(socket, "getaddrinfo", unknown)
-        with pytest.raises(Unreachable, match="host name is not known") as caught:
-            await TcpNetwork().connect("sede", 7337, Recorder, timeout_s=5)
-        assert "check the name" in caught.value.remedy
-        with pytest.raises(UserError, match="host name is not known"):
-            await TcpNetwork().listen("sede", 7337, Recorder)
-
-    doubles.play(scenario())
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(Unreachable, match="host name is not known") as caught:
+        await network.connect("sede", 7337, Recorder, timeout_s=5)
+    assert "check the name" in caught.value.remedy
+    with pytest.raises(UserError, match="host name is not known"):
+        await network.listen("sede", 7337, Recorder)
 
 
 @pytest.mark.parametrize(

@@ -61,15 +61,10 @@ STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Ne
 def _player(stage: str) -> Play:
     loop, network = STAGES[stage]
 
-    def play(scenario: Scenario) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(60):  # virtual seconds, where time is
-                await scenario(network())
+    async def scene(scenario: Scenario) -> None:
+        await scenario(network())
 
-        with asyncio.Runner(loop_factory=loop) as runner:
-            runner.run(bounded())
-
-    return play
+    return lambda scenario: doubles.play(scene(scenario), loop_factory=loop)
 
 
 @pytest.fixture(params=STAGES)
@@ -78,35 +73,13 @@ def play(request: pytest.FixtureRequest) -> Play:
     return _player(request.param)
 
 
+@pytest.fixture(params=["tcp-asyncio", "tcp-uvloop", "memory"])
+def play_plain(request: pytest.FixtureRequest) -> Play:
+    """Runs a scenario, which puts TLS over the network itself, on TCP with both event loops and in memory."""
+    return _player(request.param)
+
+
 @pytest.fixture
 def play_virtual() -> Play:
     """Runs a scenario in memory on virtual time: waiting is free, and every time is exact."""
     return _player("memory")
-
-
-PLAIN_STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Network]]] = {
-    "asyncio": (asyncio.new_event_loop, TcpNetwork),
-    "uvloop": (uvloop.new_event_loop, TcpNetwork),
-    "memory": (VirtualClockLoop, MemoryNetwork),
-}
-
-
-def _plain_player(stage: str) -> Play:
-    loop, network = PLAIN_STAGES[stage]
-
-    async def scene(scenario: Scenario) -> None:
-        await scenario(network())
-
-    return lambda scenario: doubles.play(scene(scenario), loop_factory=loop)
-
-
-@pytest.fixture(params=PLAIN_STAGES)
-def on_stage(request: pytest.FixtureRequest) -> Play:
-    """Runs a scenario, which puts TLS over the network itself, on TCP with both event loops and in memory."""
-    return _plain_player(request.param)
-
-
-@pytest.fixture
-def in_memory() -> Play:
-    """The same in memory on virtual time."""
-    return _plain_player("memory")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
+import inspect
 import shutil
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from p2ptrain.core.disk import RealDisk
+from p2ptrain.lab.memory import run_virtual
 from wire.credentials import (
     Credentials,
     new_authority,
@@ -31,7 +33,7 @@ def play(
     scenario: Coroutine[Any, Any, T],
     *,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
-    timeout_s: float = 30.0,
+    timeout_s: float = 60.0,
 ) -> T:
     """Run ``scenario`` on a fresh loop. Where it fails, its failure is told, not what it left open by failing."""
 
@@ -46,6 +48,36 @@ def play(
             # uvloop never finishes closing a loop where these warnings are errors.
             warnings.simplefilter("ignore", ResourceWarning)
             raise
+
+
+def scenario_of(player: str) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
+    """Decorate a test that is a coroutine of a ``network``: the fixture ``player`` runs it, on what it chooses."""
+
+    def decorate(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        def run(**fixtures: Any) -> None:
+            fixtures.pop(player)(lambda network: test(network, **fixtures))
+
+        parameters = inspect.signature(test).parameters.values()
+        fixtures = [each.replace(name=player) if each.name == "network" else each for each in parameters]
+        functools.update_wrapper(run, test).__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+on_every_stage = scenario_of("play")
+on_every_plain_stage = scenario_of("play_plain")
+in_memory = scenario_of("play_virtual")
+
+
+def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Decorate a test that is a coroutine: waiting is free, and every time is exact."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        run_virtual(test(**fixtures))
+
+    return run
 
 
 class Recorder(asyncio.BufferedProtocol):
@@ -172,13 +204,13 @@ def run(name: str = "run") -> Run:
     return _made(name)
 
 
-@cache
+@functools.cache
 def _made(name: str) -> Run:
     directory = Path(tempfile.mkdtemp(prefix="p2ptrain-test-"))
     atexit.register(shutil.rmtree, directory)
     return Run(*new_authority(name, now=time.time()), directory)
 
 
-@cache
+@functools.cache
 def credentials(peer_id: str = "peer", role: str = "worker", name: str = "run") -> Credentials:
     return run(name).member(peer_id, role)

@@ -10,14 +10,13 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused, UserError
 from p2ptrain.core.world import Network
+from tests.wire.doubles import in_memory, on_every_stage
 from wire.address import parse_address
 from wire.client import MAX_UPDATES, SILENCE_S, SeedClient
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
 from wire.messages import Hello, Request, Response, Update, Welcome
 
-Scenario = Callable[[Network], Awaitable[None]]
-Play = Callable[[Scenario], None]
 Answer = Callable[[Connection, Request], Awaitable[None]]
 
 
@@ -72,140 +71,124 @@ async def drain(client: SeedClient) -> tuple[list[Update], P2PTrainError]:
 # ------------------------------------------------------------------------------------------------------------- requests
 
 
-def test_ask_and_be_answered(play: Play):
-    async def scenario(network: Network) -> None:
-        async with operator(network) as (client, _, hellos):
-            assert client.welcome.cluster_id == "c1"
-            assert (hellos[0].purpose, hellos[0].name, hellos[0].roles) == ("operator", "op", [])
-            assert await client.request("peers.list") == {"method": "peers.list", "params": {}}
-            assert await client.request("jobs.show", {"job": "j"}) == {"method": "jobs.show", "params": {"job": "j"}}
-
-    play(scenario)
+@on_every_stage
+async def test_ask_and_be_answered(network: Network) -> None:
+    async with operator(network) as (client, _, hellos):
+        assert client.welcome.cluster_id == "c1"
+        assert (hellos[0].purpose, hellos[0].name, hellos[0].roles) == ("operator", "op", [])
+        assert await client.request("peers.list") == {"method": "peers.list", "params": {}}
+        assert await client.request("jobs.show", {"job": "j"}) == {"method": "jobs.show", "params": {"job": "j"}}
 
 
-def test_requests_overlap_and_are_answered_in_any_order(play: Play):
-    async def scenario(network: Network) -> None:
-        held: list[Request] = []
+@on_every_stage
+async def test_requests_overlap_and_are_answered_in_any_order(network: Network) -> None:
+    held: list[Request] = []
 
-        async def backwards(connection: Connection, request: Request) -> None:
-            held.append(request)
-            if len(held) == 3:
-                for each in reversed(held):
-                    connection.send(Response(each.id, {"was": each.method}))
+    async def backwards(connection: Connection, request: Request) -> None:
+        held.append(request)
+        if len(held) == 3:
+            for each in reversed(held):
+                connection.send(Response(each.id, {"was": each.method}))
 
-        async with operator(network, backwards) as (client, _, _):
-            answers = await asyncio.gather(*[client.request(method) for method in "abc"])
-            assert answers == [{"was": method} for method in "abc"]
-
-    play(scenario)
+    async with operator(network, backwards) as (client, _, _):
+        answers = await asyncio.gather(*[client.request(method) for method in "abc"])
+        assert answers == [{"was": method} for method in "abc"]
 
 
-def test_an_error_is_a_refusal(play: Play):
-    async def scenario(network: Network) -> None:
-        async def refuse(connection: Connection, request: Request) -> None:
-            connection.send(Response(request.id, {}, "no-such-job", "there is no job 'x'", "see p2ptrain jobs"))
+@on_every_stage
+async def test_an_error_is_a_refusal(network: Network) -> None:
+    async def refuse(connection: Connection, request: Request) -> None:
+        connection.send(Response(request.id, {}, "no-such-job", "there is no job 'x'", "see p2ptrain jobs"))
 
-        async with operator(network, refuse) as (client, _, _):
-            error = await failure(client.request("jobs.show", {"job": "x"}))
-            assert isinstance(error, Refused)
-            assert (error.code, error.message, error.remedy) == (
-                "no-such-job",
-                "there is no job 'x'",
-                "see p2ptrain jobs",
-            )
-
-    play(scenario)
+    async with operator(network, refuse) as (client, _, _):
+        error = await failure(client.request("jobs.show", {"job": "x"}))
+        assert isinstance(error, Refused)
+        assert (error.code, error.message, error.remedy) == (
+            "no-such-job",
+            "there is no job 'x'",
+            "see p2ptrain jobs",
+        )
 
 
-def test_an_answer_that_comes_too_late_harms_nobody(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        async def slowly(connection: Connection, request: Request) -> None:
-            await asyncio.sleep(request.params["s"])  # virtual
-            await echo(connection, request)
+@in_memory
+async def test_an_answer_that_comes_too_late_harms_nobody(network: Network) -> None:
+    async def slowly(connection: Connection, request: Request) -> None:
+        await asyncio.sleep(request.params["s"])  # virtual
+        await echo(connection, request)
 
-        async with operator(network, slowly) as (client, _, _):
-            error = await failure(client.request("a", {"s": 3}, timeout_s=2))
-            assert isinstance(error, DeadlineExceeded)
-            assert "did not answer a within 2 s" in error.message
-            assert (await client.request("b", {"s": 0}))["method"] == "b"
-
-    play_virtual(scenario)
+    async with operator(network, slowly) as (client, _, _):
+        error = await failure(client.request("a", {"s": 3}, timeout_s=2))
+        assert isinstance(error, DeadlineExceeded)
+        assert "did not answer a within 2 s" in error.message
+        assert (await client.request("b", {"s": 0}))["method"] == "b"
 
 
-def test_who_waits_for_an_answer_learns_of_the_end_at_once(play: Play):
-    async def scenario(network: Network) -> None:
-        asked = asyncio.Event()
+@on_every_stage
+async def test_who_waits_for_an_answer_learns_of_the_end_at_once(network: Network) -> None:
+    asked = asyncio.Event()
 
-        async def never(connection: Connection, request: Request) -> None:
-            asked.set()
+    async def never(connection: Connection, request: Request) -> None:
+        asked.set()
 
-        async with operator(network, never) as (client, seed, _):
-            waiters = [asyncio.ensure_future(client.request("a", timeout_s=3600)) for _ in range(2)]
-            await asked.wait()
-            seed.abort()
-            for waiter in waiters:
-                assert isinstance(await failure(waiter), ConnectionLost)
-            assert isinstance(await failure(client.request("b")), ConnectionLost)
-            assert (await drain(client))[0] == []
-
-    play(scenario)
+    async with operator(network, never) as (client, seed, _):
+        waiters = [asyncio.ensure_future(client.request("a", timeout_s=3600)) for _ in range(2)]
+        await asked.wait()
+        seed.abort()
+        for waiter in waiters:
+            assert isinstance(await failure(waiter), ConnectionLost)
+        assert isinstance(await failure(client.request("b")), ConnectionLost)
+        assert (await drain(client))[0] == []
 
 
 # -------------------------------------------------------------------------------------------------------------- updates
 
 
-def test_updates_come_in_order_among_answers_until_the_end(play: Play):
-    async def scenario(network: Network) -> None:
-        updates = [Update("jobs", [{"id": "j", "step": step}]) for step in range(200)]
+@on_every_stage
+async def test_updates_come_in_order_among_answers_until_the_end(network: Network) -> None:
+    updates = [Update("jobs", [{"id": "j", "step": step}]) for step in range(200)]
 
-        async def subscribe(connection: Connection, request: Request) -> None:
-            for update in updates:
-                connection.send(update)
-            await echo(connection, request)
+    async def subscribe(connection: Connection, request: Request) -> None:
+        for update in updates:
+            connection.send(update)
+        await echo(connection, request)
 
-        async with operator(network, subscribe) as (client, seed, _):
-            watching = asyncio.ensure_future(drain(client))
-            await client.request("subscribe")
-            seed.send(Update("peers", []))
-            await seed.close()
-            assert (await watching)[0] == [*updates, Update("peers", [])]
-
-    play(scenario)
+    async with operator(network, subscribe) as (client, seed, _):
+        watching = asyncio.ensure_future(drain(client))
+        await client.request("subscribe")
+        seed.send(Update("peers", []))
+        await seed.close()
+        assert (await watching)[0] == [*updates, Update("peers", [])]
 
 
-def test_a_viewer_that_falls_behind_is_cut_off_rather_than_misled(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        async def flood(connection: Connection, request: Request) -> None:
-            for seq in range(MAX_UPDATES + 1):
-                connection.send(Update("jobs", [{"id": str(seq)}]))
+@in_memory
+async def test_a_viewer_that_falls_behind_is_cut_off_rather_than_misled(network: Network) -> None:
+    async def flood(connection: Connection, request: Request) -> None:
+        for seq in range(MAX_UPDATES + 1):
+            connection.send(Update("jobs", [{"id": str(seq)}]))
 
-        async with operator(network, flood) as (client, _, _):
-            assert isinstance(await failure(client.request("subscribe")), ConnectionLost)
-            seen, end = await drain(client)
-            assert len(seen) == MAX_UPDATES
-            assert "fell 1024 updates behind" in end.message
-
-    play_virtual(scenario)
+    async with operator(network, flood) as (client, _, _):
+        assert isinstance(await failure(client.request("subscribe")), ConnectionLost)
+        seen, end = await drain(client)
+        assert len(seen) == MAX_UPDATES
+        assert "fell 1024 updates behind" in end.message
 
 
 # ---------------------------------------------------------------------------------------------------- silence, nonsense
 
 
-def test_a_silent_seed_is_asked_and_then_given_up(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        asked: list[str] = []
+@in_memory
+async def test_a_silent_seed_is_asked_and_then_given_up(network: Network) -> None:
+    asked: list[str] = []
 
-        async def never(connection: Connection, request: Request) -> None:
-            asked.append(request.method)
+    async def never(connection: Connection, request: Request) -> None:
+        asked.append(request.method)
 
-        async with operator(network, never) as (client, _, _):
-            began = asyncio.get_running_loop().time()
-            _, end = await drain(client)
-            assert asyncio.get_running_loop().time() - began == pytest.approx(2 * SILENCE_S)
-            assert asked == ["probe.clock"]
-            assert "sent nothing" in end.message
-
-    play_virtual(scenario)
+    async with operator(network, never) as (client, _, _):
+        began = asyncio.get_running_loop().time()
+        _, end = await drain(client)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(2 * SILENCE_S)
+        assert asked == ["probe.clock"]
+        assert "sent nothing" in end.message
 
 
 # ------------------------------------------------------------------------------------------------------------ addresses

@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.core.errors import Unreachable
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from tests.wire.doubles import Recorder
+from tests.wire.doubles import Recorder, on_virtual_time
 from wire.emulate import PIECE_BYTES, PRESETS, SPARE_BYTES, EmulatedNetwork, LinkPreset
 
 DELAY_S = 0.050
@@ -40,139 +40,123 @@ async def emulated_pair(preset: LinkPreset, seed: int = 0) -> tuple[Recorder, Re
     return await pair(network, network)
 
 
-def test_both_ends_emulated_delay_each_direction_once() -> None:
-    async def main() -> None:
-        inner = MemoryNetwork()
-        dialler, acceptor = await pair(EmulatedNetwork(inner, PLAIN, 1), EmulatedNetwork(inner, PLAIN, 2))
+@on_virtual_time
+async def test_both_ends_emulated_delay_each_direction_once() -> None:
+    inner = MemoryNetwork()
+    dialler, acceptor = await pair(EmulatedNetwork(inner, PLAIN, 1), EmulatedNetwork(inner, PLAIN, 2))
+    for sender, receiver in ((dialler, acceptor), (acceptor, dialler)):
+        sent_at = now()
+        sender.transport.write(b"ping")
+        await receiver.until_received(4)
+        assert now() == exactly(sent_at + DELAY_S)
+
+
+@on_virtual_time
+async def test_a_link_may_be_another_one_for_each_peer() -> None:
+    hub = MemoryNetwork()
+    links = {"near": replace(PLAIN, delay_ms=1.0), "far": PLAIN, "here": LinkPreset("none", delay_ms=0.0)}
+    network = EmulatedNetwork(hub.at("here"), lambda host, port: links[host], 0)
+    for host, delay_s in (("near", 0.001), ("far", 0.050)):
+        there = EmulatedNetwork(hub.at(host), lambda caller, port, host=host: links[host], 0)
+        acceptor, dialler = Recorder(), Recorder()
+        listener = await there.listen("0.0.0.0", 0, lambda acceptor=acceptor: acceptor)
+        began = now()
+        await network.connect(host, listener.address[1], lambda dialler=dialler: dialler, timeout_s=5)
+        assert now() == exactly(began + 2 * delay_s)
+        await acceptor.until(lambda acceptor=acceptor: bool(acceptor.events))
         for sender, receiver in ((dialler, acceptor), (acceptor, dialler)):
             sent_at = now()
             sender.transport.write(b"ping")
             await receiver.until_received(4)
-            assert now() == exactly(sent_at + DELAY_S)
-
-    run_virtual(main())
+            assert now() == exactly(sent_at + delay_s)
 
 
-def test_a_link_may_be_another_one_for_each_peer() -> None:
-    async def main() -> None:
-        hub = MemoryNetwork()
-        links = {"near": replace(PLAIN, delay_ms=1.0), "far": PLAIN, "here": LinkPreset("none", delay_ms=0.0)}
-        network = EmulatedNetwork(hub.at("here"), lambda host, port: links[host], 0)
-        for host, delay_s in (("near", 0.001), ("far", 0.050)):
-            there = EmulatedNetwork(hub.at(host), lambda caller, port, host=host: links[host], 0)
-            acceptor, dialler = Recorder(), Recorder()
-            listener = await there.listen("0.0.0.0", 0, lambda acceptor=acceptor: acceptor)
-            began = now()
-            await network.connect(host, listener.address[1], lambda dialler=dialler: dialler, timeout_s=5)
-            assert now() == exactly(began + 2 * delay_s)
-            await acceptor.until(lambda acceptor=acceptor: bool(acceptor.events))
-            for sender, receiver in ((dialler, acceptor), (acceptor, dialler)):
-                sent_at = now()
-                sender.transport.write(b"ping")
-                await receiver.until_received(4)
-                assert now() == exactly(sent_at + delay_s)
-
-    run_virtual(main())
+@on_virtual_time
+async def test_dialling_takes_a_round_trip_and_fails_when_that_is_too_long() -> None:
+    network = EmulatedNetwork(MemoryNetwork(), PLAIN, 0)
+    listener = await network.listen("host", 0, Recorder)
+    await network.connect(*listener.address, Recorder, timeout_s=1)
+    assert now() == exactly(2 * DELAY_S)
+    begun_at = now()
+    with pytest.raises(Unreachable, match=r"no answer within 0.08 s"):
+        await network.connect(*listener.address, Recorder, timeout_s=0.08)
+    assert now() == exactly(begun_at + 0.08)
 
 
-def test_dialling_takes_a_round_trip_and_fails_when_that_is_too_long() -> None:
-    async def main() -> None:
-        network = EmulatedNetwork(MemoryNetwork(), PLAIN, 0)
-        listener = await network.listen("host", 0, Recorder)
-        await network.connect(*listener.address, Recorder, timeout_s=1)
-        assert now() == exactly(2 * DELAY_S)
-        begun_at = now()
-        with pytest.raises(Unreachable, match=r"no answer within 0.08 s"):
-            await network.connect(*listener.address, Recorder, timeout_s=0.08)
-        assert now() == exactly(begun_at + 0.08)
-
-    run_virtual(main())
+@on_virtual_time
+async def test_a_large_write_streams_at_the_rate() -> None:
+    dialler, acceptor = await emulated_pair(SLOW)
+    total, sent_at = 1 << 20, now()
+    dialler.transport.write(bytes(total))
+    await acceptor.until_received(total)
+    assert acceptor.arrivals == [
+        (exactly(sent_at + DELAY_S + done * 1e-6), done) for done in range(PIECE_BYTES, total + 1, PIECE_BYTES)
+    ]
 
 
-def test_a_large_write_streams_at_the_rate() -> None:
-    async def main() -> None:
-        dialler, acceptor = await emulated_pair(SLOW)
-        total, sent_at = 1 << 20, now()
-        dialler.transport.write(bytes(total))
-        await acceptor.until_received(total)
-        assert acceptor.arrivals == [
-            (exactly(sent_at + DELAY_S + done * 1e-6), done) for done in range(PIECE_BYTES, total + 1, PIECE_BYTES)
-        ]
-
-    run_virtual(main())
-
-
-def test_what_the_links_buffer_took_is_the_writers_again_and_the_rest_is_not_copied() -> None:
-    async def main() -> None:
-        dialler, acceptor = await emulated_pair(SLOW)
-        fits, more = bytearray(SLOW_BUFFER_BYTES), bytearray(b"before")
-        dialler.transport.write(fits)
-        assert dialler.transport.get_write_buffer_size() == 0
-        fits.clear()  # nothing holds it, else this would be a BufferError
-        dialler.transport.write(bytes(PIECE_BYTES))
-        dialler.transport.write(more)
-        more[:] = b"behind"
-        received = await acceptor.until_received(SLOW_BUFFER_BYTES + PIECE_BYTES + 6)
-        assert received[-6:] == b"behind"
-        more.clear()
-
-    run_virtual(main())
+@on_virtual_time
+async def test_what_the_links_buffer_took_is_the_writers_again_and_the_rest_is_not_copied() -> None:
+    dialler, acceptor = await emulated_pair(SLOW)
+    fits, more = bytearray(SLOW_BUFFER_BYTES), bytearray(b"before")
+    dialler.transport.write(fits)
+    assert dialler.transport.get_write_buffer_size() == 0
+    fits.clear()  # nothing holds it, else this would be a BufferError
+    dialler.transport.write(bytes(PIECE_BYTES))
+    dialler.transport.write(more)
+    more[:] = b"behind"
+    received = await acceptor.until_received(SLOW_BUFFER_BYTES + PIECE_BYTES + 6)
+    assert received[-6:] == b"behind"
+    more.clear()
 
 
-def test_the_writer_is_paused_above_high_water_and_resumed_below_low() -> None:
-    async def main() -> None:
-        dialler, acceptor = await emulated_pair(SLOW)
-        transport = dialler.transport
-        transport.set_write_buffer_limits(high=100_000, low=40_000)
-        sent_at = now()
-        in_buffer = SLOW_BUFFER_BYTES
-        transport.write(bytes(in_buffer))
-        transport.write(bytes(100_000))
-        assert dialler.events == ["made"]
-        transport.write(b"!")
-        assert dialler.writing_paused
-        transport.write(b"!")
-        assert transport.get_write_buffer_size() == 100_002
-        await dialler.until(lambda: not dialler.writing_paused)
-        # Pieces of 16384: when four have arrived, four more are in the buffer and 34466 bytes are left.
-        assert now() == exactly(sent_at + DELAY_S + 4 * PIECE_BYTES * 1e-6)
-        assert transport.get_write_buffer_size() == 100_002 - 4 * PIECE_BYTES
-        await acceptor.until_received(in_buffer + 100_002)
-        assert transport.get_write_buffer_size() == 0
-        assert dialler.events == ["made", "paused", "resumed"]
-
-    run_virtual(main())
+@on_virtual_time
+async def test_the_writer_is_paused_above_high_water_and_resumed_below_low() -> None:
+    dialler, acceptor = await emulated_pair(SLOW)
+    transport = dialler.transport
+    transport.set_write_buffer_limits(high=100_000, low=40_000)
+    sent_at = now()
+    in_buffer = SLOW_BUFFER_BYTES
+    transport.write(bytes(in_buffer))
+    transport.write(bytes(100_000))
+    assert dialler.events == ["made"]
+    transport.write(b"!")
+    assert dialler.writing_paused
+    transport.write(b"!")
+    assert transport.get_write_buffer_size() == 100_002
+    await dialler.until(lambda: not dialler.writing_paused)
+    # Pieces of 16384: when four have arrived, four more are in the buffer and 34466 bytes are left.
+    assert now() == exactly(sent_at + DELAY_S + 4 * PIECE_BYTES * 1e-6)
+    assert transport.get_write_buffer_size() == 100_002 - 4 * PIECE_BYTES
+    await acceptor.until_received(in_buffer + 100_002)
+    assert transport.get_write_buffer_size() == 0
+    assert dialler.events == ["made", "paused", "resumed"]
 
 
-def test_close_sends_everything_first_and_arrives_after_the_delay() -> None:
-    async def main() -> None:
-        dialler, acceptor = await emulated_pair(SLOW)
-        closed_at = now()
-        dialler.transport.write(bytes(100_000))
-        dialler.transport.close()
-        dialler.transport.write(b"too late")
-        assert await acceptor.until_lost() is None
-        assert len(acceptor.received) == 100_000
-        # The end arrives with the last byte; the acceptor's own close then takes the way back.
-        assert now() == exactly(closed_at + DELAY_S + 0.1 + DELAY_S)
-        assert await dialler.until_lost() is None
-
-    run_virtual(main())
+@on_virtual_time
+async def test_close_sends_everything_first_and_arrives_after_the_delay() -> None:
+    dialler, acceptor = await emulated_pair(SLOW)
+    closed_at = now()
+    dialler.transport.write(bytes(100_000))
+    dialler.transport.close()
+    dialler.transport.write(b"too late")
+    assert await acceptor.until_lost() is None
+    assert len(acceptor.received) == 100_000
+    # The end arrives with the last byte; the acceptor's own close then takes the way back.
+    assert now() == exactly(closed_at + DELAY_S + 0.1 + DELAY_S)
+    assert await dialler.until_lost() is None
 
 
-def test_a_peer_that_breaks_off_ends_the_emulated_side_at_once() -> None:
-    async def main() -> None:
-        inner = MemoryNetwork()
-        dialler, acceptor = await pair(EmulatedNetwork(inner, SLOW, 1), inner)
-        dialler.transport.write(bytes(1_000_000))
-        await acceptor.until_received(1)
-        broken_at = now()
-        acceptor.transport.abort()
-        assert isinstance(await dialler.until_lost(), ConnectionResetError)
-        assert now() == exactly(broken_at)
-        assert dialler.transport.get_write_buffer_size() == 0
-
-    run_virtual(main())
+@on_virtual_time
+async def test_a_peer_that_breaks_off_ends_the_emulated_side_at_once() -> None:
+    inner = MemoryNetwork()
+    dialler, acceptor = await pair(EmulatedNetwork(inner, SLOW, 1), inner)
+    dialler.transport.write(bytes(1_000_000))
+    await acceptor.until_received(1)
+    broken_at = now()
+    acceptor.transport.abort()
+    assert isinstance(await dialler.until_lost(), ConnectionResetError)
+    assert now() == exactly(broken_at)
+    assert dialler.transport.get_write_buffer_size() == 0
 
 
 @pytest.mark.parametrize("seed", [1, 2])

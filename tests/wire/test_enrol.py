@@ -7,7 +7,7 @@ import base64
 import hashlib
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import DEFAULT_HOST, MemoryNetwork
-from tests.wire.doubles import Run, credentials, run
+from tests.wire.doubles import Run, credentials, in_memory, on_every_plain_stage, run
 from wire.address import NONCE_BYTES, Ticket, verify_proof
 from wire.connection import Connection, last_word
 from wire.credentials import Credentials, authority_context, der_of, new_key_and_request
@@ -46,7 +46,6 @@ from wire.tls import TlsDialler, TlsNetwork
 
 HOST = "127.0.0.1"
 SECRET = bytes(range(50, 66))
-Play = Callable[[Callable[[Network], Awaitable[None]]], None]
 
 
 class Seed:
@@ -141,131 +140,116 @@ def nothing_of_the_secret_in(*things: object) -> None:
     assert base64.b64encode(SECRET).decode().rstrip("=") not in shown
 
 
-def test_a_ticket_becomes_credentials(on_stage: Play, tmp_path: Path) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(network) as seed:
-            held = await enrolled(network, seed.ticket, tmp_path / "mine")
-            assert (held.identity.peer_id, held.identity.roles) == ("a1", {"worker"})
-            assert Credentials.load(RealDisk(), tmp_path / "mine") == held
-            assert [type(message) for message in seed.heard] == [EnrolRequest]
-            nothing_of_the_secret_in(*seed.heard)
-            mine = TlsNetwork(network, held, require_client_certificate=True)
-            hello = local_hello(peer_id="a1", name="anna", roles=["worker"], purpose="peer")
-            connection, _ = await dial(mine, *seed.server.address, hello, timeout_s=5, expect_role="seed")
-            await connection.close()
-            assert not seed.problems
-
-    on_stage(scenario)
+@on_every_plain_stage
+async def test_a_ticket_becomes_credentials(network: Network, tmp_path: Path) -> None:
+    async with Seed().listening(network) as seed:
+        held = await enrolled(network, seed.ticket, tmp_path / "mine")
+        assert (held.identity.peer_id, held.identity.roles) == ("a1", {"worker"})
+        assert Credentials.load(RealDisk(), tmp_path / "mine") == held
+        assert [type(message) for message in seed.heard] == [EnrolRequest]
+        nothing_of_the_secret_in(*seed.heard)
+        mine = TlsNetwork(network, held, require_client_certificate=True)
+        hello = local_hello(peer_id="a1", name="anna", roles=["worker"], purpose="peer")
+        connection, _ = await dial(mine, *seed.server.address, hello, timeout_s=5, expect_role="seed")
+        await connection.close()
+        assert not seed.problems
 
 
-def test_a_wrong_pin_ends_it_before_anything_is_said(on_stage: Play, tmp_path: Path) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(network) as seed:
-            with pytest.raises(Refused) as caught:
-                await enrolled(network, replace(seed.ticket, pin=bytes(32)), tmp_path)
-            assert caught.value.code == "wrong-pin"
-            assert "may be intercepted" in caught.value.remedy
-            told = await seed.problem()
-            assert isinstance(told, Refused)
-            assert told.code == "wrong-pin"
-            assert not any(isinstance(message, EnrolRequest) for message in seed.heard)
-            nothing_of_the_secret_in(caught.value, told)
-            assert not os.listdir(tmp_path)
-
-    on_stage(scenario)
+@on_every_plain_stage
+async def test_a_wrong_pin_ends_it_before_anything_is_said(network: Network, tmp_path: Path) -> None:
+    async with Seed().listening(network) as seed:
+        with pytest.raises(Refused) as caught:
+            await enrolled(network, replace(seed.ticket, pin=bytes(32)), tmp_path)
+        assert caught.value.code == "wrong-pin"
+        assert "may be intercepted" in caught.value.remedy
+        told = await seed.problem()
+        assert isinstance(told, Refused)
+        assert told.code == "wrong-pin"
+        assert not any(isinstance(message, EnrolRequest) for message in seed.heard)
+        nothing_of_the_secret_in(caught.value, told)
+        assert not os.listdir(tmp_path)
 
 
-def test_somebody_in_between_who_shows_the_true_ca_cannot_speak_under_it(on_stage: Play, tmp_path: Path) -> None:
-    async def scenario(network: Network) -> None:
-        proxy = Seed(presents=run("proxy").member("seed", "seed"))
-        async with proxy.listening(network):
-            with pytest.raises(Refused) as caught:
-                await enrolled(network, proxy.ticket, tmp_path)
-            assert caught.value.code == "certificate-untrusted"
-            assert (await proxy.problem()).code == "certificate-untrusted"  # type: ignore[attr-defined]
-            assert not proxy.heard
-
-    on_stage(scenario)
-
-
-def test_a_member_that_plays_the_seed_is_refused(on_stage: Play, tmp_path: Path) -> None:
-    async def scenario(network: Network) -> None:
-        member = Seed(presents=credentials("b2", "worker"))
-        async with member.listening(network):
-            with pytest.raises(Refused) as caught:
-                await enrolled(network, member.ticket, tmp_path)
-            assert caught.value.code == "wrong-identity"
-            assert (await member.problem()).code == "wrong-identity"  # type: ignore[attr-defined]
-            assert not [message for message in member.heard if not isinstance(message, Refuse)]
-
-    on_stage(scenario)
+@on_every_plain_stage
+async def test_somebody_in_between_who_shows_the_true_ca_cannot_speak_under_it(
+    network: Network, tmp_path: Path
+) -> None:
+    proxy = Seed(presents=run("proxy").member("seed", "seed"))
+    async with proxy.listening(network):
+        with pytest.raises(Refused) as caught:
+            await enrolled(network, proxy.ticket, tmp_path)
+        assert caught.value.code == "certificate-untrusted"
+        assert (await proxy.problem()).code == "certificate-untrusted"  # type: ignore[attr-defined]
+        assert not proxy.heard
 
 
-def test_a_wrong_secret_is_told(on_stage: Play, tmp_path: Path) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(network) as seed:
-            with pytest.raises(Refused, match="proof is wrong") as caught:
-                await enrolled(network, replace(seed.ticket, secret=bytes(16)), tmp_path)
-            assert (caught.value.code, caught.value.remedy) == ("bad-proof", "copy the whole ticket")
-            nothing_of_the_secret_in(caught.value, await seed.problem(), *seed.heard)
+@on_every_plain_stage
+async def test_a_member_that_plays_the_seed_is_refused(network: Network, tmp_path: Path) -> None:
+    member = Seed(presents=credentials("b2", "worker"))
+    async with member.listening(network):
+        with pytest.raises(Refused) as caught:
+            await enrolled(network, member.ticket, tmp_path)
+        assert caught.value.code == "wrong-identity"
+        assert (await member.problem()).code == "wrong-identity"  # type: ignore[attr-defined]
+        assert not [message for message in member.heard if not isinstance(message, Refuse)]
 
-    on_stage(scenario)
+
+@on_every_plain_stage
+async def test_a_wrong_secret_is_told(network: Network, tmp_path: Path) -> None:
+    async with Seed().listening(network) as seed:
+        with pytest.raises(Refused, match="proof is wrong") as caught:
+            await enrolled(network, replace(seed.ticket, secret=bytes(16)), tmp_path)
+        assert (caught.value.code, caught.value.remedy) == ("bad-proof", "copy the whole ticket")
+        nothing_of_the_secret_in(caught.value, await seed.problem(), *seed.heard)
 
 
 @pytest.mark.parametrize("code", ["ticket-unknown", "ticket-expired", "ticket-revoked", "ticket-used"])
-def test_the_seeds_reasons_are_told(on_stage: Play, tmp_path: Path, code: str) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed(instead={EnrolRequest: Refuse(code, "no", "ask again")}).listening(network) as seed:
-            with pytest.raises(Refused) as caught:
-                await enrolled(network, seed.ticket, tmp_path)
-            assert (caught.value.code, caught.value.remedy) == (code, "ask again")
-
-    on_stage(scenario)
-
-
-def test_a_proof_that_was_overheard_serves_no_second_time(on_stage: Play, tmp_path: Path) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(network) as seed:
+@on_every_plain_stage
+async def test_the_seeds_reasons_are_told(network: Network, tmp_path: Path, code: str) -> None:
+    async with Seed(instead={EnrolRequest: Refuse(code, "no", "ask again")}).listening(network) as seed:
+        with pytest.raises(Refused) as caught:
             await enrolled(network, seed.ticket, tmp_path)
-            (overheard,) = seed.heard
-            context = authority_context(run().ca_pem)
-            hello = local_hello(peer_id="a1", name="", roles=[], purpose="enrol")
-            connection, _ = await dial(TlsDialler(network, context), *seed.server.address, hello, timeout_s=5)
-            await connection.expect(EnrolOffer, timeout_s=5)
-            connection.send(overheard)
-            with pytest.raises(Refused) as caught:
-                await connection.expect(EnrolGranted, timeout_s=5)
-            assert caught.value.code == "bad-proof"
-            await connection.close()
+        assert (caught.value.code, caught.value.remedy) == (code, "ask again")
 
-    on_stage(scenario)
+
+@on_every_plain_stage
+async def test_a_proof_that_was_overheard_serves_no_second_time(network: Network, tmp_path: Path) -> None:
+    async with Seed().listening(network) as seed:
+        await enrolled(network, seed.ticket, tmp_path)
+        (overheard,) = seed.heard
+        context = authority_context(run().ca_pem)
+        hello = local_hello(peer_id="a1", name="", roles=[], purpose="enrol")
+        connection, _ = await dial(TlsDialler(network, context), *seed.server.address, hello, timeout_s=5)
+        await connection.expect(EnrolOffer, timeout_s=5)
+        connection.send(overheard)
+        with pytest.raises(Refused) as caught:
+            await connection.expect(EnrolGranted, timeout_s=5)
+        assert caught.value.code == "bad-proof"
+        await connection.close()
 
 
 @pytest.mark.parametrize("silent", [EnrolRequest])
-def test_a_seed_that_falls_silent_is_given_up_in_time(in_memory: Play, tmp_path: Path, silent: type[Message]) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed(instead={silent: None}).listening(network) as seed:
-            began = asyncio.get_running_loop().time()
-            with pytest.raises(DeadlineExceeded):
-                await enrolled(network, seed.ticket, tmp_path, timeout_s=3)
-            assert asyncio.get_running_loop().time() - began == pytest.approx(3)
-            assert not os.listdir(tmp_path)
+@in_memory
+async def test_a_seed_that_falls_silent_is_given_up_in_time(
+    network: Network, tmp_path: Path, silent: type[Message]
+) -> None:
+    async with Seed(instead={silent: None}).listening(network) as seed:
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded):
+            await enrolled(network, seed.ticket, tmp_path, timeout_s=3)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(3)
+        assert not os.listdir(tmp_path)
 
-    in_memory(scenario)
 
-
-def test_a_seed_that_never_accepts_is_not_said_to_have_accepted(in_memory: Play, tmp_path: Path) -> None:
+@in_memory
+async def test_a_seed_that_never_accepts_is_not_said_to_have_accepted(network: Network, tmp_path: Path) -> None:
     """Its firewall drops the packets: the MTU is not at fault."""
-
-    async def scenario(network: Network) -> None:
-        assert isinstance(network, MemoryNetwork)
-        async with Seed().listening(network) as seed:
-            network.deaf.add((DEFAULT_HOST, DEFAULT_HOST))
-            with pytest.raises(Unreachable, match="no answer within 5 s") as caught:
-                await enrolled(network, seed.ticket, tmp_path)
-            assert "firewall" in caught.value.remedy
-
-    in_memory(scenario)
+    assert isinstance(network, MemoryNetwork)
+    async with Seed().listening(network) as seed:
+        network.deaf.add((DEFAULT_HOST, DEFAULT_HOST))
+        with pytest.raises(Unreachable, match="no answer within 5 s") as caught:
+            await enrolled(network, seed.ticket, tmp_path)
+        assert "firewall" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -281,15 +265,13 @@ def test_a_seed_that_never_accepts_is_not_said_to_have_accepted(in_memory: Play,
         {"instead": {EnrolRequest: EnrolGranted(run().sign(new_key_and_request("a1")[1], roles=("worker",)))}},
     ],
 )
-def test_a_seed_that_answers_wrongly(on_stage: Play, tmp_path: Path, seed: dict[str, Any]) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed(**seed).listening(network) as wrong:
-            with pytest.raises(ProtocolError) as caught:
-                await enrolled(network, wrong.ticket, tmp_path)
-            nothing_of_the_secret_in(caught.value)
-            assert not os.listdir(tmp_path)
-
-    on_stage(scenario)
+@on_every_plain_stage
+async def test_a_seed_that_answers_wrongly(network: Network, tmp_path: Path, seed: dict[str, Any]) -> None:
+    async with Seed(**seed).listening(network) as wrong:
+        with pytest.raises(ProtocolError) as caught:
+            await enrolled(network, wrong.ticket, tmp_path)
+        nothing_of_the_secret_in(caught.value)
+        assert not os.listdir(tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------------------- renewal

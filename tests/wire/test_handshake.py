@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,8 +20,7 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.world import Network
-from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from tests.wire.doubles import Recorder
+from tests.wire.doubles import Recorder, in_memory, on_every_stage
 from wire.address import MEMBER_PORT
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
 from wire.connection import Connection
@@ -38,9 +37,6 @@ from wire.handshake import (
     serve,
 )
 from wire.messages import PROTOCOL_VERSION, EventNotice, Hello, Message, RefusalCode, Refuse, Welcome
-
-Scenario = Callable[[Network], Awaitable[None]]
-Play = Callable[[Scenario], None]
 
 HOST = "127.0.0.1"
 HELLO = local_hello(peer_id="a1", name="anna", roles=["worker"], purpose="peer", capabilities={"cores": 8})
@@ -138,205 +134,179 @@ async def raw(network: Network, server: PeerServer) -> Connection:
     return connection
 
 
-def test_let_in_and_served(play: Play):
-    async def scenario(network: Network) -> None:
-        owner = Owner()
-        server = await owner.listen(network)
-        connection, welcome = await knock(network, server)
-        assert welcome == WELCOME
-        assert owner.hellos == [replace(HELLO, padding=PADDING)]
-        assert len((await connection.expect(EventNotice, timeout_s=5)).text) == 30_000
-        connection.send(EventNotice("info", "thanks", "x" * 30_000))
-        assert (await owner.serving[0].expect(EventNotice, timeout_s=5)).kind == "thanks"
-        owner.finish.set()
-        await connection.closed.wait()
-        assert isinstance(connection.close_cause, ConnectionLost)
-        await owner.serving[0].closed.wait()
-        assert owner.serving[0].close_cause is None
-        await server.close()
-        assert not owner.problems
-
-    play(scenario)
+@on_every_stage
+async def test_let_in_and_served(network: Network) -> None:
+    owner = Owner()
+    server = await owner.listen(network)
+    connection, welcome = await knock(network, server)
+    assert welcome == WELCOME
+    assert owner.hellos == [replace(HELLO, padding=PADDING)]
+    assert len((await connection.expect(EventNotice, timeout_s=5)).text) == 30_000
+    connection.send(EventNotice("info", "thanks", "x" * 30_000))
+    assert (await owner.serving[0].expect(EventNotice, timeout_s=5)).kind == "thanks"
+    owner.finish.set()
+    await connection.closed.wait()
+    assert isinstance(connection.close_cause, ConnectionLost)
+    await owner.serving[0].closed.wait()
+    assert owner.serving[0].close_cause is None
+    await server.close()
+    assert not owner.problems
 
 
-def test_the_name_of_a_stranger_is_cut_and_printable():
-    async def scenario() -> None:
-        network, owner = MemoryNetwork(), Owner()
-        owner.answer = replace(WELCOME, name="\x1b[2J" + "x" * 500)
-        server = await owner.listen(network)
-        with pytest.raises(Refused, match=r"another peer, \?\[2Jx{59}…, answers"):
-            await dial(network, *server.address, HELLO, timeout_s=5, expect_peer="another")
-        await server.close()
-
-    run_virtual(scenario())
+@in_memory
+async def test_the_name_of_a_stranger_is_cut_and_printable(network: Network) -> None:
+    owner = Owner()
+    owner.answer = replace(WELCOME, name="\x1b[2J" + "x" * 500)
+    server = await owner.listen(network)
+    with pytest.raises(Refused, match=r"another peer, \?\[2Jx{59}…, answers"):
+        await dial(network, *server.address, HELLO, timeout_s=5, expect_peer="another")
+    await server.close()
 
 
 @pytest.mark.parametrize("raised", [False, True])
-def test_refused_by_the_owner(play: Play, raised: bool):
-    async def scenario(network: Network) -> None:
-        owner = Owner()
-        say = ("corpus", "another corpus", "use the same text")
-        owner.answer = Refused(say[0], say[1], remedy=say[2]) if raised else Refuse(*say)
-        server = await owner.listen(network)
-        error = await refusal(network, server)
-        assert (error.code, error.remedy) == ("corpus", "use the same text")
-        assert error.message == f"{HOST}:{server.address[1]} refuses: another corpus"
-        assert [type(problem) for problem in owner.problems] == [Refused]
-        assert not owner.serving
-        await server.close()
-
-    play(scenario)
+@on_every_stage
+async def test_refused_by_the_owner(network: Network, raised: bool) -> None:
+    owner = Owner()
+    say = ("corpus", "another corpus", "use the same text")
+    owner.answer = Refused(say[0], say[1], remedy=say[2]) if raised else Refuse(*say)
+    server = await owner.listen(network)
+    error = await refusal(network, server)
+    assert (error.code, error.remedy) == ("corpus", "use the same text")
+    assert error.message == f"{HOST}:{server.address[1]} refuses: another corpus"
+    assert [type(problem) for problem in owner.problems] == [Refused]
+    assert not owner.serving
+    await server.close()
 
 
-def test_another_version_is_refused_before_the_owner_is_asked(play: Play):
-    async def scenario(network: Network) -> None:
-        owner = Owner()
-        server = await owner.listen(network)
-        error = await refusal(network, server, replace(HELLO, version=PROTOCOL_VERSION + 1))
-        assert error.code == RefusalCode.VERSION
-        assert not owner.hellos
-        await server.close()
-
-    play(scenario)
+@on_every_stage
+async def test_another_version_is_refused_before_the_owner_is_asked(network: Network) -> None:
+    owner = Owner()
+    server = await owner.listen(network)
+    error = await refusal(network, server, replace(HELLO, version=PROTOCOL_VERSION + 1))
+    assert error.code == RefusalCode.VERSION
+    assert not owner.hellos
+    await server.close()
 
 
-def test_an_error_of_serve_closes_its_connection_only(play: Play):
-    async def scenario(network: Network) -> None:
-        owner = Owner()
-        owner.failure = DeadlineExceeded("enough")
-        owner.finish.set()
-        server = await owner.listen(network)
-        for _ in range(2):
-            connection, _ = await knock(network, server)
-            await connection.closed.wait()
-        await server.close()
-        assert owner.problems == [owner.failure] * 2
-
-    play(scenario)
-
-
-def test_a_bug_in_serve_is_reported_to_the_loop_and_closes_its_connection_only(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        reported: asyncio.Queue[BaseException] = asyncio.Queue()
-        asyncio.get_running_loop().set_exception_handler(
-            lambda loop, context: reported.put_nowait(context["exception"])
-        )
-        owner = Owner()
-        owner.failure = KeyError("bug")
-        owner.finish.set()
-        server = await owner.listen(network)
-        for _ in range(2):
-            connection, _ = await knock(network, server)
-            await connection.closed.wait()
-            assert await reported.get() is owner.failure
-        await server.close()
-
-    play_virtual(scenario)
-
-
-def test_a_silent_caller_is_refused_after_five_seconds(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        loop, owner = asyncio.get_running_loop(), Owner()
-        server = await owner.listen(network)
-        began = loop.time()
-        connection = await raw(network, server)
-        answer = await connection.expect(Refuse, timeout_s=60)
-        assert answer.code == RefusalCode.TOO_SLOW
-        await connection.closed.wait()
-        assert loop.time() - began == pytest.approx(HANDSHAKE_TIMEOUT_S)
-        await server.close()
-
-    play_virtual(scenario)
-
-
-def test_a_network_that_loses_large_packets_is_said(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        kept: list[Recorder] = []
-
-        def lossy() -> Recorder:  # accepts, and answers nothing that is longer than a packet
-            kept.append(Recorder())
-            return kept[-1]
-
-        listener = await network.listen(HOST, 0, lossy)
-        with pytest.raises(DeadlineExceeded, match="loses large packets") as caught:
-            await dial(network, *listener.address, HELLO, timeout_s=5)
-        assert "MTU" in caught.value.remedy
-        assert len(kept[0].received) > 1460, "an Ethernet packet has room for so many bytes"
-        await listener.close()
-
-    play_virtual(scenario)
-
-
-def test_a_member_listens_on_the_usual_port_or_on_any_free_one(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        owner = Owner()
-        servers = [
-            await serve(network, host, None, decide=owner.decide, serve=owner.serve, on_problem=owner.on_problem)
-            for host in ("0.0.0.0", "0.0.0.0", HOST)
-        ]
-        first, second, alone = (server.address[1] for server in servers)
-        assert first == MEMBER_PORT
-        assert {second, alone}.isdisjoint({MEMBER_PORT, 0}), "on the loopback nobody needs the usual port"
-        with pytest.raises(UserError, match="in use"):
-            await serve(network, "0.0.0.0", first, decide=owner.decide, serve=owner.serve, on_problem=owner.on_problem)
-        for server in servers:
-            await server.close()
-
-    play_virtual(scenario)
-
-
-def test_an_owner_that_does_not_decide_in_time(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        owner = Owner()
-
-        async def hang(hello: Hello, connection: Connection) -> Welcome | Refuse:
-            await asyncio.sleep(60)
-            return WELCOME
-
-        server = await serve(network, HOST, 0, decide=hang, serve=owner.serve, on_problem=owner.on_problem)
-        connection = await raw(network, server)
-        connection.send(HELLO)
-        answer = await connection.expect(Refuse, timeout_s=60)
-        assert (answer.code, answer.message) == (RefusalCode.TOO_SLOW, "no decision within 15 s")
-        await connection.close()
-        await server.close()
-
-    play_virtual(scenario)
-
-
-def test_half_open_connections_are_bounded(play_virtual: Play):
-    async def scenario(network: Network) -> None:
-        owner = Owner()
-        server = await owner.listen(network, max_half_open=2)
-        silent = [await raw(network, server) for _ in range(2)]
-        assert (await refusal(network, server)).code == RefusalCode.BUSY
-        silent[0].abort()
-        await asyncio.sleep(0.1)  # virtual: the server notices
+@on_every_stage
+async def test_an_error_of_serve_closes_its_connection_only(network: Network) -> None:
+    owner = Owner()
+    owner.failure = DeadlineExceeded("enough")
+    owner.finish.set()
+    server = await owner.listen(network)
+    for _ in range(2):
         connection, _ = await knock(network, server)
-        other, _ = await knock(network, server)  # who was let in is not half open any more
-        for each in (connection, other, *silent):
-            await each.close()
+        await connection.closed.wait()
+    await server.close()
+    assert owner.problems == [owner.failure] * 2
+
+
+@in_memory
+async def test_a_bug_in_serve_is_reported_to_the_loop_and_closes_its_connection_only(network: Network) -> None:
+    reported: asyncio.Queue[BaseException] = asyncio.Queue()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.put_nowait(context["exception"]))
+    owner = Owner()
+    owner.failure = KeyError("bug")
+    owner.finish.set()
+    server = await owner.listen(network)
+    for _ in range(2):
+        connection, _ = await knock(network, server)
+        await connection.closed.wait()
+        assert await reported.get() is owner.failure
+    await server.close()
+
+
+@in_memory
+async def test_a_silent_caller_is_refused_after_five_seconds(network: Network) -> None:
+    loop, owner = asyncio.get_running_loop(), Owner()
+    server = await owner.listen(network)
+    began = loop.time()
+    connection = await raw(network, server)
+    answer = await connection.expect(Refuse, timeout_s=60)
+    assert answer.code == RefusalCode.TOO_SLOW
+    await connection.closed.wait()
+    assert loop.time() - began == pytest.approx(HANDSHAKE_TIMEOUT_S)
+    await server.close()
+
+
+@in_memory
+async def test_a_network_that_loses_large_packets_is_said(network: Network) -> None:
+    kept: list[Recorder] = []
+
+    def lossy() -> Recorder:  # accepts, and answers nothing that is longer than a packet
+        kept.append(Recorder())
+        return kept[-1]
+
+    listener = await network.listen(HOST, 0, lossy)
+    with pytest.raises(DeadlineExceeded, match="loses large packets") as caught:
+        await dial(network, *listener.address, HELLO, timeout_s=5)
+    assert "MTU" in caught.value.remedy
+    assert len(kept[0].received) > 1460, "an Ethernet packet has room for so many bytes"
+    await listener.close()
+
+
+@in_memory
+async def test_a_member_listens_on_the_usual_port_or_on_any_free_one(network: Network) -> None:
+    owner = Owner()
+    servers = [
+        await serve(network, host, None, decide=owner.decide, serve=owner.serve, on_problem=owner.on_problem)
+        for host in ("0.0.0.0", "0.0.0.0", HOST)
+    ]
+    first, second, alone = (server.address[1] for server in servers)
+    assert first == MEMBER_PORT
+    assert {second, alone}.isdisjoint({MEMBER_PORT, 0}), "on the loopback nobody needs the usual port"
+    with pytest.raises(UserError, match="in use"):
+        await serve(network, "0.0.0.0", first, decide=owner.decide, serve=owner.serve, on_problem=owner.on_problem)
+    for server in servers:
         await server.close()
 
-    play_virtual(scenario)
+
+@in_memory
+async def test_an_owner_that_does_not_decide_in_time(network: Network) -> None:
+    owner = Owner()
+
+    async def hang(hello: Hello, connection: Connection) -> Welcome | Refuse:
+        await asyncio.sleep(60)
+        return WELCOME
+
+    server = await serve(network, HOST, 0, decide=hang, serve=owner.serve, on_problem=owner.on_problem)
+    connection = await raw(network, server)
+    connection.send(HELLO)
+    answer = await connection.expect(Refuse, timeout_s=60)
+    assert (answer.code, answer.message) == (RefusalCode.TOO_SLOW, "no decision within 15 s")
+    await connection.close()
+    await server.close()
 
 
-def test_closing_the_server_ends_everything_within_a_second(play: Play):
-    async def scenario(network: Network) -> None:
-        owner = Owner()
-        server = await owner.listen(network)
-        address = server.address
-        served, _ = await knock(network, server)
-        silent = await raw(network, server)
-        await server.close()
-        for connection in (served, silent):
-            await connection.closed.wait()
-            assert isinstance(connection.close_cause, ConnectionLost)
-        with pytest.raises(Unreachable):
-            await dial(network, *address, HELLO, timeout_s=1)
-        await server.close()
+@in_memory
+async def test_half_open_connections_are_bounded(network: Network) -> None:
+    owner = Owner()
+    server = await owner.listen(network, max_half_open=2)
+    silent = [await raw(network, server) for _ in range(2)]
+    assert (await refusal(network, server)).code == RefusalCode.BUSY
+    silent[0].abort()
+    await asyncio.sleep(0.1)  # virtual: the server notices
+    connection, _ = await knock(network, server)
+    other, _ = await knock(network, server)  # who was let in is not half open any more
+    for each in (connection, other, *silent):
+        await each.close()
+    await server.close()
 
-    play(scenario)
+
+@on_every_stage
+async def test_closing_the_server_ends_everything_within_a_second(network: Network) -> None:
+    owner = Owner()
+    server = await owner.listen(network)
+    address = server.address
+    served, _ = await knock(network, server)
+    silent = await raw(network, server)
+    await server.close()
+    for connection in (served, silent):
+        await connection.closed.wait()
+        assert isinstance(connection.close_cause, ConnectionLost)
+    with pytest.raises(Unreachable):
+        await dial(network, *address, HELLO, timeout_s=1)
+    await server.close()
 
 
 # --------------------------------------------------------------------------------------------- what a dialler may meet
@@ -374,32 +344,28 @@ async def ended(connection: Connection) -> None:
         (lambda connection: connection.send(Refuse("full", "no room")), Refused, "refuses: no room"),
     ],
 )
-def test_who_answers_wrongly(
-    play: Play, greet: Callable[[Connection], object], error: type[P2PTrainError], says: str | None
-):
-    async def scenario(network: Network) -> None:
-        listener, accepted = await impostor(network, greet)
-        with pytest.raises(error, match=says) as caught:
-            await dial(network, *listener.address, HELLO, timeout_s=0.5)
-        assert type(caught.value) is error
-        assert HOST in caught.value.message
-        await listener.close()
-        for connection in accepted:
-            await ended(connection)
-
-    play(scenario)
+@on_every_stage
+async def test_who_answers_wrongly(
+    network: Network, greet: Callable[[Connection], object], error: type[P2PTrainError], says: str | None
+) -> None:
+    listener, accepted = await impostor(network, greet)
+    with pytest.raises(error, match=says) as caught:
+        await dial(network, *listener.address, HELLO, timeout_s=0.5)
+    assert type(caught.value) is error
+    assert HOST in caught.value.message
+    await listener.close()
+    for connection in accepted:
+        await ended(connection)
 
 
-def test_a_cancelled_dial_leaves_nothing_open(play: Play):
-    async def scenario(network: Network) -> None:
-        silent = asyncio.Event()
-        listener, accepted = await impostor(network, lambda connection: silent.set())
-        dialling = asyncio.ensure_future(dial(network, *listener.address, HELLO, timeout_s=50))
-        await silent.wait()
-        dialling.cancel()
-        await asyncio.wait([dialling])
-        assert dialling.cancelled()
-        await ended(accepted[0])
-        await listener.close()
-
-    play(scenario)
+@on_every_stage
+async def test_a_cancelled_dial_leaves_nothing_open(network: Network) -> None:
+    silent = asyncio.Event()
+    listener, accepted = await impostor(network, lambda connection: silent.set())
+    dialling = asyncio.ensure_future(dial(network, *listener.address, HELLO, timeout_s=50))
+    await silent.wait()
+    dialling.cancel()
+    await asyncio.wait([dialling])
+    assert dialling.cancelled()
+    await ended(accepted[0])
+    await listener.close()

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import tracemalloc
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
-from tests.wire.doubles import Recorder, credentials, run
+from tests.wire.doubles import Recorder, credentials, in_memory, on_every_plain_stage, run
 from wire.address import ROLES
 from wire.connection import Connection
 from wire.credentials import Credentials, PeerIdentity, authority_context
@@ -33,7 +33,6 @@ from wire.transport import MAX_HALF_OPEN_PER_MACHINE
 HOST = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"
 HOUR_S = 3600.0
-Play = Callable[[Callable[[Network], Awaitable[None]]], None]
 
 
 class Seed:
@@ -116,139 +115,100 @@ async def exchange(there: Network, here: Dialler, code: str, *, said: Hello | No
 # ------------------------------------------------------------------------------------------------------- who is who
 
 
-def test_both_sides_know_whom_they_talk_to(on_stage: Play) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
-            near = await knock(tls(network, credentials("a1")), seed, expect_peer="seed", expect_role="seed")
-            (far,) = seed.served
-            assert near.encrypted
-            assert far.encrypted
-            assert near.identity == credentials("seed", "seed").identity
-            assert far.identity == credentials("a1").identity
-            await near.close()
-        assert not seed.problems
-
-    on_stage(scenario)
+@on_every_plain_stage
+async def test_both_sides_know_whom_they_talk_to(network: Network) -> None:
+    async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+        near = await knock(tls(network, credentials("a1")), seed, expect_peer="seed", expect_role="seed")
+        (far,) = seed.served
+        assert near.encrypted
+        assert far.encrypted
+        assert near.identity == credentials("seed", "seed").identity
+        assert far.identity == credentials("a1").identity
+        await near.close()
+    assert not seed.problems
 
 
-def test_a_renewed_certificate_is_presented_from_the_next_connection_on(on_stage: Play) -> None:
-    async def scenario(network: Network) -> None:
-        before, after = run().member("a1", "worker"), run().member("a1", "worker")
-        mine = tls(network, before)
-        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
-            first = await knock(mine, seed)
-            mine.use(after)
-            second = await knock(mine, seed)
-            assert [far.identity for far in seed.served] == [before.identity, after.identity]
-            assert not first.closed.is_set()
-            await first.close()
-            await second.close()
-
-    on_stage(scenario)
+@on_every_plain_stage
+async def test_a_renewed_certificate_is_presented_from_the_next_connection_on(network: Network) -> None:
+    before, after = run().member("a1", "worker"), run().member("a1", "worker")
+    mine = tls(network, before)
+    async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+        first = await knock(mine, seed)
+        mine.use(after)
+        second = await knock(mine, seed)
+        assert [far.identity for far in seed.served] == [before.identity, after.identity]
+        assert not first.closed.is_set()
+        await first.close()
+        await second.close()
 
 
 # ------------------------------------------------------------------------------------------------ certificates refused
 
 
-def test_a_callers_expired_certificate(on_stage: Play) -> None:
-    late = run().member("a1", "worker", age_s=2 * HOUR_S, lifetime_s=HOUR_S)
-    on_stage(
-        lambda network: exchange(tls(network, credentials("seed", "seed")), tls(network, late), "certificate-expired")
-    )
+CALLER, SEED = credentials("a1"), credentials("seed", "seed")
+OLD = {"age_s": 2 * HOUR_S, "lifetime_s": HOUR_S}
 
 
-def test_an_answerers_expired_certificate(on_stage: Play) -> None:
-    late = run().member("seed", "seed", age_s=2 * HOUR_S, lifetime_s=HOUR_S)
-    on_stage(lambda network: exchange(tls(network, late), tls(network, credentials("a1")), "certificate-expired"))
+@pytest.mark.parametrize(
+    ("answerer", "caller", "code", "options"),
+    [
+        (SEED, run().member("a1", "worker", **OLD), "certificate-expired", {}),
+        (run().member("seed", "seed", **OLD), CALLER, "certificate-expired", {}),
+        # A caller of another run who trusts this one all the same, and an answerer with a CA of its own.
+        (SEED, run("another").member("a1", "worker", ca_pem=run().ca_pem), "certificate-untrusted", {}),
+        (run("another").member("seed", "seed"), CALLER, "certificate-untrusted", {}),
+        (credentials("b2"), None, "not-permitted", {}),
+        (SEED, CALLER, "wrong-identity", {"expect_peer": "c3"}),
+        (SEED, CALLER, "wrong-identity", {"expect_role": "operator"}),
+        (SEED, CALLER, "wrong-identity", {"said": hello("b2")}),
+    ],
+)
+@on_every_plain_stage
+async def test_invalid_certificate_or_identity_is_refused_with_one_code_on_both_sides(
+    network: Network, answerer: Credentials, caller: Credentials | None, code: str, options: dict[str, Any]
+) -> None:
+    here = TlsDialler(network, authority_context(run().ca_pem)) if caller is None else tls(network, caller)
+    await exchange(tls(network, answerer), here, code, **options)
 
 
-def test_clocks_may_be_off_by_less_than_an_hour_but_not_more(on_stage: Play) -> None:
+@on_every_plain_stage
+async def test_clocks_may_be_off_by_less_than_an_hour_but_not_more(network: Network) -> None:
     early, far_too_early = (
         run().member("a1", "worker", age_s=-minutes * 60, lifetime_s=HOUR_S) for minutes in (50, 90)
     )
-
-    async def scenario(network: Network) -> None:
-        there = tls(network, credentials("seed", "seed"))
-        async with Seed().listening(there) as seed:
-            await (await knock(tls(network, early), seed)).close()
-        async with Seed().listening(there) as seed:
-            error = await refused(tls(network, far_too_early), seed)
-            assert "not valid yet" in error.message
-            assert "date and time" in error.remedy
-            assert (await seed.problem()).code == "certificate-not-yet-valid"  # type: ignore[attr-defined]
-
-    on_stage(scenario)
+    there = tls(network, credentials("seed", "seed"))
+    async with Seed().listening(there) as seed:
+        await (await knock(tls(network, early), seed)).close()
+    async with Seed().listening(there) as seed:
+        error = await refused(tls(network, far_too_early), seed)
+        assert "not valid yet" in error.message
+        assert "date and time" in error.remedy
+        assert (await seed.problem()).code == "certificate-not-yet-valid"  # type: ignore[attr-defined]
 
 
-def test_a_callers_certificate_of_another_run(on_stage: Play) -> None:
-    stranger = run("another").member("a1", "worker", ca_pem=run().ca_pem)  # who trusts us all the same
-    on_stage(
-        lambda network: exchange(
-            tls(network, credentials("seed", "seed")), tls(network, stranger), "certificate-untrusted"
-        )
-    )
-
-
-def test_somebody_in_between_with_a_ca_of_his_own(on_stage: Play) -> None:
-    stranger = run("another").member("seed", "seed")
-    on_stage(lambda network: exchange(tls(network, stranger), tls(network, credentials("a1")), "certificate-untrusted"))
-
-
-def test_a_caller_without_a_certificate_where_one_is_required(on_stage: Play) -> None:
-    on_stage(
-        lambda network: exchange(
-            tls(network, credentials("b2")), TlsDialler(network, authority_context(run().ca_pem)), "not-permitted"
-        )
-    )
-
-
-def test_a_caller_without_a_certificate_may_enrol_and_nothing_else(on_stage: Play) -> None:
-    async def scenario(network: Network) -> None:
-        there = tls(network, credentials("seed", "seed"), require_client_certificate=False)
-        newcomer = TlsDialler(network, authority_context(run().ca_pem))
-        for purpose in ("peer", "operator", "ring", "heal", "probe", ""):
-            await exchange(there, newcomer, "not-permitted", said=hello(purpose=purpose))
-        async with Seed().listening(there) as seed:
-            near = await knock(newcomer, seed, hello(purpose="enrol"), expect_role="seed")
-            assert seed.served[0].encrypted
-            assert seed.served[0].identity is None
-            near.allow_large()
-            near.send(EventNotice("info", "loud", "x" * 30_000))  # it stays in the doorway: small frames only
-            assert isinstance(await seed.problem(), ProtocolError)
-            await near.close()
-
-    on_stage(scenario)
+@on_every_plain_stage
+async def test_a_caller_without_a_certificate_may_enrol_and_nothing_else(network: Network) -> None:
+    there = tls(network, credentials("seed", "seed"), require_client_certificate=False)
+    newcomer = TlsDialler(network, authority_context(run().ca_pem))
+    for purpose in ("peer", "operator", "ring", "heal", "probe", ""):
+        await exchange(there, newcomer, "not-permitted", said=hello(purpose=purpose))
+    async with Seed().listening(there) as seed:
+        near = await knock(newcomer, seed, hello(purpose="enrol"), expect_role="seed")
+        assert seed.served[0].encrypted
+        assert seed.served[0].identity is None
+        near.allow_large()
+        near.send(EventNotice("info", "loud", "x" * 30_000))  # it stays in the doorway: small frames only
+        assert isinstance(await seed.problem(), ProtocolError)
+        await near.close()
 
 
 # ---------------------------------------------------------------------------------------------- identities refused
 
 
-@pytest.mark.parametrize("expected", [{"expect_peer": "c3"}, {"expect_role": "operator"}])
-def test_who_answers_is_not_whom_we_dialled(on_stage: Play, expected: dict[str, str]) -> None:
-    on_stage(
-        lambda network: exchange(
-            tls(network, credentials("seed", "seed")), tls(network, credentials("a1")), "wrong-identity", **expected
-        )
-    )
-
-
-def test_who_answers_calls_itself_something_else_than_its_certificate(on_stage: Play) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed("somebody").listening(tls(network, credentials("seed", "seed"))) as seed:
-            assert (await refused(tls(network, credentials("a1")), seed)).code == "wrong-identity"
-
-    on_stage(scenario)
-
-
-def test_a_caller_who_calls_itself_something_else(on_stage: Play) -> None:
-    on_stage(
-        lambda network: exchange(
-            tls(network, credentials("seed", "seed")),
-            tls(network, credentials("a1")),
-            "wrong-identity",
-            said=hello("b2"),
-        )
-    )
+@on_every_plain_stage
+async def test_who_answers_calls_itself_something_else_than_its_certificate(network: Network) -> None:
+    async with Seed("somebody").listening(tls(network, credentials("seed", "seed"))) as seed:
+        assert (await refused(tls(network, credentials("a1")), seed)).code == "wrong-identity"
 
 
 def test_who_claims_more_roles_than_its_certificate_has() -> None:
@@ -314,105 +274,91 @@ async def test_a_plain_command_of_the_seeds_machine_is_no_problem_whatever_addre
         assert [problem.code for problem in seed.problems if isinstance(problem, Refused)] == codes
 
 
-def test_a_plain_caller_is_told_that_the_cluster_is_encrypted(on_stage: Play) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
-            error = await refused(network, seed)
-            assert error.code == "tls-required"
-            assert "ticket" in error.remedy
-            assert not seed.problems, "a command of this machine asks so"
-            other = Recorder()
-            await network.connect(*seed.address, lambda: other, timeout_s=5)
-            other.transport.write(b"GET / HTTP/1.1\r\n\r\n")
-            assert "does not speak TLS: it began with b'GET '" in (await seed.problem()).message
-
-    on_stage(scenario)
+@on_every_plain_stage
+async def test_a_plain_caller_is_told_that_the_cluster_is_encrypted(network: Network) -> None:
+    async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+        error = await refused(network, seed)
+        assert error.code == "tls-required"
+        assert "ticket" in error.remedy
+        assert not seed.problems, "a command of this machine asks so"
+        other = Recorder()
+        await network.connect(*seed.address, lambda: other, timeout_s=5)
+        other.transport.write(b"GET / HTTP/1.1\r\n\r\n")
+        assert "does not speak TLS: it began with b'GET '" in (await seed.problem()).message
 
 
-def test_a_plain_caller_of_another_machine_is_reported(in_memory: Play) -> None:
-    async def scenario(network: Network) -> None:
-        assert isinstance(network, MemoryNetwork)
-        async with Seed().listening(tls(network, credentials("seed", "seed")), host=EVERYWHERE) as seed:
-            await refused(network.at("hostile"), seed)
-            told = await seed.problem()
-            assert isinstance(told, Refused)
-            assert told.code == "tls-required"
-
-    in_memory(scenario)
+@in_memory
+async def test_a_plain_caller_of_another_machine_is_reported(network: Network) -> None:
+    assert isinstance(network, MemoryNetwork)
+    async with Seed().listening(tls(network, credentials("seed", "seed")), host=EVERYWHERE) as seed:
+        await refused(network.at("hostile"), seed)
+        told = await seed.problem()
+        assert isinstance(told, Refused)
+        assert told.code == "tls-required"
 
 
-@pytest.mark.parametrize("on_stage", ["asyncio", "uvloop"], indirect=True)  # in memory a reset overtakes the last word
-def test_a_caller_of_a_plain_seed_is_told_that_it_is_plain(on_stage: Play) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(network) as seed:
-            error = await refused(tls(network, credentials("a1")), seed)
-            assert error.code == "not-encrypted"
-            assert "speaks TLS" in (await seed.problem()).message
-
-    on_stage(scenario)
+@pytest.mark.parametrize("play_plain", ["tcp-asyncio", "tcp-uvloop"], indirect=True)
+@on_every_plain_stage
+async def test_a_caller_of_a_plain_seed_is_told_that_it_is_plain(network: Network) -> None:
+    async with Seed().listening(network) as seed:
+        error = await refused(tls(network, credentials("a1")), seed)
+        assert error.code == "not-encrypted"
+        assert "speaks TLS" in (await seed.problem()).message
 
 
-def test_an_answer_that_is_no_tls(on_stage: Play) -> None:
-    async def scenario(network: Network) -> None:
-        class Rude(Recorder):
-            def connection_made(self, transport: Any) -> None:
-                super().connection_made(transport)
-                self.transport.write(b"SSH-2.0-nobody\r\n")
+@on_every_plain_stage
+async def test_an_answer_that_is_no_tls(network: Network) -> None:
+    class Rude(Recorder):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.transport.write(b"SSH-2.0-nobody\r\n")
 
-        listener = await network.listen(HOST, 0, Rude)
-        with pytest.raises(Refused, match="does not speak TLS") as caught:
-            await dial(tls(network, credentials("a1")), *listener.address, hello(), timeout_s=5)
-        assert caught.value.code == "not-encrypted"
-        await listener.close()
-
-    on_stage(scenario)
+    listener = await network.listen(HOST, 0, Rude)
+    with pytest.raises(Refused, match="does not speak TLS") as caught:
+        await dial(tls(network, credentials("a1")), *listener.address, hello(), timeout_s=5)
+    assert caught.value.code == "not-encrypted"
+    await listener.close()
 
 
-def test_what_was_changed_on_the_way_ends_the_connection(on_stage: Play) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
-            near = await knock(tls(network, credentials("a1")), seed)
-            near._transport._below.write(b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that no key of ours made
-            await near.closed.wait()
-            await seed.served[0].closed.wait()
-            assert isinstance(seed.served[0].close_cause, ProtocolError)
-            assert isinstance(near.close_cause, ConnectionLost)  # by the alert
-            assert "bad record mac" in near.close_cause.message
-
-    on_stage(scenario)
+@on_every_plain_stage
+async def test_what_was_changed_on_the_way_ends_the_connection(network: Network) -> None:
+    async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+        near = await knock(tls(network, credentials("a1")), seed)
+        near._transport._below.write(b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that no key of ours made
+        await near.closed.wait()
+        await seed.served[0].closed.wait()
+        assert isinstance(seed.served[0].close_cause, ProtocolError)
+        assert isinstance(near.close_cause, ConnectionLost)  # by the alert
+        assert "bad record mac" in near.close_cause.message
 
 
 # ----------------------------------------------------------------------------------------------------- bounds and time
 
 
-def test_a_silent_caller_has_five_seconds(in_memory: Play) -> None:
-    async def scenario(network: Network) -> None:
-        loop = asyncio.get_running_loop()
-        for words in (b"", b"\x16\x03\x01"):
-            async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
-                began, silent = loop.time(), Recorder()
-                await network.connect(*seed.address, lambda caller=silent: caller, timeout_s=5)
-                silent.transport.write(words)
-                assert getattr(await seed.problem(), "code", "") == "too-slow"
-                assert loop.time() - began == pytest.approx(HANDSHAKE_TIMEOUT_S)
-                await silent.until(lambda caller=silent: "eof" in caller.events)
-                assert (b"too-slow" in silent.received) == (not words)
-                await silent.until_lost()
-
-    in_memory(scenario)
+@in_memory
+async def test_a_silent_caller_has_five_seconds(network: Network) -> None:
+    loop = asyncio.get_running_loop()
+    for words in (b"", b"\x16\x03\x01"):
+        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+            began, silent = loop.time(), Recorder()
+            await network.connect(*seed.address, lambda caller=silent: caller, timeout_s=5)
+            silent.transport.write(words)
+            assert getattr(await seed.problem(), "code", "") == "too-slow"
+            assert loop.time() - began == pytest.approx(HANDSHAKE_TIMEOUT_S)
+            await silent.until(lambda caller=silent: "eof" in caller.events)
+            assert (b"too-slow" in silent.received) == (not words)
+            await silent.until_lost()
 
 
-def test_who_never_answers_is_given_up_in_time(in_memory: Play) -> None:
-    async def scenario(network: Network) -> None:
-        loop = asyncio.get_running_loop()
-        listener = await network.listen(HOST, 0, Recorder)
-        began = loop.time()
-        with pytest.raises(DeadlineExceeded, match=r"did not answer within 3 s: .* loses large packets"):
-            await dial(tls(network, credentials("a1")), *listener.address, hello(), timeout_s=3)
-        assert loop.time() - began == pytest.approx(3)
-        await listener.close()
-
-    in_memory(scenario)
+@in_memory
+async def test_who_never_answers_is_given_up_in_time(network: Network) -> None:
+    loop = asyncio.get_running_loop()
+    listener = await network.listen(HOST, 0, Recorder)
+    began = loop.time()
+    with pytest.raises(DeadlineExceeded, match=r"did not answer within 3 s: .* loses large packets"):
+        await dial(tls(network, credentials("a1")), *listener.address, hello(), timeout_s=3)
+    assert loop.time() - began == pytest.approx(3)
+    await listener.close()
 
 
 @pytest.fixture
@@ -423,17 +369,15 @@ def traced() -> Iterator[None]:
     tracemalloc.stop()
 
 
-def test_who_stands_in_the_doorway_without_a_word_costs_little(in_memory: Play, traced: None) -> None:
-    async def scenario(network: Network) -> None:
-        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
-            quiet = [Recorder(buffer_bytes=1) for _ in range(MAX_HALF_OPEN_PER_MACHINE)]
-            before, _ = tracemalloc.get_traced_memory()
-            for each in quiet:
-                await network.connect(*seed.address, lambda caller=each: caller, timeout_s=5)
-            after, _ = tracemalloc.get_traced_memory()
-            assert (after - before) / len(quiet) < 16 << 10  # both ends of the memory network's pipe counted
-            for each in quiet:
-                each.transport.abort()
-                await each.until_lost()
-
-    in_memory(scenario)
+@in_memory
+async def test_who_stands_in_the_doorway_without_a_word_costs_little(network: Network, traced: None) -> None:
+    async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+        quiet = [Recorder(buffer_bytes=1) for _ in range(MAX_HALF_OPEN_PER_MACHINE)]
+        before, _ = tracemalloc.get_traced_memory()
+        for each in quiet:
+            await network.connect(*seed.address, lambda caller=each: caller, timeout_s=5)
+        after, _ = tracemalloc.get_traced_memory()
+        assert (after - before) / len(quiet) < 16 << 10  # both ends of the memory network's pipe counted
+        for each in quiet:
+            each.transport.abort()
+            await each.until_lost()

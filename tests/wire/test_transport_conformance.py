@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ import uvloop
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.world import Listener, Network
 from p2ptrain.lab.memory import MemoryNetwork, VirtualClockLoop
-from tests.wire.doubles import Recorder, credentials, play
+from tests.wire import doubles
+from tests.wire.doubles import Recorder, credentials, on_every_stage
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.tls import TlsNetwork
 from wire.transport import TcpNetwork
@@ -24,22 +24,6 @@ HOST = "127.0.0.1"
 KERNEL_BUFFER_BYTES = 128 << 10
 QUICK = LinkPreset("quick", 1.0, 0.5, 2e9, burst_bytes=32 << 10)
 ROUGH = LinkPreset("rough", 20.0, 10.0, 2e8, 0.01, stall_every_s=0.5, stall_s=0.1, burst_bytes=8 << 10)
-
-Scenario = Callable[[Network], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """An event loop, and a network on it."""
-
-    loop: Callable[[], asyncio.AbstractEventLoop]
-    network: Callable[[], Network]
-
-    def play(self, scenario: Scenario) -> None:
-        play(self._scene(scenario), loop_factory=self.loop)
-
-    async def _scene(self, scenario: Scenario) -> None:
-        await scenario(self.network())
 
 
 def tcp() -> Network:
@@ -50,25 +34,30 @@ def tls(network: Network) -> Network:
     return TlsNetwork(network, credentials(), require_client_certificate=True)
 
 
-STAGES = {
-    "tls-asyncio": Stage(asyncio.new_event_loop, lambda: tls(tcp())),
-    "tls-uvloop": Stage(uvloop.new_event_loop, lambda: tls(tcp())),
-    "tls-memory-virtual": Stage(VirtualClockLoop, lambda: tls(MemoryNetwork())),
-    "tls-emulated-virtual": Stage(VirtualClockLoop, lambda: tls(EmulatedNetwork(MemoryNetwork(), ROUGH, 1))),
-    "emulated-tls-uvloop": Stage(uvloop.new_event_loop, lambda: EmulatedNetwork(tls(tcp()), QUICK, 1)),
-    "tcp-asyncio": Stage(asyncio.new_event_loop, tcp),
-    "tcp-uvloop": Stage(uvloop.new_event_loop, tcp),
-    "memory": Stage(asyncio.new_event_loop, MemoryNetwork),
-    "memory-virtual": Stage(VirtualClockLoop, MemoryNetwork),
-    "emulated-memory": Stage(VirtualClockLoop, lambda: EmulatedNetwork(MemoryNetwork(), ROUGH, 1)),
-    "emulated-tcp-asyncio": Stage(asyncio.new_event_loop, lambda: EmulatedNetwork(tcp(), QUICK, 1)),
-    "emulated-tcp-uvloop": Stage(uvloop.new_event_loop, lambda: EmulatedNetwork(tcp(), QUICK, 1)),
+STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Network]]] = {
+    "tls-asyncio": (asyncio.new_event_loop, lambda: tls(tcp())),
+    "tls-uvloop": (uvloop.new_event_loop, lambda: tls(tcp())),
+    "tls-memory-virtual": (VirtualClockLoop, lambda: tls(MemoryNetwork())),
+    "tls-emulated-virtual": (VirtualClockLoop, lambda: tls(EmulatedNetwork(MemoryNetwork(), ROUGH, 1))),
+    "emulated-tls-uvloop": (uvloop.new_event_loop, lambda: EmulatedNetwork(tls(tcp()), QUICK, 1)),
+    "tcp-asyncio": (asyncio.new_event_loop, tcp),
+    "tcp-uvloop": (uvloop.new_event_loop, tcp),
+    "memory": (asyncio.new_event_loop, MemoryNetwork),
+    "memory-virtual": (VirtualClockLoop, MemoryNetwork),
+    "emulated-memory": (VirtualClockLoop, lambda: EmulatedNetwork(MemoryNetwork(), ROUGH, 1)),
+    "emulated-tcp-asyncio": (asyncio.new_event_loop, lambda: EmulatedNetwork(tcp(), QUICK, 1)),
+    "emulated-tcp-uvloop": (uvloop.new_event_loop, lambda: EmulatedNetwork(tcp(), QUICK, 1)),
 }
 
 
 @pytest.fixture(params=list(STAGES))
-def stage(request: pytest.FixtureRequest) -> Stage:
-    return STAGES[request.param]
+def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Network], Awaitable[None]]], None]:
+    loop, network = STAGES[request.param]
+
+    async def scene(scenario: Callable[[Network], Awaitable[None]]) -> None:
+        await scenario(network())
+
+    return lambda scenario: doubles.play(scene(scenario), loop_factory=loop)
 
 
 async def connected(
@@ -109,48 +98,45 @@ def noise(nbytes: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
-def test_both_ends_know_each_other_by_the_same_names(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network)
-        near, far = dialler.transport, acceptor.transport
-        assert near.get_extra_info("peername")[:2] == listener.address == far.get_extra_info("sockname")[:2]
-        assert near.get_extra_info("sockname")[:2] == far.get_extra_info("peername")[:2]
-        assert listener.address[1] > 0
-        assert near.get_extra_info("no such thing", "default") == "default"
-        await hang_up(dialler, acceptor, listener)
-
-    stage.play(scenario)
+@on_every_stage
+async def test_both_ends_know_each_other_by_the_same_names(network: Network) -> None:
+    dialler, acceptor, listener = await connected(network)
+    near, far = dialler.transport, acceptor.transport
+    assert near.get_extra_info("peername")[:2] == listener.address == far.get_extra_info("sockname")[:2]
+    assert near.get_extra_info("sockname")[:2] == far.get_extra_info("peername")[:2]
+    assert listener.address[1] > 0
+    assert near.get_extra_info("no such thing", "default") == "default"
+    await hang_up(dialler, acceptor, listener)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_bytes_arrive_in_order_and_whole_in_both_directions_at_once(stage: Stage, seed: int) -> None:
-    async def scenario(network: Network) -> None:
-        rng = random.Random(seed)
-        buffers = [{"buffer_bytes": rng.choice((97, 4096, 1 << 20))} for _ in range(2)]
-        dialler, acceptor, listener = await connected(network, dial=buffers[0], accept=buffers[1])
-        texts = {dialler: noise(rng.randrange(1, 400_000), seed), acceptor: noise(rng.randrange(1, 400_000), seed + 9)}
-        for end, text in texts.items():
-            view = memoryview(text)
-            while view:
-                parts = [view[:0]]
-                for _ in range(rng.randrange(1, 4)):
-                    size = rng.choice((1, 20, 1448, 70_000))
-                    parts.append(view[:size])
-                    view = view[size:]
-                if rng.random() < 0.5:
-                    end.transport.writelines(parts)
-                else:
-                    for part in parts:
-                        end.transport.write(part)
-        assert await acceptor.until_received(len(texts[dialler])) == texts[dialler]
-        assert await dialler.until_received(len(texts[acceptor])) == texts[acceptor]
-        await hang_up(dialler, acceptor, listener)
-        assert len(acceptor.received) == len(texts[dialler])
-
-    stage.play(scenario)
+@on_every_stage
+async def test_bytes_arrive_in_order_and_whole_in_both_directions_at_once(network: Network, seed: int) -> None:
+    rng = random.Random(seed)
+    buffers = [{"buffer_bytes": rng.choice((97, 4096, 1 << 20))} for _ in range(2)]
+    dialler, acceptor, listener = await connected(network, dial=buffers[0], accept=buffers[1])
+    texts = {dialler: noise(rng.randrange(1, 400_000), seed), acceptor: noise(rng.randrange(1, 400_000), seed + 9)}
+    for end, text in texts.items():
+        view = memoryview(text)
+        while view:
+            parts = [view[:0]]
+            for _ in range(rng.randrange(1, 4)):
+                size = rng.choice((1, 20, 1448, 70_000))
+                parts.append(view[:size])
+                view = view[size:]
+            if rng.random() < 0.5:
+                end.transport.writelines(parts)
+            else:
+                for part in parts:
+                    end.transport.write(part)
+    assert await acceptor.until_received(len(texts[dialler])) == texts[dialler]
+    assert await dialler.until_received(len(texts[acceptor])) == texts[acceptor]
+    await hang_up(dialler, acceptor, listener)
+    assert len(acceptor.received) == len(texts[dialler])
 
 
-def test_a_reader_that_stops_holds_the_writer_and_bounds_memory(stage: Stage) -> None:
+@on_every_stage
+async def test_a_reader_that_stops_holds_the_writer_and_bounds_memory(network: Network) -> None:
     total, chunk = 8 << 20, 64 << 10
 
     def sip(reader: Recorder) -> None:
@@ -158,250 +144,219 @@ def test_a_reader_that_stops_holds_the_writer_and_bounds_memory(stage: Stage) ->
         reader.transport.pause_reading()
         asyncio.get_running_loop().call_soon(reader.transport.resume_reading)
 
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network, accept={"on_bytes": sip})
-        acceptor.transport.pause_reading()
-        text = memoryview(noise(total))
-        low, high = 32 << 10, 256 << 10
-        dialler.transport.set_write_buffer_limits(high=high, low=low)
-        writing = asyncio.ensure_future(dialler.write_all(text, chunk_bytes=chunk, timeout_s=15))
-        await dialler.until(lambda: dialler.writing_paused)
-        assert not acceptor.received
-        acceptor.transport.resume_reading()
-        assert await acceptor.until_received(total, timeout_s=15) == text
-        assert chunk <= await writing <= high + chunk
-        await dialler.until(lambda: not dialler.writing_paused)
-        assert dialler.transport.get_write_buffer_size() <= low
-        await hang_up(dialler, acceptor, listener)
-
-    stage.play(scenario)
+    dialler, acceptor, listener = await connected(network, accept={"on_bytes": sip})
+    acceptor.transport.pause_reading()
+    text = memoryview(noise(total))
+    low, high = 32 << 10, 256 << 10
+    dialler.transport.set_write_buffer_limits(high=high, low=low)
+    writing = asyncio.ensure_future(dialler.write_all(text, chunk_bytes=chunk, timeout_s=15))
+    await dialler.until(lambda: dialler.writing_paused)
+    assert not acceptor.received
+    acceptor.transport.resume_reading()
+    assert await acceptor.until_received(total, timeout_s=15) == text
+    assert chunk <= await writing <= high + chunk
+    await dialler.until(lambda: not dialler.writing_paused)
+    assert dialler.transport.get_write_buffer_size() <= low
+    await hang_up(dialler, acceptor, listener)
 
 
-def test_what_waits_in_the_network_is_bounded_too(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network)
-        acceptor.transport.pause_reading()
-        dialler.transport.set_write_buffer_limits(high=64 << 10)
-        accepted_bytes = 0
-        chunk = bytes(16 << 10)
-        while accepted_bytes < 8 << 20 and not dialler.writing_paused:
-            dialler.transport.write(chunk)
-            accepted_bytes += len(chunk)
-            await asyncio.sleep(0)
-        assert accepted_bytes < 2 << 20
-        dialler.transport.abort()
-        acceptor.transport.abort()
-        await hang_up(dialler, acceptor, listener)
-
-    stage.play(scenario)
+@on_every_stage
+async def test_what_waits_in_the_network_is_bounded_too(network: Network) -> None:
+    dialler, acceptor, listener = await connected(network)
+    acceptor.transport.pause_reading()
+    dialler.transport.set_write_buffer_limits(high=64 << 10)
+    accepted_bytes = 0
+    chunk = bytes(16 << 10)
+    while accepted_bytes < 8 << 20 and not dialler.writing_paused:
+        dialler.transport.write(chunk)
+        accepted_bytes += len(chunk)
+        await asyncio.sleep(0)
+    assert accepted_bytes < 2 << 20
+    dialler.transport.abort()
+    acceptor.transport.abort()
+    await hang_up(dialler, acceptor, listener)
 
 
-def test_with_a_high_water_mark_of_zero_resume_means_all_has_gone(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network)
-        dialler.transport.set_write_buffer_limits(high=0)
-        await dialler.until(lambda: not dialler.writing_paused)
-        text = noise(4 << 20)
-        dialler.transport.write(text)
-        assert dialler.writing_paused
-        assert dialler.transport.get_write_buffer_size() > 0
-        await dialler.until(lambda: not dialler.writing_paused)
-        assert dialler.transport.get_write_buffer_size() == 0
-        assert await acceptor.until_received(len(text)) == text
-        await hang_up(dialler, acceptor, listener)
-
-    stage.play(scenario)
+@on_every_stage
+async def test_with_a_high_water_mark_of_zero_resume_means_all_has_gone(network: Network) -> None:
+    dialler, acceptor, listener = await connected(network)
+    dialler.transport.set_write_buffer_limits(high=0)
+    await dialler.until(lambda: not dialler.writing_paused)
+    text = noise(4 << 20)
+    dialler.transport.write(text)
+    assert dialler.writing_paused
+    assert dialler.transport.get_write_buffer_size() > 0
+    await dialler.until(lambda: not dialler.writing_paused)
+    assert dialler.transport.get_write_buffer_size() == 0
+    assert await acceptor.until_received(len(text)) == text
+    await hang_up(dialler, acceptor, listener)
 
 
-def test_a_reader_that_leaves_halfway_is_noticed(stage: Stage) -> None:
+@on_every_stage
+async def test_a_reader_that_leaves_halfway_is_noticed(network: Network) -> None:
     total = 4 << 20
 
     def leave_halfway(reader: Recorder) -> None:
         if len(reader.received) > total // 2:
             reader.transport.close()
 
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network, accept={"on_bytes": leave_halfway})
-        text = noise(total)
-        dialler.transport.write(text)
-        assert await acceptor.until_lost() is None
-        await dialler.until_lost()
-        assert text.startswith(acceptor.received)
-        assert len(acceptor.received) < total
+    dialler, acceptor, listener = await connected(network, accept={"on_bytes": leave_halfway})
+    text = noise(total)
+    dialler.transport.write(text)
+    assert await acceptor.until_lost() is None
+    await dialler.until_lost()
+    assert text.startswith(acceptor.received)
+    assert len(acceptor.received) < total
+    await hang_up(dialler, acceptor, listener)
+
+
+@on_every_stage
+async def test_close_sends_what_was_written_before(network: Network) -> None:
+    dialler, acceptor, listener = await connected(network)
+    text = noise(1 << 20)
+    dialler.transport.write(text)
+    dialler.transport.close()
+    assert dialler.transport.is_closing()
+    assert await acceptor.until_lost() is None
+    assert acceptor.received == text
+    assert acceptor.events[-2:] == ["eof", "lost"]
+    assert await dialler.until_lost() is None
+    await hang_up(dialler, acceptor, listener)
+
+
+@on_every_stage
+async def test_what_is_written_after_the_end_goes_nowhere(network: Network) -> None:
+    dialler, acceptor, listener = await connected(network)
+    dialler.transport.close()
+    await dialler.until_lost()
+    with contextlib.suppress(RuntimeError):  # uvloop's word for it; asyncio ignores it
+        dialler.transport.write(b"too late")
+    await acceptor.until_lost()
+    assert not acceptor.received
+    await hang_up(dialler, acceptor, listener)
+
+
+@on_every_stage
+async def test_a_closed_end_reads_no_more(network: Network) -> None:
+    dialler, acceptor, listener = await connected(network)
+    dialler.transport.close()
+    assert not dialler.transport.is_reading()
+    acceptor.transport.write(noise(100_000))
+    await dialler.until_lost()
+    await acceptor.until_lost()
+    assert not dialler.received
+    await hang_up(dialler, acceptor, listener)
+
+
+@on_every_stage
+async def test_abort_drops_and_is_seen_by_the_other_side(network: Network) -> None:
+    dialler, acceptor, listener = await connected(network)
+    text = noise(8 << 20)
+    dialler.transport.write(text)
+    dialler.transport.abort()
+    assert dialler.transport.is_closing()
+    await acceptor.until_lost()
+    assert await dialler.until_lost() is None
+    assert len(acceptor.received) < len(text)
+    assert text.startswith(acceptor.received)
+    await hang_up(dialler, acceptor, listener)
+
+
+@on_every_stage
+async def test_a_connection_is_lost_once_however_often_it_is_ended(network: Network) -> None:
+    dialler, acceptor, listener = await connected(network)
+    for end in (dialler, acceptor):
+        end.transport.write(noise(300_000))
+        end.transport.close()
+        end.transport.close()
+        end.transport.abort()
+        end.transport.abort()
+        end.transport.pause_reading()
+        end.transport.resume_reading()
+    await hang_up(dialler, acceptor, listener)
+    assert dialler.events.count("eof") <= 1
+
+
+@on_every_stage
+async def test_half_a_connection_can_be_closed_except_over_tls(network: Network) -> None:
+    dialler, acceptor, listener = await connected(network, accept={"keep_open": True})
+    if acceptor.transport.get_extra_info("ssl_object") is not None:
+        assert not dialler.transport.can_write_eof()
         await hang_up(dialler, acceptor, listener)
-
-    stage.play(scenario)
-
-
-def test_close_sends_what_was_written_before(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network)
-        text = noise(1 << 20)
-        dialler.transport.write(text)
-        dialler.transport.close()
-        assert dialler.transport.is_closing()
-        assert await acceptor.until_lost() is None
-        assert acceptor.received == text
-        assert acceptor.events[-2:] == ["eof", "lost"]
-        assert await dialler.until_lost() is None
-        await hang_up(dialler, acceptor, listener)
-
-    stage.play(scenario)
+        return
+    question, answer = noise(200_000, 1), noise(300_000, 2)
+    dialler.transport.write(question)
+    dialler.transport.write_eof()
+    with pytest.raises(RuntimeError):
+        dialler.transport.write(b"too late")
+    await acceptor.until(lambda: "eof" in acceptor.events)
+    assert acceptor.received == question
+    acceptor.transport.write(answer)
+    acceptor.transport.close()
+    assert await dialler.until_lost() is None
+    assert dialler.received == answer
+    await hang_up(dialler, acceptor, listener)
+    assert acceptor.events.count("eof") == 1
 
 
-def test_what_is_written_after_the_end_goes_nowhere(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network)
-        dialler.transport.close()
-        await dialler.until_lost()
-        with contextlib.suppress(RuntimeError):  # uvloop's word for it; asyncio ignores it
-            dialler.transport.write(b"too late")
-        await acceptor.until_lost()
-        assert not acceptor.received
-        await hang_up(dialler, acceptor, listener)
-
-    stage.play(scenario)
-
-
-def test_a_closed_end_reads_no_more(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network)
-        dialler.transport.close()
-        assert not dialler.transport.is_reading()
-        acceptor.transport.write(noise(100_000))
-        await dialler.until_lost()
-        await acceptor.until_lost()
-        assert not dialler.received
-        await hang_up(dialler, acceptor, listener)
-
-    stage.play(scenario)
-
-
-def test_abort_drops_and_is_seen_by_the_other_side(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network)
-        text = noise(8 << 20)
-        dialler.transport.write(text)
-        dialler.transport.abort()
-        assert dialler.transport.is_closing()
-        await acceptor.until_lost()
-        assert await dialler.until_lost() is None
-        assert len(acceptor.received) < len(text)
-        assert text.startswith(acceptor.received)
-        await hang_up(dialler, acceptor, listener)
-
-    stage.play(scenario)
-
-
-def test_a_connection_is_lost_once_however_often_it_is_ended(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network)
-        for end in (dialler, acceptor):
-            end.transport.write(noise(300_000))
-            end.transport.close()
-            end.transport.close()
-            end.transport.abort()
-            end.transport.abort()
-            end.transport.pause_reading()
-            end.transport.resume_reading()
-        await hang_up(dialler, acceptor, listener)
-        assert dialler.events.count("eof") <= 1
-
-    stage.play(scenario)
-
-
-def test_half_a_connection_can_be_closed_except_over_tls(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network, accept={"keep_open": True})
-        if acceptor.transport.get_extra_info("ssl_object") is not None:
-            assert not dialler.transport.can_write_eof()
-            await hang_up(dialler, acceptor, listener)
-            return
-        question, answer = noise(200_000, 1), noise(300_000, 2)
-        dialler.transport.write(question)
-        dialler.transport.write_eof()
-        with pytest.raises(RuntimeError):
-            dialler.transport.write(b"too late")
-        await acceptor.until(lambda: "eof" in acceptor.events)
-        assert acceptor.received == question
-        acceptor.transport.write(answer)
-        acceptor.transport.close()
-        assert await dialler.until_lost() is None
-        assert dialler.received == answer
-        await hang_up(dialler, acceptor, listener)
-        assert acceptor.events.count("eof") == 1
-
-    stage.play(scenario)
-
-
-def test_a_protocol_that_raises_ends_its_own_connection_only(stage: Stage) -> None:
+@on_every_stage
+async def test_a_protocol_that_raises_ends_its_own_connection_only(network: Network) -> None:
     def stumble(reader: Recorder) -> None:
         if b"boom" in reader.received:
             raise ZeroDivisionError("on purpose")
 
-    async def scenario(network: Network) -> None:
-        reported: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context))
-        dialler, acceptor, listener = await connected(network, accept={"on_bytes": stumble})
-        *bystanders, other_listener = await connected(network)
-        dialler.transport.write(b"boom")
-        assert isinstance(await acceptor.until_lost(), ZeroDivisionError)
-        await dialler.until_lost()
-        assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
-        assert [bystander.events for bystander in bystanders] == [["made"], ["made"]]
-        await hang_up(dialler, acceptor, listener, *bystanders, other_listener)
-
-    stage.play(scenario)
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context))
+    dialler, acceptor, listener = await connected(network, accept={"on_bytes": stumble})
+    *bystanders, other_listener = await connected(network)
+    dialler.transport.write(b"boom")
+    assert isinstance(await acceptor.until_lost(), ZeroDivisionError)
+    await dialler.until_lost()
+    assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
+    assert [bystander.events for bystander in bystanders] == [["made"], ["made"]]
+    await hang_up(dialler, acceptor, listener, *bystanders, other_listener)
 
 
-def test_nobody_there_is_unreachable_and_says_what_to_do(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        listener = await network.listen(HOST, 0, Recorder)
-        await listener.close()
-        host, port = listener.address
-        with pytest.raises(Unreachable, match=f"{host}:{port}: connection refused") as caught:
-            await network.connect(host, port, Recorder, timeout_s=5)
-        assert "seed" in caught.value.remedy
-
-    stage.play(scenario)
+@on_every_stage
+async def test_nobody_there_is_unreachable_and_says_what_to_do(network: Network) -> None:
+    listener = await network.listen(HOST, 0, Recorder)
+    await listener.close()
+    host, port = listener.address
+    with pytest.raises(Unreachable, match=f"{host}:{port}: connection refused") as caught:
+        await network.connect(host, port, Recorder, timeout_s=5)
+    assert "seed" in caught.value.remedy
 
 
-def test_a_port_is_bound_once_and_free_after_close(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        first = await network.listen(HOST, 0, Recorder)
-        port = first.address[1]
-        with pytest.raises(UserError, match=f"port {port} is in use") as caught:
-            await network.listen(HOST, port, Recorder)
-        assert "another port" in caught.value.remedy
-        await first.close()
-        await first.close()
-        second = await network.listen(HOST, port, Recorder)
-        assert second.address == (HOST, port)
-        await first.close()  # which is not the second's business
-        with pytest.raises(UserError):
-            await network.listen(HOST, port, Recorder)
-        await second.close()
-
-    stage.play(scenario)
+@on_every_stage
+async def test_a_port_is_bound_once_and_free_after_close(network: Network) -> None:
+    first = await network.listen(HOST, 0, Recorder)
+    port = first.address[1]
+    with pytest.raises(UserError, match=f"port {port} is in use") as caught:
+        await network.listen(HOST, port, Recorder)
+    assert "another port" in caught.value.remedy
+    await first.close()
+    await first.close()
+    second = await network.listen(HOST, port, Recorder)
+    assert second.address == (HOST, port)
+    await first.close()  # which is not the second's business
+    with pytest.raises(UserError):
+        await network.listen(HOST, port, Recorder)
+    await second.close()
 
 
-def test_a_listener_that_closes_leaves_its_connections_alive(stage: Stage) -> None:
-    async def scenario(network: Network) -> None:
-        dialler, acceptor, listener = await connected(network)
-        await listener.close()
-        acceptor.transport.write(b"still here")
-        assert await dialler.until_received(10) == b"still here"
-        await hang_up(dialler, acceptor)
-
-    stage.play(scenario)
+@on_every_stage
+async def test_a_listener_that_closes_leaves_its_connections_alive(network: Network) -> None:
+    dialler, acceptor, listener = await connected(network)
+    await listener.close()
+    acceptor.transport.write(b"still here")
+    assert await dialler.until_received(10) == b"still here"
+    await hang_up(dialler, acceptor)
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
-def test_a_number_that_is_no_port_is_the_persons_error(stage: Stage, port: int) -> None:
-    async def scenario(network: Network) -> None:
-        with pytest.raises(UserError, match="not a port"):
-            await network.listen(HOST, port, Recorder)
-        with pytest.raises(UserError, match="not a port"):
-            await network.connect(HOST, port, Recorder, timeout_s=5)
-
-    stage.play(scenario)
+@on_every_stage
+async def test_a_number_that_is_no_port_is_the_persons_error(network: Network, port: int) -> None:
+    with pytest.raises(UserError, match="not a port"):
+        await network.listen(HOST, port, Recorder)
+    with pytest.raises(UserError, match="not a port"):
+        await network.connect(HOST, port, Recorder, timeout_s=5)
