@@ -12,7 +12,7 @@ Costs are in seconds, and infinite if something is impossible, such as a part th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -44,37 +44,29 @@ def table_of(cost: Callable[[int, int], float], places: Sequence[int]) -> Array:
     return np.array(rows, dtype=np.float64)
 
 
-@dataclass(frozen=True, slots=True)
 class ChainCosts:
     """What chains of some workers cost.
 
-    Attributes:
+    Args:
         places: as from ``cut_places``.
         part_s: (number of following stages, worker) → (places, places): of a part as in ``table_of``.
-        hop_s, occupied_s: (workers + 1, workers + 1), from and to: of a hop, and what it takes of the link's time. The
-            client is the last.
+        hop: (from, to) → seconds of a hop, and those that it takes of the link's time. The client is the last.
+
+    Attributes:
+        hop_s, occupied_s: (workers + 1, workers + 1), from and to: as ``hop`` tells.
     """
 
-    places: Sequence[int]
-    part_s: Callable[[int, int], Array]
-    hop_s: Array
-    occupied_s: Array
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         places: Sequence[int],
         workers: int,
         part_s: Callable[[int, int], Array],
         hop: Callable[[int, int], tuple[float, float]],
-    ) -> ChainCosts:
-        """``hop``: its seconds and what it takes of the link's time; the index ``workers`` means the client."""
-        hop_s, occupied_s = np.full((2, workers + 1, workers + 1), np.inf)
-        for here in range(workers + 1):
-            for there in range(workers + 1):
-                if here != there:
-                    hop_s[here, there], occupied_s[here, there] = hop(here, there)
-        return cls(places, part_s, hop_s, occupied_s)
+    ) -> None:
+        self.places, self.part_s = places, part_s
+        self.hop_s, self.occupied_s = np.full((2, workers + 1, workers + 1), np.inf)
+        for pair in permutations(range(workers + 1), 2):
+            self.hop_s[pair], self.occupied_s[pair] = hop(*pair)
 
 
 def best_chain(costs: ChainCosts, counts: Iterable[int]) -> tuple[Score, list[Part]] | None:

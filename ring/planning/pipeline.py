@@ -163,7 +163,7 @@ def chain_costs(training: TrainingWorkload, groups: Sequence[Group], times: Link
         found = GroupHop.between(training, times, groups[here], groups[there])
         return found.round_trip_s, found.occupied_s
 
-    return ChainCosts.of(places, len(groups), part_s, hop)
+    return ChainCosts(places, len(groups), part_s, hop)
 
 
 # ------------------------------------------------------------------------------------------------------ the prediction

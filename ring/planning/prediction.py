@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +18,9 @@ from p2ptrain.core.footprint import LOCAL_FACTOR, shard_training_bytes
 from p2ptrain.core.texts import human_bytes
 from ring.codecs import codec_named
 from ring.collectives import cut
-from ring.planning.codec import NEARLY_BEST, STATED_ERROR
 from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkTimes, all_reduce_s
 from ring.planning.pipeline import TrainingPlan, plan_pipeline
-from ring.planning.ring_plan import SMALL_GATHERS, RingOptions, plan_ring
+from ring.planning.ring_plan import NEARLY_BEST, SMALL_GATHERS, STATED_ERROR, RingOptions, plan_ring
 from ring.planning.workloads import TrainingWorkload
 from ring.token import balanced
 
@@ -53,9 +52,6 @@ class Calibration:
     base_bytes: int = 0
 
 
-RING = RingOptions()
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingMethod:
     """A way to train. ``training.stages`` counts stages or shards; 1 with other strategies.
@@ -71,7 +67,7 @@ class TrainingMethod:
     strategy: str
     training: TrainingWorkload
     codec: str = "fp32"
-    ring: RingOptions = RING
+    ring: RingOptions = field(default_factory=RingOptions)
     settings: tuple[str, ...] = ()
     buckets: int = 1
     vectors: int = 0

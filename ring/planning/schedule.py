@@ -217,41 +217,31 @@ class StageCosts:
 
 def simulate(schedule: StageSchedule, costs: StageCosts) -> float:
     """Seconds of a step if only computing and hops take time. Each stage runs one operation at a time."""
-    stages = schedule.stages
-    left = [deque(schedule.order(stage)) for stage in range(stages)]
-    free_s = [0.0] * stages
-    ended: dict[tuple[int, StageOperation], float] = {}  # (stage, operation) → when
-    waiting = list(range(stages))
-    while waiting:
-        stage = waiting.pop()
-        while left[stage]:
-            operation = left[stage][0]
-            arrives_s = _arrival_s(stage, operation, ended, costs, stages)
-            if arrives_s is None:
-                break
-            left[stage].popleft()
-            takes_s = (costs.forward_s if operation.kind is Kind.FORWARD else costs.backward_s)[stage]
-            free_s[stage] = ended[stage, operation] = max(arrives_s, free_s[stage]) + takes_s
-            neighbour = stage + 1 if operation.kind is Kind.FORWARD else stage - 1
-            if 0 <= neighbour < stages and neighbour not in waiting:
-                waiting.append(neighbour)
-    assert not any(left), "stages wait for ever"
+    stages = range(schedule.stages)
+    left = [deque(schedule.order(stage)) for stage in stages]
+    free_s = [0.0] * schedule.stages
+    ended_s: dict[tuple[int, StageOperation], float] = {}
+    while any(left):
+        before = len(ended_s)
+        for stage in stages:
+            takes_s = {Kind.FORWARD: costs.forward_s[stage], Kind.BACKWARD: costs.backward_s[stage]}
+            while left[stage] and (arrived_s := _arrival_s(stage, left[stage][0], ended_s, costs)) is not None:
+                operation = left[stage].popleft()
+                free_s[stage] = ended_s[stage, operation] = max(arrived_s, free_s[stage]) + takes_s[operation.kind]
+        assert len(ended_s) > before, "stages wait for ever"
     return max(free_s)
 
 
 def _arrival_s(
-    stage: int,
-    operation: StageOperation,
-    ended: dict[tuple[int, StageOperation], float],
-    costs: StageCosts,
-    stages: int,
+    stage: int, operation: StageOperation, ended_s: dict[tuple[int, StageOperation], float], costs: StageCosts
 ) -> float | None:
+    """When an operation has its input; None while that is not known."""
     if operation.kind is Kind.FORWARD:
         if stage == 0:
             return 0.0
-        sent_s = ended.get((stage - 1, operation))
-        return None if sent_s is None else sent_s + costs.there_s[stage - 1]
-    if stage == stages - 1:
-        return ended.get((stage, StageOperation(Kind.FORWARD, operation.index)))
-    sent_s = ended.get((stage + 1, operation))
-    return None if sent_s is None else sent_s + costs.back_s[stage]
+        sent_s, hop_s = ended_s.get((stage - 1, operation)), costs.there_s[stage - 1]
+    elif stage < len(costs.back_s):
+        sent_s, hop_s = ended_s.get((stage + 1, operation)), costs.back_s[stage]
+    else:
+        sent_s, hop_s = ended_s.get((stage, StageOperation(Kind.FORWARD, operation.index))), 0.0
+    return None if sent_s is None else sent_s + hop_s

@@ -119,7 +119,7 @@ class ChainPricer:
             pair = ids[here], ids[there]
             return (np.inf, np.inf) if client not in pair and pair in workload.apart else self.hop(*pair)
 
-        return ChainCosts.of(places, len(peers), part_s, hop)
+        return ChainCosts(places, len(peers), part_s, hop)
 
 
 def place_model(workload: ServingWorkload, peers: Iterable[CandidateWorker], *, stages: int | None = None) -> Placement:

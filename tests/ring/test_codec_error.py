@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ring.codecs import CODECS, codec_named
 from ring.codecs.base import F32, Codec
 from ring.collectives import owned_range
-from ring.planning.codec import STATED_ERROR
+from ring.planning.ring_plan import STATED_ERROR
 
 
 def exchange(gradients: Sequence[F32], codecs: Sequence[Codec], residuals: Sequence[F32] | None = None) -> F32:

@@ -17,10 +17,9 @@ from p2ptrain.core.errors import P2PTrainError, UserError
 from p2ptrain.core.texts import human_duration
 from p2ptrain.lab.explain.measuring import PASSES, measure
 from ring.codecs import CODECS
-from ring.planning.codec import STATED_ERROR
 from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkQuality
 from ring.planning.prediction import EXACT, Calibration, Prediction, TrainingMethod, fit_calibration, predict
-from ring.planning.ring_plan import RingOptions
+from ring.planning.ring_plan import STATED_ERROR, RingOptions
 from ring.planning.workloads import ModelShape
 from wire.emulate import preset_named
 from wire.records import ABSENT_STATES, LinkInfo, PeerInfo

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ring.planning.measurements import LinkQuality, LinkTimes, known_link
-from ring.planning.ring_plan import RingCosts, RingOptions, best_order, plan_ring, slowest_edge
+from ring.planning.ring_plan import (
+    CANDIDATES,
+    STATED_ERROR,
+    RingCosts,
+    RingOptions,
+    best_order,
+    choose_codec,
+    plan_ring,
+    slowest_edge,
+)
 
 
 def names(size: int) -> list[str]:
@@ -48,7 +57,7 @@ def costs_of(members: list[str], links: dict[tuple[str, str], LinkQuality], tota
 
 
 @given(rings(), st.sampled_from([1, 1 << 16, 1 << 22, 1 << 28]))
-def test_an_order_is_of_all_members_costs_what_it_says_and_is_no_worse_than_the_given_one(ring, total_bytes):
+def test_order_has_all_members_and_costs_no_more_than_that_of_joining(ring, total_bytes):
     members, links = ring
     found = best_order(members, links, total_bytes=total_bytes)
     assert found is not None
@@ -62,7 +71,7 @@ def test_an_order_is_of_all_members_costs_what_it_says_and_is_no_worse_than_the_
 
 @pytest.mark.parametrize("size", [4, 6, 7])
 @pytest.mark.parametrize("total_bytes", [1 << 16, 1 << 26])
-def test_where_links_follow_from_places_the_order_is_nearly_the_best(size, total_bytes):
+def test_order_is_nearly_the_best_where_links_follow_from_places(size, total_bytes):
     for seed in range(10):
         members, links = names(size), sites(size, seed)
         found = best_order(members, links, total_bytes=total_bytes)
@@ -87,7 +96,7 @@ def edges(circle: tuple[str, ...]) -> list[tuple[str, str]]:
     return list(zip(circle, circle[1:] + circle[:1], strict=True))
 
 
-def test_a_slow_edge_is_left_out_whichever_way_it_was_measured():
+def test_ring_avoids_a_slow_edge_measured_in_either_direction():
     members = names(4)
     links = {pair: LinkQuality(1e-3, 1e9) for pair in itertools.permutations(members, 2)}
     links["p0", "p1"] = links["p1", "p0"] = LinkQuality(1e-3, 1e7)
@@ -98,7 +107,7 @@ def test_a_slow_edge_is_left_out_whichever_way_it_was_measured():
     assert best_order(members, links, total_bytes=1 << 24) == found
 
 
-def test_where_one_direction_is_slow_the_ring_goes_the_other_way():
+def test_ring_goes_the_other_way_where_one_direction_is_slow():
     members = names(3)
     links = {pair: LinkQuality(1e-3, 1e9) for pair in itertools.permutations(members, 2)}
     links["p0", "p1"] = LinkQuality(1e-3, 1e7)
@@ -107,7 +116,7 @@ def test_where_one_direction_is_slow_the_ring_goes_the_other_way():
     assert found[0] == ("p0", "p2", "p1")
 
 
-def test_an_order_that_is_hardly_better_is_not_taken():
+def test_order_of_joining_remains_unless_the_gain_is_large():
     members = names(4)
     for gain, taken in ((0.03, False), (0.3, True)):
         links = {pair: LinkQuality(0.0, 1e9) for pair in itertools.permutations(members, 2)}
@@ -119,7 +128,7 @@ def test_an_order_that_is_hardly_better_is_not_taken():
 
 @pytest.mark.parametrize("size", [3, 4, 5, 6])
 @pytest.mark.parametrize("measured", [True, False])
-def test_members_that_cannot_reach_each_other_are_not_beside_each_other_if_another_order_exists(size, measured):
+def test_members_that_cannot_reach_each_other_are_no_neighbours_if_an_order_allows_it(size, measured):
     members = names(size)
     pairs = list(itertools.permutations(members, 2))
     links = sites(size, size) if measured else {}
@@ -147,7 +156,7 @@ def mesh(members: str, link: LinkQuality) -> dict[tuple[str, str], LinkQuality]:
     return dict.fromkeys(itertools.permutations(members, 2), link)
 
 
-def test_without_measurements_all_is_as_it_was():
+def test_ring_without_measurements_keeps_the_order_of_joining():
     plan = plan_ring("abc", {}, RingOptions())
     assert (plan.order, plan.streams, plan.sub_chunk_bytes, plan.codec) == (("a", "b", "c"), 1, 0, "fp32")
     assert not plan.measured
@@ -156,7 +165,7 @@ def test_without_measurements_all_is_as_it_was():
     assert plan_ring("a", {}, AUTO, 1 << 20).codec == "fp32"
 
 
-def test_what_the_profile_says_is_taken():
+def test_settings_of_the_profile_override_the_measurements():
     links = mesh("abcd", NEAR) | {("a", "b"): FAR, ("b", "a"): FAR}
     ring_options = RingOptions("joined", 3, 8192, "int8")
     plan = plan_ring("abcd", links, ring_options, 1 << 22)
@@ -172,13 +181,13 @@ def test_what_the_profile_says_is_taken():
         (FAR, 4, "4 connections per link (round trip 100 ms)"),
     ],
 )
-def test_streams_are_as_many_as_the_slowest_edge_has_use_for(link, streams, why):
+def test_streams_follow_from_the_slowest_edge(link, streams, why):
     plan = plan_ring("ab", {("a", "b"): link}, RingOptions())
     assert plan.streams == streams
     assert plan.transport_reason.startswith(why)
 
 
-def test_the_codec_follows_from_the_edge_the_load_and_the_budget():
+def test_codec_follows_from_the_edge_the_load_and_the_budget():
     load = (100 << 20, 0.5)
     assert plan_ring("ab", mesh("ab", NEAR), AUTO, 1 << 20, 0.5).codec == "fp32"
     plan = plan_ring("ab", mesh("ab", FAR), AUTO, *load)
@@ -188,6 +197,62 @@ def test_the_codec_follows_from_the_edge_the_load_and_the_budget():
     unknown = plan_ring("ab", mesh("ab", FAR), AUTO)
     assert unknown.codec == "fp32"
     assert unknown.transport_reason.endswith("codec fp32: the links' bandwidth or the bytes of a step are not known")
+
+
+MIB = 1 << 20
+
+
+def chosen_codec(
+    edge_bps: float, latency_s: float = 0.01, compute_s: float = 1.0, budget: float = 1.0, total_bytes: int = 40 * MIB
+) -> tuple[str, str]:
+    return choose_codec(
+        LinkQuality(latency_s, edge_bps), RingOptions(codec="auto", error_budget=budget), total_bytes, compute_s, 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("edge_bps", "budget", "chosen"),
+    [
+        (1e9, 1.0, "fp32"),
+        (3e8, 1.0, "bf16"),
+        (1e8, 1.0, "int8"),
+        (5e7, 1.0, "int4"),
+        (1e7, 1.0, "topk"),
+        (1e7, 0.3, "int4"),
+        (1e7, 0.03, "int8"),
+        (1e7, 0.005, "bf16"),
+        (1e7, 0.0, "fp32"),
+    ],
+)
+def test_codec_is_the_least_lossy_that_computing_hides(edge_bps, budget, chosen):
+    assert chosen_codec(edge_bps, budget=budget)[0] == chosen
+
+
+def test_codec_is_exact_where_latency_takes_the_time():
+    assert chosen_codec(1e9, latency_s=2.5, compute_s=0.1)[0] == "fp32"
+
+
+def test_codec_has_a_reason():
+    assert chosen_codec(1e8)[1] == "codec int8: int8 takes 885 ms at 100 Mbit/s, computing takes 1.00 s"
+    assert chosen_codec(5e6, budget=0.0)[1].endswith("fp32 takes 67.13 s at 5.00 Mbit/s, computing takes 1.00 s")
+
+
+times = st.floats(0, 100)
+
+
+@given(st.floats(1e3, 1e12), times, times, st.floats(0, 2), st.integers(1, 1 << 34), st.floats(0, 2))
+def test_codec_is_within_the_budget_and_more_of_it_is_never_slower(edge_bps, latency_s, compute_s, budget, size, more):
+    chosen, _ = chosen_codec(edge_bps, latency_s, compute_s, budget, size)
+    assert chosen == CANDIDATES[0] or STATED_ERROR[chosen] <= budget
+    freer, _ = chosen_codec(edge_bps, latency_s, compute_s, budget + more, size)
+    assert CANDIDATES.index(freer) >= CANDIDATES.index(chosen)
+    faster, _ = chosen_codec(2 * edge_bps, latency_s, compute_s, budget, size)
+    assert CANDIDATES.index(faster) <= CANDIDATES.index(chosen)
+
+
+def test_codecs_are_tried_from_the_least_error():
+    errors = [STATED_ERROR[name] for name in CANDIDATES]
+    assert errors == sorted(errors)
 
 
 def test_the_slowest_edge_is_one_of_the_circle():
