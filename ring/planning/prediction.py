@@ -177,6 +177,10 @@ class _Step:
             return self.way.widened * size_bytes
         return codec_named(self.way.codec).encoded_bytes(max(size_bytes // 4, 1))
 
+    def ring_sent_bytes(self, members: int, size_bytes: int) -> float:
+        """Sent by each member in an all-reduce of so many bytes of fp32."""
+        return 2 * (members - 1) / members * self.encoded_bytes(size_bytes)
+
     def ring_s(self, ids: Sequence[str], size_bytes: int, *, buckets: int = 1) -> tuple[float, float]:
         """Seconds of an all-reduce of so many bytes of fp32, and of a step's small gathers, in a ring of these
         members."""
@@ -224,7 +228,7 @@ class _Step:
         update_s: float,
         exchange_s: float,
         exposed_s: float,
-        sent: float,
+        sent_bytes: float,
     ) -> Prediction:
         """Raises ``ResourceError`` if a member lacks the memory for what it ``needs``, in bytes."""
         for one, need_bytes in zip(self.members, needs, strict=True):
@@ -233,7 +237,7 @@ class _Step:
                 do = "split the model, or split it further: job.strategy = 'sharded' or 'pipeline'"
                 raise ResourceError(text, remedy=f"{do}; or set device.gradient_checkpointing = true")
         memory_bytes, step_s = self.measured.base_bytes + max(needs), compute_s + update_s + exposed_s
-        return Prediction(self.way, step_s, compute_s, update_s, exchange_s, exposed_s, memory_bytes, sent)
+        return Prediction(self.way, step_s, compute_s, update_s, exchange_s, exposed_s, memory_bytes, sent_bytes)
 
 
 # ------------------------------------------------------------------------------------------------------ the strategies
@@ -249,9 +253,9 @@ def _summed(step: _Step) -> Prediction:
     compute_s = max(count * each_s * step.slowdown(one) for count, one in zip(counts, members, strict=True))
     size_bytes = way.trained_bytes // way.fragments
     reduce_s, gathered_s = step.ring_s([one.id for one in members], size_bytes, buckets=way.buckets)
-    sent = 2 * (size - 1) / size * step.encoded_bytes(size_bytes)
+    sent_bytes = step.ring_sent_bytes(size, size_bytes)
     if way.vectors:  # each member's goes once round the ring
-        reduce_s, sent = reduce_s * size / 2, float((size - 1) * size_bytes)
+        reduce_s, sent_bytes = reduce_s * size / 2, float((size - 1) * size_bytes)
     early_s = min(BACKWARD * step.measured.micro_batch_s * step.largest_slowdown, reduce_s) * (1 - 1 / way.buckets)
     hidden_s = compute_s if way.overlap else 0.0 if is_local else early_s
     factor = LOCAL_FACTOR if is_local else 1.0
@@ -261,7 +265,7 @@ def _summed(step: _Step) -> Prediction:
         update_s=step.measured.update_s * step.largest_slowdown,
         exchange_s=reduce_s + gathered_s,
         exposed_s=max(reduce_s - hidden_s, 0.0) + gathered_s,
-        sent=sent,
+        sent_bytes=sent_bytes,
     )
 
 
@@ -292,7 +296,7 @@ def _with_server(step: _Step) -> Prediction:
         update_s=made_s,
         exchange_s=moved_s,
         exposed_s=step_s - compute_s - made_s,
-        sent=float(max(way.buffer * state, gradient)),
+        sent_bytes=float(max(way.buffer * state, gradient)),
     )
 
 
@@ -317,7 +321,7 @@ def _sharded(step: _Step) -> Prediction:
         update_s=step.measured.update_s * step.largest_slowdown / shards,
         exchange_s=exchange_s,
         exposed_s=exchange_s,
-        sent=moves * moved + 2 * (replicas - 1) / replicas * step.encoded_bytes(each_bytes),
+        sent_bytes=moves * moved + step.ring_sent_bytes(replicas, each_bytes),
     )
 
 
@@ -336,8 +340,8 @@ def _pipelined(step: _Step) -> Prediction:
     sent, needs = [], []
     for stage in stages:
         trained_bytes, at = int(training.trained * stage.weights_bytes), stage.stage
-        hops = training.activation_bytes * (at < last) + training.gradient_bytes * (at > 0)
-        sent.append(share * hops + 2 * (info.replicas - 1) / info.replicas * step.encoded_bytes(trained_bytes))
+        hop_bytes = training.activation_bytes * (at < last) + training.gradient_bytes * (at > 0)
+        sent.append(share * hop_bytes + step.ring_sent_bytes(info.replicas, trained_bytes))
         needs.append(step.measured.base_bytes + stage.need_bytes + 3 * trained_bytes)
     times = busy_s + update_s + waits_s, busy_s, update_s, waits_s, waits_s
     return Prediction(step.way, *times, max(needs), max(sent), made)

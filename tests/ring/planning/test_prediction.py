@@ -47,7 +47,7 @@ def cluster(
 
 @pytest.mark.parametrize("link", [NEAR, FAR])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_ring_of_equal_members_takes_what_step_s_says(size: int, link: LinkQuality) -> None:
+def test_ring_of_equal_members_takes_what_the_documentation_says(size: int, link: LinkQuality) -> None:
     made = predict(way(), cluster(size, link), MEASURED)
     compute_s = 8 // size * 0.1
     assert made.step_s == pytest.approx(step_s(size, link, MODEL, compute_s) + 0.01)
@@ -77,7 +77,7 @@ def test_buckets_travel_while_the_last_backward_pass_runs() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["sync", "local", "server", "sharded", "pipeline"])
-def test_a_fitted_calibration_predicts_the_step_that_was_measured(strategy: str) -> None:
+def test_fitted_calibration_predicts_the_measured_step(strategy: str) -> None:
     split = strategy in ("sharded", "pipeline")
     asked, pair = way(strategy, stages=2 if split else 1, micro_batches=4), cluster(2)
     own = fit_calibration(asked, pair, MEASURED, 0.9)
@@ -85,7 +85,7 @@ def test_a_fitted_calibration_predicts_the_step_that_was_measured(strategy: str)
     assert own.update_s / own.micro_batch_s == pytest.approx(MEASURED.update_s / MEASURED.micro_batch_s)
 
 
-def test_a_codec_saves_bytes() -> None:
+def test_codec_saves_bytes() -> None:
     coded = predict(way(codec="bf16"), cluster(2, FAR), MEASURED)
     assert coded.sent_bytes == MODEL / 2
     assert coded.step_s == pytest.approx(step_s(2, FAR, MODEL / 2, 0.4) + 0.01)
@@ -100,7 +100,7 @@ def test_local_pays_an_update_for_each_micro_batch_and_may_hide_the_exchange() -
     assert predict(way("local", fragments=4), cluster(2, FAR), MEASURED).sent_bytes == MODEL / 4
 
 
-def test_a_server_makes_as_many_versions_as_groups_of_workers_fit_in_a_cycle() -> None:
+def test_server_makes_a_version_for_each_group_of_workers_in_a_cycle() -> None:
     bytes_s = 8 * 4 * MODEL / 1e7  # a gradient there; weights and two moments back
     cycle_s = 0.8 + bytes_s + 10 * 0.02 + 0.01
     there = replace(cluster(5, FAR), emulated=True)
@@ -129,7 +129,7 @@ def test_shards_gather_every_layer_twice_for_each_pass() -> None:
     assert each.sent_bytes == (2 * 4 + 4) * MODEL / 2
 
 
-def test_a_pipeline_is_as_fast_as_what_was_measured_of_the_whole_model() -> None:
+def test_pipeline_computes_as_fast_as_the_measured_whole_model() -> None:
     free = LinkQuality(0.0, 1e15)
     made = predict(way("pipeline", stages=2, micro_batches=64), cluster(2, free), MEASURED)
     assert made.plan is not None
@@ -137,7 +137,7 @@ def test_a_pipeline_is_as_fast_as_what_was_measured_of_the_whole_model() -> None
     assert 65 * 0.05 <= made.compute_s + made.exposed_s <= 1.2 * 65 * 0.05
 
 
-def test_memory_counts_copies_of_the_weights_and_what_does_not_fit_is_refused() -> None:
+def test_memory_counts_copies_of_the_weights_and_is_limited() -> None:
     kept = way().training.kept_bytes(0, 4)
     one = predict(way(), cluster(2), replace(MEASURED, base_bytes=1000))
     assert one.memory_bytes == 1000 + 5 * MODEL + kept + 3 * MODEL
@@ -157,7 +157,7 @@ def all_of(there: DescribedCluster) -> list[Prediction]:
     return found
 
 
-def test_near_members_sum_plain_gradients_and_far_ones_exchange_rarely_in_few_bytes() -> None:
+def test_recommended_is_sync_for_near_members_and_local_for_far_ones() -> None:
     near = recommend(all_of(cluster(4)), 0.03)
     assert near is not None
     assert (near.way.strategy, near.way.codec, near.bound) == ("sync", "fp32", "compute")
@@ -174,7 +174,7 @@ def test_near_members_sum_plain_gradients_and_far_ones_exchange_rarely_in_few_by
     assert recommend([], 0.03) is None
 
 
-def test_an_emulated_link_is_as_its_preset_says() -> None:
+def test_emulated_link_has_the_means_of_its_preset() -> None:
     assert LinkQuality.of_preset(preset_named("80ms-100mbit")) == LinkQuality(0.04, pytest.approx(1e8))
     wan = LinkQuality.of_preset(preset_named("wan"))
     lost = 1e-4 * 0.04 * 1e8 / 8 / 1448

@@ -81,7 +81,7 @@ def longest_path_s(schedule: StageSchedule, costs: StageCosts) -> float:
 # ----------------------------------------------------------------------------------------------------------- the order
 
 
-def test_the_orders_as_people_draw_them() -> None:
+def test_orders_are_those_of_the_papers() -> None:
     assert order_text(gpipe(3, 3), 1) == "F0 F1 F2 B0 B1 B2"
     plain = one_f_one_b(3, 4)
     assert [order_text(plain, stage) for stage in range(3)] == [
@@ -95,7 +95,7 @@ def test_the_orders_as_people_draw_them() -> None:
 
 
 @given(schedules())
-def test_every_schedule_is_whole_and_ends(made: tuple[StageSchedule, list[float]]) -> None:
+def test_schedule_is_whole_and_ends(made: tuple[StageSchedule, list[float]]) -> None:
     schedule, round_trips_s = made
     schedule.validate()
     for stage in range(schedule.stages):
@@ -113,7 +113,7 @@ def test_every_schedule_is_whole_and_ends(made: tuple[StageSchedule, list[float]
 
 
 @given(schedules())
-def test_a_stage_is_never_further_ahead_of_the_next_one_than_there_are_buffers(
+def test_stage_is_never_further_ahead_of_the_next_one_than_its_buffers(
     made: tuple[StageSchedule, list[float]],
 ) -> None:
     """Whatever the speeds: one end of a hop does what it can while the other one does not begin with its next."""
@@ -125,16 +125,16 @@ def test_a_stage_is_never_further_ahead_of_the_next_one_than_there_are_buffers(
         for kind, sender, receiver in ((F, before, after), (B, after, before)):
             for used in in_turns[kind]:
                 stuck = receiver[: receiver.index(StageOperation(kind, used))]
-                given = {item.index for item in stuck if item.kind is not kind}
+                reached = {item.index for item in stuck if item.kind is not kind}
                 sent = 0
                 for item in sender:
-                    if item.kind is not kind and item.index not in given:
+                    if item.kind is not kind and item.index not in reached:
                         break
                     sent += item.kind is kind
                 assert sent - used <= schedule.ahead(hop)
 
 
-def test_what_can_not_be_is_refused() -> None:
+def test_impossible_schedule_is_refused() -> None:
     for stages, micro_batches in ((0, 1), (1, 0), (257, 1), (2, 65_537)):
         with pytest.raises(ValueError, match="invalid pipeline: "):
             StageSchedule(micro_batches, (0,) * stages)
@@ -150,7 +150,7 @@ def test_what_can_not_be_is_refused() -> None:
 @pytest.mark.parametrize(
     ("round_trip_s", "plain", "longer"), [(0.0, 0.94, 0.94), (0.02, 0.87, 0.93), (0.08, 0.72, 0.91), (0.2, 0.53, 0.86)]
 )
-def test_the_known_figures_of_two_stages(round_trip_s: float, plain: float, longer: float) -> None:
+def test_two_stages_take_the_known_figures(round_trip_s: float, plain: float, longer: float) -> None:
     costs = StageCosts.even(FORWARD_S, BACKWARD_S, [round_trip_s])
     busy_s = 16 * PERIOD_S
     assert busy_s / simulate(one_f_one_b(2, 16), costs) == pytest.approx(plain, abs=0.005)
@@ -190,7 +190,7 @@ def test_extended_keeps_uneven_stages_as_busy_as_all_forwards_first_would(
 
 
 @given(st.lists(hop_s, min_size=1, max_size=4), st.integers(1, 24), st.data())
-def test_a_cap_costs_time_and_is_kept(round_trips_s: list[float], micro_batches: int, data: st.DataObject) -> None:
+def test_limit_in_flight_holds(round_trips_s: list[float], micro_batches: int, data: st.DataObject) -> None:
     stages = len(round_trips_s) + 1
     caps = data.draw(st.lists(st.integers(1, 8), min_size=stages, max_size=stages))
     free = extended(micro_batches, round_trips_s, PERIOD_S)
