@@ -225,7 +225,9 @@ class TrainingRun:
     async def work(self) -> None:
         """Train. Then serve a pair until a needed process ends, which raises ``JobFailed``. Returns if a job failed."""
         if self._jobs:
-            await self.cluster.while_alive(self._follow(), needed=[self.cluster.seed], others=self._workers, least=1)
+            await self.cluster.while_alive(
+                self._follow(), needed=[self.cluster.seed], others=self._workers, least=1, on_end=self._tell_ended
+            )
             self._console.finish()
             if not self._plan.is_pair:
                 return
@@ -237,6 +239,11 @@ class TrainingRun:
                 self._trained[role] = summary
             self._jobs.clear()
         await self._serve()
+
+    def _tell_ended(self, worker: PeerProcess) -> None:
+        if (worker.process.returncode or 0) < 0:  # one that was not killed has told the seed why it ended
+            problem = worker.failed()
+            self._report("warning", f"{problem.message}; the other workers go on ({problem.remedy})")
 
     def aloud(self) -> None:
         """Print the messages that waited for the view to close, and the current state."""

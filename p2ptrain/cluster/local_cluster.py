@@ -229,6 +229,7 @@ class LocalCluster:
                 break
             await end_all([seed])  # it said nothing, or the document of an error, which the log has too
             problem = seed.failed("the seed did not start")
+            problem.remedy = problem.remedy.replace("--http", "--web")  # what the option of `up` is called
             if port == self.port or problem.exit_code != UserError.exit_code:  # else that port may be in use
                 raise problem
         announcement = json.loads(ready)

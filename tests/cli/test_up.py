@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from configs.loader import load_settings
 from configs.schema import Checkpoint, Optimizer, Profile
 from p2ptrain.cli import up_cluster
 from p2ptrain.cli.up import _print_next, _profile
@@ -169,6 +170,23 @@ async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     yield made
     if made.cluster is not None:
         await made.cluster.close()
+
+
+async def test_end_of_a_worker_is_named_while_the_others_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def while_alive(work: Any, *, on_end: Callable[[PeerProcess], None], **more: Any) -> None:
+        work.close()
+        on_end(PeerProcess("worker-2", cast(Any, SimpleNamespace(returncode=-9)), tmp_path / "log", 0))
+
+    run = up_cluster.TrainingRun(
+        TrainingPlan("tiny", load_settings("tiny", {}), 2, tmp_path, 1, False, ""), Console(), as_json=False
+    )
+    run._jobs = {"": "job"}
+    run.cluster._seed = cast(Any, object())
+    monkeypatch.setattr(run.cluster, "while_alive", while_alive)
+    await run.work()
+    assert "worker-2 ended: it was killed by SIGKILL; the other workers go on" in capsys.readouterr().err
 
 
 async def served(machine: Machine, port: int, **options: Any) -> dict[str, Any]:

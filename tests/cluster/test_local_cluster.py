@@ -75,6 +75,15 @@ async def test_a_port_that_is_taken_when_the_seed_starts_is_no_obstacle_if_nobod
         assert running_seeds() == []
 
 
+async def test_taken_web_address_is_named_by_the_option_of_up(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        cluster = LocalCluster(tmp_path, web="{}:{}".format(*taken.getsockname()))
+        with pytest.raises(JobFailed, match="in use") as caught:
+            await cluster.start_seed()
+    assert "--web" in caught.value.remedy
+    assert "--http" not in caught.value.remedy
+
+
 async def test_a_line_of_many_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     talks = tmp_path / "talks"
     talks.write_text(f"#!{sys.executable}\nprint('x' * 1_000_000)\n")
