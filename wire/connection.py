@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # an unencrypted cluster need not load cryptography
 INBOX_FRAMES = 64
 
 _KINDS = frozenset(MESSAGE_TYPES)
+_NOT_CONNECTED = asyncio.Transport()
 
 M = TypeVar("M", bound=Message)
 
@@ -45,6 +46,79 @@ class Received:
     generation: int
     stream: int
     body_bytes: int = 0
+
+
+class ConnectionEnds:
+    """The two ends of a connection.
+
+    Attributes:
+        remote, local: host and port.
+        encrypted: whether the transport is TLS.
+        identity: the peer named by the certificate that TLS verified; None without TLS or certificate.
+    """
+
+    def __init__(self) -> None:
+        self.remote = self.local = ("?", 0)
+        self.encrypted = False
+        self.identity: PeerIdentity | None = None
+        self._peer_name = ""
+
+    def identify(self, transport: asyncio.BaseTransport) -> None:
+        """Read what a connected transport knows of its ends. Raises ``ProtocolError`` if the run's CA signed the
+        peer's certificate, but it names no peer."""
+        self.remote = _address(transport.get_extra_info("peername"))
+        self.local = _address(transport.get_extra_info("sockname"))
+        ssl_object = transport.get_extra_info("ssl_object")
+        self.encrypted = ssl_object is not None
+        if ssl_object is None or ssl_object.context.verify_mode == ssl.CERT_NONE:
+            return  # an unverified certificate proves no identity
+        certificate_der = ssl_object.getpeercert(binary_form=True)
+        if certificate_der is not None:
+            from wire.credentials import identity_of_untrusted  # TLS has loaded it already
+
+            self.identity = identity_of_untrusted(certificate_der)
+
+    def name_peer(self, name: str) -> None:
+        """Set the peer's own name for itself, for error messages. It is unverified: it is cut and made printable."""
+        self._peer_name = "".join(char for char in name[:64] if char.isprintable())
+
+    def __str__(self) -> str:
+        address = format_address(*self.remote)
+        return f"{self._peer_name} ({address})" if self._peer_name else address
+
+
+class IncomingFrames:
+    """The receiving half of a connection: the decoder, and the control frames that nobody took yet.
+
+    Attributes:
+        frames: decoded control frames, the oldest first.
+        limit: number of ``frames`` from which on nothing more is read.
+        refusal: the peer's ``Refuse``. It closes the connection after it, so it is the cause of the end.
+        reading: whether the transport reads.
+    """
+
+    def __init__(self) -> None:
+        self.decoder = FrameDecoder(_KINDS)
+        self.frames: deque[Received] = deque()
+        self.limit = 1
+        self.refusal: Refuse | None = None
+        self.reading = True
+
+    def add(self, frame: ControlFrame) -> None:
+        message = decode_untrusted(frame.kind, frame.body)
+        if isinstance(message, Refuse):
+            self.refusal = message
+        self.frames.append(Received(message, frame.generation, frame.stream, len(frame.body)))
+
+    def steer(self, transport: asyncio.Transport) -> None:
+        """Pause or resume reading as ``decoder`` and ``limit`` require."""
+        wanted = not self.decoder.waiting and len(self.frames) < self.limit
+        if wanted != self.reading:
+            self.reading = wanted
+            if wanted:
+                transport.resume_reading()
+            else:
+                transport.pause_reading()
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -63,8 +137,6 @@ class Connection(asyncio.BufferedProtocol):
             link busy without a task.
         closed: set when the transport is gone.
         close_cause: why the connection ended; None while it is open, and if this side closed it on purpose.
-        encrypted: whether the transport is TLS.
-        identity: the peer named by the certificate that TLS verified; None without TLS or certificate.
     """
 
     def __init__(
@@ -76,27 +148,16 @@ class Connection(asyncio.BufferedProtocol):
         self.on_drained: Callable[[], None] | None = None
         self.closed = asyncio.Event()
         self.close_cause: P2PTrainError | None = None
-        self.encrypted = False
-        self.identity: PeerIdentity | None = None
-        self._called = ""
+        self.ends = ConnectionEnds()
         self._opened = opened
         self._send_limit_bytes = send_limit_bytes
-        self._decoder = FrameDecoder(_KINDS)
-        self._inbox: deque[Received] = deque()
-        self._inbox_limit = 1
-        self._refusal: Refuse | None = None
+        self._incoming = IncomingFrames()
+        self._transport = _NOT_CONNECTED
         self._waiters: set[asyncio.Future[None]] = set()  # receive and flush: any change wakes all, and they check
-        self._attached = False
         self._ended = False
-        self._reading = True
         self._control_unsent = 0  # control bytes sent since the buffer was empty: at least the unsent ones
-        self.remote = self.local = ("?", 0)  # host and port of each end
 
     # ---------------------------------------------------------------------------------------------------- for callers
-
-    def call(self, name: str) -> None:
-        """Set the peer's own name for itself, for error messages. It is unverified: it is cut and made printable."""
-        self._called = "".join(char for char in name[:64] if char.isprintable())
 
     @property
     def unsent_bytes(self) -> int:
@@ -111,11 +172,11 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def fence(self) -> int:
         """Frames and posted buffers of a generation in ``range(1, fence)`` are dropped. It only grows."""
-        return self._decoder.fence
+        return self._incoming.decoder.fence
 
     @fence.setter
     def fence(self, generation: int) -> None:
-        self._decoder.raise_fence(generation)
+        self._incoming.decoder.raise_fence(generation)
         self._steer_reading()
 
     def tune_for_bulk(self) -> None:
@@ -125,8 +186,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def allow_large(self) -> None:
         """End the handshake: accept 64 KiB control frames of every kind, and bulk frames."""
-        self._decoder.allow_large()
-        self._inbox_limit = INBOX_FRAMES
+        self._incoming.decoder.allow_large()
+        self._incoming.limit = INBOX_FRAMES
         self._steer_reading()
 
     async def receive(self, *, timeout_s: float) -> Received:
@@ -136,9 +197,10 @@ class Connection(asyncio.BufferedProtocol):
             DeadlineExceeded: no frame came in time; the connection stays open.
             ConnectionLost, ProtocolError, Refused: the connection ended for this cause.
         """
-        if not self._inbox:
-            await self._until(lambda: bool(self._inbox), timeout_s, "sent nothing")
-        received = self._inbox.popleft()
+        frames = self._incoming.frames
+        if not frames:
+            await self._until(lambda: bool(frames), timeout_s, "sent nothing")
+        received = frames.popleft()
         self._steer_reading()
         return received
 
@@ -155,7 +217,7 @@ class Connection(asyncio.BufferedProtocol):
             return message
         if isinstance(message, Refuse):
             raise self._refused(message)
-        error = ProtocolError(f"{self._name} sent {type(message).__name__} where {kind.__name__} was due")
+        error = ProtocolError(f"{self.ends} sent {type(message).__name__} where {kind.__name__} was due")
         self.abort(error)
         raise error
 
@@ -214,7 +276,7 @@ class Connection(asyncio.BufferedProtocol):
         """
         self._check_open()
         try:
-            event = self._decoder.post(into, generation=generation, stream=stream, done=done)
+            event = self._incoming.decoder.post(into, generation=generation, stream=stream, done=done)
         except ProtocolError as error:
             self.abort(error)
             return
@@ -224,7 +286,7 @@ class Connection(asyncio.BufferedProtocol):
 
     async def close(self, *, timeout_s: float = 1.0) -> None:
         """Send what is queued, then close. Give up after ``timeout_s``. Never raises, may be called twice."""
-        self._inbox.clear()
+        self._incoming.frames.clear()
         if not self._ended:
             self._end(None)
             if self._attached:
@@ -244,7 +306,7 @@ class Connection(asyncio.BufferedProtocol):
 
         On a ``ProtocolError`` the peer gets a last ``Refuse`` that says so, if the kernel takes it at once.
         """
-        self._inbox.clear()
+        self._incoming.frames.clear()
         if self._ended:
             return
         self._end(cause or self._closed_here())
@@ -263,14 +325,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._attached = True
         self._loop = asyncio.get_running_loop()
-        self.remote = _address(transport.get_extra_info("peername"))
-        self.local = _address(transport.get_extra_info("sockname"))
         self.last_heard = self._loop.time()
         try:
-            self._identify(transport.get_extra_info("ssl_object"))
-        except ProtocolError as error:  # the run's CA signed it, but it names no peer
+            self.ends.identify(transport)
+        except ProtocolError as error:
             self._loop.call_soon(self.abort, error)
         self._transport.set_write_buffer_limits(high=0)  # so resume_writing means: the kernel took all
         if self._ended:  # aborted while dialling; deferred, because uvloop must own the socket first
@@ -279,34 +338,36 @@ class Connection(asyncio.BufferedProtocol):
             self._opened(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._decoder.next_buffer()
+        return self._incoming.decoder.next_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         self.bytes_in += nbytes
         self.last_heard = self._loop.time()
         try:
-            event = self._decoder.received(nbytes)
+            event = self._incoming.decoder.received(nbytes)
             if event is None:
                 return
             if isinstance(event, BulkDone):
                 event.done()
             elif isinstance(event, ControlFrame):
-                self._deliver(event)
+                self._incoming.add(event)
+                self._steer_reading()
+                self._wake()
             else:
                 self._steer_reading()
         except ProtocolError as error:
-            self.abort(ProtocolError(f"{self._name}: {error.message}", remedy=error.remedy))
+            self.abort(ProtocolError(f"{self.ends}: {error.message}", remedy=error.remedy))
 
     def eof_received(self) -> bool:
-        middle = "" if self._decoder.between_frames else " in the middle of a frame"
-        self._end_by_peer(f"{self._name} closed the connection{middle}")
+        middle = "" if self._incoming.decoder.between_frames else " in the middle of a frame"
+        self._end_by_peer(f"{self.ends} closed the connection{middle}")
         self._transport.abort()  # the peer will not read what is still unsent
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         if isinstance(exc, ssl.SSLError):
-            self._end(tls_problem(exc, self._name))
-        self._end_by_peer(f"the connection to {self._name} broke: {exc or 'it was reset'}")
+            self._end(tls_problem(exc, str(self.ends)))
+        self._end_by_peer(f"the connection to {self.ends} broke: {exc or 'it was reset'}")
         self.closed.set()
 
     def pause_writing(self) -> None:
@@ -320,32 +381,21 @@ class Connection(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------------------------------------------ internals
 
     @property
-    def _name(self) -> str:
-        address = format_address(*self.remote)
-        return f"{self._called} ({address})" if self._called else address
-
-    def _identify(self, ssl_object: ssl.SSLObject | None) -> None:
-        self.encrypted = ssl_object is not None
-        if ssl_object is None or ssl_object.context.verify_mode == ssl.CERT_NONE:
-            return  # an unverified certificate proves no identity
-        certificate_der = ssl_object.getpeercert(binary_form=True)
-        if certificate_der is not None:
-            from wire.credentials import identity_of_untrusted  # TLS has loaded it already
-
-            self.identity = identity_of_untrusted(certificate_der)
+    def _attached(self) -> bool:
+        return self._transport is not _NOT_CONNECTED
 
     def _check_open(self) -> None:
         if self._ended:
             cause = self.close_cause or self._closed_here()
             if isinstance(cause, ConnectionLost):
                 raise cause.with_traceback(None)
-            raise ConnectionLost(f"the connection to {self._name} ended: {cause.message}", remedy=cause.remedy)
+            raise ConnectionLost(f"the connection to {self.ends} ended: {cause.message}", remedy=cause.remedy)
 
     def _closed_here(self) -> ConnectionLost:
-        return ConnectionLost(f"the connection to {self._name} was closed by this side")
+        return ConnectionLost(f"the connection to {self.ends} was closed by this side")
 
     def _refused(self, refuse: Refuse) -> Refused:
-        return Refused(refuse.code, f"{self._name} refuses: {refuse.message}", remedy=refuse.remedy)
+        return Refused(refuse.code, f"{self.ends} refuses: {refuse.message}", remedy=refuse.remedy)
 
     async def _until(self, satisfied: Callable[[], bool], timeout_s: float, silence: str) -> None:
         try:
@@ -360,7 +410,7 @@ class Connection(asyncio.BufferedProtocol):
                     finally:
                         self._waiters.discard(waiter)
         except TimeoutError:
-            raise DeadlineExceeded(f"{self._name} {silence} for {timeout_s:g} s") from None
+            raise DeadlineExceeded(f"{self.ends} {silence} for {timeout_s:g} s") from None
 
     async def _wait_closed(self, timeout_s: float) -> None:
         with suppress(TimeoutError):
@@ -379,25 +429,12 @@ class Connection(asyncio.BufferedProtocol):
             self._wake()
 
     def _end_by_peer(self, how: str) -> None:
-        self._end(self._refused(self._refusal) if self._refusal else ConnectionLost(how))
-
-    def _deliver(self, frame: ControlFrame) -> None:
-        message = decode_untrusted(frame.kind, frame.body)
-        if isinstance(message, Refuse):
-            self._refusal = message  # the peer closes after it: it is the cause of the end
-        self._inbox.append(Received(message, frame.generation, frame.stream, len(frame.body)))
-        self._steer_reading()
-        self._wake()
+        refusal = self._incoming.refusal
+        self._end(self._refused(refusal) if refusal else ConnectionLost(how))
 
     def _steer_reading(self) -> None:
-        wanted = not self._decoder.waiting and len(self._inbox) < self._inbox_limit
-        if wanted == self._reading or self._ended:
-            return
-        self._reading = wanted
-        if wanted:
-            self._transport.resume_reading()
-        else:
-            self._transport.pause_reading()
+        if not self._ended:
+            self._incoming.steer(self._transport)
 
     def _write_control(self, frame: bytes, *behind: bytes | memoryview) -> None:
         """``behind``: bulk sent in the same write; it does not count as control bytes."""
@@ -413,7 +450,7 @@ class Connection(asyncio.BufferedProtocol):
     def _check_read(self) -> None:
         unsent = self._transport.get_write_buffer_size()
         if min(unsent, self._control_unsent) > self._send_limit_bytes:
-            self.abort(DeadlineExceeded(f"{self._name} does not read: {unsent} bytes wait to be sent"))
+            self.abort(DeadlineExceeded(f"{self.ends} does not read: {unsent} bytes wait to be sent"))
             self._check_open()
 
 

@@ -208,7 +208,7 @@ async def dial(
         connection.abort()  # do not wait: an abandoned transport may never report its end
         raise
     try:
-        if connection.encrypted:
+        if connection.ends.encrypted:
             await _check_answerer(connection, peer_id=expect_peer, role=expect_role)
         with suppress(ConnectionLost):  # a frame sent before closing, such as a Refuse, explains more
             connection.send(replace(hello, padding=PADDING))
@@ -217,12 +217,12 @@ async def dial(
         except DeadlineExceeded:
             raise no_answer(host, port, timeout_s) from None
         welcome = judge_answer(answer.message, format_address(host, port))
-        if connection.identity is not None:  # the Welcome must name the certificate's peer
+        if connection.ends.identity is not None:  # the Welcome must name the certificate's peer
             await _check_answerer(connection, peer_id=welcome.peer_id, role="")
         elif expect_peer not in ("", welcome.peer_id):
             text = f"another peer, {printable(welcome.name, 64)}, answers at {format_address(host, port)}"
             raise Refused(RefusalCode.IDENTITY, text, remedy="check the address: another peer may use it now")
-        connection.call(welcome.name)
+        connection.ends.name_peer(welcome.name)
         if hello.purpose != ENROL:
             connection.allow_large()
     except BaseException:
@@ -233,10 +233,10 @@ async def dial(
 
 
 async def _check_answerer(connection: Connection, *, peer_id: str, role: str) -> None:
-    refuse = judge_answerer(connection.identity, peer_id=peer_id, role=role)
+    refuse = judge_answerer(connection.ends.identity, peer_id=peer_id, role=role)
     if refuse is None:
         return
-    host, port = connection.remote
+    host, port = connection.ends.remote
     with suppress(ConnectionLost):
         connection.send(refuse)
     await connection.close(timeout_s=CLOSE_TIMEOUT_S)
@@ -339,17 +339,17 @@ class PeerServer:
             let_in = await self._doorway(connection)
             if let_in is not None:
                 hello, welcome = let_in
-                connection.call(hello.name)
+                connection.ends.name_peer(hello.name)
                 connection.allow_large()  # before the answer: the caller may send as soon as it has it
                 connection.send(welcome)
                 await self._serve(connection, hello)
         except P2PTrainError as error:
-            self._on_problem(error, connection.remote)
+            self._on_problem(error, connection.ends.remote)
         finally:
             await connection.close(timeout_s=CLOSE_TIMEOUT_S)
 
     async def _doorway(self, connection: Connection) -> tuple[Hello, Welcome] | None:
-        host = connection.remote[0]
+        host = connection.ends.remote[0]
         if busy := self._half_open.enter(host):
             self._refuse(connection, Refuse(RefusalCode.BUSY, busy, "try again in a few seconds"))
             return None
@@ -367,7 +367,7 @@ class PeerServer:
             self._half_open.leave(host)
 
     def _refuse(self, connection: Connection, refuse: Refuse) -> None:
-        self._on_problem(Refused(refuse.code, refuse.message, remedy=refuse.remedy), connection.remote)
+        self._on_problem(Refused(refuse.code, refuse.message, remedy=refuse.remedy), connection.ends.remote)
         connection.send(refuse)
 
     async def _enrol(self, connection: Connection, hello: Hello) -> None:
@@ -383,13 +383,13 @@ class PeerServer:
         try:
             hello = await connection.expect(Hello, timeout_s=HANDSHAKE_TIMEOUT_S)
             if refuse := judge_hello(hello) or (
-                judge_caller(hello, connection.identity) if connection.encrypted else None
+                judge_caller(hello, connection.ends.identity) if connection.ends.encrypted else None
             ):
                 return refuse
             async with asyncio.timeout(DECISION_TIMEOUT_S):
                 answer = await self._decide(hello, connection)
         except DeadlineExceeded:
-            silent = no_answer(*connection.remote, HANDSHAKE_TIMEOUT_S, did="connected, and said nothing")
+            silent = no_answer(*connection.ends.remote, HANDSHAKE_TIMEOUT_S, did="connected, and said nothing")
             return last_word(RefusalCode.TOO_SLOW, silent)
         except TimeoutError:
             return Refuse(RefusalCode.TOO_SLOW, f"no decision within {DECISION_TIMEOUT_S:g} s", "try again")

@@ -241,7 +241,7 @@ class ProbeContext:
         port = await self._listen(access)
         connection, _ = await self._call(access, self._role, "probe", port)
         await connection.close()
-        return f"the seed can reach this machine at {format_address(connection.local[0], port)}"
+        return f"the seed can reach this machine at {format_address(connection.ends.local[0], port)}"
 
     async def join_and_leave(self) -> str:
         """Join in the ticket's role, else as a worker, and leave before there is anything to do."""

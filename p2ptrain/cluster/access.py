@@ -348,5 +348,5 @@ async def _plain_host(host: str, port: int, base: Network) -> str:
             raise
         return ""
     await connection.close()
-    found = connection.remote[0]
+    found = connection.ends.remote[0]
     return found if is_loopback(found) else ""

@@ -61,8 +61,8 @@ class EnrolmentPolicy:
 
     def judge(self, connection: Connection) -> None:
         """Raise ``Refused`` if a connection's certificate is no longer honoured."""
-        if self._authority is not None and connection.identity is not None:
-            self._authority.judge(connection.identity)
+        if self._authority is not None and connection.ends.identity is not None:
+            self._authority.judge(connection.ends.identity)
 
     def knows(self, peer_id: str) -> bool:
         return self._authority is not None and peer_id in self._authority.records.members
@@ -109,7 +109,7 @@ class EnrolmentPolicy:
 
     async def renew(self, params: Params, connection: Connection) -> Result:
         """Renew the certificate that opened this connection. Raises ``Refused``, ``ProtocolError``."""
-        authority, identity = self._of_the_run("renewing a certificate"), connection.identity
+        authority, identity = self._of_the_run("renewing a certificate"), connection.ends.identity
         if identity is None:
             raise Refused("no-certificate", "this connection has no certificate that could be renewed")
         try:

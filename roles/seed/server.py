@@ -120,7 +120,7 @@ class Acceptor:
             return Refuse(RefusalCode.ROLE, text, "set the role with p2ptrain join --role")
         if hello.job and hello.cluster not in ("", self._seed.cluster_id):
             return self._refuse_foreign(hello)
-        host = hello.host or connection.remote[0]
+        host = hello.host or connection.ends.remote[0]
         old = self._seed.links.get(hello.peer_id)
         if old is not None and not self._is_replaced(old, host, hello.port):
             text = f"a {old.role} with this id ({hello.peer_id}) is already here, as {old.name} at {old.host}"
@@ -292,7 +292,7 @@ class Seed:
 
     async def _serve_peer(self, connection: Connection, hello: Hello) -> None:
         rtt_ms = self.acceptor.measured.pop(connection)
-        host = hello.host or connection.remote[0]
+        host = hello.host or connection.ends.remote[0]
         clock, (heartbeat_s, death_s) = self.world.clock, beat_defaults(rtt_ms)
         detector = FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s, late_s=death_s)
         link = Link(connection, hello, host, hello.port, rtt_ms, clock.wall(), detector)

@@ -67,7 +67,8 @@ class FakeSeed:
             if self.refuse_peers is not None:
                 return self.refuse_peers
             back = local_hello(peer_id="5eed", name="fake", roles=["seed"], purpose="probe")
-            await (await dial(TcpNetwork(), connection.remote[0], hello.port, back, timeout_s=DEADLINE_S))[0].close()
+            host = connection.ends.remote[0]
+            await (await dial(TcpNetwork(), host, hello.port, back, timeout_s=DEADLINE_S))[0].close()
         return local_welcome(peer_id="5eed", name="fake", cluster_id="c1", wall=time.time())
 
     async def _serve(self, connection: Connection, hello: Hello) -> None:

@@ -230,12 +230,10 @@ class _Heard:
         lands: whether what is posted arrives.
     """
 
-    remote = ("10.0.0.9", 5)
-
     def __init__(self, said: list[Any], *, lands: bool = True, identity: PeerIdentity | None = None) -> None:
         self._said = deque(said)
         self._lands = lands
-        self.identity = identity
+        self.ends = SimpleNamespace(remote=("10.0.0.9", 5), identity=identity)
         self.answers: list[Message] = []
         self.closed = asyncio.Event()
         self.close_cause: P2PTrainError | None = None

@@ -109,7 +109,8 @@ def parts_of(session: RingSession) -> list[object]:
         session,
         *session._lanes,
         *connections,
-        *(connection._decoder for connection in connections),
+        *(connection._incoming for connection in connections),
+        *(connection._incoming.decoder for connection in connections),
     ]
 
 

@@ -361,7 +361,7 @@ async def test_a_worker_renews_at_half_life_and_the_next_connection_has_the_new_
     seen: list[int] = []
 
     async def decide(hello: Hello, connection: Connection) -> Welcome:
-        seen.append(connection.identity.serial if connection.identity else 0)
+        seen.append(connection.ends.identity.serial if connection.ends.identity else 0)
         return local_welcome(peer_id=other.peer_id, name="other", wall=0.0)
 
     async def hang_up(connection: Connection, hello: Hello) -> None: ...

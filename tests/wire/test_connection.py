@@ -101,8 +101,8 @@ async def test_control_frames_arrive_in_order_both_ways(network: Network) -> Non
             received = await connection.receive(timeout_s=5)
             assert (received.message, received.generation, received.stream) == (HeartbeatAck(seq), seq, 7)
     assert near.bytes_out == far.bytes_in == far.bytes_out == near.bytes_in > 0
-    assert near.remote == far.local
-    assert near.local == far.remote
+    assert near.ends.remote == far.ends.local
+    assert near.ends.local == far.ends.remote
     await closed(near, far)
 
 
@@ -196,7 +196,7 @@ async def test_what_follows_the_last_handshake_frame_waits_for_the_handshakes_en
     near.send(Welcome(PROTOCOL_VERSION, "s", "a", "anna", 0.0, "c"))
     near.send(EventNotice("info", "test", "x" * 30_000))
     near.send_bulk(memoryview(b"payload"), generation=1, stream=0)
-    await until(lambda: bool(far._inbox))
+    await until(lambda: bool(far._incoming.frames))
     assert (await far.expect(Welcome, timeout_s=5)).name == "anna"
     far.allow_large()
     into, done = posted(far, 7)

@@ -120,10 +120,10 @@ async def test_both_sides_know_whom_they_talk_to(network: Network) -> None:
     async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
         near = await knock(tls(network, credentials("a1")), seed, expect_peer="seed", expect_role="seed")
         (far,) = seed.served
-        assert near.encrypted
-        assert far.encrypted
-        assert near.identity == credentials("seed", "seed").identity
-        assert far.identity == credentials("a1").identity
+        assert near.ends.encrypted
+        assert far.ends.encrypted
+        assert near.ends.identity == credentials("seed", "seed").identity
+        assert far.ends.identity == credentials("a1").identity
         await near.close()
     assert not seed.problems
 
@@ -136,7 +136,7 @@ async def test_a_renewed_certificate_is_presented_from_the_next_connection_on(ne
         first = await knock(mine, seed)
         mine.use(after)
         second = await knock(mine, seed)
-        assert [far.identity for far in seed.served] == [before.identity, after.identity]
+        assert [far.ends.identity for far in seed.served] == [before.identity, after.identity]
         assert not first.closed.is_set()
         await first.close()
         await second.close()
@@ -194,8 +194,8 @@ async def test_a_caller_without_a_certificate_may_enrol_and_nothing_else(network
         await exchange(there, newcomer, "not-permitted", said=hello(purpose=purpose))
     async with Seed().listening(there) as seed:
         near = await knock(newcomer, seed, hello(purpose="enrol"), expect_role="seed")
-        assert seed.served[0].encrypted
-        assert seed.served[0].identity is None
+        assert seed.served[0].ends.encrypted
+        assert seed.served[0].ends.identity is None
         near.allow_large()
         near.send(EventNotice("info", "loud", "x" * 30_000))  # it stays in the doorway: small frames only
         assert isinstance(await seed.problem(), ProtocolError)

@@ -316,7 +316,7 @@ class FaultSchedule:
             if isinstance(connection, Connection)
             and connection._attached
             and not connection._ended
-            and connection._decoder.between_frames
+            and connection._incoming.decoder.between_frames
         ]
         if not found:
             return
@@ -326,7 +326,7 @@ class FaultSchedule:
 
         def inject() -> None:
             PROCESS.set(victim.process)
-            if connection._ended or not connection._decoder.between_frames:
+            if connection._ended or not connection._incoming.decoder.between_frames:
                 return  # a frame arrived meanwhile
             rest = memoryview(noise)
             while rest and not connection._ended:
