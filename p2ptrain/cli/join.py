@@ -49,13 +49,14 @@ def join(options: JoinOptions) -> None:
       p2ptrain join 192.168.1.20 --role drafter --model models/small --threads 2
     """
     from p2ptrain.cli.island import follow, island_options
-    from p2ptrain.cli.serving import join_to_serve
 
     # Workers on one machine share its cores. By default OpenMP's threads spin while they wait, which made a step take
     # ten times as long. This must be set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = options.checked()
     if options.role != "worker":
+        from p2ptrain.cli.serving import join_to_serve
+
         run(join_to_serve(options))
         return
     island = island_options(options.devices, options.device, options.threads)

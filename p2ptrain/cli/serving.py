@@ -13,27 +13,36 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from p2ptrain.core.adapters import file_of, model_name, weights_of
+from p2ptrain.cli.join_options import JoinOptions
+from p2ptrain.cli.joining import Found, ProcessContext, Running, member_options, run_member, world_of
+from p2ptrain.cli.model_sizes import config_text
+from p2ptrain.cli.split import TYPICAL_POSITIONS, conversation_positions, load, measured, plan_on, within
+from p2ptrain.cli.text_options import SplitOptions
+from p2ptrain.cluster.access import shown_host
+from p2ptrain.cluster.console import Console
+from p2ptrain.compute import first_import
+from p2ptrain.compute.text import ChatFormat, ModelText
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core.adapters import file_of, fingerprint, model_name, weights_of
 from p2ptrain.core.errors import ConfigError, NetworkError, ResourceError, UserError
+from p2ptrain.core.tensor_files import TensorTable
 from p2ptrain.core.texts import human_bytes
-
-if TYPE_CHECKING:
-    from p2ptrain.cli.join_options import JoinOptions
-    from p2ptrain.cli.joining import Found, ProcessContext, Running
-    from p2ptrain.cli.text_options import SplitOptions
-    from p2ptrain.cluster.console import Console
-    from p2ptrain.compute.text import ChatFormat, ModelText
-    from roles.compute_thread import ComputeThread
-    from roles.drafter.draft_server import Serves
-    from roles.member import ServingMember
-    from roles.serving.chain import StageChain
-    from roles.serving.model import ServedModel
-    from roles.serving.worker_peer import ClientContext, WorkerAt
-    from roles.serving.worker_pool import ModelReference, WorkerPool
-    from roles.verifier.service import VerifierService
-    from wire.text_messages import Serving
+from roles.background import Background
+from roles.compute_thread import ComputeThread
+from roles.drafter.draft_server import MAX_SESSIONS, DraftServer, Serves
+from roles.member import ServingMember
+from roles.serving.chain import PoolUpdater, SplitModel, StageChain
+from roles.serving.local_model import LocalModel, load_local_engine
+from roles.serving.model import ServedModel
+from roles.serving.worker_peer import ClientContext, WorkerAt
+from roles.serving.worker_pool import ModelReference, WorkerPool, model_of_directory, workers_of
+from roles.timed_model import timed_model_in
+from roles.verifier.drafters import Drafters, Vocabulary
+from roles.verifier.server import serve_texts
+from roles.verifier.service import ServiceOptions, VerifierService
+from wire.address import format_address
+from wire.text_messages import Serving
 
 USUAL_SESSIONS = 4
 LEAVE_S = 0.8
@@ -51,16 +60,12 @@ async def check(options: JoinOptions) -> None:
         await check_place(*options.http_place, options.api_keys)
     cache_bytes(options.memory_bytes, options.model_directory, options.dtype)
     if options.split is not None:
-        from p2ptrain.cli.model_sizes import config_text
-
         config_text(options.model_directory, options.split)
 
 
 async def join_to_serve(options: JoinOptions) -> None:
     """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``, for invalid options before it joins."""
     await check(options)
-    from p2ptrain.cli.joining import member_options, run_member, world_of
-    from roles.member import ServingMember
 
     def member(process: ProcessContext, found: Found) -> Running:
         async def program(member: ServingMember) -> None:
@@ -91,21 +96,12 @@ async def serve(member: ServingMember, options: JoinOptions, console: Console) -
 
 
 async def _verify(member: ServingMember, options: JoinOptions, console: Console) -> None:
-    from roles.compute_thread import ComputeThread
-
     directory, sessions = options.model_directory, options.sessions or USUAL_SESSIONS
     assert directory is not None
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
         stack.callback(compute.close)
         text, form, weights = await compute.run(_prepared, directory, options.threads, whole=options.split is None)
-
-        from p2ptrain.cli.split import TYPICAL_POSITIONS, within
-        from roles.serving.worker_peer import ClientContext
-        from roles.verifier.drafter_link import Vocabulary
-        from roles.verifier.drafters import Drafters
-        from roles.verifier.server import serve_texts
-        from roles.verifier.service import ServiceOptions, VerifierService
 
         context = ClientContext(
             world=member.world,
@@ -150,14 +146,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
 
 
 def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText, ChatFormat, str]:
-    """Load the text side of a model, its chat format, and the digest of its tensors. Raises ``ConfigError``.
-
-    This runs on a thread: slow imports would block the event loop, and the seed takes a silent member for dead.
-    """
-    import roles.verifier.service  # noqa: F401 - a slow import
-    from p2ptrain.compute.text import ChatFormat, ModelText
-    from p2ptrain.core.adapters import fingerprint
-
+    """Load the text side of a model, its chat format, and the digest of its tensors. Raises ``ConfigError``."""
     text = ModelText(directory)
     found = text, ChatFormat(text.tokenizer), fingerprint(directory)
     if whole:
@@ -166,9 +155,7 @@ def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText,
 
 
 def _prepare_torch(directory: Path, threads: int) -> None:
-    from p2ptrain.compute import first_import
-    from roles.timed_model import timed_model_in
-
+    """Import torch, on a thread: it would block the event loop, and the seed takes a silent member for dead."""
     if timed_model_in(directory) is not None:
         return
 
@@ -188,9 +175,6 @@ async def _local_model(
     sessions: int,
     console: Console,
 ) -> AsyncIterator[ServedModel]:
-    from p2ptrain.cli.split import within
-    from roles.serving.local_model import LocalModel, load_local_engine
-
     engine, context = await load_local_engine(
         directory, compute, device=options.device or "auto", dtype=options.dtype, on_bytes=console.loading
     )
@@ -219,7 +203,6 @@ def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "", weights_byt
     """
     if not memory_bytes:
         return 0
-    from p2ptrain.core.tensor_files import TensorTable  # it ignores an optimizer's state beside them
 
     weights_bytes = weights_bytes or sum(
         (4 if dtype == "fp32" else 2) * prod(entry.shape) if dtype else entry.size_bytes
@@ -248,11 +231,6 @@ async def split_model(
 
     Raises ``P2PTrainError``: its files cannot be read, it does not split, or workers refuse to load it.
     """
-    from p2ptrain.cli.split import conversation_positions, within
-    from roles.background import Background
-    from roles.serving.chain import PoolUpdater
-    from roles.serving.split_model import SplitModel
-
     positions = sessions * conversation_positions(text)
     chain = await _awaited_chain(member, context, options, console, options.model_directory, positions)
     pool_updater = Background()
@@ -281,10 +259,6 @@ async def _awaited_chain(
     A verifier may start before its workers. It reports a shortage once, and tries again. The first worker that can be
     used says whether the model splits; only then its files are hashed.
     """
-    from p2ptrain.cli.model_sizes import config_text
-    from p2ptrain.cli.split import measured, within
-    from p2ptrain.cli.text_options import SplitOptions
-    from roles.serving.worker_pool import WorkerPool, model_of_directory, workers_of
 
     async def known() -> list[WorkerAt]:
         while True:
@@ -332,8 +306,6 @@ async def _awaited_chain(
 async def _loaded_by(
     pool: WorkerPool, options: SplitOptions, console: Console, model: ModelReference, positions: int
 ) -> StageChain:
-    from p2ptrain.cli.split import load, plan_on
-
     if (here := len(pool.peers)) < (options.stages or 1):
         refused = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
         raise UserError(f"{here} of {options.stages} workers can be used: {refused}", remedy="start another")
@@ -348,10 +320,8 @@ async def _loaded_by(
 async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptions, service: VerifierService) -> str:
     if options.http_place is None:
         return ""
-    from p2ptrain.cluster.access import shown_host
     from roles.http.access import read_key
     from roles.verifier.http import serving_http
-    from wire.address import format_address
 
     key = None
     if options.api_keys is not None:
@@ -361,8 +331,6 @@ async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptio
 
 
 def _serving(service: VerifierService, model: ServedModel, tokenizer: str, weights: str, http: str) -> Serving:
-    from wire.text_messages import Serving
-
     drafters = service.drafters()
     return Serving(
         model=service.model,
@@ -384,9 +352,6 @@ def _serving(service: VerifierService, model: ServedModel, tokenizer: str, weigh
 
 
 async def _draft(member: ServingMember, options: JoinOptions, console: Console) -> None:
-    from roles.compute_thread import ComputeThread
-    from roles.drafter.draft_server import MAX_SESSIONS, DraftServer
-
     compute = ComputeThread(member.world.threads)
     try:
         serves = await _small_model(options.model_directory, options, compute, console)
@@ -412,10 +377,6 @@ async def _draft(member: ServingMember, options: JoinOptions, console: Console) 
 
 
 async def _small_model(directory: Path, options: JoinOptions, compute: ComputeThread, console: Console) -> Serves:
-    from p2ptrain.compute.tokenizer import Tokenizer
-    from roles.drafter.draft_server import Serves
-    from roles.serving.local_model import load_local_engine
-
     tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything
     await compute.run(_prepare_torch, directory, options.threads)
     engine, context = await load_local_engine(

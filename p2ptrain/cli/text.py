@@ -163,7 +163,7 @@ async def _of_this_machine(
 
 @asynccontextmanager
 async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> AsyncIterator[TextSource | None]:
-    from roles.serving.split_model import SplitModel
+    from roles.serving.chain import SplitModel
 
     checkpoint = options.checkpoint and newest_in(options.checkpoint, download=options.download)
     found = planned(options.split_options, checkpoint, options.job, options.seed, needs.check, console)

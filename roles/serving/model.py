@@ -1,6 +1,6 @@
 """The interface of a model that writes: sessions, and the passes that compute them.
 
-``local_model.LocalModel`` computes in this process, ``split_model.SplitModel`` on a chain of workers.
+``local_model.LocalModel`` computes in this process, ``chain.SplitModel`` on a chain of workers.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from roles.background import Background
 from roles.serving.decoding import Decoding, PassOutcome
 from roles.serving.model import ModelSession
 from roles.serving.text_stats import DrafterFacts, TextStats, TextSums, sums_of
-from roles.serving.texts import TextPiece, TextReader, report_defect
+from roles.serving.texts import TextPiece, Writing, report_defect
 
 MOST_PIECES = 64
 """Unread pieces after which the next pass waits."""
@@ -41,8 +41,8 @@ class DraftSource(Protocol):
         """No more drafts are wanted. May be called twice."""
 
 
-class TextSession(TextReader):
-    """A ``Writing``.
+class TextSession(Writing):
+    """A text that a model writes here.
 
     Args:
         session: of the model. It has ``cached`` positions of the prompt already.
@@ -62,8 +62,7 @@ class TextSession(TextReader):
         now: Callable[[], float],
         on_end: Callable[[TextSession, bool], None],
     ) -> None:
-        super().__init__()
-        self.prompt_tokens, self.left_out = decoding.prompt_tokens, left_out
+        super().__init__(decoding.prompt_tokens, left_out)
         self.decoding = decoding
         self._session, self._writer = session, writer
         self._chunk, self._now, self._on_end = chunk, now, on_end

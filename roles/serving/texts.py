@@ -8,6 +8,7 @@ connections and its HTTP endpoint use this interface.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -45,10 +46,18 @@ class TextPiece:
     tokens: tuple[int, ...]
 
 
-class TextReader:
-    """The reader's side of a ``Writing``: pieces in order, then its error if there is one."""
+class Writing(ABC):
+    """A text under way, for its reader: pieces in order, then its error if there is one.
 
-    def __init__(self) -> None:
+    Attributes:
+        prompt_tokens: length of the prompt.
+        left_out: turns of the conversation that did not fit the context.
+        ended: ``stop`` (a stop string), ``end`` (an end token), ``length`` or ``cancelled``; empty while the text goes
+            on.
+    """
+
+    def __init__(self, prompt_tokens: int = 0, left_out: int = 0) -> None:
+        self.prompt_tokens, self.left_out = prompt_tokens, left_out
         self.ended = ""
         self._pieces: deque[TextPiece] = deque()
         self._error: P2PTrainError | None = None
@@ -58,6 +67,7 @@ class TextReader:
         return self
 
     async def __anext__(self) -> TextPiece:
+        """The next piece. Raises ``P2PTrainError``: the text cannot go on."""
         while not self._pieces:
             if self._error is not None:
                 raise self._error
@@ -67,27 +77,11 @@ class TextReader:
             await self._news.wait()  # a silent verifier, or the deadline of a pass, ends this wait
         return self._pieces.popleft()
 
-
-class Writing(Protocol):
-    """A text under way.
-
-    Attributes:
-        prompt_tokens: length of the prompt.
-        left_out: turns of the conversation that did not fit the context.
-        ended: ``stop`` (a stop string), ``end`` (an end token), ``length`` or ``cancelled``; empty while the text goes
-            on.
-    """
-
-    prompt_tokens: int
-    left_out: int
-    ended: str
-
-    def __aiter__(self) -> AsyncIterator[TextPiece]:
-        """Pieces as they come. Raises ``P2PTrainError``: the text cannot go on."""
-
+    @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Figures so far: tokens, seconds, acceptance, and where the time went."""
 
+    @abstractmethod
     async def close(self) -> None:
         """End the text, complete or not. Never raises."""
 

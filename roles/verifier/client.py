@@ -15,7 +15,7 @@ from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, Pr
 from p2ptrain.core.world import Network
 from roles.background import Background
 from roles.line import QUIET_S, Line
-from roles.serving.texts import TextPiece, TextReader, TextRequest
+from roles.serving.texts import TextPiece, TextRequest, Writing
 from roles.verifier.protocol import error_untrusted, question
 from wire import text_messages as wire
 from wire.address import advertised_host
@@ -157,8 +157,8 @@ class VerifierClient:
             self._texts.pop(stream, None)
 
 
-class RemoteText(TextReader):
-    """A ``Writing``: text that a verifier writes.
+class RemoteText(Writing):
+    """A text that a verifier writes.
 
     Attributes:
         chars: characters that arrived. count: tokens of them.
@@ -166,7 +166,7 @@ class RemoteText(TextReader):
 
     def __init__(self, client: VerifierClient, stream: int) -> None:
         super().__init__()
-        self.prompt_tokens = self.left_out = self.chars = self.count = 0
+        self.chars = self.count = 0
         self._client, self._stream = client, stream
         self._stats: dict[str, Any] = {}
         self._began = False

@@ -1,7 +1,11 @@
-"""The drafters of a verifier's sessions, as the seed lists them.
+"""The drafters of a verifier's texts, as the seed lists them.
 
-A session is opened at the best drafter, as the cost model ranks them. When that drafter is lost or refuses, another one
-gets the session. A new drafter is used by sessions that have none.
+A verifier has one connection to each drafter, for all texts, and dials again when it ends. Any failure of a drafter
+ends the connection, and with it the drafter's part in all texts. The link dials again with back-off, and after a
+protocol violation only after a minute. Requests that are answered at once measure the latency.
+
+A text's session is opened at the best drafter, as the cost model ranks them. When that drafter is lost or refuses,
+another one gets the session. A new drafter is used by texts that have none.
 """
 
 from __future__ import annotations
@@ -9,18 +13,310 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
-from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.activations import encode_ids
+from p2ptrain.core.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    NetworkError,
+    P2PTrainError,
+    ProtocolError,
+    Refused,
+    UserError,
+)
+from p2ptrain.core.serving import Sampling
+from p2ptrain.core.texts import printable
 from roles.background import Background
+from roles.drafter.draft_messages import packed, refused_untrusted, tokens_untrusted
+from roles.drafter.drafting import DraftVerdict
+from roles.gauges import MovingAverage
+from roles.line import QUIET_S, Line
 from roles.serving.decoding import PassOutcome
 from roles.serving.text_stats import DrafterFacts
 from roles.serving.worker_peer import ClientContext
-from roles.verifier.drafter_link import DrafterLink, DraftSession, TextOpening, Vocabulary
+from roles.verifier.cost_model import DrafterModel
 from roles.verifier.speculation import Speculation
-from wire.text_messages import MAX_DRAFTERS, DrafterAt
+from wire.client import PendingCalls
+from wire.connection import Received
+from wire.messages import Message, Refuse, Response
+from wire.text_messages import (
+    MAX_DRAFTERS,
+    DrafterAt,
+    DraftOpen,
+    DraftReady,
+    Drafts,
+    StreamClose,
+    StreamRefused,
+    Verdict,
+)
 
+FIRST_WAIT_S = 0.5
+"""First wait before a drafter is dialled again. It doubles up to ``MISBEHAVED_S`` while the drafter is not reached."""
+MISBEHAVED_S, LONGEST_S = 60.0, 3600.0
+"""Wait after a drafter violated the protocol, and interval in which people are told of the same fault once."""
+READY_S = 120.0
+"""Time limit for a drafter to process the ids of an opening: the prompt may be long and the drafter busy."""
+PING_S = 5.0
 USUAL_PASS_S = 0.05
 """Assumed time of a verifier's pass, for the comparison of drafters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The vocabulary of a verifier's sessions. ``tokenizer``: a digest."""
+
+    vocab_size: int
+    tokenizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextOpening:
+    """What a session begins with.
+
+    Attributes:
+        ids: all known ids. A later drafter begins with the same ids; its first verdict adds what was verified since.
+            The others are as in ``wire.text_messages.DraftOpen``.
+    """
+
+    ids: tuple[int, ...]
+    prompt: int
+    positions: int
+    sampling: Sampling
+    depth: int
+
+
+class DraftSession:
+    """One text's session at one drafter.
+
+    Attributes:
+        stream: the session's number on the connection.
+        ready: the drafter has processed the opening. over: the session has ended.
+        drafted: position after the drafts that came last; 0 before the first.
+        bytes_in, bytes_out: sizes of message bodies.
+    """
+
+    def __init__(self, link: DrafterLink, opening: TextOpening, stream: int, text: TextDrafts) -> None:
+        self.link, self.opening, self.stream, self.text = link, opening, stream, text
+        self.ready = self.over = False
+        self.drafted = self.bytes_in = self.bytes_out = 0
+        self.timer: asyncio.TimerHandle | None = None
+
+    def facts(self, accepted: int) -> DrafterFacts:
+        at, latency_ms = self.link.at, 1e3 * self.link.model.latency_s
+        return DrafterFacts(at.peer_id, at.name, at.model, latency_ms, self.bytes_in, self.bytes_out, accepted)
+
+    def send_verdict(self, verdict: DraftVerdict) -> None:
+        """Send a verdict. Never raises."""
+        try:
+            tokens = packed(verdict.tokens, self.link.tokens.vocab_size)
+            self.send(Verdict(verdict.right, verdict.depth, tokens), generation=verdict.number)
+        except (UserError, ValueError):  # more tokens than a frame holds: the drafter joined a long text late
+            asyncio.get_running_loop().call_soon(self.link.lose, self)
+
+    def send(self, message: Message, *, generation: int = 0) -> None:
+        """Send a message. Raises ``UserError``: it is longer than a frame."""
+        if self.over or self.link.line is None:
+            return
+        with suppress(ConnectionLost):  # the end of the connection ends the session
+            self.bytes_out += self.link.line.connection.send(message, generation=generation, stream=self.stream)
+
+
+class DrafterLink:
+    """See the module's docstring. ``run`` keeps it connected.
+
+    Args:
+        on_change: called when sessions can be opened there, and when they no longer can.
+
+    Attributes:
+        at: address of the drafter. model: its averages. line: the connection; None: there is none.
+        there: the drafter answers. not_before: time of the next dial.
+    """
+
+    def __init__(
+        self,
+        context: ClientContext,
+        at: DrafterAt,
+        tokens: Vocabulary,
+        *,
+        on_change: Callable[[DrafterLink], None],
+    ) -> None:
+        self.at, self.tokens = at, tokens
+        self.model = DrafterModel()
+        self.line: Line | None = None
+        self.there = False
+        self.not_before = 0.0
+        self._context, self._on_change = context, on_change
+        self._now = context.world.clock.now
+        self._calls = PendingCalls()
+        self._sessions: dict[int, DraftSession] = {}  # by stream
+        self._last_stream = 0
+        self._notified_at: dict[str, float] = {}  # by class of fault: when people were told
+
+    @property
+    def sessions(self) -> int:
+        return len(self._sessions)
+
+    # -------------------------------------------------------------------------------------------------------- its life
+
+    async def run(self) -> None:
+        wait_s = FIRST_WAIT_S
+        while True:
+            await asyncio.sleep(max(0.0, self.not_before - self._now()))
+            began = self._now()
+            try:
+                await self._connected()
+            except P2PTrainError as problem:
+                self._tell_why(problem)
+                if isinstance(problem, ProtocolError | Refused):
+                    wait_s = MISBEHAVED_S
+                else:
+                    lived = self._now() - began >= PING_S
+                    wait_s = FIRST_WAIT_S if lived else min(2 * wait_s, MISBEHAVED_S)
+            self.not_before = self._now() + wait_s * self._context.world.random.uniform(1.0, 1.2)
+
+    async def _connected(self) -> None:
+        """Connect, and receive until the connection ends. Raises ``P2PTrainError``: the reason."""
+        context, at = self._context, self.at
+        connection = await context.dial(at, "draft", role="drafter")
+        line = self.line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
+        self._last_stream = 0
+        pinging = asyncio.create_task(self._measure(line), name=f"measure {at.name}")
+        try:
+            problem = await line.run(self._take_untrusted)
+        finally:
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
+            self.line, self.there = None, False
+            self._calls.lost(at.name)
+            for session in list(self._sessions.values()):
+                self.lose(session)
+            self._on_change(self)
+        raise line.connection.close_cause or problem
+
+    async def _measure(self, line: Line) -> None:
+        round_trip = MovingAverage(weight=0.3)
+        try:
+            while True:
+                began = self._now()
+                with suppress(Refused):
+                    await self._calls.ask(line.connection.send, "probe.clock", {}, whom=self.at.name, timeout_s=QUIET_S)
+                round_trip.add(self._now() - began)
+                self.model.latency_s = round_trip.seconds / 2
+                if not self.there:
+                    self.there = True
+                    away = f"{1e3 * self.model.latency_s:.1f} ms away"
+                    text = f"drafter {self.at.name} drafts with {self.at.model}, {away}"
+                    self._notify("info", "drafter", text, about="there")
+                    self._on_change(self)
+                await asyncio.sleep(FIRST_WAIT_S if round_trip.count < 9 else PING_S)
+        except NetworkError as problem:
+            line.connection.abort(problem)
+
+    def _tell_why(self, problem: P2PTrainError) -> None:
+        remedy = f"; {problem.remedy}" if problem.remedy else ""
+        text = f"drafter {self.at.name}: {problem.message}{remedy}"
+        self._notify("warning", "drafter-lost", text, about=type(problem).__name__)
+
+    def _notify(self, level: str, kind: str, text: str, *, about: str) -> None:
+        now = self._now()
+        if now - self._notified_at.get(about, -LONGEST_S) >= LONGEST_S:
+            self._notified_at[about] = now
+            self._context.notify(level, kind, text)
+
+    # -------------------------------------------------------------------------------------------------------- sessions
+
+    def open(self, opening: TextOpening, text: TextDrafts) -> DraftSession:
+        """Open a session at the drafter, which must be ``there``. ``text`` hears of it later, not within this call."""
+        line = self.line
+        assert line is not None
+        self._last_stream += 1
+        session = DraftSession(self, opening, self._last_stream, text)
+        self._sessions[session.stream] = session
+        session.timer = asyncio.get_running_loop().call_later(READY_S, self._late, session)
+        silence_s = max(self._context.silence_s, 16 * self.model.latency_s)
+        line.silence_s = min(line.silence_s, silence_s)
+        sampling = opening.sampling
+        session.send(
+            DraftOpen(
+                len(opening.ids),
+                opening.prompt,
+                opening.positions,
+                self.tokens.vocab_size,
+                self.tokens.tokenizer,
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.seed,
+                opening.depth,
+                silence_s,
+            )
+        )
+        with suppress(ConnectionLost):
+            line.connection.send_bulk(memoryview(encode_ids(opening.ids)), generation=0, stream=session.stream)
+        return session
+
+    def close(self, session: DraftSession) -> None:
+        """End a session. Never raises."""
+        if not session.over:
+            session.send(StreamClose())
+            session.over = True
+            self._sessions.pop(session.stream, None)
+            if session.timer is not None:
+                session.timer.cancel()
+
+    def lose(self, session: DraftSession) -> None:
+        if not session.over:
+            self.close(session)
+            session.text.lose_session()
+
+    def drop(self, problem: P2PTrainError) -> None:
+        if self.line is not None:
+            self.line.connection.abort(problem)
+
+    def _late(self, session: DraftSession) -> None:
+        if not session.ready:
+            self.drop(DeadlineExceeded(f"it did not process a session's tokens within {READY_S:g} s"))
+
+    # ------------------------------------------------------------------------------------------------------- listening
+
+    def _take_untrusted(self, received: Received) -> None:
+        """Raises ``ProtocolError``: no correct drafter sends this. ``Refused``: the drafter refuses this verifier."""
+        stream, message = received.stream, received.message
+        match message:
+            case Response():
+                if not self._calls.answered(message):
+                    raise ProtocolError("it answered a request that was not sent")
+                return
+            case Refuse(code, text, remedy):
+                raise Refused(code, f"it refuses: {printable(text, 200)}", remedy=printable(remedy, 200))
+            case Drafts() | DraftReady() | StreamRefused():
+                if not 0 < stream <= self._last_stream:
+                    raise ProtocolError(f"it named session {stream}, which was never opened")
+            case _:
+                raise ProtocolError(f"it sent an unexpected {type(message).__name__}")
+        session = self._sessions.get(stream)
+        if session is None:  # the session ended while the message was on its way
+            return
+        session.bytes_in += received.body_bytes
+        match message:
+            case DraftReady(step_ms):
+                if session.ready:
+                    raise ProtocolError("it reported a session as ready twice")
+                if step_ms and not self.model.draft.count:
+                    self.model.draft = MovingAverage(step_ms / 1e3)
+                session.ready = True
+                session.text.begin_line(session)
+            case Drafts(position):
+                if not session.ready:
+                    raise ProtocolError("it drafted for a session that is not ready")
+                tokens = tokens_untrusted(message.tokens, vocab_size=self.tokens.vocab_size)
+                position = position or session.drafted
+                session.drafted = position + len(tokens)
+                session.text.take_drafts(received.generation, position, tokens)
+            case StreamRefused():
+                self._tell_why(refused_untrusted(message))
+                self.lose(session)
 
 
 class Drafters:

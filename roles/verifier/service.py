@@ -22,8 +22,7 @@ from roles.serving.text_session import TextSession
 from roles.serving.text_stats import RecentSums, added, figures_of, shares_of
 from roles.serving.texts import TextRequest
 from roles.verifier.cost_model import MOST_DRAFTS, CostModel
-from roles.verifier.drafter_link import DrafterLink, TextOpening
-from roles.verifier.drafters import Drafters, TextDrafts
+from roles.verifier.drafters import DrafterLink, Drafters, TextDrafts, TextOpening
 from roles.verifier.speculation import Speculation
 from wire.messages import RefusalCode
 

@@ -18,7 +18,6 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConfigError, ResourceError
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.member import ServingMember
-from roles.serving import local_model as targets
 from roles.serving.worker_peer import ClientContext
 from tests.roles.drafter_hosts import around_of, whole
 from wire.text_messages import Serving
@@ -72,7 +71,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         engine.encoding = how["dtype"] or engine.encoding
         return engine, 512
 
-    monkeypatch.setattr(targets, "load_local_engine", load)
+    monkeypatch.setattr(serving, "load_local_engine", load)
     monkeypatch.setattr(serving, "_prepare_torch", lambda directory, threads: None)
     (tmp_path / "small").mkdir()
     Tokenizer.of_bytes().save(tmp_path / "small")

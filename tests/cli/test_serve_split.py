@@ -295,7 +295,7 @@ def test_it_ends_once_a_worker_says_that_the_model_does_not_split(
 ) -> None:
     model = made(tmp_path)
     (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | table))
-    monkeypatch.setattr("roles.serving.worker_pool.model_of_directory", None)  # nothing is hashed before
+    monkeypatch.setattr("p2ptrain.cli.serving.model_of_directory", None)  # nothing is hashed before
 
     async def scene() -> None:
         async with alone(tmp_path, model, split) as served:

@@ -21,8 +21,7 @@ from roles.drafter.draft_messages import (
     verdict_untrusted,
 )
 from roles.drafter.drafting import DraftVerdict
-from roles.verifier.drafter_link import Vocabulary
-from roles.verifier.drafters import Drafters
+from roles.verifier.drafters import Drafters, Vocabulary
 from tests.roles.drafter_hosts import (
     CONFIG,
     PORT,
@@ -224,7 +223,7 @@ LINKS = Target(
     st.lists(st.lists(_AS_DRAFTER, max_size=2), max_size=6),
     lambda said: run_virtual(_drafted(said)),
     (
-        "roles.verifier.drafter_link.DrafterLink._take_untrusted",
+        "roles.verifier.drafters.DrafterLink._take_untrusted",
         "roles.verifier.draft_line.DraftLine.receive_untrusted",
         "roles.verifier.speculation.Speculation.receive_untrusted",
     ),

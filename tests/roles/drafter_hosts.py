@@ -26,8 +26,7 @@ from roles.serving.decoding import Decoding, DecodingStats
 from roles.serving.text_stats import DrafterFacts
 from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import CostModel
-from roles.verifier.drafter_link import TextOpening
-from roles.verifier.drafters import Drafters, TextDrafts
+from roles.verifier.drafters import Drafters, TextDrafts, TextOpening
 from roles.verifier.speculation import Speculation
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from wire.connection import Connection

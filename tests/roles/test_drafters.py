@@ -11,8 +11,7 @@ import pytest
 
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.verifier.drafter_link import Vocabulary
-from roles.verifier.drafters import Drafters
+from roles.verifier.drafters import Drafters, Vocabulary
 from tests.roles.drafter_hosts import (
     CONFIG,
     TOKENIZER,

@@ -19,8 +19,7 @@ from roles.drafter.draft_messages import packed
 from roles.drafter.draft_server import MAX_CALLERS
 from roles.drafter.drafting import DraftVerdict
 from roles.line import Line
-from roles.verifier.drafter_link import Vocabulary
-from roles.verifier.drafters import Drafters
+from roles.verifier.drafters import Drafters, Vocabulary
 from tests.roles.drafter_hosts import (
     CONFIG,
     PORT,
@@ -212,7 +211,7 @@ def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
 
 
 def test_a_drafter_that_never_becomes_ready_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roles.verifier.drafter_link.READY_S", 1.0)
+    monkeypatch.setattr("roles.verifier.drafters.READY_S", 1.0)
 
     async def main() -> None:
         network = MemoryNetwork()

@@ -12,8 +12,7 @@ from p2ptrain.compute.served_part import load_whole
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.serving.decoding import DecodingStats
-from roles.verifier.drafter_link import Vocabulary
-from roles.verifier.drafters import Drafters
+from roles.verifier.drafters import Drafters, Vocabulary
 from tests.compute.families import VOCAB, make, opened
 from tests.roles.drafter_hosts import DrafterHost, Written, around_of, drafter_hosts, model_serves, write
 

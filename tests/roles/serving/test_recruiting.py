@@ -13,8 +13,7 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError
 from p2ptrain.core.serving import Sampling
-from roles.serving.chain import PoolUpdater, StageChain
-from roles.serving.split_model import SplitModel
+from roles.serving.chain import PoolUpdater, SplitModel, StageChain
 from tests.roles.serving.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import StandIns, tokens_of

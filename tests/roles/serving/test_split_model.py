@@ -9,9 +9,8 @@ import pytest
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, UserError
 from p2ptrain.core.serving import Sampling
-from roles.serving.chain import StageChain
+from roles.serving.chain import SplitModel, StageChain
 from roles.serving.model import ModelSession, PassRequest, PassResult, ServedModel
-from roles.serving.split_model import SplitModel
 from tests.roles.serving.scene import CONFIG, Scene, play
 from tests.roles.stage_stand_in import tokens_of
 

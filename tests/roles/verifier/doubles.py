@@ -26,7 +26,7 @@ from roles.serving.model import PassRequest, PassResult
 from roles.serving.text_stats import DrafterFacts
 from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import DrafterModel
-from roles.verifier.drafter_link import DrafterLink, DraftReceiver, TextOpening, Vocabulary
+from roles.verifier.drafters import DrafterLink, TextDrafts, TextOpening, Vocabulary
 from roles.verifier.service import ServiceOptions, VerifierService
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 from wire.text_messages import DrafterAt
@@ -156,7 +156,7 @@ class _ScriptedLink:
     def __init__(self, source: ScriptedDrafters) -> None:
         self.source, self.model = source, DrafterModel(source.latency_s, source.step_s)
 
-    def open(self, opening: TextOpening, text: DraftReceiver) -> _ScriptedSession:
+    def open(self, opening: TextOpening, text: TextDrafts) -> _ScriptedSession:
         self.source.opened += 1
         return _ScriptedSession(self, opening, text)
 
@@ -172,7 +172,7 @@ class _ScriptedLink:
 
 
 class _ScriptedSession:
-    def __init__(self, link: _ScriptedLink, opening: TextOpening, text: DraftReceiver) -> None:
+    def __init__(self, link: _ScriptedLink, opening: TextOpening, text: TextDrafts) -> None:
         self.link, self.text = link, text
         self.tasks, self.closed = Background(), False
         self._inbox: asyncio.Queue[DraftVerdict] = asyncio.Queue(1000)
