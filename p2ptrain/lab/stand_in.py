@@ -117,6 +117,7 @@ class StandInEngine:
             independent of each other, and together equal the whole bit for bit.
     """
 
+    device = "stand-in"
     pipeline = shards = slots = None
     state_type: type[StandInState] = StandInState
 
@@ -144,7 +145,6 @@ class StandInEngine:
             tokens_per_micro_batch=profile.batch.micro_batch_sequences * profile.data.sequence_tokens,
             validation_batches=profile.validation.batches,
         )
-        self.device = "stand-in"
         self.exact = profile.job.exact
         self.scalars = 3 if self._inner else 1  # weight, number of losses; sum of losses
         self.reduce_buffer: npt.NDArray[Any] = np.zeros(
