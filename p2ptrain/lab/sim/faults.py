@@ -272,7 +272,7 @@ class FaultSchedule:
         self._tell(f"{victim.host}: {how} for {seconds} s ({victim.phase})")
         process.hung_until = now + seconds if how == "hang" else 0.0
         victim.misconduct.kind = how
-        self._later(seconds, lambda: setattr(victim, "misbehaves", ""))
+        self._later(seconds, lambda: setattr(victim.misconduct, "kind", ""))
         if observer.culprits.hosts is not None:
             observer.culprits.hosts.add(victim.host)
         if how == "withhold" and not all(one.trained for one in self._simulation.live):
