@@ -23,12 +23,12 @@ from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 from p2ptrain.core.texts import human_bytes, human_duration
 from p2ptrain.lab.explain.predictions import (
     STRATEGIES,
-    all_ways,
     calibrate,
     cluster_of,
+    explain_choice,
+    method_of,
+    predict_all,
     predict_calibrated,
-    reasons_for,
-    way_of,
 )
 from ring.planning.measurements import CandidateWorker, DescribedCluster
 from ring.planning.prediction import Calibration, Prediction, recommend
@@ -93,11 +93,11 @@ def explain(
     else:
         where, do = read(cluster) if cluster else cluster_of_seed(seed), ["jobs", "create", "--profile", profile]
     measured, members = calibrated(own, where, STRATEGIES, link or own.link.preset, quiet=as_json)
-    found, refused = all_ways(profile, sets, own, members, measured, shape_here)
+    found, refused = predict_all(profile, sets, own, members, measured, shape_here)
     best = recommend(found, own.ring.error_budget)
-    reasons = reasons_for(best) if best else ["nothing can be recommended: no way is possible"]
+    reasons = explain_choice(best) if best else ["nothing can be recommended: no way is possible"]
     if best:
-        for setting in (*sets, *best.way.settings):
+        for setting in (*sets, *best.method.settings):
             do += ["--set", setting]
         reasons.append(f"do: p2ptrain {shlex.join(do)}{seed_option(seed) if do[0] == 'jobs' else ''}")
     if as_json:
@@ -113,7 +113,7 @@ def explain(
 def show_one(profile: Profile, where: int | DescribedCluster, link: str = "", *, as_json: bool) -> None:
     """Show the prediction for a profile as it is, for a dry run. ``where``: as for ``calibrated``."""
     measured, members = calibrated(profile, where, [profile.job.strategy], link, quiet=as_json)
-    one = predict_calibrated(way_of(profile, shape_here(profile), len(members.members)), members, measured)
+    one = predict_calibrated(method_of(profile, shape_here(profile), len(members.members)), members, measured)
     if as_json:
         print_json(one.to_map() | (to_json(*one.plan) if one.plan else {}))
         return
@@ -163,7 +163,7 @@ def _print_ways(ways: Sequence[Prediction]) -> None:
             human_duration(each) for each in (one.step_s, one.compute_s + one.update_s, one.exchange_s, one.exposed_s)
         ]
         sizes = [human_bytes(one.memory_bytes), human_bytes(one.sent_bytes), human_bytes(one.sent_bytes / one.step_s)]
-        rows.append((one.way.strategy, one.way.codec, f"{one.tokens_per_s:,.0f}", *times, *sizes))
+        rows.append((one.method.strategy, one.method.codec, f"{one.tokens_per_s:,.0f}", *times, *sizes))
     print_table(columns, rows, right=columns[2:], less=("EXCHANGE", "SENT/S"))
 
 
@@ -187,8 +187,8 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
     if len(members.members) != size:
         text = f"the newest steps of job {info.name} had {size} members, and {len(members.members)} are described"
         raise UserError(text, remedy=f"give --workers {size} (of this machine), or --cluster FILE")
-    way = way_of(profile, shape_here(profile), size)
-    one = predict_calibrated(replace(way, codec=info.codec or way.codec), members, measured)
+    method = method_of(profile, shape_here(profile), size)
+    one = predict_calibrated(replace(method, codec=info.codec or method.codec), members, measured)
     # A server's versions come in groups, so a median of theirs tells little.
     typical = statistics.mean if info.strategy == "server" else statistics.median
     peers = [peer for peer in ask(seed, lambda client: client.peers()) if peer.id in info.members]
@@ -206,7 +206,7 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
         }
         print_json({"job": info.id, "steps": len(timed), **table})
         return
-    how = f"{info.strategy} with {one.way.codec}, {size} members, {len(timed)} steps"
+    how = f"{info.strategy} with {one.method.codec}, {size} members, {len(timed)} steps"
     typer.echo(f"job {printable(info.name)}: {how}\n")
     rows = [(key, form(predicted), form(actual), f"{off:+.0f} %") for key, predicted, actual, form, off in known]
     print_table(("", "PREDICTED", "MEASURED", "ERROR"), rows, right=("PREDICTED", "MEASURED", "ERROR"))

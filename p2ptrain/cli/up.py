@@ -202,13 +202,13 @@ def _check_fits(profile: Profile, workers: int) -> None:
     """Refuse a split model that does not fit into this machine's memory. Raises ``ResourceError``."""
     from p2ptrain.cli.model_sizes import shape_of
     from p2ptrain.cluster.local_cluster import part_bytes
-    from p2ptrain.lab.explain.predictions import equal_members, way_of
+    from p2ptrain.lab.explain.predictions import equal_members, method_of
     from ring.planning.prediction import Calibration, predict
 
     shape = shape_of(profile, lambda _: None)
     if shape is not None:  # else ``create_job`` says why
         cluster = equal_members(workers, part_bytes(profile.device.kind) // workers)
-        predict(way_of(profile, shape, workers), cluster, Calibration(1.0, 0.0, 0.0))
+        predict(method_of(profile, shape, workers), cluster, Calibration(1.0, 0.0, 0.0))
 
 
 def _print_pair(outcome: dict[str, Any]) -> None:

@@ -3,8 +3,8 @@
 1. The workers are put in one order: a round trip from the client, always to the nearest remaining worker. Then
    stretches are reversed as long as that shortens the hops (``ring_plan``). Of equally near workers the first comes
    first. Both directions of the order are tried.
-2. An exact dynamic program cuts the layers for that order, in which a worker may get none (``best_cuts``). The least
-   bottleneck wins, then the least time through the chain, then the fewest stages.
+2. An exact dynamic program (``find_best_cuts``) cuts the layers for that order, in which a worker may get none. The
+   least bottleneck wins, then the least time through the chain, then the fewest stages.
 
 Costs are in seconds, and infinite if something is impossible, such as a part that exceeds a worker's memory.
 """
@@ -38,7 +38,7 @@ def cut_places(layers: int) -> list[int]:
     return [*range(0, layers, -(-layers // MOST_CUTS)), layers]
 
 
-def table_of(cost: Callable[[int, int], float], places: Sequence[int]) -> Array:
+def tabulate(cost: Callable[[int, int], float], places: Sequence[int]) -> Array:
     """(places, places): ``cost(start, stop)`` of the layers between two places, in order; else 0."""
     rows = [[cost(start, stop) if start < stop else 0.0 for stop in places] for start in places]
     return np.array(rows, dtype=np.float64)
@@ -49,7 +49,7 @@ class ChainCosts:
 
     Args:
         places: as from ``cut_places``.
-        part_s: (number of following stages, worker) → (places, places): of a part as in ``table_of``.
+        part_s: (number of following stages, worker) → (places, places): of a part as in ``tabulate``.
         hop: (from, to) → seconds of a hop, and those that it takes of the link's time. The client is the last.
 
     Attributes:
@@ -69,7 +69,7 @@ class ChainCosts:
             self.hop_s[pair], self.occupied_s[pair] = hop(*pair)
 
 
-def best_chain(costs: ChainCosts, counts: Iterable[int]) -> tuple[Score, list[Part]] | None:
+def find_best_chain(costs: ChainCosts, counts: Iterable[int]) -> tuple[Score, list[Part]] | None:
     """The best chain, with its score; None if nothing fits. ``counts``: allowed numbers of stages."""
     size = len(costs.hop_s) - 1
     from_client = [size, *range(size)]
@@ -79,11 +79,11 @@ def best_chain(costs: ChainCosts, counts: Iterable[int]) -> tuple[Score, list[Pa
     )
     order = [index - 1 for index in circle[1:]]
     wanted = [count for count in counts if 1 <= count <= size]
-    found = [best_cuts(costs, way, wanted) for way in (order, order[::-1])]
+    found = [find_best_cuts(costs, way, wanted) for way in (order, order[::-1])]
     return min((chain for chain in found if chain is not None), default=None)
 
 
-def best_cuts(costs: ChainCosts, order: Sequence[int], counts: Sequence[int]) -> tuple[Score, list[Part]] | None:
+def find_best_cuts(costs: ChainCosts, order: Sequence[int], counts: Sequence[int]) -> tuple[Score, list[Part]] | None:
     """The best chain of workers in that order, of which each may get no layer.
 
     Worker p holds the layers from i to j, and q is the next worker. The best k stages that begin with p at layer i are
@@ -108,7 +108,7 @@ def best_cuts(costs: ChainCosts, order: Sequence[int], counts: Sequence[int]) ->
 
 
 class _Program:
-    """The recursion of ``best_cuts`` with ``join`` for +, over parts of at most ``most_s``.
+    """The recursion of ``find_best_cuts`` with ``join`` for +, over parts of at most ``most_s``.
 
     Attributes:
         tails: for each number of following stages: (workers in their order, places), the best chain from there.

@@ -29,9 +29,9 @@ import numpy as np
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import GPIPE, part_training_bytes
 from p2ptrain.core.texts import human_bytes, join_some
-from ring.planning.cuts import MOST_WORKERS, Array, ChainCosts, Score, best_chain, cut_places, table_of
+from ring.planning.cuts import MOST_WORKERS, Array, ChainCosts, Score, cut_places, find_best_chain, tabulate
 from ring.planning.measurements import CandidateWorker, Links, LinkTimes, all_reduce_s, circle_edges
-from ring.planning.schedule import StageCosts, schedule_named, simulate
+from ring.planning.schedule import StageCosts, choose_schedule, simulate
 from ring.planning.workloads import TrainingWorkload
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
@@ -131,7 +131,7 @@ def _best_parts(
     for number, groups in enumerate(_groups(training, workers)):
         # Of equally near groups the smallest comes first.
         tried = sorted(groups[:MOST_WORKERS], key=lambda group: (min(each.memory_bytes for each in group), group[0].id))
-        if chain := best_chain(chain_costs(training, tried, times), [training.stages]):
+        if chain := find_best_chain(chain_costs(training, tried, times), [training.stages]):
             score, parts = chain
             found.append((score, number, [(tried[group], start, stop) for group, start, stop in parts]))
     return min(found, key=lambda item: item[:2])[2] if found else None
@@ -139,12 +139,12 @@ def _best_parts(
 
 def chain_costs(training: TrainingWorkload, groups: Sequence[Group], times: LinkTimes) -> ChainCosts:
     places = [0, *training.cuts, training.layers] if training.cuts else cut_places(training.layers)
-    plain_s = table_of(lambda start, stop: training.compute_s(start, stop, 1.0), places)
+    plain_s = tabulate(lambda start, stop: training.compute_s(start, stop, 1.0), places)
     # ``part_training_bytes`` takes whole tables, too.
-    kept: Any = table_of(training.kept_bytes, places)
-    inputs: Any = table_of(lambda start, _: training.inputs_bytes(start), places)
+    kept: Any = tabulate(training.kept_bytes, places)
+    inputs: Any = tabulate(lambda start, _: training.inputs_bytes(start), places)
     held: dict[bool, Any] = {
-        on_host: table_of(partial(training.held_bytes, on_host=on_host), places) for on_host in (True, False)
+        on_host: tabulate(partial(training.held_bytes, on_host=on_host), places) for on_host in (True, False)
     }
 
     def part_s(behind: int, index: int) -> Array:
@@ -184,7 +184,7 @@ def _plan_of(
     occupied_s = max([hop.occupied_s for hop in hops], default=0.0)
     pace_s = max([*computes_s, occupied_s])
     share = -(-training.micro_batches // training.replicas)
-    schedule = schedule_named(
+    schedule = choose_schedule(
         training.schedule,
         min(share, MOST_SIMULATED),
         [hop.round_trip_s for hop in hops],
@@ -244,12 +244,10 @@ def _reduce_s(training: TrainingWorkload, parts: Sequence[GroupPart], times: Lin
         latency_s, chunk_s = times.slowest(circle_edges([each.id for each in group]), size_bytes / len(group))
         return all_reduce_s(len(group), latency_s, chunk_s=chunk_s)
 
-    sizes = training.sizes
-    reduce_s = max(
-        ring_s(group, int(training.trained * sizes.weights_bytes(start, stop))) for group, start, stop in parts
-    )
-    if sizes.tied_bytes and training.trained == 1:
-        reduce_s += max(ring_s(ends, sizes.tied_bytes) for ends in zip(parts[0][0], parts[-1][0], strict=True))
+    reduce_s = max(ring_s(group, training.trained_bytes(start, stop)) for group, start, stop in parts)
+    tied_bytes = training.sizes.tied_bytes
+    if tied_bytes and training.trained == 1:
+        reduce_s += max(ring_s(ends, tied_bytes) for ends in zip(parts[0][0], parts[-1][0], strict=True))
     return reduce_s
 
 

@@ -81,12 +81,12 @@ class TrainingMethod:
 
     @property
     def trained_bytes(self) -> int:
-        return int(self.training.trained * self.training.sizes.weights_bytes(0, self.training.layers))
+        return self.training.trained_bytes(0, self.training.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a step of ``way`` is predicted to cost, at the member with the most of it.
+    """What a step of ``method`` is predicted to cost, at the member with the most of it.
 
     Attributes:
         exchange_s: on the way between members. exposed_s: the part of it that a step waits for.
@@ -94,7 +94,7 @@ class Prediction:
         plan: of a pipeline.
     """
 
-    way: TrainingMethod
+    method: TrainingMethod
     step_s: float
     compute_s: float
     update_s: float
@@ -106,7 +106,7 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        training = self.way.training
+        training = self.method.training
         return training.micro_batches * training.tokens / self.step_s
 
     @property
@@ -115,51 +115,51 @@ class Prediction:
         return "link" if self.exposed_s > self.compute_s + self.update_s else "compute"
 
     def to_map(self) -> dict[str, Any]:
-        way = {"strategy": self.way.strategy, "codec": self.way.codec, "settings": list(self.way.settings)}
-        figures = {name.name: getattr(self, name.name) for name in fields(self) if name.name not in ("way", "plan")}
+        method = {"strategy": self.method.strategy, "codec": self.method.codec, "settings": list(self.method.settings)}
+        figures = {name.name: getattr(self, name.name) for name in fields(self) if name.name not in ("method", "plan")}
         rates = {"tokens_per_s": self.tokens_per_s, "sent_bps": 8 * self.sent_bytes / self.step_s, "bound": self.bound}
-        return way | figures | rates
+        return method | figures | rates
 
 
 def share_cores(members: Sequence[CandidateWorker]) -> list[CandidateWorker]:
     """The members with the speed that each has while all of them compute: those of one host share its cores."""
     wanted: dict[str, float] = {}
-    for one in members:
-        wanted[one.host] = wanted.get(one.host, 0.0) + one.flops
-    return [
-        replace(one, flops=one.flops * min(1.0, one.host_flops / wanted[one.host])) if one.host_flops else one
-        for one in members
-    ]
+    for member in members:
+        wanted[member.host] = wanted.get(member.host, 0.0) + member.flops
+    shares = [min(1.0, each.host_flops / wanted[each.host]) if each.host_flops else 1.0 for each in members]
+    return [replace(member, flops=share * member.flops) for member, share in zip(members, shares, strict=True)]
 
 
-def predict(way: TrainingMethod, cluster: DescribedCluster, measured: Calibration) -> Prediction:
+def predict(method: TrainingMethod, cluster: DescribedCluster, measured: Calibration) -> Prediction:
     """Raises ``ResourceError`` or ``UserError`` if the members are too few, or lack the memory."""
-    return _STRATEGIES[way.strategy](_Step(way, cluster, measured))
+    return _STRATEGIES[method.strategy](_Step(method, cluster, measured))
 
 
-def fit_calibration(way: TrainingMethod, cluster: DescribedCluster, known: Calibration, step_s: float) -> Calibration:
-    """``known`` with both times scaled so that ``predict`` says ``step_s`` for ``way``. Raises as ``predict``."""
+def fit_calibration(
+    method: TrainingMethod, cluster: DescribedCluster, known: Calibration, step_s: float
+) -> Calibration:
+    """``known`` with both times scaled so that ``predict`` says ``step_s`` for ``method``. Raises as ``predict``."""
 
     def scaled(factor: float) -> Calibration:
         return replace(known, micro_batch_s=factor * known.micro_batch_s, update_s=factor * known.update_s)
 
     low, high = 0.0, 1.0
-    while high < MOST_SLOWDOWN and predict(way, cluster, scaled(high)).step_s < step_s:
+    while high < MOST_SLOWDOWN and predict(method, cluster, scaled(high)).step_s < step_s:
         low, high = high, 2 * high
     for _ in range(24):
         middle = (low + high) / 2
-        low, high = (middle, high) if predict(way, cluster, scaled(middle)).step_s < step_s else (low, middle)
+        low, high = (middle, high) if predict(method, cluster, scaled(middle)).step_s < step_s else (low, middle)
     return scaled(high)
 
 
 class _Step:
     """What all strategies need of one step."""
 
-    def __init__(self, way: TrainingMethod, cluster: DescribedCluster, measured: Calibration) -> None:
-        self.way, self.training, self.cluster, self.measured = way, way.training, cluster, measured
+    def __init__(self, method: TrainingMethod, cluster: DescribedCluster, measured: Calibration) -> None:
+        self.method, self.training, self.cluster, self.measured = method, method.training, cluster, measured
         self.members = share_cores(cluster.members)
         self.weights_bytes = self.training.sizes.weights_bytes(0, self.training.layers)
-        self.state_bytes = (3 if way.moments else 1) * way.trained_bytes
+        self.state_bytes = (3 if method.moments else 1) * method.trained_bytes
 
     def slowdown(self, member: CandidateWorker) -> float:
         """How many times as long as the measured machine it takes."""
@@ -173,9 +173,9 @@ class _Step:
         return max(map(self.slowdown, self.members))
 
     def encoded_bytes(self, size_bytes: int) -> int:
-        if self.way.codec == "fp32":
-            return self.way.widened * size_bytes
-        return codec_named(self.way.codec).encoded_bytes(max(size_bytes // 4, 1))
+        if self.method.codec == "fp32":
+            return self.method.widened * size_bytes
+        return codec_named(self.method.codec).encoded_bytes(max(size_bytes // 4, 1))
 
     def ring_sent_bytes(self, members: int, size_bytes: int) -> float:
         """Sent by each member in an all-reduce of so many bytes of fp32."""
@@ -187,7 +187,7 @@ class _Step:
         size, links = len(ids), self.cluster.links
         if size < 2:
             return 0.0, 0.0
-        made = plan_ring(ids, links, self.way.ring, size_bytes)
+        made = plan_ring(ids, links, self.method.ring, size_bytes)
         latency_s, byte_s = LinkTimes(links, ids).around(made.order, 1.0)
         numel = max(size_bytes // 4 // buckets, 1)
         stripes = cut(numel, 4, members=size, lanes=made.streams, sub_chunk_bytes=made.sub_chunk_bytes)
@@ -209,7 +209,7 @@ class _Step:
 
     def kept_bytes(self) -> int:
         training, layers = self.training, self.training.layers
-        if self.way.layers_kept:
+        if self.method.layers_kept:
             return training.kept_bytes(0, layers)
         return layers * 4 * training.tokens * training.shape.width + training.kept_bytes(layers - 1, layers)
 
@@ -231,13 +231,14 @@ class _Step:
         sent_bytes: float,
     ) -> Prediction:
         """Raises ``ResourceError`` if a member lacks the memory for what it ``needs``, in bytes."""
-        for one, need_bytes in zip(self.members, needs, strict=True):
-            if one.memory_bytes < need_bytes:
-                text = f"{one.name} needs about {human_bytes(need_bytes)}, and may use {human_bytes(one.memory_bytes)}"
+        for member, need_bytes in zip(self.members, needs, strict=True):
+            if member.memory_bytes < need_bytes:
+                limit = human_bytes(member.memory_bytes)
+                text = f"{member.name} needs about {human_bytes(need_bytes)}, and may use {limit}"
                 do = "split the model, or split it further: job.strategy = 'sharded' or 'pipeline'"
                 raise ResourceError(text, remedy=f"{do}; or set device.gradient_checkpointing = true")
         memory_bytes, step_s = self.measured.base_bytes + max(needs), compute_s + update_s + exposed_s
-        return Prediction(self.way, step_s, compute_s, update_s, exchange_s, exposed_s, memory_bytes, sent_bytes)
+        return Prediction(self.method, step_s, compute_s, update_s, exchange_s, exposed_s, memory_bytes, sent_bytes)
 
 
 # ------------------------------------------------------------------------------------------------------ the strategies
@@ -245,22 +246,22 @@ class _Step:
 
 def _summed(step: _Step) -> Prediction:
     """sync, local and federated: all members hold the whole model, and sum over one ring."""
-    way, members, size = step.way, step.members, len(step.members)
-    is_local = way.strategy != "sync"
-    units_us = [max(1, round(1e6 * step.micro_batch_s(one))) for one in members]
-    counts = balanced(step.training.micro_batches, [max(units_us)] * size if way.vectors else units_us)
+    method, members, size = step.method, step.members, len(step.members)
+    is_local = method.strategy != "sync"
+    units_us = [max(1, round(1e6 * step.micro_batch_s(member))) for member in members]
+    counts = balanced(step.training.micro_batches, [max(units_us)] * size if method.vectors else units_us)
     each_s = step.measured.micro_batch_s + step.measured.update_s * is_local
-    compute_s = max(count * each_s * step.slowdown(one) for count, one in zip(counts, members, strict=True))
-    size_bytes = way.trained_bytes // way.fragments
-    reduce_s, gathered_s = step.ring_s([one.id for one in members], size_bytes, buckets=way.buckets)
+    compute_s = max(count * each_s * step.slowdown(member) for count, member in zip(counts, members, strict=True))
+    size_bytes = method.trained_bytes // method.fragments
+    reduce_s, gathered_s = step.ring_s([member.id for member in members], size_bytes, buckets=method.buckets)
     sent_bytes = step.ring_sent_bytes(size, size_bytes)
-    if way.vectors:  # each member's goes once round the ring
+    if method.vectors:  # each member's goes once round the ring
         reduce_s, sent_bytes = reduce_s * size / 2, float((size - 1) * size_bytes)
-    early_s = min(BACKWARD * step.measured.micro_batch_s * step.largest_slowdown, reduce_s) * (1 - 1 / way.buckets)
-    hidden_s = compute_s if way.overlap else 0.0 if is_local else early_s
+    early_s = min(BACKWARD * step.measured.micro_batch_s * step.largest_slowdown, reduce_s) * (1 - 1 / method.buckets)
+    hidden_s = compute_s if method.overlap else 0.0 if is_local else early_s
     factor = LOCAL_FACTOR if is_local else 1.0
     return step.prediction(
-        [step.whole_bytes(one, factor) + way.vectors * way.trained_bytes for one in members],
+        [step.whole_bytes(member, factor) + method.vectors * method.trained_bytes for member in members],
         compute_s=compute_s,
         update_s=step.measured.update_s * step.largest_slowdown,
         exchange_s=reduce_s + gathered_s,
@@ -270,50 +271,50 @@ def _summed(step: _Step) -> Prediction:
 
 
 def _with_server(step: _Step) -> Prediction:
-    way, measured, cluster = step.way, step.measured, step.cluster
-    step.take(max(way.buffer + 1, len(step.members)))
+    method, measured, cluster = step.method, step.measured, step.cluster
+    step.take(max(method.buffer + 1, len(step.members)))
     server, workers = cluster.members[0], share_cores(cluster.members[1:])  # the server computes little
-    links = LinkTimes(cluster.links, [one.id for one in cluster.members])
-    gradient, state = step.encoded_bytes(way.trained_bytes), step.state_bytes
+    links = LinkTimes(cluster.links, [member.id for member in cluster.members])
+    gradient, state = step.encoded_bytes(method.trained_bytes), step.state_bytes
     made_s = measured.update_s  # by the server, for a version
-    unit_s, cycles_s, moved_s = step.training.micro_batches / way.buffer * measured.micro_batch_s, [], 0.0
-    for one in workers:
-        there_s, push_s = links.between(one.id, server.id, gradient)
-        back_s, pull_s = links.between(server.id, one.id, state)
+    unit_s, cycles_s, moved_s = step.training.micro_batches / method.buffer * measured.micro_batch_s, [], 0.0
+    for member in workers:
+        there_s, push_s = links.between(member.id, server.id, gradient)
+        back_s, pull_s = links.between(server.id, member.id, state)
         moved_s = max(moved_s, push_s + pull_s)
-        cycles_s.append(unit_s * step.slowdown(one) + push_s + pull_s + SERVER_TRIPS * (there_s + back_s) + made_s)
+        cycles_s.append(unit_s * step.slowdown(member) + push_s + pull_s + SERVER_TRIPS * (there_s + back_s) + made_s)
     # Workers of one version begin again together, so they form groups of ``buffer``; each makes a version in a cycle.
-    rate = sum(1 / cycle_s for cycle_s in cycles_s) / len(workers) * (len(workers) // way.buffer)
+    rate = sum(1 / cycle_s for cycle_s in cycles_s) / len(workers) * (len(workers) // method.buffer)
     # All pulls leave by the server's link.
-    step_s = max(1 / rate, made_s, 0.0 if cluster.emulated else way.buffer * moved_s)
+    step_s = max(1 / rate, made_s, 0.0 if cluster.emulated else method.buffer * moved_s)
     compute_s = min(step_s * unit_s * max(map(step.slowdown, workers)) / max(cycles_s), step_s - made_s)
-    vectors = way.vectors or way.buffer * (way.buffer > 1)
+    vectors = method.vectors or method.buffer * (method.buffer > 1)
     # Two copies of the state: the one that is sent, and the next.
-    server_bytes = 2 * state + len(workers) * gradient + vectors * way.trained_bytes
+    server_bytes = 2 * state + len(workers) * gradient + vectors * method.trained_bytes
     return step.prediction(
-        [step.whole_bytes(server) + server_bytes, *(step.whole_bytes(one) + state for one in workers)],
+        [step.whole_bytes(server) + server_bytes, *(step.whole_bytes(member) + state for member in workers)],
         compute_s=compute_s,
         update_s=made_s,
         exchange_s=moved_s,
         exposed_s=step_s - compute_s - made_s,
-        sent_bytes=float(max(way.buffer * state, gradient)),
+        sent_bytes=float(max(method.buffer * state, gradient)),
     )
 
 
 def _sharded(step: _Step) -> Prediction:
-    training, way = step.training, step.way
+    training, method = step.training, step.method
     shards, replicas = training.stages, training.replicas
     step.take(training.workers)
-    ids = [one.id for one in step.members]
+    ids = [member.id for member in step.members]
     passes = math.ceil(math.ceil(training.micro_batches / replicas) / shards)
-    moves = 2 * passes + (1 if way.accumulate else passes)  # of the whole model
+    moves = 2 * passes + (1 if method.accumulate else passes)  # of the whole model
     moved = (shards - 1) / shards * step.weights_bytes
     latency_s, moved_s = LinkTimes(step.cluster.links, ids).slowest(pairwise(ids), moved)
-    each_bytes = way.trained_bytes // shards
+    each_bytes = method.trained_bytes // shards
     reduce_s, gathered_s = step.ring_s(ids[::shards], each_bytes)[0], step.ring_s(ids, each_bytes)[1]
     exchange_s = moves * (moved_s + (training.layers + 1) * (shards - 1) * latency_s) + reduce_s + gathered_s
     rows = shard_training_bytes(
-        training.sizes, step.kept_bytes(), shards=shards, accumulate=way.accumulate, on_host=True
+        training.sizes, step.kept_bytes(), shards=shards, accumulate=method.accumulate, on_host=True
     )
     return step.prediction(
         [sum(rows) + step.state_bytes // shards] * len(ids),
@@ -329,22 +330,22 @@ def _pipelined(step: _Step) -> Prediction:
     training = step.training
     # Speeds at which the whole model takes as long as was measured.
     flop = training.compute_s(0, training.layers, 1.0)
-    members = [replace(one, flops=flop / step.micro_batch_s(one)) for one in step.members]
+    members = [replace(member, flops=flop / step.micro_batch_s(member)) for member in step.members]
     info, stages = made = plan_pipeline(training, members, step.cluster.links)
     assert info.step_s is not None
-    gathered_s = step.ring_s([one.id for one in members], 4)[1]
+    gathered_s = step.ring_s([member.id for member in members], 4)[1]
     share, last = -(-training.micro_batches // training.replicas), info.stages - 1
     busy_s = max(share * (stage.compute_s or 0.0) for stage in stages)
     part = max(stage.weights_bytes for stage in stages) / step.weights_bytes
     update_s, waits_s = step.measured.update_s * step.largest_slowdown * part, info.step_s - busy_s + gathered_s
     sent, needs = [], []
     for stage in stages:
-        trained_bytes, at = int(training.trained * stage.weights_bytes), stage.stage
+        trained_bytes, at = training.trained_bytes(stage.start, stage.stop), stage.stage
         hop_bytes = training.activation_bytes * (at < last) + training.gradient_bytes * (at > 0)
         sent.append(share * hop_bytes + step.ring_sent_bytes(info.replicas, trained_bytes))
         needs.append(step.measured.base_bytes + stage.need_bytes + 3 * trained_bytes)
     times = busy_s + update_s + waits_s, busy_s, update_s, waits_s, waits_s
-    return Prediction(step.way, *times, max(needs), max(sent), made)
+    return Prediction(step.method, *times, max(needs), max(sent), made)
 
 
 _STRATEGIES: dict[str, Callable[[_Step], Prediction]] = dict.fromkeys(("sync", "local", "federated"), _summed)
@@ -360,9 +361,9 @@ def recommend(found: Sequence[Prediction], error_budget: float) -> Prediction | 
 
     ``error_budget``: a codec with a larger error is not recommended, but fp32.
     """
-    able = [one for one in found if one.way.codec == "fp32" or STATED_ERROR[one.way.codec] <= error_budget]
-    exact = [one for one in able if one.way.strategy in EXACT]
-    enough = CHANGES_RESULT * max((one.tokens_per_s for one in exact), default=0.0)
-    among = [one for one in able if one.way.strategy not in EXACT and one.tokens_per_s > enough] or exact
-    most = max((one.tokens_per_s for one in among), default=0.0)
-    return next((one for one in among if one.tokens_per_s * NEARLY_BEST >= most), None)
+    able = [each for each in found if each.method.codec == "fp32" or STATED_ERROR[each.method.codec] <= error_budget]
+    exact = [each for each in able if each.method.strategy in EXACT]
+    enough = CHANGES_RESULT * max((each.tokens_per_s for each in exact), default=0.0)
+    among = [each for each in able if each.method.strategy not in EXACT and each.tokens_per_s > enough] or exact
+    most = max((each.tokens_per_s for each in among), default=0.0)
+    return next((each for each in among if each.tokens_per_s * NEARLY_BEST >= most), None)

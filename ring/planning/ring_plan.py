@@ -117,7 +117,7 @@ class RingCosts:
         return self.seconds(circle) + 1e-3 * all_reduce_s(len(circle), 0.0, chunk_s=sent_s / len(circle))
 
 
-def best_order(
+def find_best_order(
     members: Sequence[str], links: Links, *, total_bytes: int, apart: Edges = frozenset()
 ) -> tuple[tuple[str, ...], float, float] | None:
     """A fast order for an all-reduce of ``total_bytes``, its seconds, and the seconds of the given order.
@@ -194,7 +194,7 @@ def plan_ring(
         apart: edges that could not be dialled.
     """
     order, reason = _order(joined, links, ring_options, total_bytes, apart)
-    left, right, slowest = slowest_edge(order, links)
+    left, right, slowest = find_slowest_edge(order, links)
     near, streams, streams_reason = True, 1, " (none is measured)"
     if slowest is not None:
         reason += f"; slowest edge {name(left)} → {name(right)}: {slowest}"
@@ -209,7 +209,7 @@ def plan_ring(
     return RingPlan(tuple(order), streams, sub_chunk_bytes, codec, slowest is not None, reason, transport_reason)
 
 
-def slowest_edge(order: Sequence[str], links: Links) -> tuple[str, str, LinkQuality | None]:
+def find_slowest_edge(order: Sequence[str], links: Links) -> tuple[str, str, LinkQuality | None]:
     """(from, to, measurement) of the measured edge with the least bandwidth, then the most latency; None if none is
     measured."""
     pairs = circle_edges(order) if len(order) > 1 else ()
@@ -231,7 +231,7 @@ def _order(
     if len(joined) > MOST_MEMBERS:
         return joined, f"order as they joined: only up to {MOST_MEMBERS} members are reordered"
     # The size hardly changes the order: 4 MiB if no worker has reported it.
-    found = best_order(joined, links, total_bytes=total_bytes or 4 << 20, apart=apart)
+    found = find_best_order(joined, links, total_bytes=total_bytes or 4 << 20, apart=apart)
     if found is None:
         return joined, "order as they joined: no link between them is measured"
     order, seconds, joined_s = found

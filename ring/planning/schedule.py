@@ -168,7 +168,7 @@ def extended(
     return StageSchedule(micro_batches, tuple(warm_ups))
 
 
-def schedule_named(
+def choose_schedule(
     name: str,
     micro_batches: int,
     round_trips_s: Sequence[float],

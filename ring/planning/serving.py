@@ -21,7 +21,7 @@ import numpy as np
 
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.texts import human_bytes, join_some
-from ring.planning.cuts import MOST_WORKERS, Array, ChainCosts, best_chain, cut_places, table_of
+from ring.planning.cuts import MOST_WORKERS, Array, ChainCosts, cut_places, find_best_chain, tabulate
 from ring.planning.measurements import CandidateWorker, LinkTimes
 from ring.planning.workloads import ServingWorkload
 
@@ -109,8 +109,8 @@ class ChainPricer:
     def costs(self, peers: Sequence[CandidateWorker]) -> ChainCosts:
         workload, client = self._workload, self._workload.client
         places, ids = cut_places(workload.sizes.layers), [*(peer.id for peer in peers), client]
-        plain_s = table_of(lambda start, stop: workload.compute_s(start, stop, 1.0), places)
-        need_bytes = table_of(workload.need_bytes, places)
+        plain_s = tabulate(lambda start, stop: workload.compute_s(start, stop, 1.0), places)
+        need_bytes = tabulate(workload.need_bytes, places)
 
         def part_s(_: int, index: int) -> Array:
             return np.where(need_bytes <= peers[index].memory_bytes, peers[index].byte_s * plain_s, np.inf)
@@ -141,7 +141,7 @@ def place_model(workload: ServingWorkload, peers: Iterable[CandidateWorker], *, 
             remedy=f"ask for 1 to {most} stages, or leave the number out for the best one",
         )
     tried, pricer = _likely(reached), ChainPricer(workload, candidates)
-    found = best_chain(pricer.costs(tried), range(1, most + 1) if stages is None else [stages])
+    found = find_best_chain(pricer.costs(tried), range(1, most + 1) if stages is None else [stages])
     if found is None:
         raise _refusal(workload, candidates, reached, stages)
     return pricer.price([(tried[peer], start, stop) for peer, start, stop in found[1]])

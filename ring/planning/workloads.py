@@ -127,6 +127,10 @@ class TrainingWorkload:
         each = copies(on_host=on_host, trained=self.trained, held=self.held)
         return int(each * self.sizes.weights_bytes(start, stop))
 
+    def trained_bytes(self, start: int, stop: int) -> int:
+        """Bytes of what trains of a stage's weights; its gradients have as many."""
+        return int(self.trained * self.sizes.weights_bytes(start, stop))
+
     def kept_bytes(self, start: int, stop: int) -> int:
         """Memory that a stage keeps for a micro-batch's backward pass."""
         layer_bytes = layer_kept_bytes(self.tokens, width=self.shape.width, inner=self.shape.inner)

@@ -23,7 +23,7 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.training import OnFinal
 from p2ptrain.core.world import LoopClock
 from ring.chain import Chain, Payload
-from ring.planning.schedule import Kind, StageOperation, StageSchedule, forwards, schedule_named
+from ring.planning.schedule import Kind, StageOperation, StageSchedule, choose_schedule, forwards
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import PipelineEngine
@@ -251,7 +251,7 @@ class PipelinePasses(Work):
         return await runner.run(schedule, forward, backward, patience_s=patience_s)
 
     def _schedule(self, count: int) -> StageSchedule:
-        return schedule_named(
+        return choose_schedule(
             self._settings.schedule,
             count,
             self._replica_chain.round_trips_s,

@@ -11,7 +11,7 @@ from p2ptrain.cli.explain import shape_here
 from p2ptrain.cli.placement import prediction, short
 from p2ptrain.cluster import local_cluster
 from p2ptrain.core.errors import Refused, ResourceError
-from p2ptrain.lab.explain.predictions import equal_members, way_of
+from p2ptrain.lab.explain.predictions import equal_members, method_of
 from ring.planning.pipeline import TrainingPlan, plan_pipeline
 from ring.planning.prediction import Calibration, predict
 from ring.planning.workloads import ModelShape
@@ -27,7 +27,7 @@ MIB = 1 << 20
 def plan_of(link: str = "") -> TrainingPlan:
     """As a seed with three workers makes it."""
     there = equal_members(3, 64 * MIB, 1e9, link)
-    made = predict(way_of(PROFILE, shape_here(PROFILE), 3), there, Calibration(0.1, 0.01, 1e9)).plan
+    made = predict(method_of(PROFILE, shape_here(PROFILE), 3), there, Calibration(0.1, 0.01, 1e9)).plan
     assert made is not None
     return made
 
@@ -117,7 +117,7 @@ def test_up_divides_this_machine_and_starts_nothing(command: Command, monkeypatc
 
 
 def test_without_speeds_nothing_is_predicted() -> None:
-    made = plan_pipeline(way_of(PROFILE, shape_here(PROFILE), 2).training, equal_members(2, 0).members)
+    made = plan_pipeline(method_of(PROFILE, shape_here(PROFILE), 2).training, equal_members(2, 0).members)
     assert prediction(made[0]) == [
         "1 replica of 2 stages, 1f1b: no worker has reported its speed, so nothing is predicted"
     ]

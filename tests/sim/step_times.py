@@ -100,9 +100,9 @@ def over_preset_s(workers: int, preset: str, *, numel: int, codec: str) -> tuple
     there = tuple(CandidateWorker(str(rank), str(rank), flops=1.0) for rank in range(workers))
     links = {(one.id, other.id): LinkQuality.of_preset(far) for one in there for other in there if one is not other}
     training = TrainingWorkload(shape, 1, 1, tokens=256, sequence_tokens=128, micro_batches=workers)
-    way = TrainingMethod("sync", training, codec, RingOptions("joined", streams, chunks), buckets=4 * numel >> 20)
+    method = TrainingMethod("sync", training, codec, RingOptions("joined", streams, chunks), buckets=4 * numel >> 20)
     cluster = DescribedCluster(there, links, emulated=True, burst_bytes=far.burst_bytes)
-    return predict(way, cluster, Calibration(compute_s, 0.0, 1.0)).step_s, took_s
+    return predict(method, cluster, Calibration(compute_s, 0.0, 1.0)).step_s, took_s
 
 
 if __name__ == "__main__":

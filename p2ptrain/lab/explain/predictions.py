@@ -64,14 +64,14 @@ async def calibrate(
     unlimited = equal_members(count, 0, flops, "", loopback)
     known, calibrations = Calibration(0.0, 0.0, flops), dict[str, Calibration]()
     for strategy, (short, figures) in found.jobs.items():
-        way, step_s = way_of(short, shape, count), figures["step_ms"] / 1e3
+        method, step_s = method_of(short, shape, count), figures["step_ms"] / 1e3
         if strategy == "sync":
             known = replace(known, micro_batch_s=figures["compute_ms"] / 1e3 / PASSES)
-            before = predict(way, unlimited, known)
+            before = predict(method, unlimited, known)
             # What a worker held was a whole model, and no copy of it for a checkpoint.
-            base_bytes = max(int(figures["memory_bytes"]) - before.memory_bytes + 3 * way.trained_bytes, 0)
+            base_bytes = max(int(figures["memory_bytes"]) - before.memory_bytes + 3 * method.trained_bytes, 0)
             known = replace(known, update_s=max(step_s - before.step_s, 0.0), base_bytes=base_bytes)
-        calibrations[strategy] = fit_calibration(way, unlimited, known, step_s)
+        calibrations[strategy] = fit_calibration(method, unlimited, known, step_s)
     if not isinstance(where, int):
         return calibrations, where
     memory_bytes = local_cluster.part_bytes(profile.device.kind) // where
@@ -101,9 +101,9 @@ def equal_members(
         for number in range(1, workers + 1)
     ]
     preset = preset_named(link) if link else None
-    way = LinkQuality.of_preset(preset) if preset else loopback
+    link_quality = LinkQuality.of_preset(preset) if preset else loopback
     pairs = [(one.id, other.id) for one in there for other in there if one is not other]
-    links = dict.fromkeys(pairs, way) if way else {}
+    links = dict.fromkeys(pairs, link_quality) if link_quality else {}
     return DescribedCluster(tuple(there), links, emulated=True, burst_bytes=preset.burst_bytes if preset else 0)
 
 
@@ -124,11 +124,11 @@ def cluster_of(
         most = flops * peer.cores / (peer.threads or peer.cores or 1) if on_host else 0.0
         host = peer.address.rpartition(":")[0]
         members.append(CandidateWorker(peer.id, peer.name, peer.part_bytes or math.inf, flops, on_host, host, most))
-    known = {(way.source, way.target): LinkQuality(way.latency_s, way.bandwidth_bps) for way in links}
+    known = {(link.source, link.target): LinkQuality(link.latency_s, link.bandwidth_bps) for link in links}
     return DescribedCluster(tuple(members), known)
 
 
-def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence[str] = ()) -> TrainingMethod:
+def method_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence[str] = ()) -> TrainingMethod:
     """The profile's way to train with so many workers."""
     from roles.strategies.federated import slots
     from roles.training_shape import of_profile
@@ -139,7 +139,7 @@ def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence
     training = replace(training, replicas=max(min(workers // training.stages, training.micro_batches), 1))
     widened = (2 if job.exact or profile.federated.secure else 1) * max(slots(profile), 1)
     fragments = profile.local.fragments if job.strategy == "local" else 1
-    numel = int(training.trained * training.sizes.weights_bytes(0, training.layers)) // 4 // fragments
+    numel = training.trained_bytes(0, training.layers) // 4 // fragments
     return TrainingMethod(
         job.strategy,
         training,
@@ -158,7 +158,7 @@ def way_of(profile: Profile, shape: ModelShape, workers: int, settings: Sequence
     )
 
 
-def all_ways(
+def predict_all(
     name: str,
     sets: Sequence[str],
     own: Profile,
@@ -177,21 +177,24 @@ def all_ways(
             settings = [*more, *[f"ring.codec={codec}"] * (codec != own.ring.codec)]
             try:
                 tried = load(name, os.environ, [*sets, f"job.workers={workers}", *settings]).profile.alone()
-                best = predict_calibrated(way_of(tried, shape_of(tried), workers, settings), cluster, measured)
+                best = predict_calibrated(method_of(tried, shape_of(tried), workers, settings), cluster, measured)
             except P2PTrainError as problem:
                 refused[strategy] = problem.message
                 continue
             if strategy not in LOCAL or best.exposed_s <= MOST_WAITING * best.compute_s:
                 break
-        if best and (strategy, best.step_s) not in [(one.way.strategy, one.step_s) for one in found[-1:]]:
+        before = found[-1] if found else None
+        if best and not (before and (before.method.strategy, before.step_s) == (strategy, best.step_s)):
             found.append(best)
-    possible = {one.way.strategy for one in found}
+    possible = {prediction.method.strategy for prediction in found}
     return found, {strategy: why for strategy, why in refused.items() if strategy not in possible}
 
 
-def predict_calibrated(way: TrainingMethod, cluster: DescribedCluster, measured: dict[str, Calibration]) -> Prediction:
+def predict_calibrated(
+    method: TrainingMethod, cluster: DescribedCluster, measured: dict[str, Calibration]
+) -> Prediction:
     """A strategy that could not be measured counts as ``sync``. Raises as ``predict``."""
-    return predict(way, cluster, measured.get(_measured_as(way.strategy), measured["sync"]))
+    return predict(method, cluster, measured.get(_measured_as(method.strategy), measured["sync"]))
 
 
 def _measured_as(strategy: str) -> str:
@@ -217,9 +220,9 @@ def _variants(strategy: str, own: Profile, workers: int) -> Iterator[list[str]]:
         yield chosen
 
 
-def reasons_for(best: Prediction) -> list[str]:
+def explain_choice(best: Prediction) -> list[str]:
     """Why this way is recommended, and what it costs, in sentences."""
-    strategy, codec, waits = best.way.strategy, best.way.codec, 100 * best.exposed_s / best.step_s
+    strategy, codec, waits = best.method.strategy, best.method.codec, 100 * best.exposed_s / best.step_s
     bounds = "the links bound it" if best.bound == "link" else "computing bounds it"
     cost = "staleness, so the same tokens may teach less" if strategy not in EXACT else "learns as one worker would"
     loss = f"; {codec} errs by up to {100 * STATED_ERROR[codec]:.2g} % in an exchange" if codec != "fp32" else ""

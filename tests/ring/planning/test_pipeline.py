@@ -12,7 +12,7 @@ import pytest
 
 from p2ptrain.core.errors import ProtocolError, ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
-from ring.planning.cuts import best_cuts
+from ring.planning.cuts import find_best_cuts
 from ring.planning.measurements import CandidateWorker, LinkQuality, LinkTimes
 from ring.planning.pipeline import chain_costs, plan_pipeline
 from ring.planning.workloads import ModelShape, TrainingWorkload
@@ -150,7 +150,7 @@ def test_cuts_are_the_best_for_an_order(batch):
         best = reference.best(order)
         groups = [(replace(each, flops=reference.speed[each.id]),) for each in order]
         costs = chain_costs(training, groups, LinkTimes(links, [each.id for each in candidates]))
-        found = best_cuts(costs, range(len(order)), [training.stages])
+        found = find_best_cuts(costs, range(len(order)), [training.stages])
         assert (found is None) == (best is None), number
         counted["none" if found is None else "some"] += 1
         if found is None:

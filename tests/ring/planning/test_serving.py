@@ -12,7 +12,7 @@ import pytest
 
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
-from ring.planning.cuts import best_cuts
+from ring.planning.cuts import find_best_cuts
 from ring.planning.measurements import CandidateWorker, LinkQuality
 from ring.planning.serving import ChainPricer, Placement, place_model, replace_lost
 from ring.planning.workloads import ServingWorkload
@@ -168,7 +168,7 @@ def test_cuts_are_the_best_for_an_order(batch):
         order = [peer for peer in rng.sample(peers, len(peers)) if (CLIENT, peer.id) not in wanted.apart]
         counts = range(1, len(order) + 1) if stages is None else [stages] * (stages <= len(order))
         pricer = ChainPricer(wanted, peers)
-        found = best_cuts(pricer.costs(order), range(len(order)), list(counts))
+        found = find_best_cuts(pricer.costs(order), range(len(order)), list(counts))
         best = Reference(wanted, peers).best(order, stages) if counts else None
         counted["none" if best is None else "some"] += 1
         assert (found is None) == (best is None), number
