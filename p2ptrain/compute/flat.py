@@ -104,6 +104,11 @@ class FlatModel:
         """View of the loss slot, shape ()."""
         return self.gradients[-1]
 
+    @property
+    def target_share(self) -> Tensor:
+        """View of the slot for a share of targets, shape ()."""
+        return self.gradients[-2]
+
     def copy_tensors(self, source: Mapping[str, Tensor]) -> None:
         """Copy parameters by name. Raises ``ValueError`` if their names or shapes differ from this model's."""
         if {name: tuple(tensor.shape) for name, tensor in source.items()} != self.shapes:

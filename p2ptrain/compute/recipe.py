@@ -85,6 +85,7 @@ class ModelRecipe:
         self.in_flight = self._check_memory()
 
     def _check_memory(self) -> int:
+        """Refuse what does not fit. Returns the micro-batches that may be in flight."""
         spec, tokens, kept = self.spec, self.spec.micro_batch_tokens, not self.spec.gradient_checkpointing
         if self.shard is not None:
             check_shard_memory(self.config, self.shard, self.device, micro_batch_tokens=tokens, layers_kept=kept)
