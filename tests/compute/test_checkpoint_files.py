@@ -157,11 +157,6 @@ def test_adapters_and_merged_models_keep_settings_of_the_base_model(
         check_kept(given, merged)
 
 
-def test_checkpoints_of_a_new_model_enable_the_cache(text_file: Path, tmp_path: Path) -> None:
-    save(tiny_trainer(text_file, model=MODEL), tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["use_cache"] is True
-
-
 def test_load_initial_restores_the_state_of_step_0(text_file: Path) -> None:
     pipeline = Pipeline(text_file, (0, 2, 4))
     before = states(pipeline.stages)

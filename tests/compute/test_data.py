@@ -95,24 +95,6 @@ def test_a_glob_of_any_depth_reads_each_file_once(tree: Path) -> None:
     assert find_files(f"{tree}/a/link/*.md") == [tree / "a" / "link" / "z.md"], "a link that is named is followed"
 
 
-def test_jsonl_with_another_key(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text("\n".join(json.dumps({"body": f"line {index} é"}) for index in range(20)), "utf-8")
-    assert corpus_text(path, text_key="body").startswith("line 0 é\nline 1 é\n")
-    with pytest.raises(UserError, match=r"x\.jsonl:1 has no text under 'text'") as caught:
-        load_corpus(spec(path), BYTES)
-    assert "data.text_key" in caught.value.remedy
-
-
-@pytest.mark.parametrize("line", ["{", "3", '{"text": 3}', "[" * 100_000])
-def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"text": "good"}\n' + line)
-    with pytest.raises(UserError, match=r"x\.jsonl:2") as caught:
-        load_corpus(spec(path), BYTES)
-    assert caught.value.remedy
-
-
 def test_the_standard_library() -> None:
     names = [file.as_posix() for file in find_files("stdlib")]
     assert any(name.endswith("/asyncio/tasks.py") for name in names)

@@ -28,7 +28,7 @@ from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed
 from tests.compute.contribution import contribution, in_another_process
 from tests.compute.saving import save
-from tests.compute.test_trainer import APART, Follower, SideStream
+from tests.compute.test_trainer import APART, Follower
 from tests.compute.tiny_trainer import MICRO_BATCHES, OPTIMIZER, TINY, run_step, state_bytes, tiny
 from tests.samples import StepSampler
 
@@ -220,6 +220,34 @@ def test_a_step_can_be_applied_again_from_the_kept_sum(make_trainer: MakeTrainer
     other.apply(0, trainer.partial_square_sum(0, len(kept)))
     assert np.array_equal(trainer.reduce_buffer, kept)
     assert sha256(other) == sha256(trainer)
+
+
+class SideStream:
+    """Stands for a CUDA stream: a copy lands when the next one is started, or when somebody waits for it."""
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.source, self.target = source, target
+        self.copies: list[SideCopy] = []
+
+    def copy(self, start: int, stop: int) -> SideCopy:
+        if self.copies:
+            self.copies[-1].synchronize()
+        self.copies.append(SideCopy(self, start, stop))
+        return self.copies[-1]
+
+
+class SideCopy:
+    def __init__(self, stream: SideStream, start: int, stop: int) -> None:
+        self._stream, self._part = stream, slice(start, stop)
+        self._landed = False
+
+    def query(self) -> bool:
+        return self._landed
+
+    def synchronize(self) -> None:
+        if not self._landed:
+            self._stream.target[self._part] = self._stream.source[self._part]
+        self._landed = True
 
 
 def test_a_device_with_its_own_memory_gives_the_same_exact_sums(

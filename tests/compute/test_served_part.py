@@ -163,19 +163,6 @@ def test_logits_that_are_not_numbers() -> None:
     assert Picker(GREEDY).pick(logits, 0) == (0,)
 
 
-def test_several_tokens_are_picked_at_once(loaded: Callable[[str], Loaded]) -> None:
-    """The logits of several positions in one call, against those of the whole model in one call."""
-    _, whole, parts = loaded("llama-tied")
-    ids = prompt(8)
-    client = Client(parts, "several", GREEDY)
-    with torch.inference_mode():
-        expected = whole(input_ids=torch.tensor([ids])).logits.argmax(-1)[0].tolist()
-    assert list(client.run(ids, samples=4)) == expected[-4:]
-    assert client.run([3, 4], samples=0) == ()
-    for part in parts:
-        part.close("several")
-
-
 def test_interleaved_sessions_do_not_disturb_each_other(loaded: Callable[[str], Loaded]) -> None:
     _, whole, parts = loaded("mistral-window")
     sampled = Sampling(temperature=0.9, seed=21)
@@ -234,13 +221,6 @@ def test_what_its_parts_weigh_depends_on_the_type(tmp_path: Path) -> None:
         assert wide["layers_bytes"] == layer_sizes(config_of(text)).layers_bytes
     with pytest.raises(ConfigError, match="cannot be split"):
         measured(json.dumps({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}), "")
-
-
-def test_bf16_parts_say_what_a_bf16_whole_says(tmp_path: Path) -> None:
-    whole = make("llama", tmp_path, dtype=torch.bfloat16)
-    sampling = Sampling(temperature=0.9, seed=3)
-    client = Client(load(tmp_path, 3), "s", sampling)
-    assert client.say(prompt(5), 10) == generated(whole, prompt(5), 10, sampling)
 
 
 @pytest.mark.parametrize(
@@ -451,22 +431,6 @@ def test_where_frequencies_change_with_the_length_the_keys_are_computed_again(
 
 
 # --------------------------------------------------------------------------------------- a whole directory as one part
-
-IDS = [3, 14, 15, 92, 65]
-
-
-def likeliest(directory: Path, count: int = 4, dtype: str = "") -> tuple[int, ...]:
-    part = load_whole(directory, device="cpu", dtype=dtype)
-    part.open("s", positions=8, sampling=Sampling(temperature=0))
-    ran = part.run("s", Pass(0, memoryview(encode_ids(IDS)), len(IDS), "ids", part.encoding, count, 0))
-    return ran.tokens
-
-
-def test_a_whole_directory_computes_what_transformers_does(tmp_path: Path) -> None:
-    whole = make("qwen2-window", tmp_path, max_shard_size="100KB")
-    with torch.inference_mode():
-        expected = whole(input_ids=torch.tensor([IDS])).logits.argmax(-1)[0].tolist()
-    assert list(likeliest(tmp_path)) == expected[-4:]
 
 
 def test_what_a_whole_tells(tmp_path: Path) -> None:

@@ -210,22 +210,15 @@ def test_without_a_template_turns_are_plain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "template",
-    ["{{ raise_exception('no system here') }}", "{{ messages[0].missing.field }}", "{% for %}", "{{ 1 + 'a' }}"],
-)
-def test_a_template_that_refuses_is_told(tmp_path: Path, template: str) -> None:
-    form = ChatFormat(text_of(tmp_path, template=template).tokenizer)
-    with pytest.raises(UserError, match="the chat template of"):
-        form.ids(TURNS)
-
-
-@pytest.mark.parametrize(
     ("template", "error", "problem"),
     [
         ("{{ 1 / 0 }}", UserError, "fails for this chat: division by zero"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", UserError, "fails for this chat: maximum recursion depth"),
         ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", UserError, "fails for this chat: maximum recursion depth"),
         ("{{ nothing.there }}", UserError, "fails for this chat: 'nothing' is undefined"),
+        ("{{ raise_exception('no system here') }}", UserError, "no system here"),
+        ("{% for %}", UserError, "the chat template of"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", UserError, "the chat template of"),
         ("{{ 7 ** (10 ** 9) }}", ConfigError, "takes more than 2 s of processor time"),
         ("{{ 'a' * (10 ** 10) }}", ConfigError, "takes more than 1 GiB of memory"),
     ],
@@ -261,22 +254,6 @@ def test_chats_do_not_wait_behind_each_that_reaches_a_limit() -> None:
     assert texts[:3] == ["the chat template of it reached a limit for another chat while this one waited"] * 3
     assert texts[3] == "the chat template of it takes more than 2 s of processor time"
     assert rendered("") == "7"
-
-
-def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
-    form = ChatFormat(text_of(tmp_path, template="{{ ''.__class__.__mro__[1].__subclasses__() }}").tokenizer)
-    with pytest.raises(UserError, match="the chat template of"):
-        form.ids(TURNS)
-
-
-def test_no_code_of_the_directory_is_run(tmp_path: Path) -> None:
-    text = text_of(tmp_path, template=TEMPLATE, tokenizer_class="Mine")
-    path = tmp_path / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
-    path.write_text(json.dumps(settings))
-    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: ...\n")
-    assert ChatFormat(text.tokenizer).ids(TURNS)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_a_template_needs_no_torch(tmp_path: Path) -> None:

@@ -6,13 +6,10 @@ Nothing here may ever show a traceback, and nothing may be left running.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
-import random
 import re
 import shlex
 import signal
-import struct
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,21 +18,9 @@ import psutil
 import pytest
 
 from configs.loader import load
-from p2ptrain.core.errors import Refused
-from wire.handshake import dial, local_hello
-from wire.messages import PROTOCOL_VERSION
-from wire.transport import TcpNetwork
 
 DEADLINE_S = 60.0
 LONG = 100_000  # steps: never done within a test
-OTHER_VERSION = PROTOCOL_VERSION + 1
-CLIENT_HELLO = bytes.fromhex("16030100f1010000ed0303") + random.Random(0).randbytes(240)
-GARBAGE = {
-    "HTTP": b"GET / HTTP/1.1\r\nHost: seed\r\n\r\n",
-    "TLS": CLIENT_HELLO,
-    "a frame with an invalid length of 4294967299 bytes": struct.pack("!I", 0xFFFFFFFF),
-    "a frame with an invalid length of": random.Random(1).randbytes(100_000),
-}
 
 
 async def refused(machine: Any, *arguments: str, code: int, cause: str, remedy: str, **environment: str) -> None:
@@ -98,48 +83,6 @@ async def test_two_of_a_kind_in_one_directory(machine: Any) -> None:
     for process in (worker, seed):
         assert await process.interrupt() == 0
         await clean(process)
-
-
-# ------------------------------------------------------------------------------------------- other versions, other talk
-
-
-@pytest.mark.slow
-async def test_a_worker_of_another_version_and_garbage_are_refused_and_training_goes_on(machine: Any) -> None:
-    seed = await machine.seed(*machine.settings(job__steps=LONG, job__workers=1))
-    worker = await machine.join()
-    await worker.until("step")
-    (peer,) = (await machine.ask("peers.list"))["peers"]
-    doors = {"seed": machine.port, "worker": int(peer["address"].rpartition(":")[2])}
-    hello = local_hello(peer_id="b2", name="elder", roles=["worker"], purpose="peer", port=doors["worker"])
-    elder = dataclasses.replace(hello, version=OTHER_VERSION)
-    for port in doors.values():
-        with pytest.raises(Refused) as refusal:
-            await dial(TcpNetwork(), "127.0.0.1", port, elder, timeout_s=DEADLINE_S)
-        assert refusal.value.code == "version-mismatch"
-        assert refusal.value.remedy.startswith("upgrade p2ptrain on the answering side")
-        for garbage in GARBAGE.values():
-            await knock(port, garbage)
-    await worker.until("refused a caller")  # the first is told at once: the worker tells its person, the seed its log
-    events = (await machine.ask("events.list"))["events"]
-    assert any("refused a caller" in event["text"] for event in events if event["kind"] == "refused"), events
-    now = await machine.job_until(lambda item: True)
-    await machine.job_until(lambda item: item["step"] > now["step"] + 1)
-    for process in (worker, seed):
-        assert await process.interrupt() == 0
-        await clean(process)
-
-
-async def knock(port: int, data: bytes) -> None:
-    """Send raw bytes, and wait until the other side hangs up."""
-    async with asyncio.timeout(DEADLINE_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        try:
-            writer.write(data)
-            await reader.read()
-        except ConnectionResetError:
-            pass  # it left with some of our bytes unread
-        finally:
-            writer.transport.abort()
 
 
 # --------------------------------------------------------------------------------------------- jobs that cannot be done
@@ -242,20 +185,6 @@ async def test_children_leave_when_their_parent_is_killed(machine: Any) -> None:
     assert await gone(children)
     for log in (machine.root / "logs").iterdir():
         assert "Traceback" not in log.read_text()
-
-
-@pytest.mark.slow
-async def test_up_says_which_child_died_and_of_what(machine: Any) -> None:
-    settings = machine.settings(job__steps=LONG)
-    up = await machine.start("up", "--workers", "1", "--state", str(machine.root), *settings)
-    await up.until("1 worker starts")
-    children = psutil.Process(up.process.pid).children(recursive=True)
-    (victim,) = [child for child in children if "seed" in child.cmdline()]
-    victim.kill()
-    remedy = f"the machine may have run out of memory; its log is {machine.root}/logs/seed.log"
-    assert await up.end() == 5
-    assert up.lines[-2:] == ["error: seed ended: it was killed by SIGKILL", f"  → {remedy}"]
-    assert await gone(children)
 
 
 async def gone(processes: list[psutil.Process]) -> bool:

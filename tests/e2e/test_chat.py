@@ -1,18 +1,9 @@
-"""``p2ptrain chat`` at a real terminal: typed to, cancelled, left."""
+"""``p2ptrain chat`` at a real terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
-from p2ptrain.compute.model import build_model
-from p2ptrain.compute.tokenizer import Tokenizer
-from tests.compute.tiny_trainer import tiny
 from tests.e2e.terminal import Terminal
 
-LEFT_S = 5.0  # torch is taken down with the process
 # The signal comes when the prompt is written and nobody waits yet. The C function itself is bound: Python's own kill
 # would raise at once, in the hook, where readline drops it.
 MISSED = """
@@ -28,37 +19,6 @@ for turn in range(3):
 readline.set_pre_input_hook()
 print(typed_line("? "), "was typed")
 """
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_model(tiny(context=100_000), 256, seed=1).save_pretrained(path)
-    Tokenizer.of_bytes().save(path)
-    return path
-
-
-@pytest.fixture
-def chat(checkpoint: Path) -> Iterator[Terminal]:
-    terminal = Terminal("chat", "-c", str(checkpoint), "--tokens", "50000", "--temperature", "0")
-    yield terminal
-    terminal.end()
-
-
-def test_ctrl_c_cancels_an_answer_and_then_leaves(chat: Terminal) -> None:
-    chat.until(r"plain turns, 100000 tokens of context.*> ")
-    chat.type("hello\n")
-    chat.until(r"hello\r\n.{40}")  # an answer comes
-    chat.type("\x03")
-    chat.until(r"tokens/s; cancelled\. Ctrl\+C again leaves\).*> ")
-    chat.type("and now?\n")
-    chat.until(r"now\?\r\n.{40}")
-    chat.type("\x03")
-    chat.until(r"cancelled.*> ")
-    chat.type("\x03")
-    code, seconds = chat.left()
-    assert code == 0
-    assert seconds < LEFT_S
 
 
 def test_ctrl_c_between_the_prompt_and_the_wait_is_heard() -> None:

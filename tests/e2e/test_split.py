@@ -1,4 +1,4 @@
-"""A model split over real processes: its text is transformers' own, whoever asks, and whoever leaves in the middle."""
+"""A model split over real processes: its text is transformers' own, whoever asks, and whoever leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -61,11 +60,6 @@ class Cluster:
         done = self.run(*arguments, "--json", typed=typed)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
-
-    def worker(self, name: str) -> psutil.Process:
-        """The process of a worker."""
-        children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if name in child.cmdline())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,7 +112,7 @@ def ended(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, warm: Nursery | None) -> Iterator[Cluster]:
-    made = started(tmp_path_factory.mktemp("state") / "up", checkpoint, warm, "--split", str(STAGES), "--spare", "1")
+    made = started(tmp_path_factory.mktemp("state") / "up", checkpoint, warm, "--split", str(STAGES))
     yield made
     ended(made)
     assert made.process.returncode == 0
@@ -197,15 +191,6 @@ def test_the_tables(cluster: Cluster) -> None:
     assert plan["tokens_per_s"] > 0
 
 
-def test_a_conversation_is_that_with_the_whole_model(cluster: Cluster) -> None:
-    typed = "hello\nand now?\n/reset\nagain\n"
-    document = cluster.json("chat", "--split", str(STAGES), "--positions", "400", *options(20, None), typed=typed)
-    whole = ["chat", "-c", str(cluster.checkpoint), "--json", *options(20, None)]
-    expected = json.loads(cluster.run(*whole, typed=typed, at=()).stdout)
-    assert [item["text"] for item in document["answers"]] == [item["text"] for item in expected["answers"]]
-    assert document["split"]["token_ms"] > 0
-
-
 def test_ctrl_c_leaves_at_once_and_takes_nothing_from_others(cluster: Cluster) -> None:
     leaving = subprocess.Popen(
         cluster.command("generate", "hello", "--split", str(STAGES), *options(50_000, None)),
@@ -258,24 +243,6 @@ def test_a_conversation_at_a_terminal(cluster: Cluster) -> None:
         terminal.end()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["generate", "x", "--split", "9"], "a model of 6 layers cannot have 9 stages"),
-        (["generate", "x", "--split", "--positions", "900000000"], "GiB"),
-        (["generate", "x" * 100, "--split", "-n", str(CONTEXT)], "are more than the context of 60000"),
-        (["generate", "x", "--split", "--wire", "fp8"], "--wire fp8 is not a valid value"),
-        (["up", "--split", "7"], "a model of 6 layers cannot have 7 stages"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_the_numbers(cluster: Cluster, arguments: list[str], said: str) -> None:
-    done = cluster.run(*arguments, at=cluster.place[:2] if arguments[0] == "up" else None)
-    assert done.returncode in (2, 6), done.stderr
-    assert said in done.stderr
-    assert "\n  → " in done.stderr
-    assert done.stdout == ""
-
-
 async def test_a_checkpoint_that_lies_on_workers(machine: Any) -> None:
     sets = machine.settings(job__steps=10, checkpoint__every=10)
     await machine.seed(*sets)
@@ -290,22 +257,3 @@ async def test_a_checkpoint_that_lies_on_workers(machine: Any) -> None:
     assert document["text"] == reference(directory, ["def "], 24, None)[0]
     assert [stage["name"] for stage in document["split"]["stages"]] != []
     assert [await worker.interrupt() for worker in workers] == [0, 0]
-
-
-def test_a_worker_dies_in_mid_sentence_and_the_text_goes_on(cluster: Cluster) -> None:
-    """The last test of the cluster: its spare takes the place."""
-    stage = cluster.said["split"]["stages"][1]
-    writing = subprocess.Popen(
-        cluster.command("generate", "hello", "--split", str(STAGES), "--stats", *options(400, 3)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert writing.stdout is not None
-    begun = os.read(writing.stdout.fileno(), 16)
-    assert begun, "the text has begun"
-    cluster.worker(stage["name"]).kill()
-    out, err = writing.communicate(timeout=DEADLINE_S)
-    assert writing.returncode == 0, err
-    shown = (begun + out).decode()
-    assert shown.startswith("hello" + reference(cluster.checkpoint, ["hello"], 400, 3)[0] + "\n")
-    assert shown.count("was lost; the text went on") == 1

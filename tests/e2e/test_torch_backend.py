@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import subprocess
 import sys
@@ -68,60 +67,6 @@ def test_the_backend_loads_beside_files_that_have_the_names_of_its_packages(
     error, reduced = ended.stdout.splitlines()
     assert error.startswith(f"the backend p2p cannot be used: {tmp_path}/ring.py hides the package 'ring' of p2ptrain.")
     assert reduced == "p2p [1.0, 1.0, 1.0]"
-
-
-KILLED = """
-import json, os, signal, sys, time
-from datetime import timedelta
-import torch, torch.distributed as dist
-
-def member(rank, report):
-    dist.init_process_group(
-        "p2p", store=dist.FileStore("store", 3), rank=rank, world_size=3, timeout=timedelta(seconds=60)
-    )
-    pair = dist.new_group([0, 1])
-    dist.barrier()
-    if rank == 2:
-        os.write(report, b"ready")
-        signal.pause()
-    works = {"all-reduce": dist.all_reduce(torch.ones(3), async_op=True)}
-    works["from a living member"] = dist.irecv(torch.ones(3), 1 - rank)
-    works["from the dead one"] = dist.irecv(torch.ones(3), 2)
-    os.write(report, b"ready")
-    said = {}
-    for name, work in works.items():
-        try:
-            work.wait()
-        except dist.DistBackendError as error:
-            said[name] = str(error)
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor, group=pair)
-    said["of the others"] = tensor.tolist()
-    os.write(report, json.dumps(said).encode())
-
-children, pipes = [], []
-for rank in range(3):
-    reading, writing = os.pipe()
-    if not (child := os.fork()):
-        member(rank, writing)
-        sys.exit()
-    os.close(writing)
-    children.append(child)
-    pipes.append(reading)
-for pipe in pipes:
-    assert os.read(pipe, 5) == b"ready"
-os.kill(children[2], signal.SIGKILL)
-print(json.dumps([json.loads(os.read(pipe, 1 << 16)) for pipe in pipes[:2]]))
-"""
-
-
-def test_a_killed_member_fails_all_that_is_pending_by_name(environment: dict[str, str], tmp_path: Path) -> None:
-    ended = run(["-c", KILLED], environment, tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    for said in json.loads(ended.stdout):
-        assert said.pop("of the others") == [2.0] * 3
-        assert set(said) == {"all-reduce", "from a living member", "from the dead one"}
-        assert all("rank 2" in error for error in said.values()), said
 
 
 ENCRYPTED = """

@@ -70,8 +70,9 @@ def test_absent_members_are_counted_by_steps() -> None:
     assert members_away([3, 2, 1, 3], 3) == "2 of 4 steps had fewer than 3 workers, 1 at the least"
 
 
-async def test_a_run_that_trained_alone_is_not_done(cluster: Cluster) -> None:
+async def test_a_run_that_trained_alone_is_not_done(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two workers leaves for good after the second step."""
+    monkeypatch.setattr("p2ptrain.lab.experiments.run.SETTLE_S", 0.2)  # the one that left reports no end
     made, gate = plan({"job.steps": [6]}), Gate(3)
 
     def gated(profile: Profile) -> StandInEngine:
