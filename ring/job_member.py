@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -30,7 +31,7 @@ from ring.token import Flag
 from ring.view import View
 from wire.job_messages import Report
 
-_LASTING = Flag.SAVE | Flag.SNAPSHOT  # rule 4
+_NO_FLAG = Flag(0)
 REASON_CHARS = 500
 """Limit for a report's reason. The text may come from a neighbour, and the report must fit into a control frame."""
 
@@ -90,6 +91,37 @@ COMMON: Table = {
 }
 
 
+@dataclass(slots=True)
+class RingRequests:
+    """What this member asks of its ring.
+
+    Attributes:
+        waiting: not granted yet. sent: those that its last token carried.
+        granted: what the ring follows after the last applied step.
+    """
+
+    waiting: Flag = _NO_FLAG
+    sent: Flag = _NO_FLAG
+    granted: Flag = _NO_FLAG
+
+    @property
+    def asks_to_stop(self) -> bool:
+        return bool(self.waiting & (Flag.HOLD | Flag.LEAVE))
+
+    def end_view(self) -> None:
+        """Rule 4."""
+        self.waiting &= Flag.SAVE | Flag.SNAPSHOT
+        self.granted = _NO_FLAG
+
+
+@dataclass(slots=True)
+class Postponed:
+    """What arrived while the state was being changed (rule 2), or was missing."""
+
+    view: View | None = None
+    broken: ev.ViewBroken | None = None
+
+
 class JobMember(ABC):
     """Args: ``checkpoint_every``: steps between checkpoints; 0: none. The last step always has one."""
 
@@ -109,10 +141,7 @@ class JobMember(ABC):
         self.history: deque[str] = deque(maxlen=40)
         self._checkpoint_every = checkpoint_every
         self._ticket = 0
-        self._requested = Flag(0)
-        self._granted = Flag(0)  # the requests that the ring follows after the last applied step
-        self._pending_break: ev.ViewBroken | None = None
-        self._pending_view: View | None = None
+        self._requests, self._postponed = RingRequests(), Postponed()
 
     # ------------------------------------------------------------------------------------------------ the one mutator
 
@@ -137,7 +166,7 @@ class JobMember(ABC):
         generation = self.view.generation if self.view else 0
         match event:
             case ev.ViewArrived(view):
-                newest = self._pending_view or self.view
+                newest = self._postponed.view or self.view
                 return newest is not None and view.generation <= newest.generation
             case ev.ViewBroken():
                 return self.view is None or event.generation != generation
@@ -184,14 +213,14 @@ class JobMember(ABC):
     @property
     def stopping(self) -> bool:
         """Whether the ring stops after the last applied step. All know it, so a faster member may be gone."""
-        return bool(self._granted & (Flag.HOLD | Flag.LEAVE)) or self._is_last
+        return bool(self._requests.granted & (Flag.HOLD | Flag.LEAVE)) or self._is_last
 
     def validate(self) -> None:
         assert self.applied >= 0
         assert self.lineage or self.phase in (MemberPhase.EMPTY, MemberPhase.FAILED)
         assert not self.running or self.view is not None
-        assert self._pending_break is None or self.phase in CHANGING
-        assert self._pending_view is None or self.phase in CHANGING | {MemberPhase.EMPTY}
+        assert self._postponed.broken is None or self.phase in CHANGING
+        assert self._postponed.view is None or self.phase in CHANGING | {MemberPhase.EMPTY}
 
     # ----------------------------------------------------------------------------------------- what a way to train adds
 
@@ -211,7 +240,7 @@ class JobMember(ABC):
 
     def _load(self, event: ev.StateLoaded) -> list[Any]:
         instructions = self._leave("the state was replaced") if self.running else []
-        view, self._pending_view, self._pending_break = self._pending_view, None, None
+        view = self._take_postponed().view
         self._replace(event)
         self.torn, self.reloaded, self.phase = False, True, MemberPhase.IDLE
         return [*instructions, ev.SendReport(self.report("ready")), *(self._enter(view) if view else [])]
@@ -219,7 +248,7 @@ class JobMember(ABC):
     def _discard(self, event: ev.StateDiscarded) -> list[Any]:
         if self.running:
             self._leave(event.reason)
-        self._pending_view = self._pending_break = None
+        self._take_postponed()
         self.forget()
         self.torn, self.phase = True, MemberPhase.EMPTY
         return [ev.CloseRing(event.reason), ev.Reload()]
@@ -240,7 +269,7 @@ class JobMember(ABC):
 
     def _fail(self, event: ev.MemberFailed) -> list[Any]:
         instructions: list[Any] = [ev.CloseRing(event.reason)] if self.running else []
-        self._pending_break = self._pending_view = None
+        self._take_postponed()
         self._ticket += 1
         report = self.report("failed", reason=event.reason)
         self.phase = MemberPhase.FAILED
@@ -252,7 +281,7 @@ class JobMember(ABC):
         return (self._leave("a new view was announced") if self.running else []) + self._enter(event.view)
 
     def _postpone_view(self, event: ev.ViewArrived) -> list[Any]:
-        self._pending_view = event.view
+        self._postponed.view = event.view
         return []
 
     def _enter(self, view: View) -> list[Any]:
@@ -265,13 +294,12 @@ class JobMember(ABC):
         return old + self.begin_view(view)
 
     def _postpone_break(self, event: ev.ViewBroken) -> list[Any]:
-        self._pending_break = self._pending_break or event
+        self._postponed.broken = self._postponed.broken or event
         return []
 
-    def _take_postponed(self) -> tuple[View | None, ev.ViewBroken | None]:
-        view, broken = self._pending_view, self._pending_break
-        self._pending_view = self._pending_break = None
-        return view, broken
+    def _take_postponed(self) -> Postponed:
+        postponed, self._postponed = self._postponed, Postponed()
+        return postponed
 
     def _break_off(self, event: ev.ViewBroken) -> list[Any]:
         cause = {"suspect": event.suspect, "reason": event.reason, "cause": event.cause, "beside": event.beside}
@@ -286,9 +314,8 @@ class JobMember(ABC):
 
     def _leave(self, reason: str) -> list[Any]:
         if self.phase in (MemberPhase.APPLYING, MemberPhase.CONFIRMING):
-            self._requested |= self._granted  # the boundary that would have granted them does not come
-        self._requested &= _LASTING  # rule 4
-        self._granted = Flag(0)
+            self._requests.waiting |= self._requests.granted  # the boundary that would have granted them does not come
+        self._requests.end_view()
         self._ticket += 1
         self.phase = MemberPhase.IDLE
         return [ev.CloseRing(reason)]
@@ -296,8 +323,7 @@ class JobMember(ABC):
     def _stop(self, phase: MemberPhase) -> list[Any]:
         """Stop with the ring, which stays connected."""
         self.phase = phase
-        self._requested &= _LASTING  # those that came too late are granted after the next step
-        self._granted = Flag(0)
+        self._requests.end_view()  # those that came too late are granted after the next step
         self._ticket += 1
         return [ev.SendReport(self.report(str(phase)))]
 
@@ -312,7 +338,7 @@ class JobMember(ABC):
     # ------------------------------------------------------------------------------------------------------- requests
 
     def _request(self, event: ev.FlagRequested) -> list[Any]:
-        self._requested |= event.flag
+        self._requests.waiting |= event.flag
         return []
 
     def _request_before_ring(self, event: ev.FlagRequested) -> list[Any]:
@@ -323,20 +349,16 @@ class JobMember(ABC):
     def _report_again(self, event: ev.FlagRequested) -> list[Any]:
         return [ev.SendReport(self.report(str(self.phase)))] if event.flag == Flag.HOLD else []
 
-    @property
-    def _is_asked_to_stop(self) -> bool:
-        return bool(self._requested & (Flag.HOLD | Flag.LEAVE))
-
     # -------------------------------------------------------------------------------------------------------- helpers
 
     @property
     def _is_last(self) -> bool:
-        return self.applied >= self.steps_total or Flag.STOP in self._granted
+        return self.applied >= self.steps_total or Flag.STOP in self._requests.granted
 
     @property
     def _is_checkpoint_due(self) -> bool:
         on_calendar = self._checkpoint_every > 0 and self.applied % self._checkpoint_every == 0
-        return on_calendar or Flag.SAVE in self._granted or self._is_last
+        return on_calendar or Flag.SAVE in self._requests.granted or self._is_last
 
     def _begin(self, phase: MemberPhase, activity: type, *facts: Any, **more: Any) -> list[Any]:
         """Enter ``phase`` with an activity, which gets the next ticket."""
@@ -345,7 +367,7 @@ class JobMember(ABC):
         return [activity(self._ticket, *facts, **more)]
 
     def _begin_boundary(self, *, save: bool) -> list[Any]:
-        snapshot = Flag.SNAPSHOT in self._granted
+        snapshot = Flag.SNAPSHOT in self._requests.granted
         return self._begin(MemberPhase.BOUNDARY, ev.Boundary, self.applied, save, self._is_last, snapshot)
 
     @property

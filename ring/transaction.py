@@ -97,7 +97,6 @@ class Transaction(JobMember):
         self._guard = NormGuard(outlier_factor)
         self._prepared: LedgerRow | None = None  # the row of the step in the redo buffer
         self._part = 0.0  # squared norm of what is in the redo buffer
-        self._flags_sent = Flag(0)  # the requests that this member's last token carried
 
     @property
     def prepared_lineage(self) -> str:
@@ -132,11 +131,11 @@ class Transaction(JobMember):
     def _finish_redo(self, _: ev.ActivityFinished) -> list[Any]:
         self.square_sum = self._redone_square_sum
         record = self._apply_prepared()
-        view, broken = self._take_postponed()
-        if view is not None:
-            return record + self._leave("a new view was announced") + self._enter(view)
-        if broken is not None:
-            return record + self._break_off(broken)
+        postponed = self._take_postponed()
+        if postponed.view is not None:
+            return record + self._leave("a new view was announced") + self._enter(postponed.view)
+        if postponed.broken is not None:
+            return record + self._break_off(postponed.broken)
         return record + self._begin(_P.FORMING, ev.FormRing, self._current)
 
     def _heal_or_start(self, _: ev.ActivityFinished) -> list[Any]:
@@ -166,13 +165,13 @@ class Transaction(JobMember):
     def _vote(self, event: ev.StepReduced) -> list[Any]:
         view, own = self._current, event.own
         self._prepared = LedgerRow(self.applied + 1, view.generation, event.digest, self.shares.packed())
-        self._flags_sent, self._part = self._requested, event.part
+        self._requests.sent, self._part = self._requests.waiting, event.part
         if self._hidden_norms:
             own = math.nan if self._guard.refuses(own, lenient=view.lenient) else 0.0
         token = Token(
             view.generation,
             self.applied,
-            self._flags_sent | (Flag.STOP if event.stop else Flag(0)),
+            self._requests.sent | (Flag.STOP if event.stop else Flag(0)),
             event.part,
             event.digest,
             bytes.fromhex(self.lineage),
@@ -192,8 +191,8 @@ class Transaction(JobMember):
         fault = verdict(tokens, self._guard, last=last, stages=view.stages, lenient=view.lenient, robust=self._robust)
         if fault is not None:
             return self._reject(fault)
-        self._granted = granted(tokens)
-        self._requested &= ~self._flags_sent  # a request that came after the token waits for the next token
+        self._requests.granted = granted(tokens)
+        self._requests.waiting &= ~self._requests.sent  # a request that came after the token waits for the next token
         self.square_sum = square_sum(tokens, last, view.stages)
         self._next_shares = self._shares_after(tokens)
         return self._begin(_P.APPLYING, ev.Apply, self.applied, self.square_sum)
@@ -233,9 +232,10 @@ class Transaction(JobMember):
 
     def _commit(self, _: ev.ActivityFinished) -> list[Any]:
         record = self._apply_prepared()
-        view, broken = self._take_postponed()
-        if view is not None:
-            return record + self._leave("a new view was announced") + self._enter(view)
+        postponed = self._take_postponed()
+        broken = postponed.broken
+        if postponed.view is not None:
+            return record + self._leave("a new view was announced") + self._enter(postponed.view)
         if broken is not None and not self.stopping:
             return record + self._break_off(broken)
         self.shares = self._next_shares
@@ -263,7 +263,7 @@ class Transaction(JobMember):
         checkpoint. But the run's last step needs its checkpoint, so a break there ends the view."""
         if not self.stopping or self._is_last:
             return self._break_off(event)
-        self._requested |= self._granted & Flag.SAVE  # still wanted, after a later step
+        self._requests.waiting |= self._requests.granted & Flag.SAVE  # still wanted, after a later step
         return self._begin_boundary(save=False)
 
     @property

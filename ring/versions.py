@@ -14,7 +14,7 @@ import math
 from typing import Any, ClassVar
 
 from ring import member_events as ev
-from ring.job_member import COMMON, ENTERS, LEAVES, STOPS, JobMember, LeadsTo, MemberPhase, Table
+from ring.job_member import COMMON, ENTERS, LEAVES, STOPS, JobMember, LeadsTo, MemberPhase, RingRequests, Table
 from ring.token import Flag, next_lineage
 from ring.view import View
 from wire.job_messages import LedgerRow
@@ -60,18 +60,18 @@ class VersionMember(JobMember):
 
     def begin_step(self) -> list[Any]:
         if not self.is_server:
-            if self._is_asked_to_stop:
+            if self._requests.asks_to_stop:
                 return self._stop(_P.HELD)
             return self._begin(_P.COMPUTING, ev.ExchangeWithServer)
         if self.applied >= self.steps_total:
             return self._begin_boundary(save=True)
-        if self._is_asked_to_stop:
+        if self._requests.asks_to_stop:
             return self._stop_without_version()
         return self._begin(_P.COMPUTING, ev.Collect, self.applied)
 
     def _stop_without_version(self, _: ev.ActivityFinished | None = None) -> list[Any]:
-        self._granted, self._requested = self._requested, Flag(0)
-        return self._begin_boundary(save=Flag.SAVE in self._granted)
+        self._requests = RingRequests(granted=self._requests.waiting)
+        return self._begin_boundary(save=Flag.SAVE in self._requests.granted)
 
     # ------------------------------------------------------------------------------------------------------ the server
 
@@ -85,15 +85,14 @@ class VersionMember(JobMember):
 
     def _request_and_end(self, event: ev.FlagRequested) -> list[Any]:
         self._request(event)
-        return [ev.EndCollect()] if self.is_server and self._is_asked_to_stop else []
+        return [ev.EndCollect()] if self.is_server and self._requests.asks_to_stop else []
 
     def _apply_version(self, version: ev.VersionCombined) -> list[Any]:
         row = LedgerRow(self.applied + 1, self._current.generation, version.digest, version.counts, version.made_of)
         record = ev.RecordStep(row, self.lineage)
         self.applied, self.square_sum = self.applied + 1, version.square_sum
         self.lineage = next_lineage(self.lineage, version.digest)
-        self._granted = self._requested | (Flag.STOP if version.stop else Flag(0))
-        self._requested = Flag(0)
+        self._requests = RingRequests(granted=self._requests.waiting | (Flag.STOP if version.stop else Flag(0)))
         return [record]
 
     # -------------------------------------------------------------------------------------------------------- a worker
@@ -121,11 +120,11 @@ class VersionMember(JobMember):
             ends = version.last
         else:
             raise self._invalid("no version was to be applied")
-        view, broken = self._take_postponed()
-        if view is not None:
-            return record + self._leave("a new view was announced") + self._enter(view)
-        if broken is not None and not ends:
-            return record + self._break_off(broken)
+        postponed = self._take_postponed()
+        if postponed.view is not None:
+            return record + self._leave("a new view was announced") + self._enter(postponed.view)
+        if postponed.broken is not None and not ends:
+            return record + self._break_off(postponed.broken)
         if isinstance(version, ev.VersionPulled):
             return self._after_pull(version)
         return record + self._begin_boundary(save=self._is_checkpoint_due)

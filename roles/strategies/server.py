@@ -182,6 +182,21 @@ class ContributionCombiner:
         return Version(digest, square_sum, struct.pack(f"!{len(counts)}I", *counts), packed(chosen))
 
 
+@dataclass(slots=True)
+class PublishedVersion:
+    """A version that workers may pull.
+
+    Attributes:
+        digest: of the copy's bytes.
+        over: the server stops here. last: the job has no further version.
+    """
+
+    copy: Snapshot
+    digest: bytes
+    over: bool = False
+    last: bool = False
+
+
 class VersionServer:
     """The server of one view.
 
@@ -206,42 +221,37 @@ class VersionServer:
         step, settings = session.view.step, profile.server
         number = next_number(rows.made_of(), step, settings.buffer)
         self._intake = Intake(version=step, number=number, buffer=settings.buffer, bound=settings.bound)
-        self._published: tuple[Snapshot, bytes] | None = None  # with the digest of its bytes
+        self._published: PublishedVersion | None = None
         self._chosen: list[Accepted] = []
         self._answers: dict[int, asyncio.Future[Outcome]] = {}
         self._failure: P2PTrainError | None = None
-        self._news, self._sent, self._sending = asyncio.Event(), asyncio.Event(), 0
-        self._ending = self._over = self._last = False
-        self._now = LoopClock().now
+        self._news, self._sending, self._ending = asyncio.Event(), 0, False
 
     @property
     def scores(self) -> dict[str, float]:
         return self._combiner.scores
 
     async def publish(self, step: int, lineage: str, square_sum: float, *, over: bool, last: bool) -> None:
-        """Let workers pull the state of version ``step``. It does not change before this returns.
-
-        ``over``: the server stops here. ``last``: the job has no further version.
-        """
-        before = self._published
-        while before is None or (before[0].step, before[0].lineage) != (step, lineage):
+        """Let workers pull the state of version ``step``. It does not change before this returns. ``over``,
+        ``last``: as in ``PublishedVersion``."""
+        before = published = self._published
+        while published is None or (published.copy.step, published.copy.lineage) != (step, lineage):
             try:
                 copy = await self._copies.take(self._engine, step=step, lineage=lineage, square_sum=square_sum)
             except ResourceError:
-                if before is None or (over and not self._sending):
+                if published is None or (over and not self._sending):
                     raise
                 if not over:
                     break  # workers get the copy before it
-                self._sent.clear()
-                await self._sent.wait()
+                self._news.clear()
+                await self._news.wait()
             else:
                 with copy:
-                    self._published = copy, await self._compute.run(state_digest, copy.blobs)
+                    published = PublishedVersion(copy, await self._compute.run(state_digest, copy.blobs))
                     copy.holders += 1
                 if before is not None:
-                    before[0].release()
-                break
-        self._over, self._last = over, last
+                    before.copy.release()
+        self._published, published.over, published.last = published, over, last
         if before is None:
             self._serve_workers()
         chosen, self._chosen = self._chosen, []
@@ -258,7 +268,7 @@ class VersionServer:
     def close(self) -> None:
         """Let the memory of the published version go, after the view."""
         if self._published is not None:
-            self._published[0].release()
+            self._published.copy.release()
         self._published = None
 
     async def collect(self) -> Version | None:
@@ -314,9 +324,9 @@ class VersionServer:
         await self._messages.receive(slot, rank, CONTRIBUTION, timeout_s=EXCHANGE_S)
         if await self._compute.run(xxhash.xxh3_128_digest, slot.data) != request.digest:
             raise ProtocolError("its contribution was corrupted in transit")
-        if self._over:
+        if self._published is None or self._published.over:
             return NOTHING
-        self._intake.arrived(rank, self._now())
+        self._intake.arrived(rank, LoopClock().now())
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._answers[rank] = outcome
         self._news.set()
@@ -329,12 +339,14 @@ class VersionServer:
 
     async def _reply(self, rank: int, request: PullRequest, outcome: Outcome) -> None:
         assert self._published is not None
-        copy, digest = self._published
+        published, copy = self._published, self._published.copy
         has_state = (request.applied, request.lineage) != (copy.step, copy.lineage)
         rows = self._rows.since(request.applied) if has_state else b""
-        number = 0 if self._over else self._intake.assign(rank, copy.step, self._now())
+        number = 0 if published.over else self._intake.assign(rank, copy.step, LoopClock().now())
         version = copy.step, copy.lineage, copy.square_sum
-        reply = PullReply(*outcome, has_state, self._over, self._last, *version, number, len(rows), digest)
+        reply = PullReply(
+            *outcome, has_state, published.over, published.last, *version, number, len(rows), published.digest
+        )
         arrays = [(REPLY, np.frombuffer(reply.encode(), np.uint8))]
         arrays += [(ROWS, np.frombuffer(rows, np.uint8))] * bool(rows)
         arrays += [(STATE, np.frombuffer(blob.view, np.uint8)) for blob in copy.blobs] * has_state
@@ -347,7 +359,7 @@ class VersionServer:
         finally:
             copy.release()
             self._sending -= 1
-            self._sent.set()
+            self._news.set()
 
 
 @dataclass(slots=True)
