@@ -14,7 +14,7 @@ from ring.planning.workloads import TrainingWorkload
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
 
-def dealt(
+def assign_stages(
     counts: Sequence[int],
     pool: Sequence[str],
     homes: Mapping[str, int],
@@ -29,7 +29,7 @@ def dealt(
         most: number of replicas that are wanted.
         fits: whether a worker has the memory for a stage.
     """
-    dealt_stages: dict[str, int] = {}
+    assigned: dict[str, int] = {}
     for replicas in range(min(counts) + 1, most + 1):
         wanted = [stage for stage, count in enumerate(counts) for _ in range(max(replicas - count, 0))]
         taken: dict[str, int] = {}
@@ -40,20 +40,20 @@ def dealt(
                 return 0 if home == stage else 2 if home is not None and home in wanted else 1
 
             able = {each: [key for key in pool if fits(key, each)] for each in set(wanted)}
-            if not _matched(stage, {**able, stage: sorted(able[stage], key=rank)}, taken, set()):
-                return dealt_stages
-        dealt_stages = taken
-    return dealt_stages
+            if not _match_stage(stage, {**able, stage: sorted(able[stage], key=rank)}, taken, set()):
+                return assigned
+        assigned = taken
+    return assigned
 
 
-def _matched(stage: int, able: Mapping[int, Sequence[str]], taken: dict[str, int], tried: set[str]) -> bool:
+def _match_stage(stage: int, able: Mapping[int, Sequence[str]], taken: dict[str, int], tried: set[str]) -> bool:
     """Give ``stage`` one more worker, if necessary by moving others to stages that fit them too (Kuhn 1955)."""
     for key in (key for key in able[stage] if key not in taken):
         taken[key] = stage
         return True
     for key in (key for key in able[stage] if key in taken and taken[key] != stage and key not in tried):
         tried.add(key)
-        if _matched(taken[key], able, taken, tried):
+        if _match_stage(taken[key], able, taken, tried):
             taken[key] = stage
             return True
     return False
@@ -102,7 +102,7 @@ class StagePlanner:
         now: float,
     ) -> tuple[dict[str, int], list[Instruction]]:
         """Returns worker → its new part, and what to report. ``idle``: workers that may change their part if that
-        completes a replica. ``most``: as in ``dealt``."""
+        completes a replica. ``most``: as in ``assign_stages``."""
         if not self._planned:
             return self._plan(peers, links, now)
         homes = {key: held[key] for key in idle}
@@ -110,7 +110,9 @@ class StagePlanner:
         totals = [here.count(part) for part in range(self._parts)]
         counts = [total - list(homes.values()).count(part) for part, total in enumerate(totals)]
         spares = sorted(key for key in peers if key not in held)
-        assigned = dealt(counts, [*spares, *homes], homes, most, lambda key, stage: self._fits(peers[key], stage))
+        assigned = assign_stages(
+            counts, [*spares, *homes], homes, most, lambda key, stage: self._fits(peers[key], stage)
+        )
         left = {key: peers[key] for key in spares if key not in assigned}
         return {key: part for key, part in assigned.items() if homes.get(key) != part}, self._why_not(totals, left)
 

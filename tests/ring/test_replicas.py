@@ -11,7 +11,7 @@ from p2ptrain.core.footprint import ModelSizes
 from ring import coordination as co
 from ring.coordination import held_with
 from ring.coordinator import Coordinator
-from ring.parts import dealt
+from ring.parts import assign_stages
 from ring.planning.workloads import ModelShape, TrainingWorkload
 from ring.replicas import newest, newest_kept
 from ring.view import View
@@ -339,13 +339,13 @@ def test_after_a_restart_the_cuts_are_those_that_were_planned() -> None:
 def brute_force_replicas(counts: list[int], able: list[set[int]], most: int) -> int:
     """As many replicas as any way of giving stages to the pool makes."""
     best = 0
-    for given in itertools.product(*[[None, *stages] for stages in able]):
-        total = [count + given.count(stage) for stage, count in enumerate(counts)]
+    for assigned in itertools.product(*[[None, *stages] for stages in able]):
+        total = [count + assigned.count(stage) for stage, count in enumerate(counts)]
         best = max(best, min(total))
     return min(best, max(most, min(counts)))
 
 
-def test_as_many_replicas_as_can_be_are_dealt() -> None:
+def test_as_many_replicas_as_possible_are_formed() -> None:
     for number in range(300):
         rng = random.Random(number)
         stages, size = rng.randint(2, 3), rng.randint(0, 5)
@@ -356,12 +356,12 @@ def test_as_many_replicas_as_can_be_are_dealt() -> None:
                  if stages and rng.random() < 0.3}  # fmt: skip
         most = rng.randint(1, 4)
         stages_of = dict(zip(pool, able, strict=True))
-        given = dealt(counts, pool, homes, most, lambda key, stage, of=stages_of: stage in of[key])
-        assert all(stage in able[pool.index(key)] for key, stage in given.items())
-        total = [count + list(given.values()).count(stage) for stage, count in enumerate(counts)]
+        assigned = assign_stages(counts, pool, homes, most, lambda key, stage, of=stages_of: stage in of[key])
+        assert all(stage in able[pool.index(key)] for key, stage in assigned.items())
+        total = [count + list(assigned.values()).count(stage) for stage, count in enumerate(counts)]
         assert min(min(total), max(most, min(counts))) == brute_force_replicas(counts, able, most), number
-        if given:
-            assert all(total[stage] == min(total) for stage in given.values()), "given away for nothing"
+        if assigned:
+            assert all(total[stage] == min(total) for stage in assigned.values()), "given away for nothing"
 
 
 def of_parts(**steps: frozenset[int]) -> dict[tuple[str, int], frozenset[int]]:

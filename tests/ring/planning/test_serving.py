@@ -70,11 +70,14 @@ class Reference:
         return peer.byte_s * streamed
 
     def costs(self, chain: Chain) -> tuple[float, float]:
-        """Bottleneck and time of one token."""
+        """Bottleneck and time of one token. A peer with two parts computes both, and needs no link to itself."""
         path = [CLIENT, *(peer.id for peer, _, _ in chain), CLIENT]
-        hops = [self.hop(*pair) for pair in itertools.pairwise(path)]
-        computes = [self.compute_s(*part) for part in chain]
-        return max(*computes, *(occupied for _, occupied in hops)), sum(computes) + sum(time_s for time_s, _ in hops)
+        hops = [(0.0, 0.0) if one == other else self.hop(one, other) for one, other in itertools.pairwise(path)]
+        busy_s = dict.fromkeys(path[1:-1], 0.0)
+        for peer, start, stop in chain:
+            busy_s[peer.id] += self.compute_s(peer, start, stop)
+        token_s = sum(busy_s.values()) + sum(hop_s for hop_s, _ in hops)
+        return max(*busy_s.values(), *(occupied_s for _, occupied_s in hops)), token_s
 
     def best(self, order: list[CandidateWorker], stages: int | None) -> tuple[float, float] | None:
         """The least (bottleneck, time) of all cuts for peers in that order, of whom any may take no layer."""
@@ -331,8 +334,8 @@ def test_best_possible_worker_takes_the_layers_of_a_lost_stage(batch):
         options = []
         for peer in {peer.id: peer for peer in (*held, *spares) if peer.id != dead}.values():
             chain = [(peer, *part) if holder.id == dead else (holder, *part) for holder, *part in as_chain(plan)]
-            if costs := costs_of_shared(reference, chain, dead_at=held.index(next(h for h in held if h.id == dead))):
-                options.append(costs)
+            if is_possible(reference, chain, dead_at=[holder.id for holder in held].index(dead)):
+                options.append(reference.costs(chain))
         made, reason = replace_lost(wanted, plan, [dead], spares)
         if not options:
             counted["nobody"] += 1
@@ -348,21 +351,12 @@ def test_best_possible_worker_takes_the_layers_of_a_lost_stage(batch):
     assert min(counted[kind] for kind in ("nobody", "double", "spare")) >= 3, counted
 
 
-def costs_of_shared(reference: Reference, chain: Chain, *, dead_at: int) -> tuple[float, float] | None:
-    """As ``Reference.costs``, for a chain in which a peer may hold two parts; None where it cannot be."""
-    apart = reference.wanted.apart
-    path = [CLIENT, *(peer.id for peer, _, _ in chain), CLIENT]
-    if (CLIENT, chain[dead_at][0].id) in apart:
-        return None
-    inner = list(itertools.pairwise(path))[1:-1]
-    if any(one != other and (one, other) in apart for one, other in inner):
-        return None
-    busy: Counter[str] = Counter()
+def is_possible(reference: Reference, chain: Chain, *, dead_at: int) -> bool:
+    """Whether the peers have the memory and the links, also for two parts of one of them."""
+    apart, ids = reference.wanted.apart, [peer.id for peer, _, _ in chain]
     held: Counter[str] = Counter()
     for peer, start, stop in chain:
-        busy[peer.id] += reference.compute_s(peer, start, stop)  # type: ignore[assignment]
         held[peer.id] += reference.need_bytes(start, stop)
-    if any(held[peer.id] > peer.memory_bytes for peer, _, _ in chain):
-        return None
-    hops = [(0.0, 0.0) if one == other else reference.hop(one, other) for one, other in itertools.pairwise(path)]
-    return max(*busy.values(), *(occupied for _, occupied in hops)), sum(busy.values()) + sum(hop for hop, _ in hops)
+    reached = not any(one != other and (one, other) in apart for one, other in itertools.pairwise(ids))
+    fits = all(held[peer.id] <= peer.memory_bytes for peer, _, _ in chain)
+    return reached and fits and (CLIENT, ids[dead_at]) not in apart
