@@ -17,7 +17,7 @@ import numpy as np
 from configs.loader import load
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.recipe import ModelRecipe
-from p2ptrain.compute.robust import aggregate, middle_of
+from p2ptrain.compute.robust import aggregate, aggregate_scalars
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.lab.attacker import ATTACKS, attacking
@@ -60,7 +60,10 @@ def final_loss(rule: str, attack: str, members: int, byzantine: int) -> float:
         center = out
         try:
             for trainer in {honest, wrong}:
-                trainer.reduce_buffer[:numel], trainer.reduce_buffer[numel:] = out, middle_of(rows[:, numel:], rule)
+                trainer.reduce_buffer[:numel], trainer.reduce_buffer[numel:] = (
+                    out,
+                    aggregate_scalars(rows[:, numel:], rule),
+                )
                 trainer.apply(step, trainer.partial_square_sum(0, trainer.reduce_buffer.size))
         except JobFailed:
             return math.nan

@@ -7,7 +7,8 @@ vectors. Only numpy's element-wise operations and sums are used: the number of t
 Most rules are a weighted mean of the vectors, whose weights follow from their squared distances. ``median`` and
 ``trimmed_mean`` look at each coordinate alone, and ``bulyan`` at each coordinate of the vectors that it selects.
 
-A vector that is not finite, or is ``LONGEST`` times longer than the median one, counts as zeros: it is one of the f.
+A vector that is not finite, or is ``LONGEST`` times longer than the median one, is *unusable*: it is one of the f, and
+counts as zeros, with ``centered_clipping`` as the center.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[np.float32]
-Squares: TypeAlias = npt.NDArray[np.float64]
+Float64Array: TypeAlias = npt.NDArray[np.float64]
 
 BLOCK_NUMEL = 1 << 14
 LONGEST = 1e6
@@ -37,7 +38,7 @@ class Scores:
 
     Attributes:
         distances: L2 distance of each vector to the aggregate; empty if they were not asked for.
-        excluded: ranks whose vectors the rule left out, or counted as zeros.
+        excluded: ranks whose vectors are unusable, or that the rule left out.
     """
 
     distances: tuple[float, ...]
@@ -63,36 +64,51 @@ def aggregate(
     """
     members = len(pieces[0])
     with np.errstate(over="ignore", invalid="ignore"):
-        points = [*range(members), members]  # the last point is the center
-        squares = np.zeros((members + 1, members + 1))
-        by_distance = rule != "mean" and rule not in BY_COORDINATE
+        between_vectors = rule != "mean" and rule not in BY_COORDINATE
+        squares = _pairwise_squares(pieces, center, between_vectors=between_vectors)
+        is_usable = [True] * members if rule == "mean" else _usable(squares[:members, members])
+        for rank in range(members):
+            if not is_usable[rank]:
+                _move_to_center(squares, rank)
+        combine, used = _combination(rule, squares, byzantine)
+        to_aggregate = np.zeros(members)  # squared distances
         for rows, place in _blocks(pieces):
-            middle = center[place] if center is not None else np.zeros(rows.shape[1], np.float32)
-            every = [*rows, middle]
-            for one in points:
-                for other in points[one + 1 :] if by_distance else points[max(one + 1, members) :]:
-                    squares[one, other] += _square_distance(every[one], every[other])
-        squares += squares.T
-        fit = [True] * members if rule == "mean" else _fit(squares[:members, members])
-        for one in (rank for rank in range(members) if not fit[rank]):  # as zeros, so where the center is
-            squares[one, :], squares[:, one] = squares[members], squares[:, members]
-            squares[one, one] = squares[one, members] = squares[members, one] = 0.0
-        combine, used = _combination(rule, squares, byzantine, fit)
-        apart = np.zeros(members)
-        for rows, place in _blocks(pieces):
-            zeros = np.zeros(rows.shape[1], np.float32)
-            block = [row if fit[rank] else zeros for rank, row in enumerate(rows)]
-            combine(block, zeros if center is None else center[place], out[place])
+            middle = _center_of(center, rows, place)
+            block = [row if is_usable[rank] else middle for rank, row in enumerate(rows)]
+            combine(block, middle, out[place])
             if measured:
-                apart += [_square_distance(row, out[place]) for row in rows]
-    excluded = tuple(rank for rank in range(members) if rank not in used or not fit[rank])
-    distances = tuple(math.sqrt(square) if square >= 0 else math.inf for square in apart) if measured else ()
+                to_aggregate += [_square_distance(row, out[place]) for row in rows]
+    excluded = tuple(rank for rank in range(members) if rank not in used or not is_usable[rank])
+    distances = tuple(math.sqrt(square) if square >= 0 else math.inf for square in to_aggregate) if measured else ()
     return Scores(distances, excluded)
 
 
-def middle_of(rows: Array, rule: str) -> Array:
-    """The numbers behind the vectors, such as losses, from those of all members, shape (n, numel): their median over
-    finite ones, with 'mean' the mean."""
+def _pairwise_squares(pieces: Sequence[Array], center: Array | None, *, between_vectors: bool) -> Float64Array:
+    """Squared distances of the n vectors and the center, the last point, to each other: shape (n + 1, n + 1). Without
+    ``between_vectors`` only those to the center."""
+    members = len(pieces[0])
+    squares = np.zeros((members + 1, members + 1))
+    for rows, place in _blocks(pieces):
+        points = [*rows, _center_of(center, rows, place)]
+        for one in range(members):
+            for other in range(one + 1 if between_vectors else members, members + 1):
+                squares[one, other] += _square_distance(points[one], points[other])
+    return np.asarray(squares + squares.T)
+
+
+def _center_of(center: Array | None, rows: Array, place: slice) -> Array:
+    return np.zeros(rows.shape[1], np.float32) if center is None else center[place]
+
+
+def _move_to_center(squares: Float64Array, rank: int) -> None:
+    """Give a vector the distances of the center."""
+    squares[rank, :], squares[:, rank] = squares[-1], squares[:, -1]
+    squares[rank, rank] = squares[rank, -1] = squares[-1, rank] = 0.0
+
+
+def aggregate_scalars(rows: Array, rule: str) -> Array:
+    """Aggregate the numbers that are sent behind the vectors, such as losses, of all members, shape (n, numel): the
+    median of the finite ones, with 'mean' the mean."""
     if rule == "mean":
         return np.asarray(np.add.reduce(rows, axis=0) / np.float32(len(rows)), np.float32)
     return np.array([median_low([float(it) for it in column if np.isfinite(it)] or [math.nan]) for column in rows.T],
@@ -103,7 +119,7 @@ Combine: TypeAlias = "Callable[[list[Array], Array, Array], None]"
 """Takes the members' blocks, that of the center, and the block of the result."""
 
 
-def _combination(rule: str, squares: Squares, byzantine: int, fit: Sequence[bool]) -> tuple[Combine, set[int]]:
+def _combination(rule: str, squares: Float64Array, byzantine: int) -> tuple[Combine, set[int]]:
     """How blocks are combined, and the ranks that take part."""
     members = len(squares) - 1
     everyone = set(range(members))
@@ -124,7 +140,7 @@ def _combination(rule: str, squares: Squares, byzantine: int, fit: Sequence[bool
 # ---------------------------------------------------------------------------------------------------- rules of distance
 
 
-def _weights(rule: str, squares: Squares, byzantine: int) -> Squares:
+def _weights(rule: str, squares: Float64Array, byzantine: int) -> Float64Array:
     members = len(squares) - 1
     weights = np.zeros(members + 1)
     if rule == "mean":
@@ -138,16 +154,17 @@ def _weights(rule: str, squares: Squares, byzantine: int) -> Squares:
     elif rule == "geometric_median":  # Weiszfeld's iteration as in Pillutla et al., arXiv 1912.13445
         # If far vectors are nearly half, hundreds of steps lead away from the mean. So each vector counts first by its
         # distance to the majority.
-        apart = np.sqrt(np.median(squares[:members, :members], axis=1))
+        distances = np.sqrt(np.median(squares[:members, :members], axis=1))
         for _ in range(WEISZFELD_STEPS):
-            inverse = 1 / np.maximum(apart, 1e-6 * max(median(apart), 1e-30))
+            inverse = 1 / np.maximum(distances, 1e-6 * max(median(distances), 1e-30))
             weights[:members] = inverse / sum(inverse)
-            apart = _distances(squares, weights)[:members]
+            distances = _distances(squares, weights)[:members]
     elif rule == "centered_clipping":  # Karimireddy et al., arXiv 2012.10333, with the median distance as the radius
         weights[members] = 1.0
         for _ in range(CLIPPING_STEPS):
-            apart = _distances(squares, weights)[:members]
-            kept = np.minimum(1.0, median(apart) / np.maximum(apart, 1e-30))
+            distances = _distances(squares, weights)[:members]
+            radius = median(distances)
+            kept = np.where(distances <= radius, 1.0, radius / np.maximum(distances, 1e-30))
             weights *= 1 - sum(kept) / members
             weights[:members] += kept / members
     else:
@@ -155,13 +172,16 @@ def _weights(rule: str, squares: Squares, byzantine: int) -> Squares:
     return weights
 
 
-def _distances(squares: Squares, weights: Squares) -> Squares:
-    """Distance of every point to the weighted mean of the points; the weights sum to 1."""
+def _distances(squares: Float64Array, weights: Float64Array) -> Float64Array:
+    """Distance of every point to the weighted mean m of the points; the weights w sum to 1.
+
+    |p - m|^2 = sum_i w_i |p - p_i|^2 - sum_ij w_i w_j |p_i - p_j|^2 / 2.
+    """
     to_each = np.add.reduce(squares * weights, axis=1)
     return np.asarray(np.sqrt(np.maximum(to_each - np.add.reduce(to_each * weights) / 2, 0.0)))
 
 
-def krum_scores(squares: Squares, byzantine: int) -> list[float]:
+def krum_scores(squares: Float64Array, byzantine: int) -> list[float]:
     """Sum of each vector's squared distances to its n - f - 2 nearest others."""
     members = len(squares)
     nearest = max(members - byzantine - 2, 1)
@@ -170,7 +190,7 @@ def krum_scores(squares: Squares, byzantine: int) -> list[float]:
     ]
 
 
-def _bulyan_selection(squares: Squares, byzantine: int) -> list[int]:
+def _bulyan_selection(squares: Float64Array, byzantine: int) -> list[int]:
     """The n - 2f vectors that Krum picks one after the other (El Mhamdi et al., arXiv 1802.07927)."""
     left = list(range(len(squares)))
     chosen: list[int] = []
@@ -180,18 +200,19 @@ def _bulyan_selection(squares: Squares, byzantine: int) -> list[int]:
     return sorted(chosen)
 
 
-def _fit(norms: Squares) -> list[bool]:
+def _usable(norms: Float64Array) -> list[bool]:
+    """Whether each vector is usable. ``norms``: squared. If the median one is 0, no length is too long."""
     finite = [float(norm) for norm in norms if math.isfinite(norm)]
     longest = LONGEST**2 * median(finite) if finite else 0.0
     return [math.isfinite(norm) and (norm <= longest or not longest) for norm in norms]
 
 
 def _square_distance(one: Array, other: Array) -> float:
-    apart = np.subtract(one, other, dtype=np.float64)
-    return float(np.add.reduce(np.square(apart, out=apart)))
+    difference = np.subtract(one, other, dtype=np.float64)
+    return float(np.add.reduce(np.square(difference, out=difference)))
 
 
-def _weighted(block: Sequence[Array], weights: Squares, out: Array) -> None:
+def _weighted(block: Sequence[Array], weights: Float64Array, out: Array) -> None:
     total = np.zeros(len(out), np.float64)
     for row, weight in zip(block, weights, strict=True):
         if weight:
@@ -213,6 +234,7 @@ def _around_median(block: list[Array], keep: int, out: Array) -> None:
     rows = np.stack(_sorted_rows(block))
     count = len(rows)
     middle = (rows[(count - 1) // 2] + rows[count // 2]) / np.float32(2)
+    # The kept values of a sorted column are rows low to low + keep. Each step drops the farther end of the longer run.
     low = np.zeros((1, rows.shape[1]), np.intp)
     for dropped in range(count - keep):
         last = np.take_along_axis(rows, low + (count - dropped - 1), 0) - middle
@@ -223,6 +245,7 @@ def _around_median(block: list[Array], keep: int, out: Array) -> None:
 def _sorted_rows(block: list[Array]) -> list[Array]:
     """Sort every column by Batcher's odd-even merges (1968), which compare whole rows."""
     rows = [row + np.float32(0) for row in block]  # -0 becomes 0: equal values have equal bits
+    # Before each round of the outer loop, runs of ``run`` rows are sorted; the round merges two of them.
     spare, count, run = np.empty_like(rows[0]), len(rows), 1
     while run < count:
         step = run

@@ -63,69 +63,69 @@ def check_splits(config: PretrainedConfig) -> None:
         raise refused(config, first_line(error)) from error
     if strange := kinds - LAYER_CACHES:
         raise refused(config, f"its layers keep a state ({strange.pop().__name__}) that cannot be rolled back")
-    _checked(config.model_type, config.to_json_string(use_diff=False))
+    _check_splits_cached(config.model_type, config.to_json_string(use_diff=False))
 
 
 @functools.lru_cache(maxsize=64)
-def _checked(model_type: str, text: str) -> None:
+def _check_splits_cached(model_type: str, text: str) -> None:
     config = AutoConfig.for_model(**json.loads(text) | {"model_type": model_type})
     try:
-        tiny = _tiny(config)
+        tiny = _small_config(config)
         if sum(weight.numel() for weight in ModelLayout(tiny, torch.float32).model.parameters()) > 1 << 26:
             raise refused(config, "its heads or its position table are too large for the test of a split")
         with one_thread():  # more do not speed up such small tensors, and slow down a busy machine
-            same = _same(tiny)
+            matches = _parts_match_whole(tiny)
     except ConfigError:
         raise
     except Exception as error:  # an architecture may fail in any way
         raise refused(config, first_line(error)) from error
-    if not same:
+    if not matches:
         raise refused(config, "its parts compute other results than the whole model")
 
 
 def check_packs(config: PretrainedConfig, *, split: bool) -> None:
     """Compare, on a small model as ``check_splits`` does, texts that share a window with each text alone. ``split``: in
     parts. Raises ``ConfigError``: this architecture does not keep them apart."""
-    _packs(config.model_type, config.to_json_string(use_diff=False), split)
+    _check_packs_cached(config.model_type, config.to_json_string(use_diff=False), split)
 
 
 @functools.lru_cache(maxsize=64)
-def _packs(model_type: str, text: str, split: bool) -> None:
+def _check_packs_cached(model_type: str, text: str, split: bool) -> None:
     config = AutoConfig.for_model(**json.loads(text) | {"model_type": model_type})
     try:
         with one_thread():
-            apart = _apart(_tiny(config), split)
+            keeps_apart = _keeps_texts_apart(_small_config(config), split)
     except Exception as error:  # an architecture may fail in any way
-        raise _mixes(model_type) from error
-    if not apart:
-        raise _mixes(model_type)
+        raise _mixing_error(model_type) from error
+    if not keeps_apart:
+        raise _mixing_error(model_type)
 
 
-def _mixes(model_type: str) -> ConfigError:
+def _mixing_error(model_type: str) -> ConfigError:
     return ConfigError(
         f"a {model_type!r} model cannot train on conversations: it does not keep those of a window apart",
         remedy="use a model such as llama, qwen3, mistral or gpt2, or another data.format than 'chat'",
     )
 
 
-def _apart(config: PretrainedConfig, split: bool) -> bool:
+def _keeps_texts_apart(config: PretrainedConfig, split: bool) -> bool:
     model = _random_model(config)
     parts = _parts(config, model) if split else []
     lengths = [7, 1, 10]
-    ids = torch.arange(2 * 18).view(2, 18) * 7 % config.vocab_size
+    ids = _test_ids(config.vocab_size)
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
     with torch.no_grad():
         window = ids if split else model(input_ids=ids, position_ids=positions, use_cache=False).logits
         for part in parts:
             window = part.forward(window, positions)
-        alone = [model(input_ids=text, use_cache=False).logits for text in ids.split(lengths, dim=1)]
+        alone = [model(input_ids=text, use_cache=False).logits for text in torch.split(ids, lengths, dim=1)]
         return torch.allclose(window, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
 
 
-def _same(config: PretrainedConfig) -> bool:
+def _parts_match_whole(config: PretrainedConfig) -> bool:
     whole = _random_model(config)
     parts = _parts(config, whole)
-    ids = torch.arange(2 * 18).view(2, 18) * 7 % config.vocab_size
+    ids = _test_ids(config.vocab_size)
     batch = torch.arange(ids.shape[1])
     with torch.no_grad():
         hidden = ids
@@ -133,27 +133,32 @@ def _same(config: PretrainedConfig) -> bool:
             hidden = part.forward(hidden, batch)
         if not torch.equal(hidden, whole(input_ids=ids, use_cache=False).logits):
             return False
-        return _same_cached(whole, parts, ids[:1])
+        return _cached_results_match(whole, parts, ids[:1], config.vocab_size)
+
+
+def _test_ids(vocab_size: int) -> Tensor:
+    return torch.arange(2 * 18).view(2, 18) * 7 % vocab_size
 
 
 def _parts(config: PretrainedConfig, whole: Any) -> list[PartModel]:
     weights, layers = whole.state_dict(), config.num_hidden_layers
     return [
         build_part(config, LayerRange(start, stop, layers), weights)
-        for start, stop in pairwise([0, 1, layers - 1, layers])
+        for start, stop in pairwise([0, 1, layers - 1, layers])  # a first, a middle and a last part
     ]
 
 
-def _same_cached(whole: Any, parts: Sequence[Any], ids: Tensor) -> bool:
+def _cached_results_match(whole: Any, parts: Sequence[Any], ids: Tensor, vocab_size: int) -> bool:
+    """Compare with caches: a prompt, single tokens and several at once; then, after a rollback, other tokens."""
     caches = [part.new_cache(ids.shape[1]) for part in parts]
-    kept = [9, 1, 1]  # positions of the calls before the rollback; the first exceeds a window
-    for calls in ([*kept, 3, 1], [*kept, 2, 1]):
-        reference = DynamicCache(config=whole.config)
-        done = 0
-        for number, count in enumerate(calls):
-            new = ids[:, done : done + count] if number < len(kept) else (ids[:, done : done + count] + len(calls)) % 97
+    common = [9, 1, 1]  # positions of the calls before the rollback; the first exceeds a window
+    kept = sum(common)
+    for text, counts in zip(_continuations(ids, kept, vocab_size), ([*common, 3, 1], [*common, 2, 1]), strict=True):
+        reference, done = DynamicCache(config=whole.config), 0
+        for count in counts:
+            new = text[:, done : done + count]
             expected = whole(input_ids=new, past_key_values=reference, use_cache=True).logits
-            if caches[0].length <= done:
+            if done >= caches[0].length:  # the second attempt has the common positions in its caches
                 hidden = new
                 for part, cache in zip(parts, caches, strict=True):
                     hidden = part.forward(hidden, torch.arange(done, done + count), cache)
@@ -161,11 +166,16 @@ def _same_cached(whole: Any, parts: Sequence[Any], ids: Tensor) -> bool:
                     return False
             done += count
         for cache in caches:
-            cache.cut(sum(kept))
+            cache.cut(kept)
     return True
 
 
-def _tiny(config: PretrainedConfig) -> PretrainedConfig:
+def _continuations(ids: Tensor, kept: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Two texts of the same first ``kept`` tokens. All others differ, so a cache that keeps what was cut is noticed."""
+    return ids, torch.cat([ids[:, :kept], (ids[:, kept:] + 13) % vocab_size], dim=1)
+
+
+def _small_config(config: PretrainedConfig) -> PretrainedConfig:
     tiny = copy.deepcopy(config)
     lists = per_layer_lists(config)
     chosen = _chosen_layers([repr(kind) for kind in zip(*lists.values(), strict=True)] or [""])

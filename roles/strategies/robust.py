@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Robust
-from p2ptrain.compute.robust import Scores, aggregate, middle_of
+from p2ptrain.compute.robust import Scores, aggregate, aggregate_scalars
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
@@ -55,7 +55,7 @@ def combine(
     *first, last = pieces
     rule, vector = robust.rule, buffer[:-scalars]
     found = aggregate(rule, robust.byzantine, [*first, last[:, :-scalars]], vector, center, measured=measured)
-    buffer[-scalars:] = middle_of(last[:, -scalars:], rule)
+    buffer[-scalars:] = aggregate_scalars(last[:, -scalars:], rule)
     return found, vector.copy() if keeps_center(robust) else None
 
 

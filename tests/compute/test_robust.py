@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from p2ptrain.compute import robust
-from p2ptrain.compute.robust import aggregate, middle_of
+from p2ptrain.compute.robust import aggregate, aggregate_scalars
 
 Vectors = npt.NDArray[np.float32]
 CASES = [(1, 0), (2, 0), (3, 1), (5, 1), (6, 2), (7, 1), (7, 2), (8, 1), (11, 2), (12, 3)]
@@ -147,5 +147,20 @@ def test_scores_show_who_was_left_out_and_how_far_each_is() -> None:
 
 def test_numbers_behind_the_vectors_are_not_an_attackers() -> None:
     rows = np.array([[8, 1.0], [8, 2.0], [8, np.nan], [8, 3.0]], np.float32)
-    assert middle_of(rows, "krum").tolist() == [8, 2.0]
-    assert middle_of(rows[:2], "mean").tolist() == [8, 1.5]
+    assert aggregate_scalars(rows, "krum").tolist() == [8, 2.0]
+    assert aggregate_scalars(rows[:2], "mean").tolist() == [8, 1.5]
+
+
+def test_unusable_vector_does_not_pull_from_the_center() -> None:
+    center, vectors = np.full(2, 10, np.float32), np.array([[11, 11], [11.1, 11.1], [11.2, 11.2], [0, 0]], np.float32)
+    vectors[3] = np.nan
+    made = run("centered_clipping", vectors, 1, center)
+    vectors[3] = center  # where it counts
+    np.testing.assert_array_equal(made, run("centered_clipping", vectors, 1, center))
+    assert (made > 10).all()
+
+
+def test_vectors_that_equal_the_center_are_not_excluded() -> None:
+    vectors = np.ones((4, 3), np.float32)
+    scores = aggregate("centered_clipping", 1, [vectors], np.empty(3, np.float32), vectors[0])
+    assert scores.excluded == ()
