@@ -66,7 +66,7 @@ MAX_MEMBERS = 4096
 """Peer ids with a valid certificate. A seed admits fewer at a time."""
 MAX_EVICTED = 4096
 MAX_USES = 1_000_000
-TOLD_S = 7 * 86_400.0
+REMOVED_AFTER_S = 7 * 86_400.0
 """How long a ticket is kept after its end, so that a peer that tries it is told why it is refused."""
 ID_BYTES = 6
 SECRET_BYTES = 16
@@ -124,12 +124,12 @@ class TicketRecord:
         code, text = _CLOSED[state]
         return Refused(code, f"ticket {self.id} {text.format(self.uses)}", remedy=_NEW)
 
-    def kept_until(self, now: float, told_s: float) -> float:
-        """When it may be forgotten: ``told_s`` after its end, but not while one of its certificates is valid."""
+    def removable_at(self, now: float, removed_after_s: float) -> float:
+        """When it may be forgotten: ``removed_after_s`` after its end, but while none of its certificates is valid."""
         if self.state(now) == "open":
             return math.inf
         ends = [time for time in (self.closed_at, self.expires_at) if time is not None and time <= now]
-        return max(self.lapses_at, min(ends, default=self.lapses_at) + told_s)
+        return max(self.lapses_at, min(ends, default=self.lapses_at) + removed_after_s)
 
     def to_map(self, now: float) -> dict[str, Any]:
         """All fields that people and programs may see: everything but the secret."""
@@ -219,7 +219,7 @@ class AuthorityState:
         """Add a ticket. Raises ``Refused`` if there are too many."""
         kept = self.pruned(now)
         if len(kept.tickets) >= MAX_TICKETS:
-            kept = self.pruned(now, told_s=0.0)
+            kept = self.pruned(now, removed_after_s=0.0)
         if len(kept.tickets) >= MAX_TICKETS:
             remedy = "wait: a ticket that has ended is removed when all its certificates have expired"
             raise Refused(RefusalCode.FULL, f"the seed keeps {len(kept.tickets)} tickets, the limit", remedy=remedy)
@@ -253,9 +253,9 @@ class AuthorityState:
             raise Refused(RefusalCode.FULL, text, remedy="revoke the tickets that these peers join with")
         return replace(self, evicted={**self.evicted, peer_id: name})
 
-    def pruned(self, now: float, *, told_s: float = TOLD_S) -> AuthorityState:
-        """Remove expired members, and the tickets that ``TicketRecord.kept_until`` no longer keeps."""
-        tickets = {key: item for key, item in self.tickets.items() if now < item.kept_until(now, told_s)}
+    def pruned(self, now: float, *, removed_after_s: float = REMOVED_AFTER_S) -> AuthorityState:
+        """Remove expired members, and the tickets that ``TicketRecord.removable_at`` no longer keeps."""
+        tickets = {key: item for key, item in self.tickets.items() if now < item.removable_at(now, removed_after_s)}
         return replace(self, tickets=tickets, members=self._valid(now))
 
     # -------------------------------------------------------------------------------------------------------- disk

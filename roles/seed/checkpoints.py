@@ -3,73 +3,96 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from p2ptrain.core.checkpoints import best_step
 from p2ptrain.core.errors import P2PTrainError, Refused
+from p2ptrain.core.world import Clock
+from ring.coordination import CheckpointsSaved
+from ring.replicas import newest_kept
 from ring.token import is_lineage
 from ring.view import View
 from roles.background import started_in
-from roles.seed.jobs import JobController, newest_of_all_stages, saved_of
-from roles.seed.peers import Link, checkpoint_of, clipped, did_you_mean
-from roles.seed.store import Records
+from roles.seed.events import Announcements
+from roles.seed.peers import ConnectedPeer, PeerTable, checkpoint_of, clipped, did_you_mean
+from roles.seed.store import Records, SeedStore
 from wire.job_messages import CheckpointSaved
 from wire.records import CheckpointInfo
 
-if TYPE_CHECKING:
-    from roles.seed.server import Seed
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints of a job a worker keeps: the newest ``keep``, the newest that all ``stages`` of a split model
+    have, and, if ``keeps_best``, the one with the least validation loss."""
+
+    keep: int
+    keeps_best: bool
+    stages: int
 
 
-class Catalogue:
-    """All known checkpoints. A job's controller is notified when the checkpoints of the job change.
+class CheckpointCatalogue:
+    """All known checkpoints.
 
-    ``known``: checkpoint id → record.
+    Args:
+        on_change: called with the id of a job whose checkpoints changed.
+
+    Attributes:
+        known: checkpoint id → record.
     """
 
-    def __init__(self, seed: Seed) -> None:
+    def __init__(
+        self,
+        store: SeedStore,
+        clock: Clock,
+        peers: PeerTable,
+        announcements: Announcements,
+        on_change: Callable[[str], None],
+    ) -> None:
         self.known: dict[str, CheckpointInfo] = {}
-        self._seed = seed
-        self._noting = asyncio.Semaphore(64)  # bounds the writes in progress; senders of more reports wait
+        self._store, self._clock, self._peers, self._announcements = store, clock, peers, announcements
+        self._on_change = on_change
+        self._tasks: asyncio.TaskGroup | None = None
+        self._storing = asyncio.Semaphore(64)  # bounds the writes in progress; senders of more reports wait
 
     async def load(self) -> None:
         """Read all checkpoints from the store. Raises ``StorageError``."""
-        self.known = {item.id: item for item in await self._seed.store.call(Records.checkpoints)}
+        self.known = {item.id: item for item in await self._store.call(Records.checkpoints)}
 
-    async def saved(self, link: Link, message: CheckpointSaved) -> None:
-        """Record a checkpoint that is durable at ``link``, and drop the records of those that the worker deleted.
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
 
-        A worker keeps the newest ones, as many as the job says, the newest one that all stages of a split model have,
-        and, if the job says so, the one with the least validation loss. The record is written by a task, so that a slow
-        disk does not delay heartbeats over the link.
+    async def saved(self, peer: ConnectedPeer, message: CheckpointSaved, retention: Retention) -> None:
+        """Record a checkpoint that is durable at ``peer``, and drop the records of those that the worker deleted.
+
+        The record is written by a task, so that a slow disk does not delay heartbeats over the connection.
         """
-        controller = self._seed.controllers[message.job]
-        split = controller.stages > 1
-        info = checkpoint_of(link, message, self._seed.world.clock.wall())
-        if message.stages not in (1, controller.stages):
+        if message.stages not in (1, retention.stages):
             return  # a part of an earlier layout
+        info = checkpoint_of(peer, message, self._clock.wall())
         known = self.known.get(info.id)
-        keep = max(controller.record.keep, 2)
-        alike = info.job, info.peer_id, info.stage
-        mine = [item for item in self.known.values() if (item.job, item.peer_id, item.stage) == alike]
+        keep, best = max(retention.keep, 2), -1
+        mine = [item for item in self.of(info.job) if (item.peer_id, item.stage) == (info.peer_id, info.stage)]
         newer = sum(item.step > info.step for item in mine)
         mine = sorted([item for item in mine if item.id != info.id] + [info], key=lambda item: -item.step)
-        best = best_step((item.step, item.val_loss) for item in mine) if controller.keeps_best else -1
-        told_before = known is not None and known == replace(info, created_at=known.created_at)
-        if told_before or (newer >= keep and info.step != best):
+        if retention.keeps_best:
+            best = best_step((item.step, item.val_loss) for item in mine)
+        is_repeat = known is not None and known == replace(info, created_at=known.created_at)
+        if is_repeat or (newer >= keep and info.step != best):
             return  # repeated over a new connection: it is recorded already, or was deleted since
-        await self._noting.acquire()
+        await self._storing.acquire()
         self.known[info.id] = info
-        spared = {best, newest_of_all_stages(self.of(info.job), controller.stages) if split else 0}
+        split = retention.stages > 1
+        spared = {best, newest_of_all_stages(self.of(info.job), retention.stages) if split else 0}
         dropped = [item.id for item in mine[keep:] if item.step not in spared]
         for item_id in dropped:
             self.known.pop(item_id, None)
-        self._seed.subscriptions.touch("checkpoints", info.id, *dropped)
-        self._tell_newest(info.job)  # first, so that no view begins at a step before this one
-        assert self._seed.tasks is not None
-        if started_in(self._seed.tasks, self._note(info, dropped), "note a checkpoint") is None:
-            self._noting.release()  # the seed stops; the worker reports again to the next one
+        self._announcements.touch("checkpoints", info.id, *dropped)
+        self._on_change(info.job)  # first, so that no view begins at a step before this one
+        assert self._tasks is not None
+        if started_in(self._tasks, self._write(info, dropped), "store a checkpoint") is None:
+            self._storing.release()  # the seed stops; the worker reports again to the next one
 
     async def went_back(self, view: View) -> None:
         """Drop the records of later steps that the members of a restored view saved."""
@@ -77,44 +100,39 @@ class Catalogue:
         later = [item for item in self.of(view.job) if item.step > view.step]
         await self.drop([item.id for item in later if item.peer_id in members])
 
-    async def loaded(self, link: Link, controller: JobController, applied: int) -> None:
-        """Drop the records of a stage's checkpoints after step ``applied``: it could not load them.
+    async def drop_unloaded(self, job: str, peer_id: str, stage: int | None, applied: int) -> None:
+        """Drop the records of a stage's checkpoints after step ``applied``: the worker could not load them.
 
         For a model that is not split they stay known until a view begins, because the job waits for workers that are
         still loading.
         """
-        stage = controller.stage_of(link.id)
-        later = [item for item in self.of(controller.id) if item.peer_id == link.id and item.step > applied]
+        later = [item for item in self.of(job) if item.peer_id == peer_id and item.step > applied]
         await self.drop([item.id for item in later if item.stage is not None and item.stage == stage])
 
     async def drop(self, ids: list[str]) -> None:
         if ids:
             for item_id in ids:
                 self.known.pop(item_id, None)
-            await self._seed.store.call(Records.remove_checkpoints, ids)
-            self._seed.subscriptions.touch("checkpoints", *ids)
+            await self._store.call(Records.remove_checkpoints, ids)
+            self._announcements.touch("checkpoints", *ids)
             for job in {item_id.partition("@")[0] for item_id in ids}:
-                self._tell_newest(job)
+                self._on_change(job)
 
     def forget(self, job: str) -> None:
         """Drop a job's checkpoints from memory. The store deletes their records with the job."""
-        gone = [item.id for item in self.of(job)]
-        for item_id in gone:
+        dropped = [item.id for item in self.of(job)]
+        for item_id in dropped:
             del self.known[item_id]
-        self._seed.subscriptions.touch("checkpoints", *gone)
+        self._announcements.touch("checkpoints", *dropped)
 
     def of(self, job: str) -> list[CheckpointInfo]:
         return [item for item in self.known.values() if item.job == job]
 
-    async def _note(self, info: CheckpointInfo, dropped: list[str]) -> None:
+    async def _write(self, info: CheckpointInfo, dropped: list[str]) -> None:
         try:
-            await self._seed.store.call(Records.add_checkpoint, info, dropped)
+            await self._store.call(Records.add_checkpoint, info, dropped)
         finally:
-            self._noting.release()
-
-    def _tell_newest(self, job: str) -> None:
-        if job in self._seed.controllers:
-            self._seed.controllers[job].post(saved_of(self.of(job)))
+            self._storing.release()
 
     # --------------------------------------------------------------------------------------------------- going back
 
@@ -129,22 +147,22 @@ class Catalogue:
 
     def whole(self, checkpoint: CheckpointInfo) -> CheckpointInfo:
         """A checkpoint of the whole model of the same step, at a connected worker. Raises ``Refused``."""
-        found = [item for item in self._alike_here(checkpoint) if item.stage is None]
+        found = [item for item in self._at_connected_workers(checkpoint) if item.stage is None]
         if not found:
             text = f"no connected worker has the whole model of step {checkpoint.step}, which other parts are cut from"
             raise Refused("not-whole", text, remedy="start its holder, or choose a step that has one marked 'whole'")
         return checkpoint if checkpoint in found else found[0]
 
-    def holder(self, checkpoint: CheckpointInfo) -> Link:
-        """The link of the worker that holds it. Raises ``Refused`` if that worker is not connected."""
-        holder = self._seed.links.get(checkpoint.peer_id)
+    def holder(self, checkpoint: CheckpointInfo) -> ConnectedPeer:
+        """The worker that holds it. Raises ``Refused`` if that worker is not connected."""
+        holder = self._peers.connected.get(checkpoint.peer_id)
         if holder is None:
             text = f"{checkpoint.peer_name}, which holds that checkpoint, is not connected"
             raise Refused("holder-away", text, remedy="start that worker, or choose a checkpoint of another worker")
         return holder
 
-    async def verified(self, controller: JobController, checkpoint: CheckpointInfo) -> str:
-        """The lineage of a checkpoint, after its holder has read and compared every byte.
+    async def verify(self, checkpoint: CheckpointInfo, stages: int) -> str:
+        """Have its holder read and compare every byte of a checkpoint. Returns its lineage.
 
         For a split model all connected holders of that step verify theirs, and at least one per stage must succeed.
         From then on the holders keep it until they have gone back to it.
@@ -153,29 +171,29 @@ class Catalogue:
             Refused: it is damaged, or no connected worker holds one of its stages.
             DeadlineExceeded, ConnectionLost: the holder does not answer.
         """
-        self._check_whole(controller, checkpoint)
-        lineage = await self._lineage(checkpoint)
-        if controller.stages == 1:
+        self._check_whole(checkpoint, stages)
+        lineage = await self._lineage(checkpoint, stages)
+        if stages == 1:
             return lineage
-        others = [item for item in self._alike_here(checkpoint) if item.id != checkpoint.id]
-        found = await asyncio.gather(*map(self._lineage_or_problem, others))
-        good = [item for item, told in zip(others, found, strict=True) if told == lineage]
-        if not _is_whole([checkpoint, *good], controller.stages):
-            for told in found:
-                if isinstance(told, P2PTrainError):
-                    raise told
+        others = [item for item in self._at_connected_workers(checkpoint) if item.id != checkpoint.id]
+        outcomes = await asyncio.gather(*(self._lineage_or_problem(item, stages) for item in others))
+        good = [item for item, outcome in zip(others, outcomes, strict=True) if outcome == lineage]
+        if not _is_whole([checkpoint, *good], stages):
+            for outcome in outcomes:
+                if isinstance(outcome, P2PTrainError):
+                    raise outcome
             text = f"the parts' checkpoints of step {checkpoint.step} hold different states"
             raise Refused("damaged", text, remedy="choose another step")
         return lineage
 
-    async def delete(self, checkpoint: CheckpointInfo) -> bool:
+    async def delete(self, checkpoint: CheckpointInfo, stages: int) -> bool:
         """Delete it at its holder, and its record. Returns whether the holder still had it.
 
         Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost`` if the holder does not do it, ``StorageError``.
         """
         was_there = True
         try:
-            await self.holder(checkpoint).ask("checkpoint.delete", self._named_to(checkpoint), timeout_s=10.0)
+            await self.holder(checkpoint).ask("checkpoint.delete", _request_for(checkpoint, stages), timeout_s=10.0)
         except Refused as problem:
             if problem.code != "not-here":
                 raise
@@ -183,33 +201,27 @@ class Catalogue:
         await self.drop([checkpoint.id])
         return was_there
 
-    def _check_whole(self, controller: JobController, checkpoint: CheckpointInfo) -> None:
-        if controller.stages > 1 and not _is_whole(found := self._alike_here(checkpoint), controller.stages):
-            stages = sorted({item.stage for item in found if item.stage is not None})
-            where = f"of {controller.stages} parts, connected workers hold only {stages}"
+    def _check_whole(self, checkpoint: CheckpointInfo, stages: int) -> None:
+        if stages > 1 and not _is_whole(found := self._at_connected_workers(checkpoint), stages):
+            held = sorted({item.stage for item in found if item.stage is not None})
+            where = f"of {stages} parts, connected workers hold only {held}"
             text = f"the checkpoint of step {checkpoint.step} is incomplete: {where}"
             raise Refused("holder-away", text, remedy="start the holders of the other parts, or choose another step")
 
-    def _named_to(self, checkpoint: CheckpointInfo) -> dict[str, Any]:
-        controller, whole = self._seed.controllers.get(checkpoint.job), {"job": checkpoint.job, "step": checkpoint.step}
-        if controller is None or checkpoint.stage is None:
-            return whole
-        return whole | {"stage": checkpoint.stage, "stages": controller.stages}
-
-    async def _lineage_or_problem(self, checkpoint: CheckpointInfo) -> str | P2PTrainError:
+    async def _lineage_or_problem(self, checkpoint: CheckpointInfo, stages: int) -> str | P2PTrainError:
         try:
-            return await self._lineage(checkpoint)
+            return await self._lineage(checkpoint, stages)
         except P2PTrainError as problem:
             return problem
 
-    def _alike_here(self, checkpoint: CheckpointInfo) -> list[CheckpointInfo]:
-        alike = [item for item in self.of(checkpoint.job) if item.step == checkpoint.step]
-        return [item for item in alike if item.peer_id in self._seed.links]
+    def _at_connected_workers(self, checkpoint: CheckpointInfo) -> list[CheckpointInfo]:
+        same_step = [item for item in self.of(checkpoint.job) if item.step == checkpoint.step]
+        return [item for item in same_step if item.peer_id in self._peers.connected]
 
-    async def _lineage(self, checkpoint: CheckpointInfo) -> str:
-        asked = self._named_to(checkpoint)
+    async def _lineage(self, checkpoint: CheckpointInfo, stages: int) -> str:
+        request = _request_for(checkpoint, stages)
         # 60 s, because the holder reads the whole checkpoint.
-        result = await self.holder(checkpoint).ask("checkpoint.verify", asked, timeout_s=60.0)
+        result = await self.holder(checkpoint).ask("checkpoint.verify", request, timeout_s=60.0)
         lineage = result.get("lineage")
         if result.get("step") != checkpoint.step or not isinstance(lineage, str) or not is_lineage(lineage):
             raise Refused("damaged", f"{checkpoint.peer_name} sent no valid lineage of that checkpoint")
@@ -219,3 +231,28 @@ class Catalogue:
 def _is_whole(checkpoints: Iterable[CheckpointInfo], stages: int) -> bool:
     found = {item.stage for item in checkpoints}
     return None in found or len(found) == stages
+
+
+def _request_for(checkpoint: CheckpointInfo, stages: int) -> dict[str, Any]:
+    """How a request to its holder names a checkpoint. ``stages``: of the job; 0 if that is not known."""
+    whole = {"job": checkpoint.job, "step": checkpoint.step}
+    return whole if checkpoint.stage is None or not stages else whole | {"stage": checkpoint.stage, "stages": stages}
+
+
+def saved_of(checkpoints: Iterable[CheckpointInfo]) -> CheckpointsSaved:
+    """The event that reports a job's checkpoints to its core."""
+    wholes: dict[str, frozenset[int]] = {}
+    parts: dict[tuple[str, int], frozenset[int]] = {}
+    for item in checkpoints:
+        if item.stage is None:
+            wholes[item.peer_id] = wholes.get(item.peer_id, frozenset()) | {item.step}
+        else:
+            part = item.peer_id, item.stage
+            parts[part] = parts.get(part, frozenset()) | {item.step}
+    return CheckpointsSaved(wholes, parts)
+
+
+def newest_of_all_stages(checkpoints: Collection[CheckpointInfo], stages: int) -> int:
+    """The newest step of which every stage of a split model has a checkpoint at some worker; 0 if there is none."""
+    by_stage = [[frozenset({item.step for item in checkpoints if item.stage == stage})] for stage in range(stages)]
+    return newest_kept(by_stage, [frozenset({item.step for item in checkpoints if item.stage is None})])

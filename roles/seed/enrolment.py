@@ -14,7 +14,7 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, R
 from p2ptrain.core.world import Clock
 from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, MAX_USES, ROLES, Authority, TicketRecord
 from roles.seed.operator_api import Params, Result
-from roles.seed.peers import say
+from roles.seed.peers import send_if_open
 from wire.address import NONCE_BYTES, Ticket, format_address, parse_address, to_dial, verify_proof
 from wire.connection import Connection, last_word
 from wire.handshake import HANDSHAKE_TIMEOUT_S
@@ -92,7 +92,9 @@ class EnrolmentPolicy:
                 case _:
                     raise ProtocolError(f"unexpected message {type(message).__name__} during enrolment")
         except P2PTrainError as problem:
-            say(connection, last_word(problem.code if isinstance(problem, Refused) else RefusalCode.PROTOCOL, problem))
+            send_if_open(
+                connection, last_word(problem.code if isinstance(problem, Refused) else RefusalCode.PROTOCOL, problem)
+            )
             raise
 
     async def _enrol(

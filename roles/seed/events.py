@@ -1,8 +1,8 @@
-"""The event log, and the feeds of subscribers: updates are coalesced, sent every ``INTERVAL_S``, in bounded frames.
+"""The event log, and the subscriptions of operators: updates are coalesced, and sent in bounded frames.
 
-A feed stores *which* records changed, and asks for their present state when it sends. So a slow reader gets fewer
-updates, not older ones. Rows of metrics, events and recoveries wait in bounded queues. A reader that falls further
-behind, or reads nothing for ``PATIENCE_S``, is disconnected with a reason.
+A subscription stores *which* records changed, and asks for their present state when it sends. So a slow reader gets
+fewer updates, not older ones. Rows of metrics, events and recoveries wait in bounded queues. A reader that falls
+further behind, or reads nothing for ``PATIENCE_S``, is disconnected with a reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgpack
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError
 from p2ptrain.core.world import Clock
 from roles.seed.peers import clipped
-from roles.seed.store import Records, Store
+from roles.seed.store import Records, SeedStore
 from wire.connection import Connection
 from wire.messages import Update
 from wire.records import EventInfo, MetricRow, RecoveryInfo
@@ -28,11 +28,13 @@ PATIENCE_S = 5.0
 MAX_ROWS = 4000
 STATE_TOPICS = ("cluster", "peers", "jobs", "checkpoints", "parts", "serving")
 
-Row = MetricRow | EventInfo | RecoveryInfo
+RECENT_EVENTS = 100
+LEVELS = frozenset({"info", "warning", "error"})
+AnnouncedRow = MetricRow | EventInfo | RecoveryInfo
 _TOPICS: dict[type, str] = {MetricRow: "metrics", EventInfo: "events", RecoveryInfo: "recoveries"}
 Map = dict[str, Any]
 Render = Callable[[str, str], Map | None]
-"""(topic, id) → the record as a map; None if it is gone."""
+"""(topic, id) → the record as a map; None if it was deleted."""
 
 
 class Subscription:
@@ -47,7 +49,7 @@ class Subscription:
         self._dirty[topic].update(dict.fromkeys(ids))
         self._news.set()
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Iterable[AnnouncedRow]) -> None:
         for row in rows:
             queue = self._rows[_TOPICS[type(row)]]
             if len(queue) >= MAX_ROWS:
@@ -95,32 +97,54 @@ class Subscription:
         yield from _updates(f"{topic}-gone", ({"id": item_id} for item_id in ids if found[item_id] is None))
 
 
-class Subscriptions:
-    def __init__(self, render: Render) -> None:
-        self._render = render
-        self._feeds: set[Subscription] = set()
+class Announcements:
+    """Tells all subscribers what changed, and stores the rows that are announced.
+
+    ``recent``: the newest events, for new subscribers.
+    """
+
+    def __init__(self, clock: Clock, store: SeedStore, render: Render) -> None:
+        self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
+        self._clock, self._store, self._render = clock, store, render
+        self._subscriptions: set[Subscription] = set()
+        self._last_id = 0
+
+    async def load(self) -> None:
+        """Read the newest events from the store, and continue its numbers. Raises ``StorageError``."""
+        self._last_id = await self._store.call(Records.last_event_id)
+        self.recent.extend(await self._store.call(Records.events, self._last_id - RECENT_EVENTS, RECENT_EVENTS))
 
     def touch(self, topic: str, *ids: str) -> None:
-        for feed in self._feeds:
-            feed.touch(topic, ids)
+        """Announce that these records of a topic are new, changed or deleted."""
+        for each in self._subscriptions:
+            each.touch(topic, ids)
 
-    def add(self, row: Row) -> None:
-        for feed in self._feeds:
-            feed.add((row,))
+    def add(self, row: AnnouncedRow) -> None:
+        self._store.add(row)
+        for each in self._subscriptions:
+            each.add((row,))
+
+    def note(self, level: str, kind: str, text: str, peer: str = "", job: str = "", *, age_s: float = 0.0) -> None:
+        """Add an event, which happened ``age_s`` ago."""
+        self._last_id += 1
+        level, wall = level if level in LEVELS else "info", self._clock.wall() - age_s
+        event = EventInfo(self._last_id, wall, level, clipped(kind, 24), clipped(text), peer, job)
+        self.recent.append(event)
+        self.add(event)
 
     def end(self, problem: P2PTrainError) -> None:
-        for feed in self._feeds:
-            feed.end(problem)
+        for each in self._subscriptions:
+            each.end(problem)
 
     @contextmanager
-    def open(self) -> Iterator[Subscription]:
-        """A feed of all changes within the block."""
-        feed = Subscription(self._render)
-        self._feeds.add(feed)
+    def subscribe(self) -> Iterator[Subscription]:
+        """A subscription to all changes within the block."""
+        subscription = Subscription(self._render)
+        self._subscriptions.add(subscription)
         try:
-            yield feed
+            yield subscription
         finally:
-            self._feeds.discard(feed)
+            self._subscriptions.discard(subscription)
 
 
 def newest_that_fit(items: Iterable[Map]) -> list[Map]:
@@ -152,30 +176,3 @@ def _updates(topic: str, items: Iterable[Map]) -> Iterator[Update]:
         size_bytes += item_bytes
     if batch:
         yield Update(topic, batch)
-
-
-RECENT_EVENTS = 100
-LEVELS = frozenset({"info", "warning", "error"})
-
-
-class EventLog:
-    """Numbers events, stores them, and sends them to the feeds. ``recent``: the newest ones, for new subscribers."""
-
-    def __init__(self, clock: Clock, store: Store, subscriptions: Subscriptions) -> None:
-        self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
-        self._clock, self._store, self._subscriptions = clock, store, subscriptions
-        self._last_id = 0
-
-    async def load(self) -> None:
-        """Read the newest events from the store, and continue its numbers. Raises ``StorageError``."""
-        self._last_id = await self._store.call(Records.last_event_id)
-        self.recent.extend(await self._store.call(Records.events, self._last_id - RECENT_EVENTS, RECENT_EVENTS))
-
-    def note(self, level: str, kind: str, text: str, peer: str = "", job: str = "", *, age_s: float = 0.0) -> None:
-        self._last_id += 1
-        level = level if level in LEVELS else "info"
-        wall = self._clock.wall() - age_s
-        event = EventInfo(self._last_id, wall, level, clipped(kind, 24), clipped(text), peer, job)
-        self._store.add(event)
-        self.recent.append(event)
-        self._subscriptions.add(event)

@@ -37,7 +37,7 @@ class LedgerEntry:
     head: LedgerHead
 
 
-class Ledger:
+class JobLedger:
     """The part of one job's ledger that the event loop needs. Pure.
 
     Args:
@@ -88,11 +88,11 @@ class Ledger:
         rows = rows_untrusted(message, micro_batches=micro_batches, steps_total=steps_total)
         if self.head is None:
             return [], ""
-        told = self._with_decided(*counting(view, self.begins, message.lineage, rows))
-        entries, problem = self._fitted(view, told)
+        placed = self._with_decided(*counting(view, self.begins, message.lineage, rows))
+        entries, problem = self._fitted(view, placed)
         if not problem:
-            self._ahead |= {row.step: (lineage, row) for lineage, row in told if row.step > self.step + 1}
-        given_up = self._give_up_gap(held)
+            self._ahead |= {row.step: (lineage, row) for lineage, row in placed if row.step > self.step + 1}
+        gap = self._give_up_gap(held)
         found: Placed | None
         while found := self._ahead.pop(self.step + 1, None):
             more, contradiction = self._fitted(view, [found])
@@ -101,25 +101,25 @@ class Ledger:
             newest = entries[-1].row
             self.generation, self.counts = newest.generation, counts_of_untrusted(newest.counts)
         problem, self._contradicted = "" if self._contradicted else problem, self._contradicted or problem
-        return entries, given_up or problem
+        return entries, gap or problem
 
-    def _with_decided(self, told: list[Placed], undecided: list[Placed]) -> list[Placed]:
+    def _with_decided(self, placed: list[Placed], undecided: list[Placed]) -> list[Placed]:
         for lineage, row in undecided[-ROWS_AHEAD:]:
             self._undecided[row.step] = lineage, row
         for step in list(self._undecided)[: max(len(self._undecided) - ROWS_AHEAD, 0)]:
             del self._undecided[step]
         before = list[Placed]()
-        wanted, first = told[0] if told else ("", None)
+        wanted, first = placed[0] if placed else ("", None)
         step = first.step - 1 if first else 0
         while (earlier := self._undecided.get(step)) and next_lineage(earlier[0], earlier[1].digest) == wanted:
             before.append(self._undecided.pop(step))
             wanted, step = earlier[0], step - 1
-        return before[::-1] + told
+        return before[::-1] + placed
 
-    def _fitted(self, view: View, told: Sequence[Placed]) -> tuple[list[LedgerEntry], str]:
+    def _fitted(self, view: View, placed: Sequence[Placed]) -> tuple[list[LedgerEntry], str]:
         assert self.head is not None
         head, entries = self.head, []
-        self.head, taken, problem = continuing(self.head, view, self.begins, told)
+        self.head, taken, problem = continuing(self.head, view, self.begins, placed)
         for row in taken:
             head = LedgerHead(head.base_step, head.base_lineage, row.step, next_lineage(head.lineage, row.digest))
             entries.append(LedgerEntry(self._job, row, head))

@@ -20,7 +20,7 @@ from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.world import Clock
 from ring.planning.measurements import LinkQuality, Links
 from roles.background import started_in
-from roles.seed.peers import Link, host_seen_from
+from roles.seed.peers import ConnectedPeer, host_dialled_from
 from wire.schema import Bound, Id, instance_untrusted
 
 START_S = 2.0
@@ -52,8 +52,8 @@ class LinkTable:
 
     def put(self, here: str, found: Mapping[str, LinkQuality], now: float) -> None:
         known = dict(self.known)
-        for there, link in found.items():
-            known[here, there] = link
+        for there, quality in found.items():
+            known[here, there] = quality
             self._at.pop((here, there), None)
             self._at[here, there] = now
         while len(known) > MAX_PAIRS:
@@ -72,10 +72,12 @@ class LinkTable:
 class Survey:
     """Requests measurements from workers. ``changed`` is called with the peers that have new measurements."""
 
-    def __init__(self, clock: Clock, links: Mapping[str, Link], changed: Callable[[Collection[str]], None]) -> None:
+    def __init__(
+        self, clock: Clock, peers: Mapping[str, ConnectedPeer], changed: Callable[[Collection[str]], None]
+    ) -> None:
         self.table = LinkTable()
         self._clock = clock
-        self._links = links
+        self._peers = peers
         self._changed = changed
         self._tasks: asyncio.TaskGroup | None = None
         self._waiting: dict[str, asyncio.Task[None]] = {}  # peer id → measurements before its job takes it in
@@ -84,21 +86,21 @@ class Survey:
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
 
-    def before(self, link: Link, others: Collection[str], then: Callable[[], object]) -> bool:
-        """Measure from ``link`` to ``others``, then call ``then``, at the latest after ``START_S``; never after
+    def before(self, peer: ConnectedPeer, others: Collection[str], then: Callable[[], object]) -> bool:
+        """Measure from ``peer`` to ``others``, then call ``then``, at the latest after ``START_S``; never after
         ``drop``. Returns False, and does not call ``then``, if there is nothing to measure."""
-        wanted = self._askable(link, others)
+        wanted = self._askable(peer, others)
         if not wanted:
             return False
 
         async def measure() -> None:
-            await self._ask(link, wanted[:MAX_AT_ONCE], START_S)
-            del self._waiting[link.id]
+            await self._ask(peer, wanted[:MAX_AT_ONCE], START_S)
+            del self._waiting[peer.id]
             then()
 
-        task = self._started(measure(), f"measure {link.id}")
+        task = self._started(measure(), f"measure {peer.id}")
         if task is not None:
-            self._waiting[link.id] = task
+            self._waiting[peer.id] = task
         return task is not None
 
     def among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
@@ -107,12 +109,12 @@ class Survey:
             then()
 
     async def measure_among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
-        here = [link for peer_id in sorted(peer_ids) if (link := self._links.get(peer_id)) is not None]
+        here = [peer for peer_id in sorted(peer_ids) if (peer := self._peers.get(peer_id)) is not None]
         asked = []
-        for at, link in enumerate(here):
-            wanted = self._askable(link, [other.id for other in here[at + 1 :]])
+        for at, peer in enumerate(here):
+            wanted = self._askable(peer, [other.id for other in here[at + 1 :]])
             if wanted:
-                asked.append(self._ask(link, wanted[:MAX_AT_ONCE], START_S))
+                asked.append(self._ask(peer, wanted[:MAX_AT_ONCE], START_S))
         await asyncio.gather(*asked)
         then()
 
@@ -132,34 +134,34 @@ class Survey:
 
     async def _measure_later(self, job: str, members: Sequence[str]) -> None:
         for peer_id in members:
-            link = self._links.get(peer_id)
-            wanted = self._askable(link, members) if link is not None else []
+            peer = self._peers.get(peer_id)
+            wanted = self._askable(peer, members) if peer is not None else []
             for first in range(0, len(wanted), MAX_AT_ONCE):
-                if link is not None and self._links.get(peer_id) is link:
+                if peer is not None and self._peers.get(peer_id) is peer:
                     # 20 s: enough for 16 links over a satellite while the ring runs.
-                    await self._ask(link, wanted[first : first + MAX_AT_ONCE], 20.0)
+                    await self._ask(peer, wanted[first : first + MAX_AT_ONCE], 20.0)
         del self._later[job]
 
     def _started(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
         assert self._tasks is not None
         return started_in(self._tasks, work, name)
 
-    def _askable(self, link: Link, others: Collection[str]) -> list[Link]:
-        if link.hello.capabilities.get(CAPABILITY) is not True:
+    def _askable(self, peer: ConnectedPeer, others: Collection[str]) -> list[ConnectedPeer]:
+        if peer.hello.capabilities.get(CAPABILITY) is not True:
             return []
-        here = [other for other in others if other in self._links]
-        return [self._links[other] for other in self.table.wanted(link.id, here, self._clock.now())]
+        here = [other for other in others if other in self._peers]
+        return [self._peers[other] for other in self.table.wanted(peer.id, here, self._clock.now())]
 
-    async def _ask(self, link: Link, others: Sequence[Link], timeout_s: float) -> None:
+    async def _ask(self, peer: ConnectedPeer, others: Sequence[ConnectedPeer], timeout_s: float) -> None:
         peers = [
-            {"peer": other.id, "host": host_seen_from(link.host, other.host), "port": other.port} for other in others
+            {"peer": other.id, "host": host_dialled_from(peer.host, other.host), "port": other.port} for other in others
         ]
         params = {"peers": peers, "deadline_s": timeout_s - ANSWER_S}
         with suppress(P2PTrainError):
-            result = await link.ask("links.measure", params, timeout_s=timeout_s)
+            result = await peer.ask("links.measure", params, timeout_s=timeout_s)
             found = measured_untrusted(result, {other.id for other in others})
-            self.table.put(link.id, found, self._clock.now())
-            self._changed([link.id, *found])
+            self.table.put(peer.id, found, self._clock.now())
+            self._changed([peer.id, *found])
 
 
 @dataclass(frozen=True, slots=True)

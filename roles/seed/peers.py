@@ -57,20 +57,20 @@ _STATES = frozenset(
 
 
 @dataclass(slots=True, eq=False)
-class Link:
-    """A registered peer and its connection.
+class ConnectedPeer:
+    """A peer that the seed has admitted, and its control connection.
 
     Attributes:
         job: id of the job that it is assigned to; empty while it is free.
-        last_job: id of its job before. Reports that it kept while the link was down arrive late.
+        last_job: id of its job before. Reports that the peer stored without a connection arrive late.
         rows: steps of its job of which it has ledger rows, as last reported; None before its first report.
-        fetched: its newest report with status ``following``; None before the first.
+        newest_fetch: its newest report with status ``following``; None before the first.
         lost_at: monotonic time at which it was lost; None while it is connected. end: then ``lost``, ``left`` or
             ``evicted``.
-        told: set once it has reported its speed, or is gone.
+        speed_reported: set once it has reported its speed, or is lost.
         serving: what a verifier or a drafter serves; None before it has reported that.
-        idle: why no job has it, as it was told; empty if one has.
-        early: messages that wait until its job is settled (``roles.seed.jobs``).
+        idle_reason: the last notice sent to it of why no job has it; empty if one has.
+        early_messages: messages that wait until its job is settled (``roles.seed.view_census``).
     """
 
     connection: Connection
@@ -84,16 +84,16 @@ class Link:
     last_job: str = ""
     lost_at: float | None = None
     end: str = "lost"
-    beat: Heartbeat | None = None
+    heartbeat: Heartbeat | None = None
     rows: range | None = None
-    fetched: Report | None = None
+    newest_fetch: Report | None = None
     calls: PendingCalls = field(default_factory=PendingCalls)
-    told: asyncio.Event = field(default_factory=asyncio.Event)
+    speed_reported: asyncio.Event = field(default_factory=asyncio.Event)
     serving: ServingInfo | None = None
     parts: dict[str, PartInfo] = field(default_factory=dict)
-    idle: str = ""
-    leaves: bool = False
-    early: deque[Message] = field(default_factory=deque)
+    idle_reason: str = ""
+    is_leaving: bool = False
+    early_messages: deque[Message] = field(default_factory=deque)
 
     @property
     def id(self) -> str:
@@ -112,7 +112,7 @@ class Link:
     def trains(self) -> bool:
         return self.role == "worker"
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.last_job, self.job, self.rows = self.job, "", None
 
     @property
@@ -120,36 +120,36 @@ class Link:
         return self.hello.name[:NAME_CHARS] or self.id
 
     @property
-    def peer(self) -> JobWorker:
-        said = self.hello.capabilities
+    def offer(self) -> JobWorker:
+        capabilities = self.hello.capabilities
         return JobWorker(
             self.id,
             self.name,
             self.host,
             self.port,
-            said.get("follows") is True,
-            memory_bytes=whole(said.get("parts_memory_bytes")),
+            capabilities.get("follows") is True,
+            memory_bytes=whole(capabilities.get("parts_memory_bytes")),
             flops=self.flops,
-            on_host=not str(said.get("device", "")).startswith(("cuda", "mps")),
+            on_host=not str(capabilities.get("device", "")).startswith(("cuda", "mps")),
         )
 
     @property
     def flops(self) -> float | None:
         """Its reported speed, in floating-point operations per second; 0: not measured, None: not measured yet."""
-        told = self.beat.stats.get(SPEED) if self.beat else None
-        if told is None:
+        speed = self.heartbeat.stats.get(SPEED) if self.heartbeat else None
+        if speed is None:
             return None if self.hello.capabilities.get(GAUGES) is True else 0.0
-        return float(whole(told, 10**18))
+        return float(whole(speed, 10**18))
 
-    def beaten(self, beat: Heartbeat) -> bool:
+    def take_heartbeat(self, heartbeat: Heartbeat) -> bool:
         """Take in a heartbeat. Returns whether ``flops`` changed."""
-        known, self.beat = self.flops, beat
-        if self.flops is not None and SPEED in beat.stats:
-            self.told.set()
+        known, self.heartbeat = self.flops, heartbeat
+        if self.flops is not None and SPEED in heartbeat.stats:
+            self.speed_reported.set()
         return self.flops != known
 
-    def say(self, message: Message) -> None:
-        say(self.connection, message)
+    def send(self, message: Message) -> None:
+        send_if_open(self.connection, message)
 
     async def receive(self) -> Received:
         """Receive the next message. Raises as ``received_in_time``."""
@@ -161,7 +161,7 @@ class Link:
 
     def lost(self, now: float, end: str) -> None:
         self.lost_at, self.end, self.job = now, end, ""
-        self.told.set()
+        self.speed_reported.set()
         self.calls.lost(self.name)
 
     def info(
@@ -181,15 +181,18 @@ class Link:
             shares: the members' shares in the newest step, in rank order. A stage has the share of its replica's first.
             stage: its stage of a split model with ``stages`` stages.
         """
-        beat, gone = self.beat, self.lost_at is not None
-        stats = {name: value for name, value in beat.stats.items() if math.isfinite(value)} if beat and not gone else {}
-        gpus = list(beat.gpus) if beat and not gone else []
+        heartbeat, is_lost = self.heartbeat, self.lost_at is not None
+        current = heartbeat if heartbeat and not is_lost else None
+        stats = {name: value for name, value in current.stats.items() if math.isfinite(value)} if current else {}
+        gpus = list(current.gpus) if current else []
         rank = view.rank_of(self.id) if view else None
         head = rank - view.stage_of(rank) if view and rank is not None else None
-        said = beat.state if beat else "joining"
-        known = said if said in _STATES else "idle"
-        present = {("paused", "held"): "paused", ("saving", "idle"): "held"}.get((job_state, known), known)
-        state = present if not gone else "away" if rank is not None and self.end == "lost" else self.end
+        state = heartbeat.state if heartbeat else "joining"
+        if is_lost:
+            state = "away" if rank is not None and self.end == "lost" else self.end
+        else:
+            state = state if state in _STATES else "idle"
+            state = {("paused", "held"): "paused", ("saving", "idle"): "held"}.get((job_state, state), state)
         return PeerInfo(
             id=self.id,
             name=self.name,
@@ -211,13 +214,13 @@ class Link:
             rank=whole(self.hello.capabilities.get("rank")) if self.group else rank,
             group=self.group,
             generation=view.generation if view and rank is not None else 0,
-            step=beat.step if beat else 0,
+            step=heartbeat.step if heartbeat else 0,
             share=shares[head] if head is not None and head < len(shares) else 0,
             stage=stage,
             stages=stages if stage is not None else 1,
             next_ms=edge.latency_s * 1e3 if edge else None,
             next_bps=edge.bandwidth_bps if edge else None,
-            fetched_bytes=self.fetched.fetched_bytes if self.fetched else 0,
+            fetched_bytes=self.newest_fetch.fetched_bytes if self.newest_fetch else 0,
             model=self.serving.model if self.serving else "",
             sessions=self.serving.sessions if self.serving else 0,
             accepted=whole(stats.get("accepted")),
@@ -225,14 +228,49 @@ class Link:
             staleness=stats.get("staleness", 0.0),
             most_staleness=whole(stats.get("most_staleness")),
             flops=int(self.flops or 0),
-            part_bytes=self.peer.memory_bytes,
+            part_bytes=self.offer.memory_bytes,
             cores=whole(self.hello.capabilities.get("cores"), 1 << 16),
             threads=whole(self.hello.capabilities.get("threads"), 1 << 16),
             sent_bytes=whole(stats.get("sent_bytes")),
         )
 
 
-def ring_beats(links: Sequence[Link], latencies_s: Sequence[float | None]) -> tuple[float, float]:
+class PeerTable:
+    """The connected peers, and those lost within the last minute, which people still see. Both: peer id → peer."""
+
+    def __init__(self) -> None:
+        self.connected: dict[str, ConnectedPeer] = {}
+        self.lost: dict[str, ConnectedPeer] = {}
+
+    def is_current(self, peer: ConnectedPeer) -> bool:
+        """Whether this is still the peer's connection."""
+        return self.connected.get(peer.id) is peer
+
+    def of_job(self, job: str) -> list[ConnectedPeer]:
+        return [peer for peer in self.connected.values() if peer.job == job]
+
+    def in_job(self, peer_id: str, job: str) -> ConnectedPeer | None:
+        peer = self.connected.get(peer_id)
+        return peer if peer is not None and peer.job == job else None
+
+    def add(self, peer: ConnectedPeer) -> None:
+        self.lost.pop(peer.id, None)
+        self.connected[peer.id] = peer
+
+    def remove(self, peer: ConnectedPeer, now: float, end: str) -> None:
+        del self.connected[peer.id]
+        peer.lost(now, end)
+        self.lost[peer.id] = peer
+
+    def forget_lost(self, before: float) -> list[str]:
+        """Forget the peers lost before that time. Returns their ids."""
+        forgotten = [peer.id for peer in self.lost.values() if (peer.lost_at or 0.0) < before]
+        for peer_id in forgotten:
+            del self.lost[peer_id]
+        return forgotten
+
+
+def ring_beats(peers: Sequence[ConnectedPeer], latencies_s: Sequence[float | None]) -> tuple[float, float]:
     """(heartbeat_s, death_s) between the neighbours of a ring: those of the member that is farthest from the seed.
 
     The seed timed a single handshake with each member, perhaps while the member imported torch. If the members have
@@ -240,7 +278,7 @@ def ring_beats(links: Sequence[Link], latencies_s: Sequence[float | None]) -> tu
 
     ``latencies_s``: one way, from each member to its right neighbour.
     """
-    farthest = max(links, key=lambda link: link.detector.death_s, default=None)
+    farthest = max(peers, key=lambda peer: peer.detector.death_s, default=None)
     if farthest is None:
         return 0.0, 0.0
     usual = (farthest.detector.heartbeat_s, farthest.detector.death_s)
@@ -252,14 +290,14 @@ def ring_beats(links: Sequence[Link], latencies_s: Sequence[float | None]) -> tu
 
 def announced_to(host: str, view: View) -> ViewAnnounced:
     """The announcement of a view for the member at ``host``, with addresses as that member can dial them."""
-    return dataclasses.replace(view, members=tuple(seen_from(host, view.members)))
+    return dataclasses.replace(view, members=tuple(members_dialled_from(host, view.members)))
 
 
-def seen_from(host: str, members: Iterable[MemberRecord]) -> list[MemberRecord]:
-    return [dataclasses.replace(member, host=host_seen_from(host, member.host)) for member in members]
+def members_dialled_from(host: str, members: Iterable[MemberRecord]) -> list[MemberRecord]:
+    return [dataclasses.replace(member, host=host_dialled_from(host, member.host)) for member in members]
 
 
-def host_seen_from(here: str, host: str) -> str:
+def host_dialled_from(here: str, host: str) -> str:
     """The address of ``host`` for a peer at ``here``. For other machines, "" replaces the seed machine's loopback."""
     return "" if is_loopback(host) and not is_loopback(here) else host
 
@@ -315,16 +353,16 @@ def checkpoint_id(job: str, step: int, peer_id: str, stage: int | None) -> str:
     return f"{job}@{step}@{peer_id}{'' if stage is None else f'@part{stage}'}"
 
 
-def checkpoint_of(link: Link, message: CheckpointSaved, wall: float) -> CheckpointInfo:
+def checkpoint_of(peer: ConnectedPeer, message: CheckpointSaved, wall: float) -> CheckpointInfo:
     """The record of a checkpoint that a worker reported as durable."""
     stage = message.stage if message.stages > 1 else None
     return CheckpointInfo(
-        id=checkpoint_id(message.job, message.step, link.id, stage),
+        id=checkpoint_id(message.job, message.step, peer.id, stage),
         job=message.job,
         step=message.step,
         path=clipped(message.path, 1024),
-        peer_id=link.id,
-        peer_name=link.name,
+        peer_id=peer.id,
+        peer_name=peer.name,
         digest=message.digest[:128],
         size_bytes=message.size_bytes,
         created_at=wall,
@@ -333,11 +371,11 @@ def checkpoint_of(link: Link, message: CheckpointSaved, wall: float) -> Checkpoi
     )
 
 
-def say_last(connection: Connection, problem: P2PTrainError) -> None:
+def send_last_word(connection: Connection, problem: P2PTrainError) -> None:
     code = RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else RefusalCode.TOO_SLOW
-    say(connection, last_word(code, problem))
+    send_if_open(connection, last_word(code, problem))
 
 
-def say(connection: Connection, message: Message) -> None:
+def send_if_open(connection: Connection, message: Message) -> None:
     with suppress(ConnectionLost):
         connection.send(message)

@@ -30,8 +30,8 @@ from p2ptrain.core.world import Clock, World
 from ring.coordination import ENDED
 from roles.seed.authority import Authority, keep_files
 from roles.seed.server import Seed, cluster_id
-from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, Store, file_of
-from roles.seed.tracking import Trackers
+from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, SeedStore, file_of
+from roles.seed.tracking import TrackerPorts, Trackers, check_trackers
 from wire.address import Ticket
 from wire.credentials import Credentials
 from wire.enrol import until_half_life
@@ -58,18 +58,23 @@ def copied(records: Records, files: dict[str, bytes], wall: float) -> bytes:
 
 
 class Backup:
-    """Backs a store up to a directory every ``EVERY_S``, and at once when ``soon`` is set.
+    """Backs a store up to a directory every ``EVERY_S``, and at once when ``requested`` is set.
 
-    ``failed`` is called with the reason when a backup fails, but not again until one succeeds.
+    ``report_failure`` is called with the reason when a backup fails, but not again until one succeeds.
     """
 
     def __init__(
-        self, world: World, store: Store, authority: Authority | None, directory: Path, failed: Callable[[str], None]
+        self,
+        world: World,
+        store: SeedStore,
+        authority: Authority | None,
+        directory: Path,
+        report_failure: Callable[[str], None],
+        requested: asyncio.Event,
     ) -> None:
         self._world, self._store, self._authority, self._directory = world, store, authority, directory
-        self._failed = failed
+        self._report_failure, self._requested = report_failure, requested
         self._thread = world.threads.start("backup")
-        self.soon = asyncio.Event()
 
     async def write(self) -> None:
         """Write a backup now. Raises ``StorageError``."""
@@ -82,19 +87,19 @@ class Backup:
             raise
 
     async def run(self) -> None:
-        """Write backups until cancelled. Failures are reported to ``failed`` and do not end this."""
+        """Write backups until cancelled. Failures are reported and do not end this."""
         working = True
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S):
-                    await self.soon.wait()
-            self.soon.clear()
+                    await self._requested.wait()
+            self._requested.clear()
             try:
                 await self.write()
                 working = True
             except StorageError as problem:
                 if working:
-                    self._failed(f"no backup is made: {problem.message}: {problem.remedy}")
+                    self._report_failure(f"no backup is made: {problem.message}: {problem.remedy}")
                 working = False
 
     def close(self) -> None:
@@ -181,7 +186,7 @@ def _opened(path: Path, data: bytes) -> Iterator[sqlite3.Connection]:
 
 
 async def _keep_directory(
-    world: World, seed: Seed, store: Store, directory: Path, authority: Authority | None, address: tuple[str, int]
+    world: World, seed: Seed, store: SeedStore, directory: Path, authority: Authority | None, address: tuple[str, int]
 ) -> None:
     """Write the seed's directory again whenever it was removed, until cancelled."""
     written = True
@@ -247,10 +252,10 @@ async def run_seed(
         UserError: the address or the directory is in use.
         StorageError: the database cannot be read or written.
     """
-    store = await Store.open(world.disk, state_dir, world.threads)
+    store = await SeedStore.open(world.disk, state_dir, world.threads)
     try:
         authority: Authority | None = None
-        beside: list[Callable[[], Coroutine[None, None, None]]] = []
+        tasks: list[Callable[[], Coroutine[None, None, None]]] = []
         if ticket_host:
             directory, now = state_dir / "authority", world.clock.wall()
             authority = opened = await asyncio.to_thread(Authority.open, world.disk, directory, name=name, now=now)
@@ -260,26 +265,37 @@ async def run_seed(
                 return await asyncio.to_thread(opened.own_credentials, peer_id, clock.wall())
 
             network = TlsNetwork(world.network, await sign(), require_client_certificate=False)
-            beside.append(partial(_keep_fresh, network, sign, clock))
+            tasks.append(partial(_keep_fresh, network, sign, clock))
             world = dataclasses.replace(world, network=network)
-        seed = await Seed.open(world, store, name=name, authority=authority, ticket_host=ticket_host or "127.0.0.1")
-        seed.on_alarm = on_alarm
+        backup_requested = asyncio.Event()
+        # A key from a file ends with a newline.
+        environ = {key: value.strip() for key, value in (tracker_environ or {}).items()}
+        seed = await Seed.open(
+            world,
+            store,
+            name=name,
+            authority=authority,
+            ticket_host=ticket_host or "127.0.0.1",
+            request_backup=backup_requested.set,
+            on_alarm=on_alarm,
+            check_profile=partial(check_trackers, environ) if tracker_environ is not None else lambda profile: None,
+        )
         on_seed(seed)
+        note = seed.announcements.note
         trackers: Trackers | None = None
         if tracker_environ is not None:
-            trackers = Trackers(seed, state_dir / "track", tracker_environ)
-            seed.check_trackers = trackers.check
-            beside.append(trackers.run)
+            ports = TrackerPorts(world, store, seed.jobs, seed.overview, note, state_dir / "track", environ)
+            trackers = Trackers(ports)
+            tasks.append(trackers.run)
         backup: Backup | None = None
         if backup_dir is not None:
-            told = partial(seed.note, "error", "backup")
-            backup = Backup(world, store, authority, backup_dir, told)
+            report_failure = partial(note, "error", "backup")
+            backup = Backup(world, store, authority, backup_dir, report_failure, backup_requested)
             await backup.write()  # fails at once if no backup can be written
-            seed.copy_soon = backup.soon.set
-            beside.append(backup.run)
+            tasks.append(backup.run)
         # before the port is open, where a `join` may wait for it
         ticket = await seed.gate.opened((host, port)) if port else None
-        refusals = Refusals(partial(seed.note, "warning", "refused"), alarm=partial(seed.alarm, "resources"))
+        refusals = Refusals(partial(note, "warning", "refused"), alarm=partial(seed.alarm, "resources"))
         decide = seed.acceptor.decide
         server = await serve(world.network, host, port, decide=decide, serve=seed.serve, on_problem=refusals)
         try:
@@ -287,8 +303,8 @@ async def run_seed(
                 ticket = await seed.gate.opened(server.address)
             if ticket is not None:
                 on_ticket(ticket)
-            beside.append(partial(_keep_directory, world, seed, store, state_dir, authority, server.address))
-            await _until(stop, seed, beside, server.address, on_ready)
+            tasks.append(partial(_keep_directory, world, seed, store, state_dir, authority, server.address))
+            await _until(stop, seed, tasks, server.address, on_ready)
             if trackers is not None:
                 await trackers.close()
             if backup is not None:
@@ -304,14 +320,14 @@ async def run_seed(
 async def _until(
     stop: asyncio.Event,
     seed: Seed,
-    beside: Sequence[Callable[[], Coroutine[None, None, None]]],
+    others: Sequence[Callable[[], Coroutine[None, None, None]]],
     address: tuple[str, int],
     on_ready: Callable[[tuple[str, int]], None],
 ) -> None:
     async def work() -> None:
         async with asyncio.TaskGroup() as tasks:
             seed.start(tasks, address)
-            for other in beside:
+            for other in others:
                 tasks.create_task(other())
             await asyncio.Event().wait()  # keeps the group open for new jobs until cancelled
 
@@ -319,7 +335,7 @@ async def _until(
         async with asyncio.TaskGroup() as tasks:
             working = tasks.create_task(work())
             how = ", encrypted" if seed.gate.encrypted else ""
-            seed.note("info", "seed-started", f"the seed listens on {seed.address_to_dial(address)}{how}")
+            seed.announcements.note("info", "seed-started", f"the seed listens on {seed.address_to_dial(address)}{how}")
             on_ready(address)
             await stop.wait()
             seed.stop()

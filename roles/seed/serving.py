@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 
 from p2ptrain.core.errors import ProtocolError
-from roles.seed.peers import NAME_CHARS, Link, clipped, host_seen_from
+from roles.seed.peers import NAME_CHARS, ConnectedPeer, clipped, host_dialled_from
 from wire.chain_messages import HeldPart, PartsHeld
 from wire.enrol import RENEW
 from wire.messages import EventNotice
@@ -17,9 +17,14 @@ from wire.records import PartInfo, ServingInfo
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 
 
-def part_infos(links: Iterable[Link]) -> list[PartInfo]:
-    found = [part for link in links for part in link.parts.values()]
+def part_infos(peers: Iterable[ConnectedPeer]) -> list[PartInfo]:
+    found = [part for peer in peers for part in peer.parts.values()]
     return sorted(found, key=lambda part: (part.name, part.model, part.start, part.stop, part.id))
+
+
+def serving_infos(peers: Iterable[ConnectedPeer]) -> list[ServingInfo]:
+    found = [peer.serving for peer in peers if peer.serving is not None]
+    return sorted(found, key=lambda info: (info.role != "verifier", info.name, info.id))
 
 
 def infos_of(peer: str, peer_name: str, message: PartsHeld) -> dict[str, PartInfo]:
@@ -47,64 +52,60 @@ class Services:
     ``touch`` is called with the ids of peers whose record is new, changed or gone.
     """
 
-    def __init__(self, links: Mapping[str, Link], touch: Callable[..., None]) -> None:
-        self._links, self._touch = links, touch
+    def __init__(self, peers: Mapping[str, ConnectedPeer], touch: Callable[..., None]) -> None:
+        self._peers, self._touch = peers, touch
 
-    def joined(self, link: Link) -> None:
-        if link.role == "verifier":
-            self._tell(link)
+    def joined(self, peer: ConnectedPeer) -> None:
+        if peer.role == "verifier":
+            self._send_drafters(peer)
 
-    def told(self, link: Link, message: Serving) -> None:
+    def reported(self, peer: ConnectedPeer, message: Serving) -> None:
         """Store a peer's report. Raises ``ProtocolError`` if the model changed: that requires a new link."""
-        before, link.serving = link.serving, info_of(link, message)
-        if before is not None and _model(before) != _model(link.serving):
-            raise ProtocolError(f"a {link.role} changed its model {before.model!r} without a new connection")
-        if link.serving != before:
-            self._touch(link.id)
+        before, peer.serving = peer.serving, info_of(peer, message)
+        if before is not None and _model(before) != _model(peer.serving):
+            raise ProtocolError(f"a {peer.role} changed its model {before.model!r} without a new connection")
+        if peer.serving != before:
+            self._touch(peer.id)
         if before is None:
-            self._tell_unfit(link.serving)
-            if link.role == "drafter":
-                self._tell_all()
+            self._warn_of_other_tokenizers(peer.serving)
+            if peer.role == "drafter":
+                self._send_drafters_to_all()
 
-    def _tell_unfit(self, new: ServingInfo) -> None:
+    def _warn_of_other_tokenizers(self, new: ServingInfo) -> None:
         """Warn drafters whose tokenizer differs from a verifier's. That verifier does not dial them."""
-        for link in self._links.values():
-            if (other := link.serving) is None or {other.role, new.role} != {"verifier", "drafter"}:
+        for peer in self._peers.values():
+            if (other := peer.serving) is None or {other.role, new.role} != {"verifier", "drafter"}:
                 continue
             verifier, drafter = (new, other) if new.role == "verifier" else (other, new)
             if drafter.tokenizer not in ("", verifier.tokenizer):
                 text = f"{verifier.name} uses {verifier.model}, whose tokenizer differs from that of {drafter.model}"
                 remedy = "that verifier requests no drafts here; use a draft model of the same family"
-                self._links[drafter.id].say(EventNotice("warning", "other-tokenizer", f"{text}: {remedy}"))
+                self._peers[drafter.id].send(EventNotice("warning", "other-tokenizer", f"{text}: {remedy}"))
 
-    def gone(self, link: Link) -> None:
-        serving, link.serving = link.serving, None
+    def lost(self, peer: ConnectedPeer) -> None:
+        serving, peer.serving = peer.serving, None
         if serving is not None:
-            self._touch(link.id)
-            if link.role == "drafter":
-                self._tell_all()
+            self._touch(peer.id)
+            if peer.role == "drafter":
+                self._send_drafters_to_all()
 
-    def infos(self) -> list[ServingInfo]:
-        found = [link.serving for link in self._links.values() if link.serving is not None]
-        return sorted(found, key=lambda info: (info.role != "verifier", info.name, info.id))
+    def _send_drafters_to_all(self) -> None:
+        for peer in self._peers.values():
+            if peer.role == "verifier":
+                self._send_drafters(peer)
 
-    def _tell_all(self) -> None:
-        for link in self._links.values():
-            if link.role == "verifier":
-                self._tell(link)
-
-    def _tell(self, link: Link) -> None:
+    def _send_drafters(self, peer: ConnectedPeer) -> None:
         """Send the list of drafters. If it is too long, those that joined first stay in it."""
-        links = sorted(
-            (each for each in self._links.values() if each.role == "drafter"), key=lambda each: each.joined_at
+        peers = sorted(
+            (each for each in self._peers.values() if each.role == "drafter"), key=lambda each: each.joined_at
         )
-        here = [each.serving for each in links if each.serving is not None]
-        link.say(DrafterList([_seen_from(link.host, info) for info in here[:MAX_DRAFTERS]]))
+        here = [each.serving for each in peers if each.serving is not None]
+        peer.send(DrafterList([_drafter_for(peer.host, info) for info in here[:MAX_DRAFTERS]]))
 
 
-def _seen_from(host: str, info: ServingInfo) -> DrafterAt:
+def _drafter_for(host: str, info: ServingInfo) -> DrafterAt:
     return DrafterAt(
-        info.id, info.name, host_seen_from(host, info.host), info.port, info.model, info.vocab_size, info.tokenizer
+        info.id, info.name, host_dialled_from(host, info.host), info.port, info.model, info.vocab_size, info.tokenizer
     )
 
 
@@ -112,8 +113,8 @@ def _model(info: ServingInfo) -> tuple[str, int, str, str]:
     return info.model, info.vocab_size, info.tokenizer, info.weights
 
 
-def info_of(link: Link, message: Serving) -> ServingInfo:
-    said = asdict(message) | {"model": clipped(message.model, NAME_CHARS), "http": clipped(message.http, 255)}
+def info_of(peer: ConnectedPeer, message: Serving) -> ServingInfo:
+    fields = asdict(message) | {"model": clipped(message.model, NAME_CHARS), "http": clipped(message.http, 255)}
     return ServingInfo(
-        id=link.id, name=clipped(link.name, NAME_CHARS), role=link.role, host=link.host, port=link.port, **said
+        id=peer.id, name=clipped(peer.name, NAME_CHARS), role=peer.role, host=peer.host, port=peer.port, **fields
     )

@@ -1,6 +1,6 @@
 """The seed's database: one SQLite file in its state directory, and one thread that uses it.
 
-``Records`` is the blocking store, for that thread only. ``Store`` is its interface for the event loop:
+``Records`` is the blocking store, for that thread only. ``SeedStore`` is its interface for the event loop:
 
 - Views and jobs must be durable before the seed continues, so their writes are awaited.
 - Checkpoints are written at once, by a task that nothing waits for.
@@ -318,7 +318,7 @@ def file_of(database: sqlite3.Connection) -> bytes:
     return data[:18] + b"\1\1" + data[20:]  # bytes 18 and 19 say: no write-ahead log
 
 
-class Store:
+class SeedStore:
     """The event loop's interface to ``Records``. Created by ``open``."""
 
     def __init__(self, records: Records, thread: Thread, lock: Lock) -> None:
@@ -375,13 +375,14 @@ class Store:
             self._lock = lock
 
     def add(self, row: Row) -> None:
-        """Queue a row to be written soon. If ``crowded``, the caller should await ``flush``."""
+        """Queue a row to be written soon. The sender of many rows should await ``make_room``."""
         self._rows.append(row)
         self._news.set()
 
-    @property
-    def crowded(self) -> bool:
-        return len(self._rows) >= MAX_PENDING
+    async def make_room(self) -> None:
+        """If too many rows wait, wait until they are durable. Raises ``StorageError``."""
+        if len(self._rows) >= MAX_PENDING:
+            await self.flush()
 
     async def flush(self) -> None:
         """Wait until all added rows are durable. Raises ``StorageError``."""

@@ -15,21 +15,22 @@ import asyncio
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from configs.schema import Profile
+from configs.schema import Profile, Track
 from p2ptrain.core.errors import P2PTrainError, StorageError
-from roles.seed.store import Records
-from roles.track.writers import KEYS, WRITERS, Point, Run, Writer, check
+from p2ptrain.core.world import World
+from roles.seed.job_table import JobTable
+from roles.seed.jobs import JobController
+from roles.seed.overview import Overview
+from roles.seed.store import Records, SeedStore
+from roles.track.writers import KEYS, WRITERS, Point, TrackedRun, Writer, check
 from wire.records import JobInfo, MetricRow, PeerInfo, ServingInfo
-
-if TYPE_CHECKING:
-    from roles.seed.jobs import JobController
-    from roles.seed.server import Seed
 
 EVERY_S = 1.0
 BATCH = 40
@@ -101,21 +102,54 @@ def rows_after(records: Records, job: str, cursor: Cursor, late: float) -> tuple
     return cursor, rows
 
 
+def check_trackers(environ: Mapping[str, str], profile: Profile) -> None:
+    """Raise ``Refused`` if the seed cannot write to what a new job's profile names."""
+    for name in profile.track.to:
+        check(name, profile.track, environ)
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerPorts:
+    """What trackers use of their seed.
+
+    Attributes:
+        note: (level, kind, text, peer, job) for the event log.
+        directory: for all files; ``track.directory`` is in it.
+        environ: the environment with the trackers' keys. They are never recorded or logged.
+        stopping: set when the seed stops.
+    """
+
+    world: World
+    store: SeedStore
+    jobs: JobTable
+    overview: Overview
+    note: Callable[[str, str, str, str, str], None]
+    directory: Path
+    environ: Mapping[str, str]
+    writers: Mapping[str, Callable[[Track, Mapping[str, str]], Writer]] = field(default_factory=lambda: WRITERS)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def is_wanted(self, controller: JobController, tracker: str) -> bool:
+        """Whether the job has rows for this tracker, or may get some."""
+        is_known = controller.id in self.jobs.controllers  # it may be forgotten
+        return is_known and (controller.live or not cursor_of(controller, tracker).ended)
+
+
 class Tracker:
     """Copies one job to one place, with a thread of its own."""
 
-    def __init__(self, trackers: Trackers, controller: JobController, name: str, profile: Profile) -> None:
-        self._trackers, self._seed, self._controller = trackers, trackers.seed, controller
+    def __init__(self, ports: TrackerPorts, controller: JobController, name: str, profile: Profile) -> None:
+        self._ports, self._controller = ports, controller
         self._name, self._profile, self._cursor = name, profile, cursor_of(controller, name)
-        self._thread = self._seed.world.threads.start("track")
+        self._thread = ports.world.threads.start("track")
         self._writer: Writer | None = None
-        self._told = ""
+        self._last_warning = ""
 
     async def run(self) -> None:
         """Copy until the job has ended or is forgotten, or the seed stops. Raises ``StorageError``."""
-        stopping, leave = self._trackers.stopping, False
+        stopping, leave = self._ports.stopping, False
         try:
-            while not leave and self._trackers.wanted(self._controller, self._name):
+            while not leave and self._ports.is_wanted(self._controller, self._name):
                 leave = stopping.is_set()
                 wait_s = await self.catch_up()
                 with suppress(TimeoutError):
@@ -133,49 +167,49 @@ class Tracker:
         except StorageError:  # of the seed's own records: it cannot go on without them
             raise
         except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises: the seed goes on
-            self._tell(error)
+            self._warn(error)
             with suppress(Exception):
                 await self._end("")
             return RETRY_S
-        self._told = ""
+        self._last_warning = ""
         return EVERY_S
 
     async def _write_some(self) -> bool:
         """Write the next rows. False if there are no more of them now."""
-        controller, stopping = self._controller, self._trackers.stopping.is_set()
+        controller, stopping = self._controller, self._ports.stopping.is_set()
         ended = "" if controller.live else controller.core.state  # read before the rows
-        late = math.inf if stopping and ended else self._seed.world.clock.wall() - GAP_S
-        before, rows = await self._seed.store.call(rows_after, controller.id, self._cursor, late)
+        late = math.inf if stopping and ended else self._ports.world.clock.wall() - GAP_S
+        before, rows = await self._ports.store.call(rows_after, controller.id, self._cursor, late)
         if before != self._cursor:
             await self._end("")
             self._cursor = before
         if rows:
             points = [Point(row.step, row.wall, values_of(row)) for row in rows]
-            peers, serving = self._seed.peer_infos(), self._seed.services.infos()
-            points[-1].values.update(figures_of(controller.info(), peers, serving))
-            writer = await self._begun()
+            peers, serving = self._ports.overview.peer_infos(), self._ports.overview.serving_infos()
+            points[-1].values.update(figures_of(self._ports.jobs.info(controller), peers, serving))
+            writer = await self._begin()
             await self._thread.submit(lambda: writer.write(points))
             generation = max(before.generation, *(row.generation or 0 for row in rows))
-            await self._keep(Cursor(rows[-1].step, generation, before.run))
+            await self._save(Cursor(rows[-1].step, generation, before.run))
         elif ended and (before.step >= controller.core.known_step or (controller.record.finished_at or 0) < late):
             if before.step:
-                await self._begun()
+                await self._begin()
             await self._end(ended)
-            await self._keep(before._replace(ended=True))
+            await self._save(before._replace(ended=True))
         return bool(rows)
 
-    async def _begun(self) -> Writer:
+    async def _begin(self) -> Writer:
         if self._writer is None:
-            track, environ = self._profile.track, self._trackers.environ
+            track, environ = self._profile.track, self._ports.environ
             check(self._name, track, environ)
-            self._writer = self._trackers.writers[self._name](track, environ)
+            self._writer = self._ports.writers[self._name](track, environ)
             await self._thread.submit(partial(self._writer.begin, self._run()))
         return self._writer
 
-    def _run(self) -> Run:
+    def _run(self) -> TrackedRun:
         record, number = self._controller.record, self._cursor.run
-        root = self._trackers.directory / self._profile.track.directory  # stays in it: see ``configs.schema``
-        return Run(
+        root = self._ports.directory / self._profile.track.directory  # stays in it: see ``configs.schema``
+        return TrackedRun(
             id=record.id if number == 1 else f"{record.id}-{number}",
             job=record.id,
             name=record.name if number == 1 else f"{record.name} ({number})",
@@ -190,55 +224,41 @@ class Tracker:
         if writer is not None:
             await self._thread.submit(lambda: writer.end(state))
 
-    async def _keep(self, cursor: Cursor) -> None:
+    async def _save(self, cursor: Cursor) -> None:
         self._cursor = cursor
-        await self._controller.keep_tracked(self._name, cursor)
+        await self._controller.save_cursor(self._name, cursor)
 
-    def _tell(self, error: Exception) -> None:
+    def _warn(self, error: Exception) -> None:
         """Note why nothing is written, once for each reason in a row, without keys."""
         text, remedy = f"{type(error).__name__}: {error}", "the rows are kept, and written when it works again"
         if isinstance(error, P2PTrainError):
             text, remedy = error.message, error.remedy or remedy
         for name in KEYS:
-            if value := self._trackers.environ.get(name):
+            if value := self._ports.environ.get(name):
                 text = text.replace(value, f"({name})").replace(repr(value)[1:-1], f"({name})")
-        if text != self._told:
-            self._told = text
+        if text != self._last_warning:
+            self._last_warning = text
             what = f"job {self._controller.record.name} is not written to {self._name}: {text}; {remedy}"
-            self._seed.note("warning", "track", what, job=self._controller.id)
+            self._ports.note("warning", "track", what, "", self._controller.id)
 
 
 class Trackers:
-    """All trackers of a seed.
+    """All trackers of a seed."""
 
-    Args:
-        directory: for all files; ``track.directory`` is in it.
-        environ: the environment with the trackers' keys. They are never recorded or logged.
-    """
-
-    def __init__(self, seed: Seed, directory: Path, environ: Mapping[str, str]) -> None:
-        self.seed, self.directory, self.writers = seed, directory, WRITERS
-        self.environ = {name: value.strip() for name, value in environ.items()}  # a key from a file ends with a newline
-        self.stopping = asyncio.Event()
+    def __init__(self, ports: TrackerPorts) -> None:
+        self._ports = ports
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
-
-    def check(self, profile: Profile) -> None:
-        """Raise ``Refused`` if the seed cannot write to what a new job's profile names."""
-        for name in profile.track.to:
-            check(name, profile.track, self.environ)
-
-    def wanted(self, controller: JobController, name: str) -> bool:
-        known = controller.id in self.seed.controllers  # it may be forgotten
-        return known and (controller.live or not cursor_of(controller, name).ended)
 
     async def run(self) -> None:
         """Track jobs until cancelled. Raises ``StorageError``."""
         while True:
-            tracked = [(item, item.profile) for item in self.seed.controllers.values() if item.profile is not None]
+            tracked = [
+                (item, item.profile) for item in self._ports.jobs.controllers.values() if item.profile is not None
+            ]
             for controller, profile in tracked:
                 for name in profile.track.to:
-                    if (controller.id, name) not in self._tasks and self.wanted(controller, name):
-                        tracker = Tracker(self, controller, name, profile)
+                    if (controller.id, name) not in self._tasks and self._ports.is_wanted(controller, name):
+                        tracker = Tracker(self._ports, controller, name, profile)
                         self._tasks[controller.id, name] = asyncio.create_task(tracker.run(), name="track")
             for key in [key for key, task in self._tasks.items() if task.done()]:
                 self._tasks.pop(key).result()
@@ -246,7 +266,7 @@ class Trackers:
 
     async def close(self) -> None:
         """Write what is left, within ``LEAVE_S``. A writer that needs longer goes on from its cursor next time."""
-        self.stopping.set()
+        self._ports.stopping.set()
         if tasks := list(self._tasks.values()):
             done, late = await asyncio.wait(tasks, timeout=LEAVE_S)
             for task in late:

@@ -17,7 +17,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError,
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.line import DIAL_S, QUIET_S, Line
-from roles.seed.peers import host_seen_from
+from roles.seed.peers import host_dialled_from
 from wire.address import advertised_host
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartLoading, Sampled
 from wire.client import PendingCalls
@@ -91,7 +91,7 @@ class WorkerAt:
 
     def address_for(self, other: WorkerAt) -> dict[str, Any]:
         """The address that ``other`` dials. An empty host: the seed's machine."""
-        return {"peer": self.peer_id, "host": host_seen_from(other.host, self.host), "port": self.port}
+        return {"peer": self.peer_id, "host": host_dialled_from(other.host, self.host), "port": self.port}
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """The writers of the trackers: blocking, each used by one thread. ``roles.seed.tracking`` runs them.
 
-A writer raises whatever its library raises. ``begin`` makes everything after ``Run.after_step`` void, so a job that
+A writer raises whatever its library raises. ``begin`` makes everything after ``TrackedRun.after_step`` void: a job that
 restarts, or that went back to an earlier step, has each step once. Files can do that. W&B and MLflow keep what they
-were told; there a job that went back begins a new run (``Run.id``).
+were told; there a job that went back begins a new run (``TrackedRun.id``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Point(NamedTuple):
     values: dict[str, float]
 
 
-class Run(NamedTuple):
+class TrackedRun(NamedTuple):
     """A job as trackers see it, with its profile, and the directory for its files."""
 
     id: str  # the job's; with a number behind it after the job went back to an earlier step
@@ -73,7 +73,7 @@ class Writer:
     def __init__(self, track: Track, environ: Mapping[str, str]) -> None:
         self._track, self._environ = track, environ
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         run.directory.mkdir(parents=True, exist_ok=True)
         metadata = {"job": run.job, "name": run.name, **run.tags, "config": run.config}
         (run.directory / "job.json").write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
@@ -90,7 +90,7 @@ class JsonLines(Writer):
 
     _file: BinaryIO
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         super().begin(run)
         file = self._file = (run.directory / "metrics.jsonl").open("ab+")
         file.seek(0)
@@ -116,7 +116,7 @@ class TensorBoard(Writer):
 
     _file: BinaryIO
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         super().begin(run)
         self._file = (run.directory / f"events.out.tfevents.{time.time():.6f}.p2ptrain").open("wb")
         self._add(wall_time=time.time(), file_version="brain.Event:2")
@@ -144,7 +144,7 @@ class MlFlow(Writer):
 
     _run: str
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         name, tags = self._track.project, {"p2ptrain.run": run.id, "p2ptrain.job": run.job, **run.tags}
         known = self._ask("experiments/search", filter=f"name = '{name}'", max_results=1).get("experiments")
         experiment = (known[0] if known else self._ask("experiments/create", name=name))["experiment_id"]
@@ -205,7 +205,7 @@ class WandB(Writer):
     _process: Any
     _log: Path
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         super().begin(run)
         self._log = run.directory / "wandb.log"
         with self._log.open("ab") as log:

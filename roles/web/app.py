@@ -20,7 +20,7 @@ from p2ptrain.core.texts import shortened
 from roles.http.access import Keys, refuse_pages
 from roles.http.answers import HEADERS, Problem, json_response, read_body, read_model, while_wanted
 from roles.http.app import JsonApp
-from roles.seed.server import Seed
+from roles.seed.overview import Overview
 from roles.web.endpoints import IDEMPOTENCY_KEY, READ, ROOT, AfterStep, Call, CreateJob, Endpoint, openapi, read_query
 from roles.web.feed import follow
 from roles.web.page import page
@@ -86,15 +86,15 @@ class WebApp(JsonApp):
 
     def __init__(
         self,
-        seed: Seed,
+        overview: Overview,
         client: SeedRequests,
         create_job: CreateJob,
         more: Sequence[Endpoint] = (),
         keys: Keys | None = None,
         names: Collection[str] = (),
     ) -> None:
-        self._seed, self._client, self._keys, self._names = seed, client, keys, names
-        self._call = partial(Call, seed, client, create_job)
+        self._overview, self._client, self._keys, self._names = overview, client, keys, names
+        self._call = partial(Call, overview, client, create_job)
         self._repeats = Repeats()
         endpoints = [*ENDPOINTS, *more]
         self._document = cache(partial(openapi, endpoints))
@@ -159,8 +159,10 @@ class WebApp(JsonApp):
         return json_response(await asyncio.to_thread(self._document))
 
     async def _prometheus(self, request: Request) -> Response:
-        seed = self._seed
-        text = exposition(seed.cluster_info(), seed.job_infos(), seed.peer_infos(), seed.services.infos())
+        overview = self._overview
+        text = exposition(
+            overview.cluster_info(), overview.job_infos(), overview.peer_infos(), overview.serving_infos()
+        )
         return Response(text, 200, HEADERS | {"content-type": CONTENT_TYPE})
 
     async def _stream(self, socket: WebSocket) -> None:
@@ -168,7 +170,7 @@ class WebApp(JsonApp):
         query = read_query(AfterStep, socket.query_params)
         job, _ = await self._client.job(socket.path_params["job"])
         await socket.accept(subprotocol=SUBPROTOCOL if SUBPROTOCOL in socket.scope["subprotocols"] else None)
-        following = follow(self._seed, self._client, job, query.after_step, socket.send_text)
+        following = follow(self._overview, self._client, job, query.after_step, socket.send_text)
         try:
             await while_wanted(socket.receive, following, self.stopping)
         except WebSocketDisconnect:

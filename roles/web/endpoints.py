@@ -14,7 +14,7 @@ from starlette.datastructures import QueryParams
 from configs.schema import Profile
 from p2ptrain import __version__
 from roles.http.answers import invalid
-from roles.seed.server import Seed
+from roles.seed.overview import Overview
 from wire.client import SeedRequests
 from wire.schema import Record
 
@@ -73,13 +73,13 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request. ``client`` changes what ``seed`` shows.
+    """One request. ``client`` changes what ``overview`` shows.
 
     Attributes:
         path: the parameters in its path. query, body: as its endpoint declares them.
     """
 
-    seed: Seed
+    overview: Overview
     client: SeedRequests
     create_job: CreateJob
     path: dict[str, str]

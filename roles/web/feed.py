@@ -13,6 +13,7 @@ from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, Refused
 from roles.http.answers import json_bytes
+from roles.seed.overview import Overview
 from roles.seed.server import Seed
 from wire.client import SeedClient, SeedRequests
 from wire.messages import Request
@@ -49,7 +50,7 @@ class LocalRequests(SeedRequests):
 
 
 async def follow(
-    seed: Seed, client: SeedRequests, job: JobInfo, after_step: int, send: Callable[[str], Awaitable[None]]
+    overview: Overview, client: SeedRequests, job: JobInfo, after_step: int, send: Callable[[str], Awaitable[None]]
 ) -> None:
     """Send messages for ever. Raises ``P2PTrainError``: the reader is too slow, or the seed stops."""
     last: dict[str, Any] = {"metrics": NO_ROW, "recoveries": -1, "events": -1}
@@ -65,8 +66,8 @@ async def follow(
         if news := [item for item in items if topic not in _PLACES or is_new(topic, item)]:
             await send(json_bytes({"topic": topic, "items": news}).decode())
 
-    with seed.watching() as feed:
-        for update in list(feed.drain()):
+    with overview.watching() as updates:
+        for update in list(updates.drain()):
             await tell(update.topic, update.items)
         while rows := await client.metrics(job.id, after_step, PAGE_ROWS):
             after_step = rows[-1].step
@@ -76,6 +77,6 @@ async def follow(
         await tell("recoveries", [row.to_map() for row in await client.recoveries(job.id, PAGE_ROWS)])
         await tell("events", [row.to_map() for row in await client.events(-PAGE_ROWS, PAGE_ROWS)])
         await send('{"topic":"ready","items":[]}')
-        async for updates in feed.rounds():
-            for update in updates:
+        async for round_updates in updates.rounds():
+            for update in round_updates:
                 await tell(update.topic, update.items)

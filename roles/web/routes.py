@@ -64,7 +64,7 @@ class Removal(Fields):
 
 
 async def list_jobs(call: Call) -> Page:
-    return _page(call, call.seed.job_infos(), lambda job: (job.created_at, job.id))
+    return _page(call, call.overview.job_infos(), lambda job: (job.created_at, job.id))
 
 
 async def create_job(call: Call) -> JobInfo:
@@ -150,7 +150,7 @@ class Removed(Record):
 
 
 async def list_nodes(call: Call) -> Page:
-    return _page(call, call.seed.peer_infos(), lambda peer: (peer.joined_at, peer.id))
+    return _page(call, call.overview.peer_infos(), lambda peer: (peer.joined_at, peer.id))
 
 
 async def invite_node(call: Call) -> Invitation:
@@ -161,7 +161,7 @@ async def invite_node(call: Call) -> Invitation:
     except Refused as refusal:
         if refusal.code != RefusalCode.NOT_ENCRYPTED:
             raise
-        where = call.seed.cluster_info().address
+        where = call.overview.cluster_info().address
     command = f"p2ptrain {'tui' if asked.role == 'operator' else 'join'} {where}"
     more = f" --role {asked.role} --model DIR" if asked.role in ("verifier", "drafter") else ""
     return Invitation(command + more, ticket, where if ticket else None)
@@ -180,7 +180,7 @@ class GpuStatus(GpuInfo):
 
 
 async def list_gpus(call: Call) -> Page:
-    peers = sorted(call.seed.peer_infos(), key=lambda peer: (peer.joined_at, peer.id))
+    peers = sorted(call.overview.peer_infos(), key=lambda peer: (peer.joined_at, peer.id))
     return Page([GpuStatus(**gpu.to_map(), node=peer.id, node_name=peer.name) for peer in peers for gpu in peer.gpus])
 
 
@@ -204,12 +204,12 @@ class ClusterSummary(Record):
 
 
 async def summarise_cluster(call: Call) -> ClusterSummary:
-    peers, jobs = call.seed.peer_infos(), call.seed.job_infos()
+    peers, jobs = call.overview.peer_infos(), call.overview.job_infos()
     there = [peer for peer in peers if peer.state not in ABSENT_STATES]
     gpus = [gpu for peer in there for gpu in peer.gpus]
     loads = [gpu.load for gpu in gpus if gpu.load is not None]
     return ClusterSummary(
-        call.seed.cluster_info(),
+        call.overview.cluster_info(),
         dict(Counter(peer.state for peer in peers)),
         dict(Counter(job.state for job in jobs)),
         math.fsum(job.tokens_per_s or 0.0 for job in jobs if job.state == "running"),
@@ -233,7 +233,7 @@ async def list_events(call: Call) -> Page:
 
 
 async def list_serving(call: Call) -> Page:
-    return _page(call, call.seed.services.infos(), lambda item: item.id)
+    return _page(call, call.overview.serving_infos(), lambda item: item.id)
 
 
 # ------------------------------------------------------------------------------------------------ metrics, checkpoints
@@ -250,7 +250,7 @@ async def list_metrics(call: Call) -> Page:
 
 async def list_checkpoints(call: Call) -> Page:
     job = (await get_job(call)).id
-    found = [item for item in call.seed.checkpoints.known.values() if item.job == job]
+    found = [item for item in call.overview.checkpoint_infos() if item.job == job]
     return _page(call, found, lambda item: (item.created_at, item.id))
 
 

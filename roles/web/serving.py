@@ -106,7 +106,7 @@ async def serving_web(
             await asyncio.to_thread(certify)
             background.start(_recertify(certify), "web certificate")
         access = Keys(dict(zip(keys, needed, strict=True)), _where(keys.values())) if keys else None
-        app = WebApp(seed, LocalRequests(seed), create_job, more, access, allowed)
+        app = WebApp(seed.overview, LocalRequests(seed), create_job, more, access, allowed)
         await stack.enter_async_context(serving(app, sock, tls=tls, websockets=True))
         stack.callback(app.stop)
         url = f"{'http' if tls is None else 'https'}://{format_address(shown, port)}"

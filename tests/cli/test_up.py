@@ -344,7 +344,7 @@ async def test_only_what_happened_since_this_start_is_printed(
     class Noted(StandInEngine):
         def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
             if step == 5 and machine.cluster is not None:
-                note = machine.cluster.seeds[-1].note
+                note = machine.cluster.seeds[-1].announcements.note
                 loop.call_soon_threadsafe(lambda: note("warning", "storage", "the disk is full"))
             return super().begin_step(step, first, count)
 

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 from hypothesis import strategies as st
 
@@ -25,7 +26,9 @@ from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.view import View
 from roles.line import Line
-from roles.seed.operator_api import OperatorApi
+from roles.seed.job_requests import JobRequests
+from roles.seed.peer_requests import PeerRequests
+from roles.seed.record_requests import RecordRequests
 from roles.snapshots import Snapshot
 from roles.worker.heal import Fetch, Layout, Sender
 from roles.worker.heal_source import CHUNK_BYTES, HealSource, piece_untrusted
@@ -391,15 +394,8 @@ _SPEC = Profile().to_spec()
 
 
 def _methods() -> list[str]:
-    class NoGate:
-        def __getattr__(self, name: str) -> None:
-            return None
-
-    class NoSeed:
-        gate = NoGate()
-        checkpoints = controllers = links = None
-
-    return list(OperatorApi(NoSeed())._methods)  # type: ignore[arg-type]
+    groups = PeerRequests(*[MagicMock()] * 6), JobRequests(*[MagicMock()] * 4), RecordRequests(*[MagicMock()] * 3)
+    return [method for requests in groups for method in requests.methods()]
 
 
 _REQUEST = st.tuples(

@@ -15,7 +15,7 @@ from ring.planning.workloads import MAX_LAYERS, ModelShape, TrainingWorkload
 from ring.token import Shares, next_lineage
 from ring.view import View
 from roles.member import drafters_untrusted
-from roles.seed.ledger import Ledger
+from roles.seed.ledger import JobLedger
 from roles.worker.reports import StepReporter, WorkerLedger
 from wire.address import is_loopback
 from wire.job_messages import LedgerRow, LedgerRows, MemberRecord
@@ -91,7 +91,7 @@ def _told(draw: st.DrawFn) -> LedgerRows:
 
 
 def _check_told(message: LedgerRows) -> None:
-    ledger = Ledger("j")
+    ledger = JobLedger("j")
     ledger.view_began(View("j", 1, 0, START, _VIEW.members))
     before = ledger.step
     try:
@@ -113,7 +113,7 @@ TOLD = Target(
     (
         "ring.ledger.rows_untrusted",
         "ring.ledger.counts_of_untrusted",
-        "roles.seed.ledger.Ledger.take_untrusted",
+        "roles.seed.ledger.JobLedger.take_untrusted",
     ),
     peak_bytes=256 << 10,
 )

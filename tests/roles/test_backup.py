@@ -21,7 +21,7 @@ from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from p2ptrain.lab.sim.machine import Died, MachineDisk, Process
 from roles.seed.authority import Authority
 from roles.seed.run import COPY_NAME, Backup, _keep_directory, keep_copy, restore
-from roles.seed.store import JobRecord, Records, Store
+from roles.seed.store import JobRecord, Records, SeedStore
 from tests.roles.in_process import Cluster
 
 JOB = JobRecord("j1", "first", "tiny", "sync", 2, 4, 100, 3, 5.0)
@@ -29,12 +29,12 @@ JOB = JobRecord("j1", "first", "tiny", "sync", 2, 4, 100, 3, 5.0)
 
 async def copied(tmp_path: Path, *, encrypted: bool = True) -> tuple[Path, World]:
     world = real_world(MemoryNetwork())
-    store = await Store.open(world.disk, tmp_path / "seed", world.threads)
+    store = await SeedStore.open(world.disk, tmp_path / "seed", world.threads)
     await store.call(Records.add_job, JOB, "spec")
     await store.call(Records.add_job, dataclasses.replace(JOB, id="j2", state="done"), "spec")
     directory = tmp_path / "seed" / "authority"
     authority = Authority.open(world.disk, directory, name="n", now=0.0) if encrypted else None
-    backup = Backup(world, store, authority, tmp_path / "copies", lambda text: None)
+    backup = Backup(world, store, authority, tmp_path / "copies", lambda text: None, asyncio.Event())
     await backup.write()
     backup.close()
     await store.close()
@@ -50,7 +50,7 @@ async def test_a_restored_seed_has_all_of_it_in_a_higher_term(tmp_path: Path) ->
     for file in ("ca.key", "ca.pem", "tickets.json"):
         source = tmp_path / "seed" / "authority" / file
         assert not source.exists() or (tmp_path / "two" / "authority" / file).read_bytes() == source.read_bytes()
-    store = await Store.open(world.disk, tmp_path / "two", world.threads)
+    store = await SeedStore.open(world.disk, tmp_path / "two", world.threads)
     jobs = [job for job, _ in await store.call(Records.jobs)]
     assert {job.id: job.unsettled for job in jobs} == {"j1": True, "j2": False}
     assert await store.call(Records.known_fact, "term") == "2"
@@ -96,13 +96,14 @@ def test_a_kill_or_a_power_cut_leaves_the_old_copy_or_the_new_one() -> None:
 
 async def test_a_copy_that_cannot_be_written_is_told_of_once(tmp_path: Path) -> None:
     world = real_world(MemoryNetwork())
-    store = await Store.open(world.disk, tmp_path / "seed", world.threads)
+    store = await SeedStore.open(world.disk, tmp_path / "seed", world.threads)
     (tmp_path / "file").write_bytes(b"")
     told: asyncio.Queue[str] = asyncio.Queue()
-    backup = Backup(world, store, None, tmp_path / "file" / "copies", told.put_nowait)
+    requested = asyncio.Event()
+    backup = Backup(world, store, None, tmp_path / "file" / "copies", told.put_nowait, requested)
     running = asyncio.create_task(backup.run())
     async with asyncio.timeout(10):
-        backup.soon.set()
+        requested.set()
         text = await told.get()
         assert "no backup is made" in text
         assert "choose another place with --backup" in text

@@ -16,7 +16,7 @@ from ring.replicas import records
 from ring.token import Shares, next_lineage
 from ring.view import View
 from roles.seed import ledger as module
-from roles.seed.ledger import Ledger
+from roles.seed.ledger import JobLedger
 from roles.seed.store import JobRecord, Records
 from tests.roles.in_process import Cluster
 from wire.job_messages import LedgerRow, LedgerRows
@@ -42,7 +42,7 @@ def lineages(steps: int) -> list[str]:
     return found
 
 
-def told(kept: Records, ledger: Ledger, first: int, last: int, lineage: str, **shape: Any) -> None:
+def told(kept: Records, ledger: JobLedger, first: int, last: int, lineage: str, **shape: Any) -> None:
     newest = shape.pop("view", view(1, 0))
     rows = [row(step, **shape) for step in range(first, last + 1)]
     message = LedgerRows("j1", lineage, rows)
@@ -51,9 +51,9 @@ def told(kept: Records, ledger: Ledger, first: int, last: int, lineage: str, **s
     kept.add_rows(list(entries))
 
 
-def known(kept: Records) -> Ledger:
+def known(kept: Records) -> JobLedger:
     """As a seed that starts has it."""
-    return Ledger("j1", kept.ledger_head("j1"), kept.begins("j1"))
+    return JobLedger("j1", kept.ledger_head("j1"), kept.begins("j1"))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def kept(tmp_path: Path) -> Records:
 
 def test_rows_come_back_after_a_restart_and_go_with_the_job(kept: Records, tmp_path: Path) -> None:
     past = lineages(20)
-    told(kept, Ledger("j1", kept.ledger_head("j1")), 1, 20, START)
+    told(kept, JobLedger("j1", kept.ledger_head("j1")), 1, 20, START)
     kept.close()
     again = Records(tmp_path / "seed.sqlite3")
     head = again.ledger_head("j1")
@@ -78,7 +78,7 @@ def test_rows_come_back_after_a_restart_and_go_with_the_job(kept: Records, tmp_p
 
 
 def test_a_view_takes_back_later_steps(kept: Records) -> None:
-    past, ledger = lineages(20), Ledger("j1", kept.ledger_head("j1"))
+    past, ledger = lineages(20), JobLedger("j1", kept.ledger_head("j1"))
     told(kept, ledger, 1, 20, START)
     back = view(2, 12, past[12])
     ledger.view_began(back)
@@ -90,7 +90,7 @@ def test_a_view_takes_back_later_steps(kept: Records) -> None:
 
 @pytest.mark.parametrize("step", [0, 7, 12, 15, 20])
 def test_with_a_view_of_another_past_the_ledger_begins_anew(kept: Records, step: int) -> None:
-    past, ledger = lineages(20), Ledger("j1", kept.ledger_head("j1"))
+    past, ledger = lineages(20), JobLedger("j1", kept.ledger_head("j1"))
     told(kept, ledger, 1, 12, START)
     second = view(2, 12, past[12])
     assert not kept.add_view(second, JOB)
@@ -107,7 +107,7 @@ def test_with_a_view_of_another_past_the_ledger_begins_anew(kept: Records, step:
 
 
 def test_what_was_told_beyond_a_gap_is_there_when_the_gap_is_filled(kept: Records) -> None:
-    past, ledger = lineages(20), Ledger("j1", kept.ledger_head("j1"))
+    past, ledger = lineages(20), JobLedger("j1", kept.ledger_head("j1"))
     told(kept, ledger, 4, 6, past[3])
     told(kept, ledger, 9, 10, past[8])
     assert ledger.step == 0
@@ -123,7 +123,7 @@ def test_a_line_that_was_taken_up_is_told_in_several_messages(kept: Records, siz
     past = lineages(20)
     for generation, step in ((2, 3), (3, 18)):
         kept.add_view(view(generation, step, past[step]), JOB)
-    ledger, newest = Ledger("j1", kept.ledger_head("j1"), kept.begins("j1")), view(3, 18, past[18])
+    ledger, newest = JobLedger("j1", kept.ledger_head("j1"), kept.begins("j1")), view(3, 18, past[18])
     told(kept, ledger, 19, 20, past[18], generation=3, view=newest)
     told(kept, ledger, 7, 8, "11" * 16, view=newest)  # another side, of a line that nobody took up
     for first in range(1, 19, size):
@@ -135,7 +135,7 @@ def test_a_line_that_was_taken_up_is_told_in_several_messages(kept: Records, siz
 
 def test_a_gap_that_nobody_can_fill_is_given_up(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROWS_AHEAD", 6)
-    past, ledger = lineages(40), Ledger("j1", kept.ledger_head("j1"))
+    past, ledger = lineages(40), JobLedger("j1", kept.ledger_head("j1"))
     told(kept, ledger, 1, 2, START)
     told(kept, ledger, 10, 12, past[9])
     assert ledger.step == 2
@@ -160,7 +160,7 @@ def test_a_gap_that_nobody_can_fill_is_given_up(kept: Records, monkeypatch: pyte
     ],
 )
 def test_a_gap_that_no_member_can_fill_is_given_up_at_the_next_row(kept: Records, held: list[range], text: str) -> None:
-    past, ledger = lineages(9), Ledger("j1", kept.ledger_head("j1"))
+    past, ledger = lineages(9), JobLedger("j1", kept.ledger_head("j1"))
     told(kept, ledger, 1, 2, START)
     third = view(2, 5, past[5])
     kept.add_view(third, JOB)
@@ -208,7 +208,7 @@ def test_rows_of_a_course_that_was_taken_back_fill_no_gap(kept: Records, restart
 
 def test_the_oldest_rows_are_folded_into_a_base(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROWS_KEPT", 64)
-    past, ledger = lineages(200), Ledger("j1", kept.ledger_head("j1"))
+    past, ledger = lineages(200), JobLedger("j1", kept.ledger_head("j1"))
     for step in range(1, 201):
         told(kept, ledger, step, step, past[step - 1])
     head = kept.ledger_head("j1")

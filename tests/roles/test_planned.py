@@ -12,7 +12,7 @@ from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.planning.workloads import ModelShape
 from roles.engine import Stage
-from roles.seed.peers import Link
+from roles.seed.peers import ConnectedPeer
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.stage_stand_in import StandIns
 from wire.handshake import local_hello
@@ -103,22 +103,22 @@ async def test_sizes_that_cannot_be_are_refused(cluster: Cluster) -> None:
         await cluster.ask("jobs.plan", spec=Profile().to_spec())
 
 
-def link_of(beats: list[dict[str, float]], **said: Any) -> Link:
+def link_of(beats: list[dict[str, float]], **said: Any) -> ConnectedPeer:
     hello = local_hello(peer_id="a", name="a", roles=["worker"], purpose="peer", port=1, capabilities=said)
     nothing: Any = None
-    link = Link(nothing, hello, "h", 1, 0.0, 0.0, nothing)
+    link = ConnectedPeer(nothing, hello, "h", 1, 0.0, 0.0, nothing)
     for stats in beats:
-        link.beaten(Heartbeat(0, 0, 0, "idle", stats))
+        link.take_heartbeat(Heartbeat(0, 0, 0, "idle", stats))
     return link
 
 
 def test_what_a_worker_says_of_itself_is_checked() -> None:
     for wrong in ("much", True, -5, float("nan"), None):
-        assert link_of([], parts_memory_bytes=wrong).peer.memory_bytes == 0
-    assert link_of([], parts_memory_bytes=1 << 70).peer.memory_bytes == 2**53
+        assert link_of([], parts_memory_bytes=wrong).offer.memory_bytes == 0
+    assert link_of([], parts_memory_bytes=1 << 70).offer.memory_bytes == 2**53
     assert link_of([]).flops == 0.0, "it is not going to tell"
     assert link_of([{}], gauges=True).flops is None
     assert link_of([{}, {"compute_flops": 2e9}], gauges=True).flops == 2e9
     for wrong_s in (-1.0, float("inf"), float("nan")):
         assert link_of([{"compute_flops": wrong_s}], gauges=True).flops == 0.0
-    assert link_of([{"compute_flops": 1.0}]).beaten(Heartbeat(0, 0, 0, "idle", {"compute_flops": 2.0}))
+    assert link_of([{"compute_flops": 1.0}]).take_heartbeat(Heartbeat(0, 0, 0, "idle", {"compute_flops": 2.0}))

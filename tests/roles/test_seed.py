@@ -26,9 +26,9 @@ from ring.coordination import JobWorker
 from ring.replicas import records
 from ring.view import View
 from roles.seed import events
+from roles.seed.acceptor import Acceptor
 from roles.seed.peers import announced_to
 from roles.seed.run import run_seed
-from roles.seed.server import Acceptor
 from roles.seed.store import Records
 from roles.seed_link import may_pass
 from wire.client import SeedClient
@@ -890,7 +890,7 @@ WEIGH = """
 import asyncio, pathlib, random, sys, psutil
 from p2ptrain.core.world import real_world
 from roles.seed.run import run_seed
-from roles.seed.server import Acceptor
+from roles.seed.acceptor import Acceptor
 from wire.client import SeedClient
 from wire.transport import TcpNetwork
 async def main():

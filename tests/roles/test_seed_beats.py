@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.core.errors import DeadlineExceeded
 from p2ptrain.lab.memory import run_virtual
 from ring.detector import FailureDetector, beat_defaults
-from roles.seed.peers import Link, ring_beats
+from roles.seed.peers import ConnectedPeer, ring_beats
 from wire.connection import Received
 from wire.handshake import local_hello
 from wire.messages import Heartbeat
@@ -39,12 +39,12 @@ class Quiet:
             raise DeadlineExceeded("nothing came") from None
 
 
-def link(rtt_ms: float = 0.1) -> Link:
+def link(rtt_ms: float = 0.1) -> ConnectedPeer:
     heartbeat_s, death_s = beat_defaults(rtt_ms)
     detector = FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s)
     hello = local_hello(peer_id="a", name="a", roles=["worker"], purpose="peer")
     connection: Any = Quiet()
-    return Link(connection, hello, "h", 1, rtt_ms, 0.0, detector)
+    return ConnectedPeer(connection, hello, "h", 1, rtt_ms, 0.0, detector)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_ring_beats_as_its_own_ways_allow(links, latencies_s, expected):
     assert ring_beats(links, latencies_s) == expected
 
 
-async def heard(of: Link) -> float:
+async def heard(of: ConnectedPeer) -> float:
     """Take messages until the worker counts as lost; when that was."""
     try:
         while True:
@@ -71,7 +71,7 @@ async def heard(of: Link) -> float:
         return asyncio.get_running_loop().time()
 
 
-async def beating(of: Link, gaps: list[float]) -> None:
+async def beating(of: ConnectedPeer, gaps: list[float]) -> None:
     for gap in gaps:
         await asyncio.sleep(gap)
         of.connection.beat()  # type: ignore[attr-defined]

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from configs.schema import Profile
 from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.lab.memory import MemoryNetwork
-from roles.seed.operator_api import OperatorApi
+from roles.seed.job_requests import JobRequests
+from roles.seed.peer_requests import PeerRequests
+from roles.seed.record_requests import RecordRequests
 from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import PartsHeld
 from wire.codec import MESSAGE_TYPES
@@ -104,7 +106,8 @@ REPORTS = st.builds(
 SAID = st.one_of(
     [made(kind) for kind in TOLD] + [REPORTS] * 4 + [st.sampled_from(list(MESSAGE_TYPES.values())).flatmap(made)]
 )
-METHODS = list(OperatorApi(MagicMock())._methods)
+REQUESTS = PeerRequests(*[MagicMock()] * 6), JobRequests(*[MagicMock()] * 4), RecordRequests(*[MagicMock()] * 3)
+METHODS = [method for requests in REQUESTS for method in requests.methods()]
 PARAMS = st.dictionaries(
     st.sampled_from(["job", "name", "profile", "spec", "id", "limit", "after_step", "after_id", "port"]),
     FREE | st.sampled_from([PROFILE.to_spec(), "[" * 9000, '{"job": {"steps": 1e999}}', "first"]), max_size=5,

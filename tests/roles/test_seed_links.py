@@ -15,14 +15,14 @@ from p2ptrain.lab.memory import run_virtual
 from ring.planning.measurements import LinkQuality
 from roles.seed import links as seed_links
 from roles.seed.links import MAX_AT_ONCE, START_S, LinkTable, Survey, measured_untrusted
-from roles.seed.peers import Link
+from roles.seed.peers import ConnectedPeer
 from tests.roles.in_process import Cluster
 from wire.handshake import local_hello
 
 GOOD = LinkQuality(0.01, 1e8)
 
 
-class FakeLink:
+class FakePeer:
     """A worker that measures all ways as ``GOOD``, after ``takes_s``."""
 
     def __init__(self, peer_id: str, takes_s: float = 0.5, *, measures: bool = True, host: str = "10.0.0.1") -> None:
@@ -47,13 +47,13 @@ class FakeLink:
         return {"links": [asdict(GOOD) | {"peer": peer["peer"]} for peer in params["peers"]]}
 
 
-class JobController:
+class SurveyBench:
     """A survey of fake workers, and who was let in when."""
 
-    def __init__(self, *workers: FakeLink) -> None:
+    def __init__(self, *workers: FakePeer) -> None:
         self.links = {worker.id: worker for worker in workers}
         self.touched: list[set[str]] = []
-        links = cast(dict[str, Link], self.links)
+        links = cast(dict[str, ConnectedPeer], self.links)
         self.survey = Survey(LoopClock(), links, lambda peers: self.touched.append(set(peers)))
         self.let_in: list[tuple[str, float]] = []
 
@@ -61,10 +61,10 @@ class JobController:
         def then() -> None:
             self.let_in.append((peer_id, asyncio.get_running_loop().time()))
 
-        return self.survey.before(cast(Link, self.links[peer_id]), list(self.links), then)
+        return self.survey.before(cast(ConnectedPeer, self.links[peer_id]), list(self.links), then)
 
 
-def surveyed(controller: JobController, act: Any, until_s: float = 60.0) -> None:
+def surveyed(controller: SurveyBench, act: Any, until_s: float = 60.0) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             controller.survey.start(tasks)
@@ -75,7 +75,7 @@ def surveyed(controller: JobController, act: Any, until_s: float = 60.0) -> None
 
 
 def test_a_worker_is_let_in_when_it_has_measured() -> None:
-    controller = JobController(FakeLink("a"), FakeLink("b"), FakeLink("c", host="127.0.0.1"))
+    controller = SurveyBench(FakePeer("a"), FakePeer("b"), FakePeer("c", host="127.0.0.1"))
     surveyed(controller, lambda: controller.ready("a"))
     assert controller.let_in == [("a", pytest.approx(0.5))]
     assert controller.survey.table.known == {("a", "b"): GOOD, ("a", "c"): GOOD}
@@ -94,7 +94,7 @@ def test_the_table_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_request_is_longer_than_a_worker_takes() -> None:
-    controller = JobController(*(FakeLink(f"p{number}") for number in range(3 * MAX_AT_ONCE)))
+    controller = SurveyBench(*(FakePeer(f"p{number}") for number in range(3 * MAX_AT_ONCE)))
     surveyed(controller, lambda: controller.ready("p0"))
     assert len(controller.links["p0"].asked[0]["peers"]) == MAX_AT_ONCE
     surveyed(controller, lambda: controller.survey.view_began("job", sorted(controller.links)), until_s=1000.0)

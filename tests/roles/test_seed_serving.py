@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
-from roles.seed.peers import Link
+from roles.seed.peers import ConnectedPeer
 from roles.seed.serving import Services, infos_of
 from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import HeldPart, PartsHeld
@@ -39,16 +39,16 @@ class Sent:
         self.messages.append(message)
 
     @property
-    def told(self) -> list[list[tuple[str, str]]]:
+    def reported(self) -> list[list[tuple[str, str]]]:
         """Of each ``DrafterList``, ids and hosts."""
         here = [message for message in self.messages if isinstance(message, DrafterList)]
         return [[(item.peer_id, item.host) for item in message.drafters] for message in here]
 
 
-def link(peer_id: str, role: str, host: str = "10.0.0.1") -> tuple[Link, Sent]:
+def link(peer_id: str, role: str, host: str = "10.0.0.1") -> tuple[ConnectedPeer, Sent]:
     hello = local_hello(peer_id=peer_id, name=f"name-{peer_id}", roles=[role], purpose="peer", port=7000)
     sent: Any = Sent()
-    return Link(sent, hello, host, 7000, 1.0, 0.0, MagicMock()), sent
+    return ConnectedPeer(sent, hello, host, 7000, 1.0, 0.0, MagicMock()), sent
 
 
 @pytest.mark.parametrize(
@@ -84,15 +84,15 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any]) -> None:
 
 
 def test_no_more_drafters_are_told_of_than_a_verifier_takes() -> None:
-    links: dict[str, Link] = {}
+    links: dict[str, ConnectedPeer] = {}
     services = Services(links, lambda *ids: None)
     verifier, sent = link("v1", "verifier")
     links["v1"] = verifier
     ids = [f"d{index}" for index in range(MAX_DRAFTERS + 3, 0, -1)]  # whoever is called first came last
     for at, peer_id in enumerate(ids):
         links[peer_id] = dataclasses.replace(link(peer_id, "drafter")[0], joined_at=float(at))
-        services.told(links[peer_id], SERVING)
-    assert [peer_id for peer_id, _ in sent.told[-1]] == ids[:MAX_DRAFTERS], "those that were here first"
+        services.reported(links[peer_id], SERVING)
+    assert [peer_id for peer_id, _ in sent.reported[-1]] == ids[:MAX_DRAFTERS], "those that were here first"
 
 
 # ------------------------------------------------------------------------------------------------------------ the seed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sqlite3
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from ring.coordination import JobWorker
 from ring.replicas import records
 from ring.view import View
 from roles.seed import store as module
-from roles.seed.store import JobRecord, Records, Store
+from roles.seed.store import JobRecord, Records, SeedStore
 from wire.records import CheckpointInfo, EventInfo, MetricRow
 
 JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=400, keep=3, created_at=1.0)
@@ -144,17 +145,17 @@ def test_a_full_disk_is_named_and_leaves_the_store_whole(kept: Records) -> None:
 
 async def test_the_state_directory_is_its_owners_only_and_one_seeds_only(tmp_path: Path) -> None:
     directory = tmp_path / "state"
-    first = await Store.open(RealDisk(), directory)
+    first = await SeedStore.open(RealDisk(), directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     with pytest.raises(UserError, match="another seed is running") as caught:
-        await Store.open(RealDisk(), directory)
+        await SeedStore.open(RealDisk(), directory)
     assert "--state" in caught.value.remedy
     await first.close()
-    await (await Store.open(RealDisk(), directory)).close()
+    await (await SeedStore.open(RealDisk(), directory)).close()
 
 
 async def test_what_was_added_is_there_when_a_call_returns(tmp_path: Path) -> None:
-    store = await Store.open(RealDisk(), tmp_path)
+    store = await SeedStore.open(RealDisk(), tmp_path)
     store.add(row(1))
     store.add(event(1))
     assert await store.call(Records.metrics, "j1", 0, 10) == [row(1)]
@@ -162,14 +163,12 @@ async def test_what_was_added_is_there_when_a_call_returns(tmp_path: Path) -> No
     await store.close()
 
 
-async def test_a_full_queue_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rows_are_durable_before_too_many_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PENDING", 2)
-    store = await Store.open(RealDisk(), tmp_path)
-    store.add(row(1))
-    crowded = [store.crowded]
-    store.add(event(1))
-    crowded.append(store.crowded)
-    await store.flush()
-    crowded.append(store.crowded)
-    assert crowded == [False, True, False]
+    store = await SeedStore.open(RealDisk(), tmp_path)
+    with closing(sqlite3.connect(tmp_path / module.FILE_NAME)) as other:
+        for step, stored in ((1, 0), (2, 2)):
+            store.add(row(step))
+            await store.make_room()
+            assert other.execute("SELECT count(*) FROM metrics").fetchone() == (stored,)
     await store.close()

@@ -20,9 +20,9 @@ from p2ptrain.core.threads import RealThreads
 from p2ptrain.lab.memory import MemoryNetwork
 from ring.view import View
 from roles.seed import tracking
-from roles.seed.store import JobRecord, Records, Store
-from roles.seed.tracking import BATCH, EVERY_S, GAP_S, MAX_NODES, RETRY_S, Tracker, Trackers
-from roles.track.writers import Point, Run, Writer
+from roles.seed.store import JobRecord, Records, SeedStore
+from roles.seed.tracking import BATCH, EVERY_S, GAP_S, MAX_NODES, RETRY_S, Tracker, TrackerPorts, Trackers
+from roles.track.writers import Point, TrackedRun, Writer
 from tests.roles.in_process import DEADLINE_S, Cluster
 from wire.records import JobInfo, MemberScore, MetricRow, PeerInfo, ServingInfo
 
@@ -43,7 +43,7 @@ class Notes(Writer):
         self.writes, self.go = threading.Event(), threading.Event()
         self.go.set()
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: TrackedRun) -> None:
         self.runs.append((run.id, run.after_step))
         self.directory = run.directory
 
@@ -63,7 +63,7 @@ class Notes(Writer):
 class Controller:
     """As much of a job's controller as a tracker sees, over a real store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: SeedStore) -> None:
         self.id, self.profile, self.live = "job1", PROFILE, True
         self.core = SimpleNamespace(state="running", known_step=0)
         self.record = JobRecord("job1", "tiny", "tiny", "sync", 2, 4, 100, 2, 1e9, finished_at=1e9 + 9)
@@ -72,7 +72,7 @@ class Controller:
     def info(self) -> JobInfo:
         return JobInfo("job1", "tiny", "tiny", "sync", self.core.state, 1e9, 100, members=["w1"])
 
-    async def keep_tracked(self, tracker: str, cursor: Sequence[object]) -> None:
+    async def save_cursor(self, tracker: str, cursor: Sequence[object]) -> None:
         self.record = dataclasses.replace(self.record, tracked={tracker: json.loads(json.dumps(cursor))})
 
     def ends(self, state: str, step: int) -> None:
@@ -82,24 +82,29 @@ class Controller:
 class Desk:
     """A tracker of a job, and the job's records."""
 
-    def __init__(self, store: Store) -> None:
-        self.store, self.now, self.events, self.notes = store, 1e9, [], Notes()
+    def __init__(self, store: SeedStore) -> None:
+        self.store, self.now, self.notes = store, 1e9, Notes()
+        self.events: list[str] = []
         self.controller = Controller(store)
         peer = PeerInfo("w1", "one", ["worker"], "cpu", "training", "h:1", 1e9, memory_bytes=7)
-        seed = SimpleNamespace(
+        overview = SimpleNamespace(peer_infos=lambda: [peer], serving_infos=list)
+        world = SimpleNamespace(clock=SimpleNamespace(wall=lambda: self.now), threads=RealThreads())
+        self.controllers = {"job1": self.controller}
+        self.ports = TrackerPorts(
+            world=cast(Any, world),
             store=store,
-            world=SimpleNamespace(clock=SimpleNamespace(wall=lambda: self.now), threads=RealThreads()),
-            controllers={"job1": self.controller},
-            peer_infos=lambda: [peer],
-            services=SimpleNamespace(infos=list),
-            note=lambda level, kind, text, job: self.events.append(text),
+            jobs=cast(Any, SimpleNamespace(controllers=self.controllers, info=lambda controller: controller.info())),
+            overview=cast(Any, overview),
+            note=lambda level, kind, text, peer, job: self.events.append(text),
+            directory=Path("track"),
+            environ={"WANDB_API_KEY": KEY},
+            writers={"jsonl": lambda track, environ: self.notes},
         )
-        self.all = Trackers(cast(Any, seed), Path("track"), {"WANDB_API_KEY": KEY + "\n"})
-        self.all.writers = {"jsonl": lambda track, environ: self.notes}
+        self.all = Trackers(self.ports)
         self.tracker = self._tracker()
 
     def _tracker(self) -> Tracker:
-        return Tracker(self.all, cast(Any, self.controller), "jsonl", PROFILE)
+        return Tracker(self.ports, cast(Any, self.controller), "jsonl", PROFILE)
 
     def restart(self) -> None:
         """The seed starts again, with the record that it has stored."""
@@ -118,7 +123,7 @@ class Desk:
 
 @pytest.fixture
 async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
-    store = await Store.open(RealDisk(), tmp_path)
+    store = await SeedStore.open(RealDisk(), tmp_path)
     made = Desk(store)
     await store.call(Records.add_job, made.controller.record, "{}")
     await made.view(1, 0)
@@ -179,13 +184,13 @@ async def test_a_job_that_is_done_ends_its_run_once_all_rows_are_there(desk: Des
     desk.add(2)
     await desk.tracker.catch_up()
     assert (desk.notes.steps, desk.notes.ends) == ([1, 2], ["done"])
-    assert not desk.all.wanted(cast(Any, desk.controller), "jsonl")
+    assert not desk.ports.is_wanted(cast(Any, desk.controller), "jsonl")
 
 
 async def test_a_seed_that_stops_after_its_job_waits_for_no_row(desk: Desk) -> None:
     desk.add(1, 3)
     desk.controller.ends("done", 4)
-    desk.all.stopping.set()
+    desk.ports.stopping.set()
     await desk.tracker.catch_up()
     assert (desk.notes.steps, desk.notes.ends) == ([1, 3], ["done"])
 
@@ -228,7 +233,7 @@ async def test_a_job_that_is_forgotten_leaves_no_thread(desk: Desk, monkeypatch:
         assert await asyncio.to_thread(desk.notes.writes.wait, DEADLINE_S)
         (tracked,) = desk.all._tasks.values()
         (thread,) = (thread for thread in set(threading.enumerate()) - others if thread.name == "track")
-        desk.all.seed.controllers.clear()
+        desk.controllers.clear()
         await tracked
         await asyncio.to_thread(thread.join, DEADLINE_S)
     looking.cancel()

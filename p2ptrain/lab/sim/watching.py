@@ -39,11 +39,12 @@ from ring.transaction import Transaction
 from ring.versions import VersionMember
 from ring.view import View
 from roles import gauges
-from roles.seed import jobs
+from roles.seed import job_profiles
 from roles.seed import run as backup
 from roles.seed.jobs import JobController
-from roles.seed.ledger import Ledger as SeedLedger
+from roles.seed.ledger import JobLedger
 from roles.seed.store import Records
+from roles.seed.view_census import ViewCensus
 from roles.seed_link import SeedLink
 from roles.strategies import parts, server
 from roles.strategies.secure import Masks
@@ -167,7 +168,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             observer.checkpoints.announced(machine, message.step, message.digest)
         original(self, message)
 
-    def give_up(original: Any, self: SeedLedger, *arguments: Any) -> Any:
+    def give_up(original: Any, self: JobLedger, *arguments: Any) -> Any:
         before, text = self.step, original(self, *arguments)
         if text:
             observer.gave_up(before + 1, self.step)
@@ -249,7 +250,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
                 "keep_copy",
                 _then(lambda disk, directory, data: simulation.copies.append((observer.line.generation, data))),
             ),
-            (SeedLedger, "_give_up_gap", _around(give_up)),
+            (JobLedger, "_give_up_gap", _around(give_up)),
             (Strategy, "_summarize", _around(summarize)),
             (Reports, "step_done", _then(step_done)),
             (Quarantine, "_exclude", _then(excluded)),
@@ -324,7 +325,7 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         [
             (token, "_false_figure", _believed),
             (transaction, "granted", _anyones),
-            (jobs, "_least_steps", lambda original: lambda profile: 0),
+            (job_profiles, "least_steps", lambda original: lambda profile: 0),
         ],
         ("false-token",),
     ),
@@ -342,7 +343,7 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
     # A restored seed continues in the term of its copy.
     "term": ([(backup, "next_term", lambda original: lambda term: term)], ("seed-lost", "join", "kill")),
     # A restored seed continues from the newest view in its copy, whatever view the members are in.
-    "adopt": ([(JobController, "_newest_told", lambda original: lambda self: None)], ("seed-lost", "join")),
+    "adopt": ([(ViewCensus, "newest_view", lambda original: lambda self, known: None)], ("seed-lost", "join")),
     # A checkpoint is written as soon as this member has applied its step.
     "confirm": (
         [(Transaction, "_confirm", lambda original: lambda self: self._begin_boundary(save=True))],

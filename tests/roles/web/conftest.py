@@ -72,7 +72,7 @@ class Api:
         """Ask until the answer fits; something changes meanwhile."""
         content = None
         async with asyncio.timeout(DEADLINE_S):
-            with self.cluster.seeds[-1].watching() as news:
+            with self.cluster.seeds[-1].overview.watching() as news:
                 async for changes in news.rounds():
                     list(changes)
                     if fits(content := await self.done("GET", path)):
@@ -96,7 +96,7 @@ async def api_of(root: Path, *, encrypted: bool = False) -> AsyncIterator[Api]:
 
 def app_of(cluster: Cluster, experiments: Experiments, *access: Any) -> WebApp:
     seed = cluster.seeds[-1]
-    return WebApp(seed, LocalRequests(seed), create, experiments.endpoints(), *access)
+    return WebApp(seed.overview, LocalRequests(seed), create, experiments.endpoints(), *access)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

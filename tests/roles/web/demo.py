@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.lab.experiments.endpoints import ExperimentInfo, Experiments
 from roles.http.server import serving
-from roles.seed.events import STATE_TOPICS, Subscription, Subscriptions
+from roles.seed.events import STATE_TOPICS, Announcements, Subscription
 from roles.web.app import WebApp
 from tests.tui.demo import DemoCluster
 from wire.messages import Update
@@ -39,7 +40,9 @@ class DemoSeed:
         self.told: list[tuple[str, str]] = []
         self.fetched: list[int] = []
         self.created = 0
-        self.subscriptions = Subscriptions(lambda topic, ident: self._records[topic].get(ident))
+        self.announcements = Announcements(
+            MagicMock(), MagicMock(), lambda topic, ident: self._records[topic].get(ident)
+        )
         self._records: dict[str, dict[str, dict[str, Any]]] = {topic: {} for topic in STATE_TOPICS}
         self._take(self.demo.everything())
 
@@ -48,13 +51,13 @@ class DemoSeed:
             for item in update.items:
                 if update.topic in STATE_TOPICS:
                     self._records[update.topic][str(item.get("id"))] = item
-                    self.subscriptions.touch(update.topic, str(item.get("id")))
+                    self.announcements.touch(update.topic, str(item.get("id")))
                 elif kind := TOPICS.get(update.topic):
-                    self.subscriptions.add(cast(Any, kind.from_map_untrusted(item)))
+                    self.announcements.add(cast(Any, kind.from_map_untrusted(item)))
 
     @contextmanager
     def watching(self) -> Iterator[Subscription]:
-        with self.subscriptions.open() as news:
+        with self.announcements.subscribe() as news:
             for topic, records in self._records.items():
                 news.touch(topic, records)
             yield news
@@ -65,7 +68,7 @@ class DemoSeed:
 
     def lose(self) -> None:
         """The streams end, as those of a seed that stops."""
-        self.subscriptions.end(ConnectionLost("the seed is gone"))
+        self.announcements.end(ConnectionLost("the seed is gone"))
 
     def job_infos(self) -> list[JobInfo]:
         return [self.demo.job(), *self.demo.other_jobs()]

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from websockets.asyncio.client import connect
@@ -19,7 +20,7 @@ from p2ptrain.core.errors import ConnectionLost
 from roles.http import server
 from roles.http.server import serving
 from roles.seed import events
-from roles.seed.events import Subscription, Subscriptions
+from roles.seed.events import Announcements, Subscription
 from roles.web import feed
 from roles.web.app import WebApp
 from roles.web.feed import follow
@@ -42,21 +43,21 @@ class Seed:
     def __init__(self) -> None:
         self.rows: dict[int, MetricRow] = {}
         self.records: dict[str, dict[str, Any]] = {"jobs": {JOB: RUNNING}, "peers": {}}
-        self.subscriptions = Subscriptions(self._render)
+        self.announcements = Announcements(MagicMock(), MagicMock(), self._render)
 
     def commit(self, *steps: int, generation: int = 0) -> None:
         """Record these steps, and tell of them."""
         for step in steps:
             self.rows[step] = MetricRow(JOB, step, 0.0, generation=generation)
-            self.subscriptions.add(self.rows[step])
+            self.announcements.add(self.rows[step])
 
     def tell_peer(self, name: str, step: int = 0) -> None:
         self.records["peers"][name] = PeerInfo(name, name, ["worker"], "", "training", "", 0.0, step=step)
-        self.subscriptions.touch("peers", name)
+        self.announcements.touch("peers", name)
 
     def forget(self, job: str) -> None:
         del self.records["jobs"][job]
-        self.subscriptions.touch("jobs", job)
+        self.announcements.touch("jobs", job)
 
     def _render(self, topic: str, ident: str) -> dict[str, Any] | None:
         record = self.records[topic].get(ident)
@@ -64,7 +65,7 @@ class Seed:
 
     @contextmanager
     def watching(self) -> Iterator[Subscription]:
-        with self.subscriptions.open() as news:
+        with self.announcements.subscribe() as news:
             for topic, records in self.records.items():
                 news.touch(topic, records)
             yield news
@@ -137,7 +138,7 @@ async def test_the_snapshot_then_what_changes(monkeypatch: pytest.MonkeyPatch) -
         assert [message["topic"] for message in first.messages] == ["jobs", "metrics", "events", "ready"]
         assert (first.steps, first.of("ready")) == ([1, 2, 3], [])
         del first.messages[:]
-        seed.subscriptions.add(MetricRow("another", 9, 0.0))
+        seed.announcements.add(MetricRow("another", 9, 0.0))
         for name in ("a", "b"):
             seed.tell_peer(name)
             await first.until(lambda name=name: [peer["id"] for peer in first.of("peers")][-1:] == [name])
@@ -193,7 +194,7 @@ async def test_a_reader_is_told_when_the_seed_stops(monkeypatch: pytest.MonkeyPa
     async with following(monkeypatch) as (seed, reader):
         one = reader()
         await one.until(lambda: one.of("jobs") != [])
-        seed.subscriptions.end(ConnectionLost("the seed is stopping"))
+        seed.announcements.end(ConnectionLost("the seed is stopping"))
         await asyncio.wait({one.task}, timeout=DEADLINE_S)
         assert "seed" in str(one.task.exception())
 
@@ -218,7 +219,7 @@ async def test_a_reader_that_never_reads_is_cut_off_and_the_others_go_on(
                 deaf.connect(("127.0.0.1", port))
                 deaf.sendall(UPGRADE.format(path).encode())
                 steps, told = list[int](), 0
-                while len(seed.subscriptions._feeds) == 2 or told < 1000:  # two of them from the first steps on
+                while len(seed.announcements._subscriptions) == 2 or told < 1000:  # two of them from the first steps on
                     seed.commit(*range(told + 1, told + 51))
                     told += 50
                     while steps[-1:] != [told]:

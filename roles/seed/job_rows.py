@@ -1,0 +1,161 @@
+"""What the seed records of a job's steps: rows of metrics, rows of the ledger, and interruptions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ring.coordination import CheckpointsSaved
+from ring.recovery import Recorder
+from ring.view import View
+from roles.seed.checkpoints import saved_of
+from roles.seed.ledger import JobLedger
+from roles.seed.peers import MAX_WHOLE, clipped, whole
+from roles.seed.store import Records
+from wire.job_messages import StepMetrics, distance_key, excluded_key
+from wire.records import LedgerHead, MemberScore, MetricRow, RecoveryInfo
+
+_METRICS = {item.name for item in dataclasses.fields(MetricRow)} - {"job", "step", "wall", "generation", "members"}
+_SHOWN = (
+    "loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "compute_ms", "communicate_ms", "wait_ms", "epsilon", "delta",
+)  # fmt: skip
+MAX_GAP = 512
+"""Newest steps of which a row may still come after that of a later step: more than a member remembers."""
+DISTANCES = 5
+"""Window of the moving average of a member's distances. They are measured once in some steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobHistory:
+    """What the store knows of a job apart from its record. ``reread``: the job is older than this run of the seed."""
+
+    view: View | None = None
+    row: MetricRow | None = None
+    val_loss: float | None = None
+    saved: CheckpointsSaved = field(default_factory=lambda: CheckpointsSaved({}))
+    head: LedgerHead | None = None
+    begins: Sequence[tuple[int, int, str]] = ()  # generation, step and lineage of each known view
+    recoveries: int = 0
+    step_ms: tuple[float, int] = (0.0, 0)  # as Records.mean_step_ms
+    reread: bool = False
+
+
+def read_history(records: Records, job: str) -> JobHistory:
+    """Runs on the store's thread."""
+    row, val_loss = newest_row(records, job)
+    view, saved = records.last_view(job), saved_of(records.checkpoints(job))
+    newest = records.recoveries(job, 1)
+    number = newest[-1].number if newest else 0
+    head, begins, step_ms = records.ledger_head(job), records.begins(job), records.mean_step_ms(job)
+    return JobHistory(view, row, val_loss, saved, head, begins, number, step_ms, reread=True)
+
+
+def newest_row(records: Records, job: str) -> tuple[MetricRow | None, float | None]:
+    """The newest row of metrics, and the newest validation loss. Runs on the store's thread."""
+    return next(iter(records.last_metrics(job, 1)), None), records.last_val_loss(job)
+
+
+def step_s(row: MetricRow | None) -> float:
+    return max(row.step_ms or 0.0, 0.0) / 1e3 if row else 0.0
+
+
+class JobRows:
+    """The newest rows of one job, and which rows are still missing. Pure.
+
+    Attributes:
+        newest: the newest row of metrics; None before the first.
+        val_loss: the newest validation loss.
+        scores: of the members of the present view, if a robust rule combines their gradients.
+    """
+
+    def __init__(self, job: str, history: JobHistory) -> None:
+        self.job = job
+        self.ledger = JobLedger(job, history.head, history.begins)
+        self.recoveries = Recorder(job, number=history.recoveries, view=history.view)
+        self.newest, self.val_loss = history.row, history.val_loss
+        self.scores: dict[str, MemberScore] = {}
+        # The steps up to ``_complete_to``, and those in ``_beyond``, have their rows of metrics.
+        self._complete_to, self._beyond = history.row.step if history.row else 0, set[int]()
+        self._mean_ms, self._timed_steps = history.step_ms
+
+    def view_began(self, view: View) -> int:
+        """Take back the steps after the view's. Returns the step up to which all rows are recorded."""
+        self.ledger.view_began(view)
+        self._complete_to = min(self._complete_to, view.step)
+        self._beyond = {step for step in self._beyond if step <= view.step}
+        return min(self.ledger.step, self._complete_to)
+
+    def is_of(self, view: View, message: StepMetrics) -> bool:
+        """Whether the step counts in this view: a later view did not take it back."""
+        is_current = message.generation == view.generation or message.step <= view.step
+        return is_current and not self.ledger.begins.superseded(message.generation, message.step)
+
+    def end_recovery(self, message: StepMetrics, now: float) -> RecoveryInfo | None:
+        """The record of the interruption that this step ends, if it ends one."""
+        form_ms = message.values.get("form_ms")
+        form_s = form_ms / 1e3 if form_ms is not None and math.isfinite(form_ms) and form_ms >= 0 else None
+        ended = self.recoveries.committed(message.generation, message.step, now, form_s)
+        return replace(ended, text=clipped(ended.text), fetched_bytes=whole(ended.fetched_bytes)) if ended else None
+
+    def add_step(self, message: StepMetrics, wall: float) -> MetricRow | None:
+        """The new row of metrics. None if the step has one: members repeat reports, because the first reporter, or the
+        seed, may have died."""
+        if not self._lacks(message.step):
+            return None
+        known = {name: value for name, value in message.values.items() if name in _METRICS and math.isfinite(value)}
+        members = whole(message.values.get("members"))
+        row = MetricRow(self.job, message.step, wall, generation=message.generation, members=members, **known)
+        if row.step_ms is not None:
+            self._timed_steps += 1
+            self._mean_ms += (max(row.step_ms, 0.0) - self._mean_ms) / self._timed_steps
+        if self.newest is None or row.step >= self.newest.step:
+            self.newest = row
+            self.val_loss = row.val_loss if row.val_loss is not None else self.val_loss
+        return row
+
+    def _lacks(self, step: int) -> bool:
+        """Whether the step has no row yet. From now on it has one. The oldest missing rows are given up."""
+        if step <= self._complete_to or step in self._beyond:
+            return False
+        self._beyond.add(step)
+        if len(self._beyond) > MAX_GAP:
+            self._complete_to = min(self._beyond) - 1
+        while self._complete_to + 1 in self._beyond:
+            self._complete_to += 1
+            self._beyond.discard(self._complete_to)
+        return True
+
+    def count_scores(self, view: View, values: Mapping[str, float]) -> None:
+        """Count a step that a robust rule combined. Members that left the view are forgotten."""
+        scores = {}
+        for rank, member in enumerate(view.members):
+            peer_id, out, far = member.peer_id, values.get(excluded_key(rank)), values.get(distance_key(rank))
+            known = self.scores.get(peer_id, MemberScore(peer_id))
+            distance = known.distance
+            if far is not None and 0 <= far < math.inf:
+                distance = far if distance is None else distance + (far - distance) / DISTANCES
+            counts = known.steps + (out is not None), known.excluded + (out == 1)
+            scores[peer_id] = MemberScore(peer_id, *counts, distance)
+        self.scores = scores
+
+    def shares(self, view: View) -> list[int]:
+        """Micro-batches of each member in the newest step of a view; before its first step, as planned."""
+        if self.ledger.generation == view.generation and len(self.ledger.counts) == view.size:
+            return list(self.ledger.counts)
+        return [member.count for member in view.members]
+
+    def figures(self, step: int) -> dict[str, Any]:
+        """Fields of ``JobInfo`` for a job that has committed ``step``."""
+        row = self.newest
+        shown = {name: getattr(row, name) for name in _SHOWN} if row else {}
+        step_tokens = (row.tokens_per_s or 0.0) * (row.step_ms or 0.0) / 1e3 if row else 0.0
+        tokens = step * round(min(max(step_tokens, 0.0), 1e12))
+        return shown | {
+            "val_loss": self.val_loss,
+            "tokens_total": min(tokens, MAX_WHOLE),
+            "scores": list(self.scores.values()),
+            "trained_s": round(step * self._mean_ms / 1e3, 1),  # also of steps whose rows are deleted
+        }

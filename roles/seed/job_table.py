@@ -1,0 +1,149 @@
+"""All jobs of a seed: made, found, forgotten, and given free workers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from p2ptrain.core.errors import Refused
+from ring import coordination as co
+from roles.background import started_in
+from roles.seed.checkpoints import saved_of
+from roles.seed.job_rows import JobHistory, read_history
+from roles.seed.jobs import JobController, JobPorts
+from roles.seed.peers import ConnectedPeer, checkpoint_id, clipped, did_you_mean
+from roles.seed.store import JobRecord, Records
+from wire.job_messages import Release
+from wire.messages import EventNotice
+from wire.records import JobInfo
+
+
+class JobTable:
+    """The controllers of all jobs. ``controllers``: job id → controller, the oldest first."""
+
+    def __init__(self, ports: JobPorts) -> None:
+        self.controllers: dict[str, JobController] = {}
+        self._ports = ports
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def load(self) -> None:
+        """Read all jobs from the store. Raises ``StorageError``."""
+        for record, spec in await self._ports.store.call(Records.jobs):
+            history = await self._ports.store.call(read_history, record.id)
+            self.controllers[record.id] = JobController(self._ports, record, spec, history)
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        for controller in self.controllers.values():
+            tasks.create_task(controller.run(), name=f"job {controller.id}")
+
+    async def create(self, record: JobRecord, spec: str) -> None:
+        """Add a job. It starts when enough workers are ready. Raises ``StorageError``."""
+        await self._ports.store.call(Records.add_job, record, spec)
+        controller = self.controllers[record.id] = JobController(self._ports, record, spec, JobHistory())
+        assert self._tasks is not None
+        started_in(self._tasks, controller.run(), f"job {controller.id}")
+        self._ports.request_backup()
+        text = f"job {record.name} ({record.id}) was created"
+        self._ports.announcements.note("info", "job-created", text, job=record.id)
+        self._touch(controller)
+        self.assign_workers()
+
+    async def forget(self, controller: JobController) -> None:
+        """Remove an ended job and its records. Its checkpoints stay on the workers' disks."""
+        controller.retire()
+        del self.controllers[controller.id]
+        self._ports.checkpoints.forget(controller.id)
+        self._touch(controller)
+        await self._ports.store.call(Records.forget_job, controller.id)
+
+    def _touch(self, controller: JobController) -> None:
+        self._ports.announcements.touch("jobs", controller.id)
+        self._ports.announcements.touch("cluster", "")
+
+    def find(self, text: str) -> JobController:
+        """Find a job by id, by the beginning of its id, or by name (the newest of that name). Raises ``Refused``."""
+        if text in self.controllers:
+            return self.controllers[text]
+        named = [each for each in self.controllers.values() if each.record.name == text]
+        if named:
+            return named[-1]
+        begun = [each for each in self.controllers.values() if each.id.startswith(text)]
+        if len(begun) == 1:
+            return begun[0]
+        if begun:
+            ids = ", ".join(each.id for each in begun[:4])
+            raise Refused("ambiguous", f"several jobs begin with {text!r}: {ids}", remedy="give more of the id")
+        hint = did_you_mean(text, [*self.controllers, *(each.record.name for each in self.controllers.values())])
+        raise Refused("unknown-job", f"there is no job {clipped(text, 80)!r}{hint}", remedy="see p2ptrain jobs list")
+
+    def trained_by(self, peer: ConnectedPeer, job: str) -> JobController | None:
+        """The job, if it is the worker's present or last one. Reports stored without a connection arrive late."""
+        return self.controllers.get(job) if job and job in (peer.job, peer.last_job) else None
+
+    def checkpoints_changed(self, job: str) -> None:
+        if job in self.controllers:
+            self.controllers[job].post(saved_of(self._ports.checkpoints.of(job)))
+
+    def info(self, controller: JobController) -> JobInfo:
+        """The record that people see."""
+        is_waiting = controller.core.phase is co.JobPhase.WAITING and not controller.core.peer_ids
+        queued = is_waiting and any(other.live and other.core.peer_ids for other in self.controllers.values())
+        return controller.info(queued=queued)
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def return_worker(self, peer: ConnectedPeer) -> None:
+        """Give a worker that connected again to the job that it still holds, or tell it to drop that job."""
+        controller = self.controllers.get(peer.hello.job)
+        stages = peer.hello.capabilities.get("stages", controller.stages if controller else 1)
+        if controller is not None and controller.live and stages == controller.stages:
+            controller.take_back(peer)
+        elif peer.hello.job:
+            peer.last_job = peer.hello.job
+            is_over = controller is None or not controller.live
+            peer.send(Release(peer.hello.job[:64], "the job is over" if is_over else "the job has other parts now"))
+        self.assign_workers()
+
+    def assign_workers(self) -> None:
+        """Give free workers to the oldest job that wants them. If a job still lacks some, paused jobs yield theirs."""
+        controllers, announcements = self.controllers.values(), self._ports.announcements
+        for peer in self._ports.peers.connected.values():
+            if peer.job or not peer.trains:
+                continue
+            takers = (each for each in controllers if each.census.settled.is_set() and not each.core.refusal(peer.id))
+            if (taker := next(takers, None)) is None:
+                self._notify_idle(peer)
+            else:
+                peer.job, peer.idle_reason = taker.id, ""
+                taker.post(co.PeerOffered(taker.offer_of(peer)))
+                announcements.touch("peers", peer.id)
+        waiting = [each for each in controllers if each.core.phase is co.JobPhase.WAITING]
+        if any(each.core.short for each in waiting):
+            for each in controllers:
+                if self.may_yield(each):
+                    each.post(co.Signal.YIELD)
+        announcements.touch("jobs", *(each.id for each in waiting))
+
+    def _notify_idle(self, peer: ConnectedPeer) -> None:
+        jobs = [each for each in self.controllers.values() if each.live]
+        reasons = (f"job {each.record.name} {each.core.refusal(peer.id) or 'is being restored'}" for each in jobs)
+        text = clipped("idle: " + ("; ".join(reasons) or "`p2ptrain jobs create` starts a job"))
+        if text != peer.idle_reason:
+            peer.idle_reason = text
+            peer.send(EventNotice("info", "kept-out", text, ""))
+
+    def may_yield(self, controller: JobController) -> bool:
+        """Whether a paused job can release its workers, because its state is in a checkpoint on their disks."""
+        if not controller.census.settled.is_set():
+            return False
+        survivors = controller.core.paused_survivors()
+        if not survivors:
+            return survivors is not None
+        step = max(report.applied for report in survivors.values())
+        at_step = [peer_id for peer_id, report in survivors.items() if report.applied == step]
+        return controller.whole(
+            peer_id
+            for peer_id in at_step
+            if checkpoint_id(controller.id, step, peer_id, controller.stage_of(peer_id))
+            in self._ports.checkpoints.known
+        )

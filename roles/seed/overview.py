@@ -1,0 +1,122 @@
+"""What people see of a cluster: a record for each peer, job, checkpoint, part and serving peer, and their changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from p2ptrain import __version__
+from p2ptrain.core.world import Clock
+from ring.view import TERM_BITS
+from roles.seed.checkpoints import CheckpointCatalogue
+from roles.seed.events import Announcements, Map, Subscription
+from roles.seed.job_table import JobTable
+from roles.seed.peers import ConnectedPeer, PeerTable
+from roles.seed.serving import part_infos, serving_infos
+from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, PeerInfo, ServingInfo
+
+LOST_SHOWN_S = 60.0
+"""How long people see a lost peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeedIdentity:
+    """A seed in its cluster. ``cluster_id`` is also the seed's peer id. ``term`` rises with each restore."""
+
+    cluster_id: str
+    name: str
+    term: int
+
+    @property
+    def minted_below(self) -> int:
+        """Generations up to this one may be of an earlier term."""
+        return self.term << TERM_BITS
+
+
+class Overview:
+    """Makes the records that people see. ``address``: of the seed, for other machines."""
+
+    def __init__(
+        self,
+        identity: SeedIdentity,
+        clock: Clock,
+        peers: PeerTable,
+        jobs: JobTable,
+        checkpoints: CheckpointCatalogue,
+        announcements: Announcements,
+    ) -> None:
+        self.address = ""
+        self._identity, self._clock, self._started_at = identity, clock, clock.wall()
+        self._peers, self._jobs, self._checkpoints, self._announcements = peers, jobs, checkpoints, announcements
+
+    def cluster_info(self) -> ClusterInfo:
+        identity, peers, jobs = self._identity, len(self._peers.connected), len(self._jobs.controllers)
+        return ClusterInfo(identity.cluster_id, identity.name, __version__, self.address, self._started_at, peers, jobs)
+
+    def job_infos(self) -> list[JobInfo]:
+        return [self._jobs.info(controller) for controller in self._jobs.controllers.values()]
+
+    def peer_infos(self) -> list[PeerInfo]:
+        return [self._peer_info(peer) for peer in [*self._peers.connected.values(), *self._peers.lost.values()]]
+
+    def serving_infos(self) -> list[ServingInfo]:
+        return serving_infos(self._peers.connected.values())
+
+    def checkpoint_infos(self) -> list[CheckpointInfo]:
+        return list(self._checkpoints.known.values())
+
+    def recent_events(self) -> Sequence[EventInfo]:
+        return self._announcements.recent
+
+    def _peer_info(self, peer: ConnectedPeer) -> PeerInfo:
+        controllers, now = self._jobs.controllers, self._clock.now()
+        controller = controllers.get(peer.job)
+        if controller is None and peer.lost_at is not None:
+            controller = next((item for item in controllers.values() if item.holds(peer.id)), None)
+        if controller is None:
+            return peer.info(now, None)
+        view = controller.running_view
+        rank = view.rank_of(peer.id) if view else None
+        edge = controller.edge_from(view, rank) if view and rank is not None else None
+        shares = controller.rows.shares(view) if view else ()
+        stage, state = controller.stage_of(peer.id), controller.core.state
+        return peer.info(now, view, edge, shares, stage, controller.stages, job_state=state)
+
+    @contextmanager
+    def watching(self) -> Iterator[Subscription]:
+        """A subscription to all records of state, and to all changes within the block."""
+        with self._announcements.subscribe() as updates:
+            updates.touch("cluster", [""])
+            updates.touch("peers", [*self._peers.connected, *self._peers.lost])
+            updates.touch("jobs", self._jobs.controllers)
+            updates.touch("checkpoints", self._checkpoints.known)
+            updates.touch("parts", [part.id for part in part_infos(self._peers.connected.values())])
+            updates.touch("serving", [info.id for info in self.serving_infos()])
+            yield updates
+
+    def render(self, topic: str, item_id: str) -> Map | None:
+        """A record as a map; None if it was deleted."""
+        if topic == "cluster":
+            return self.cluster_info().to_map()
+        if topic == "peers":
+            peer = self._peers.connected.get(item_id) or self._peers.lost.get(item_id)
+            return self._peer_info(peer).to_map() if peer else None
+        if topic == "jobs":
+            controller = self._jobs.controllers.get(item_id)
+            return self._jobs.info(controller).to_map() if controller else None
+        holder = self._peers.connected.get(item_id.partition("/")[0])  # a part's id begins with that of its worker
+        if topic == "parts":
+            return holder.parts[item_id].to_map() if holder and item_id in holder.parts else None
+        if topic == "serving":
+            return holder.serving.to_map() if holder and holder.serving else None
+        checkpoint = self._checkpoints.known.get(item_id)
+        return checkpoint.to_map() if checkpoint else None
+
+    async def run(self) -> None:
+        """Once a second, update the ages that people see, and forget peers lost ``LOST_SHOWN_S`` ago."""
+        while True:
+            await asyncio.sleep(1.0)
+            forgotten = self._peers.forget_lost(self._clock.now() - LOST_SHOWN_S)
+            self._announcements.touch("peers", *forgotten, *self._peers.connected)
