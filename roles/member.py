@@ -30,7 +30,7 @@ from p2ptrain.core.texts import printable
 from p2ptrain.core.world import World
 from roles.gauges import Gauges
 from roles.identity import Identity
-from roles.seed_link import HeartbeatStats, Notify, SeedLink, WaitS, no_wait, terms_in, write_terms
+from roles.seed_link import HeartbeatStats, KnownSeeds, Notify, SeedLink, WaitS, no_wait, terms_in, write_terms
 from wire.address import advertised_host
 from wire.connection import Connection
 from wire.enrol import LOOK_S, RunMembership
@@ -102,15 +102,13 @@ class MemberProcess(ABC):
         self._terms = terms_in(world.disk, identity.directory)
         self._link = SeedLink(
             world=world,
-            seeds=[options.seed, *options.others],
+            seeds=KnownSeeds([options.seed, *options.others], self._terms, self._term_met),
             wait_s=options.wait_s,
-            terms=self._terms,
             hello=self._hello,
             pulse=lambda: replace(self._pulse(), gpus=self._gauges.gpus()),
             on_message=self._message,
             on_up=self._up,
             on_down=self._down,
-            on_term=self._term_met,
         )
 
     # --------------------------------------------------------------------------------------------- what each role does

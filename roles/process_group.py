@@ -37,7 +37,7 @@ from ring.dtypes import REDUCTIONS, Array, divide, storage_dtype
 from ring.links import Inbound
 from ring.session import RingSession
 from ring.view import View
-from roles.seed_link import HeartbeatStats, SeedLink, may_pass
+from roles.seed_link import HeartbeatStats, KnownSeeds, SeedLink, may_pass
 from wire.connection import Connection
 from wire.handshake import local_hello, local_welcome, serve
 from wire.job_messages import MemberRecord
@@ -334,7 +334,7 @@ class GroupHost:
             capabilities={"group": f"{program}/{group.view.job[:8]}", "rank": group.rank},
         )  # fmt: skip
         self._link = SeedLink(
-            world=self.world, seeds=[self._seed], terms={}, on_term=lambda: None,
+            world=self.world, seeds=KnownSeeds([self._seed], {}, on_term=lambda: None),
             wait_s=lambda problem: math.inf if may_pass(problem) else 0.0,
             hello=lambda: hello, pulse=lambda: HeartbeatStats(0, 0, "training", {}), on_message=_heard_from_seed,
             on_up=lambda welcome: None, on_down=lambda problem: None,

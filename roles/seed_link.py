@@ -101,14 +101,79 @@ class HeartbeatStats:
     gpus: list[GpuInfo] = field(default_factory=list)
 
 
+class KnownSeeds:
+    """The addresses of a cluster's seed, and which of them may lead.
+
+    Args:
+        addresses: tried in turn, beginning with the one that accepted this member last.
+        terms: cluster → the highest term that was met; changed in place.
+        on_term: called when ``terms`` changed.
+    """
+
+    def __init__(self, addresses: Sequence[Address], terms: dict[str, int], on_term: Callable[[], None]) -> None:
+        self.addresses = list(dict.fromkeys(addresses))
+        self._terms, self._on_term = terms, on_term
+        self._cluster = ""
+
+    def complete(self, hello: Hello) -> Hello:
+        """Add the cluster and the term that this member knows."""
+        return replace(hello, cluster=self._cluster, term=self._terms.get(self._cluster, 0))
+
+    def accept(self, address: Address, welcome: Welcome) -> bool:
+        """Whether the seed at ``address`` may lead: no later one was met. It is then the first to be tried."""
+        before = self._terms.get(welcome.cluster_id)
+        if not (before or 0) <= welcome.term < MAX_TERM:
+            return False
+        self.addresses = list(dict.fromkeys([address, *self.addresses]))
+        self._cluster = welcome.cluster_id
+        self._terms.pop(welcome.cluster_id, None)
+        self._terms[welcome.cluster_id] = welcome.term  # the dict's order is from oldest to newest
+        if before != welcome.term:
+            self._on_term()
+        return True
+
+
+class Outbox:
+    """Messages that the seed may lack: those sent without a connection, and the newest sent over the last one, which
+    may have been lost in a socket's buffer. The seed ignores repeats."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        # About half a day at two seconds a step, 10 MB at most. Each with the time of the clock.
+        self._unsent: deque[tuple[float, Message]] = deque(maxlen=20_000)
+        self._recent: deque[Message] = deque(maxlen=512)
+
+    def sent(self, message: Message) -> None:
+        if isinstance(message, StepMetrics | CheckpointSaved):
+            self._recent.append(message)
+
+    def store(self, message: Message) -> None:
+        """Store metrics, checkpoints and events until there is a connection. Other messages are lost."""
+        if isinstance(message, StepMetrics | CheckpointSaved | EventNotice):
+            self._unsent.append((self._now(), message))
+
+    async def send_all(self, connection: Connection, timeout_s: float) -> None:
+        now = self._now()
+        missed = [*((now, message) for message in self._recent), *self._unsent]
+        self._recent.clear()
+        self._unsent.clear()
+        self._unsent.extend(missed)
+        while self._unsent:
+            stored_at, message = self._unsent[0]
+            if isinstance(message, EventNotice):
+                message = replace(message, age_s=now - stored_at)
+            connection.send(message)
+            self.sent(message)
+            self._unsent.popleft()
+            if len(self._unsent) % 256 == 0:
+                await connection.flush(timeout_s=timeout_s)
+
+
 class SeedLink:
     """One member's link to its seed.
 
     Args:
-        seeds: addresses of the seed. They are tried in turn, beginning with the one that accepted this member last.
         wait_s: for a first connection.
-        terms: cluster → the highest term that was met; changed in place.
-        on_term: called when ``terms`` changed.
         hello: makes the current ``Hello`` (it names the running view).
         on_up, on_down: called when the link is up, and when it is lost.
     """
@@ -117,27 +182,19 @@ class SeedLink:
         self,
         *,
         world: World,
-        seeds: Sequence[Address],
+        seeds: KnownSeeds,
         wait_s: WaitS,
-        terms: dict[str, int],
         hello: Callable[[], Hello],
         pulse: Callable[[], HeartbeatStats],
         on_message: Callable[[Message], None],
         on_up: Callable[[Welcome], None],
         on_down: Callable[[P2PTrainError], None],
-        on_term: Callable[[], None],
     ) -> None:
-        self._world, self._wait_s = world, wait_s
-        self._seeds, self._terms, self._on_term = list(dict.fromkeys(seeds)), terms, on_term
-        self._cluster = ""
+        self._world, self._seeds, self._wait_s = world, seeds, wait_s
+        self._outbox = Outbox(world.clock.now)
         self._hello, self._pulse = hello, pulse
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
         self._connection: Connection | None = None
-        # Messages kept while the seed is away: about half a day at two seconds a step, 10 MB at most.
-        self._kept: deque[tuple[float, Message]] = deque(maxlen=20_000)  # each with the time of the clock
-        # The newest sent messages are sent again after a loss of the link, which may have lost them in a socket's
-        # buffer. The seed ignores repeats.
-        self._recent: deque[Message] = deque(maxlen=512)
         self.rtt_ms: float | None = None
         self._leaving = False
         self._beat_at = (0, 0.0)  # number of the newest beat, and when it was sent
@@ -145,7 +202,7 @@ class SeedLink:
 
     @property
     def host(self) -> str:
-        return self._seeds[0][0]
+        return self._seeds.addresses[0][0]
 
     @property
     def up(self) -> bool:
@@ -156,13 +213,11 @@ class SeedLink:
         if self._connection is not None:
             try:
                 self._connection.send(message)
-                if isinstance(message, StepMetrics | CheckpointSaved):
-                    self._recent.append(message)
+                self._outbox.sent(message)
                 return
             except ConnectionLost:
                 pass  # the reader sees it too, and reconnects
-        if isinstance(message, StepMetrics | CheckpointSaved | EventNotice):
-            self._kept.append((self._world.clock.now(), message))
+        self._outbox.store(message)
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request to the seed. Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost``."""
@@ -203,8 +258,8 @@ class SeedLink:
     async def _dial(self) -> tuple[Connection, Welcome]:
         """Connect to the first seed that accepts this member. Raises a final refusal, or else the first problem."""
         problems: list[P2PTrainError] = []
-        for place in list(self._seeds):
-            hello = replace(self._hello(), cluster=self._cluster, term=self._terms.get(self._cluster, 0))
+        for place in list(self._seeds.addresses):
+            hello = self._seeds.complete(self._hello())
             try:
                 connection, welcome = await dial(
                     # 25 s: enough for the dial, the handshake (5 s each) and the seed's dial-back (10 s).
@@ -223,21 +278,12 @@ class SeedLink:
                 problems.append(ProtocolError(f"the seed at {format_address(*place)} sent invalid heartbeat times"))
                 connection.abort(problems[-1])
                 continue
-            met = self._terms.get(welcome.cluster_id, 0)
-            if met <= welcome.term < MAX_TERM:
-                self._met(place, welcome)
+            if self._seeds.accept(place, welcome):
                 return connection, welcome
             connection.abort()
             text = f"a seed that was restored from a backup has replaced the one at {format_address(*place)}"
             problems.append(Refused(RefusalCode.STALE_TERM, text, remedy="join the restored seed"))
         raise problems[0]
-
-    def _met(self, place: Address, welcome: Welcome) -> None:
-        self._seeds = list(dict.fromkeys([place, *self._seeds]))
-        self._cluster, before = welcome.cluster_id, self._terms.pop(welcome.cluster_id, None)
-        self._terms[welcome.cluster_id] = welcome.term  # the dict's order is from oldest to newest
-        if before != welcome.term:
-            self._on_term()
 
     async def _find_again(self) -> tuple[Connection, Welcome]:
         clock, random = self._world.clock, self._world.random
@@ -262,7 +308,7 @@ class SeedLink:
         beats = asyncio.create_task(self._beat(connection, welcome.heartbeat_s), name="beats")
         try:
             self._on_up(welcome)
-            await self._catch_up(connection, welcome.death_s)
+            await self._outbox.send_all(connection, welcome.death_s)
             while True:
                 received = await received_in_time(connection, detector, "the seed")
                 if isinstance(received.message, HeartbeatAck):
@@ -281,23 +327,6 @@ class SeedLink:
             self._calls.lost("the seed")
             beats.cancel()
             connection.abort()
-
-    async def _catch_up(self, connection: Connection, timeout_s: float) -> None:
-        now = self._world.clock.now()
-        missed = [*((now, message) for message in self._recent), *self._kept]
-        self._recent.clear()
-        self._kept.clear()
-        self._kept.extend(missed)
-        while self._kept:
-            kept_at, message = self._kept[0]
-            if isinstance(message, EventNotice):
-                message = replace(message, age_s=now - kept_at)
-            connection.send(message)
-            if isinstance(message, StepMetrics | CheckpointSaved):
-                self._recent.append(message)
-            self._kept.popleft()
-            if len(self._kept) % 256 == 0:
-                await connection.flush(timeout_s=timeout_s)
 
     async def _beat(self, connection: Connection, interval_s: float) -> None:
         seq = 0

@@ -16,7 +16,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.seed_link import HeartbeatStats, SeedLink, WaitS, may_pass, no_wait
+from roles.seed_link import HeartbeatStats, KnownSeeds, SeedLink, WaitS, may_pass, no_wait
 from wire.connection import Connection
 from wire.handshake import PeerServer, local_hello, local_welcome, serve
 from wire.job_messages import SaveNow, StepMetrics
@@ -113,15 +113,13 @@ async def linked(seed: FakeSeed, wait_s: WaitS = no_wait) -> AsyncIterator[Linke
     assert isinstance(network, MemoryNetwork)
     link = SeedLink(
         world=replace(seed.world, network=network.at("worker")),
-        seeds=[("seed", 1)],
+        seeds=KnownSeeds([("seed", 1)], {}, lambda: None),
         wait_s=wait_s,
-        terms={},
         hello=lambda: local_hello(peer_id="w", name="w", roles=["worker"], purpose="peer", port=5),
         pulse=lambda: HeartbeatStats(1, 2, "training", {}),
         on_message=heard,
         on_up=lambda welcome: None,
         on_down=downs.put,
-        on_term=lambda: None,
     )
     running = asyncio.create_task(link.run())
     yield Linked(link, downs, messages, running)
