@@ -72,9 +72,9 @@ class Wobbly:
         return dice // 1000 % VOCAB if self._pick is None else self._pick(position, right)
 
 
-def whole(*, config: str = CONFIG, seed: int = 1, **options: Any) -> StandInStage:
+def whole(*, config: str = CONFIG, layers: int = LAYERS, seed: int = 1, **options: Any) -> StandInStage:
     """A whole model without torch. Options as of ``StandInStage``."""
-    return stand_in_part(config, 0, LAYERS, seed=seed, **options)
+    return stand_in_part(config, 0, layers, seed=seed, **options)
 
 
 @dataclass

@@ -1,12 +1,13 @@
-"""A verifier on virtual time: a target and drafters that compute whole numbers, and a text side of bytes."""
+"""A verifier on virtual time: a model that computes whole numbers, drafters of it, and a text side of bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,16 @@ import numpy as np
 from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import P2PTrainError, ProtocolError, ResourceError
+from p2ptrain.core.errors import P2PTrainError, ResourceError
 from p2ptrain.core.serving import Pass, Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.memory import MemoryNetwork
-from roles.background import Background
-from roles.drafter.drafting import DraftedText, DraftVerdict
 from roles.serving.model import PassRequest, PassResult
-from roles.serving.text_stats import DrafterFacts
-from roles.serving.worker_peer import ClientContext
-from roles.verifier.cost_model import DrafterModel
-from roles.verifier.drafters import DrafterLink, TextDrafts, TextOpening, Vocabulary
+from roles.verifier.drafters import Drafters, Vocabulary
 from roles.verifier.service import ServiceOptions, VerifierService
+from tests.roles.drafter_hosts import TOKENIZER, DrafterHost, Wobbly, around_of, drafter_hosts, model_serves
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
-from wire.text_messages import DrafterAt
 
 CONFIG = stand_in_config(layers=2, vocab_size=256, context=600, rows=1)
 GREEDY = Sampling(0.0)
@@ -122,118 +118,28 @@ class _TargetSession:
         self._target.open_now.pop(self._name, None)
 
 
-@dataclass
-class ScriptedDrafters:
-    """Drafters with the target's own model, each wrong by one in so many drafts (``wrong_every``; 0: never).
-
-    Attributes:
-        closed: sessions that were.
-    """
-
-    count: int = 1
-    latency_s: float = 0.01
-    step_s: float = 0.005
-    wrong_every: int = 0
-    lost_after: int = 0
-    verdicts: list[DraftVerdict] = field(default_factory=list)
-    opened: int = 0
-    closed: int = 0
-    nonsense: tuple[int, ...] = ()
-    texts: set[Any] = field(default_factory=set)
-
-    def best(self) -> list[_ScriptedLink]:
-        return [_ScriptedLink(self)]
-
-    def connected(self) -> list[DrafterLink]:
-        at = [DrafterAt(f"drafter-{number}", f"d{number}", "", 0, "tiny", 0, "") for number in range(1, self.count + 1)]
-        context = ClientContext(world(), "verifier", "verifier", "seed")
-        return [DrafterLink(context, each, Vocabulary(256, ""), on_change=lambda link: None) for each in at]
-
-
-class _ScriptedLink:
-    there = True
-
-    def __init__(self, source: ScriptedDrafters) -> None:
-        self.source, self.model = source, DrafterModel(source.latency_s, source.step_s)
-
-    def open(self, opening: TextOpening, text: TextDrafts) -> _ScriptedSession:
-        self.source.opened += 1
-        return _ScriptedSession(self, opening, text)
-
-    def close(self, session: _ScriptedSession) -> None:
-        session.closed = True
-        self.source.closed += 1
-        asyncio.get_running_loop().create_task(session.tasks.stop())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ScriptedLink)  # a text asks each drafter once
-
-    __hash__ = object.__hash__
-
-
-class _ScriptedSession:
-    def __init__(self, link: _ScriptedLink, opening: TextOpening, text: TextDrafts) -> None:
-        self.link, self.text = link, text
-        self.tasks, self.closed = Background(), False
-        self._inbox: asyncio.Queue[DraftVerdict] = asyncio.Queue(1000)
-        core = DraftedText(opening.ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
-        self.tasks.start(self._draft(core, opening), "drafter")
-
-    def send_verdict(self, verdict: DraftVerdict) -> None:
-        assert not self.closed
-        self.link.source.verdicts.append(verdict)
-        asyncio.get_running_loop().call_later(self.link.source.latency_s, self._inbox.put_nowait, verdict)
-
-    def facts(self, accepted: int) -> DrafterFacts:
-        return DrafterFacts("drafter-1", "d1", "tiny", 1e3 * self.link.source.latency_s, 10, 20, accepted)
-
-    def _later(self, act: Callable[[], None]) -> None:
-        asyncio.get_running_loop().call_later(self.link.source.latency_s, lambda: self.closed or act())
-
-    def _receive(self, epoch: int, position: int, tokens: tuple[int, ...]) -> None:
-        try:
-            self.text.take_drafts(epoch, position, tokens)
-        except ProtocolError:
-            self.link.close(self)
-            self.text.lose_session()
-
-    async def _draft(self, core: DraftedText, opening: TextOpening) -> None:
-        source, stage, made = self.link.source, stand_in_part(CONFIG, 0, 2), 0
-        known = len(opening.ids)
-        stage.open("draft", positions=opening.positions, sampling=opening.sampling)
-        self._later(lambda: self.text.begin_line(self))  # type: ignore[arg-type]
-        if source.nonsense:
-            self._later(lambda: self._receive(0, known, source.nonsense))
-            return
-        out = core.begin()
-        while True:
-            wanted = None
-            for instruction in out:
-                if isinstance(instruction, PassRequest):
-                    wanted = instruction
-                else:
-                    self._later(partial(self._receive, instruction.epoch, instruction.position, instruction.tokens))
-            if wanted is None:
-                out = core.take_verdict(await self._inbox.get())
-                continue
-            await asyncio.sleep(source.step_s)
-            samples = _ran(stage, "draft", wanted, opening.prompt)
-            made += len(samples)
-            if source.lost_after and made > source.lost_after:
-                self.link.close(self)
-                self.text.lose_session()
-                return
-            if source.wrong_every and samples and made % source.wrong_every == 0:
-                samples = ((samples[0] + 1) % 256, *samples[1:])
-            out = core.take_samples(samples)
-            while not self._inbox.empty():
-                out = [*out, *core.take_verdict(self._inbox.get_nowait())]
+@asynccontextmanager
+async def connected_drafters(
+    *, count: int = 1, alpha: float = 1.0, latency_s: float = 0.01
+) -> AsyncIterator[tuple[Drafters, list[DrafterHost]]]:
+    """Real drafters, whose drafts are right with chance ``alpha``, and their hosts."""
+    network = MemoryNetwork(delay_s=lambda source, target: latency_s)
+    hosts = [
+        DrafterHost(f"d{number}", network.at(f"d{number}"), model_serves(Wobbly(alpha, config=CONFIG, layers=2)))
+        for number in range(1, count + 1)
+    ]
+    drafters = Drafters(around_of(network.at("verifier")), Vocabulary(256, TOKENIZER))
+    async with drafter_hosts(hosts):
+        drafters.here([host.at for host in hosts])
+        await asyncio.sleep(1)  # virtual: they are connected
+        yield drafters, hosts
+        await drafters.close()
 
 
 def service(
     directory: Path,
     target: ScriptedTarget,
-    drafters: ScriptedDrafters | None = None,
+    drafters: Drafters | None = None,
     *,
     network: Network | None = None,
     template: str = "",
@@ -250,7 +156,7 @@ def service(
         form=ChatFormat(text.tokenizer),
         name="stand-in",
         created=0,
-        drafters=drafters,  # type: ignore[arg-type]
+        drafters=drafters,
         options=ServiceOptions(**options),
     )
 

@@ -31,7 +31,7 @@ from roles.verifier.client import RemoteText, VerifierClient
 from roles.verifier.protocol import question
 from roles.verifier.server import MOST_ASKED, serve_texts
 from roles.verifier.service import VerifierService
-from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
+from tests.roles.verifier.doubles import ScriptedTarget, connected_drafters, failing_at, reference, service, text_of
 from wire import text_messages as wire
 from wire.connection import Connection
 from wire.handshake import dial, local_hello, local_welcome, serve
@@ -116,7 +116,7 @@ def wish(tokens: int | None = 40, **more: Any) -> TextRequest:
 
 def test_a_text_arrives_with_its_figures(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with verifier(tmp_path, drafters=ScriptedDrafters()) as there:
+        async with connected_drafters() as (drafters, _), verifier(tmp_path, drafters=drafters) as there:
             client = await there.client()
             text = await client.write(wish(sampling=SamplingOptions(temperature=0.8, seed=3)))
             assert text.prompt_tokens == len(PROMPT)
@@ -125,7 +125,7 @@ def test_a_text_arrives_with_its_figures(tmp_path: Path) -> None:
             assert said == text_of(tokens)
             assert text.ended == "length"
             assert text.stats()["tokens"] == 40
-            assert text.stats()["drafters"][0]["peer_id"] == "drafter-1"
+            assert text.stats()["drafters"][0]["peer_id"] == "d1"
             await client.close()
 
     within(scene())
@@ -160,9 +160,11 @@ def test_a_closed_text_is_cancelled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["close", "abort", "silence"])
 def test_the_texts_of_a_client_that_leaves_end(tmp_path: Path, how: str) -> None:
     async def scene() -> None:
-        drafters = ScriptedDrafters()
         slow = ScriptedTarget(pass_s=0.5)
-        async with verifier(tmp_path, target=slow, drafters=drafters, sessions=2, idle=0) as there:
+        async with (
+            connected_drafters() as (drafters, (host,)),
+            verifier(tmp_path, target=slow, drafters=drafters, sessions=2, idle=0) as there,
+        ):
             client = await there.client()
             for _ in range(2):
                 await client.write(wish(580))
@@ -177,7 +179,7 @@ def test_the_texts_of_a_client_that_leaves_end(tmp_path: Path, how: str) -> None
                     there.network.silence("client", "verifier")
             await asyncio.sleep(30)
             assert there.service.sessions == 0
-            assert drafters.closed == 2
+            assert not host.drafter.sessions
             assert not there.target.open_now
             with pytest.raises(NetworkError, match="lost"):
                 await waiting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from p2ptrain.core.serving import Sampling, SamplingOptions
 from p2ptrain.lab.memory import run_virtual
 from roles.serving.text_session import READER_S, TextSession
 from roles.serving.texts import TextRequest
+from roles.verifier.drafters import Drafters
 from roles.verifier.service import VerifierService
-from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, reference, service, text_of
+from tests.roles.verifier.doubles import ScriptedTarget, connected_drafters, reference, service, text_of
 
 PROMPT = "def f(x):"
 
@@ -43,6 +44,14 @@ def within(work: Coroutine[Any, Any, None]) -> None:
     run_virtual(bounded())
 
 
+async def drafted(scene: Callable[[Drafters], Awaitable[None]], **options: Any) -> None:
+    """Play the scene with connected drafters, which have no session at its end."""
+    async with connected_drafters(**options) as (drafters, hosts):
+        await scene(drafters)
+        await asyncio.sleep(30)  # virtual: the last messages arrive
+        assert not any(host.drafter.sessions for host in hosts)
+
+
 async def settled(serving: VerifierService, target: ScriptedTarget) -> None:
     """Nothing is open any more once the service is closed."""
     await serving.close()
@@ -56,18 +65,14 @@ async def settled(serving: VerifierService, target: ScriptedTarget) -> None:
     "drafters",
     [
         None,
-        ScriptedDrafters(count=2, wrong_every=3),
-        ScriptedDrafters(wrong_every=1),
-        ScriptedDrafters(lost_after=7),
-        ScriptedDrafters(nonsense=(256,)),
+        {"count": 2, "alpha": 0.7},
+        {"alpha": 0.0},
     ],
 )
-def test_the_text_is_the_models_own(
-    tmp_path: Path, sampling: SamplingOptions, drafters: ScriptedDrafters | None
-) -> None:
-    async def scene() -> None:
+def test_the_text_is_the_models_own(tmp_path: Path, sampling: SamplingOptions, drafters: dict[str, Any] | None) -> None:
+    async def scene(source: Drafters | None = None) -> None:
         target = ScriptedTarget()
-        serving = service(tmp_path, target, drafters)
+        serving = service(tmp_path, target, source)
         writing = await serving.write(wish(sampling=sampling))
         text, tokens = await read(writing)
         drawn = Sampling(0.9, 50, 1.0, 11) if sampling.temperature else Sampling(0.0)
@@ -79,41 +84,35 @@ def test_the_text_is_the_models_own(
         assert said["tokens"] == 40
         assert said["prompt_tokens"] == writing.prompt_tokens == len(PROMPT)
         await settled(serving, target)
-        if drafters is not None:
-            assert drafters.opened == drafters.closed
 
-    within(scene())
+    within(scene() if drafters is None else drafted(scene, **drafters))
 
 
-def test_the_parts_of_a_tokens_time_add_up(tmp_path: Path) -> None:
-    async def scene() -> None:
-        for drafters in (
-            ScriptedDrafters(),
-            ScriptedDrafters(wrong_every=3, latency_s=0.04),
-            ScriptedDrafters(count=2),
-        ):
-            target = ScriptedTarget()
-            serving = service(tmp_path, target, drafters)
-            writings = [await serving.write(wish(60, prompt=f"{PROMPT}{number}")) for number in range(2)]
-            await asyncio.gather(*(read(writing) for writing in writings))
-            for said in (writing.stats() for writing in writings):
-                parts = [said[name] for name in ("verify_ms", "draft_ms", "wait_ms")]
-                assert sum(parts) == pytest.approx(said["token_ms"], abs=1e-6)
-                assert said["rest_ms"] == pytest.approx(0, abs=1e-6)
-                assert min(parts) >= 0
-                assert said["verify_ms"] >= 1e3 * target.pass_s / said["accepted_length"] * 0.9
-            await settled(serving, target)
+@pytest.mark.parametrize("options", [{}, {"alpha": 0.7, "latency_s": 0.04}, {"count": 2}])
+def test_the_parts_of_a_tokens_time_add_up(tmp_path: Path, options: dict[str, Any]) -> None:
+    async def scene(drafters: Drafters) -> None:
+        target = ScriptedTarget()
+        serving = service(tmp_path, target, drafters)
+        writings = [await serving.write(wish(60, prompt=f"{PROMPT}{number}")) for number in range(2)]
+        await asyncio.gather(*(read(writing) for writing in writings))
+        for stats in (writing.stats() for writing in writings):
+            parts = [stats[name] for name in ("verify_ms", "draft_ms", "wait_ms")]
+            assert sum(parts) == pytest.approx(stats["token_ms"], abs=1e-6)
+            assert stats["rest_ms"] == pytest.approx(0, abs=1e-6)
+            assert min(parts) >= 0
+            assert stats["verify_ms"] >= 1e3 * target.pass_s / stats["accepted_length"] * 0.9
+        await settled(serving, target)
 
-    within(scene())
+    within(drafted(scene, **options))
 
 
 def test_a_stop_string_ends_the_text_before_it(tmp_path: Path) -> None:
     whole = text_of(reference(PROMPT, 40))
     stop = next(whole[at : at + 2] for at in range(12, 38) if "\ufffd" not in whole[at : at + 2])
 
-    async def scene() -> None:
+    async def scene(drafters: Drafters) -> None:
         target = ScriptedTarget()
-        serving = service(tmp_path, target, ScriptedDrafters())
+        serving = service(tmp_path, target, drafters)
         writing = await serving.write(wish(400, stop=(stop,)))
         text, tokens = await read(writing)
         assert writing.decoding.stats.tokens < 60, "the model stops, too"
@@ -122,7 +121,7 @@ def test_a_stop_string_ends_the_text_before_it(tmp_path: Path) -> None:
         assert tuple(tokens) == reference(PROMPT, 60)[: len(tokens)]
         await settled(serving, target)
 
-    within(scene())
+    within(drafted(scene))
 
 
 def test_invalid_requests_are_refused(tmp_path: Path) -> None:
@@ -199,9 +198,9 @@ def test_a_chat_that_its_template_cannot_write_disturbs_no_other(tmp_path: Path)
 
 
 def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path) -> None:
-    async def scene() -> None:
+    async def scene(drafters: Drafters) -> None:
         target = ScriptedTarget()
-        serving = service(tmp_path, target, ScriptedDrafters())
+        serving = service(tmp_path, target, drafters)
         asked = (Turn("user", "what is a ring of machines, and what is a chain of them?"),)
         text, _ = await read(await serving.write(TextRequest(turns=asked, max_new_tokens=20)))
         before = len(target.runs)
@@ -223,7 +222,7 @@ def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path) -> None:
         assert other.stats()["cached_tokens"] == 0
         await settled(serving, target)
 
-    within(scene())
+    within(drafted(scene))
 
 
 def test_idle_sessions_are_closed_for_memory_and_after_a_while(tmp_path: Path) -> None:
@@ -280,9 +279,8 @@ def test_a_request_that_waits_too_long_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["prefill", "writing", "unread"])
 def test_a_closed_text_ends_soon(tmp_path: Path, when: str) -> None:
-    async def scene() -> None:
+    async def scene(drafters: Drafters) -> None:
         target = ScriptedTarget()
-        drafters = ScriptedDrafters(wrong_every=2)  # so that a text is of more pieces than wait for who reads
         serving = service(tmp_path, target, drafters, idle=0)
         writing = await serving.write(wish(500))
         await asyncio.sleep({"prefill": 0.01, "writing": 0.5, "unread": 100.0}[when])
@@ -295,10 +293,9 @@ def test_a_closed_text_ends_soon(tmp_path: Path, when: str) -> None:
         assert len(target.runs) == passes
         assert not target.open_now
         await writing.close()
-        assert drafters.closed == 1
         await settled(serving, target)
 
-    within(scene())
+    within(drafted(scene, alpha=0.5))
 
 
 def test_a_pass_that_does_not_end_is_cancelled(tmp_path: Path) -> None:
