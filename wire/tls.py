@@ -121,6 +121,72 @@ class _State(Enum):
     LOST = auto()
 
 
+class TlsRecords:
+    """The record layer of one connection: OpenSSL between plaintext and encrypted bytes. It knows no transport.
+
+    Attributes:
+        heard: whether the peer's first byte was one of TLS.
+        backlog_bytes: plaintext that was written and is not encrypted yet.
+        answers_bytes: encrypted bytes that OpenSSL made on its own while it decrypted.
+    """
+
+    def __init__(self, context: ssl.SSLContext, *, server_side: bool) -> None:
+        self._context, self._server_side = context, server_side
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._backlog: deque[memoryview] = deque()  # in the writers' memory; the first view shrinks
+        self.heard = False
+        self.backlog_bytes = self.answers_bytes = 0
+
+    def begin(self) -> None:
+        self.ssl = self._context.wrap_bio(self._incoming, self._outgoing, server_side=self._server_side)
+
+    def take_encrypted(self) -> bytes:
+        return self._outgoing.read()
+
+    def feed(self, encrypted: memoryview) -> None:
+        self._incoming.write(encrypted)
+
+    def has_input(self) -> bool:
+        return bool(self._incoming.pending or self.ssl.pending())
+
+    def decrypt(self, into: memoryview) -> tuple[int, Exception | None]:
+        """Fill ``into``. Return its length and why reading ended, if it did; ``EOFError``: close_notify."""
+        end: Exception | None = None
+        filled, size = 0, into.nbytes
+        read, incoming, pending = self.ssl.read, self._incoming, self.ssl.pending
+        try:
+            while filled < size and (incoming.pending or pending()):  # an exception costs as much as a record
+                nbytes = cast(int, read(size - filled, into[filled:]))
+                if not nbytes:
+                    end = EOFError()
+                    break
+                filled += nbytes
+        except ssl.SSLError as error:
+            end = error
+        self.answers_bytes += self._outgoing.pending
+        return filled, end
+
+    def write(self, plaintext: memoryview) -> None:
+        self._backlog.append(plaintext)
+        self.backlog_bytes += plaintext.nbytes
+
+    def encrypt_piece(self) -> None:
+        encrypt, left = self.ssl.write, PIECE_BYTES
+        while self._backlog and left > 0:
+            view = self._backlog[0]
+            taken = encrypt(view)  # one record of 16 KiB; a memory BIO is never full
+            if taken == view.nbytes:
+                self._backlog.popleft()
+            else:
+                self._backlog[0] = view[taken:]
+            self.backlog_bytes -= taken
+            left -= taken
+
+    def drop_backlog(self) -> None:
+        self._backlog.clear()
+        self.backlog_bytes = 0
+
+
 class TlsTransport(FlowControl, asyncio.BufferedProtocol):
     """A transport to the protocol above and a protocol to the transport below. This class is the dialling side.
 
@@ -135,22 +201,16 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         self, context: ssl.SSLContext, factory: ProtocolFactory, shared: memoryview, *, server_side: bool = False
     ) -> None:
         super().__init__(_NO_PROTOCOL, high_bytes=64 << 10)
-        self._context = context
+        self._records = TlsRecords(context, server_side=server_side)
         self._factory = factory
         self._shared = shared
-        self._server_side = server_side
         self._loop = asyncio.get_running_loop()
         self.settled: asyncio.Future[None] = self._loop.create_future()
         self.ended = asyncio.Event()
         self._state = _State.QUIET
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._backlog: deque[memoryview] = deque()  # plaintext in the writers' memory; its first view shrinks
-        self._backlog_bytes = 0
         self._below_full = False
-        self._heard = False  # whether the peer's first byte was one of TLS
         self._reading = True
         self._eof_below = self._eof_delivered = False
-        self._answers_bytes = 0
         self._error: Exception | None = None  # the cause for connection_lost
         self._linger: asyncio.TimerHandle | None = None
 
@@ -169,7 +229,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
 
     def begin(self) -> None:
         self._state = _State.SHAKING
-        self._ssl = self._context.wrap_bio(self._incoming, self._outgoing, server_side=self._server_side)
+        self._records.begin()
         self._shake()
 
     def fail(self, error: Exception, last_words: bytes = b"") -> None:
@@ -186,12 +246,12 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
 
     def _shake(self) -> None:
         try:
-            self._ssl.do_handshake()
+            self._records.ssl.do_handshake()
         except ssl.SSLWantReadError:
             self._send_encrypted()
             return
         except ssl.SSLError as error:
-            alert = self._outgoing.read()
+            alert = self._records.take_encrypted()
             self.fail(error, alert or (b"" if "ALERT" in (error.reason or "") else _DECODE_ERROR_ALERT))
             return
         self._send_encrypted()
@@ -228,11 +288,10 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
 
     def _deliver(self) -> None:
         while self.is_reading() and not self._eof_delivered:
-            if not self._incoming.pending and not self._ssl.pending():
+            if not self._records.has_input():
                 break
             nbytes, end = self._decrypt()
-            if self._outgoing.pending:
-                self._answer()
+            self._answer()
             if nbytes and self._state is _State.OPEN:
                 self._protocol.buffer_updated(nbytes)
             if isinstance(end, ssl.SSLWantReadError):
@@ -240,38 +299,25 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             if isinstance(end, ssl.SSLError):
                 self._break(end)
             elif end is not None:
-                self._tell_eof()
+                self._deliver_eof()
         if self._eof_below and self.is_reading():
-            self._tell_eof()
+            self._deliver_eof()
 
     def _answer(self) -> None:
-        self._answers_bytes += self._outgoing.pending
-        if self._answers_bytes <= ANSWERS_BYTES:
+        if self._records.answers_bytes <= ANSWERS_BYTES:
             self._send_encrypted()
             return
         self._error = ConnectionAbortedError("it sent too many TLS key updates")
         self.abort()
 
     def _decrypt(self) -> tuple[int, Exception | None]:
-        """Fill one protocol buffer. Return its length and why reading ended, if it did; ``EOFError``: close_notify."""
-        filled = 0
-        read, incoming, pending = self._ssl.read, self._incoming, self._ssl.pending
         # Release both views before buffer_updated, in which the protocol may resize its bytearray.
         with memoryview(self._protocol.get_buffer(-1)) as buffer, buffer.cast("B") as into:
-            size = into.nbytes
-            if not size:
+            if not into.nbytes:
                 raise RuntimeError("get_buffer() returned an empty buffer")
-            try:
-                while filled < size and (incoming.pending or pending()):  # an exception costs as much as a record
-                    nbytes = cast(int, read(size - filled, into[filled:]))
-                    if not nbytes:
-                        return filled, EOFError()
-                    filled += nbytes
-            except ssl.SSLError as error:
-                return filled, error
-        return filled, None
+            return self._records.decrypt(into)
 
-    def _tell_eof(self) -> None:
+    def _deliver_eof(self) -> None:
         if not self._eof_delivered:
             self._eof_delivered = True
             if not self._protocol.eof_received():
@@ -281,7 +327,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         if self._state is _State.OPEN:
             self._error = error
             self._state = _State.CLOSING
-            self._drop_backlog()
+            self._records.drop_backlog()
             self._send_encrypted()
             self._below.close()
 
@@ -296,15 +342,14 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         for data in list_of_data:
             view = bytes_view(data)
             if view.nbytes:
-                self._backlog.append(view)
-                self._backlog_bytes += view.nbytes
+                self._records.write(view)
         self._pump()
         self._maybe_pause()
 
     def get_write_buffer_size(self) -> int:
         if self._state is _State.LOST:
             return 0
-        return self._backlog_bytes + self._below.get_write_buffer_size()
+        return self._records.backlog_bytes + self._below.get_write_buffer_size()
 
     def can_write_eof(self) -> bool:
         return False
@@ -324,7 +369,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
     def abort(self) -> None:
         if self._state is _State.LOST:
             return
-        self._drop_backlog()
+        self._records.drop_backlog()
         if self._state is not _State.FAILED:
             shaking = self._state in (_State.QUIET, _State.SHAKING)
             self._state = _State.CLOSING
@@ -337,43 +382,27 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         if name == "ssl_object":
-            return self._ssl
+            return self._records.ssl
         return self._below.get_extra_info(name, default)
 
     def _pump(self) -> None:
         try:
-            while self._backlog and not self._below_full:
-                self._encrypt_piece()
+            while self._records.backlog_bytes and not self._below_full:
+                self._records.encrypt_piece()
                 self._send_encrypted()
         except ssl.SSLError as error:
             self._break(error)
 
-    def _encrypt_piece(self) -> None:
-        encrypt, left = self._ssl.write, PIECE_BYTES
-        while self._backlog and left > 0:
-            view = self._backlog[0]
-            taken = encrypt(view)  # one record of 16 KiB; a memory BIO is never full
-            if taken == view.nbytes:
-                self._backlog.popleft()
-            else:
-                self._backlog[0] = view[taken:]
-            self._backlog_bytes -= taken
-            left -= taken
-
     def _send_encrypted(self) -> None:
-        if self._outgoing.pending:
-            self._below.write(self._outgoing.read())
+        if encrypted := self._records.take_encrypted():
+            self._below.write(encrypted)
 
     def _finish(self) -> None:
-        if not self._backlog and not self._below.is_closing():
+        if not self._records.backlog_bytes and not self._below.is_closing():
             with suppress(ssl.SSLError):  # the peer has not answered; no need to wait (RFC 8446, 6.1)
-                self._ssl.unwrap()
+                self._records.ssl.unwrap()
             self._send_encrypted()
             self._below.close()
-
-    def _drop_backlog(self) -> None:
-        self._backlog.clear()
-        self._backlog_bytes = 0
 
     # ------------------------------------------------------------------------------------------ for the transport below
 
@@ -388,12 +417,12 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self._state in (_State.CLOSING, _State.FAILED):
             return
-        if not self._heard:
+        if not self._records.heard:
             if self._shared[0] not in (0x16, 0x15):  # a handshake record, or an alert
                 self._not_tls(bytes(self._shared[: min(nbytes, 16)]))
                 return
-            self._heard = True
-        self._incoming.write(self._shared[:nbytes])
+            self._records.heard = True
+        self._records.feed(self._shared[:nbytes])
         if self._state is _State.OPEN:
             self._deliver()
         elif self._state is _State.SHAKING:
@@ -417,7 +446,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         before, self._state = self._state, _State.LOST
         if self._linger is not None:
             self._linger.cancel()
-        self._drop_backlog()
+        self._records.drop_backlog()
         if before in (_State.QUIET, _State.SHAKING):
             self._failed(exc or ConnectionResetError("the connection broke in the middle of the TLS handshake"))
         elif self._protocol is not _NO_PROTOCOL:
@@ -606,7 +635,7 @@ class _Accepted(TlsTransport):
 
     def _too_slow(self) -> None:
         error = TimeoutError(f"it did not complete the TLS handshake within {HANDSHAKE_TIMEOUT_S:g} s")
-        quiet = not self._heard
+        quiet = not self._records.heard
         self.fail(error, _plain(Refuse(RefusalCode.TOO_SLOW, str(error), "try again")) if quiet else BUSY_ALERT)
 
     def _tell(self, problem: P2PTrainError) -> None:
