@@ -98,6 +98,59 @@ def cause_of(error: P2PTrainError) -> str:
     return "protocol" if isinstance(error, PeerError) else "stalled" if isinstance(error, Stalled) else ""
 
 
+class Heartbeats:
+    """The heartbeats of one member: sends its own to the right neighbour, and notices the silence of both neighbours.
+
+    Args:
+        status: returns this member's progress and state.
+
+    Attributes:
+        interval_s: 0 before the first beat.
+        rtt_ms: round trip to the right neighbour; None before the first acknowledgement.
+        newest_of_left: the newest heartbeat of the left neighbour.
+    """
+
+    def __init__(
+        self, clock: Clock, view: View, right: Neighbour | None, status: Callable[[], tuple[int, str]]
+    ) -> None:
+        self._clock, self._view, self._right, self._status = clock, view, right, status
+        self.interval_s = 0.0
+        self.rtt_ms: float | None = None
+        self.newest_of_left: Heartbeat | None = None
+        self._seq, self._sent_at = 0, 0.0
+
+    async def run(
+        self,
+        death_s: float,
+        neighbours: Sequence[Neighbour],
+        on_silent: Callable[[Neighbour, DeadlineExceeded], None],
+    ) -> None:
+        """Send heartbeats and watch ``neighbours``, until cancelled."""
+        watched = [(each, FailureDetector(heartbeat_s=self.interval_s, death_s=death_s)) for each in neighbours]
+        now = due = self._clock.now()
+        while True:
+            if now >= due:
+                self._send(now)
+                due = now + self.interval_s
+            planned_s = min(due - now, *(detector.wait_s for _, detector in watched))
+            await asyncio.sleep(planned_s)
+            now = self._clock.now()
+            for neighbour, detector in watched:
+                if detector.waited(planned_s, now, neighbour.last_heard):
+                    on_silent(neighbour, DeadlineExceeded(f"it sent nothing for {detector.silent_s:.1f} s"))
+
+    def acknowledged(self, seq: int) -> None:
+        if seq == self._seq:
+            self.rtt_ms = (self._clock.now() - self._sent_at) * 1e3
+
+    def _send(self, now: float) -> None:
+        self._seq, self._sent_at = self._seq + 1, now
+        progress, state = self._status()
+        beat = Heartbeat(self._seq, progress, self._view.step, state)
+        if self._right is not None:
+            self._right.send_control(self._right.beat, beat, self._view.generation)
+
+
 class NeighbourLinks:
     """Watches the neighbours of one member. ``close`` ends it, and so does the first loss.
 
@@ -112,8 +165,6 @@ class NeighbourLinks:
         broken: resolves to ``RingBroken`` at the end, for whatever reason.
         parted: a neighbour that left while an operation could still complete without it. The owner ends the links after
             that operation.
-        rtt_ms: round trip to the right neighbour; None before the first acknowledgement.
-        left_beat: the newest heartbeat of the left neighbour.
     """
 
     def __init__(
@@ -133,14 +184,10 @@ class NeighbourLinks:
         self.broken: asyncio.Future[RingBroken] = asyncio.get_running_loop().create_future()
         self.left, self.right = left, right
         self.parted: Neighbour | None = None
-        self.rtt_ms: float | None = None
-        self.left_beat: Heartbeat | None = None
-        self._heartbeat_s = 0.0  # 0 before the first beat
-        self._clock, self._view, self._rank = clock, view, rank
-        self._what, self._status, self._busy = what, status, busy
+        self.beats = Heartbeats(clock, view, right, status)
+        self._view, self._rank = view, rank
+        self._what, self._busy = what, busy
         self._expects, self._on_broken = expects, on_broken
-        self._detectors: dict[Neighbour, FailureDetector] = {}
-        self._beat_seq, self._beat_sent_at = 0, 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._farewells: set[asyncio.Task[None]] = set()
         self._verdict: asyncio.TimerHandle | None = None  # runs while a ``MemberLost`` may still come
@@ -157,7 +204,7 @@ class NeighbourLinks:
 
     @property
     def formed(self) -> bool:
-        return self._heartbeat_s > 0
+        return self.beats.interval_s > 0
 
     def failure(self) -> P2PTrainError:
         """A new copy of the error that broke the links: each raised error grows its own traceback."""
@@ -214,12 +261,12 @@ class NeighbourLinks:
         """Handle a failed connection. The neighbour has one heartbeat interval to name another member as lost. A
         process that died ends all connections at once, and the end of its heartbeat connection decides immediately: any
         ``MemberLost`` sent before has been read by then."""
-        beats = self._heartbeat_s
-        if not beats or connection is neighbour.beat or neighbour.leaving or not isinstance(error, ConnectionLost):
+        wait_s = self.beats.interval_s
+        if not wait_s or connection is neighbour.beat or neighbour.leaving or not isinstance(error, ConnectionLost):
             self.give_up(neighbour, error)
         elif self._verdict is None and not self.broken.done():
             loop = asyncio.get_running_loop()
-            self._verdict = loop.call_later(beats, self.give_up, neighbour, error)
+            self._verdict = loop.call_later(wait_s, self.give_up, neighbour, error)
 
     def give_up(self, neighbour: Neighbour | None, error: P2PTrainError, news: MemberLost | None = None) -> None:
         """End the links; the first cause counts. ``neighbour`` is the suspect, or the sender of ``news`` about another
@@ -294,11 +341,9 @@ class NeighbourLinks:
 
     def begin_beats(self, heartbeat_s: float, death_s: float) -> None:
         """Start heartbeats and failure detection, when every member is known to be connected."""
-        self._heartbeat_s = heartbeat_s
-        for neighbour in self.neighbours:
-            self._detectors[neighbour] = FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s)
+        self.beats.interval_s = heartbeat_s
         if self.neighbours:
-            self._start(self._pulse(heartbeat_s))
+            self._start(self.beats.run(death_s, self.neighbours, self.give_up))
 
     # -------------------------------------------------------------------------------------------------------- listening
 
@@ -322,38 +367,14 @@ class NeighbourLinks:
             case Refuse(message=text):
                 raise ConnectionLost(f"it refuses to continue: {text}")
             case Heartbeat(seq=seq) if self.left is not None and connection is self.left.beat:
-                self.left_beat = message
+                self.beats.newest_of_left = message
                 connection.send(HeartbeatAck(seq), generation=self._view.generation)
             case HeartbeatAck(seq=seq) if self.right is not None and connection is self.right.beat:
-                if seq == self._beat_seq:
-                    self.rtt_ms = (self._clock.now() - self._beat_sent_at) * 1e3
+                self.beats.acknowledged(seq)
             case MemberLost() if connection is neighbour.beat:
                 self._take_loss(neighbour, message)
             case _:
                 raise ProtocolError(f"it sent {type(message).__name__}, which is not allowed in a ring")
-
-    # ---------------------------------------------------------------------------------------------------------- beating
-
-    async def _pulse(self, heartbeat_s: float) -> None:
-        now = due = self._clock.now()
-        while True:
-            if now >= due:
-                self._beat(now)
-                due = now + heartbeat_s
-            planned_s = min(due - now, *(detector.wait_s for detector in self._detectors.values()))
-            await asyncio.sleep(planned_s)
-            now = self._clock.now()
-            for neighbour, detector in self._detectors.items():
-                if detector.waited(planned_s, now, neighbour.last_heard):
-                    silence = f"it sent nothing for {detector.silent_s:.1f} s"
-                    self.give_up(neighbour, DeadlineExceeded(silence))
-
-    def _beat(self, now: float) -> None:
-        self._beat_seq, self._beat_sent_at = self._beat_seq + 1, now
-        progress, state = self._status()
-        beat = Heartbeat(self._beat_seq, progress, self._view.step, state)
-        if self.right is not None:
-            self.right.send_control(self.right.beat, beat, self._view.generation)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -457,7 +457,7 @@ class RingSession:
             self._await_progress(patience_s - still_s)
             return
         starving = any(lane.expects for lane in self._lanes)
-        left = self.links.left_beat
+        left = self.links.beats.newest_of_left
         waits = left is not None and left.state != AT_WORK and left.progress < self._status()[0]
         if starving and waits and still_s < LATER * patience_s:  # a member before it is the cause
             self._await_progress(LATER * patience_s - still_s)
