@@ -391,6 +391,7 @@ class Roster:
         unheard: members of ``running`` that have sent no report since the seed or their link came back.
         away: members of a running view whose link to the seed ended.
         healing: members that fetch the state.
+        committed: the view has committed a step; assumed for a view that an earlier seed minted.
     """
 
     parts: int = 1
@@ -400,6 +401,7 @@ class Roster:
     unheard: set[str] = field(default_factory=set)
     away: set[str] = field(default_factory=set)
     healing: set[str] = field(default_factory=set)
+    committed: bool = True
 
     def name(self, peer_id: str) -> str:
         known = self.peers.get(peer_id)
@@ -483,6 +485,25 @@ class Roster:
         assert not self.running & (set(self.standing()) | self.away), history
         parts = {member.peer_id: view.stage_of(rank) for rank, member in enumerate(view.members)} if view else {}
         assert all(self.part_of(peer_id) == parts[peer_id] for peer_id in self.running), history
+
+
+@dataclass(slots=True)
+class WorkerFailures:
+    """Which workers cannot continue.
+
+    Attributes:
+        banned: they failed or have other data, and are refused until they connect again.
+        in_view: peer id → reason, for members of the last view.
+        last: reason of a worker that no other worker has replaced; empty if there is none.
+    """
+
+    banned: set[str] = field(default_factory=set)
+    in_view: dict[str, str] = field(default_factory=dict)
+    last: str = ""
+
+    def view_began(self) -> None:
+        self.in_view.clear()
+        self.last = ""
 
 
 class Deadlines:

@@ -63,9 +63,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from itertools import permutations
 from typing import Any
 
 from ring import coordination as co
@@ -79,7 +78,6 @@ from ring.coordination import (
     STANDSTILL,
     TORN_S,
     TRANSITIONS,
-    UNDIALLED_S,
     CatchUps,
     Deadlines,
     InvalidTransition,
@@ -91,14 +89,12 @@ from ring.coordination import (
     holds,
 )
 from ring.parts import StagePlanner
-from ring.planning.measurements import Edges
-from ring.planning.ring_plan import plan_ring
 from ring.planning.workloads import TrainingWorkload
 from ring.quarantine import DIAL, Quarantine
 from ring.replicas import (
     RecoveryPolicy,
+    RingPlanner,
     State,
-    between_replicas,
     described,
     members_of,
     newest,
@@ -128,21 +124,14 @@ class Coordinator:
         if self.view is not None and options.parts > 1:
             held = {member.peer_id: self.view.stage_of(rank) for rank, member in enumerate(self.view.members)}
             self._roster.held = held | self._roster.held
-        self._banned: set[str] = set()  # failed or have other data: refused until they connect again
-        self._failures: dict[str, str] = {}  # peer id → reason, in the last view
-        self._last_failure = ""  # of a worker that no other worker has replaced
+        self._failures = co.WorkerFailures()
         self._recovery = RecoveryPolicy(past.known_step, past.saved, past.branch, past.step_s)
         self._deadlines = Deadlines()
-        self._committed = True  # the current view has committed a step; assumed for a view that an earlier seed minted
-        self._short_since: float | None = None  # when it began to wait for a state that no peer here holds
         self._quarantine = Quarantine(
             options.cooldown_s, masked=options.masked, witnesses=1 if options.asynchronous else 2
         )
         self._catch_ups = CatchUps()
-        self._measured = co.LinksMeasured({})
-        self._undialled: dict[tuple[str, str], float] = {}  # a member that did not reach the other, and when
-        self._transport = ""  # the last reported choice of streams and codec
-        self._saves_asked = 0  # attempts to save the result in this phase (rule 11)
+        self._ring_planner = RingPlanner(options.ring_options)
         self._history: deque[tuple[float, JobPhase, co.Event]] = deque(maxlen=40)
         self._out: list[co.Instruction] = []
         if self.phase is JobPhase.WAITING and self.view is not None:  # its ring may still run: take it back as it is
@@ -189,7 +178,7 @@ class Coordinator:
         """Why the job takes no such worker now; empty if it does."""
         if self.phase in {*ENDED, JobPhase.PAUSED} or self.paused:
             return f"is {'paused' if self.paused else self.state}"
-        if peer_id in self._banned:
+        if peer_id in self._failures.banned:
             return "has released it"
         most = self.options.most * self._roster.parts
         holds_state = peer_id in self._roster.held or (self.restore is not None and self.restore.peer_id == peer_id)
@@ -255,7 +244,7 @@ class Coordinator:
     def validate(self) -> None:
         history, who, phase = self.history, self._roster, self.phase
         who.validate(self.view, history)
-        assert not self._banned & set(who.peers), history
+        assert not self._failures.banned & set(who.peers), history
         assert self._catch_ups.moving <= set(who.peers), history
         assert not self._catch_ups.moving & who.running, history
         assert phase is not JobPhase.RUNNING or who.running | who.away, history
@@ -353,7 +342,7 @@ class Coordinator:
             known.standing = report
             if report.status == "broken":
                 if report.cause == DIAL and self.view and self.view.rank_of(report.suspect) is not None:
-                    self._undialled[peer_id, report.suspect] = now
+                    self._ring_planner.undialled[peer_id, report.suspect] = now
                 self._quarantine.reported(peer_id, report)
             self._no_longer_trains(peer_id, now, report.status)
             if report.suspect in self._roster.unheard and report.suspect not in self._roster.peers:
@@ -416,14 +405,14 @@ class Coordinator:
         peer_id = known.peer.peer_id
         reason = report.reason or "it gave no reason"
         if self._is_current(peer_id, report.generation):
-            self._failures[peer_id] = reason
+            self._failures.in_view[peer_id] = reason
         self._ban(known, f"cannot continue: {reason}", "member-failed")
         self._no_longer_trains(peer_id, now)
         if not self._roster.peers and self.view is None and "return" not in self._deadlines:
             self._end(JobPhase.FAILED, reason)
         elif not self._roster.peers and self.phase is JobPhase.WAITING:
             self.reason = f"waiting for another worker: {known.peer.name} cannot continue: {reason}"
-            self._last_failure = reason
+            self._failures.last = reason
 
     def _no_longer_trains(self, peer_id: str, now: float, status: str = "broken") -> None:
         if peer_id not in self._roster.running | self._roster.away:
@@ -463,9 +452,9 @@ class Coordinator:
 
     def _lost(self, event: co.PeerLost, now: float) -> None:
         peer_id = event.peer_id
-        self._banned.discard(peer_id)
+        self._failures.banned.discard(peer_id)
         self._planner.too_small.discard(peer_id)
-        self._undialled = {edge: at for edge, at in self._undialled.items() if peer_id not in edge}
+        self._ring_planner.forget(peer_id)
         known = self._roster.peers.get(peer_id)
         was_running = peer_id in self._roster.running
         self._forget(peer_id)
@@ -478,7 +467,7 @@ class Coordinator:
         if was_running and self.phase is JobPhase.RUNNING:
             if event.left:
                 self._stop(now, f"{known.peer.name} left")
-            elif not self._committed:  # no ring runs yet: members that form it would dial this one in vain
+            elif not self._roster.committed:  # no ring runs yet: members that form it would dial this one in vain
                 self._stop(now, f"{known.peer.name} is lost")
             else:  # rule 4
                 self._roster.away.add(peer_id)
@@ -492,13 +481,13 @@ class Coordinator:
             return  # repeated or late: tells nothing about the speed of this ring
         self._recovery.progressed(event.step, event.step_s)
         if self.view:
-            self._committed = True
+            self._roster.committed = True
             self._deadlines.drop("hung")
             self._roster.healing.clear()  # a step is committed by all members or by none
             self._quarantine.committed(event.step)
 
     def _measured_anew(self, event: co.LinksMeasured, now: float) -> None:
-        self._measured = event
+        self._ring_planner.measured = event
 
     def _take_capabilities(self, event: co.PeerTold, now: float) -> None:
         if known := self._roster.peers.get(event.peer.peer_id):
@@ -563,8 +552,8 @@ class Coordinator:
             self._strike_off(self._roster.unheard | self._roster.away, "it did not reconnect in time")
             if self._roster.running and self.phase is JobPhase.RUNNING:
                 self._stop(now, "members did not reconnect in time")
-        if "return" in due and self._last_failure and not self._roster.peers:
-            self._end(JobPhase.FAILED, self._last_failure)
+        if "return" in due and self._failures.last and not self._roster.peers:
+            self._end(JobPhase.FAILED, self._failures.last)
         if "stop" in due:
             self._deadlines.arm("stop", now + self.options.hold_s)  # until the phase ends, which clears it
             if self._quarantine.broken or not self._roster.running & self._roster.healing:  # else a slow transfer
@@ -591,8 +580,8 @@ class Coordinator:
         elif self._all_done(survivors):
             self.paused = False
             self._go(JobPhase.WAITING, "every step is done")
-        elif self.view and all(member.peer_id in self._failures for member in self.view.members):
-            self._end(JobPhase.FAILED, next(iter(self._failures.values())))
+        elif self.view and all(member.peer_id in self._failures.in_view for member in self.view.members):
+            self._end(JobPhase.FAILED, next(iter(self._failures.in_view.values())))
         elif self.paused:
             self._go(JobPhase.PAUSED, "paused by a person")
         elif not self._ends_hopeless(survivors, now):
@@ -619,7 +608,7 @@ class Coordinator:
         survivors, options, roster = self._roster.survivors(self.view), self.options, self._roster
         if self.restore or not self._all_done(survivors):
             return False
-        step, tried = max(report.applied for report in survivors.values()), self._saves_asked > len(survivors)
+        step, tried = max(report.applied for report in survivors.values()), self._recovery.saves_asked > len(survivors)
         if self._recovery.has_saved(step, survivors, roster, in_parts=tried):
             early = next((report.reason for report in survivors.values() if report.reason), "")
             self._end(JobPhase.DONE, early or "every step is done")
@@ -635,8 +624,8 @@ class Coordinator:
         self.reason = f"the result, step {step}, is not saved yet: {why}. {retry}"
         if "save" not in self._deadlines:
             order = sorted(survivors)
-            rounds, turn = divmod(self._saves_asked, len(order))
-            self._saves_asked += 1
+            rounds, turn = divmod(self._recovery.saves_asked, len(order))
+            self._recovery.saves_asked += 1
             self._deadlines.arm("save", now + min(SAVE_AGAIN_S * 2 ** min(rounds, 9), SAVE_AGAIN_MOST_S))
             self._out.append(co.SendSave((order[turn],)))
         return True
@@ -654,7 +643,7 @@ class Coordinator:
         self._recall()  # they follow a ring that is gone, or that this seed does not know
         ready = self._roster.candidates(self._quarantine.out)
         if not self._roster.whole(ready):
-            self._short_since = None
+            self._recovery.short_since = None
             self._deadlines.drop("grace", "build")
             self._lacks_parts(ready, now)
             return
@@ -702,12 +691,12 @@ class Coordinator:
         self.reason = self._planner.unfit or text
 
     def _be_patient(self, ready: Reports, now: float) -> None:
-        if self._short_since is None:
-            self._short_since = now
+        if self._recovery.short_since is None:
+            self._recovery.short_since = now
         if "grace" not in self._deadlines.passed:
             step, _ = self._recovery.best(ready, self._roster) or (0, "")
             patience_s = self._recovery.patience_s(step, self.options.grace_s, self.options.build_s)
-            self._deadlines.arm("grace", self._short_since + patience_s)
+            self._deadlines.arm("grace", self._recovery.short_since + patience_s)
         self._deadlines.start("build", now + self.options.build_s)
 
     def _go_back(self, step: int, now: float) -> None:
@@ -760,12 +749,8 @@ class Coordinator:
         formed = replicas_of(ready, roster, healthy, survivors, self.options.places)
         if self._too_few(len(formed) * roster.parts):  # one was excluded just now
             return
-        links = between_replicas(self._measured.links, list(formed.values()))
         reduce_bytes = max(report.reduce_bytes for report in ready.values())
-        plan = plan_ring(
-            list(formed), links, self.options.ring_options, reduce_bytes, self._measured.compute_s,
-            apart=self._apart(formed, now), name=lambda first: "+".join(map(roster.name, formed[first])),
-        )  # fmt: skip
+        plan = self._ring_planner.plan(formed, roster, reduce_bytes, now)
         order = plan.order[::-1] if self._quarantine.turned else plan.order
         replicas = self._served([formed[first] for first in order], healthy)
         chosen = {peer_id: ready[peer_id] for replica in replicas for peer_id in replica}
@@ -794,30 +779,15 @@ class Coordinator:
         self._tell("info", "view", described(self.view, before))
         if self.options.share_rule.by_size:
             self._tell("info", "shares", shares_by_size(self.view, ready))
-        if plan.measured:
-            self._tell("info", "ring-order", plan.reason)
-            if plan.transport_reason != self._transport:
-                self._tell("info", "ring-transport", plan.transport_reason)
-            self._transport = plan.transport_reason
+        self._out += self._ring_planner.notices(plan)
         for peer_id, report in chosen.items():
             roster.peers[peer_id].standing, roster.peers[peer_id].entered = None, (report.applied, report.lineage)
             self._catch_ups.forget(peer_id)
         roster.running, roster.healing = set(chosen), chosen.keys() - healthy
         self._quarantine.view_began()
-        self.restore, self._committed = None, False
-        self._short_since = None
-        self._failures.clear()
-        self._last_failure = ""
+        self.restore, roster.committed = None, False
+        self._failures.view_began()
         self._go(JobPhase.RUNNING, "")
-
-    def _apart(self, formed: Mapping[str, tuple[str, ...]], now: float) -> Edges:
-        """The edges between replicas, by their first workers, of which one was not dialled in the last minutes."""
-        self._undialled = {edge: at for edge, at in self._undialled.items() if now - at < UNDIALLED_S}
-        return frozenset(
-            (one, other)
-            for (one, mine), (other, its) in permutations(formed.items(), 2)
-            if not self._undialled.keys().isdisjoint(zip(mine, its, strict=True))
-        )
 
     def _served(self, replicas: list[tuple[str, ...]], healthy: Collection[str]) -> list[tuple[str, ...]]:
         """The same ring of an asynchronous view, beginning with its server: a holder of the state; of those the former
@@ -843,7 +813,8 @@ class Coordinator:
             return  # spares must be told who has the files
         peers = {peer_id: known.peer for peer_id, known in roster.peers.items()}
         idle = sorted(key for key, report in roster.standing().items() if self._may_change(key, report))
-        assigned, notices = planner.assign(peers, roster.held, idle, self._measured.links, self.options.most, now)
+        links = self._ring_planner.measured.links
+        assigned, notices = planner.assign(peers, roster.held, idle, links, self.options.most, now)
         self._out += notices
         for peer_id, part in assigned.items():
             roster.give(peer_id, part)
@@ -887,7 +858,7 @@ class Coordinator:
             late = [peer_id for peer_id in newcomers if self._catches_up(peer_id, standing[peer_id], view)]
             for peer_id in catch_ups.to_ask(late, view.replicas, room):
                 catch_ups.asked(peer_id, now, standing[peer_id].reduce_bytes, self.options.grace_s)
-                sources = sources_for(peer_id, part, view, self._measured.links)
+                sources = sources_for(peer_id, part, view, self._ring_planner.measured.links)
                 self._out.append(co.SendCatchUp(peer_id, view.generation, sources))
             coming.append([*sorted(newcomers.keys() - set(late)), *filter(catch_ups.through, late)])
             after.update(late)
@@ -898,7 +869,7 @@ class Coordinator:
         return sorted(self._roster.name(peer_id) for peer_id in together)
 
     def _catches_up(self, peer_id: str, report: Report, view: View) -> bool:
-        at_hand = not self._committed and peer_id not in self._catch_ups.moving
+        at_hand = not self._roster.committed and peer_id not in self._catch_ups.moving
         return self._roster.peers[peer_id].peer.follows and not (at_hand and holds(report, view.step, view.lineage))
 
     def _comes_after(self, peer_id: str) -> bool:
@@ -952,9 +923,9 @@ class Coordinator:
             self._go(JobPhase.WAITING, f"going back to step {self.restore.step}")
         self._deadlines.clear()
         self._deadlines.arm("restore", now + self.options.build_s)
-        self._banned.clear()
+        self._failures.banned.clear()
         self._catch_ups.clear()
-        self._saves_asked = 0
+        self._recovery.saves_asked = 0
         for peer_id, known in self._roster.peers.items():
             if self._roster.part_of(peer_id) is not None:
                 known.standing = None
@@ -964,7 +935,7 @@ class Coordinator:
         peer_id = known.peer.peer_id
         place = f" (part {self._roster.part_of(peer_id)})" if self._roster.parts > 1 else ""
         del self._roster.peers[peer_id]
-        self._banned.add(peer_id)
+        self._failures.banned.add(peer_id)
         self._roster.healing.discard(peer_id)
         self._catch_ups.forget(peer_id)
         self._tell("error", kind, f"{known.peer.name}{place}: {text}", peer_id)
@@ -1000,8 +971,7 @@ class Coordinator:
         self._quarantine.out.clear()
         self._planner.end()
         self._catch_ups.clear()
-        self._failures.clear()
-        self._banned.clear()
+        self._failures = co.WorkerFailures()
         self.restore, self.paused = None, False
 
 

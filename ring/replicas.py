@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, permutations
 
-from ring.coordination import CheckpointsSaved, JobOptions, JobWorker, Reports, Roster, holds
+from ring.coordination import (
+    UNDIALLED_S,
+    CheckpointsSaved,
+    Emit,
+    JobOptions,
+    JobWorker,
+    LinksMeasured,
+    Reports,
+    Roster,
+    holds,
+)
 from ring.planning.measurements import LinkQuality, Links, known_link
+from ring.planning.ring_plan import RingOptions, RingPlan, plan_ring
 from ring.token import balanced, by_size
 from ring.view import View, shares
 from wire.frame import CONTROL_FRAME_BYTES
@@ -63,6 +74,8 @@ class RecoveryPolicy:
         step_s: moving average of a step's duration; 0: not known.
         failed: the run tried to go back to this step with the workers that are here, and could not; infinite: it did
             not try. ``tries``: the step that it tries.
+        short_since: when it began to wait for a state that no peer here holds.
+        saves_asked: attempts to save the result since the run last went back.
     """
 
     known_step: int
@@ -71,6 +84,8 @@ class RecoveryPolicy:
     step_s: float = 0.0
     failed: float = math.inf
     tries: float = math.inf
+    short_since: float | None = None
+    saves_asked: int = 0
 
     def progressed(self, step: int, step_s: float) -> None:
         """Take in a committed step and its duration. Reports of several steps may come at once, and late."""
@@ -177,7 +192,7 @@ class RecoveryPolicy:
         """Record the start of a view. ``members``: the members' reports. A member that is ready with a later step has
         an abandoned state on its disk, so its newest checkpoint must not count as this run's after a restart.
         ``carried``: the members that carry the state on, if they do."""
-        self.known_step, self.failed = step, math.inf
+        self.known_step, self.failed, self.short_since = step, math.inf, None
         if went_back or self.branch is not None:
             own = frozenset(filter(self._is_own, carried))
             kept = own if went_back or self.branch is None else self.branch
@@ -264,6 +279,47 @@ def between_replicas(links: Links, replicas: Sequence[tuple[str, ...]]) -> Links
             slowest = min(known, key=lambda way: way.bandwidth_bps or 0.0)
             found[mine[0], its[0]] = LinkQuality(max(way.latency_s for way in known), slowest.bandwidth_bps)
     return found
+
+
+class RingPlanner:
+    """Plans the rings of a job from what is known of the links between its workers.
+
+    Attributes:
+        measured: the newest measurements of links.
+        undialled: a member and the one that it did not reach → when.
+    """
+
+    def __init__(self, options: RingOptions) -> None:
+        self.measured = LinksMeasured({})
+        self.undialled: dict[tuple[str, str], float] = {}
+        self._options = options
+        self._transport_reason = ""  # of the last plan that was reported
+
+    def forget(self, peer_id: str) -> None:
+        """Forget who did not reach a worker: its address may change."""
+        self.undialled = {edge: at for edge, at in self.undialled.items() if peer_id not in edge}
+
+    def plan(self, formed: Mapping[str, tuple[str, ...]], roster: Roster, reduce_bytes: int, now: float) -> RingPlan:
+        """Plan the ring of the replicas ``formed``, by their first workers."""
+        self.undialled = {edge: at for edge, at in self.undialled.items() if now - at < UNDIALLED_S}
+        apart = frozenset(
+            (one, other)
+            for (one, mine), (other, its) in permutations(formed.items(), 2)
+            if not self.undialled.keys().isdisjoint(zip(mine, its, strict=True))
+        )
+        links = between_replicas(self.measured.links, list(formed.values()))
+        return plan_ring(
+            list(formed), links, self._options, reduce_bytes, self.measured.compute_s,
+            apart=apart, name=lambda first: "+".join(map(roster.name, formed[first])),
+        )  # fmt: skip
+
+    def notices(self, plan: RingPlan) -> Iterator[Emit]:
+        """Report a plan. Its choice of streams and codec is reported when it changes."""
+        if plan.measured:
+            yield Emit("info", "ring-order", plan.reason)
+            if plan.transport_reason != self._transport_reason:
+                yield Emit("info", "ring-transport", plan.transport_reason)
+            self._transport_reason = plan.transport_reason
 
 
 def sources_for(peer_id: str, part: int, view: View, links: Links) -> tuple[MemberRecord, ...]:

@@ -680,4 +680,4 @@ def test_two_members_that_cannot_reach_each_other_are_not_placed_beside_each_oth
     desk.stand("held", 0, "a", "c", "d")
     desk.offer("b")
     desk.ready("b")
-    assert not desk.core._undialled
+    assert not desk.core._ring_planner.undialled
