@@ -29,7 +29,7 @@ from p2ptrain.core.errors import P2PTrainError, StorageError, UserError, first_e
 from p2ptrain.core.world import Clock, World
 from ring.coordination import ENDED
 from roles.seed.authority import Authority, keep_files
-from roles.seed.server import Seed, cluster_id
+from roles.seed.server import Seed, read_identity
 from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, SeedStore, file_of
 from roles.seed.tracking import TrackerPorts, Trackers, check_trackers
 from wire.address import Ticket
@@ -46,7 +46,7 @@ LOOK_S = 1.0
 """How often a seed looks whether its directory is still there."""
 
 
-def copied(records: Records, files: dict[str, bytes], wall: float) -> bytes:
+def make_copy(records: Records, files: dict[str, bytes], wall: float) -> bytes:
     """Make the bytes of a backup. ``files``: of the authority. Runs on the store's thread."""
 
     def add(copy: sqlite3.Connection) -> None:
@@ -79,9 +79,9 @@ class Backup:
     async def write(self) -> None:
         """Write a backup now. Raises ``StorageError``."""
         files = self._authority.files() if self._authority is not None else {}
-        data = await self._store.call(copied, files, self._world.clock.wall())
+        data = await self._store.call(make_copy, files, self._world.clock.wall())
         try:
-            await self._thread.submit(partial(keep_copy, self._world.disk, self._directory, data))
+            await self._thread.submit(partial(write_copy, self._world.disk, self._directory, data))
         except StorageError as problem:
             problem.remedy = problem.remedy.replace("--state", "--backup")
             raise
@@ -106,7 +106,7 @@ class Backup:
         self._thread.close()
 
 
-def keep_copy(disk: Disk, directory: Path, data: bytes) -> None:
+def write_copy(disk: Disk, directory: Path, data: bytes) -> None:
     """Blocking. Raises ``StorageError``."""
     disk.make_dir(directory)
     disk.set_mode(directory, 0o700)
@@ -114,7 +114,7 @@ def keep_copy(disk: Disk, directory: Path, data: bytes) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredBackup:
     """A restored backup: when it was made, whether the cluster is encrypted, and the new term."""
 
     wall: float
@@ -122,7 +122,7 @@ class Restored:
     term: int
 
 
-def restore(disk: Disk, directory: Path, state_dir: Path) -> Restored:
+def restore(disk: Disk, directory: Path, state_dir: Path) -> RestoredBackup:
     """Fill ``state_dir`` from the backup in ``directory``, and begin a higher term. Blocking.
 
     Raises:
@@ -136,9 +136,9 @@ def restore(disk: Disk, directory: Path, state_dir: Path) -> Restored:
         text = f"{state_dir} already has a seed's database"
         raise UserError(text, remedy="start that seed without --restore, or choose another --state")
     data = disk.read(directory / COPY_NAME, max_bytes=16 << 30)
-    with _opened(directory / COPY_NAME, data) as copy:
-        found = Restored(*_begin_term(copy))
-        keep_copy(disk, directory, file_of(copy))  # first, so that another restore begins a higher term still
+    with _open_copy(directory / COPY_NAME, data) as copy:
+        found = RestoredBackup(*_begin_term(copy))
+        write_copy(disk, directory, file_of(copy))  # first, so that another restore begins a higher term still
         files = dict(copy.execute("SELECT name, data FROM authority"))
         copy.execute("DROP TABLE authority")
         keep_files(disk, state_dir / "authority", files) if files else None
@@ -167,7 +167,7 @@ def next_term(term: int) -> int:
 
 
 @contextmanager
-def _opened(path: Path, data: bytes) -> Iterator[sqlite3.Connection]:
+def _open_copy(path: Path, data: bytes) -> Iterator[sqlite3.Connection]:
     damaged = StorageError(f"the backup {path} is damaged", remedy="use another copy, or begin a new cluster")
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
         try:
@@ -254,15 +254,16 @@ async def run_seed(
     """
     store = await SeedStore.open(world.disk, state_dir, world.threads)
     try:
+        identity = await read_identity(store, name)
         authority: Authority | None = None
         tasks: list[Callable[[], Coroutine[None, None, None]]] = []
         if ticket_host:
             directory, now = state_dir / "authority", world.clock.wall()
             authority = opened = await asyncio.to_thread(Authority.open, world.disk, directory, name=name, now=now)
-            peer_id, clock = await cluster_id(store), world.clock
+            clock = world.clock
 
             async def sign() -> Credentials:
-                return await asyncio.to_thread(opened.own_credentials, peer_id, clock.wall())
+                return await asyncio.to_thread(opened.own_credentials, identity.cluster_id, clock.wall())
 
             network = TlsNetwork(world.network, await sign(), require_client_certificate=False)
             tasks.append(partial(_keep_fresh, network, sign, clock))
@@ -270,16 +271,17 @@ async def run_seed(
         backup_requested = asyncio.Event()
         # A key from a file ends with a newline.
         environ = {key: value.strip() for key, value in (tracker_environ or {}).items()}
-        seed = await Seed.open(
+        seed = Seed(
             world,
             store,
-            name=name,
+            identity,
             authority=authority,
             ticket_host=ticket_host or "127.0.0.1",
             request_backup=backup_requested.set,
             on_alarm=on_alarm,
             check_profile=partial(check_trackers, environ) if tracker_environ is not None else lambda profile: None,
         )
+        await seed.load()
         on_seed(seed)
         note = seed.announcements.note
         trackers: Trackers | None = None

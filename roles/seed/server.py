@@ -62,13 +62,14 @@ MAX_EARLY_MESSAGES = 4096
 """Messages of one worker that wait until its job is settled. With more the seed reads nothing from it."""
 
 
-async def cluster_id(store: SeedStore) -> str:
-    """The seed's peer id, which also identifies the cluster. It is made once. Raises ``StorageError``."""
-    return await store.call(Records.fact, "cluster-id", new_id)
+async def read_identity(store: SeedStore, name: str) -> SeedIdentity:
+    """The seed's id, which is made once, and its term. Raises ``StorageError``."""
+    cluster_id = await store.call(Records.fact, "cluster-id", new_id)
+    return SeedIdentity(cluster_id, name[:NAME_CHARS], int(await store.call(Records.known_fact, TERM_FACT) or 0))
 
 
 class Seed:
-    """The connections of a seed, and what it consists of. Created by ``open``; ``run_seed`` runs it.
+    """The connections of a seed, and what it consists of. ``run_seed`` loads and runs it.
 
     Args:
         authority: None on a plain seed.
@@ -122,35 +123,11 @@ class Seed:
         jobs = JobRequests(self.jobs, ports, self.acceptor.operators, check_profile)
         self.operator_api = OperatorApi(peers.methods() | jobs.methods() | records.methods(), records.watch)
 
-    @classmethod
-    async def open(
-        cls,
-        world: World,
-        store: SeedStore,
-        *,
-        name: str,
-        authority: Authority | None,
-        ticket_host: str,
-        request_backup: Callable[[], None],
-        on_alarm: Callable[[str], None],
-        check_profile: Callable[[Profile], None],
-    ) -> Seed:
-        """Create a seed from its store. Raises ``StorageError``."""
-        term = int(await store.call(Records.known_fact, TERM_FACT) or 0)
-        seed = cls(
-            world,
-            store,
-            SeedIdentity(await cluster_id(store), name[:NAME_CHARS], term),
-            authority=authority,
-            ticket_host=ticket_host,
-            request_backup=request_backup,
-            on_alarm=on_alarm,
-            check_profile=check_profile,
-        )
-        await seed.announcements.load()
-        await seed.jobs.load()
-        await seed.checkpoints.load()
-        return seed
+    async def load(self) -> None:
+        """Read events, jobs and checkpoints from the store. Raises ``StorageError``."""
+        await self.announcements.load()
+        await self.jobs.load()
+        await self.checkpoints.load()
 
     def start(self, tasks: asyncio.TaskGroup, address: tuple[str, int]) -> None:
         self._tasks = tasks

@@ -20,7 +20,7 @@ from p2ptrain.core.world import World, real_world
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from p2ptrain.lab.sim.machine import Died, MachineDisk, Process
 from roles.seed.authority import Authority
-from roles.seed.run import COPY_NAME, Backup, _keep_directory, keep_copy, restore
+from roles.seed.run import COPY_NAME, Backup, _keep_directory, restore, write_copy
 from roles.seed.store import JobRecord, Records, SeedStore
 from tests.roles.in_process import Cluster
 
@@ -78,7 +78,7 @@ def test_a_kill_or_a_power_cut_leaves_the_old_copy_or_the_new_one() -> None:
     found = set()
     for number in range(200):
         disk, process = MachineDisk(random.Random(number)), Process("seed")
-        keep_copy(disk.view_for(process), Path("/backup"), b"old")
+        write_copy(disk.view_for(process), Path("/backup"), b"old")
         disk.die_in = disk.calls + 1 + number % 8
 
         def killed(process: Process = process) -> None:
@@ -86,7 +86,7 @@ def test_a_kill_or_a_power_cut_leaves_the_old_copy_or_the_new_one() -> None:
 
         disk.killed = killed
         try:
-            keep_copy(disk.view_for(process), Path("/backup"), b"new")
+            write_copy(disk.view_for(process), Path("/backup"), b"new")
         except Died:
             found.add("died")
         disk.power_cut()

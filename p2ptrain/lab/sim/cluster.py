@@ -23,7 +23,7 @@ from roles.engine import Engine, Stage
 from roles.identity import claim
 from roles.member import MemberOptions
 from roles.seed import ledger
-from roles.seed.run import COPY_NAME, keep_copy, restore, run_seed
+from roles.seed.run import COPY_NAME, restore, run_seed, write_copy
 from roles.worker.worker import Worker
 from wire.client import SeedClient
 from wire.messages import Scalar
@@ -166,7 +166,7 @@ class SimMachine:
 
     def restore(self, copy: bytes) -> None:
         self.lose_disk()
-        keep_copy(self.disk.view_for(Process(self.host)), BACKUP, copy)
+        write_copy(self.disk.view_for(Process(self.host)), BACKUP, copy)
         self._simulation.observer.restored([machine.host for machine in self._simulation.live if machine.left])
         self.start()
 

@@ -247,7 +247,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             (SeedLink, "send", _around(send)),
             (
                 backup,
-                "keep_copy",
+                "write_copy",
                 _then(lambda disk, directory, data: simulation.copies.append((observer.line.generation, data))),
             ),
             (JobLedger, "_give_up_gap", _around(give_up)),
