@@ -21,12 +21,14 @@ from p2ptrain.core.island import MOST_PROCESSES, IslandPlace, place_in
 from p2ptrain.core.threads import RealThreads
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.joining import ProcessContext, Running
+    from p2ptrain.cli.joining import MemberRun, ProcessContext
     from p2ptrain.cluster.local_cluster import PeerProcess
     from p2ptrain.compute.device import ComputeDevice
     from p2ptrain.compute.island import Island
 
-Make: TypeAlias = "Callable[[tuple[Island, ComputeDevice]], Running]"
+FormedIsland: TypeAlias = "tuple[Island, ComputeDevice]"
+"""An island, and the device of this process in it."""
+MakeIslandWorker: TypeAlias = "Callable[[FormedIsland], MemberRun]"
 
 LOOPBACK = "127.0.0.1"
 FOLLOW_S = 8.0
@@ -87,15 +89,15 @@ class LeadIsland:
     def __init__(self, options: IslandOptions, logs: Path) -> None:
         self._options, self._logs = options, logs
         self._children: list[PeerProcess] = []
-        self._formed: tuple[Island, ComputeDevice] | None = None
+        self._formed: FormedIsland | None = None
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def run(self, here: ProcessContext, make: Make, stop: asyncio.Event) -> None:
+    async def run(self, here: ProcessContext, make: MakeIslandWorker, stop: asyncio.Event) -> None:
         """Be the worker of ``make`` until ``stop`` is set, as long as all processes live. Raises ``P2PTrainError``."""
         from p2ptrain.cluster.local_cluster import LocalCluster
         from p2ptrain.cluster.stopping import unless_stopped
 
-        form: Callable[[], tuple[Island, ComputeDevice]] = partial(self._form, self._options.place, None)
+        form: Callable[[], FormedIsland] = partial(self._form, self._options.place, None)
         if self._options.ours and not self._children:
             form = await self._start(here)
 
@@ -119,7 +121,7 @@ class LeadIsland:
             ended.message = f"this worker leaves, because it is not complete: {ended.message}"
             raise
 
-    async def _start(self, here: ProcessContext) -> Callable[[], tuple[Island, ComputeDevice]]:
+    async def _start(self, here: ProcessContext) -> Callable[[], FormedIsland]:
         """Start the other processes. They meet where no other machine can."""
         from p2ptrain.cluster.local_cluster import PeerProcess
 
@@ -139,7 +141,7 @@ class LeadIsland:
         here.console.event("info", f"{size - 1} more process{'es' * (size > 2)} of this worker; logs: {self._logs}")
         return partial(self._form, place, listener)
 
-    def _form(self, place: IslandPlace, listener: socket.socket | None) -> tuple[Island, ComputeDevice]:
+    def _form(self, place: IslandPlace, listener: socket.socket | None) -> FormedIsland:
         from p2ptrain.compute.island import Island, meet
 
         device = self._options.pick()

@@ -1,9 +1,9 @@
-"""``p2ptrain join``."""
+"""``p2ptrain join``: the command, and what it runs for a worker. ``serving`` has what it runs for other roles."""
 
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from p2ptrain.cli.commands import new_typer
@@ -14,12 +14,15 @@ from p2ptrain.cli.runtime import run
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from p2ptrain.cli.island import IslandOptions
-    from p2ptrain.cli.joining import Found, ProcessContext, Running
-    from p2ptrain.compute.device import ComputeDevice
-    from p2ptrain.compute.island import Island
+    from p2ptrain.cli.island import FormedIsland, IslandOptions
+    from p2ptrain.cli.joining import MemberRun, ProcessContext, SeedRoute
     from roles.engine import Engine, Stage
+    from roles.worker.context import BuildEngine
+    from roles.worker.stages import Holding
     from wire.messages import Scalar
+
+NO_PARTS_BYTES = 1
+"""Memory for parts of models of a worker that holds none: too little for any part. 0 would mean: not known."""
 
 app = new_typer()
 
@@ -29,9 +32,9 @@ app = new_typer()
 def join(options: JoinOptions) -> None:
     """Join a seed: as a worker, which trains the seed's jobs, or to write text. Ctrl+C leaves.
 
-    A worker leaves after its current step, or within one that takes more than a second. A verifier owns a model and
-    writes with it, for `generate`, `chat` and programs (--http). Drafters guess its next tokens with a small model, so
-    that it writes faster; its text stays the same.
+    A worker leaves after its current step, and abandons one that takes more than a second. A verifier owns a model
+    and writes with it, for `generate`, `chat` and programs (--http). Drafters guess its next tokens with a small model,
+    so that it writes faster; its text stays the same.
 
     On the seed's machine no ticket is needed. On another machine give the seed's ticket; later its address is enough.
 
@@ -67,51 +70,82 @@ def join(options: JoinOptions) -> None:
 
 
 async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
+    """Be a worker until Ctrl+C: this process alone, or the island that it leads. Raises ``P2PTrainError``."""
     from p2ptrain.cli.island import LeadIsland
-    from p2ptrain.cli.joining import member_options, run_member, world_of
-    from roles.worker.build import engine_builder, holding, island_builder, warm_up, with_data
-    from roles.worker.worker import Worker
+    from p2ptrain.cli.joining import run_member
 
-    device, threads, memory_bytes = options.device, options.threads, options.memory_bytes
-    parts = holding(device=device, threads=threads, memory_bytes=memory_bytes) if island is None else None
-
-    def worker(here: ProcessContext, found: Found, formed: tuple[Island, ComputeDevice] | None = None) -> Running:
-        """``formed``: an island, and the device of this process in it."""
-        build_engine = engine_builder(device=device, threads=threads, memory_bytes=memory_bytes)
-        if formed is not None:
-            build_engine = island_builder(*formed, memory_bytes)
-        # Only workers of one process hold parts of models: the memory of others for them is too small for any.
-        capabilities: dict[str, Scalar] = {
-            "parts_memory_bytes": 1 if parts is None else parts.limit_bytes,
-            "threads": threads,
-        }
-        if formed is not None:
-            capabilities["device"] = formed[0].label
-
-        def build(profile: Profile, stage: Stage) -> Engine:
-            own = with_data(profile, options.data)
-            with here.console.during(lambda: f"reading {own.data.path} and building the model"):
-                return build_engine(own, stage)
-
-        return Worker(
-            world_of(options, found),
-            here.identity,
-            member_options(options, found, **capabilities),
-            build_engine=build,
-            warm_up=warm_up,
-            notify=here.notify,
-            on_step=lambda applied, total, values: here.console.progress(
-                step_line(applied, total, values), last=applied == total
-            ),
-            membership=found.access.member,
-            holding=parts,
-        ).run
-
+    factory = WorkerFactory(options)
     if island is None:
-        await run_member(options, worker)
+        await run_member(options, factory.make)
         return
     lead = LeadIsland(island, options.root / "logs")
+
+    def make_island(context: ProcessContext, route: SeedRoute) -> MemberRun:
+        return partial(lead.run, context, partial(factory.make_in_island, context, route))
+
     try:
-        await run_member(options, lambda here, found: partial(lead.run, here, partial(worker, here, found)))
+        await run_member(options, make_island)
     finally:
         await lead.close()
+
+
+class WorkerFactory:
+    """Makes the worker of this process: each time that it joins, it is a new one."""
+
+    def __init__(self, options: JoinOptions) -> None:
+        self._options = options
+
+    @cached_property
+    def _parts(self) -> Holding:
+        from roles.worker.build import holding
+
+        options = self._options
+        return holding(device=options.device, threads=options.threads, memory_bytes=options.memory_bytes)
+
+    def make(self, context: ProcessContext, route: SeedRoute) -> MemberRun:
+        """A worker of one process. It also holds parts of models."""
+        from roles.worker.build import engine_builder
+
+        options = self._options
+        build_engine = engine_builder(device=options.device, threads=options.threads, memory_bytes=options.memory_bytes)
+        return self._worker(context, route, build_engine, self._parts, parts_memory_bytes=self._parts.limit_bytes)
+
+    def make_in_island(self, context: ProcessContext, route: SeedRoute, formed: FormedIsland) -> MemberRun:
+        """The worker that an island is; this process leads it."""
+        from roles.worker.build import island_builder
+
+        island, device = formed
+        build_engine = island_builder(island, device, self._options.memory_bytes)
+        return self._worker(context, route, build_engine, None, parts_memory_bytes=NO_PARTS_BYTES, device=island.label)
+
+    def _worker(
+        self,
+        context: ProcessContext,
+        route: SeedRoute,
+        build_engine: BuildEngine,
+        parts: Holding | None,
+        **capabilities: Scalar,
+    ) -> MemberRun:
+        from p2ptrain.cli.joining import member_options, world_of
+        from roles.worker.build import warm_up, with_data
+        from roles.worker.worker import Worker
+
+        def build(profile: Profile, stage: Stage) -> Engine:
+            own = with_data(profile, self._options.data)
+            with context.console.during(lambda: f"reading {own.data.path} and building the model"):
+                return build_engine(own, stage)
+
+        def show_step(applied: int, total: int, values: dict[str, float]) -> None:
+            context.console.progress(step_line(applied, total, values), last=applied == total)
+
+        return Worker(
+            world_of(self._options, route),
+            context.identity,
+            member_options(self._options, route, threads=self._options.threads, **capabilities),
+            build_engine=build,
+            warm_up=warm_up,
+            notify=context.notify,
+            on_step=show_step,
+            membership=route.access.member,
+            holding=parts,
+        ).run

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SeedRoute:
     """A way to the seed, and where to listen. ``others``: seeds to try if this one stays away."""
 
     access: Access
@@ -51,12 +51,12 @@ class ProcessContext:
         self.console.event(level, text)
 
 
-Running: TypeAlias = "Callable[[asyncio.Event], Coroutine[Any, Any, None]]"
+MemberRun: TypeAlias = "Callable[[asyncio.Event], Coroutine[Any, Any, None]]"
 """Runs until the event is set."""
-Make: TypeAlias = "Callable[[ProcessContext, Found], Running]"
+MakeMember: TypeAlias = "Callable[[ProcessContext, SeedRoute], MemberRun]"
 
 
-async def run_member(options: JoinOptions, make: Make) -> None:
+async def run_member(options: JoinOptions, make: MakeMember) -> None:
     """Claim a slot, find the seed, and run what ``make`` returns until Ctrl+C.
 
     ``make`` is called again if the seed needs this process to listen elsewhere, or to join afresh.
@@ -108,7 +108,7 @@ async def run_member(options: JoinOptions, make: Make) -> None:
             others = tuple(place for place in places if place != (access.host, access.port))
             listen = listen_host or usual_host(access.host), options.port
             try:
-                await make(here, Found(access, listen, others, wait_s))(stop)
+                await make(here, SeedRoute(access, listen, others, wait_s))(stop)
                 break
             except Refused as refusal:
                 if refusal.code == RefusalCode.LOOPBACK_ONLY and not listen_host:
@@ -125,27 +125,27 @@ async def run_member(options: JoinOptions, make: Make) -> None:
     console.event("info", "left")
 
 
-def world_of(options: JoinOptions, found: Found) -> World:
+def world_of(options: JoinOptions, route: SeedRoute) -> World:
     from p2ptrain.core.threads import SlowThreads
     from p2ptrain.core.world import real_world
 
-    world = real_world(found.access.network)
+    world = real_world(route.access.network)
     return replace(world, threads=SlowThreads(world.threads, options.straggler)) if options.straggler > 1 else world
 
 
-def member_options(options: JoinOptions, found: Found, **more: Scalar) -> MemberOptions:
+def member_options(options: JoinOptions, route: SeedRoute, **more: Scalar) -> MemberOptions:
     """``more``: capabilities besides those of the machine."""
     from roles.member import MemberOptions
     from roles.worker.build import capabilities
 
     return MemberOptions(
         role=options.role,
-        seed=(found.access.host, found.access.port),
-        listen=found.listen,
+        seed=(route.access.host, route.access.port),
+        listen=route.listen,
         advertise=options.advertised,
         capabilities=capabilities(options.device) | more,
-        others=found.others,
-        wait_s=found.wait_s,
+        others=route.others,
+        wait_s=route.wait_s,
     )
 
 

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from p2ptrain.cli.join_options import JoinOptions
-from p2ptrain.cli.joining import Found, ProcessContext, Running, member_options, run_member, world_of
+from p2ptrain.cli.joining import MemberRun, ProcessContext, SeedRoute, member_options, run_member, world_of
 from p2ptrain.cli.model_sizes import config_text
 from p2ptrain.cli.split import TYPICAL_POSITIONS, conversation_positions, load, measured, plan_on, within
 from p2ptrain.cli.text_options import SplitOptions
@@ -67,7 +67,7 @@ async def join_to_serve(options: JoinOptions) -> None:
     """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``, for invalid options before it joins."""
     await check(options)
 
-    def member(process: ProcessContext, found: Found) -> Running:
+    def member(process: ProcessContext, found: SeedRoute) -> MemberRun:
         async def program(member: ServingMember) -> None:
             await serve(member, options, process.console)
 

@@ -19,7 +19,7 @@ from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining, serving
 from p2ptrain.cli.island import IslandOptions
 from p2ptrain.cli.join_options import JoinOptions
-from p2ptrain.cli.joining import Found, ProcessContext, Running
+from p2ptrain.cli.joining import MemberRun, ProcessContext, SeedRoute
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import ResourceError, Unreachable, UserError
 from wire.connection import Connection
@@ -181,7 +181,7 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    waits, said, made = asyncio.Event(), list[str](), list[Found]()
+    waits, said, made = asyncio.Event(), list[str](), list[SeedRoute]()
 
     def progress(console: Console, text: str, **_: Any) -> None:
         said.append(text)
@@ -190,7 +190,7 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(
     async def running(stop: asyncio.Event) -> None:
         pass
 
-    def make(_: ProcessContext, found: Found) -> Running:
+    def make(_: ProcessContext, found: SeedRoute) -> MemberRun:
         made.append(found)
         return running
 
