@@ -104,15 +104,6 @@ def test_a_verifier_and_its_options(command: Command, begun: list[JoinOptions], 
     assert (begun[-1].split, begun[-1].http_place, begun[-1].dtype) == (0, None, "bf16")
 
 
-def test_a_drafter_and_its_model(command: Command, begun: list[JoinOptions], model: Path) -> None:
-    command("join", "--role", "drafter", "--model", model.parent / "model")
-    command("join", "--role", "drafter", "--model", model, "--dtype", "fp16")
-    assert [(of.role, of.model_directory, of.dtype) for of in begun] == [
-        ("drafter", model, ""),
-        ("drafter", model, "fp16"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem", "remedy"),
     [

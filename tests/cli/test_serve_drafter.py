@@ -20,6 +20,7 @@ from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.member import ServingMember
 from roles.serving.worker_peer import ClientContext
 from tests.roles.drafter_hosts import around_of, whole
+from tests.wire.doubles import on_virtual_time
 from wire.text_messages import Serving
 
 
@@ -78,16 +79,14 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "small"
 
 
-def test_a_model_is_told_of_with_what_verifiers_must_know(model: Path) -> None:
-    async def main() -> None:
-        member = await served(JoinOptions(role="drafter", model=str(model)))
-        assert member.serving is not None
-        said = member.serving()
-        assert (said.model, said.vocab_size, said.context) == ("small", 97, 512)
-        assert said.tokenizer == Tokenizer.of_bytes().digest
-        assert member.told == ["small drafts on stand-in in fp32, 512 tokens of context"]
-
-    run_virtual(main())
+@on_virtual_time
+async def test_a_model_is_told_of_with_what_verifiers_must_know(model: Path) -> None:
+    member = await served(JoinOptions(role="drafter", model=str(model)))
+    assert member.serving is not None
+    said = member.serving()
+    assert (said.model, said.vocab_size, said.context) == ("small", 97, 512)
+    assert said.tokenizer == Tokenizer.of_bytes().digest
+    assert member.told == ["small drafts on stand-in in fp32, 512 tokens of context"]
 
 
 def test_a_model_drafts_in_the_type_that_is_asked_for(model: Path) -> None:

@@ -18,19 +18,21 @@ import torch
 from p2ptrain.cli import serving as serving_module
 from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.cluster.console import Console
-from p2ptrain.compute.model import build_model, load_model
+from p2ptrain.compute.model import build_model
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import NetworkError, P2PTrainError
-from p2ptrain.core.serving import SamplingOptions
+from p2ptrain.core.serving import Sampling, SamplingOptions
 from p2ptrain.core.world import Network, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.member import ServingMember
 from roles.serving.texts import TextRequest
 from roles.verifier.client import VerifierClient
 from roles.worker.build import holding
+from tests.compute.families import generated, opened
 from tests.compute.tiny_trainer import tiny
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.stage_doubles import LoopThreads
+from tests.wire.doubles import on_virtual_time
 from wire.records import ServingInfo
 
 PATIENCE_S = 600.0
@@ -46,16 +48,8 @@ def reference(
     checkpoint: Path, tokens: int, sampling: SamplingOptions, dtype: torch.dtype = torch.float32
 ) -> tuple[int, ...]:
     """What ``transformers.generate`` writes with the whole model."""
-    model: Any = load_model(checkpoint, dtype).eval()
-    ids = torch.tensor([list(PROMPT.encode())])
-    shape: dict[str, Any] = {"do_sample": False}
-    if sampling.temperature:
-        shape = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k}
-        shape["top_p"] = sampling.top_p
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(sampling.seed or 0)
-        made = model.generate(ids, max_new_tokens=tokens, pad_token_id=0, **shape)
-    return tuple(made[0, ids.shape[1] :].tolist())
+    drawn = Sampling(0.9, 40, 0.95, 7) if sampling is SAMPLED else Sampling(temperature=0)
+    return tuple(generated(opened(checkpoint, dtype), list(PROMPT.encode()), tokens, drawn))
 
 
 class VirtualCluster(Cluster):
@@ -160,62 +154,56 @@ async def serving(tmp_path: Path, model: Path, split: int | None = 2, dtype: str
         await cluster.close()
 
 
-def test_a_split_verifiers_text_is_transformers_own_whoever_dies(tmp_path: Path) -> None:
+@on_virtual_time
+async def test_a_split_verifiers_text_is_transformers_own_whoever_dies(tmp_path: Path) -> None:
     model = made(tmp_path)
     expected = {sampling: reference(model, 60, sampling) for sampling in (GREEDY, SAMPLED)}
+    async with serving(tmp_path, model) as served:
+        drafted: dict[str, Any] = {"drafters": []}
+        while not drafted["drafters"]:  # until they have met
+            tokens, drafted = await served.ask(16, GREEDY)
+        for sampling in (GREEDY, SAMPLED):
+            tokens, stats = await served.ask(60, sampling)
+            assert tokens == expected[sampling]
+            assert stats["accepted"] > 0
 
-    async def scene() -> None:
-        async with serving(tmp_path, model) as served:
-            drafted: dict[str, Any] = {"drafters": []}
-            while not drafted["drafters"]:  # until they have met
-                tokens, drafted = await served.ask(16, GREEDY)
-            for sampling in (GREEDY, SAMPLED):
-                tokens, stats = await served.ask(60, sampling)
-                assert tokens == expected[sampling]
-                assert stats["accepted"] > 0
+        # A stage dies in the middle, and the drafter; a spare takes the place, and the text is the same.
+        assert served.drafter is not None
+        happens = {12: lambda: stage_of(served, 1).die(), 30: served.drafter.die}
+        tokens, stats = await served.ask(60, SAMPLED, happens)
+        assert tokens == expected[SAMPLED]
+        assert served.told("stage-replaced") == 1
 
-            # A stage dies in the middle, and the drafter; a spare takes the place, and the text is the same.
-            assert served.drafter is not None
-            happens = {12: lambda: stage_of(served, 1).die(), 30: served.drafter.die}
-            tokens, stats = await served.ask(60, SAMPLED, happens)
-            assert tokens == expected[SAMPLED]
-            assert served.told("stage-replaced") == 1
-
-            # Nobody is left: what came is there, more is refused with what to do, and it goes on when somebody joins.
-            lost = stage_of(served, 0)
-            with pytest.raises(NetworkError, match="cannot be repaired"):
-                await served.ask(60, GREEDY, {20: lost.die})
-            with pytest.raises(NetworkError, match="no worker can hold") as refused:
-                await served.ask(8, GREEDY)
-            assert "the chain continues" in refused.value.remedy
-            slot = next(slot for slot, peer in served.workers.items() if peer is lost)
-            served.workers[slot] = join(served.cluster, int(slot))
-            while True:
-                try:
-                    tokens, _ = await served.ask(60, GREEDY)
-                except P2PTrainError:
-                    await asyncio.sleep(0.1)
-                else:
-                    break
-            assert tokens == expected[GREEDY]
-
-    run_virtual(scene())
+        # Nobody is left: what came is there, more is refused with what to do, and it goes on when somebody joins.
+        lost = stage_of(served, 0)
+        with pytest.raises(NetworkError, match="cannot be repaired"):
+            await served.ask(60, GREEDY, {20: lost.die})
+        with pytest.raises(NetworkError, match="no worker can hold") as refused:
+            await served.ask(8, GREEDY)
+        assert "the chain continues" in refused.value.remedy
+        slot = next(slot for slot, peer in served.workers.items() if peer is lost)
+        served.workers[slot] = join(served.cluster, int(slot))
+        while True:
+            try:
+                tokens, _ = await served.ask(60, GREEDY)
+            except P2PTrainError:
+                await asyncio.sleep(0.1)
+            else:
+                break
+        assert tokens == expected[GREEDY]
 
 
-def test_a_model_of_bf16_writes_in_fp32_where_that_is_asked_for(tmp_path: Path) -> None:
+@on_virtual_time
+async def test_a_model_of_bf16_writes_in_fp32_where_that_is_asked_for(tmp_path: Path) -> None:
     model = made(tmp_path, torch.bfloat16)
     expected = reference(model, 200, SAMPLED)
     assert expected != reference(model, 200, SAMPLED, torch.bfloat16), "a text this long shows the type"
     (model / "generation_config.json").write_text('{"min_p": 0.1}')
-
-    async def scene() -> None:
-        async with serving(tmp_path, model, None, "fp32") as served:
-            assert served.said("serving") == ["model writes text in fp32, 256 tokens of context"]
-            assert served.said("unused-settings") == ["model/generation_config.json also says min_p = 0.1: not applied"]
-            tokens, _ = await served.ask(200, SAMPLED)
-            assert tokens == expected
-
-    run_virtual(scene())
+    async with serving(tmp_path, model, None, "fp32") as served:
+        assert served.said("serving") == ["model writes text in fp32, 256 tokens of context"]
+        assert served.said("unused-settings") == ["model/generation_config.json also says min_p = 0.1: not applied"]
+        tokens, _ = await served.ask(200, SAMPLED)
+        assert tokens == expected
 
 
 def made(tmp_path: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -237,24 +225,21 @@ async def alone(tmp_path: Path, model: Path, split: int, dtype: str = "") -> Asy
         await cluster.close()
 
 
-def test_it_waits_for_enough_workers_and_says_for_what(tmp_path: Path) -> None:
+@on_virtual_time
+async def test_it_waits_for_enough_workers_and_says_for_what(tmp_path: Path) -> None:
     model = made(tmp_path)
-
-    async def scene() -> None:
-        async with alone(tmp_path, model, 2) as served:
-            await served.until("waiting")
-            await asyncio.sleep(60)  # virtual: it is told once, and waited for as long as it takes
-            assert served.told("waiting") == 1
-            assert "no worker has joined" in served.said("waiting")[0]
-            assert "p2ptrain join" in served.said("waiting")[0]
-            join(served.cluster, 1)
-            await served.until("waiting", 2)
-            assert "1 of 2 workers joined to hold a part" in served.said("waiting")[1]
-            join(served.cluster, 2)
-            await served.until("serving")
-            assert served.told("waiting") == 2
-
-    run_virtual(scene())
+    async with alone(tmp_path, model, 2) as served:
+        await served.until("waiting")
+        await asyncio.sleep(60)  # virtual: it is told once, and waited for as long as it takes
+        assert served.told("waiting") == 1
+        assert "no worker has joined" in served.said("waiting")[0]
+        assert "p2ptrain join" in served.said("waiting")[0]
+        join(served.cluster, 1)
+        await served.until("waiting", 2)
+        assert "1 of 2 workers joined to hold a part" in served.said("waiting")[1]
+        join(served.cluster, 2)
+        await served.until("serving")
+        assert served.told("waiting") == 2
 
 
 def test_workers_need_the_memory_of_the_type_that_is_asked_for(tmp_path: Path) -> None:
@@ -273,37 +258,34 @@ def test_workers_need_the_memory_of_the_type_that_is_asked_for(tmp_path: Path) -
     run_virtual(scene("", 1))
 
 
-def test_who_waits_for_workers_leaves_at_once(tmp_path: Path) -> None:
+@on_virtual_time
+async def test_who_waits_for_workers_leaves_at_once(tmp_path: Path) -> None:
     model = made(tmp_path)
-
-    async def scene() -> None:
-        async with alone(tmp_path, model, 2) as served:
-            await served.until("waiting")
-            served.verifier.stop.set()
-            async with asyncio.timeout(1.5):
-                await served.verifier.task
-
-    run_virtual(scene())
+    async with alone(tmp_path, model, 2) as served:
+        await served.until("waiting")
+        served.verifier.stop.set()
+        async with asyncio.timeout(1.5):
+            await served.verifier.task
 
 
-@pytest.mark.parametrize(("table", "split", "problem"), [
-    ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}, 2, "cannot be split"),
-    ({}, 5, "a model of 4 layers cannot have 5 stages"),
-])  # fmt: skip
-def test_it_ends_once_a_worker_says_that_the_model_does_not_split(
+@pytest.mark.parametrize(
+    ("table", "split", "problem"),
+    [
+        ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}, 2, "cannot be split"),
+        ({}, 5, "a model of 4 layers cannot have 5 stages"),
+    ],
+)
+@on_virtual_time
+async def test_it_ends_once_a_worker_says_that_the_model_does_not_split(
     tmp_path: Path, table: dict[str, Any], split: int, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = made(tmp_path)
     (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | table))
     monkeypatch.setattr("p2ptrain.cli.serving.model_of_directory", None)  # nothing is hashed before
-
-    async def scene() -> None:
-        async with alone(tmp_path, model, split) as served:
-            await served.until("waiting")
-            join(served.cluster, 1)
-            with pytest.raises(P2PTrainError, match=problem):
-                await served.verifier.task
-            served.cluster.peers.remove(served.verifier)
-            served.verifier.identity.release()
-
-    run_virtual(scene())
+    async with alone(tmp_path, model, split) as served:
+        await served.until("waiting")
+        join(served.cluster, 1)
+        with pytest.raises(P2PTrainError, match=problem):
+            await served.verifier.task
+        served.cluster.peers.remove(served.verifier)
+        served.verifier.identity.release()

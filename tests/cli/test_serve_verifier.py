@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,17 +25,6 @@ def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert model_name(tmp_path / "models--acme--toy--2" / "snapshots" / ("0123456789" * 4)) == "acme/toy--2"
     monkeypatch.chdir(tmp_path / "SmolLM2-135M")
     assert model_name(Path(".")) == "SmolLM2-135M"
-
-
-async def test_a_place_that_cannot_be_is_told_before_a_model_is_looked_at(tmp_path: Path, unused_tcp_port: int) -> None:
-    place, keys = f"127.0.0.1:{unused_tcp_port}", tmp_path / "key"
-    options = JoinOptions(role="verifier", model=str(tmp_path / "no model"), http=place, api_keys=keys)
-    with pytest.raises(UserError, match="cannot read the API key"):
-        await check(options)
-    (tmp_path / "key").write_text("k" * 32)
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):
-        await check(replace(options, http="{}:{}".format(*taken.getsockname())))
-    await check(options)
 
 
 async def test_more_stages_than_layers_are_refused_before_it_joins(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from p2ptrain.compute.model import build_model, load_model
+from p2ptrain.compute.model import build_model
 from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core.serving import Sampling
 from p2ptrain.core.tensor_files import TensorTable
+from tests.compute.families import generated, opened
 from tests.compute.tiny_trainer import tiny
 from tests.e2e.terminal import Terminal
 from tests.e2e.warm import Nursery
@@ -27,7 +28,6 @@ DEADLINE_S = 180.0
 LEFT_S = 2.0
 STAGES, LAYERS, CONTEXT = 2, 6, 60_000
 PROMPTS = ["Once upon a time", "def main(", "x", "The ring: ", "中文 and more", "0, 1, 1, 2, 3, 5, 8"]
-SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
 
 
 @dataclass(frozen=True)
@@ -119,17 +119,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, warm: Nu
 
 
 def reference(checkpoint: Path, prompts: Sequence[str], tokens: int, seed: int | None) -> list[str]:
-    """What ``transformers.generate`` writes with the whole model; ``seed`` None: greedily."""
-    model: Any = load_model(checkpoint).eval()
-    texts = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt.encode())])
-        shape: dict[str, Any] = {"do_sample": False} if seed is None else {"do_sample": True, **SAMPLED}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed or 0)
-            made = model.generate(ids, max_new_tokens=tokens, pad_token_id=0, **shape)
-        texts.append(bytes(made[0, ids.shape[1] :].tolist()).decode(errors="replace"))
-    return texts
+    """What the whole model writes; ``seed`` None: greedily."""
+    whole, sampling = opened(checkpoint), Sampling(temperature=0) if seed is None else Sampling(0.9, 40, 0.95, seed)
+    made = [generated(whole, list(prompt.encode()), tokens, sampling) for prompt in prompts]
+    return [bytes(ids).decode(errors="replace") for ids in made]
 
 
 def options(tokens: int, seed: int | None) -> list[str]:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from p2ptrain.compute.model import build_model, load_model
+from p2ptrain.compute.model import build_model
 from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core.serving import Sampling
+from tests.compute.families import generated, opened
 from tests.compute.tiny_trainer import tiny
 from wire.client import SeedClient
 from wire.transport import TcpNetwork
@@ -20,19 +20,6 @@ from .conftest import DEADLINE_S, Machine
 
 CONTEXT = 60_000
 PROMPTS = ["Once upon a time", "0, 1, 1, 2, 3, 5, 8"]
-SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
-
-
-def reference(checkpoint: Path, prompt: str, tokens: int, seed: int | None) -> list[int]:
-    """What ``transformers.generate`` writes with the whole model; ``seed`` None: greedily."""
-    model: Any = load_model(checkpoint).eval()
-    ids = torch.tensor([list(prompt.encode())])
-    shape: dict[str, Any] = {"do_sample": False} if seed is None else {"do_sample": True, **SAMPLED}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed or 0)
-        made = model.generate(ids, max_new_tokens=tokens, pad_token_id=0, **shape)
-    found: list[int] = made[0, ids.shape[1] :].tolist()
-    return found
 
 
 def text_of(tokens: list[int]) -> str:
@@ -79,7 +66,9 @@ async def test_verifier_writes_the_text_of_transformers_with_a_drafter_and_witho
         shape = ["--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--random-seed", "7"]
         drawn = ["--temperature", "0"] if random_seed is None else shape
         asked = ["generate", "--prompts", str(prompts), "--seed", seed, "-n", "40", *drawn]
-        expected = [text_of(reference(checkpoint, prompt, 40, random_seed)) for prompt in PROMPTS]
+        sampling = Sampling(temperature=0) if random_seed is None else Sampling(0.9, 40, 0.95, random_seed)
+        whole = opened(checkpoint)
+        expected = [text_of(generated(whole, list(prompt.encode()), 40, sampling)) for prompt in PROMPTS]
         for alone in ([], ["--no-speculation"]):
             code, said = await machine.run(*asked, *alone, "--json")
             assert code == 0, said

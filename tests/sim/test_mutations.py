@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from p2ptrain.lab.sim import run
 from p2ptrain.lab.sim.run import run_schedule
-from p2ptrain.lab.sim.watching import MUTATIONS
+from p2ptrain.lab.sim.watching import ASYNCHRONOUS, MUTATIONS, STAGED
 
 # Name → a schedule that shows it, and by which invariant. Another one: `p2ptrain sim --without NAME --random-seed 0`.
 FOUND = {
     "fence": (3, "generations grow"),
     "digest": (3, "no fork"),
-    "norm": (3, "true norm"),
-    "stop": (3, "every step"),
+    "norm": (16, "true norm"),
+    "stop": (7, "every step"),
     "redo": (24, "same bits"),
     "dir-sync": (3, "durable"),
     "ledger": (3, "ledger"),
@@ -24,19 +27,38 @@ FOUND = {
     "turned": (14, "goes on"),
     "check": (18, "goes on"),
     "hang": (9, "goes on"),
+    # With a split model.
+    "stage": (7, "same bits"),
+    "back": (14, "no further back"),
+    "files": (14, "no further back"),
+    "joined": (23, "same bits"),
+    "alike": (5, "progress"),
+    # With the strategy 'server'.
+    "bound": (19, "versions"),
+    "weight": (2, "versions"),
+    "numbers": (21, "versions"),
+    "lost": (18, "nothing saved is taken back"),
 }
 WITHIN = 60
 """Schedules within which each of them is found, from any number on; searched where the product has moved on."""
+CASES = [
+    pytest.param(name, table[name][1], options, id=name)
+    for table, options in ((MUTATIONS, {}), (STAGED, {"stages": 2}), (ASYNCHRONOUS, {"strategy": "server"}))
+    for name in table
+]
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_what_is_missing_shows(name: str) -> None:
-    kinds = MUTATIONS[name][1]
+@pytest.mark.parametrize(("name", "kinds", "options"), CASES)
+def test_missing_safeguard_violates_an_invariant(
+    name: str, kinds: tuple[str, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "stages" in options:
+        monkeypatch.setattr(run, "CALM_S", 100.0)  # soon enough to see that without "alike" a job goes in circles
     number, invariant = FOUND[name]
     for tried in (number, *range(WITHIN)):
-        verdict = run_schedule(tried, kinds=kinds, mutation=name)
+        verdict = run_schedule(tried, kinds=kinds, mutation=name, **options)
         if verdict.violated:
             break
     assert verdict.violated, f"{WITHIN} schedules without {name} show nothing"
     assert verdict.violated == invariant or tried != number
-    assert not run_schedule(tried, kinds=kinds).violated
+    assert not run_schedule(tried, kinds=kinds, **options).violated

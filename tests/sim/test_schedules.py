@@ -27,13 +27,20 @@ def test_a_batch_violates_nothing(first: int) -> None:
     assert all(summary.checks[name] for name in ("same bits", "exactly once", "no fork"))
 
 
-@pytest.mark.parametrize("strategy", ["local", "federated"])
-def test_members_with_a_copy_of_their_own_violate_nothing(first: int, strategy: str) -> None:
-    summary = run_batch(range(first, first + 4), strategy=strategy)  # with fragments, overlap and samples, and without
+@pytest.mark.parametrize(
+    ("strategy", "check"),
+    [
+        ("local", "same bits"),  # with fragments, overlap and samples, and without
+        ("federated", "same bits"),
+        ("server", "versions"),  # with buffers of 1 and 2, bounds adaptive and fixed
+    ],
+)
+def test_strategy_with_own_copies_violates_nothing(first: int, strategy: str, check: str) -> None:
+    summary = run_batch(range(first, first + 4), strategy=strategy)
     assert not summary.violations, "\n".join(
         f"{v.text}\n  → {replay(v, strategy=strategy)}" for v in summary.violations
     )
-    assert summary.checks["same bits"] > 4
+    assert summary.checks[check] > 4
 
 
 def test_a_robust_rule_leaves_out_the_attacker_in_every_step(first: int) -> None:

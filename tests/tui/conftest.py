@@ -39,7 +39,6 @@ class FakeSeed:
         asked: methods and parameters, in order.
         answers: method → what to answer in place of the true result: a result, or (code, message, remedy) of a refusal.
         silent: methods that are never answered.
-        before_records: called before a subscriber is told all records.
     """
 
     def __init__(self, network: MemoryNetwork, cluster: DemoCluster) -> None:
@@ -47,7 +46,6 @@ class FakeSeed:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.answers: dict[str, dict[str, Any] | tuple[str, str, str]] = {}
         self.silent: set[str] = set()
-        self.before_records: Callable[[], None] = lambda: None
         self.viewers: list[Connection] = []
         self.problems: list[P2PTrainError] = []
         self.refuse: Refuse | None = None
@@ -89,7 +87,6 @@ class FakeSeed:
                 continue
             connection.send(Response(request.id, answer))
             if request.method == "subscribe":
-                self.before_records()
                 for update in self.cluster.told():
                     connection.send(update)
                 self.viewers.append(connection)

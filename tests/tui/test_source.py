@@ -8,11 +8,15 @@ from collections.abc import Callable
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
+from tests.tui.conftest import FakeSeed
 from tests.tui.invariants import check_store
+from tests.wire.doubles import scenario_of
 from tui.model import LinkPhase
 from tui.source import LONGEST_RETRY_S, PING_S, REQUEST_TIMEOUT_S, SeedSource, backoff_s
 from wire.client import PAGE
 from wire.messages import Refuse
+
+watched = scenario_of("watch", "seed", "source")
 
 
 async def until(source: SeedSource, condition: Callable[[], bool]) -> None:
@@ -33,150 +37,121 @@ def test_backoff_grows_to_its_limit():
     assert delays[-1] == LONGEST_RETRY_S
 
 
-def test_what_a_subscriber_is_told_is_all_and_older_events_are_fetched(watch):
-    async def play(seed, source):
-        await live(source)
-        assert len(source.store.peers) == 6
-        assert source.store.cluster is not None
-        await until(source, lambda: source.store.link.rtt_ms is not None)
-        await until(source, lambda: len(source.store.events) == 7)
-        assert {method for method, _ in seed.asked} == {"subscribe", "probe.clock", "events.list"}
-
-    watch(play)
-
-
-def test_everything_is_told_and_followed(watch):
-    async def play(seed, source):
-        seed.cluster.serves = True
-        await live(source)
-        assert len(source.store.parts) == 6
-        seed.tick()
-        await until(source, lambda: source.store.jobs["j1"].step == 641)
-        assert source.store.series["j1"].rows[-1].step == 641
-        assert set(source.store.serving) == {"verifier", "dora", "nils"}
-        seed.tell("serving-gone", [{"id": "nils"}])
-        await until(source, lambda: "nils" not in source.store.serving)
-
-    watch(play)
+@watched
+async def test_what_a_subscriber_is_told_is_all_and_older_events_are_fetched(
+    seed: FakeSeed, source: SeedSource
+) -> None:
+    await live(source)
+    assert len(source.store.peers) == 6
+    assert source.store.cluster is not None
+    await until(source, lambda: source.store.link.rtt_ms is not None)
+    await until(source, lambda: len(source.store.events) == 7)
+    assert {method for method, _ in seed.asked} == {"subscribe", "probe.clock", "events.list"}
 
 
-def test_what_was_known_stays_until_the_seed_has_told_everything_again(watch):
-    async def play(seed, source):
-        await live(source)
-        await seed.stop()
-        await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
-        seed.cluster.size = 5
-        kept: list[int] = []
-        seed.before_records = lambda: kept.append(len(source.store.peers))
-        await seed.start()
-        await live(source)
-        assert (kept, len(source.store.peers)) == ([6], 5)
-
-    watch(play)
+@watched
+async def test_everything_is_told_and_followed(seed: FakeSeed, source: SeedSource) -> None:
+    seed.cluster.serves = True
+    await live(source)
+    assert len(source.store.parts) == 6
+    seed.tick()
+    await until(source, lambda: source.store.jobs["j1"].step == 641)
+    assert source.store.series["j1"].rows[-1].step == 641
+    assert set(source.store.serving) == {"verifier", "dora", "nils"}
+    seed.tell("serving-gone", [{"id": "nils"}])
+    await until(source, lambda: "nils" not in source.store.serving)
 
 
-def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(watch):
-    async def play(seed, source):
-        await live(source)
-        source.watch("j1")
-        await until(source, lambda: "j1" in source._synced)
-        pages = [params["after_step"] for method, params in seed.asked if method == "metrics.history"]
-        assert pages == [-1, PAGE, 2 * PAGE, 3 * PAGE, 640]
-        await seed.stop()
-        await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
-        with pytest.raises(ConnectionLost):
-            await source.request("jobs.pause", {"job": "j1"})
-        lost = source.store.link
-        assert lost.problem
-        assert lost.retry_at is not None
-        assert len(source.store.peers) == 6  # what was known stays to be looked at
-        await asyncio.sleep(5)
-        assert source.store.link.phase is LinkPhase.LOST
-        assert source.store.link.since == lost.since
-        seed.cluster.step += 300  # training went on
-        seed.cluster.size = 5
-        await seed.start()
-        await live(source)
-        await until(source, lambda: "j1" in source._synced)
-        assert source.store.series["j1"].rows[-1].step == 940
-        assert len(source.store.series["j1"].rows) == 940
-        assert len(source.store.peers) == 5
-
-    watch(play)
+@watched
+async def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(seed: FakeSeed, source: SeedSource) -> None:
+    await live(source)
+    source.watch("j1")
+    await until(source, lambda: "j1" in source._synced)
+    pages = [params["after_step"] for method, params in seed.asked if method == "metrics.history"]
+    assert pages == [-1, PAGE, 2 * PAGE, 3 * PAGE, 640]
+    await seed.stop()
+    await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
+    with pytest.raises(ConnectionLost):
+        await source.request("jobs.pause", {"job": "j1"})
+    lost = source.store.link
+    assert lost.problem
+    assert lost.retry_at is not None
+    assert len(source.store.peers) == 6  # what was known stays to be looked at
+    await asyncio.sleep(5)
+    assert source.store.link.phase is LinkPhase.LOST
+    assert source.store.link.since == lost.since
+    seed.cluster.step += 300  # training went on
+    seed.cluster.size = 5
+    await seed.start()
+    await live(source)
+    await until(source, lambda: "j1" in source._synced)
+    assert source.store.series["j1"].rows[-1].step == 940
+    assert len(source.store.series["j1"].rows) == 940
+    assert len(source.store.peers) == 5
 
 
-def test_after_a_new_generation_the_history_is_fetched_anew(watch):
-    async def play(seed, source):
-        await live(source)
-        source.watch("j1")
-        await until(source, lambda: "j1" in source._synced)
-        await seed.stop()
-        await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
-        seed.cluster.generation, seed.cluster.step = 5, 220  # restored from the checkpoint of step 200
-        await seed.start()
-        await live(source)
-        await until(source, lambda: [row.step for row in source.store.series["j1"].rows][-1:] == [220])
-        check_store(source.store)
-
-    watch(play)
+@watched
+async def test_after_a_new_generation_the_history_is_fetched_anew(seed: FakeSeed, source: SeedSource) -> None:
+    await live(source)
+    source.watch("j1")
+    await until(source, lambda: "j1" in source._synced)
+    await seed.stop()
+    await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
+    seed.cluster.generation, seed.cluster.step = 5, 220  # restored from the checkpoint of step 200
+    await seed.start()
+    await live(source)
+    await until(source, lambda: [row.step for row in source.store.series["j1"].rows][-1:] == [220])
+    check_store(source.store)
 
 
-def test_a_malformed_update_is_counted_and_shown_and_the_rest_is_taken_in(watch):
-    async def play(seed, source):
-        await live(source)
-        good = seed.cluster.peer(0).to_map() | {"name": "renamed"}
-        seed.tell("peers", [{"id": 7}, good])
-        await until(source, lambda: source.store.malformed == 1)
-        assert source.store.link.phase is LinkPhase.LIVE
-        assert "PeerInfo" in source.store.link.problem
-        assert source.store.peers["peer0"].name == "renamed"
-
-    watch(play)
-
-
-def test_a_seed_without_events_is_watched_as_any(watch):
-    async def play(seed, source):
-        seed.answers["events.list"] = {"events": []}
-        await live(source)
-        await until(source, lambda: [method for method, _ in seed.asked].count("events.list") == 2)
-
-    watch(play)
+@watched
+async def test_a_malformed_update_is_counted_and_shown_and_the_rest_is_taken_in(
+    seed: FakeSeed, source: SeedSource
+) -> None:
+    await live(source)
+    good = seed.cluster.peer(0).to_map() | {"name": "renamed"}
+    seed.tell("peers", [{"id": 7}, good])
+    await until(source, lambda: source.store.malformed == 1)
+    assert source.store.link.phase is LinkPhase.LIVE
+    assert "PeerInfo" in source.store.link.problem
+    assert source.store.peers["peer0"].name == "renamed"
 
 
-def test_a_seed_that_says_no_is_shown_with_its_remedy(watch):
-    async def play(seed, source):
-        seed.refuse = Refuse("full", "the seed has no room for a viewer", "leave another one")
-        await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
-        assert source.store.link.problem.endswith("the seed has no room for a viewer")
-        assert source.store.link.remedy == "leave another one"
-        seed.refuse = None
-        await live(source)
-
-    watch(play)
+@watched
+async def test_a_seed_without_events_is_watched_as_any(seed: FakeSeed, source: SeedSource) -> None:
+    seed.answers["events.list"] = {"events": []}
+    await live(source)
+    await until(source, lambda: [method for method, _ in seed.asked].count("events.list") == 2)
 
 
-def test_a_seed_that_falls_silent_is_lost(watch):
-    async def play(seed, source):
-        await live(source)
-        now = asyncio.get_running_loop().time
-        silent_at = now()
-        seed.silent |= {"probe.clock", "subscribe"}
-        await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
-        assert now() - silent_at < PING_S + REQUEST_TIMEOUT_S + 1
-
-    watch(play)
+@watched
+async def test_a_seed_that_says_no_is_shown_with_its_remedy(seed: FakeSeed, source: SeedSource) -> None:
+    seed.refuse = Refuse("full", "the seed has no room for a viewer", "leave another one")
+    await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
+    assert source.store.link.problem.endswith("the seed has no room for a viewer")
+    assert source.store.link.remedy == "leave another one"
+    seed.refuse = None
+    await live(source)
 
 
-def test_a_request_is_passed_on_with_its_answer(watch):
-    async def play(seed, source):
-        await live(source)
-        assert await source.request("jobs.pause", {"job": "j1"}) == {"job": "j1"}
-        seed.answers["jobs.pause"] = ("bad-state", "job j1 is done", "choose another")
-        with pytest.raises(Refused) as refused:
-            await source.request("jobs.pause", {"job": "j1"})
-        assert refused.value.remedy == "choose another"
-        seed.silent.add("jobs.save")
-        with pytest.raises(DeadlineExceeded):
-            await source.request("jobs.save", {"job": "j1"})
+@watched
+async def test_a_seed_that_falls_silent_is_lost(seed: FakeSeed, source: SeedSource) -> None:
+    await live(source)
+    now = asyncio.get_running_loop().time
+    silent_at = now()
+    seed.silent |= {"probe.clock", "subscribe"}
+    await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
+    assert now() - silent_at < PING_S + REQUEST_TIMEOUT_S + 1
 
-    watch(play)
+
+@watched
+async def test_a_request_is_passed_on_with_its_answer(seed: FakeSeed, source: SeedSource) -> None:
+    await live(source)
+    assert await source.request("jobs.pause", {"job": "j1"}) == {"job": "j1"}
+    seed.answers["jobs.pause"] = ("bad-state", "job j1 is done", "choose another")
+    with pytest.raises(Refused) as refused:
+        await source.request("jobs.pause", {"job": "j1"})
+    assert refused.value.remedy == "choose another"
+    seed.silent.add("jobs.save")
+    with pytest.raises(DeadlineExceeded):
+        await source.request("jobs.save", {"job": "j1"})

@@ -50,24 +50,27 @@ def play(
             raise
 
 
-def scenario_of(player: str) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
-    """Decorate a test that is a coroutine of a ``network``: the fixture ``player`` runs it, on what it chooses."""
+def scenario_of(player: str, *names: str) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
+    """Decorate a test that is a coroutine of ``names``: the fixture ``player`` makes these, and runs it."""
 
     def decorate(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
         def run(**fixtures: Any) -> None:
-            fixtures.pop(player)(lambda network: test(network, **fixtures))
+            play = fixtures.pop(player)
+            play(lambda *made: test(**dict(zip(names, made, strict=True)), **fixtures))
 
         parameters = inspect.signature(test).parameters.values()
-        fixtures = [each.replace(name=player) if each.name == "network" else each for each in parameters]
-        functools.update_wrapper(run, test).__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
+        others = [each for each in parameters if each.name not in names]
+        first = inspect.Parameter(player, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        signature = inspect.Signature([first, *others])
+        functools.update_wrapper(run, test).__signature__ = signature  # type: ignore[attr-defined]
         return run
 
     return decorate
 
 
-on_every_stage = scenario_of("play")
-on_every_plain_stage = scenario_of("play_plain")
-in_memory = scenario_of("play_virtual")
+on_every_stage = scenario_of("play", "network")
+on_every_plain_stage = scenario_of("play_plain", "network")
+in_memory = scenario_of("play_virtual", "network")
 
 
 def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
