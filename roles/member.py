@@ -40,9 +40,9 @@ from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 
 PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
 """Role → the purposes for which its members are dialled."""
-TELL_S = 1.0
+REPORT_S = 1.0
 """Interval of checks whether the ``Serving`` record changed, besides calls of ``changed``."""
-TELL_AT_MOST_S = 0.1
+REPORT_INTERVAL_S = 0.1
 
 Serve = Callable[[Connection, Hello], Awaitable[None]]
 """Serves one caller until it returns or raises ``P2PTrainError``. Cancelled when the member leaves."""
@@ -102,7 +102,7 @@ class MemberProcess(ABC):
         self._terms = terms_in(world.disk, identity.directory)
         self._link = SeedLink(
             world=world,
-            seeds=KnownSeeds([options.seed, *options.others], self._terms, self._term_met),
+            seeds=KnownSeeds([options.seed, *options.others], self._terms, self._on_term),
             wait_s=options.wait_s,
             hello=self._hello,
             pulse=lambda: replace(self._pulse(), gpus=self._gauges.gpus()),
@@ -121,7 +121,7 @@ class MemberProcess(ABC):
     def _seed_up(self, welcome: Welcome) -> None: ...
 
     @abstractmethod
-    def _going_on(self) -> str:
+    def _continuing_work(self) -> str:
         """What continues without the seed, in words; empty if nothing does."""
 
     @abstractmethod
@@ -235,8 +235,8 @@ class MemberProcess(ABC):
 
     def _down(self, problem: P2PTrainError) -> None:
         self._end_renewal()
-        text, going_on = f"lost the seed: {problem.message}; trying to find it again", self._going_on()
-        self.notify("warning", "seed-lost", f"{text}; {going_on}" if going_on else text)
+        text, continuing = f"lost the seed: {problem.message}; trying to find it again", self._continuing_work()
+        self.notify("warning", "seed-lost", f"{text}; {continuing}" if continuing else text)
 
     async def _renew(self, membership: RunMembership) -> NoReturn:
         while True:
@@ -252,17 +252,17 @@ class MemberProcess(ABC):
             self._renewing.cancel()
             self._renewing = None
 
-    def _term_met(self) -> None:
-        self._tasks.create_task(self._keep_terms(), name="keep terms")
+    def _on_term(self) -> None:
+        self._tasks.create_task(self._store_terms(), name="keep terms")
 
-    async def _keep_terms(self) -> None:
+    async def _store_terms(self) -> None:
         try:
             await self._disk.submit(partial(write_terms, self.world.disk, self.identity.directory, self._terms))
         except StorageError as problem:
             self.notify("warning", "terms", f"cannot store the seed's term: {problem.message}")
 
 
-def _anybody(hello: Hello) -> Refuse | None:
+def _admit(hello: Hello) -> Refuse | None:
     return None
 
 
@@ -305,7 +305,7 @@ class ServingMember(MemberProcess):
         """The host at which the current or last seed was dialled. Peers on the seed's machine are reached there."""
         return self._link.host
 
-    def answer(self, purpose: str, serve: Serve, *, judge: Judge = _anybody) -> None:
+    def answer(self, purpose: str, serve: Serve, *, judge: Judge = _admit) -> None:
         """Admit callers with this purpose from now on. Over TLS ``wire.handshake`` checks that they may have it."""
         if purpose not in PURPOSES[self.role]:
             raise ValueError(f"a {self.role} is not dialled for {purpose!r}")
@@ -318,7 +318,7 @@ class ServingMember(MemberProcess):
         self.changed()
 
     def changed(self) -> None:
-        """Have a changed ``Serving`` record reported to the seed within ``TELL_AT_MOST_S``."""
+        """Have a changed ``Serving`` record reported to the seed within ``REPORT_INTERVAL_S``."""
         self._changed.set()
 
     def on_drafters(self, callback: Callable[[tuple[DrafterAt, ...]], None]) -> None:
@@ -336,14 +336,14 @@ class ServingMember(MemberProcess):
     # ------------------------------------------------------------------------------------------------- as every member
 
     async def _live(self) -> None:
-        telling = self._tasks.create_task(self._tell(), name="serving")
+        reporting = self._tasks.create_task(self._report_serving(), name="serving")
         try:
             await self._welcomed.wait()
             await self._program(self)
         finally:
-            telling.cancel()
+            reporting.cancel()
 
-    def _going_on(self) -> str:
+    def _continuing_work(self) -> str:
         return "sessions go on" if self._serving is not None else ""
 
     def _pulse(self) -> HeartbeatStats:
@@ -354,16 +354,16 @@ class ServingMember(MemberProcess):
             stats["tokens_per_s"] = serving.stats.get("tokens_per_s", 0.0)
         return HeartbeatStats(0, 0, "leaving" if self._leaving else state, stats)
 
-    async def _tell(self) -> None:
+    async def _report_serving(self) -> None:
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(TELL_S):
+                async with asyncio.timeout(REPORT_S):
                     await self._changed.wait()
             self._changed.clear()
             if self._serving is not None and self._link.up and (serving := self._serving()) != self._announced:
                 self._link.send(serving)
                 self._announced = serving
-            await asyncio.sleep(TELL_AT_MOST_S)  # collect further changes
+            await asyncio.sleep(REPORT_INTERVAL_S)  # collect further changes
 
     def _seed_up(self, welcome: Welcome) -> None:
         self._announced = None

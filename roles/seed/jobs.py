@@ -298,7 +298,7 @@ class JobController:
             case co.CutsChosen(cuts):
                 await self._save(cuts=list(cuts))
             case co.SendSurvey(peer_ids):
-                ports.survey.among(peer_ids, partial(self.post, co.Signal.SURVEYED))
+                ports.survey.measure_all_before(peer_ids, partial(self.post, co.Signal.SURVEYED))
             case co.SendHold(peer_ids, generation, reason):
                 self._send(peer_ids, Hold(self.id, generation, reason))
                 self.rows.recoveries.held(reason, ports.clock.now(), ports.clock.wall())
@@ -404,7 +404,7 @@ class JobController:
                 self.post(event)
 
         ports.survey.drop(peer.id)
-        if report.status != "ready" or not ports.survey.before(peer, self.core.peer_ids, post):
+        if report.status != "ready" or not ports.survey.measure_before(peer, self.core.peer_ids, post):
             await self.post(event)
 
     async def record_step(self, message: StepMetrics) -> None:

@@ -62,7 +62,7 @@ class LinkTable:
         self.known = known
         self.changes += 1
 
-    def wanted(self, here: str, others: Collection[str], now: float) -> list[str]:
+    def to_measure(self, here: str, others: Collection[str], now: float) -> list[str]:
         """The peers to which ``here`` should measure its link: unknown links first, then the oldest."""
         ages = {other: self._at.get((here, other), -math.inf) for other in others if other != here}
         stale = [other for other, at in ages.items() if now - at > FRESH_S]
@@ -86,40 +86,40 @@ class Survey:
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
 
-    def before(self, peer: ConnectedPeer, others: Collection[str], then: Callable[[], object]) -> bool:
+    def measure_before(self, peer: ConnectedPeer, others: Collection[str], then: Callable[[], object]) -> bool:
         """Measure from ``peer`` to ``others``, then call ``then``, at the latest after ``START_S``; never after
         ``drop``. Returns False, and does not call ``then``, if there is nothing to measure."""
-        wanted = self._askable(peer, others)
-        if not wanted:
+        to_measure = self._peers_to_measure(peer, others)
+        if not to_measure:
             return False
 
         async def measure() -> None:
-            await self._ask(peer, wanted[:MAX_AT_ONCE], START_S)
+            await self._ask(peer, to_measure[:MAX_AT_ONCE], START_S)
             del self._waiting[peer.id]
             then()
 
-        task = self._started(measure(), f"measure {peer.id}")
+        task = self._start(measure(), f"measure {peer.id}")
         if task is not None:
             self._waiting[peer.id] = task
         return task is not None
 
-    def among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
+    def measure_all_before(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
         """Measure all links between these peers, each from one side, then call ``then``, at most ``START_S`` later."""
-        if self._started(self.measure_among(peer_ids, then), "measure for a plan") is None:
+        if self._start(self.measure_among(peer_ids, then), "measure for a plan") is None:
             then()
 
     async def measure_among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
         here = [peer for peer_id in sorted(peer_ids) if (peer := self._peers.get(peer_id)) is not None]
         asked = []
         for at, peer in enumerate(here):
-            wanted = self._askable(peer, [other.id for other in here[at + 1 :]])
-            if wanted:
-                asked.append(self._ask(peer, wanted[:MAX_AT_ONCE], START_S))
+            to_measure = self._peers_to_measure(peer, [other.id for other in here[at + 1 :]])
+            if to_measure:
+                asked.append(self._ask(peer, to_measure[:MAX_AT_ONCE], START_S))
         await asyncio.gather(*asked)
         then()
 
     def drop(self, peer_id: str) -> None:
-        """Cancel the measurements of ``before`` for a peer that left, reported again, or was assigned anew."""
+        """Cancel the measurements of ``measure_before`` for a peer that left, reported again, or was assigned anew."""
         task = self._waiting.pop(peer_id, None)
         if task is not None:
             task.cancel()
@@ -129,28 +129,28 @@ class Survey:
         before = self._later.pop(job, None)
         if before is not None:
             before.cancel()
-        if len(members) > 1 and (task := self._started(self._measure_later(job, members), f"measure for {job}")):
+        if len(members) > 1 and (task := self._start(self._measure_later(job, members), f"measure for {job}")):
             self._later[job] = task
 
     async def _measure_later(self, job: str, members: Sequence[str]) -> None:
         for peer_id in members:
             peer = self._peers.get(peer_id)
-            wanted = self._askable(peer, members) if peer is not None else []
-            for first in range(0, len(wanted), MAX_AT_ONCE):
+            to_measure = self._peers_to_measure(peer, members) if peer is not None else []
+            for first in range(0, len(to_measure), MAX_AT_ONCE):
                 if peer is not None and self._peers.get(peer_id) is peer:
                     # 20 s: enough for 16 links over a satellite while the ring runs.
-                    await self._ask(peer, wanted[first : first + MAX_AT_ONCE], 20.0)
+                    await self._ask(peer, to_measure[first : first + MAX_AT_ONCE], 20.0)
         del self._later[job]
 
-    def _started(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
         assert self._tasks is not None
         return started_in(self._tasks, work, name)
 
-    def _askable(self, peer: ConnectedPeer, others: Collection[str]) -> list[ConnectedPeer]:
+    def _peers_to_measure(self, peer: ConnectedPeer, others: Collection[str]) -> list[ConnectedPeer]:
         if peer.hello.capabilities.get(CAPABILITY) is not True:
             return []
         here = [other for other in others if other in self._peers]
-        return [self._peers[other] for other in self.table.wanted(peer.id, here, self._clock.now())]
+        return [self._peers[other] for other in self.table.to_measure(peer.id, here, self._clock.now())]
 
     async def _ask(self, peer: ConnectedPeer, others: Sequence[ConnectedPeer], timeout_s: float) -> None:
         peers = [

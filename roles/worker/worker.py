@@ -168,7 +168,7 @@ class Worker(MemberProcess):
     def _job(self) -> str:
         return self._runner.job if self._runner else ""
 
-    def _going_on(self) -> str:
+    def _continuing_work(self) -> str:
         return "training goes on" if self._runner and self._runner.core.running else ""
 
     def _pulse(self) -> HeartbeatStats:

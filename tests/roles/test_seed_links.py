@@ -61,13 +61,13 @@ class SurveyBench:
         def then() -> None:
             self.let_in.append((peer_id, asyncio.get_running_loop().time()))
 
-        return self.survey.before(cast(ConnectedPeer, self.links[peer_id]), list(self.links), then)
+        return self.survey.measure_before(cast(ConnectedPeer, self.links[peer_id]), list(self.links), then)
 
 
-def surveyed(controller: SurveyBench, act: Any, until_s: float = 60.0) -> None:
+def surveyed(bench: SurveyBench, act: Any, until_s: float = 60.0) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
-            controller.survey.start(tasks)
+            bench.survey.start(tasks)
             act()
             await asyncio.sleep(until_s)
 
@@ -75,12 +75,12 @@ def surveyed(controller: SurveyBench, act: Any, until_s: float = 60.0) -> None:
 
 
 def test_a_worker_is_let_in_when_it_has_measured() -> None:
-    controller = SurveyBench(FakePeer("a"), FakePeer("b"), FakePeer("c", host="127.0.0.1"))
-    surveyed(controller, lambda: controller.ready("a"))
-    assert controller.let_in == [("a", pytest.approx(0.5))]
-    assert controller.survey.table.known == {("a", "b"): GOOD, ("a", "c"): GOOD}
-    assert controller.touched == [{"a", "b", "c"}]
-    (asked,) = controller.links["a"].asked
+    bench = SurveyBench(FakePeer("a"), FakePeer("b"), FakePeer("c", host="127.0.0.1"))
+    surveyed(bench, lambda: bench.ready("a"))
+    assert bench.let_in == [("a", pytest.approx(0.5))]
+    assert bench.survey.table.known == {("a", "b"): GOOD, ("a", "c"): GOOD}
+    assert bench.touched == [{"a", "b", "c"}]
+    (asked,) = bench.links["a"].asked
     assert [(peer["peer"], peer["host"]) for peer in asked["peers"]] == [("b", "10.0.0.1"), ("c", "")]
     assert asked["deadline_s"] < START_S
 
@@ -94,12 +94,12 @@ def test_the_table_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_request_is_longer_than_a_worker_takes() -> None:
-    controller = SurveyBench(*(FakePeer(f"p{number}") for number in range(3 * MAX_AT_ONCE)))
-    surveyed(controller, lambda: controller.ready("p0"))
-    assert len(controller.links["p0"].asked[0]["peers"]) == MAX_AT_ONCE
-    surveyed(controller, lambda: controller.survey.view_began("job", sorted(controller.links)), until_s=1000.0)
-    assert max(len(asked["peers"]) for link in controller.links.values() for asked in link.asked) == MAX_AT_ONCE
-    assert len(controller.survey.table.known) == 3 * MAX_AT_ONCE * (3 * MAX_AT_ONCE - 1)
+    bench = SurveyBench(*(FakePeer(f"p{number}") for number in range(3 * MAX_AT_ONCE)))
+    surveyed(bench, lambda: bench.ready("p0"))
+    assert len(bench.links["p0"].asked[0]["peers"]) == MAX_AT_ONCE
+    surveyed(bench, lambda: bench.survey.view_began("job", sorted(bench.links)), until_s=1000.0)
+    assert max(len(asked["peers"]) for link in bench.links.values() for asked in link.asked) == MAX_AT_ONCE
+    assert len(bench.survey.table.known) == 3 * MAX_AT_ONCE * (3 * MAX_AT_ONCE - 1)
 
 
 FIELDS = ("peer", "latency_s", "bandwidth_bps")
