@@ -217,6 +217,7 @@ class Tracker:
             config=self._profile.model_dump(),
             after_step=self._cursor.step,
             directory=root / f"{re.sub(r'[^A-Za-z0-9_-]', '_', record.name)}-{record.id}",
+            wall=self._ports.world.clock.wall(),
         )
 
     async def _end(self, state: str) -> None:

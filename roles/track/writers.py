@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -51,6 +50,7 @@ class TrackedRun(NamedTuple):
     config: dict[str, dict[str, Any]]
     after_step: int  # the last step that is written already: what a tracker has beyond it is void
     directory: Path
+    wall: float  # Unix seconds at which it begins, or goes on
 
 
 def check(name: str, track: Track, environ: Mapping[str, str]) -> None:
@@ -118,8 +118,8 @@ class TensorBoard(Writer):
 
     def begin(self, run: TrackedRun) -> None:
         super().begin(run)
-        self._file = (run.directory / f"events.out.tfevents.{time.time():.6f}.p2ptrain").open("wb")
-        self._add(wall_time=time.time(), file_version="brain.Event:2")
+        self._file = (run.directory / f"events.out.tfevents.{run.wall:.6f}.p2ptrain").open("wb")
+        self._add(wall_time=run.wall, file_version="brain.Event:2")
         # TensorBoard forgets what an earlier file has from this step on.
         self._add(step=run.after_step + 1, session_log={"status": "START"})
 

@@ -14,19 +14,19 @@ import pytest
 
 from configs.schema import Track
 from p2ptrain.core.errors import P2PTrainError
-from roles.track.writers import JsonLines, MlFlow, Point, Run, TensorBoard, WandB, Writer, check
+from roles.track.writers import JsonLines, MlFlow, Point, TensorBoard, TrackedRun, WandB, Writer, check
 
 
-def _run(directory: Path, *, name: str = "job1", after_step: int = 0) -> Run:
+def _run(directory: Path, *, name: str = "job1", after_step: int = 0) -> TrackedRun:
     tags = {"strategy": "sync", "profile": "small"}
-    return Run(name, "job1", "tiny", tags, {"job": {"steps": 9}}, after_step, directory)
+    return TrackedRun(name, "job1", "tiny", tags, {"job": {"steps": 9}}, after_step, directory, 1e9)
 
 
 def _points(*steps: int, loss: float = 2.0) -> list[Point]:
     return [Point(step, 1e9 + step, {"train/loss": loss + step, "members": 2.0}) for step in steps]
 
 
-def _written(writer: Writer, run: Run, points: list[Point]) -> None:
+def _written(writer: Writer, run: TrackedRun, points: list[Point]) -> None:
     writer.begin(run)
     writer.write(points)
     writer.end("")
@@ -53,7 +53,7 @@ def test_tensorboard_reads_each_step_once(tmp_path: Path) -> None:
     first.write(_points(1, 2, 3, 4))
     assert threading.active_count() == threads, "on a full disk its thread would show a traceback"
     first.end("")
-    _written(TensorBoard(Track(), {}), run._replace(after_step=2), _points(3, 4, 5, loss=7.0))
+    _written(TensorBoard(Track(), {}), run._replace(after_step=2, wall=1e9 + 2), _points(3, 4, 5, loss=7.0))
     read = EventAccumulator(str(run.directory))
     read.Reload()
     assert [(event.step, event.value, event.wall_time) for event in read.Scalars("train/loss")] == [
