@@ -67,7 +67,7 @@ async def measure(client: SeedClient, run: GridRun, plan: GridPlan, show: Show) 
     for job in await client.jobs():
         if job.name == name and job.state not in FINISHED_STATES:  # of a run that was interrupted
             await client.tell_job(job.id, "cancel")
-    followed = _Followed(client, run, show)
+    followed = _FollowedJob(client, run, show)
     for peer in await client.peers():
         followed.take(peer)
     try:
@@ -97,7 +97,7 @@ async def measure(client: SeedClient, run: GridRun, plan: GridPlan, show: Show) 
     step_tokens = batch.micro_batches * batch.micro_batch_sequences * run.profile.data.sequence_tokens
     tokens = [step * step_tokens for step in steps]
     # Between two reports of a worker, which are half a second or more apart, its bytes grow evenly.
-    reports = followed.sent_bytes
+    reports = followed.workers.sent_bytes
     sent_bytes = [round(total) for total in np.interp(steps, list(reports), list(reports.values()))]
     losses, val_losses = [row.loss for row in rows], [row.val_loss for row in rows]
     known, val_known = ([loss for loss in it if loss is not None] for it in (losses, val_losses))
@@ -111,17 +111,17 @@ async def measure(client: SeedClient, run: GridRun, plan: GridPlan, show: Show) 
         "tokens_per_s": round(tokens[-1] / times_s[-1], 1) if rows and times_s[-1] else None,
         "step_ms": round(median(steps_ms), 2) if steps_ms else None,
         "compute_ms": round(median(computed_ms), 2) if computed_ms else None,
-        "sent_bytes": max(followed.sent_bytes.values()),
+        "sent_bytes": max(followed.workers.sent_bytes.values()),
         "loss": known[-1] if known else None,
         "best_loss": min(known, default=None),
         "val_loss": val_known[-1] if val_known else None,
         "best_val_loss": min(val_known, default=None),
-        "memory_bytes": followed.memory_bytes or None,
+        "memory_bytes": followed.workers.memory_bytes or None,
         "members_mean": round(mean(members), 3) if members else None,
         "members_min": min(members, default=None),
         "generation_changes": max(len({row.generation for row in rows}) - 1, 0),
         "recoveries": recoveries,
-        "rejected": sum(followed.refused.values()) + sum(score.excluded for score in info.scores),
+        "rejected": sum(followed.workers.refused.values()) + sum(score.excluded for score in info.scores),
         "epsilon": info.epsilon,
     }
     for target in plan.grid.loss_targets:
@@ -159,22 +159,61 @@ _QUEUED, _WAITING, _BEGUN, _OVER, _SETTLED = range(5)
 """Phases of a job: behind another job; for workers; it had a view; no step is to come; all bytes are reported."""
 
 
-class _Followed:
-    """What the seed said of a job and its workers.
+class JobWorkers:
+    """What the workers of a job reported.
+
+    Attributes:
+        ids: of the job's workers. states: of every worker, the newest one.
+        memory_bytes: most of one of them. refused: gradients, by worker.
+        sent_bytes: step → what all of them had sent by their last reports when it was the newest step.
+    """
+
+    def __init__(self) -> None:
+        self.ids, self.states = set[str](), dict[str, str]()
+        self.memory_bytes, self.refused, self.sent_bytes = 0, dict[str, int](), {0: 0}
+        self._active = set[str]()  # those that were seen at work
+        self._sent_by = dict[str, int]()
+
+    def take(self, peer: PeerInfo, job: str, step: int) -> None:
+        """``step``: the newest one of ``job``."""
+        self.states[peer.id] = peer.state
+        if job and peer.job == job:
+            self.ids.add(peer.id)
+        if peer.state in ABSENT_STATES:  # it says nothing now
+            return
+        known, self._sent_by[peer.id] = self._sent_by.get(peer.id, 0), peer.sent_bytes
+        if peer.id not in self.ids:
+            return
+        self.memory_bytes = max(self.memory_bytes, peer.memory_bytes)
+        self.refused[peer.id] = max(self.refused.get(peer.id, 0), peer.refused)
+        more = peer.sent_bytes - known if peer.sent_bytes >= known else peer.sent_bytes  # a new process
+        if more:
+            self.sent_bytes[step] = max(self.sent_bytes.values()) + more
+        if more or peer.state != "idle":
+            self._active.add(peer.id)
+
+    def is_settled(self, job: JobInfo) -> bool:
+        """Whether each has reported all bytes of a job that is over.
+
+        Each was idle before it, too: so it must have been seen at work, or have sent something, unless it was alone.
+        """
+        were_active = self._active >= self.ids or len(self.ids) == 1 or not job.step
+        return were_active and {self.states[it] for it in self.ids if it in self.states} <= {"idle", *ABSENT_STATES}
+
+
+class _FollowedJob:
+    """What the seed reported of a job.
 
     Attributes:
         trouble: why a worker cannot go on; empty: all can. state: of the job, and why.
-        memory_bytes: most of a worker. refused: gradients, by worker.
-        sent_bytes: step → what all workers had sent by their last reports when it was the newest step.
     """
 
     def __init__(self, client: SeedClient, run: GridRun, show: Show) -> None:
         self.job, self.trouble, self.state = "", "", "waiting"
-        self.memory_bytes, self.refused, self.sent_bytes = 0, dict[str, int](), {0: 0}
+        self.workers = JobWorkers()
         self._client, self._run, self._show = client, run, show
         self._info: JobInfo | None = None
-        self._step, self._states, self._sent_by, self._unsaved = 0, dict[str, str](), dict[str, int](), dict[str, str]()
-        self._ours, self._active = set[str](), set[str]()  # the job's workers; those that were seen at work
+        self._step, self._unsaved = 0, dict[str, str]()
 
     @property
     def phase(self) -> int:
@@ -182,10 +221,7 @@ class _Followed:
         if info is None or info.state == "queued":
             return _QUEUED
         if info.state in FINISHED_STATES:
-            # Each was idle before, too: so it must have been seen at work, or have sent something, unless it was alone.
-            were_active = self._active >= self._ours or len(self._ours) == 1 or not info.step
-            states = {self._states[peer] for peer in self._ours if peer in self._states}
-            return _SETTLED if were_active and states <= {"idle", *ABSENT_STATES} else _OVER
+            return _SETTLED if self.workers.is_settled(info) else _OVER
         return _OVER if self.trouble else _WAITING if info.started_at is None else _BEGUN
 
     async def until(self, phase: int, seconds: float | None) -> bool:
@@ -204,7 +240,7 @@ class _Followed:
         match item:
             case JobInfo() if item.id == self.job:
                 self._info = item
-                self._ours.update(item.members)
+                self.workers.ids.update(item.members)
                 self.state = f"{item.state}{': ' * bool(item.reason)}{item.reason}"
                 if not item.step:
                     self._show(self.state)
@@ -217,25 +253,8 @@ class _Followed:
             case EventInfo() if item.job == self.job and item.kind == "checkpoint-failed":
                 self._unsaved[item.peer] = item.text
             case PeerInfo():
-                self._take_peer(item)
+                self.workers.take(item, self.job, self._step)
         if self._info is not None and self._info.state == "saving":
-            there = [peer for peer in self._ours if self._states.get(peer) not in ABSENT_STATES]
+            there = [peer for peer in self.workers.ids if self.workers.states.get(peer) not in ABSENT_STATES]
             if there and all(f"step {self._info.step}:" in self._unsaved.get(peer, "") for peer in there):
                 self.trouble = self.trouble or self._unsaved[there[0]]  # each has tried to save the result
-
-    def _take_peer(self, peer: PeerInfo) -> None:
-        self._states[peer.id] = peer.state
-        if self.job and peer.job == self.job:
-            self._ours.add(peer.id)
-        if peer.state in ABSENT_STATES:  # it says nothing now
-            return
-        known, self._sent_by[peer.id] = self._sent_by.get(peer.id, 0), peer.sent_bytes
-        if peer.id not in self._ours:
-            return
-        self.memory_bytes = max(self.memory_bytes, peer.memory_bytes)
-        self.refused[peer.id] = max(self.refused.get(peer.id, 0), peer.refused)
-        more = peer.sent_bytes - known if peer.sent_bytes >= known else peer.sent_bytes  # a new process
-        if more:
-            self.sent_bytes[self._step] = max(self.sent_bytes.values()) + more
-        if more or peer.state != "idle":
-            self._active.add(peer.id)

@@ -287,8 +287,7 @@ class Simulation:
         self.observer.checkpoints.here = lambda: [machine for machine in self.live if machine.linked]
         self.job_changed = asyncio.Event()
         self.machines: dict[str, SimMachine] = {}
-        self.seed = SimMachine(self, SEED, 0.002)
-        self.machines[SEED] = self.seed
+        self.machines[SEED] = SimMachine(self, SEED, 0.002)
         for index in range(1, peers + 1):
             host = f"w{index}"
             self.machines[host] = SimMachine(self, host, 0.01 * self.random.choice((1, 1, 1, 2, 5)))
@@ -300,6 +299,10 @@ class Simulation:
         self.copies: list[tuple[int, bytes]] = []  # backup copies of the seed, each with the newest generation then
         self.job = ""
         self.complaints: list[str] = []
+
+    @property
+    def seed(self) -> SimMachine:
+        return self.machines[SEED]
 
     @property
     def least(self) -> int:
