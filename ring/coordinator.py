@@ -191,8 +191,8 @@ class Coordinator:
         for peer_id, known in self._roster.peers.items():
             if peer_id in self._roster.running | self._catch_ups.moving:
                 continue
-            if peer_id in self._quarantine.out:
-                reasons[peer_id] = self._quarantine.reason(peer_id)
+            if peer_id in self._quarantine.exclusions.out:
+                reasons[peer_id] = self._quarantine.exclusions.reason(peer_id)
             elif self.phase is JobPhase.PAUSED:
                 reasons[peer_id] = "the job is paused", math.inf
             elif self.phase is JobPhase.WAITING and (known.standing or self._roster.part_of(peer_id) is None):
@@ -225,7 +225,7 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         plan_due = [self._planner.due] if self._planner.due is not None else []
-        others = [*self._quarantine.next(), *self._catch_ups.next(), *plan_due]
+        others = [*self._quarantine.exclusions.next(), *self._catch_ups.next(), *plan_due]
         return min([*self._deadlines.next(), *others], default=None)
 
     def handle(self, event: co.Event, now: float) -> list[co.Instruction]:
@@ -545,7 +545,7 @@ class Coordinator:
     # ----------------------------------------------------------------------------------------------------------- phases
 
     def _expire(self, now: float) -> None:
-        self._quarantine.expire(now)
+        self._quarantine.exclusions.expire(now)
         self._catch_ups.expire(now)
         due = self._deadlines.expire(now)
         if "absence" in due and self.phase in (JobPhase.RUNNING, JobPhase.STOPPING):
@@ -613,7 +613,7 @@ class Coordinator:
             early = next((report.reason for report in survivors.values() if report.reason), "")
             self._end(JobPhase.DONE, early or "every step is done")
             return True
-        ready = roster.candidates(self._quarantine.out)
+        ready = roster.candidates(self._quarantine.exclusions.out)
         if min(options.places, *map(len, roster.by_part(ready))) > len(survivors) // roster.parts:
             for peer_id in ready.keys() - survivors.keys():
                 self._catch_ups.let_in(peer_id, anew=True)
@@ -633,7 +633,7 @@ class Coordinator:
     def _try_mint(self, now: float) -> None:
         if self._saves_result(now):
             return
-        if self.view is not None and self._too_few(len(self._roster.candidates(self._quarantine.out))):
+        if self.view is not None and self._too_few(len(self._roster.candidates(self._quarantine.exclusions.out))):
             return
         if self.restore and not self._restored(self.restore, now):
             return
@@ -641,7 +641,7 @@ class Coordinator:
             self._mint(state, now)
             return
         self._recall()  # they follow a ring that is gone, or that this seed does not know
-        ready = self._roster.candidates(self._quarantine.out)
+        ready = self._roster.candidates(self._quarantine.exclusions.out)
         if not self._roster.whole(ready):
             self._recovery.short_since = None
             self._deadlines.drop("grace", "build")
@@ -708,7 +708,7 @@ class Coordinator:
     def _restored(self, restore: co.Restore, now: float) -> bool:
         """Mint a view from the chosen checkpoint, once all peers had the time to load it. The peer that verified it may
         still be on its way back. Returns True if no peer could load it, so another state is needed."""
-        overdue, ready = "restore" in self._deadlines.passed, self._roster.candidates(self._quarantine.out)
+        overdue, ready = "restore" in self._deadlines.passed, self._roster.candidates(self._quarantine.exclusions.out)
         loaded = {peer_id: report for peer_id, report in ready.items() if report.applied == restore.step
                   and restore.lineage in ("", report.lineage)}  # fmt: skip
         state = newest(self._roster.by_part(loaded))
@@ -741,7 +741,7 @@ class Coordinator:
         self._out += self._quarantine.flapping(survivors, self._name, now)
         standing = roster.standing()
         healthy = {key for key, it in standing.items() if key not in moving and holds(it, step, lineage)}
-        ready = roster.candidates(self._quarantine.out, healthy)
+        ready = roster.candidates(self._quarantine.exclusions.out, healthy)
         if carried:  # rule 7
             at_once = healthy | survivors.keys()
             now_fit = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
@@ -848,7 +848,9 @@ class Coordinator:
     def _let_in(self, now: float) -> list[str]:
         """Rule 7: names of newcomers to let in now, if the view has room. Asks others to catch up."""
         view, catch_ups = self.view, self._catch_ups
-        standing = {key: it for key, it in self._roster.standing().items() if key not in self._quarantine.out}
+        standing = {
+            key: it for key, it in self._roster.standing().items() if key not in self._quarantine.exclusions.out
+        }
         by_part = self._roster.by_part(standing)
         room = min(self.options.places - view.replicas, *map(len, by_part)) if view else 0
         if view is None or room <= 0:
@@ -968,7 +970,7 @@ class Coordinator:
         self._tell("error" if phase is JobPhase.FAILED else "info", f"job-{phase}", reason)
         self._go(phase, reason)
         self._roster.clear()
-        self._quarantine.out.clear()
+        self._quarantine.exclusions.out.clear()
         self._planner.end()
         self._catch_ups.clear()
         self._failures = co.WorkerFailures()

@@ -70,6 +70,54 @@ class LinkBreak:
     wrong: bool
 
 
+class Exclusions:
+    """Which peers of a job are excluded, why and until when. Who does wrong again is excluded for longer.
+
+    Attributes:
+        out: peers that should be in no view.
+    """
+
+    def __init__(self) -> None:
+        self.out: set[str] = set()
+        self._last: dict[str, tuple[float, float]] = {}  # length of the last exclusion, and its end
+        self._why: dict[str, str] = {}
+
+    def next(self) -> list[float]:
+        return [self._last[peer_id][1] for peer_id in self.out]
+
+    def expire(self, now: float) -> None:
+        self.out = {peer_id for peer_id in self.out if self._last[peer_id][1] > now}
+        self._why = {key: why for key, why in self._why.items() if key in self.out}
+        self._last = {
+            key: last for key, last in self._last.items() if key in self.out or not self.is_forgiven(key, now)
+        }
+
+    def reason(self, peer_id: str) -> tuple[str, float]:
+        """Why a peer of ``out`` is excluded, and until when."""
+        return f"it is excluded: {self._why[peer_id]}", self._last[peer_id][1]
+
+    def is_forgiven(self, peer_id: str, now: float) -> bool:
+        seconds, until = self._last.get(peer_id, (0.0, -math.inf))
+        return now - until >= QUIET * max(seconds, FIRST_FALL_S)
+
+    def note_fall(self, peer_id: str, now: float) -> None:
+        """Note a first death: it excludes nobody, but the next one does."""
+        self._last[peer_id] = 0.0, now
+
+    def add(self, peer_id: str, why: str, now: float, first_s: float, most_s: float) -> float:
+        """Exclude a peer for ``first_s``, or for twice as long as before, up to ``most_s``. Returns the seconds."""
+        again = not self.is_forgiven(peer_id, now)
+        seconds = min(max(2 * self._last[peer_id][0], first_s), most_s) if again else first_s
+        self._last[peer_id], self._why[peer_id] = (seconds, now + seconds), why
+        self.out.add(peer_id)
+        return seconds
+
+    def absolve(self, peer_ids: Collection[str]) -> None:
+        self.out.difference_update(peer_ids)
+        for peer_id in peer_ids:
+            self._last.pop(peer_id, None)
+
+
 class Quarantine:
     """Keeps the faults of one job's peers.
 
@@ -79,7 +127,6 @@ class Quarantine:
         witnesses: members that must report alike why a step was refused, so that no lone member accuses another.
 
     Attributes:
-        out: peers that should be in no view.
         lenient: whether the next view applies an outlier.
         broken: whether the current view's ring broke.
         fallen: members of the current view that are gone, which explains any break. ``excused``: members of ``fallen``
@@ -87,13 +134,11 @@ class Quarantine:
     """
 
     def __init__(self, cooldown_s: float, *, masked: bool = False, witnesses: int = 2) -> None:
-        self.out: set[str] = set()
+        self.exclusions = Exclusions()
         self.lenient = self.broken = False
         self.fallen: set[str] = set()
         self.excused: set[str] = set()
         self._cooldown_s, self._masked, self._witnesses = cooldown_s, masked, witnesses
-        self._last: dict[str, tuple[float, float]] = {}  # length of the last exclusion, and its end
-        self._why: dict[str, str] = {}
         self._accused: dict[str, Report] = {}  # by the member that noticed the break, in the order of the reports
         self._breaks: list[LinkBreak] = []
         self._step = 0  # the refused step; applied steps count from 1
@@ -101,41 +146,16 @@ class Quarantine:
         self._tried: list[str] | None = None  # those without which that step was tried; None: it was not repeated yet
         self._tries: list[str] = []  # those without which it is tried now
 
-    # --------------------------------------------------------------------------------------------------------- back-off
-
-    def next(self) -> list[float]:
-        return [self._last[peer_id][1] for peer_id in self.out]
-
-    def expire(self, now: float) -> None:
-        self.out = {peer_id for peer_id in self.out if self._last[peer_id][1] > now}
-        self._why = {key: why for key, why in self._why.items() if key in self.out}
-        self._last = {key: last for key, last in self._last.items() if key in self.out or not self._forgiven(key, now)}
-
-    def reason(self, peer_id: str) -> tuple[str, float]:
-        """Why a peer of ``out`` is excluded, and until when."""
-        return f"it is excluded: {self._why[peer_id]}", self._last[peer_id][1]
-
-    def _forgiven(self, peer_id: str, now: float) -> bool:
-        seconds, until = self._last.get(peer_id, (0.0, -math.inf))
-        return now - until >= QUIET * max(seconds, FIRST_FALL_S)
-
     def flapping(self, back: Collection[str], name: Callable[[str], str], now: float) -> Iterator[Emit]:
         """Exclude those of the ``fallen`` members that are not ``back`` and died repeatedly."""
         for peer_id in sorted(self.fallen - self.excused - set(back)):
-            if self._forgiven(peer_id, now):
-                self._last[peer_id] = 0.0, now
+            if self.exclusions.is_forgiven(peer_id, now):
+                self.exclusions.note_fall(peer_id, now)
             else:
                 why, most_s = "it died repeatedly", max(FIRST_FALL_S, self._cooldown_s)
-                seconds = self._exclude(peer_id, why, now, FIRST_FALL_S, most_s)
+                seconds = self.exclusions.add(peer_id, why, now, FIRST_FALL_S, most_s)
                 yield Emit("warning", "flapping", f"{name(peer_id)} is excluded for {seconds:.0f} s: {why}", peer_id)
         self.fallen.clear()  # each death counts once, also if no view can be formed now
-
-    def _exclude(self, peer_id: str, why: str, now: float, first_s: float, most_s: float) -> float:
-        again = not self._forgiven(peer_id, now)
-        seconds = min(max(2 * self._last[peer_id][0], first_s), most_s) if again else first_s
-        self._last[peer_id], self._why[peer_id] = (seconds, now + seconds), why
-        self.out.add(peer_id)
-        return seconds
 
     # --------------------------------------------------------------------------------------------------------- verdicts
 
@@ -181,7 +201,7 @@ class Quarantine:
             self.committed(self._step)
             self._step = step
         suspects = [suspect]
-        self._absolve(self._tries)
+        self.exclusions.absolve(self._tries)
         self._tries = []
         if not suspect:
             return self._untraced(step, view, name, now)
@@ -197,7 +217,7 @@ class Quarantine:
             what = f"{'+'.join(map(name, suspects))} sent gradients that are not finite or are outliers"
             if confirmed:
                 self.lenient = True
-                self._absolve(others)
+                self.exclusions.absolve(others)
                 if not alone:
                     self._contributors.clear()
                 done = "another worker sent the same, so the data is the cause; the step is applied if it is finite"
@@ -228,11 +248,6 @@ class Quarantine:
         self._tries = [member.peer_id for member in view.replica(view.rank_of(left[0].peer_id) or 0)]
         self._tried += self._tries
         return Exclusion("step-refused", f"{text}: it is tried without: {self._excluded(self._tries, text, name, now)}")
-
-    def _absolve(self, peer_ids: Collection[str]) -> None:
-        self.out.difference_update(peer_ids)
-        for peer_id in peer_ids:
-            self._last.pop(peer_id, None)
 
     def _broken_link(self, survivors: Reports, view: View, name: Callable[[str], str], now: float) -> Exclusion | None:
         if not self._accused:
@@ -269,7 +284,7 @@ class Quarantine:
         self._breaks = [known for known in self._breaks if known.wrong]
 
     def _excluded(self, suspects: Sequence[str], why: str, name: Callable[[str], str], now: float) -> str:
-        seconds = max([self._exclude(suspect, why, now, self._cooldown_s, 600.0) for suspect in suspects])
+        seconds = max([self.exclusions.add(suspect, why, now, self._cooldown_s, 600.0) for suspect in suspects])
         return f"{'+'.join(map(name, suspects))} is excluded for {seconds:.0f} s"
 
     def view_began(self) -> None:

@@ -31,7 +31,7 @@ from ring.job_member import JobMember, MemberPhase
 from ring.lanes import Lane
 from ring.links import Inbound
 from ring.neighbours import AT_WORK
-from ring.quarantine import Quarantine
+from ring.quarantine import Exclusions, Quarantine
 from ring.session import RingSession
 from ring.staleness import Intake
 from ring.token import TOKEN_BYTES, Flag, Token
@@ -198,7 +198,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             out = scores.get(excluded_key(rank)) == 1
             observer.report.check("attacker excluded", out, f"{rule} has used the attacker's vector of step {step + 1}")
 
-    def excluded(self: Quarantine, peer_id: str, why: str, *rest: Any) -> None:
+    def excluded(self: Exclusions, peer_id: str, why: str, *rest: Any) -> None:
         if observer.culprits.hosts is not None:
             guilty = [simulation.machines[host].worker for host in observer.culprits.hosts]
             known = any(worker is not None and worker.peer_id == peer_id for worker in guilty)
@@ -253,7 +253,7 @@ def watched(simulation: Simulation, names: random.Random) -> Iterator[None]:
             (JobLedger, "_give_up_gap", _around(give_up)),
             (Strategy, "_summarize", _around(summarize)),
             (Reports, "step_done", _then(step_done)),
-            (Quarantine, "_exclude", _then(excluded)),
+            (Exclusions, "add", _then(excluded)),
             (RingSession, "all_gather", _around(all_gather)),
             (Lane, "_send_ready", _around(send_ready)),
             (secrets, "token_hex", lambda original: lambda number=32: names.randbytes(number).hex()),
