@@ -51,6 +51,31 @@ Payload = npt.NDArray[np.uint8]
 """Shape (bytes,), contiguous: encoded activations or gradients of one micro-batch."""
 
 
+class PayloadBuffers:
+    """Memory for the payloads that one hop receives: at most ``ahead`` buffers of ``nbytes`` are out at a time."""
+
+    def __init__(self) -> None:
+        self._nbytes = self._ahead = self._out = 0
+        self._free: list[Payload] = []
+
+    def resize(self, nbytes: int, ahead: int) -> None:
+        self._ahead = ahead
+        if nbytes != self._nbytes:
+            self._free, self._nbytes = [], nbytes
+
+    def take(self) -> Payload | None:
+        """A buffer; None if as many as allowed are out."""
+        if self._out >= self._ahead:
+            return None
+        self._out += 1
+        return self._free.pop() if self._free else np.empty(self._nbytes, np.uint8)
+
+    def give_back(self, payload: Payload) -> None:
+        self._out -= 1
+        if payload.nbytes == self._nbytes:
+            self._free.append(payload)
+
+
 class Hop:
     """The payloads to and from one neighbour, in order.
 
@@ -71,10 +96,7 @@ class Hop:
         self._generation = generation
         self._on_moved, self._on_error = on_moved, on_error
         self._expected: deque[int] = deque()  # streams that no buffer is posted for yet
-        self._nbytes = 0  # size of each expected payload
-        self._ahead = 0  # most buffers that may be posted, full or in use
-        self._taken = 0  # buffers that are posted, full or in use
-        self._free: list[Payload] = []
+        self._buffers = PayloadBuffers()  # those that are out are posted, full or in use
         self._posted: set[int] = set()
         self._arrived: dict[int, Payload] = {}
         self._waiting: dict[int, asyncio.Future[Payload]] = {}
@@ -107,9 +129,7 @@ class Hop:
         """Expect these payloads of ``nbytes`` each, in this order, with at most ``ahead`` buffers posted, full or in
         use. All earlier expected payloads must have arrived."""
         self._expected.extend(streams)
-        self._ahead = ahead
-        if nbytes != self._nbytes:
-            self._free, self._nbytes = [], nbytes
+        self._buffers.resize(nbytes, ahead)
         self._post()
 
     def arrival(self, stream: int) -> asyncio.Future[Payload]:
@@ -122,16 +142,12 @@ class Hop:
         return future
 
     def release(self, payload: Payload) -> None:
-        self._taken -= 1
-        if payload.nbytes == self._nbytes:
-            self._free.append(payload)
+        self._buffers.give_back(payload)
         self._post()
 
     def _post(self) -> None:
-        while self._expected and self._taken < self._ahead and not self._stopped:
+        while self._expected and not self._stopped and (buffer := self._buffers.take()) is not None:
             stream = self._expected.popleft()
-            buffer = self._free.pop() if self._free else np.empty(self._nbytes, np.uint8)
-            self._taken += 1
             self._posted.add(stream)
             bulk = self._bulk(stream)
             try:
