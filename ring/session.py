@@ -30,7 +30,7 @@ import numpy.typing as npt
 import xxhash
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NeighbourAway, PeerError, Stalled
-from p2ptrain.core.world import World
+from p2ptrain.core.world import Clock, World
 from ring import collectives
 from ring.codecs import Codec
 from ring.collectives import MOST_SUB_CHUNK_BYTES, Schedule, cut
@@ -63,6 +63,40 @@ class RingOperation:
     first_received_at: float | None = None
 
 
+class ProgressTimer:
+    """Asks after progress when the patience of an operation is over.
+
+    It outlives operations: a timer for each would cost a small operation a tenth of its time.
+
+    Args:
+        judge: called when the time is over.
+
+    Attributes:
+        moved_at: the time of the last progress.
+        due_at: when the timer fires. It means something only while ``running``.
+    """
+
+    def __init__(self, clock: Clock, judge: Callable[[], None]) -> None:
+        self._clock, self._judge = clock, judge
+        self.moved_at = self.due_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._timer is not None
+
+    def start(self, in_s: float) -> None:
+        self.stop()
+        in_s = max(in_s, LEAST_WAIT_S)
+        self.due_at = self._clock.now() + in_s
+        self._timer = asyncio.get_running_loop().call_later(in_s, self._judge)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class RingSession:
     """A member's place in the ring of one view. ``form`` makes it; ``close`` or the loss of a neighbour ends it.
 
@@ -76,15 +110,12 @@ class RingSession:
         self.view = view
         self.rank, self.size, self.patience_s = rank, view.size, PATIENCE_S
         self._world, self.entropy = world, world.entropy
-        self._sub_chunk_bytes = view.sub_chunk_bytes  # 0: near links, each array's size decides
         self._spare: list[npt.NDArray[np.uint8]] = []  # reusable buffers of small operations
         self._lanes: list[Lane] = []  # one per stream; a ring of one has none
         self._under_way: dict[int, RingOperation] = {}  # by stream, oldest first
         self._stream = 0
         self._waited_s = self._received_at = 0.0
-        self._moved_at = 0.0  # the last progress
-        self._patience: asyncio.TimerHandle | None = None
-        self._judged_at = 0.0  # when ``_patience`` fires
+        self._progress = ProgressTimer(world.clock, self._judge_progress)
         self.links = NeighbourLinks(
             clock=world.clock,
             view=view,
@@ -210,7 +241,7 @@ class RingSession:
             buffer.itemsize,
             members=self.size,
             lanes=len(lanes),
-            sub_chunk_bytes=self._sub_chunk_bytes,
+            sub_chunk_bytes=self.view.sub_chunk_bytes,
             block_numel=codec.block_numel if codec is not None else 1,
         )
         for lane, (start, stop, sub_chunk_numel, depth) in zip(lanes, cuts, strict=False):
@@ -335,18 +366,18 @@ class RingSession:
     ) -> asyncio.Future[None]:
         """Begin an all-gather in place. ``least_numel``: of a sub-chunk. ``settings``: further fields of ``Flow``."""
         operation = self._begin(title, patience_s)
-        sub_chunk_numel = max((self._sub_chunk_bytes or MOST_SUB_CHUNK_BYTES) // array.itemsize, least_numel)
+        sub_chunk_numel = max((self.view.sub_chunk_bytes or MOST_SUB_CHUNK_BYTES) // array.itemsize, least_numel)
         schedule = collectives.all_gather(self.rank, self.size, array.size, sub_chunk_numel)
         for lane in self._lanes[:1]:
             self._add(operation, lane, schedule, array, "uint8", sub_chunk_numel, **settings)
         return self._start(operation)
 
     def _is_small(self, buffer: Array) -> bool:
-        return self.size * buffer.nbytes <= min(SMALL_BYTES, self._sub_chunk_bytes or SMALL_BYTES)
+        return self.size * buffer.nbytes <= min(SMALL_BYTES, self.view.sub_chunk_bytes or SMALL_BYTES)
 
     def _pieces(self, array: Array) -> tuple[int, int]:
         """Elements of a sub-chunk, and segments in transit at a time, of an operation on one lane."""
-        fixed_bytes = self._sub_chunk_bytes
+        fixed_bytes = self.view.sub_chunk_bytes
         plan = cut(array.size, array.itemsize, members=self.size, lanes=1, sub_chunk_bytes=fixed_bytes)
         return plan[0][2:]
 
@@ -404,9 +435,9 @@ class RingSession:
         self._under_way[self._stream] = operation
         operation.future.add_done_callback(self._abandoned)
         if len(self._under_way) == 1:
-            self._moved_at = operation.began_at
-        if self._patience is None or operation.began_at + operation.patience_s < self._judged_at:
-            self._await_progress(operation.patience_s)
+            self._progress.moved_at = operation.began_at
+        if not self._progress.running or operation.began_at + operation.patience_s < self._progress.due_at:
+            self._progress.start(operation.patience_s)
         for lane, flow in operation.flows:
             lane.submit(flow)
         return operation.future
@@ -427,7 +458,7 @@ class RingSession:
 
     def _moved(self, flow: Flow | None) -> None:
         """Note progress: a sub-chunk of ``flow`` arrived or, if ``flow`` is None, the kernel took what was sent."""
-        self._moved_at = now = self._world.clock.now()
+        self._progress.moved_at = now = self._world.clock.now()
         if flow is None:
             return
         operation = self._under_way.get(flow.stream)
@@ -438,29 +469,21 @@ class RingSession:
             self._waited_s += now - max(operation.began_at, self._received_at)
         self._received_at = now
 
-    def _await_progress(self, in_s: float) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-        in_s = max(in_s, LEAST_WAIT_S)
-        self._judged_at = self._world.clock.now() + in_s
-        self._patience = asyncio.get_running_loop().call_later(in_s, self._judge_progress)
-
     def _judge_progress(self) -> None:
-        """Break the session if nothing moved for the patience of the oldest operation. The timer outlives operations: a
-        timer for each would cost a small operation a tenth of its time."""
+        """Break the session if nothing moved for the patience of the oldest operation."""
         if not self._under_way:
-            self._patience = None
+            self._progress.stop()
             return
         title, patience_s = next((item.title, item.patience_s) for item in self._under_way.values())
-        still_s = self._world.clock.now() - self._moved_at
+        still_s = self._world.clock.now() - self._progress.moved_at
         if still_s < patience_s:
-            self._await_progress(patience_s - still_s)
+            self._progress.start(patience_s - still_s)
             return
         starving = any(lane.expects for lane in self._lanes)
         left = self.links.beats.newest_of_left
         waits = left is not None and left.state != AT_WORK and left.progress < self._status()[0]
         if starving and waits and still_s < LATER * patience_s:  # a member before it is the cause
-            self._await_progress(LATER * patience_s - still_s)
+            self._progress.start(LATER * patience_s - still_s)
             return
         what = f"sent no part of the {title}" if starving else f"took no part of the {title}"
         remedy = "it may be stuck or very slow: look at its log"
@@ -480,8 +503,7 @@ class RingSession:
     def _settle(self) -> None:
         for lane in self._lanes:
             lane.stop()
-        if self._patience is not None:
-            self._patience.cancel()
+        self._progress.stop()
         operations, self._under_way = self._under_way, {}
         for operation in operations.values():
             if not operation.future.done():
