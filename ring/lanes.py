@@ -93,6 +93,69 @@ class Flow:
         return self.codec.encoded_bytes(numel) if self.codec else numel * self.array.itemsize
 
 
+class ScratchSlots:
+    """Memory for the receives that are posted ahead. A slot is used again after ``SCRATCH_SLOTS`` others."""
+
+    def __init__(self) -> None:
+        self._slots = [np.empty(0, np.uint8) for _ in range(SCRATCH_SLOTS)]
+        self._next = 0
+
+    def take(self, nbytes: int, most_bytes: int) -> npt.NDArray[np.uint8]:
+        """The next slot, ``nbytes`` of it. ``most_bytes``: what any sub-chunk of the flow needs."""
+        slot, self._next = self._next, (self._next + 1) % SCRATCH_SLOTS
+        self._slots[slot] = _at_least(self._slots[slot], most_bytes)
+        return self._slots[slot][:nbytes]
+
+
+class SubChunkEncoder:
+    """Encodes what a lane sends, one sub-chunk at a time, and keeps encoded sub-chunks that are passed on as they are.
+
+    The memory of an encoded sub-chunk is used again by the next one: the kernel must have it by then.
+    """
+
+    def __init__(self) -> None:
+        self._out = np.empty(0, np.uint8)
+        self._work = (np.empty(0, np.float32), np.empty(0, np.float32))
+        self._spare: list[bytearray] = []
+        self._relayed: bytearray | None = None  # the last one that was passed on
+
+    def keep(self, received: npt.NDArray[np.uint8]) -> bytearray:
+        buffer = self._spare.pop() if self._spare else bytearray()
+        if len(buffer) != len(received):
+            buffer = bytearray(len(received))
+        buffer[:] = received.data
+        return buffer
+
+    def encode(self, flow: Flow, codec: Codec, send: Send) -> memoryview:
+        if self._relayed is not None:
+            self._spare.append(self._relayed)
+            self._relayed = None
+        if send.relay is not None:
+            self._relayed = flow.relays.pop(send.relay)
+            return memoryview(self._relayed)
+        values = flow.array[send.start : send.stop]
+        numel = len(values)
+        self._out = _at_least(self._out, codec.encoded_bytes(flow.sub_chunk_numel))
+        out = self._out[: codec.encoded_bytes(numel)]
+        if flow.residual is None:
+            codec.encode(values, out)
+            if send.final:
+                codec.decode(out, values)
+            return out.data
+        if len(self._work[0]) < numel:
+            self._work = np.empty(flow.sub_chunk_numel, np.float32), np.empty(flow.sub_chunk_numel, np.float32)
+        wanted, got = self._work[0][:numel], self._work[1][:numel]
+        residual = flow.residual[send.start : send.stop]
+        np.add(values, residual, out=wanted)
+        codec.encode(wanted, out)
+        codec.decode(out, got)
+        with np.errstate(invalid="ignore"):  # infinity - infinity: the finite check refuses the step
+            np.subtract(wanted, got, out=residual)
+        if send.final:
+            values[:] = got
+        return out.data
+
+
 class Lane:
     """See the module's docstring.
 
@@ -115,14 +178,10 @@ class Lane:
         self._on_progress, self._on_error = on_progress, on_error
         self._receiving: deque[Flow] = deque()
         self._sending: deque[Flow] = deque()
-        self._posted: deque[tuple[Flow, Receive, int]] = deque()
+        self._posted: deque[tuple[Flow, Receive, npt.NDArray[np.uint8] | None]] = deque()  # with its scratch slot
         self._flushing: deque[Flow] = deque()  # all sent, but the kernel may not have all of it
-        self._slots = [np.empty(0, np.uint8) for _ in range(SCRATCH_SLOTS)]
-        self._next_slot = 0
-        self._out = np.empty(0, np.uint8)
-        self._work = (np.empty(0, np.float32), np.empty(0, np.float32))
-        self._spare_relays: list[bytearray] = []
-        self._relayed: bytearray | None = None  # being handed to the kernel
+        self._scratch = ScratchSlots()
+        self._encoder = SubChunkEncoder()
         self._sums: tuple[xxhash.xxh3_64, xxhash.xxh3_64] | None = None  # sent, received; if audited
         self._pumping = self._stopped = False
         self._next_turn: asyncio.Handle | None = None  # set while the event loop's other callbacks run first
@@ -168,57 +227,43 @@ class Lane:
             if receive is None:
                 self._receiving.popleft()
                 continue
-            slot, nbytes = self._next_slot, flow.wire_bytes(receive.stop - receive.start)
+            scratch = None
             if receive.reduce or flow.codec:
-                self._next_slot = (slot + 1) % SCRATCH_SLOTS
-                into = self._slot(slot, flow)[:nbytes].data
-            else:
-                into = flow.elements(receive.start, receive.stop)
-            self._posted.append((flow, receive, slot))
+                nbytes = flow.wire_bytes(receive.stop - receive.start)
+                scratch = self._scratch.take(nbytes, flow.wire_bytes(flow.sub_chunk_numel))
+            into = flow.elements(receive.start, receive.stop) if scratch is None else scratch.data
+            self._posted.append((flow, receive, scratch))
             try:
                 self.left.post(into, generation=self._generation, stream=flow.stream, done=self._arrived)
             except P2PTrainError as error:
                 self._on_error(self.left, error)
                 return
 
-    def _slot(self, slot: int, flow: Flow) -> npt.NDArray[np.uint8]:
-        self._slots[slot] = _at_least(self._slots[slot], flow.wire_bytes(flow.sub_chunk_numel))
-        return self._slots[slot]
-
     def _arrived(self) -> None:
         if self._stopped:
             return
-        flow, receive, slot = self._posted.popleft()
+        flow, receive, scratch = self._posted.popleft()
         target = flow.array[receive.start : receive.stop]
-        received = self._slots[slot][: flow.wire_bytes(len(target))]
         if self._sums is not None:
-            in_slot = receive.reduce or flow.codec is not None
-            self._sums[1].update(received.data if in_slot else flow.elements(receive.start, receive.stop))
+            self._sums[1].update(flow.elements(receive.start, receive.stop) if scratch is None else scratch.data)
         try:
-            if flow.codec is not None:
-                (flow.codec.decode_add if receive.reduce else flow.codec.decode)(received, target)
-            elif receive.reduce:
+            if scratch is not None and flow.codec is not None:
+                (flow.codec.decode_add if receive.reduce else flow.codec.decode)(scratch, target)
+            elif scratch is not None:
                 own = flow.own[receive.start : receive.stop]
-                reduce_into(target, own, received.view(target.dtype), flow.dtype, flow.reduction)
+                reduce_into(target, own, scratch.view(target.dtype), flow.dtype, flow.reduction)
             if flow.check is not None:
                 flow.check(target.tobytes())
         except P2PTrainError as error:
             self._on_error(self.left, error)
             return
         index = flow.schedule.received()
-        if receive.relayed and flow.codec is not None:
-            flow.relays[index] = self._kept(received)
+        if receive.relayed and flow.codec is not None and scratch is not None:
+            flow.relays[index] = self._encoder.keep(scratch)
         self._on_progress(flow)
         self._post()
         self._pump()
         self._check_done(flow)
-
-    def _kept(self, received: npt.NDArray[np.uint8]) -> bytearray:
-        buffer = self._spare_relays.pop() if self._spare_relays else bytearray()
-        if len(buffer) != len(received):
-            buffer = bytearray(len(received))
-        buffer[:] = received.data
-        return buffer
 
     # ---------------------------------------------------------------------------------------------------------- sending
 
@@ -243,9 +288,6 @@ class Lane:
     def _send_ready(self) -> None:
         turn_bytes = 0
         while not self._right.unsent_bytes:
-            if self._relayed is not None:
-                self._spare_relays.append(self._relayed)
-                self._relayed = None
             while self._flushing:
                 flow = self._flushing.popleft()
                 flow.flushed = True
@@ -265,7 +307,7 @@ class Lane:
                 return
             turn_bytes += (send.stop - send.start) * flow.array.itemsize
             codec = flow.codec
-            payload = flow.outgoing(send) if codec is None else self._encoded(flow, codec, send)
+            payload = flow.outgoing(send) if codec is None else self._encoder.encode(flow, codec, send)
             if self._sums is not None:
                 self._sums[0].update(payload)
             try:
@@ -273,33 +315,6 @@ class Lane:
             except P2PTrainError as error:
                 self._on_error(self._right, error)
                 return
-
-    def _encoded(self, flow: Flow, codec: Codec, send: Send) -> memoryview:
-        """The bytes of ``send``. The kernel has the previous bytes by now, so their memory is reused."""
-        if send.relay is not None:
-            self._relayed = flow.relays.pop(send.relay)
-            return memoryview(self._relayed)
-        values = flow.array[send.start : send.stop]
-        numel = len(values)
-        self._out = _at_least(self._out, codec.encoded_bytes(flow.sub_chunk_numel))
-        out = self._out[: codec.encoded_bytes(numel)]
-        if flow.residual is None:
-            codec.encode(values, out)
-            if send.final:
-                codec.decode(out, values)
-            return out.data
-        if len(self._work[0]) < numel:
-            self._work = np.empty(flow.sub_chunk_numel, np.float32), np.empty(flow.sub_chunk_numel, np.float32)
-        wanted, got = self._work[0][:numel], self._work[1][:numel]
-        residual = flow.residual[send.start : send.stop]
-        np.add(values, residual, out=wanted)
-        codec.encode(wanted, out)
-        codec.decode(out, got)
-        with np.errstate(invalid="ignore"):  # infinity - infinity: the finite check refuses the step
-            np.subtract(wanted, got, out=residual)
-        if send.final:
-            values[:] = got
-        return out.data
 
     def _check_done(self, flow: Flow) -> None:
         if flow.flushed and flow.schedule.all_received and not (flow.finished or self._stopped):

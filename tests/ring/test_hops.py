@@ -42,10 +42,10 @@ async def test_a_hop_that_spoils_what_it_carries_is_found() -> None:
         arrived, spoiled = lane._arrived, []
 
         def spoiling() -> None:
-            _, receive, slot = lane._posted[0]
+            _, receive, scratch = lane._posted[0]
             if receive.reduce and not spoiled:
-                lane._slots[slot][0] ^= 1
-                spoiled.append(slot)
+                scratch[0] ^= 1
+                spoiled.append(scratch)
             arrived()
 
         lane._arrived = spoiling  # type: ignore[method-assign]
