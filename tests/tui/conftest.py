@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -144,8 +143,3 @@ def watch() -> Callable[[Play], None]:
             runner.run(scenario(play))
 
     return run
-
-
-def map_of(record: Any, **changes: Any) -> dict[str, Any]:
-    """A record as a map, with some fields replaced (by ill-typed values, too)."""
-    return dataclasses.asdict(record) | changes

@@ -125,9 +125,6 @@ def test_of_another_version_only_version_and_software_are_understood(kind: int):
         decode_untrusted(kind, packed(version="99"))
 
 
-BLOB = {"name": "params", "size_bytes": 4096}
-
-
 def request(params: Any) -> Message:
     return decode_untrusted(Request.KIND, packed(id=1, method="m", params=params))
 

@@ -309,20 +309,6 @@ async def test_an_end_in_the_middle_of_a_frame_is_told_as_such(network: Network,
     assert "in the middle of a frame" in error.message
 
 
-@pytest.mark.parametrize("early", [False, True])
-@on_every_stage
-async def test_a_bulk_frame_of_another_length_than_posted_ends_the_connection(network: Network, early: bool) -> None:
-    near, far = await joined(network)
-    if early:
-        posted(far, 4)
-    near.send_bulk(memoryview(b"12345"), generation=1, stream=0)
-    await until(lambda: far.bytes_in >= HEADER.size)
-    if not early:
-        posted(far, 4)
-    assert isinstance(await failure(far.receive(timeout_s=5)), ProtocolError)
-    await closed(near, far)
-
-
 @on_every_stage
 async def test_a_peer_at_fault_is_told_so(network: Network) -> None:
     near, far = await joined(network)

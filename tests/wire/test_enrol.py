@@ -30,7 +30,7 @@ from p2ptrain.lab.memory import DEFAULT_HOST, MemoryNetwork
 from tests.wire.doubles import Run, credentials, in_memory, on_every_plain_stage, run
 from wire.address import NONCE_BYTES, Ticket, verify_proof
 from wire.connection import Connection, last_word
-from wire.credentials import Credentials, authority_context, der_of, new_key_and_request
+from wire.credentials import Credentials, der_of, new_key_and_request
 from wire.enrol import RENEW, enrol, renew
 from wire.handshake import PeerServer, dial, local_hello, local_welcome, serve
 from wire.messages import (
@@ -42,7 +42,7 @@ from wire.messages import (
     Refuse,
     Welcome,
 )
-from wire.tls import TlsDialler, TlsNetwork
+from wire.tls import TlsNetwork
 
 HOST = "127.0.0.1"
 SECRET = bytes(range(50, 66))
@@ -210,22 +210,6 @@ async def test_the_seeds_reasons_are_told(network: Network, tmp_path: Path, code
         with pytest.raises(Refused) as caught:
             await enrolled(network, seed.ticket, tmp_path)
         assert (caught.value.code, caught.value.remedy) == (code, "ask again")
-
-
-@on_every_plain_stage
-async def test_a_proof_that_was_overheard_serves_no_second_time(network: Network, tmp_path: Path) -> None:
-    async with Seed().listening(network) as seed:
-        await enrolled(network, seed.ticket, tmp_path)
-        (overheard,) = seed.heard
-        context = authority_context(run().ca_pem)
-        hello = local_hello(peer_id="a1", name="", roles=[], purpose="enrol")
-        connection, _ = await dial(TlsDialler(network, context), *seed.server.address, hello, timeout_s=5)
-        await connection.expect(EnrolOffer, timeout_s=5)
-        connection.send(overheard)
-        with pytest.raises(Refused) as caught:
-            await connection.expect(EnrolGranted, timeout_s=5)
-        assert caught.value.code == "bad-proof"
-        await connection.close()
 
 
 @pytest.mark.parametrize("silent", [EnrolRequest])

@@ -89,17 +89,6 @@ def test_a_stream_must_not_end_within_a_frame(cut: int):
     assert not core.between_frames
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_bulk_lands_in_what_was_posted_and_the_next_frame_is_untouched(chunk: int):
-    core = decoder()
-    into, event = post(core, 5, generation=2, stream=1)
-    assert event is None
-    events, rest = feed(core, bulk(b"12345", 2, 1) + control(b"next"), chunk)
-    assert events == [BulkDone(nothing), ControlFrame(16, 0, 0, bytearray(b"next"))]
-    assert into == b"12345"
-    assert not rest
-
-
 def test_a_destination_of_any_format_is_filled_as_bytes():
     core, into = decoder(), memoryview(bytearray(8)).cast("d")
     core.post(into, generation=0, stream=0, done=nothing)
@@ -146,13 +135,6 @@ def test_frames_of_an_old_generation_are_read_and_discarded(chunk: int):
     events, rest = feed(core, stale + control(b"new", generation=5) + control(b"outside any view"), max(chunk, 20))
     assert [event.body for event in events] == [b"new", b"outside any view"]
     assert not rest
-
-
-def test_generation_0_is_outside_every_view_and_never_stale():
-    core = decoder(fence=5)
-    into, _ = post(core, 3, generation=0)
-    assert feed(core, bulk(b"new"))[0] == [BulkDone(nothing)]
-    assert into == b"new"
 
 
 def test_the_fence_takes_back_the_buffer_of_a_frame_half_read():

@@ -287,16 +287,6 @@ async def test_a_plain_caller_is_told_that_the_cluster_is_encrypted(network: Net
         assert "does not speak TLS: it began with b'GET '" in (await seed.problem()).message
 
 
-@in_memory
-async def test_a_plain_caller_of_another_machine_is_reported(network: Network) -> None:
-    assert isinstance(network, MemoryNetwork)
-    async with Seed().listening(tls(network, credentials("seed", "seed")), host=EVERYWHERE) as seed:
-        await refused(network.at("hostile"), seed)
-        told = await seed.problem()
-        assert isinstance(told, Refused)
-        assert told.code == "tls-required"
-
-
 @pytest.mark.parametrize("play_plain", ["tcp-asyncio", "tcp-uvloop"], indirect=True)
 @on_every_plain_stage
 async def test_a_caller_of_a_plain_seed_is_told_that_it_is_plain(network: Network) -> None:
