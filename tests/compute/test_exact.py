@@ -23,6 +23,7 @@ from p2ptrain.compute.device import ComputeDevice, flushed_denormals, pick_devic
 from p2ptrain.compute.exact import constant_arithmetic
 from p2ptrain.compute.gradients import FRACTION_BITS, UNIT, HostCopier, bucket_bounds
 from p2ptrain.compute.model import ModelSpec, build_model
+from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed
@@ -30,7 +31,6 @@ from tests.compute.contribution import contribution, in_another_process
 from tests.compute.saving import save
 from tests.compute.test_trainer import APART, Follower
 from tests.compute.tiny_trainer import MICRO_BATCHES, OPTIMIZER, TINY, run_step, state_bytes, tiny
-from tests.samples import StepSampler
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -121,7 +121,7 @@ class Plain:
     def __init__(self, text: Path, model: ModelSpec) -> None:
         self.model = build_model(model, 256, seed=3)
         self._corpus = load_corpus(DataSpec(path=str(text), sequence_tokens=16), Tokenizer.of_bytes())
-        self._sampler = StepSampler(len(self._corpus.training), 3, MICRO_BATCHES, 2)
+        self._sampler = WindowSampler(len(self._corpus.training), 3, MICRO_BATCHES, 2)
         named = dict(self.model.named_parameters())
         groups = [
             {"params": [item for item in named.values() if item.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},

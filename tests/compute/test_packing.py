@@ -26,6 +26,7 @@ from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.recipe import ModelRecipe
+from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.split_check import check_packs
 from p2ptrain.compute.text import ChatFormat, ModelText, Turn
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -34,7 +35,6 @@ from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 from tests.compute.families import FAMILIES
 from tests.compute.saving import save
 from tests.compute.tiny_trainer import run_step, tiny, tiny_spec, tiny_trainer
-from tests.samples import StepSampler
 
 BYTES = Tokenizer.of_bytes()
 CHATML = (
@@ -354,7 +354,7 @@ def test_the_loss_and_its_gradient_are_the_mean_over_all_targets_however_a_step_
     corpus = trainer.batches.corpus
     assert len(everything(corpus)) == len(ONE_EACH)
     model = build_model(MODEL, 256, seed=3)
-    windows = corpus.training[StepSampler(len(corpus.training), 3, 1, 8).sample(0, 0)]
+    windows = corpus.training[WindowSampler(len(corpus.training), 3, 1, 8).sample(0, 0)]
     found = [summed_losses(model, ONE_EACH[window]) for window in windows]
     assert len({number for _, number in found}) > 3
     mean = torch.stack([total for total, _ in found]).sum() / sum(number for _, number in found)
@@ -388,7 +388,7 @@ def test_members_with_private_text_learn_the_mean_over_the_targets_of_all(tmp_pa
         trainer.finish_gradients()
         total += trainer.reduce_buffer
         corpus = trainer.batches.corpus
-        order = StepSampler(len(corpus.training), 3, 1, 2 * count).sample(0, 0)
+        order = WindowSampler(len(corpus.training), 3, 1, 2 * count).sample(0, 0)
         for window in corpus.training[order]:
             part, number = summed_losses(model, text[window])
             nats, targets = nats + part, targets + number

@@ -18,12 +18,12 @@ from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec, model_config
 from p2ptrain.compute.recipe import ModelRecipe
+from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.stage import StageSpec, TrainingMemory, kept_bytes
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError
 from tests.compute.tiny_trainer import state_bytes, take_step, tiny, tiny_trainer
-from tests.samples import StepSampler
 
 from .families import make, opened, randomize
 from .pipelines import MODEL, Pipeline
@@ -47,7 +47,7 @@ def reference(text: Path, spec: ModelSpec, micro_batches: int, step: int) -> tup
     """``transformers``' own model with random weights, with its gradients by plain autograd, and its own loss, of the
     step's whole batch at once."""
     corpus = load_corpus(DataSpec(path=str(text), sequence_tokens=16), Tokenizer.of_bytes())
-    sampler = StepSampler(len(corpus.training), 3, micro_batches, 2)
+    sampler = WindowSampler(len(corpus.training), 3, micro_batches, 2)
     windows = [corpus.window_tokens(corpus.training[sampler.sample(step, index)]) for index in range(micro_batches)]
     tokens = torch.from_numpy(np.concatenate(windows))
     whole: Any = AutoModelForCausalLM.from_config(model_config(spec, 256), attn_implementation="eager")
@@ -95,7 +95,7 @@ def test_families_train_in_parts_and_are_saved_as_one_model(text_file: Path, tmp
     Tokenizer.of_bytes().save(directory)
     pipeline = Pipeline(text_file, (0, 2, 6), model=ModelSpec(path=directory), steps=1)
     corpus = load_corpus(DataSpec(path=str(text_file), sequence_tokens=16), Tokenizer.of_bytes())
-    sampler = StepSampler(len(corpus.training), 3, pipeline.micro_batches, 2)
+    sampler = WindowSampler(len(corpus.training), 3, pipeline.micro_batches, 2)
     batch = [corpus.window_tokens(corpus.training[sampler.sample(0, index)]) for index in range(pipeline.micro_batches)]
     tokens = torch.from_numpy(np.concatenate(batch))
     loss = whole(input_ids=tokens, labels=tokens).loss

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.compute.sampling import permuted
-from tests.samples import StepSampler
+from p2ptrain.compute.sampling import WindowSampler, permuted
 
 
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
@@ -28,7 +27,7 @@ def test_it_shuffles() -> None:
 
 @pytest.mark.parametrize(("windows", "micro_batches", "sequences"), [(96, 4, 3), (101, 4, 3), (7, 2, 8), (1, 1, 2)])
 def test_every_window_once_per_epoch(windows: int, micro_batches: int, sequences: int) -> None:
-    sampler = StepSampler(windows, 11, micro_batches, sequences)
+    sampler = WindowSampler(windows, 11, micro_batches, sequences)
     epochs = 5
     steps = -(-epochs * windows // (micro_batches * sequences))
     order = np.concatenate([sampler.sample(step, index) for step in range(steps) for index in range(micro_batches)])
@@ -40,4 +39,4 @@ def test_every_window_once_per_epoch(windows: int, micro_batches: int, sequences
 
 def test_the_order_is_the_same_for_ever() -> None:
     """Members of different versions must agree: a change here is a change of the protocol."""
-    assert StepSampler(1000, 42, 8, 4).sample(3, 2).tolist() == [165, 519, 210, 609]
+    assert WindowSampler(1000, 42, 8, 4).sample(3, 2).tolist() == [165, 519, 210, 609]

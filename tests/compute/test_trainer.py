@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.model import ModelSpec, build_model
+from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed, ResourceError
 from tests.compute.apart import APART
 from tests.compute.saving import save
 from tests.compute.tiny_trainer import TINY, run_step, state_bytes, tiny
-from tests.samples import StepSampler
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -100,7 +100,7 @@ def test_a_trainer_is_freed_with_its_last_reference(make_trainer: MakeTrainer) -
 def _batch_tokens(text_file: Path, step: int, indices: list[int]) -> torch.Tensor:
     """The windows of micro-batches, cut by this test itself from the text."""
     corpus = load_corpus(DataSpec(path=str(text_file), sequence_tokens=16), Tokenizer.of_bytes())
-    sampler = StepSampler(len(corpus.training), 3, 4, 2)
+    sampler = WindowSampler(len(corpus.training), 3, 4, 2)
     windows = np.concatenate([corpus.training[sampler.sample(step, index)] for index in indices])
     text = text_file.read_bytes() + b"\n"
     return torch.tensor([list(text[window * 16 : window * 16 + 17]) for window in windows])

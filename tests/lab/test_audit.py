@@ -13,7 +13,6 @@ from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.lab import audit as module
 from p2ptrain.lab.audit import Epochs
 from ring.token import next_lineage
-from tests.samples import StepSampler
 from wire.records import JobInfo, LedgerPage, RecoveryInfo, ViewBegan
 
 Command = Callable[..., Any]
@@ -135,7 +134,7 @@ def test_an_order_that_repeats_a_sample_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_order_of_an_audit_is_that_of_training() -> None:
-    sampler = StepSampler(windows=37, seed=5, micro_batches=4, sequences=2)
+    sampler = WindowSampler(windows=37, seed=5, micro_batches=4, sequences=2)
     trained = np.concatenate([sampler.sample(step, micro) for step in range(11) for micro in range(4)])
     assert (sampler.numbered(0, 88) == trained).all()
 

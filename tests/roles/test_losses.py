@@ -18,12 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from configs.loader import load
 from configs.schema import Profile
 from p2ptrain.compute.data import NO_TARGET, DataSpec, load_corpus
+from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster
-from tests.samples import StepSampler
 
 STEPS = 25
 MICRO_BATCHES, SEQUENCES, TOKENS = 8, 2, 32
@@ -55,7 +55,7 @@ def plain_losses() -> list[float]:
     model = initial_model(wanted)
     spec = DataSpec(path="stdlib", sequence_tokens=TOKENS, limit_bytes=2_000_000)
     corpus = load_corpus(spec, Tokenizer.of_bytes())
-    sampler = StepSampler(len(corpus.training), wanted.job.seed, MICRO_BATCHES, SEQUENCES)
+    sampler = WindowSampler(len(corpus.training), wanted.job.seed, MICRO_BATCHES, SEQUENCES)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -130,7 +130,7 @@ def plain_chat_losses(wanted: Profile) -> tuple[list[float], float]:
     model = initial_model(wanted)
     spec = DataSpec(wanted.data.path, wanted.data.sequence_tokens, "chat", validation_fraction=0.3)
     corpus = load_corpus(spec, Tokenizer.of_bytes())
-    sampler = StepSampler(len(corpus.training), wanted.job.seed, 1, MICRO_BATCHES * SEQUENCES)
+    sampler = WindowSampler(len(corpus.training), wanted.job.seed, 1, MICRO_BATCHES * SEQUENCES)
     options, losses, counts = wanted.optimizer, [], set()
     least = options.min_lr_ratio
     adamw = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)

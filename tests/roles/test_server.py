@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name
 from configs.loader import load
 from configs.schema import Profile
 from p2ptrain.compute.data import NO_TARGET, DataSpec, load_corpus
+from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.lab.audit import AuditResult, audit
@@ -36,7 +37,6 @@ from tests.roles.in_process import Cluster, Peer
 from tests.roles.test_cluster import at, done, small_profile, state_of
 from tests.roles.test_losses import initial_model
 from tests.roles.test_robust import SignFlipping
-from tests.samples import StepSampler
 from wire.records import LedgerPage
 
 MICRO_BATCHES, SEQUENCES, TOKENS = 2, 2, 16
@@ -98,7 +98,7 @@ def replayed(profile: Profile, log: list[list[Accepted]]) -> torch.nn.Module:
     data = profile.data
     spec = DataSpec(data.path, data.sequence_tokens, data.format, limit_bytes=data.limit_bytes)
     corpus = load_corpus(spec, Tokenizer.of_bytes())
-    sampler = StepSampler(len(corpus.training), profile.job.seed, MICRO_BATCHES, SEQUENCES)
+    sampler = WindowSampler(len(corpus.training), profile.job.seed, MICRO_BATCHES, SEQUENCES)
     parameters, share = list(model.parameters()), MICRO_BATCHES // buffer
     decays = [{"params": [it for it in parameters if it.ndim >= 2], "weight_decay": options.weight_decay},
               {"params": [it for it in parameters if it.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
