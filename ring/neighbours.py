@@ -100,22 +100,14 @@ def cause_of(error: P2PTrainError) -> str:
 
 class Heartbeats:
     """The heartbeats of one member: sends its own to the right neighbour, and notices the silence of both neighbours.
-
-    Args:
-        status: returns this member's progress and state.
-
-    Attributes:
-        interval_s: 0 before the first beat.
-        rtt_ms: round trip to the right neighbour; None before the first acknowledgement.
-        newest_of_left: the newest heartbeat of the left neighbour.
-    """
+    ``status`` returns this member's progress and state."""
 
     def __init__(
         self, clock: Clock, view: View, right: Neighbour | None, status: Callable[[], tuple[int, str]]
     ) -> None:
         self._clock, self._view, self._right, self._status = clock, view, right, status
-        self.interval_s = 0.0
-        self.rtt_ms: float | None = None
+        self.interval_s = 0.0  # 0 before the first beat
+        self.rtt_ms: float | None = None  # to the right neighbour; None before the first acknowledgement
         self.newest_of_left: Heartbeat | None = None
         self._seq, self._sent_at = 0, 0.0
 

@@ -71,14 +71,10 @@ class LinkBreak:
 
 
 class Exclusions:
-    """Which peers of a job are excluded, why and until when. Who does wrong again is excluded for longer.
-
-    Attributes:
-        out: peers that should be in no view.
-    """
+    """Which peers of a job are excluded, why and until when. A peer that is excluded again stays out for longer."""
 
     def __init__(self) -> None:
-        self.out: set[str] = set()
+        self.out: set[str] = set()  # these should be in no view
         self._last: dict[str, tuple[float, float]] = {}  # length of the last exclusion, and its end
         self._why: dict[str, str] = {}
 

@@ -282,16 +282,11 @@ def between_replicas(links: Links, replicas: Sequence[tuple[str, ...]]) -> Links
 
 
 class RingPlanner:
-    """Plans the rings of a job from what is known of the links between its workers.
-
-    Attributes:
-        measured: the newest measurements of links.
-        undialled: a member and the one that it did not reach → when.
-    """
+    """Plans the rings of a job from what is known of the links between its workers."""
 
     def __init__(self, options: RingOptions) -> None:
         self.measured = LinksMeasured({})
-        self.undialled: dict[tuple[str, str], float] = {}
+        self.undialled: dict[tuple[str, str], float] = {}  # a member that did not reach the other, and when
         self._options = options
         self._transport_reason = ""  # of the last plan that was reported
 

@@ -64,21 +64,13 @@ class RingOperation:
 
 
 class ProgressTimer:
-    """Asks after progress when the patience of an operation is over.
-
-    It outlives operations: a timer for each would cost a small operation a tenth of its time.
-
-    Args:
-        judge: called when the time is over.
-
-    Attributes:
-        moved_at: the time of the last progress.
-        due_at: when the timer fires. It means something only while ``running``.
-    """
+    """Calls ``judge`` when the patience of an operation is over. It outlives operations: a timer for each would cost a
+    small operation a tenth of its time."""
 
     def __init__(self, clock: Clock, judge: Callable[[], None]) -> None:
         self._clock, self._judge = clock, judge
-        self.moved_at = self.due_at = 0.0
+        self.moved_at = 0.0  # the last progress
+        self.due_at = 0.0  # when the timer fires, if it is running
         self._timer: asyncio.TimerHandle | None = None
 
     @property

@@ -88,20 +88,13 @@ class ConnectionEnds:
 
 
 class IncomingFrames:
-    """The receiving half of a connection: the decoder, and the control frames that nobody took yet.
-
-    Attributes:
-        frames: decoded control frames, the oldest first.
-        limit: number of ``frames`` from which on nothing more is read.
-        refusal: the peer's ``Refuse``. It closes the connection after it, so it is the cause of the end.
-        reading: whether the transport reads.
-    """
+    """The receiving half of a connection: the decoder, and the control frames that nobody took yet."""
 
     def __init__(self) -> None:
         self.decoder = FrameDecoder(_KINDS)
         self.frames: deque[Received] = deque()
-        self.limit = 1
-        self.refusal: Refuse | None = None
+        self.limit = 1  # number of ``frames`` from which on nothing more is read
+        self.refusal: Refuse | None = None  # the peer closes after it: it is the cause of the end
         self.reading = True
 
     def add(self, frame: ControlFrame) -> None:

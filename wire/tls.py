@@ -122,20 +122,15 @@ class _State(Enum):
 
 
 class TlsRecords:
-    """The record layer of one connection: OpenSSL between plaintext and encrypted bytes. It knows no transport.
-
-    Attributes:
-        heard: whether the peer's first byte was one of TLS.
-        backlog_bytes: plaintext that was written and is not encrypted yet.
-        answers_bytes: encrypted bytes that OpenSSL made on its own while it decrypted.
-    """
+    """The record layer of one connection: OpenSSL between plaintext and encrypted bytes. It knows no transport."""
 
     def __init__(self, context: ssl.SSLContext, *, server_side: bool) -> None:
         self._context, self._server_side = context, server_side
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._backlog: deque[memoryview] = deque()  # in the writers' memory; the first view shrinks
-        self.heard = False
-        self.backlog_bytes = self.answers_bytes = 0
+        self.backlog_bytes = 0
+        self.answers_bytes = 0  # encrypted bytes that OpenSSL made on its own while it decrypted
+        self.heard = False  # whether the peer's first byte was one of TLS
 
     def begin(self) -> None:
         self.ssl = self._context.wrap_bio(self._incoming, self._outgoing, server_side=self._server_side)

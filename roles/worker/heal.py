@@ -130,15 +130,11 @@ async def _digest(data: memoryview) -> bytes:
 
 
 class StateTable:
-    """The chunks of the state being fetched, and the table of their digests.
-
-    Attributes:
-        root: digest of the table; empty until the state to fetch was chosen.
-    """
+    """The chunks of the state being fetched, and the table of their digests."""
 
     def __init__(self, state: Sequence[Blob]) -> None:
         self.chunks = chunks_of(state)
-        self.root = b""
+        self.root = b""  # digest of the table; empty until the state to fetch was chosen
         self._digests = bytearray()
 
     def begin(self, root: bytes) -> TransferPiece:
@@ -154,15 +150,11 @@ class StateTable:
 
 
 class StepReplay:
-    """The steps after the fetched state, applied one after another.
-
-    Attributes:
-        next: the step to apply next; -1: the state is not complete.
-        log_steps: how many steps the log of a source can have.
-    """
+    """The steps after the fetched state, applied one after another."""
 
     def __init__(self, layout: Layout) -> None:
-        self.next = -1
+        self.next = -1  # the step to apply next; -1: the state is not complete
+        # How many steps the log of a source can have.
         self.log_steps = log_limit_bytes(layout.state_bytes, layout.reduce_bytes) // max(layout.reduce_bytes, 1)
         self._lineage = ""
         self._buffers = [memoryview(bytearray(layout.reduce_bytes)) for _ in range(STEPS_AHEAD)]
@@ -490,14 +482,14 @@ class Healer:
         sources = [member for member in ahead if member.healthy]
         have = (-1, "") if instruction.torn or core.applied >= view.step else (core.applied, core.lineage)
         silence_s = max(view.death_s, self._context.beats()[1])
+        request = HealRequest(core.job, view.step, view.lineage, silence_s, *have, stage=self.stage.index)
         try:
-            request = HealRequest(core.job, view.step, view.lineage, silence_s, *have, stage=self.stage.index)
             return await self._to_the_start(request, view.generation, sources, engine)
         except NetworkError:
-            if have[0] < 0:
+            if request.have_step < 0:
                 raise
         # No source has the steps any more: fetch the whole state.
-        request = HealRequest(core.job, view.step, view.lineage, silence_s, stage=self.stage.index)
+        request = replace(request, have_step=-1, have_lineage="")
         return await self._to_the_start(request, view.generation, sources, engine)
 
     async def _to_the_start(
