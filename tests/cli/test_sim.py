@@ -15,16 +15,9 @@ Command = Callable[..., Any]
 def test_it_tells_what_holds(command: Command) -> None:
     told = command("sim", "--schedules", "2", "--random-seed", "5", "--workers", "3", "--json").json
     assert (told["schedules"], told["violations"]) == (2, [])
-    shown = command("sim", "--schedules", "1", "--random-seed", "5", "--workers", "3").out
-    assert "same bits" in shown
-    assert "schedules/s" in shown
-
-
-def test_a_violation_is_an_exit_code_and_a_line_to_replay(command: Command) -> None:
-    found = command("sim", "--without", "confirm", "--schedules", "9", "--random-seed", "0")
-    assert found.code == 1
-    assert "p2ptrain sim --schedules 1 --random-seed" in found.err
-    assert "--without confirm" in found.err
+    shown = command("sim", "--schedules", "1", "--random-seed", "5", "--workers", "3", "--timeline").out
+    for part in ("same bits", "schedules/s", "generation 1 from step 0", "everything holds"):
+        assert part in shown
 
 
 def test_ctrl_c_shows_what_was_found_so_far(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,12 +35,6 @@ def test_ctrl_c_shows_what_was_found_so_far(command: Command, monkeypatch: pytes
     assert "interrupted after 2 of 50" in ended.err
 
 
-def test_the_timeline_is_shown(command: Command) -> None:
-    shown = command("sim", "--schedules", "1", "--random-seed", "5", "--workers", "2", "--timeline").out
-    assert "generation 1 from step 0" in shown
-    assert "everything holds" in shown
-
-
 def test_unknown_names_are_refused(command: Command) -> None:
     for option in ("--without", "--kinds"):
         refused = command("sim", option, "luck")
@@ -55,10 +42,11 @@ def test_unknown_names_are_refused(command: Command) -> None:
         assert "  → use " in refused.err
 
 
-def test_a_strategy_is_played_and_named_in_the_line_to_replay(command: Command) -> None:
+def test_violation_has_an_exit_code_and_a_line_to_replay(command: Command) -> None:
     found = command("sim", "--without", "confirm", "--strategy", "local", "--schedules", "9", "--random-seed", "0")
     assert found.code == 1
-    assert "--strategy local" in found.err
+    for part in ("p2ptrain sim --schedules 1 --random-seed", "--without confirm", "--strategy local"):
+        assert part in found.err
     assert "did you mean local" in command("sim", "--strategy", "lcoal").err
     assert "--stages 2" in command("sim", "--strategy", "local", "--stages", "2").err
     assert "--strategy private" in command("sim", "--strategy", "private", "--rule", "krum").err

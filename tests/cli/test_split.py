@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,6 @@ from roles.serving.chain import LoadProgress
 from roles.serving.chain_session import ChainTimes
 from roles.serving.model import PassResult
 
-DEADLINE_S = 10.0
 PLACEMENT = Placement(
     stages=tuple(
         PlacedStage(
@@ -90,6 +87,3 @@ def test_progress_of_all_stages_is_one_line_and_none_if_it_is_short(capsys: pyte
         "loading  1.5 KiB of 2.0 KiB  box0 50 %  box9 100 %",
         "loading  2.0 KiB of 2.0 KiB  box0 ready  box9 ready",
     ]
-
-
-Command = Callable[..., Any]

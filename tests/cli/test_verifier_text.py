@@ -22,8 +22,9 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.stopping import LEAVING
 from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
+from roles.serving.texts import TextRequest
 from roles.verifier.server import serve_texts
-from tests.roles.verifier.doubles import ScriptedDrafters, ScriptedTarget, failing_at, reference, service, text_of
+from tests.roles.verifier.doubles import ScriptedTarget, failing_at, reference, service, text_of
 from wire.connection import Connection
 from wire.handshake import PeerServer, local_welcome, serve
 from wire.messages import Hello, Welcome
@@ -40,7 +41,7 @@ class Verifier:
 
     directory: Path
     target: ScriptedTarget = field(default_factory=lambda: ScriptedTarget(pass_s=0.0005))
-    drafters: ScriptedDrafters = field(default_factory=lambda: ScriptedDrafters(latency_s=0, step_s=0))
+    requests: list[TextRequest] = field(default_factory=list)
     port: int = 0
 
     def start(self) -> Verifier:
@@ -75,7 +76,14 @@ class Verifier:
 
     async def _run(self, ready: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        serving = service(self.directory, self.target, self.drafters, network=TcpNetwork())
+        serving = service(self.directory, self.target, network=TcpNetwork())
+        write = serving.write
+
+        async def recorded(request: TextRequest) -> Any:
+            self.requests.append(request)
+            return await write(request)
+
+        serving.write = recorded  # type: ignore[method-assign]
         connections: list[Connection] = []
 
         async def decide(hello: Hello, connection: Connection) -> Welcome:
@@ -116,12 +124,8 @@ def at(fake_seed: Any, verifier: Verifier) -> list[str]:
 def test_a_text(command: Command, at: list[str]) -> None:
     outcome = command("generate", PROMPT, *at, "--tokens", "30")
     assert outcome.code == 0, outcome.err
-    assert outcome.out == PROMPT + _shown(reference(PROMPT, 30))
+    assert outcome.out == PROMPT + text_of(reference(PROMPT, 30))
     assert "tokens/s, stand-in of the verifier big one)" in outcome.err
-
-
-def _shown(tokens: tuple[int, ...]) -> str:
-    return text_of(tokens)
 
 
 def test_several_prompts_in_their_order_and_as_json(command: Command, at: list[str], tmp_path: Path) -> None:
@@ -138,13 +142,12 @@ def test_several_prompts_in_their_order_and_as_json(command: Command, at: list[s
     assert {"verify_ms", "draft_ms", "wait_ms", "rest_ms", "token_ms", "tokens_per_s"} <= stats.keys()
 
 
-def test_sampled_with_drafters_or_without_it_is_the_same(command: Command, at: list[str], verifier: Verifier) -> None:
+def test_sampling_and_speculation_are_as_asked_for(command: Command, at: list[str], verifier: Verifier) -> None:
     drawn = ["--temperature", "0.9", "--top-k", "0", "--random-seed", "7"]
     expected = text_of(reference(PROMPT, 25, Sampling(0.9, 0, 1.0, 7)))
-    assert command("generate", PROMPT, *at, *drawn, "-n", "25", "--json").json["text"] == expected
-    assert verifier.drafters.opened == 1
-    assert command("generate", PROMPT, *at, *drawn, "-n", "25", "--json", "--no-speculation").json["text"] == expected
-    assert verifier.drafters.opened == 1
+    for options in ([], ["--no-speculation"]):
+        assert command("generate", PROMPT, *at, *drawn, "-n", "25", "--json", *options).json["text"] == expected
+    assert [request.speculate for request in verifier.requests] == [True, False]
 
 
 def test_a_text_that_was_interrupted(
@@ -152,7 +155,7 @@ def test_a_text_that_was_interrupted(
 ) -> None:
     """What is said of leaving stands below the text, and nothing comes behind it."""
 
-    shown = PROMPT + _shown(reference(PROMPT, 20)).rstrip("�")
+    shown = PROMPT + text_of(reference(PROMPT, 20)).rstrip("�")
 
     async def interrupted() -> None:
         async with asyncio.timeout(10.0):
@@ -292,7 +295,7 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
     outcome = command("chat", *at, "-n", "40", "--no-speculation")
     assert outcome.code == 0, outcome.err
     asked = _whole([("user", question)])
-    partial, whole = (_shown(reference(asked, count)).strip() for count in (29, 40))
+    partial, whole = (text_of(reference(asked, count)).strip() for count in (29, 40))
     assert partial.rstrip("�") in outcome.out
     assert outcome.out.index(partial.rstrip("�")) < outcome.out.rindex(whole)
     assert "lost in the middle of a text" in outcome.err

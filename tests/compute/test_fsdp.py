@@ -6,7 +6,6 @@ import gc
 import weakref
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,18 +24,10 @@ from tests.compute.shards import Exchange, in_lockstep, meshes
 from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny, tiny_spec, tiny_trainer
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    words = np.random.default_rng(5).choice(["def", "ring", "peer", "seed", "x =", "1"], (1000, 9))
-    path = tmp_path / "words.txt"
-    path.write_text("\n".join(" ".join(row) for row in words.tolist()))
-    return path
-
-
 class Shards:
-    def __init__(self, text: Path, count: int, *, accumulate: bool = True, **changes: object) -> None:
+    def __init__(self, text_file: Path, count: int, *, accumulate: bool = True, **changes: object) -> None:
         self.count, self.exchange = count, Exchange(count)
-        self._spec = tiny_spec(text, **changes)
+        self._spec = tiny_spec(text_file, **changes)
         self.trainers = [
             Trainer(ModelRecipe(self._spec, pick_device("cpu", 1), shard=ShardSpec(mesh, accumulate=accumulate)))
             for mesh in meshes(self.exchange)
@@ -65,22 +56,22 @@ class Shards:
 
 
 @pytest.mark.parametrize(("count", "accumulate"), [(2, True), (3, False)])
-def test_shards_learn_what_the_whole_model_does(text: Path, count: int, accumulate: bool) -> None:
-    whole, shards = tiny_trainer(text), Shards(text, count, accumulate=accumulate)
+def test_shards_learn_what_the_whole_model_does(text_file: Path, count: int, accumulate: bool) -> None:
+    whole, shards = tiny_trainer(text_file), Shards(text_file, count, accumulate=accumulate)
     losses = [run_step(whole, step) for step in range(10)]
     assert [shards.step(step) for step in range(10)] == pytest.approx(losses, abs=1e-5)
     assert losses[-1] < losses[0] - 0.5
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_the_first_weights_are_those_of_the_whole_model_bit_for_bit(text: Path, tmp_path: Path, tie: bool) -> None:
+def test_the_first_weights_are_those_of_the_whole_model_bit_for_bit(text_file: Path, tmp_path: Path, tie: bool) -> None:
     new = tiny(tie_embeddings=tie)
     directory = tmp_path / "model"
     directory.mkdir()
-    save(tiny_trainer(text, model=new), directory)
+    save(tiny_trainer(text_file, model=new), directory)
     for model in (new, tiny(path=directory)):
-        flat = tiny_trainer(text, model=model).built.flat
-        for rank, trainer in enumerate(Shards(text, 3, model=model).trainers):
+        flat = tiny_trainer(text_file, model=model).built.flat
+        for rank, trainer in enumerate(Shards(text_file, 3, model=model).trainers):
             shard = trainer.built.flat
             for segment in shard.segments:
                 start, stop = rows_of(len(flat.view(flat.parameters, segment.name)), rank, 3)
@@ -90,9 +81,9 @@ def test_the_first_weights_are_those_of_the_whole_model_bit_for_bit(text: Path, 
 
 
 @pytest.mark.parametrize(("accumulate", "precision"), [(True, "fp32"), (False, "fp32"), (True, "bf16")])
-def test_an_abandoned_step_of_shards_changes_no_later_step(text: Path, accumulate: bool, precision: str) -> None:
+def test_an_abandoned_step_of_shards_changes_no_later_step(text_file: Path, accumulate: bool, precision: str) -> None:
     """Between two passes, and inside of one."""
-    shards, again = (Shards(text, 2, accumulate=accumulate, precision=precision) for _ in range(2))
+    shards, again = (Shards(text_file, 2, accumulate=accumulate, precision=precision) for _ in range(2))
     expected = shards.step(0)
     again.contribute(0, most=1)
     calls, exchange = 0, again.exchange.all_of
@@ -126,10 +117,10 @@ def save_joined(shards: Shards, directory: Path, step: int) -> None:
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_checkpoint_is_that_of_a_whole_model_and_resumes_at_any_number_of_shards(
-    text: Path, tmp_path: Path, tie: bool
+    text_file: Path, tmp_path: Path, tie: bool
 ) -> None:
     model = tiny(tie_embeddings=tie, hidden_size=40)  # no multiple of the alignment in the flat arrays
-    shards, directory, apart = Shards(text, 2, model=model), tmp_path / "joined", tmp_path / "apart"
+    shards, directory, apart = Shards(text_file, 2, model=model), tmp_path / "joined", tmp_path / "apart"
     for step in range(3):
         shards.step(step)
     save_joined(shards, directory, 3)
@@ -137,7 +128,7 @@ def test_a_checkpoint_is_that_of_a_whole_model_and_resumes_at_any_number_of_shar
     save(shards.trainers[1], apart, 3)
     more = [shards.step(step) for step in (3, 4)]
 
-    whole = tiny_trainer(text, model=model)
+    whole = tiny_trainer(text_file, model=model)
     whole.state.load(directory)
     (tmp_path / "whole").mkdir()
     save(whole, tmp_path / "whole", 3)
@@ -146,21 +137,21 @@ def test_a_checkpoint_is_that_of_a_whole_model_and_resumes_at_any_number_of_shar
     assert {path.name for path in directory.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
     assert [run_step(whole, step) for step in (3, 4)] == pytest.approx(more, abs=1e-5)
 
-    other = Shards(text, 3, model=model)
+    other = Shards(text_file, 3, model=model)
     for trainer in other.trainers:
         trainer.state.load(directory)
     assert [other.step(step) for step in (3, 4)] == pytest.approx(more, abs=1e-5)
 
-    again = Shards(text, 2, model=model)
+    again = Shards(text_file, 2, model=model)
     again.trainers[0].state.load(directory)
     again.trainers[1].state.load(apart)
     assert [again.step(step) for step in (3, 4)] == more
 
 
-def test_shards_keep_settings_and_dtypes_of_the_base_model(text: Path, tmp_path: Path) -> None:
+def test_shards_keep_settings_and_dtypes_of_the_base_model(text_file: Path, tmp_path: Path) -> None:
     given, saved = tmp_path / "given", tmp_path / "saved"
     make_given(given, torch.float16)
-    shards, again = (Shards(text, 2, model=tiny(path=given)) for _ in range(2))
+    shards, again = (Shards(text_file, 2, model=tiny(path=given)) for _ in range(2))
     shards.step(0)
     save_joined(shards, saved, 1)
     check_kept(given, saved)
@@ -169,9 +160,9 @@ def test_shards_keep_settings_and_dtypes_of_the_base_model(text: Path, tmp_path:
         assert state_bytes(ours) == state_bytes(theirs)
 
 
-def test_a_collection_frees_the_memory_of_a_model(text: Path) -> None:
+def test_a_collection_frees_the_memory_of_a_model(text_file: Path) -> None:
     """FSDP2's modules refer to each other, so the last reference to a trainer does not."""
-    shards = Shards(text, 2)
+    shards = Shards(text_file, 2)
     shards.step(0)
     watched = [weakref.ref(trainer.built.flat.parameters) for trainer in shards.trainers]
     del shards
@@ -179,15 +170,15 @@ def test_a_collection_frees_the_memory_of_a_model(text: Path) -> None:
     assert [reference() for reference in watched] == [None, None]
 
 
-def test_a_shard_that_does_not_fit_is_refused_with_the_numbers(text: Path) -> None:
+def test_a_shard_that_does_not_fit_is_refused_with_the_numbers(text_file: Path) -> None:
     mesh = meshes(Exchange(2))[0]
     with pytest.raises(ResourceError, match=r"training 1/2 of 0.0. M parameters .* but this worker offers 64.0 KiB"):
-        Trainer(ModelRecipe(tiny_spec(text), pick_device("cpu", 1), shard=ShardSpec(mesh, memory_bytes=64 << 10)))
+        Trainer(ModelRecipe(tiny_spec(text_file), pick_device("cpu", 1), shard=ShardSpec(mesh, memory_bytes=64 << 10)))
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused(text_file: Path, tmp_path: Path) -> None:
     """It may come from another worker, or from a job with another model."""
-    shards, other, directory = Shards(text, 2), Shards(text, 2, model=tiny(layers=1)), tmp_path / "joined"
+    shards, other, directory = Shards(text_file, 2), Shards(text_file, 2, model=tiny(layers=1)), tmp_path / "joined"
     save_joined(shards, directory, 0)
     with pytest.raises(StorageError, match="of another model"):
         other.trainers[1].state.load(directory)

@@ -22,16 +22,9 @@ SHARES = ((0, 4), (4, 3))
 """(first, count) of two members: one is faster."""
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"line {number * number % 97} of a text\n" for number in range(400)))
-    return path
-
-
-def members(text: Path, count: int = 2, **local: Any) -> list[Trainer]:
+def members(text_file: Path, count: int = 2, **local: Any) -> list[Trainer]:
     changes = {"steps": STEPS, "micro_batches": MICRO_BATCHES, "optimizer": replace(OPTIMIZER, warmup_steps=1)}
-    made = [tiny_trainer(text, local=LocalSpec(**local), **changes) for _ in range(count)]
+    made = [tiny_trainer(text_file, local=LocalSpec(**local), **changes) for _ in range(count)]
     for trainer in made:
         trainer.state.load_initial()
     return made
@@ -113,8 +106,8 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def test_outer_and_inner_steps_are_those_of_torchs_optimizers(text: Path) -> None:
-    trainers = members(text)
+def test_outer_and_inner_steps_are_those_of_torchs_optimizers(text_file: Path) -> None:
+    trainers = members(text_file)
     reference = Reference(trainers[0])
     for step in range(STEPS):
         assert outer_step(trainers, step) == pytest.approx(reference.step(step), rel=1e-6)
@@ -123,8 +116,8 @@ def test_outer_and_inner_steps_are_those_of_torchs_optimizers(text: Path) -> Non
         assert difference < 1e-6, name
 
 
-def test_fragments_are_exchanged_in_turn(text: Path) -> None:
-    trainers = members(text, fragments=3)
+def test_fragments_are_exchanged_in_turn(text_file: Path) -> None:
+    trainers = members(text_file, fragments=3)
     size = len(trainers[0].reduce_buffer)
     seen = np.zeros(size, np.int64)
     for step in range(3):
@@ -142,8 +135,8 @@ def test_fragments_are_exchanged_in_turn(text: Path) -> None:
     assert (seen[-3:] == 3).all()
 
 
-def test_an_overlapping_step_sends_the_inner_steps_of_the_one_before(text: Path) -> None:
-    alone, plain = members(text, 1, overlap=True)[0], members(text, 1)[0]
+def test_an_overlapping_step_sends_the_inner_steps_of_the_one_before(text_file: Path) -> None:
+    alone, plain = members(text_file, 1, overlap=True)[0], members(text_file, 1)[0]
     start = np.frombuffer(state_bytes(alone)["parameters"], np.float32).copy()
     outer_step([alone], 0)  # nothing can travel yet
     assert np.array_equal(np.frombuffer(state_bytes(alone)["parameters"], np.float32), start)
@@ -159,10 +152,10 @@ LOCALS = [{}, {"fragments": 2}, {"overlap": True}, {"fragments": 2, "overlap": T
 
 
 @pytest.mark.parametrize("local", LOCALS)
-def test_members_learn_and_a_newcomer_joins_with_fresh_moments(text: Path, local: dict[str, Any]) -> None:
-    trainers = members(text, **local)
+def test_members_learn_and_a_newcomer_joins_with_fresh_moments(text_file: Path, local: dict[str, Any]) -> None:
+    trainers = members(text_file, **local)
     losses = [outer_step(trainers, step) for step in range(4)]
-    late = members(text, 1, **local)[0]
+    late = members(text_file, 1, **local)[0]
     for source, target in zip(trainers[0].state.blobs(), late.state.blobs(), strict=True):
         target.view[:] = source.view
     late.state.refresh(4)
@@ -171,8 +164,8 @@ def test_members_learn_and_a_newcomer_joins_with_fresh_moments(text: Path, local
 
 
 @pytest.mark.parametrize("local", LOCALS)
-def test_a_step_that_was_given_up_is_taken_again(text: Path, local: dict[str, Any]) -> None:
-    trainers, others = members(text, **local), members(text, **local)
+def test_a_step_that_was_given_up_is_taken_again(text_file: Path, local: dict[str, Any]) -> None:
+    trainers, others = members(text_file, **local), members(text_file, **local)
     for step in range(3):
         outer_step(trainers, step)
         outer_step(others, step)
@@ -185,8 +178,8 @@ def test_a_step_that_was_given_up_is_taken_again(text: Path, local: dict[str, An
 
 
 @pytest.mark.parametrize("local", LOCALS)
-def test_a_gradient_that_is_not_finite_spoils_no_later_step(text: Path, local: dict[str, Any]) -> None:
-    trainers = members(text, **local)
+def test_a_gradient_that_is_not_finite_spoils_no_later_step(text_file: Path, local: dict[str, Any]) -> None:
+    trainers = members(text_file, **local)
     for step in range(2):
         outer_step(trainers, step)
     trainers[0].begin_step(2, *SHARES[0])
@@ -198,22 +191,15 @@ def test_a_gradient_that_is_not_finite_spoils_no_later_step(text: Path, local: d
         assert np.isfinite(outer_step(trainers, step))
 
 
-def test_an_impossible_weight_makes_the_norm_nan(text: Path) -> None:
+def test_an_impossible_weight_makes_the_norm_nan(text_file: Path) -> None:
     """A member that told 1e30 would have each update divided by it."""
-    (trainer,) = members(text, 1)
+    (trainer,) = members(text_file, 1)
     contribute(trainer, 0, 0, MICRO_BATCHES)
     buffer = trainer.reduce_buffer
     assert np.isfinite(trainer.partial_square_sum(0, len(buffer)))
     for weight in (1e30, -1.0, float("nan")):
         buffer[-3] = weight
         assert np.isnan(trainer.partial_square_sum(0, len(buffer)))
-
-
-def test_validation_is_of_the_shared_parameters(text: Path) -> None:
-    trainers = members(text, fragments=2)
-    for step in range(3):
-        outer_step(trainers, step)
-        assert validation(trainers[0]) == validation(trainers[1])
 
 
 def validation(trainer: Trainer) -> float:

@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.model import ModelSpec, load_model
-from p2ptrain.compute.recipe import ModelRecipe
-from p2ptrain.compute.stage import StageSpec
-from p2ptrain.compute.trainer import Trainer
-from p2ptrain.core.errors import ConfigError
 from tests.compute.saving import save
-from tests.compute.tiny_trainer import run_step, state_bytes, tiny_spec, tiny_trainer
+from tests.compute.tiny_trainer import run_step, state_bytes, tiny_trainer
 
 LSTM = ModelSpec(architecture="lstm", hidden_size=30, layers=2, heads=7, kv_heads=3, context=2)
 """With values that do not apply."""
@@ -35,12 +30,6 @@ def test_an_lstm_learns_and_continues_from_a_checkpoint(text_file: Path, tmp_pat
     again.state.load(tmp_path)
     assert run_step(again, 6) == run_step(trainer, 6)
     assert state_bytes(again) == state_bytes(trainer)
-
-
-def test_an_lstm_cannot_be_split(text_file: Path) -> None:
-    stage = StageSpec(0, (0, 1, 2))
-    with pytest.raises(ConfigError, match="a 'lstm' model cannot be split: its layers have no attention heads"):
-        Trainer(ModelRecipe(tiny_spec(text_file, model=LSTM), pick_device("cpu", 1), stage))
 
 
 def test_in_bf16_only_the_head_rounds(text_file: Path) -> None:

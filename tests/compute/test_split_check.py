@@ -68,6 +68,7 @@ def test_settings_of_published_models(kind: str, settings: dict[str, Any]) -> No
         ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3, "hidden_size": 64}, "its 4 query .* its 3 key"),
         ("mamba", {}, r"a state \(LinearAttentionLayer\) that cannot be rolled back"),
         ("rwkv", {}, "no attention heads"),
+        ("lstm", {}, "no attention heads"),
         ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "a state"),
     ],
 )
