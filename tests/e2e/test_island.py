@@ -8,12 +8,40 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.test_training import at, history, undisturbed
+from configs.loader import load
+from roles.worker.build import engine_builder
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif("P2PTRAIN_LONG" not in os.environ, reason="takes a minute of both cores: P2PTRAIN_LONG=1"),
 ]
+
+
+def at(step: int) -> Any:
+    return lambda item: item["step"] >= step
+
+
+async def history(machine: Any, job: str, column: str) -> dict[int, float]:
+    """One column of the metrics, by step."""
+    rows, after = {}, 0
+    while page := (await machine.ask("metrics.history", job=job, after_step=after, limit=200))["rows"]:
+        rows |= {row["step"]: row[column] for row in page}
+        after = max(rows)
+    return rows
+
+
+def undisturbed(sets: list[str], steps: int) -> list[float]:
+    """The losses of one process alone, with the same settings."""
+    engine = engine_builder(threads=1)(load("tiny", {}, [text for text in sets if text != "--set"]).profile)
+    engine.state.load_initial()
+    result = []
+    for step in range(steps):
+        engine.begin_step(step)
+        for index in range(8):
+            engine.micro_batch(step, index)
+        engine.finish_gradients()
+        result.append(engine.apply(step, engine.partial_square_sum(0, engine.reduce_buffer.size)).loss)
+    return result
 
 
 async def test_an_island_is_one_worker_leaves_with_a_process_of_it_and_comes_back(machine: Any) -> None:
