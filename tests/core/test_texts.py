@@ -1,4 +1,4 @@
-"""Texts for people elsewhere."""
+"""Texts, durations and sizes, as people write and read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import TEXT_CHARS, printable, seconds_of, shortened
+from p2ptrain.core.texts import TEXT_CHARS, human_bytes, printable, seconds_of, shortened, size_of
 
 
 @given(st.text(max_size=40), st.integers(1, 20))
@@ -37,3 +37,41 @@ def test_a_duration(text: str, seconds: float) -> None:
 def test_no_duration(text: str) -> None:
     with pytest.raises(UserError, match="not a duration"):
         seconds_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("4096", 4096),
+        ("64K", 65536),
+        ("64k", 65536),
+        ("1M", 1 << 20),
+        ("1MiB", 1 << 20),
+        (" 2 GB ", 2 << 30),
+        ("1.5GiB", 3 << 29),
+        ("2T", 2 << 40),
+    ],
+)
+def test_a_size(text: str, size_bytes: int) -> None:
+    assert size_of(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.", ".5M", "1e9", "nan", "K", "64KM", "much", "٣", "9" * 20])
+def test_no_size(text: str) -> None:
+    with pytest.raises(UserError, match="is not a size"):
+        size_of(text)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (3 << 29, "1.5 GiB"),
+        (5 << 40, "5.0 TiB"),
+        (1 << 60, "1048576.0 TiB"),
+    ],
+)
+def test_sizes_for_people(size_bytes: int, text: str) -> None:
+    assert human_bytes(size_bytes) == text
