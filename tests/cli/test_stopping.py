@@ -54,10 +54,15 @@ def test_nothing_is_said_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_it_is_asked_before_anything_is_said(number: signal.Signals) -> None:
     stop, asked = asyncio.Event(), list[bool]()
-    stop_on_signals(stop, lambda text: asked.append(stop.is_set()))
-    os.kill(os.getpid(), number)
-    async with asyncio.timeout(10):
-        await stop.wait()
+    before = signal.signal(number, signal.SIG_DFL)  # `nohup` may have started the tests
+    try:
+        stop_on_signals(stop, lambda text: asked.append(stop.is_set()))
+        os.kill(os.getpid(), number)
+        async with asyncio.timeout(10):
+            await stop.wait()
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, before)
     assert asked == [True]
 
 
