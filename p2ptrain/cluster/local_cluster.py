@@ -378,7 +378,7 @@ class JobObserver:
         operator: opens an operator's connection.
 
     Attributes:
-        rows, views, told: in order of arrival; a repeated row is kept once.
+        rows, views, events: in order of arrival; a repeated row is kept once.
         saved: checkpoints by id.
         joined_rtt_ms: the first reported round trip of each worker's connection. Most likely the seed derived the
             worker's deadlines from it.

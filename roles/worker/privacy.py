@@ -88,7 +88,8 @@ class Budget:
         self.releases = max(session.view.step, *counts)
         *_, second, _ = sorted([0, session.view.step, *counts])
         self._teller = ""
-        if self.due and self._after(second + 2) <= self._limit:  # nobody can disprove it, and no text may be risked
+        # Nobody can disprove what one member alone counts. The job stops all the same: to go on could reveal data.
+        if self.due and self.releases in counts and self._after(second + 2) <= self._limit:
             name = session.view.members[counts.index(self.releases)].name
             self._teller = (
                 f". {name} alone counts {self.releases:,} steps, the others at most {second:,}: ask who runs it"

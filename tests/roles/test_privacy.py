@@ -59,6 +59,21 @@ async def test_who_alone_says_that_the_budget_is_spent_is_named() -> None:
         assert f"{name} alone counts 1,000,000,000 steps, the others at most 0" in one.reason
 
 
+async def test_counts_that_were_lost_are_at_least_the_steps_of_the_view() -> None:
+    files: Any = SimpleNamespace(root=Path("job/checkpoints"))
+    session: Any = SimpleNamespace(view=SimpleNamespace(step=10**9, members=()))
+
+    async def all_gather(mine: bytes, **more: Any) -> list[bytes]:
+        return [mine] * 2
+
+    session.all_gather = all_gather
+    budget = Budget(private_profile().privacy, files)
+    await budget.view_began(session, patience_s=9.0)
+    assert budget.releases == 10**9
+    assert budget.due
+    assert "alone counts" not in budget.reason
+
+
 def test_a_checkpoint_has_the_count_and_never_lowers_it() -> None:
     files: Any = SimpleNamespace(root=Path("job/checkpoints"))
     early = EarlyStop(0, Budget(private_profile().privacy, files))
