@@ -18,15 +18,15 @@ from p2ptrain.core.tensor_files import ADAPTER_FILE, TensorTable, header_of
 from p2ptrain.core.training import FilePlan
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine, StandInState
-from ring import coordination as co
 from roles.engine import Stage
+from roles.seed import job_profiles
 from tests.roles.in_process import Cluster, Gate, Peer
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Who is away does not come back, and is not waited for long."""
-    monkeypatch.setattr(co, "JobOptions", partial(co.JobOptions, grace_s=0.5))
+    monkeypatch.setattr(job_profiles, "JobOptions", partial(job_profiles.JobOptions, grace_s=0.5))
     return
 
 
