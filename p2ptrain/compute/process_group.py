@@ -12,6 +12,7 @@ pending operations to torch's ``Work``. A tensor that is not contiguous, or on a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +27,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, BuiltinCommHookType
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError
 
@@ -471,6 +473,7 @@ def group_of(options: Any, join: Callable[..., Operations]) -> RingProcessGroup:
 
     Raises ``DistBackendError``.
     """
+    _replace_builtin_fp16_hook()
     rank, size = options.group_rank, options.group_size
     names = [f"rank {member}" for member in options.global_ranks_in_group or range(size)]
     try:
@@ -478,6 +481,23 @@ def group_of(options: Any, join: Callable[..., Operations]) -> RingProcessGroup:
     except P2PTrainError as error:
         raise _translated(error) from error
     return RingProcessGroup(rank, size, operations, timeout=options.timeout, group_name=options.group_id)
+
+
+@functools.cache
+def _replace_builtin_fp16_hook() -> None:
+    """Let DDP's ``_register_builtin_comm_hook(FP16_COMPRESS)`` use the hook of that name in Python, in groups of this
+    backend only. The one in C++ reads a list of tensors of C++ from the future, which Python cannot make; both send the
+    same bytes."""
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    register_builtin = ddp._register_builtin_comm_hook
+
+    def register(model: Any, kind: BuiltinCommHookType) -> None:
+        if kind == BuiltinCommHookType.FP16_COMPRESS and NAME in dist.get_backend_config(model.process_group):
+            model.register_comm_hook(model.process_group, fp16_compress_hook)
+        else:
+            register_builtin(model, kind)
+
+    ddp._register_builtin_comm_hook = register
 
 
 def _translated(error: P2PTrainError) -> Exception:

@@ -35,6 +35,35 @@ def test_an_example_agrees_with_one_process(environment: dict[str, str], tmp_pat
     assert len(re.findall("differs from one process by", ended.stdout)) == 2
 
 
+FP16 = """
+import torch, torch.distributed as dist
+dist.init_process_group("p2p")
+torch.manual_seed(0)
+model = torch.nn.Linear(5, 3)
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+inputs = torch.arange(20.).reshape(2, 2, 5) / 7
+for _ in range(2):
+    model.zero_grad()
+    ddp(inputs[dist.get_rank()]).square().sum().backward()
+got = model.weight.grad.clone()
+model.zero_grad()
+(model(inputs.reshape(4, 5)).square().sum() / 2).backward()
+print("off by at most", float(((got - model.weight.grad) / model.weight.grad).abs().max()))
+"""
+
+
+@pytest.mark.slow
+def test_builtin_hook_for_fp16_sums_gradients(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "hook.py").write_text(FP16)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "hook.py"]
+    ended = run(launch, environment, tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    errors = [float(text) for text in re.findall("off by at most (.*)", ended.stdout)]
+    assert len(errors) == 2
+    assert 0 < max(errors) < 2e-3  # in fp16: 2^-11, of each part of the sum
+
+
 LOADED = """
 import sys
 import torch
