@@ -94,6 +94,7 @@ class ConnectedPeer:
     idle_reason: str = ""
     is_leaving: bool = False
     early_messages: deque[Message] = field(default_factory=deque)
+    name: str = field(init=False)
 
     @property
     def id(self) -> str:
@@ -115,9 +116,8 @@ class ConnectedPeer:
     def release(self) -> None:
         self.last_job, self.job, self.rows = self.job, "", None
 
-    @property
-    def name(self) -> str:
-        return self.hello.name[:NAME_CHARS] or self.id
+    def __post_init__(self) -> None:
+        self.name = self.hello.name[:NAME_CHARS] or self.id
 
     @property
     def offer(self) -> JobWorker:
@@ -254,6 +254,10 @@ class PeerTable:
         return peer if peer is not None and peer.job == job else None
 
     def add(self, peer: ConnectedPeer) -> None:
+        """Add a peer, or its new connection. Of two peers of one name, such as that of a cloned machine, the later one
+        has the beginning of its id behind it, so that people can tell them apart."""
+        if any(other.name == peer.name and other.id != peer.id for other in self.connected.values()):
+            peer.name = f"{peer.name[: NAME_CHARS - 5]}-{peer.id[:4]}"
         self.lost.pop(peer.id, None)
         self.connected[peer.id] = peer
 

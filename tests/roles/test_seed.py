@@ -91,9 +91,9 @@ class Worker:
 
         self.server = await serve(self.network, HOST, 0, decide=decide, serve=hang_up, on_problem=_ignore)
 
-    async def join(self, *, port: int | None = None, job: str = "", generation: int = 0) -> None:
+    async def join(self, *, name: str = "", port: int | None = None, job: str = "", generation: int = 0) -> None:
         port = self.server.address[1] if port is None else port
-        hello = local_hello(peer_id=self.id, name=f"name-{self.id}", roles=["worker"], purpose="peer", job=job,
+        hello = local_hello(peer_id=self.id, name=name or f"name-{self.id}", roles=["worker"], purpose="peer", job=job,
                             generation=generation, port=port, capabilities={"device": "cpu"})  # fmt: skip
         self.connection, self.welcome = await dial(self.network, *self.seed, hello, timeout_s=DEADLINE_S)
 
@@ -285,6 +285,12 @@ async def test_who_cannot_be_dialled_back_is_refused_with_a_remedy(bench: Bench)
     ):
         assert word in caught.value.remedy
     assert (await bench.ask("peers.list"))["peers"] == []
+
+
+async def test_two_machines_of_one_name_are_told_apart(bench: Bench) -> None:
+    for peer_id in ("a", "0123456789ab"):
+        await bench.worker(peer_id, name="vm-1")
+    assert {peer["name"] for peer in (await bench.ask("peers.list"))["peers"]} == {"vm-1", "vm-1-0123"}
 
 
 async def test_a_peer_that_only_checks_is_dialled_back_and_not_listed(bench: Bench) -> None:
