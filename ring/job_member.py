@@ -11,8 +11,8 @@ Rules
 
 ``COMMON`` is the table of transitions outside of a step. ``ring.transaction`` adds those of steps that all members
 apply together, and ``ring.versions`` those of a server's versions. A row says what an event leads to in a phase: the
-name of a method, and for each phase that it may lead to an instruction that follows. Without a row, an event has no
-effect.
+name of a method without its underscore, which ``handle`` calls, and for each phase that it may lead to an instruction
+that follows. Without a row, an event has no effect.
 """
 
 from __future__ import annotations

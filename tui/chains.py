@@ -36,7 +36,7 @@ class ShownChain:
     Attributes:
         number: index among the chains of this model.
         stages: parts and gaps in the order of their layers; each begins where the previous one stops.
-        beside: on the model's last chain, the parts that are in no chain.
+        unchained: on the model's last chain, the parts that are in no chain.
         held: number of layers of the model that any peer holds.
         trains: it is the pipeline of a job; ``model`` is the job's id.
     """

@@ -165,7 +165,7 @@ class RecordStore:
     """Everything that the panels show. Only its methods change it; anyone may read it.
 
     Attributes:
-        peers_seen: peer id → viewer's monotonic time of its last record, to which ``heartbeat_age_s`` refers.
+        peer_changes: peer id → viewer's monotonic time of its last record, to which ``heartbeat_age_s`` refers.
         versions: topic → number of changes; topics as in ``wire.messages.Update``, and ``link``.
         malformed: number of refused items, which no correct seed sends.
     """

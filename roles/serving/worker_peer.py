@@ -38,7 +38,7 @@ class ClientContext:
     """Identity and settings of the client of a chain: an operator or a verifier.
 
     Attributes:
-        world: its network is the client's own, with TLS in an encrypted cluster (``cli.access.Access.network``).
+        world: its network is the client's own, with TLS in an encrypted cluster (``p2ptrain.cluster.access``).
         peer_id: the peer that the client's certificate names; any id in a plain cluster.
         seed_host: host at which this client dials the seed, and peers on the seed's machine.
         state: directory for digests of model files; None: they are not kept.

@@ -29,7 +29,7 @@ class PeerContext:
 
     Attributes:
         seed_at: returns the host at which the seed was dialled; members on the seed's machine are dialled there, too.
-        say: sends a message to the seed, now or when it is back.
+        send: sends a message to the seed, now or when it is back.
     """
 
     world: World

@@ -69,7 +69,7 @@ class EarlyStop:
         """Take up what most members know that know anything; of equally many, what ends the job last.
 
         Args:
-            told: by each (``messages``). What cannot be known counts as nothing.
+            messages: of each member (``message``). What cannot be known counts as nothing.
             step: that the members have applied.
         """
         votes = Counter(Validations(*_WIRE.unpack(each)) for each in messages if len(each) == _WIRE.size)

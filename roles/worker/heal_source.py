@@ -154,7 +154,7 @@ class Recipient:
     Attributes:
         inside: it is a member of the view, and all other members wait for it.
         waits: it waits for the next snapshot.
-        told: the newest step reported to it; -1: it has no offer yet.
+        newest_step: the newest step reported to it; -1: it has no offer yet.
     """
 
     line: Line

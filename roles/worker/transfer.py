@@ -213,7 +213,7 @@ class Receiver:
         now: seconds.
         digest: hashes a piece that has landed, as ``TransferPiece.digest``.
         on_landed: called with the source and the key of each verified piece.
-        on_gone: called when a source no longer has a piece. Without it, such a source is at fault.
+        on_dropped: called when a source no longer has a piece. Without it, such a source is at fault.
         slowest_bytes_s: a source that sends less is given up; 0: no limit.
 
     Attributes:

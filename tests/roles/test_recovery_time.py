@@ -34,7 +34,7 @@ async def interrupted(loop: SimLoop, what: str, workers: int, victim: int) -> tu
     """Seconds from the fault to the next committed step, and what was seen meanwhile and in the 6 s after."""
     profile = profile_of(workers)
     simulation = Simulation(loop, profile, undisturbed(profile), 5, peers=workers, verbose=True)
-    simulation.links._latency_s = LAN_S
+    simulation.links.latency_s = LAN_S
     for machine in simulation.machines.values():
         machine.call_s = DISK_S if machine is simulation.seed else THREAD_S
     with watched(simulation, random.Random(1)):

@@ -36,7 +36,7 @@ class Played(Simulation):
 
     def __init__(self, loop: SimLoop) -> None:
         super().__init__(loop, profile_of(), expected(), 3, peers=WORKERS, verbose=True)
-        self.links._latency_s = 0.0005
+        self.links.latency_s = 0.0005
 
     @property
     def records(self) -> Records:

@@ -64,15 +64,19 @@ class Misconduct:
 
 
 class LinkDelays:
-    """The delays of a simulated network. ``slow``: both ends of a link → its additional seconds."""
+    """The delays of a simulated network.
+
+    Attributes:
+        latency_s: of most links, one way. slow: both ends of a link → its additional seconds.
+    """
 
     def __init__(self, conditions: random.Random) -> None:
         self._conditions = conditions
-        self._latency_s = conditions.choice((0.0003, 0.003, 0.03))
+        self.latency_s = conditions.choice((0.0003, 0.003, 0.03))
         self.slow: dict[frozenset[str], float] = {}
 
     def delay_s(self, source: str, target: str) -> float:
-        base = self._latency_s * (0.5 + self._conditions.random())
+        base = self.latency_s * (0.5 + self._conditions.random())
         return base + self.slow.get(frozenset((source, target)), 0.0) if self.slow else base
 
 
