@@ -5,7 +5,7 @@ A profile defines a job but not where it runs. Every member of a job gets the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import date
 from itertools import pairwise
 from pathlib import PureWindowsPath
@@ -524,43 +524,98 @@ class Profile(Table):
 
 # ----------------------------------------------------------------------------------------- contradictory settings
 
+_NOT_PIPELINE = ("sync", "sharded", "local", "federated", "server")
+_NOT_SHARDED = ("sync", "pipeline", "local", "federated", "server")
+_NEEDS: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
+    "job.exact": (
+        ("job.strategy", ("sync",), "exact mode is for strategy 'sync' only"),
+        ("ring.codec", ("fp32", "auto"), "exact mode allows no codec that rounds"),
+    ),
+    "data.private": (
+        ("job.strategy", ("sync", "local", "federated"), "the workers of a replica, and of a server, read one text"),
+        ("job.exact", (False,), "which text a step reads depends on who computes it, so failures do change the result"),
+    ),
+    "device.gradient_checkpointing": (
+        ("job.strategy", _NOT_PIPELINE, "the parts of a split model have pipeline.recompute instead"),
+    ),
+    "drafter.layers": (
+        ("job.strategy", ("sync", "pipeline", "sharded"), "a drafter trains with strategy 'sync' or beside 'pipeline'"),
+        ("model.path", ("",), "a drafter is a new model of bytes, so its tokens differ from those of this model"),
+    ),
+    "lora.rank": (
+        ("model.freeze", ([],), "with LoRA none of the model's own parameters train"),
+        ("job.strategy", _NOT_SHARDED, "all parameters of a sharded model train"),
+    ),
+    "model.freeze": (("job.strategy", _NOT_SHARDED, "all parameters of a sharded model train"),),
+    "robust.rule": (
+        ("job.strategy", ("sync", "local", "federated", "server"), "a rule needs whole vectors, not workers' parts"),
+        ("job.exact", (False,), "a rule needs more than sums"),
+        ("ring.codec", ("fp32",), "codecs encode sums, not single vectors"),
+        ("local.fragments", (1,), "the members' vectors would differ in their parts"),
+        ("local.overlap", (False,), "the members' vectors would differ in their steps"),
+        ("federated.sample", (0,), "members that are not drawn have no vector"),
+    ),
+    "federated.secure": (
+        ("job.strategy", ("federated",), "masks are for averages of rounds"),
+        ("ring.codec", ("fp32",), "masks cancel only in exact sums"),
+        ("robust.rule", ("",), "a rule looks at what each worker sends"),
+    ),
+    "privacy.epsilon": (
+        ("data.private", (True,), "it protects the text of each worker from the others"),
+        ("ring.codec", ("fp32",), "the promise is about the sum, and a codec rounds what each worker sends"),
+        ("validation.every", (0,), "losses tell about a text"),
+        ("robust.rule", ("",), "how far one worker's text can move the result of a rule is not known"),
+    ),
+}
+"""A setting → where it is on, what other settings must be: key, allowed values, and why."""
+_PRIVACY_NEEDS = {
+    "member": (
+        ("job.strategy", ("local", "federated"), "only changes of whole copies are clipped and noised"),
+        ("local.overlap", (False,), "a step would count twice"),
+        ("local.fragments", (1,), "the inner steps of a step would count in several"),
+    ),
+    "sample": (
+        ("job.strategy", ("sync",), "with unit 'sample' the gradients of single sequences are clipped and noised"),
+        ("batch.micro_batch_sequences", (1,), "each sequence is clipped alone"),
+        ("drafter.layers", (0,), "a drafter's job would have a budget of its own on the same text"),
+    ),
+}
+"""The same for privacy.epsilon, by privacy.unit."""
+
 
 def _check(profile: Profile) -> None:
     """Raise ``Conflict`` if settings that are valid alone contradict each other."""
-    new, split, stages = not profile.model.path, profile.job.strategy == "pipeline", profile.pipeline.stages
+    new, strategy, stages = not profile.model.path, profile.job.strategy, profile.pipeline.stages
     if new and profile.model.architecture not in RECURRENT:  # compute checks the sizes of a model directory
         _check_heads(profile, "model")
         _check_at_most(profile, "data.sequence_tokens", "model.context")
-    if split != (stages >= 2):
+    if (strategy == "pipeline") != (stages >= 2):
         remedy = "strategy 'pipeline' with pipeline.stages of 2 or more, or another strategy with 0"
         raise _conflict(profile, "job.strategy", "pipeline.stages", why="they contradict each other", remedy=remedy)
-    if split:
-        _check_at_most(profile, "pipeline.stages", "job.workers", why=": each part needs a worker")
-        if new:
-            _check_at_most(profile, "pipeline.stages", "model.layers", why=": each part needs a layer")
-        _check_cuts(profile)
-    elif profile.job.strategy == "server":
-        _check_server(profile)
-    else:
-        _check_at_most(profile, "job.workers", "batch.micro_batches", why=": some workers would have no micro-batch")
-    if profile.job.strategy == "sharded":
-        _check_sharded(profile)
-    if profile.job.strategy != "server" and profile.job.workers // profile.stages > profile.batch.micro_batches:
+    for key, needs in (*_NEEDS.items(), ("privacy.epsilon", _PRIVACY_NEEDS[profile.privacy.unit])):
+        for need in needs:
+            _check_need(profile, key, *need)
+    match strategy:
+        case "pipeline":
+            _check_at_most(profile, "pipeline.stages", "job.workers", why=": each part needs a worker")
+            if new:
+                _check_at_most(profile, "pipeline.stages", "model.layers", why=": each part needs a layer")
+            _check_cuts(profile)
+        case "server":
+            _check_server(profile)
+        case _:
+            _check_at_most(
+                profile, "job.workers", "batch.micro_batches", why=": some workers would have no micro-batch"
+            )
+    if strategy == "sharded":
+        _check_at_most(profile, "sharded.shards", "job.workers", why=": each shard needs a worker")
+        if profile.device.kind == "mps":
+            why = "FSDP2 runs on CPUs and on CUDA"
+            raise _conflict(profile, "device.kind", "job.strategy", why=why, remedy="device.kind = 'cpu'")
+    if strategy != "server" and profile.job.workers // profile.stages > profile.batch.micro_batches:
         why = "more replicas than micro-batches, so some replicas would have none"
         remedy = f"job.workers at most {profile.batch.micro_batches * stages}"
         raise _conflict(profile, "job.workers", "pipeline.stages", "batch.micro_batches", why=why, remedy=remedy)
-    if profile.job.exact and profile.job.strategy != "sync":
-        why = "exact mode is for strategy 'sync' only"
-        raise _conflict(profile, "job.exact", "job.strategy", why=why, remedy="job.exact = false")
-    if profile.data.private and split:
-        why = "the first stage reads the inputs and the last stage the targets of one text"
-        raise _conflict(profile, "data.private", "job.strategy", why=why, remedy="data.private = false")
-    if profile.data.private and profile.job.exact:
-        why = "which text a step reads depends on who computes it, so failures do change the result"
-        raise _conflict(profile, "data.private", "job.exact", why=why, remedy="job.exact = false")
-    if profile.job.exact and profile.ring.codec not in ("fp32", "auto"):
-        remedy = "ring.codec = 'fp32', or job.exact = false"
-        raise _conflict(profile, "job.exact", "ring.codec", why="exact mode allows no codec that rounds", remedy=remedy)
     for key in ("validation.patience", "checkpoint.best"):
         if profile.value(key) and not profile.validation.every:
             why = "only the last step is validated"
@@ -568,30 +623,18 @@ def _check(profile: Profile) -> None:
         if profile.value(key) and not profile.data.validation_fraction:
             why, remedy = "no text is held out", "data.validation_fraction above 0"
             raise _conflict(profile, key, "data.validation_fraction", why=why, remedy=remedy)
-    if profile.job.strategy == "local":
+    if strategy == "local":
         _check_at_most(profile, "local.fragments", "job.steps", why=": some would never be exchanged")
         if profile.local.overlap and profile.job.steps < 2:
             why, remedy = "what a step computes is exchanged in the next one", "more job.steps"
             raise _conflict(profile, "local.overlap", "job.steps", why=why, remedy=remedy)
-    if profile.drafter.layers and profile.job.strategy in ("local", "federated", "server"):
-        why, remedy = "a drafter trains with strategy 'sync' or beside 'pipeline'", "drafter.layers = 0"
-        raise _conflict(profile, "drafter.layers", "job.strategy", why=why, remedy=remedy)
-    if profile.device.gradient_checkpointing and split:
-        remedy = "pipeline.recompute = true instead of device.gradient_checkpointing"
-        why = "the parts of a split model have a setting of their own"
-        raise _conflict(profile, "device.gradient_checkpointing", "job.strategy", why=why, remedy=remedy)
     place = PureWindowsPath(profile.track.directory)  # knows drives, and takes \ for / everywhere
     if place.anchor or not all(part.strip(" .") for part in place.parts) or profile.track.directory.startswith("~"):
         why = "a job may write to the seed's own directory of tracked files only"
         remedy = "a relative path without '..' and '~', such as 'mine'; it is made in that directory"
         raise _conflict(profile, "track.directory", why=why, remedy=remedy)
     _check_lora(profile)
-    if profile.robust.rule:
-        _check_robust(profile)
-    if profile.privacy.epsilon:
-        _check_privacy(profile)
-    if profile.federated.secure:
-        _check_secure(profile)
+    _check_members(profile)
     beats = ("membership.heartbeat_s", "membership.death_s")
     beat, death = profile.membership.heartbeat_s, profile.membership.death_s
     if (beat == 0) != (death == 0):
@@ -600,28 +643,16 @@ def _check(profile: Profile) -> None:
         remedy = f"{beats[1]} at least {3 * beat}, so that a late heartbeat is allowed"
         raise _conflict(profile, *beats, why="death_s is less than three heartbeats", remedy=remedy)
     if profile.drafter.layers:
-        if not new:
-            why = "a drafter is a new model of bytes, so its tokens differ from those of this model"
-            remedy = "set drafter.layers = 0, or leave model.path empty"
-            raise _conflict(profile, "drafter.layers", "model.path", why=why, remedy=remedy)
-        why = ": such a drafter is not faster than the model"
-        _check_at_most(profile, "drafter.layers", "model.layers", why=why)
+        _check_at_most(profile, "drafter.layers", "model.layers", why=": such a drafter is not faster than the model")
         if profile.model.architecture not in RECURRENT:
             _check_heads(profile, "drafter")
 
 
-def _check_sharded(profile: Profile) -> None:
-    _check_at_most(profile, "sharded.shards", "job.workers", why=": each shard needs a worker")
-    for key, remedy in (("lora.rank", "lora.rank = 0"), ("model.freeze", "model.freeze = []")):
-        if profile.value(key):
-            why = "all parameters of a sharded model train"
-            raise _conflict(profile, key, "job.strategy", why=why, remedy=f"{remedy}, or strategy 'sync' or 'pipeline'")
-    if profile.data.private:
-        why = "the workers of a replica compute equally many micro-batches of one text"
-        raise _conflict(profile, "data.private", "job.strategy", why=why, remedy="data.private = false")
-    if profile.device.kind == "mps":
-        why = "FSDP2 runs on CPUs and on CUDA"
-        raise _conflict(profile, "device.kind", "job.strategy", why=why, remedy="device.kind = 'cpu'")
+def _check_need(profile: Profile, key: str, other: str, allowed: tuple[Any, ...], why: str) -> None:
+    if profile.value(key) and profile.value(other) not in allowed:
+        values = [str(value).lower() if isinstance(value, bool) else repr(value) for value in allowed]
+        remedy = f"{other} = {' or '.join(values)}, or leave {key} out"
+        raise _conflict(profile, key, other, why=why, remedy=remedy)
 
 
 def _check_server(profile: Profile) -> None:
@@ -634,82 +665,22 @@ def _check_server(profile: Profile) -> None:
         remedy = f"server.buffer at least {profile.robust.least}, or a smaller robust.byzantine"
         raise _conflict(profile, "server.buffer", "robust.rule", "robust.byzantine", why=why, remedy=remedy)
     _check_divides(profile, "batch.micro_batches", "server.buffer")
-    if profile.data.private:
-        why, remedy = "the server says which part of one text a worker reads", "data.private = false"
-        raise _conflict(profile, "data.private", "job.strategy", why=why, remedy=remedy)
 
 
-def _check_robust(profile: Profile) -> None:
-    robust, in_rounds = profile.robust, profile.job.strategy == "federated"
-    needed = (
-        ("job.strategy", ("sync", "local", "federated", "server"), "a rule needs whole vectors, not workers' parts"),
-        ("job.exact", (False,), "a rule needs more than sums"),
-        ("ring.codec", ("fp32",), "codecs encode sums, not single vectors"),
-        ("local.fragments", (1,), "the members' vectors would differ in their parts"),
-        ("local.overlap", (False,), "the members' vectors would differ in their steps"),
-        ("federated.sample", (0,), "members that are not drawn have no vector"),
-        ("federated.average", _SUMMED if in_rounds and profile.lora.rank else _AVERAGES, _SHOWS_EACH),
-    )  # fmt: skip
-    _check_needed(profile, "robust.rule", needed)
+def _check_members(profile: Profile) -> None:
+    """A robust rule, and secure aggregation, need some members of a step."""
+    robust, federated = profile.robust, profile.federated
     if robust.rule == "mean" and robust.byzantine:
         why, remedy = "the mean withstands no wrong vector", "robust.byzantine = 0, or another rule"
         raise _conflict(profile, "robust.rule", "robust.byzantine", why=why, remedy=remedy)
-    if profile.job.workers < robust.least:
+    if robust.rule and profile.job.workers < robust.least:
         why = f"this rule needs {robust.least} members for so many wrong ones"
         remedy = f"job.workers at least {robust.least}, or a smaller robust.byzantine"
         raise _conflict(profile, "robust.rule", "robust.byzantine", "job.workers", why=why, remedy=remedy)
-
-
-def _check_secure(profile: Profile) -> None:
-    if profile.job.workers < 3:
-        why = "of two workers each knows what the other sent"
-        raise _conflict(profile, "federated.secure", "job.workers", why=why, remedy="job.workers at least 3")
-    if 0 < profile.federated.sample < 3:
-        why = "of two workers that take part each knows what the other sent"
-        raise _conflict(profile, "federated.secure", "federated.sample", why=why, remedy="federated.sample at least 3")
-    needed = (
-        ("job.strategy", ("federated",), "masks are for averages of rounds"),
-        ("ring.codec", ("fp32",), "masks cancel only in exact sums"),
-        ("robust.rule", ("",), "a rule looks at what each worker sends"),
-        ("federated.average", _SUMMED if profile.lora.rank else _AVERAGES, _SHOWS_EACH),
-    )  # fmt: skip
-    _check_needed(profile, "federated.secure", needed)
-
-
-_AVERAGES = ("exact", "frozen-a", "naive")
-_SUMMED = _AVERAGES[1:]
-_SHOWS_EACH = "exact averages need the adapters of each worker, one by one"
-
-
-def _check_privacy(profile: Profile) -> None:
-    of_sequences = profile.privacy.unit == "sample"
-    whole = (
-        ("job.strategy", ("local", "federated"), "only changes of whole copies are clipped and noised"),
-        ("local.overlap", (False,), "a step would count twice"),
-        ("local.fragments", (1,), "the inner steps of a step would count in several"),
-        ("federated.average", _SUMMED if profile.lora.rank else _AVERAGES, _SHOWS_EACH),
-    )  # fmt: skip
-    single = (
-        ("job.strategy", ("sync",), "with unit 'sample' the gradients of single sequences are clipped and noised"),
-        ("batch.micro_batch_sequences", (1,), "each sequence is clipped alone"),
-        ("drafter.layers", (0,), "a drafter's job would have a budget of its own on the same text"),
-    )  # fmt: skip
-    needed = (
-        *(single if of_sequences else whole),
-        ("data.private", (True,), "it protects the text of each worker from the others"),
-        ("ring.codec", ("fp32",), "the promise is about the sum, and a codec rounds what each worker sends"),
-        ("validation.every", (0,), "losses tell about a text"),
-        ("robust.rule", ("",), "how far one worker's text can move the result of a rule is not known"),
-    )  # fmt: skip
-    _check_needed(profile, "privacy.epsilon", needed)
-
-
-def _check_needed(profile: Profile, key: str, needed: Iterable[tuple[str, tuple[Any, ...], str]]) -> None:
-    for other, allowed, why in needed:
-        if profile.value(other) not in allowed:
-            values = [str(value).lower() if isinstance(value, bool) else repr(value) for value in allowed]
-            remedy = f"{other} = {' or '.join(values)}, or leave {key} out"
-            raise _conflict(profile, key, other, why=why, remedy=remedy)
+    for key, least in (("job.workers", 0), ("federated.sample", 1)):
+        if federated.secure and least <= profile.value(key) < 3:
+            why = "of two workers that take part each knows what the other sent"
+            raise _conflict(profile, "federated.secure", key, why=why, remedy=f"{key} at least 3")
 
 
 def _check_lora(profile: Profile) -> None:
@@ -722,10 +693,10 @@ def _check_lora(profile: Profile) -> None:
     if not profile.model.path:
         why, remedy = "LoRA needs a trained model", "name its directory: model.path"
         raise _conflict(profile, "lora.rank", "model.path", why=why, remedy=remedy)
-    if profile.model.freeze:
-        why, remedy = "with LoRA none of the model's own parameters train", "leave model.freeze out"
-        raise _conflict(profile, "lora.rank", "model.freeze", why=why, remedy=remedy)
     if profile.job.strategy == "federated" and profile.federated.average == "exact":
+        for key in ("robust.rule", "federated.secure", "privacy.epsilon"):
+            why = "exact averages need the adapters of each worker, one by one"
+            _check_need(profile, key, "federated.average", ("frozen-a", "naive"), why)
         other = "or federated.average = 'frozen-a'"
         if lora.base != "fp32":
             why = "exact averages change the model"
