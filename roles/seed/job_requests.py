@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,15 +15,13 @@ from ring.coordination import ENDED, JobPhase
 from ring.parts import candidate_of
 from ring.planning.workloads import ModelShape
 from roles.seed.events import first_that_fit, newest_that_fit
-from roles.seed.job_profiles import in_shards, offer_to
+from roles.seed.job_history import SETTLE_S
 from roles.seed.job_table import JobTable
-from roles.seed.jobs import JobController, JobPorts, NewLayout
+from roles.seed.jobs import JobController, JobPorts, NewLayout, offer_to
 from roles.seed.links import Survey
-from roles.seed.operator_api import Method, Params, Result, label_of, text_of, whole_of
-from roles.seed.peer_requests import measure_workers
+from roles.seed.operator_api import Method, Params, Result, label_of, measure_workers, text_of, whole_of
 from roles.seed.peers import PeerTable
 from roles.seed.store import JobRecord
-from roles.seed.view_census import SETTLE_S
 from roles.training_shape import training_of
 from wire.connection import Connection
 from wire.handshake import SOFTWARE
@@ -253,3 +252,22 @@ class JobRequests:
 def _wrong_state(controller: JobController, verb: str, why: str, remedy: str = "see p2ptrain jobs show") -> Refused:
     text = f"job {controller.record.name} is {controller.core.state} and cannot be {verb}: {why}"
     return Refused("wrong-state", text, remedy=remedy)
+
+
+def in_shards(spec: str, shards: int) -> str:
+    """The stored profile of a job whose model is from now on in so many shards; 1: whole. It keeps as many replicas as
+    its number of workers allows. Raises ``Refused``."""
+    profile = Profile.from_spec_untrusted(spec)
+    if profile.job.strategy not in ("sync", "sharded"):
+        text = f"a job of strategy {profile.job.strategy!r} keeps its layout; shards are for 'sharded' and 'sync'"
+        raise Refused("wrong-strategy", text, remedy="leave --shards out, or start a new job from the checkpoint")
+    tables = profile.model_dump()
+    workers = shards * max(profile.job.workers // shards, 1)
+    tables["job"] |= {"strategy": "sharded" if shards > 1 else "sync", "workers": workers}
+    tables["sharded"]["shards"] = max(shards, 2)
+    try:
+        return Profile.from_spec_untrusted(json.dumps(tables)).to_spec()
+    except ProtocolError as problem:
+        raise Refused(
+            "bad-parameter", f"{shards} shards: {problem.message}", remedy="choose another number"
+        ) from problem

@@ -8,7 +8,7 @@ from p2ptrain.core.errors import Refused
 from ring import coordination as co
 from roles.background import started_in
 from roles.seed.checkpoints import saved_of
-from roles.seed.job_rows import JobHistory, read_history
+from roles.seed.job_history import JobHistory, read_history
 from roles.seed.jobs import JobController, JobPorts
 from roles.seed.peers import ConnectedPeer, checkpoint_id, clipped, did_you_mean
 from roles.seed.store import JobRecord, Records

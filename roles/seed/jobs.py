@@ -11,24 +11,28 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 from configs.schema import Profile
+from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.world import Clock
 from ring import coordination as co
-from ring.coordination import ENDED, JobPhase
+from ring.coordination import ENDED, JobOptions, JobPhase, JobWorker
 from ring.coordinator import Coordinator
 from ring.ledger import rows_untrusted
 from ring.planning.measurements import LinkQuality, known_link
+from ring.planning.ring_plan import RingOptions
 from ring.view import View
 from roles.seed.checkpoints import CheckpointCatalogue, Retention
 from roles.seed.events import Announcements
-from roles.seed.job_profiles import assigned_spec, offer_to, options_of, profile_of
-from roles.seed.job_rows import JobHistory, JobRows, newest_row, read_history, step_s
+from roles.seed.job_history import JobHistory, JobRows, ViewCensus, newest_row, read_history, step_s
 from roles.seed.links import Survey
 from roles.seed.peers import ConnectedPeer, PeerTable, announced_to, clipped, members_dialled_from, ring_beats
 from roles.seed.store import JobRecord, Records, SeedStore
-from roles.seed.view_census import ViewCensus
+from roles.strategies import least_members, share_rule_of
+from roles.training_shape import training_of
 from wire.job_messages import Assign, CatchUp, Hold, LedgerRows, MemberRecord, Release, Report, SaveNow, StepMetrics
 from wire.messages import EventNotice, Message
 from wire.records import JobInfo
@@ -485,3 +489,62 @@ class JobController:
 def _resolve(handled: asyncio.Future[bool] | None, result: bool) -> None:
     if handled is not None and not handled.done():
         handled.set_result(result)
+
+
+def profile_of(spec: str) -> Profile | None:
+    """The profile of a stored job; None if another release wrote it and this one cannot read it."""
+    try:
+        return Profile.from_spec_untrusted(spec)
+    except ProtocolError:
+        return None
+
+
+def offer_to(device: str, peer: JobWorker) -> JobWorker:
+    """The worker as seen by a job that computes on ``device``. A job on the CPU ignores the figures of a GPU."""
+    if device == "cpu" and not peer.on_host:
+        return replace(peer, memory_bytes=0, flops=0.0, on_host=True)
+    return peer
+
+
+def assigned_spec(spec: str, cuts: Sequence[int], created_at: float) -> str:
+    """The profile for a worker of the job: with its cuts, and with the date of its creation for chat templates."""
+    profile, changes = profile_of(spec), dict[str, Any]()
+    if profile is None:
+        return spec  # the worker says that it cannot read it
+    if cuts:
+        changes["pipeline"] = profile.pipeline.model_copy(update={"cuts": list(cuts)})
+    if profile.data.format == "chat" and not profile.data.date:
+        day = datetime.fromtimestamp(created_at, UTC).date().isoformat()
+        changes["data"] = profile.data.model_copy(update={"date": day})
+    return profile.model_copy(update=changes).to_spec() if changes else spec
+
+
+def _ring_options_of(profile: Profile) -> RingOptions:
+    ring, exact = profile.ring, profile.job.exact
+    return RingOptions(
+        ring.order, ring.streams, ring.sub_chunk_bytes, "fp32" if exact else ring.codec, ring.error_budget
+    )
+
+
+def options_of(record: JobRecord, profile: Profile | None, *, minted_below: int) -> JobOptions:
+    """The coordinator's options. Without a profile it starts nothing, but people can still end the job."""
+    if profile is None:
+        return JobOptions(record.workers, record.micro_batches, minted_below=minted_below)
+    return JobOptions(
+        replicas=record.workers // profile.stages,
+        micro_batches=record.micro_batches,
+        ring_options=_ring_options_of(profile),
+        minted_below=minted_below,
+        share_rule=share_rule_of(profile),
+        parts=profile.stages,
+        least=least_members(profile),
+        asynchronous=profile.job.strategy == "server",
+        training=training_of(profile, record.shape, record.cuts),
+        least_steps=least_steps(profile),
+        masked=profile.federated.secure,
+    )
+
+
+def least_steps(profile: Profile) -> int:
+    may_end_early = profile.validation.patience or profile.privacy.epsilon
+    return 0 if may_end_early else profile.job.steps

@@ -1,20 +1,34 @@
-"""The operators' connections: which requests there are, and how their answers are sent.
+"""The operators' connections, and their requests that read or change nothing but members and tickets.
 
-``peer_requests``, ``job_requests`` and ``record_requests`` carry them out, and check every parameter.
+Each request is a method that checks its parameters; ``methods`` names them. ``roles.seed.job_requests`` has those that
+change jobs. What a request refuses is an answer (``Refused``); the connection lives on.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import dataclasses
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from itertools import combinations
 from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
-from roles.seed.peers import NAME_CHARS, clipped, did_you_mean
+from p2ptrain.core.world import Clock
+from ring.planning.measurements import known_link
+from roles.seed.admission import EnrolmentPolicy
+from roles.seed.events import first_that_fit, newest_that_fit
+from roles.seed.job_table import JobTable
+from roles.seed.jobs import JobController
+from roles.seed.links import Survey
+from roles.seed.overview import Overview
+from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, clipped, did_you_mean, part_infos
+from roles.seed.store import RECOVERIES_KEPT, Records, SeedStore
 from wire.client import answer_to
 from wire.connection import Connection
+from wire.enrol import RENEW
 from wire.messages import Request, Response
+from wire.records import LinkInfo, runs_of
 
 Params = dict[str, Any]
 Result = dict[str, Any]
@@ -106,3 +120,172 @@ class OperatorApi:
             hint = did_you_mean(request.method, self._methods)
             raise Refused("unknown-method", f"there is no request {clipped(request.method, 80)!r}{hint}")
         return await method(request.params, connection)
+
+
+MAX_LINKED = 32
+"""Largest number of workers whose links an answer has."""
+SPEED_WAIT_S = 20.0
+"""How long a plan waits for workers to report their speed. They load their libraries first."""
+
+
+async def measure_workers(workers: Sequence[ConnectedPeer], survey: Survey) -> None:
+    """Wait until the workers have reported their speed, and measure the links between them."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SPEED_WAIT_S):
+            await asyncio.gather(*(worker.speed_reported.wait() for worker in workers if worker.flops is None))
+    await survey.measure_among([worker.id for worker in workers], lambda: None)
+
+
+class PeerRequests:
+    """``drop_unwelcome`` closes the connections whose certificate is no longer honoured."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        overview: Overview,
+        peers: PeerTable,
+        survey: Survey,
+        enrolment: EnrolmentPolicy,
+        drop_unwelcome: Callable[[], None],
+    ) -> None:
+        self._clock, self._overview, self._peers, self._survey = clock, overview, peers, survey
+        self._enrolment, self._drop_unwelcome = enrolment, drop_unwelcome
+
+    def methods(self) -> dict[str, Method]:
+        return {
+            "cluster.info": self._cluster_info,
+            "links.list": self._links_list,
+            "peers.list": self._peers_list,
+            "peers.evict": self._peers_evict,
+            "parts.list": self._parts_list,
+            "serving.list": self._serving_list,
+            "tickets.new": self._enrolment.tickets_new,
+            "tickets.list": self._enrolment.tickets_list,
+            "tickets.revoke": self._tickets_revoke,
+            "tickets.rotate": self._enrolment.tickets_rotate,
+            RENEW: self._enrolment.renew,
+            "probe.clock": self._probe_clock,
+        }
+
+    async def _cluster_info(self, params: Params, connection: Connection) -> Result:
+        return {"cluster": self._overview.cluster_info().to_map()}
+
+    async def _peers_list(self, params: Params, connection: Connection) -> Result:
+        infos = self._overview.peer_infos()
+        return {"peers": newest_that_fit(info.to_map() for info in infos), "total": len(infos)}
+
+    async def _links_list(self, params: Params, connection: Connection) -> Result:
+        workers = [peer for peer in self._peers.connected.values() if peer.trains][:MAX_LINKED]
+        await measure_workers(workers, self._survey)
+        known, infos = self._survey.table.known, list[LinkInfo]()
+        for one, other in combinations([worker.id for worker in workers], 2):
+            if (way := known_link(known, one, other)) is not None:
+                infos.append(LinkInfo(one, other, way.latency_s, way.bandwidth_bps))
+        return {"links": first_that_fit(info.to_map() for info in infos)}
+
+    async def _parts_list(self, params: Params, connection: Connection) -> Result:
+        infos = part_infos(self._peers.connected.values())
+        return {"parts": first_that_fit(info.to_map() for info in infos), "total": len(infos)}
+
+    async def _serving_list(self, params: Params, connection: Connection) -> Result:
+        infos = self._overview.serving_infos()
+        return {"serving": first_that_fit(info.to_map() for info in infos), "total": len(infos)}
+
+    async def _peers_evict(self, params: Params, connection: Connection) -> Result:
+        peer_id, name = self._find(params)
+        await self._enrolment.evict(peer_id, name)
+        self._drop_unwelcome()
+        return {"evicted": peer_id, "name": name}
+
+    def _find(self, params: Params) -> tuple[str, str]:
+        text = text_of(params, "peer", 128)
+        infos = {info.id: info.name for info in self._overview.peer_infos()}
+        if text in infos or self._enrolment.knows(text):
+            return text, infos.get(text, text)
+        named = [(peer_id, name) for peer_id, name in infos.items() if name == text]
+        if len(named) == 1:
+            return named[0]
+        if named:
+            ids = ", ".join(peer_id for peer_id, _ in named[:4])
+            raise Refused("ambiguous", f"{len(named)} peers are called {text!r}: {ids}", remedy="give the id")
+        hint = did_you_mean(text, [*infos, *infos.values()])
+        raise Refused("unknown-peer", f"there is no peer {clipped(text, 80)!r}{hint}", remedy="see p2ptrain peers list")
+
+    async def _tickets_revoke(self, params: Params, connection: Connection) -> Result:
+        result = await self._enrolment.tickets_revoke(params, connection)
+        self._drop_unwelcome()
+        return result
+
+    async def _probe_clock(self, params: Params, connection: Connection) -> Result:
+        return {"wall": self._clock.wall()}
+
+
+MAX_ROWS = 200
+
+
+class RecordRequests:
+    def __init__(self, store: SeedStore, jobs: JobTable, overview: Overview) -> None:
+        self._store, self._jobs, self._overview = store, jobs, overview
+
+    def methods(self) -> dict[str, Method]:
+        return {
+            "jobs.ledger": self._jobs_ledger,
+            "jobs.views": self._jobs_views,
+            "recoveries.list": self._recoveries_list,
+            "metrics.history": self._metrics_history,
+            "events.list": self._events_list,
+        }
+
+    async def watch(self, connection: Connection) -> None:
+        """Send updates until cancelled, after the newest rows of jobs that are not over."""
+        with self._overview.watching() as updates:
+            updates.add(self._overview.recent_events())
+            controllers = self._jobs.controllers
+            live = [controller.id for controller in controllers.values() if controller.live]
+            for job in (live or list(controllers)[-1:])[:4]:
+                updates.add(await self._store.call(Records.last_metrics, job, 300))
+                updates.add(await self._store.call(Records.recoveries, job, 100))
+            try:
+                await updates.run(connection)
+            except DeadlineExceeded as slow:
+                connection.abort(DeadlineExceeded(f"a subscriber was dropped: {slow.message}", remedy=slow.remedy))
+            except ConnectionLost:
+                pass  # ``OperatorApi.serve`` sees the loss too
+
+    def _find(self, params: Params) -> JobController:
+        return self._jobs.find(text_of(params, "job", 128))
+
+    async def _jobs_ledger(self, params: Params, connection: Connection) -> Result:
+        controller, after = self._find(params), whole_of(params, "after_step", 0, 0, 2**53)
+        head = await self._store.call(Records.ledger_head, controller.id)
+        rows = await self._store.call(Records.ledger_rows, controller.id, after, 512)
+        runs = (run.to_map() for run in runs_of(rows))
+        begins = dataclasses.asdict(head) if head else None
+        return {"head": begins, "runs": first_that_fit(runs), "windows": controller.record.windows}
+
+    async def _jobs_views(self, params: Params, connection: Connection) -> Result:
+        controller, after = self._find(params), whole_of(params, "after_generation", 0, 0, 2**53)
+        views = await self._store.call(Records.views, controller.id, after, MAX_ROWS)
+        items = [dataclasses.asdict(view) | {"members": list(view.members)} for view in views]
+        return {"views": first_that_fit(items)}
+
+    async def _recoveries_list(self, params: Params, connection: Connection) -> Result:
+        controller, limit = self._find(params), whole_of(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)
+        found = await self._store.call(Records.recoveries, controller.id, limit)
+        return {"recoveries": newest_that_fit(item.to_map() for item in found), "total": len(found)}
+
+    async def _metrics_history(self, params: Params, connection: Connection) -> Result:
+        controller, limit = self._find(params), whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
+        after = whole_of(params, "after_step", -1, -1, 2**53)
+        rows = await self._store.call(Records.metrics, controller.id, after, limit)
+        return {"rows": [row.to_map() for row in rows]}
+
+    async def _events_list(self, params: Params, connection: Connection) -> Result:
+        after = whole_of(params, "after_id", 0, -MAX_ROWS, 2**53)
+        limit = whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
+        if after < 0:  # so many of the newest ones
+            last = await self._store.call(Records.last_event_id)
+            events = await self._store.call(Records.events, last + after, limit)
+            return {"events": newest_that_fit(event.to_map() for event in events)}
+        events = await self._store.call(Records.events, after, limit)
+        return {"events": first_that_fit(event.to_map() for event in events)}

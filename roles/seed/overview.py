@@ -13,8 +13,7 @@ from ring.view import TERM_BITS
 from roles.seed.checkpoints import CheckpointCatalogue
 from roles.seed.events import Announcements, Map, Subscription
 from roles.seed.job_table import JobTable
-from roles.seed.peers import ConnectedPeer, PeerTable
-from roles.seed.serving import part_infos, serving_infos
+from roles.seed.peers import ConnectedPeer, PeerTable, part_infos, serving_infos
 from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, PeerInfo, ServingInfo
 
 LOST_SHOWN_S = 60.0

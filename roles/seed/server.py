@@ -13,30 +13,29 @@ from ring import coordination as co
 from ring.detector import FailureDetector, beat_defaults
 from ring.view import View
 from roles.background import started_in
-from roles.seed.acceptor import Acceptor
+from roles.seed.admission import Acceptor, EnrolmentPolicy
 from roles.seed.authority import Authority
 from roles.seed.checkpoints import CheckpointCatalogue
-from roles.seed.enrolment import EnrolmentPolicy
 from roles.seed.events import Announcements
 from roles.seed.job_requests import JobRequests
 from roles.seed.job_table import JobTable
 from roles.seed.jobs import JobController, JobPorts
 from roles.seed.links import Survey
-from roles.seed.operator_api import OperatorApi
+from roles.seed.operator_api import OperatorApi, PeerRequests, RecordRequests
 from roles.seed.overview import Overview, SeedIdentity
-from roles.seed.peer_requests import PeerRequests
 from roles.seed.peers import (
+    ASKED_BY,
     NAME_CHARS,
     ConnectedPeer,
     PeerTable,
+    Services,
     check_step,
     checked_report,
     clipped,
+    infos_of,
     send_if_open,
     send_last_word,
 )
-from roles.seed.record_requests import RecordRequests
-from roles.seed.serving import ASKED_BY, Services, infos_of
 from roles.seed.store import TERM_FACT, Records, SeedStore
 from wire.address import format_address, to_dial
 from wire.chain_messages import PartsHeld

@@ -8,6 +8,7 @@ were told; there a job that went back begins a new run (``TrackedRun.id``).
 from __future__ import annotations
 
 import base64
+import faulthandler
 import json
 import os
 import re
@@ -28,6 +29,7 @@ KEYS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 REQUEST_S = 20.0
 """Longest wait for an answer of MLflow's server."""
 MAX_ANSWER_BYTES = 1 << 20
+STUCK_S, FINISH_S = 120, 60
 MAX_PARAMS, MAX_PARAM = 100, 500
 """How many parameters a request to MLflow may hold, and the length of a value."""
 
@@ -199,7 +201,7 @@ def _pairs(values: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 class WandB(Writer):
-    """Weights & Biases, in a process of its own (``roles.track.wandb_process``): its threads, its output and the time
+    """Weights & Biases, in a process of its own (``run_wandb``): its threads, its output and the time
     that it takes to load, to upload or to give up do not concern the seed. The process gets the seed's environment."""
 
     _process: Any
@@ -210,7 +212,7 @@ class WandB(Writer):
         self._log = run.directory / "wandb.log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "roles.track.wandb_process"],
+                [sys.executable, "-P", "-m", "roles.track.writers"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -243,3 +245,49 @@ class WandB(Writer):
 WRITERS: dict[str, Callable[[Track, Mapping[str, str]], Writer]] = {
     "jsonl": JsonLines, "tensorboard": TensorBoard, "mlflow": MlFlow, "wandb": WandB,
 }  # fmt: skip
+
+
+def run_wandb() -> None:
+    """The process that speaks with W&B for one job.
+
+    It reads lines of JSON: the arguments of ``wandb.init``, then lists of [step, wall, values]; an empty one says that
+    the job is done. It answers each with a line: the problem, if there is one. At the end of its input it finishes the
+    run. It dies if it waits for W&B for longer than ``STUCK_S``.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what wandb prints goes to the log
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    run: Any = None
+    exit_code = 1
+    for line in sys.stdin:
+        faulthandler.dump_traceback_later(STUCK_S, exit=True)
+        problem, message = "", json.loads(line)
+        try:
+            if run is None:
+                run = _init_wandb(message)
+            else:
+                exit_code = 1 if message else 0
+                for step, wall, values in message:
+                    run.log({**values, "_timestamp": wall}, step=step)
+        except Exception as error:  # noqa: BLE001 - told to the seed
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
+        faulthandler.cancel_dump_traceback_later()
+        with suppress(OSError):  # the seed may be gone
+            print(problem, file=answers, flush=True)
+    faulthandler.dump_traceback_later(FINISH_S + 5, exit=True)
+    if run is not None:
+        run.finish(exit_code=exit_code)
+
+
+def _init_wandb(wanted: dict[str, Any]) -> Any:
+    import wandb
+
+    quiet = wandb.Settings(
+        console="off", silent=True, init_timeout=45, finish_timeout=FINISH_S, disable_git=True, save_code=False,
+        x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False,
+    )  # fmt: skip
+    return wandb.init(**wanted, resume="allow", settings=quiet)
+
+
+if __name__ == "__main__":
+    run_wandb()

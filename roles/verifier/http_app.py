@@ -23,8 +23,17 @@ from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Clock
 from roles.background import Background
 from roles.http.access import Keys, refuse_pages
-from roles.http.answers import HEADERS, Problem, json_bytes, json_response, read_body, shutting_down, while_wanted
-from roles.http.app import JsonApp, tell
+from roles.http.answers import (
+    HEADERS,
+    JsonApp,
+    Problem,
+    json_bytes,
+    json_response,
+    read_body,
+    shutting_down,
+    tell,
+    while_wanted,
+)
 from roles.serving.texts import TextService, Writing
 from roles.verifier.http_requests import HttpTextRequest, problem_of, read_chat, read_completion
 

@@ -1,12 +1,18 @@
 """The seed's HTTP API as an ASGI application: access, routes made of the declared endpoints, repeated requests, the
-stream, and the page."""
+page, and the stream of one job.
+
+A reader of ``metrics/stream/{job}`` is sent a snapshot, ``ready``, and then what changes: at most ten updates a second,
+each with the newest state only. The server of ``roles.http`` cuts off one that does not read, as any client; one that
+falls too far behind is closed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -15,19 +21,82 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, UserError
+from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.texts import shortened
 from roles.http.access import Keys, refuse_pages
-from roles.http.answers import HEADERS, Problem, json_response, read_body, read_model, while_wanted
-from roles.http.app import JsonApp
+from roles.http.answers import HEADERS, JsonApp, Problem, json_bytes, json_response, read_body, read_model, while_wanted
 from roles.seed.overview import Overview
+from roles.seed.server import Seed
 from roles.web.endpoints import IDEMPOTENCY_KEY, READ, ROOT, AfterStep, Call, CreateJob, Endpoint, openapi, read_query
-from roles.web.feed import follow
 from roles.web.page import page
 from roles.web.prometheus import CONTENT_TYPE, exposition
 from roles.web.routes import ENDPOINTS
-from wire.client import SeedRequests
-from wire.messages import RefusalCode
+from wire import messages
+from wire.client import SeedClient, SeedRequests
+from wire.records import JobInfo
+
+Connect = Callable[[], AbstractAsyncContextManager[SeedClient]]
+
+PAGE_ROWS = 100
+"""Rows of the record in one message."""
+NO_ROW = (-1, -1)
+_PLACES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "metrics": lambda row: (row["generation"] or 0, row["step"]),
+    "recoveries": lambda row: row["number"],
+    "events": lambda row: row["id"],
+}
+"""Topic → the place of a row among its kind, which only grows. A job that goes back does so in a new generation."""
+
+
+class LocalRequests(SeedRequests):
+    """The requests of operators, without a connection. The seed's own deadlines limit them."""
+
+    def __init__(self, seed: Seed) -> None:
+        self._seed = seed
+
+    async def request(
+        self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float = 20.0
+    ) -> dict[str, Any]:
+        if self._seed.acceptor.closed:
+            raise ConnectionLost("the seed is stopping", remedy="try again when it is back")
+        answer = await self._seed.operator_api.answer(messages.Request(1, method, params or {}))
+        if answer.error_code:
+            raise Refused(answer.error_code, answer.error_message, remedy=answer.error_remedy)
+        return answer.result
+
+
+async def follow(
+    overview: Overview, client: SeedRequests, job: JobInfo, after_step: int, send: Callable[[str], Awaitable[None]]
+) -> None:
+    """Send messages for ever. Raises ``P2PTrainError``: the reader is too slow, or the seed stops."""
+    last: dict[str, Any] = {"metrics": NO_ROW, "recoveries": -1, "events": -1}
+
+    def is_new(topic: str, item: dict[str, Any]) -> bool:
+        """Whether the reader lacks this row, which may have been on record already when it came."""
+        if (topic != "events" and item["job"] != job.id) or (place := _PLACES[topic](item)) <= last[topic]:
+            return False
+        last[topic] = place
+        return True
+
+    async def tell(topic: str, items: Iterable[dict[str, Any]]) -> None:
+        if news := [item for item in items if topic not in _PLACES or is_new(topic, item)]:
+            await send(json_bytes({"topic": topic, "items": news}).decode())
+
+    with overview.watching() as updates:
+        for update in list(updates.drain()):
+            await tell(update.topic, update.items)
+        while rows := await client.metrics(job.id, after_step, PAGE_ROWS):
+            after_step = rows[-1].step
+            await tell("metrics", (row.to_map() for row in rows))
+        if last["metrics"] == NO_ROW:
+            last["metrics"] = job.generation, after_step
+        await tell("recoveries", [row.to_map() for row in await client.recoveries(job.id, PAGE_ROWS)])
+        await tell("events", [row.to_map() for row in await client.events(-PAGE_ROWS, PAGE_ROWS)])
+        await send('{"topic":"ready","items":[]}')
+        async for round_updates in updates.rounds():
+            for update in round_updates:
+                await tell(update.topic, update.items)
+
 
 _WITHOUT_KEY = (f"{ROOT}/openapi.json", f"{ROOT}/docs")
 _KEY_PREFIX = "bearer."
@@ -43,7 +112,7 @@ _REFUSED = {
     **dict.fromkeys(("unknown-checkpoint", "unknown-experiment", "unknown-job", "unknown-peer", "unknown-ticket"), 404),
     **dict.fromkeys(("bad-parameter", "bad-shape", "bad-spec"), 422),
     **dict.fromkeys(("failed", "unreachable"), 502),
-    RefusalCode.FULL: 503,
+    messages.RefusalCode.FULL: 503,
 }
 """Code of a refusal → status; 409 for all others."""
 

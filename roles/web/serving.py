@@ -24,9 +24,8 @@ from roles.http.access import MAKE_KEY, Keys, read_key
 from roles.http.server import serving
 from roles.seed.authority import Authority
 from roles.seed.server import Seed
-from roles.web.app import WebApp
+from roles.web.app import LocalRequests, WebApp
 from roles.web.endpoints import OPERATE, READ, CreateJob, Endpoint
-from roles.web.feed import LocalRequests
 from wire.address import format_address, is_loopback
 from wire.credentials import SERVER_LIFETIME_S, server_names
 from wire.transport import TcpNetwork

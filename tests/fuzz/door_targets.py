@@ -27,8 +27,7 @@ from p2ptrain.lab.stand_in import StandInEngine
 from ring.view import View
 from roles.line import Line
 from roles.seed.job_requests import JobRequests
-from roles.seed.peer_requests import PeerRequests
-from roles.seed.record_requests import RecordRequests
+from roles.seed.operator_api import PeerRequests, RecordRequests
 from roles.snapshots import Snapshot
 from roles.worker.heal import Fetch, Layout, Sender
 from roles.worker.heal_source import CHUNK_BYTES, HealSource, piece_untrusted

@@ -12,7 +12,7 @@ import pytest
 from configs.loader import load
 from configs.schema import Profile
 from roles.engine import Engine
-from roles.seed.job_profiles import assigned_spec
+from roles.seed.jobs import assigned_spec
 from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster

@@ -19,14 +19,14 @@ from p2ptrain.core.training import FilePlan
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine, StandInState
 from roles.engine import Stage
-from roles.seed import job_profiles
+from roles.seed import jobs
 from tests.roles.in_process import Cluster, Gate, Peer
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Who is away does not come back, and is not waited for long."""
-    monkeypatch.setattr(job_profiles, "JobOptions", partial(job_profiles.JobOptions, grace_s=0.5))
+    monkeypatch.setattr(jobs, "JobOptions", partial(jobs.JobOptions, grace_s=0.5))
     return
 
 

@@ -26,7 +26,7 @@ from ring.coordination import JobWorker
 from ring.replicas import records
 from ring.view import View
 from roles.seed import events
-from roles.seed.acceptor import Acceptor
+from roles.seed.admission import Acceptor
 from roles.seed.peers import announced_to
 from roles.seed.run import run_seed
 from roles.seed.store import Records
@@ -896,7 +896,7 @@ WEIGH = """
 import asyncio, pathlib, random, sys, psutil
 from p2ptrain.core.world import real_world
 from roles.seed.run import run_seed
-from roles.seed.acceptor import Acceptor
+from roles.seed.admission import Acceptor
 from wire.client import SeedClient
 from wire.transport import TcpNetwork
 async def main():

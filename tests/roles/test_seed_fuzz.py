@@ -20,8 +20,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.seed.job_requests import JobRequests
-from roles.seed.peer_requests import PeerRequests
-from roles.seed.record_requests import RecordRequests
+from roles.seed.operator_api import PeerRequests, RecordRequests
 from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import PartsHeld
 from wire.codec import MESSAGE_TYPES

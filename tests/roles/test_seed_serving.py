@@ -13,8 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
-from roles.seed.peers import ConnectedPeer
-from roles.seed.serving import Services, infos_of
+from roles.seed.peers import ConnectedPeer, Services, infos_of
 from tests.roles.in_process import HOST, Cluster
 from wire.chain_messages import HeldPart, PartsHeld
 from wire.connection import Connection

@@ -9,7 +9,7 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.core.errors import Refused
 from p2ptrain.lab.audit import audit
-from roles.seed import job_profiles
+from roles.seed.job_requests import in_shards
 from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster, Gate
@@ -92,11 +92,11 @@ async def test_a_job_goes_on_with_another_number_of_shards(cluster: Cluster, tex
 
 
 def test_only_a_profile_that_can_be_sharded_is(text: Path) -> None:
-    changed = Profile.from_spec_untrusted(job_profiles.in_shards(sharded(text, 2, 2, 9).to_spec(), 3))
+    changed = Profile.from_spec_untrusted(in_shards(sharded(text, 2, 2, 9).to_spec(), 3))
     assert (changed.stages, changed.job.workers) == (3, 3)
     with pytest.raises(Refused, match="strategy 'pipeline' keeps its layout"):
-        job_profiles.in_shards(profile_of(text, 2, 2).to_spec(), 3)
+        in_shards(profile_of(text, 2, 2).to_spec(), 3)
     sync = {"workers": 1, "strategy": "sync"}
     own = profile_of(text, 0, 1, job=sync, pipeline={"stages": 0}, data={"private": True})
     with pytest.raises(Refused, match=r"3 shards: .*data\.private"):
-        job_profiles.in_shards(own.to_spec(), 3)
+        in_shards(own.to_spec(), 3)

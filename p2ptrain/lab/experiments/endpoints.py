@@ -16,8 +16,8 @@ from configs.loader import parse_toml
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, P2PTrainError, Refused
 from roles.background import Background
+from roles.web.app import Connect
 from roles.web.endpoints import Call, Endpoint, Fields, Page
-from roles.web.feed import Connect
 from wire.schema import Record
 
 if TYPE_CHECKING:

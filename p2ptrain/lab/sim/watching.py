@@ -39,12 +39,12 @@ from ring.transaction import Transaction
 from ring.versions import VersionMember
 from ring.view import View
 from roles import gauges
-from roles.seed import job_profiles
+from roles.seed import jobs
 from roles.seed import run as backup
+from roles.seed.job_history import ViewCensus
 from roles.seed.jobs import JobController
 from roles.seed.ledger import JobLedger
 from roles.seed.store import Records
-from roles.seed.view_census import ViewCensus
 from roles.seed_link import SeedLink
 from roles.strategies import parts, server
 from roles.strategies.secure import Masks
@@ -325,7 +325,7 @@ MUTATIONS: dict[str, tuple[list[Patch], tuple[str, ...]]] = {
         [
             (token, "_false_figure", _believed),
             (transaction, "granted", _anyones),
-            (job_profiles, "least_steps", lambda original: lambda profile: 0),
+            (jobs, "least_steps", lambda original: lambda profile: 0),
         ],
         ("false-token",),
     ),

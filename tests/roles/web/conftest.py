@@ -16,8 +16,7 @@ import pytest_asyncio
 from configs.schema import Profile
 from p2ptrain.lab.experiments.endpoints import Experiments
 from p2ptrain.lab.memory import MemoryNetwork
-from roles.web.app import WebApp
-from roles.web.feed import LocalRequests
+from roles.web.app import LocalRequests, WebApp
 from tests.roles.in_process import DEADLINE_S, Cluster
 from wire.client import SeedRequests
 

@@ -21,9 +21,8 @@ from roles.http import server
 from roles.http.server import serving
 from roles.seed import events
 from roles.seed.events import Announcements, Subscription
-from roles.web import feed
-from roles.web.app import WebApp
-from roles.web.feed import follow
+from roles.web import app
+from roles.web.app import WebApp, follow
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo
 
 from .conftest import create
@@ -115,7 +114,7 @@ class Reader:
 @asynccontextmanager
 async def following(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Seed, Callable[..., Reader]]]:
     monkeypatch.setattr(events, "INTERVAL_S", 0.0)
-    monkeypatch.setattr(feed, "PAGE_ROWS", 7)
+    monkeypatch.setattr(app, "PAGE_ROWS", 7)
     seed, readers = Seed(), list[Reader]()
 
     def reader(after_step: int = -1) -> Reader:
