@@ -37,7 +37,7 @@ def _create(options: Any, backend_options: Any) -> RingProcessGroup:
 
 def _join(store: Any, group: str, rank: int, size: int, names: list[str], timeout_s: float) -> Any:
     global _host
-    from p2ptrain.cli.loops import loop_factory
+    from p2ptrain.cli.runtime import loop_factory
     from roles.process_group import start_host
 
     if _host is None or _host.process != os.getpid():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import print_json
-from p2ptrain.cli.runtime import JsonOption, LinkOption, ProfileOption, SetOption, run
+from p2ptrain.cli.output import print_json, print_table
+from p2ptrain.cli.runtime import JsonOption, LinkOption, ProfileOption, SetOption, option, run
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
-from p2ptrain.core.texts import check_one_of
+from p2ptrain.core.texts import check_one_of, human_duration, printable, three_digits
 
 if TYPE_CHECKING:
     from p2ptrain.lab.bench.report import BenchReport
@@ -27,37 +30,25 @@ app = new_typer(
 SIZES, LINK_SIZES = "4K,64K,1M,16M,64M,256M", "64K,1M,4M"
 """Default sizes of the tensor without and with ``--link``. 4M takes about half a second at 100 Mbit/s."""
 
-WorkersOption = Annotated[int, typer.Option("--workers", "-w", metavar="N", min=2, max=16, help="Number of workers.")]
-ThreadsOption = Annotated[
-    int, typer.Option("--threads", metavar="N", min=1, max=1024, help="CPU threads of each process.")
-]
-CodecOption = Annotated[
-    str, typer.Option("--codec", metavar="NAME", help="Encoding of elements: fp32, bf16, fp16, int8, int4, topk.")
-]
-RoundsOption = Annotated[
-    int, typer.Option("--rounds", metavar="N", min=0, max=10_000, help="Rounds per tensor size; 0: automatic.")
-]
-RttOption = Annotated[
-    str, typer.Option("--rtt", metavar="LIST", help="Emulated round trips between neighbours, in milliseconds.")
-]
-TlsOption = Annotated[bool, typer.Option("--tls", help="Encrypt all connections, as between different machines.")]
+WorkersOption = Annotated[int, option("--workers -w N", "Number of workers.", min=2, max=16)]
+ThreadsOption = Annotated[int, option("--threads N", "CPU threads of each process.", min=1, max=1024)]
+CodecOption = Annotated[str, option("--codec NAME", "Encoding of elements: fp32, bf16, fp16, int8, int4, topk.")]
+RoundsOption = Annotated[int, option("--rounds N", "Rounds per tensor size; 0: automatic.", min=0, max=10_000)]
+RttOption = Annotated[str, option("--rtt LIST", "Emulated round trips between neighbours, in milliseconds.")]
+TlsOption = Annotated[bool, option("--tls", "Encrypt all connections, as between different machines.")]
 
 
 @app.command()
 def allreduce(
     workers: WorkersOption = 2,
-    sizes: Annotated[
-        str,
-        typer.Option("--sizes", metavar="LIST", help=f"Tensor sizes; default: {SIZES}, with --link {LINK_SIZES}."),
-    ] = "",
-    dtype: Annotated[str, typer.Option("--elements", metavar="TYPE", help="Element type of the tensor.")] = "float32",
+    sizes: Annotated[str, option("--sizes LIST", f"Tensor sizes; default: {SIZES}, with --link {LINK_SIZES}.")] = "",
+    dtype: Annotated[str, option("--elements TYPE", "Element type of the tensor.")] = "float32",
     codec: CodecOption = "fp32",
     link: LinkOption = "",
     tls: TlsOption = False,
     rounds: RoundsOption = 0,
     backend: Annotated[
-        str,
-        typer.Option("--backend", metavar="NAME", help="torch: measure the ring as torch.distributed's backend p2p."),
+        str, option("--backend NAME", "torch: measure the ring as torch.distributed's backend p2p.")
     ] = "ring",
     as_json: JsonOption = False,
 ) -> None:
@@ -102,15 +93,12 @@ def step(
     profile: ProfileOption = "tiny",
     workers: WorkersOption = 2,
     threads: ThreadsOption = 1,
-    steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=1, max=100_000, help="Measured steps of each contender.")
-    ] = 40,
+    steps: Annotated[int, option("--steps N", "Measured steps of each contender.", min=1, max=100_000)] = 40,
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     link: LinkOption = "",
     tls: TlsOption = False,
     backend: Annotated[
-        str,
-        typer.Option("--backend", metavar="NAME", help="torch: also DDP and FSDP2 on torch.distributed's backend p2p."),
+        str, option("--backend NAME", "torch: also DDP and FSDP2 on torch.distributed's backend p2p.")
     ] = "ring",
     as_json: JsonOption = False,
 ) -> None:
@@ -151,13 +139,12 @@ def local(
     profile: ProfileOption = "local",
     workers: WorkersOption = 4,
     inner_steps: Annotated[
-        int, typer.Option("--inner-steps", metavar="N", min=1, max=10_000, help="Inner steps of each worker in a step.")
+        int, option("--inner-steps N", "Inner steps of each worker in a step.", min=1, max=10_000)
     ] = 100,
     compute_ms: Annotated[
-        float,
-        typer.Option("--compute-ms", metavar="MS", min=0, max=60_000, help="Time of an inner step; 0: really compute."),
+        float, option("--compute-ms MS", "Time of an inner step; 0: really compute.", min=0, max=60_000)
     ] = 200.0,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, max=1000, help="Measured steps.")] = 3,
+    steps: Annotated[int, option("--steps N", "Measured steps.", min=1, max=1000)] = 3,
     codec: CodecOption = "int4",
     link: LinkOption = "80ms-100mbit",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
@@ -208,23 +195,17 @@ def link(
 
 @app.command()
 def pipeline(
-    stages: Annotated[int, typer.Option("--stages", metavar="N", min=2, max=16, help="Stages of the pipeline.")] = 2,
-    micro_batches: Annotated[
-        int, typer.Option("--micro-batches", metavar="N", min=1, max=1024, help="Micro-batches per step.")
-    ] = 16,
+    stages: Annotated[int, option("--stages N", "Stages of the pipeline.", min=2, max=16)] = 2,
+    micro_batches: Annotated[int, option("--micro-batches N", "Micro-batches per step.", min=1, max=1024)] = 16,
     rtt: RttOption = "0,20,80,200",
     forward_ms: Annotated[
-        float, typer.Option("--forward-ms", metavar="MS", min=0.1, max=60_000, help="Time of a forward pass, in ms.")
+        float, option("--forward-ms MS", "Time of a forward pass, in ms.", min=0.1, max=60_000)
     ] = 40.0,
     backward_ms: Annotated[
-        float, typer.Option("--backward-ms", metavar="MS", min=0.1, max=60_000, help="Time of a backward pass, in ms.")
+        float, option("--backward-ms MS", "Time of a backward pass, in ms.", min=0.1, max=60_000)
     ] = 80.0,
-    steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=1, max=1000, help="Steps per schedule and round trip.")
-    ] = 3,
-    payload: Annotated[
-        str, typer.Option("--payload", metavar="SIZE", help="Size of a micro-batch's activations or gradients.")
-    ] = "1M",
+    steps: Annotated[int, option("--steps N", "Steps per schedule and round trip.", min=1, max=1000)] = 3,
+    payload: Annotated[str, option("--payload SIZE", "Size of a micro-batch's activations or gradients.")] = "1M",
     as_json: JsonOption = False,
 ) -> None:
     """Compare pipeline schedules over slow links.
@@ -253,29 +234,15 @@ def pipeline(
 
 @app.command()
 def generate(
-    verifier: Annotated[
-        Path | None, typer.Option("--model", metavar="DIR", help="Verifier's model; default: one that only waits.")
-    ] = None,
-    drafter: Annotated[
-        Path | None, typer.Option("--draft-model", metavar="DIR", help="Drafter's model, with the same tokenizer.")
-    ] = None,
-    split: Annotated[
-        int, typer.Option("--split", metavar="N", min=0, max=15, help="Workers that hold the verifier's model.")
-    ] = 0,
+    verifier: Annotated[Path | None, option("--model DIR", "Verifier's model; default: one that only waits.")] = None,
+    drafter: Annotated[Path | None, option("--draft-model DIR", "Drafter's model, with the same tokenizer.")] = None,
+    split: Annotated[int, option("--split N", "Workers that hold the verifier's model.", min=0, max=15)] = 0,
     rtt: RttOption = "0,20,80,200",
-    alpha: Annotated[
-        str, typer.Option("--alpha", metavar="LIST", help="Probability that a draft is right if all before it are.")
-    ] = ".8",
-    pass_ms: Annotated[
-        float, typer.Option("--pass-ms", metavar="MS", min=0.5, max=10_000, help="Time of a verifier's pass, in ms.")
-    ] = 50.0,
-    draft_ms: Annotated[
-        float, typer.Option("--draft-ms", metavar="MS", min=0.1, max=10_000, help="Time of a draft, in ms.")
-    ] = 5.0,
-    tokens: Annotated[
-        int, typer.Option("--tokens", "-n", metavar="N", min=8, max=10_000, help="New tokens per text.")
-    ] = 128,
-    texts: Annotated[int, typer.Option("--texts", metavar="N", min=1, max=1000, help="Texts per contender.")] = 4,
+    alpha: Annotated[str, option("--alpha LIST", "Probability that a draft is right if all before it are.")] = ".8",
+    pass_ms: Annotated[float, option("--pass-ms MS", "Time of a verifier's pass, in ms.", min=0.5, max=10_000)] = 50.0,
+    draft_ms: Annotated[float, option("--draft-ms MS", "Time of a draft, in ms.", min=0.1, max=10_000)] = 5.0,
+    tokens: Annotated[int, option("--tokens -n N", "New tokens per text.", min=8, max=10_000)] = 128,
+    texts: Annotated[int, option("--texts N", "Texts per contender.", min=1, max=1000)] = 4,
     threads: ThreadsOption = 1,
     as_json: JsonOption = False,
 ) -> None:
@@ -316,7 +283,7 @@ def generate(
 def member(
     rank: int,
     size: int,
-    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
+    with_parent: Annotated[bool, option("--with-parent", hidden=True)] = False,
 ) -> None:
     """One process of a benchmark: carries out the orders on its standard input."""
     from p2ptrain.lab.bench.member import run_member
@@ -329,7 +296,6 @@ def _measure(
     work: Callable[[Bench, BenchReport], Coroutine[Any, Any, None]],
     as_json: bool,
 ) -> None:
-    from p2ptrain.cli.bench_report import print_report
     from p2ptrain.lab.bench.runner import conduct
 
     run(conduct(report, lambda bench: work(bench, report)), children=True)
@@ -354,3 +320,59 @@ def _check_backend(backend: str, *, plain: bool) -> None:
             "--backend torch measures plain near connections only",
             remedy="leave out --link, --tls and --codec",
         )
+
+
+def table_of(report: BenchReport) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row for each contender of each case."""
+    heads = [
+        "",
+        "",
+        f"{report.unit.upper()}/S",
+        "MEDIAN",
+        "P10-P90",
+        "N",
+        *(head for head, _ in report.columns.values()),
+    ]
+    rows = []
+    for case in report.cases:
+        found = ((case.facts.get(name), shown) for name, (_, shown) in report.columns.items())
+        facts = ["-" if value is None else shown(value) for value, shown in found]
+        label = case.label
+        for each in case.contenders.values():
+            if each.seconds:
+                spread = human_spread(each.quantile_s(0.1), each.quantile_s(0.9))
+                rate = report.rate(case.amount / each.median_s)
+                row = [label, each.title, rate, human_duration(each.median_s), spread, str(len(each.seconds))]
+                rows.append(row + facts)
+                label, facts = "", [""] * len(facts)
+    return heads, rows
+
+
+def print_report(report: BenchReport) -> None:
+    typer.secho(report.title, bold=True)
+    from p2ptrain.lab.bench.report import origin
+
+    made = origin()
+    torch = f" · torch {report.torch}" if report.torch else ""
+    typer.echo(f"{made['cores']} cores · {made['system']} · Python {made['python']} ({made['loop']}){torch}")
+    typer.echo(printable(f"{made['date']} · {made['command']}"))
+    if not report.complete:
+        typer.secho("interrupted: this is what was measured until then", fg="yellow")
+    heads, rows = table_of(report)
+    if rows:
+        typer.echo()
+        print_table(heads, rows, right=heads[2:])
+    for note in report.notes:
+        for line in textwrap.wrap(note, screen_columns() - 2, initial_indent="· ", subsequent_indent="  "):
+            typer.echo(line)
+
+
+def screen_columns() -> int:
+    """Columns of the terminal, 80 without one."""
+    return min(120, shutil.get_terminal_size((80, 24)).columns) if sys.stdout.isatty() else 80
+
+
+def human_spread(low_s: float, high_s: float) -> str:
+    """Both ends in the unit of the upper one: ``55–80.1 µs``."""
+    number, _, unit = human_duration(high_s).partition(" ")
+    return f"{three_digits(low_s / {'s': 1.0, 'ms': 1e-3, 'µs': 1e-6}[unit])}–{number} {unit}"

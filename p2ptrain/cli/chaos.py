@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, run
+from p2ptrain.cli.output import number, print_json, print_pairs, print_table
+from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, option, run
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
-from p2ptrain.core.texts import check_one_of
+from p2ptrain.core.texts import check_one_of, human_seconds, printable, seconds_of
 
 if TYPE_CHECKING:
     from configs.schema import Profile
+    from p2ptrain.lab.chaos.judge import Attack, ChaosReport
 
 DURATION, ATTACK_DURATION = "60s", "24h"  # an attack lasts until the job ends
 SAVE_EVERY = 20
@@ -23,52 +25,38 @@ SAVE_EVERY = 20
 
 
 def chaos(
-    workers: Annotated[int, typer.Option("--workers", "-w", metavar="N", min=2, max=32, help="Number of workers.")] = 4,
+    workers: Annotated[int, option("--workers -w N", "Number of workers.", min=2, max=32)] = 4,
     profile: ProfileOption = "tiny",
-    duration: Annotated[
-        str, typer.Option("--duration", metavar="TIME", help=f"How long to inject faults; default: {DURATION}.")
-    ] = "",
+    duration: Annotated[str, option("--duration TIME", f"How long to inject faults; default: {DURATION}.")] = "",
     faults: Annotated[
         int,
-        typer.Option(
-            "--faults",
-            metavar="N",
+        option(
+            "--faults N",
+            "Instead of --duration: inject N faults, each after all workers are members again.",
             min=0,
             max=100_000,
-            help="Instead of --duration: inject N faults, each after all workers are members again.",
         ),
     ] = 0,
-    seed: Annotated[
-        int, typer.Option("--random-seed", metavar="N", min=0, help="Seed of the random fault schedule.")
-    ] = 1,
+    seed: Annotated[int, option("--random-seed N", "Seed of the random fault schedule.", min=0)] = 1,
     kinds: Annotated[
         str,
-        typer.Option(
-            "--kinds",
-            metavar="LIST",
-            help="Any of kill, freeze, cut, slow, corrupt, seed, disk; or none. Default: all, corrupt only with --tls.",
+        option(
+            "--kinds LIST",
+            "Any of kill, freeze, cut, slow, corrupt, seed, disk; or none. Default: all, corrupt only with --tls.",
         ),
     ] = "",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     attack: Annotated[
         str,
-        typer.Option(
-            "--attack",
-            metavar="KIND",
-            help="Instead of faults, the last workers send wrong vectors: sign-flip, scale, noise, alie, label-flip.",
+        option(
+            "--attack KIND",
+            "Instead of faults, the last workers send wrong vectors: sign-flip, scale, noise, alie, label-flip.",
         ),
     ] = "",
-    attackers: Annotated[
-        int, typer.Option("--attackers", metavar="N", min=1, max=31, help="With --attack: number of those workers.")
-    ] = 1,
-    tls: Annotated[bool, typer.Option("--tls", help="Encrypt all connections, as between different machines.")] = False,
+    attackers: Annotated[int, option("--attackers N", "With --attack: number of those workers.", min=1, max=31)] = 1,
+    tls: Annotated[bool, option("--tls", "Encrypt all connections, as between different machines.")] = False,
     state: Annotated[
-        Path | None,
-        typer.Option(
-            "--state",
-            metavar="DIR",
-            help="Directory for all files, new or empty; default: a temporary one.",
-        ),
+        Path | None, option("--state DIR", "Directory for all files, new or empty; default: a temporary one.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -91,9 +79,6 @@ def chaos(
       p2ptrain chaos --attack sign-flip --profile robust --workers 7
       p2ptrain chaos --attack alie --attackers 2 --workers 11 --profile robust --set robust.byzantine=2
     """
-    from p2ptrain.cli.chaos_report import print_report
-    from p2ptrain.cli.output import print_json
-    from p2ptrain.core.texts import seconds_of
     from p2ptrain.lab.chaos.conduct import ChaosPlan, conduct, kinds_here
     from p2ptrain.lab.chaos.judge import ChaosReport, kinds_of
 
@@ -165,3 +150,50 @@ def _profile(name: str, sets: list[str], workers: int, *, attacked: bool) -> Pro
     if made.checkpoint.every == 0:
         raise UserError("checkpoint.every = 0: there would be nothing to compare", remedy=f"set it to {SAVE_EVERY}")
     return made
+
+
+def print_report(report: ChaosReport) -> None:
+    under = f"{len(report.injected_faults)} faults in {human_seconds(report.seconds)}"
+    pairs = [("faults", under if report.complete else f"{under}, interrupted"), ("steps", str(report.steps))]
+    if (goodput := report.goodput) is not None:
+        text = f"{100 * goodput:.0f} %: {report.steps_per_s:.2f} of {report.baseline_steps_per_s:.2f} steps/s"
+        pairs.append(("goodput", text))
+    print_pairs(pairs)
+    if recoveries := report.recoveries():
+        typer.echo()
+        rows = [[kind, *(f"{value:g}" for value in found.values())] for kind, found in recoveries.items()]
+        print_table(["to the next step", "n", "p50", "p99", "max"], rows, right=["n", "p50", "p99", "max"])
+    typer.echo()
+    if report.attack is not None:
+        _print_attack(report.attack)
+        typer.echo()
+    for verdict in report.verdicts:
+        mark = {True: "held", False: "BROKEN", None: "not seen"}[verdict.held]
+        typer.echo(printable(f"{mark:<8}  {verdict.name}" + (f": {verdict.text}" if verdict.text else "")))
+    for note in report.notes:
+        typer.echo(printable(f"note      {note}"))
+
+
+def _print_attack(attack: Attack) -> None:
+    print_pairs(
+        [
+            ("attack", f"{attack.kind} by {', '.join(attack.attackers)}"),
+            ("loss", f"{number(attack.loss)} nats/token at step {attack.step}"),
+            ("validation", f"{number(attack.val_loss)} nats/token"),
+            ("attackers found", {True: "yes", False: "no", None: "the job has no robust rule"}[attack.found]),
+        ]
+    )
+    if attack.scores:
+        typer.echo()
+        rows = [
+            (
+                name,
+                "yes" if name in attack.attackers else "",
+                str(it.excluded),
+                str(it.steps),
+                number(it.distance, ".1f"),
+            )
+            for name, it in attack.scores
+        ]
+        right = ("LEFT OUT", "STEPS", "DISTANCE")
+        print_table(("MEMBER", "ATTACKS", *right), rows, right=right)

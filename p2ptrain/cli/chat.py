@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.options import WithBareSplit, takes_options
 from p2ptrain.cli.output import failure, print_error, print_json
-from p2ptrain.cli.runtime import is_text, run
+from p2ptrain.cli.runtime import WithBareSplit, is_text, option, run, takes_options
 from p2ptrain.cli.text_options import TextOptions, TokensOption, write
 from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
 
@@ -58,8 +57,7 @@ app = new_typer()
 @takes_options(TextOptions)
 def chat(
     system: Annotated[
-        str,
-        typer.Option("--system", metavar="TEXT", callback=is_text, help="System message, before the first question."),
+        str, option("--system TEXT", "System message, before the first question.", callback=is_text)
     ] = "",
     max_new_tokens: TokensOption = 512,
     *,

@@ -22,13 +22,14 @@ from p2ptrain.cli.runtime import (
     SEED_VARIABLE,
     JsonOption,
     MemberPortOption,
+    option,
     run,
 )
-from p2ptrain.cluster.console import printable
 from p2ptrain.cluster.operator import CONNECT_TIMEOUT_S, connect_operator, operator_name
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.ids import new_id
+from p2ptrain.core.texts import printable
 
 if TYPE_CHECKING:
     from p2ptrain.cluster.access import Access, Target
@@ -62,7 +63,7 @@ Probe: TypeAlias = "tuple[str, bool, Callable[[], Awaitable[str]]]"
 def check(
     address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED,
     port: MemberPortOption = None,
-    once: Annotated[bool, typer.Option("--once", help="Also join as a worker, and leave at once.")] = False,
+    once: Annotated[bool, option("--once", "Also join as a worker, and leave at once.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find out why this machine cannot join a seed: one line for each thing that can go wrong.

@@ -9,10 +9,10 @@ import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import human_time, number, print_json, print_table
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, confirm, not_empty
-from p2ptrain.cluster.console import Console, printable
+from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, confirm, not_empty, option
+from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.texts import human_bytes, printable
 
 app = new_typer(help="List, restore, delete and merge checkpoints.")
 
@@ -23,7 +23,7 @@ CheckpointArgument = Annotated[
 
 @app.command("list")
 def list_checkpoints(
-    job: Annotated[str, typer.Option("--job", metavar="JOB", help="Only checkpoints of this job.")] = "",
+    job: Annotated[str, option("--job JOB", "Only checkpoints of this job.")] = "",
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:
@@ -72,9 +72,7 @@ def list_checkpoints(
 @app.command()
 def restore(
     checkpoint: CheckpointArgument,
-    shards: Annotated[
-        int, typer.Option("--shards", metavar="M", min=0, max=256, help="Go on with the model in M shards; 1: unsplit.")
-    ] = 0,
+    shards: Annotated[int, option("--shards M", "Go on with the model in M shards; 1: unsplit.", min=0, max=256)] = 0,
     yes: YesOption = False,
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
@@ -88,7 +86,7 @@ def restore(
       p2ptrain checkpoints restore 3f9a12bc04de@200@5c1be07a9f3d
       p2ptrain checkpoints restore 3f9a12bc04de@200@5c1be07a9f3d --shards 4
     """
-    confirm(f"Go back to {checkpoint}? Later steps are run again.", seed, "checkpoints", checkpoint, yes=yes)
+    confirm(f"Go back to {checkpoint}? Later steps are run again.", yes=yes)
     job = ask(seed, lambda client: client.restore(checkpoint, shards))
     print_json({"job": job}) if as_json else typer.echo(f"job {printable(job)} goes back to {checkpoint}")
 
@@ -103,7 +101,7 @@ def delete(
     Example:
       p2ptrain checkpoints delete 3f9a12bc04de@200@5c1be07a9f3d --yes
     """
-    confirm(f"Delete {checkpoint} for good?", seed, "checkpoints", checkpoint, yes=yes)
+    confirm(f"Delete {checkpoint} for good?", yes=yes)
     ask(seed, lambda client: client.delete_checkpoint(checkpoint))
     print_json({"deleted": checkpoint}) if as_json else typer.echo(f"{checkpoint} is deleted")
 
@@ -113,8 +111,7 @@ def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Directory of a LoRA adapter, or a checkpoint.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist.")],
     base: Annotated[
-        Path | None,
-        typer.Option("--base", metavar="DIR", help="The adapter's base model; default: where its config says."),
+        Path | None, option("--base DIR", "The adapter's base model; default: where its config says.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

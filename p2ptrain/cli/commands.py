@@ -22,7 +22,7 @@ from p2ptrain.core.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """One command, listed under the heading ``section``. ``target``: ``module:attribute`` of a function or a Typer."""
+    """One command under the heading ``section``. ``target``: ``module:attribute`` here, of a function or a Typer."""
 
     name: str
     target: str
@@ -31,7 +31,7 @@ class CommandEntry:
 
     def load(self) -> Any:
         module, _, attribute = self.target.partition(":")
-        item: typer.Typer | Callable[..., None] = getattr(importlib.import_module(module), attribute)
+        item: typer.Typer | Callable[..., None] = getattr(importlib.import_module(f"p2ptrain.cli.{module}"), attribute)
         if not isinstance(item, typer.Typer):
             function, item = item, new_typer()
             item.command(self.name)(function)
@@ -74,43 +74,26 @@ class Commands(Group):
     """The root of all commands."""
 
     entries: ClassVar[tuple[CommandEntry, ...]] = (
-        CommandEntry("up", "p2ptrain.cli.up:up", "Start a whole cluster on this machine and train.", _RUN),
-        CommandEntry("seed", "p2ptrain.cli.seed:seed", "Start a seed: the place where workers meet.", _RUN),
-        CommandEntry("join", "p2ptrain.cli.join:app", "Join a seed: as a worker, or to write text.", _RUN),
-        CommandEntry("tui", "p2ptrain.cli.status:tui", "Watch a cluster full-screen.", _WATCH),
-        CommandEntry("status", "p2ptrain.cli.status:status", "Show the cluster on one screen.", _WATCH),
-        CommandEntry("logs", "p2ptrain.cli.status:logs", "Show the newest events, and logs of peers.", _WATCH),
-        CommandEntry("peers", "p2ptrain.cli.peers:app", "Show peers and what each one does; evict a peer.", _WATCH),
-        CommandEntry(
-            "parts", "p2ptrain.cli.peers:parts", "Show the layers that each peer holds of split models.", _WATCH
-        ),
-        CommandEntry("ticket", "p2ptrain.cli.ticket:app", "Make, list, revoke and replace tickets.", _WATCH),
-        CommandEntry(
-            "jobs", "p2ptrain.cli.jobs:app", "Create, show, watch, pause, resume, save and cancel jobs.", _WATCH
-        ),
-        CommandEntry("checkpoints", "p2ptrain.cli.checkpoints:app", "List, restore and delete checkpoints.", _WATCH),
-        CommandEntry(
-            "explain",
-            "p2ptrain.cli.explain:explain",
-            "Predict step time, memory and bytes; recommend a strategy.",
-            _WATCH,
-        ),
-        CommandEntry("bench", "p2ptrain.cli.bench:app", "Measure this machine, and compare it with targets.", _WATCH),
-        CommandEntry(
-            "experiment", "p2ptrain.cli.experiment:app", "Train a grid of settings; compare the results.", _WATCH
-        ),
-        CommandEntry(
-            "chaos", "p2ptrain.cli.chaos:chaos", "Inject faults into a local cluster; check recovery.", _WATCH
-        ),
-        CommandEntry(
-            "sim", "p2ptrain.cli.sim:sim", "Simulate whole clusters under faults; check what must hold.", _WATCH
-        ),
-        CommandEntry("check", "p2ptrain.cli.check:check", "Find out why this machine cannot join a seed.", _WATCH),
-        CommandEntry("generate", "p2ptrain.cli.generate:app", "Write text with a checkpoint.", _USE),
-        CommandEntry("chat", "p2ptrain.cli.chat:app", "Talk with a checkpoint.", _USE),
-        CommandEntry(
-            "profiles", "p2ptrain.cli.profiles:app", "List the profiles that ship; show every effective setting.", _USE
-        ),
+        CommandEntry("up", "up:up", "Start a whole cluster on this machine and train.", _RUN),
+        CommandEntry("seed", "seed:seed", "Start a seed: the place where workers meet.", _RUN),
+        CommandEntry("join", "join:app", "Join a seed: as a worker, or to write text.", _RUN),
+        CommandEntry("tui", "status:tui", "Watch a cluster full-screen.", _WATCH),
+        CommandEntry("status", "status:status", "Show the cluster on one screen.", _WATCH),
+        CommandEntry("logs", "status:logs", "Show the newest events, and logs of peers.", _WATCH),
+        CommandEntry("peers", "peers:app", "Show peers and what each one does; evict a peer.", _WATCH),
+        CommandEntry("parts", "peers:parts", "Show the layers that each peer holds of split models.", _WATCH),
+        CommandEntry("ticket", "ticket:app", "Make, list, revoke and replace tickets.", _WATCH),
+        CommandEntry("jobs", "jobs:app", "Create, show, watch, pause, resume, save and cancel jobs.", _WATCH),
+        CommandEntry("checkpoints", "checkpoints:app", "List, restore and delete checkpoints.", _WATCH),
+        CommandEntry("explain", "explain:explain", "Predict the cost of a step; recommend a strategy.", _WATCH),
+        CommandEntry("bench", "bench:app", "Measure this machine, and compare it with targets.", _WATCH),
+        CommandEntry("experiment", "experiment:app", "Train a grid of settings; compare the results.", _WATCH),
+        CommandEntry("chaos", "chaos:chaos", "Inject faults into a local cluster; check recovery.", _WATCH),
+        CommandEntry("sim", "sim:sim", "Simulate whole clusters under faults; check what must hold.", _WATCH),
+        CommandEntry("check", "check:check", "Find out why this machine cannot join a seed.", _WATCH),
+        CommandEntry("generate", "generate:app", "Write text with a checkpoint.", _USE),
+        CommandEntry("chat", "chat:app", "Talk with a checkpoint.", _USE),
+        CommandEntry("profiles", "profiles:app", "List the profiles that ship; show every effective setting.", _USE),
     )
 
     def list_commands(self, ctx: Any) -> list[str]:

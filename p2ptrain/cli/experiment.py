@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.runtime import JsonOption, run
+from p2ptrain.cli.runtime import JsonOption, option, run
 
 if TYPE_CHECKING:
     from p2ptrain.cluster.console import Console
@@ -25,11 +25,9 @@ CLUSTER = "cluster"
 @app.command("run")
 def run_grid(
     grid: Annotated[Path, typer.Argument(metavar="GRID", help="The grid, a TOML file; see docs/experiments.md.")],
-    directory: Annotated[
-        Path | None, typer.Option("--dir", metavar="DIR", help="Where the results go; default: experiments/NAME.")
-    ] = None,
+    directory: Annotated[Path | None, option("--dir DIR", "Where the results go; default: experiments/NAME.")] = None,
     simulated: Annotated[
-        bool, typer.Option("--simulated", help="Simulate the runs: times, bytes and recoveries, but no losses.")
+        bool, option("--simulated", "Simulate the runs: times, bytes and recoveries, but no losses.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -68,11 +66,9 @@ def run_grid(
 @app.command()
 def analyze(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of `experiment run`.")],
-    x: Annotated[str, typer.Option("--x", metavar="AXIS", help="Axis across; default: the second.")] = "",
-    y: Annotated[str, typer.Option("--y", metavar="AXIS", help="Axis down; default: the first.")] = "",
-    output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="The HTML report; default: DIR/report.html.")
-    ] = None,
+    x: Annotated[str, option("--x AXIS", "Axis across; default: the second.")] = "",
+    y: Annotated[str, option("--y AXIS", "Axis down; default: the first.")] = "",
+    output: Annotated[Path | None, option("--output FILE", "The HTML report; default: DIR/report.html.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare the results: means over the repeats with 95 % confidence intervals, heatmaps and curves.
@@ -86,8 +82,8 @@ def analyze(
       p2ptrain experiment analyze experiments/strategies-links --x link.preset --y strategy
     """
     from p2ptrain.cli.output import print_json, print_table
-    from p2ptrain.cluster.console import printable
     from p2ptrain.core.disk import RealDisk, write_atomic
+    from p2ptrain.core.texts import printable
     from p2ptrain.lab.experiments.analysis import Analysis, draw_figures, page
     from p2ptrain.lab.experiments.results import load
 

@@ -17,10 +17,19 @@ from p2ptrain.cli.inputs import DownloadOption
 from p2ptrain.cli.model_sizes import shape_of
 from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.placement import print_plan, to_json
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, LinkOption, SeedOption, SetOption, ask, run, seed_option
-from p2ptrain.cluster.console import printable
+from p2ptrain.cli.runtime import (
+    DEFAULT_SEED,
+    JsonOption,
+    LinkOption,
+    SeedOption,
+    SetOption,
+    ask,
+    option,
+    run,
+    seed_option,
+)
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
-from p2ptrain.core.texts import human_bytes, human_duration
+from p2ptrain.core.texts import human_bytes, human_duration, printable
 from p2ptrain.lab.explain.predictions import (
     STRATEGIES,
     calibrate,
@@ -44,16 +53,10 @@ ROWS, LEAST_ROWS = 200, 5  # newest steps that medians are taken of
 
 def explain(
     profile: Annotated[str, typer.Argument(metavar="PROFILE", help="A profile that ships, or a TOML file.")] = "tiny",
-    workers: Annotated[
-        int, typer.Option("--workers", "-w", metavar="N", min=0, max=64, help="So many workers of this machine.")
-    ] = 0,
+    workers: Annotated[int, option("--workers -w N", "So many workers of this machine.", min=0, max=64)] = 0,
     link: LinkOption = "",
-    cluster: Annotated[
-        Path | None, typer.Option("--cluster", metavar="FILE.toml", help="Members and links from a file.")
-    ] = None,
-    job: Annotated[
-        str, typer.Option("--job", metavar="JOB", help="Show the prediction for a job of the seed beside its steps.")
-    ] = "",
+    cluster: Annotated[Path | None, option("--cluster FILE.toml", "Members and links from a file.")] = None,
+    job: Annotated[str, option("--job JOB", "Show the prediction for a job of the seed beside its steps.")] = "",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     download: DownloadOption = False,
     seed: SeedOption = DEFAULT_SEED,

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.options import WithBareSplit, takes_options
 from p2ptrain.cli.output import failure, print_json
-from p2ptrain.cli.runtime import is_text, run
+from p2ptrain.cli.runtime import WithBareSplit, is_text, option, run, takes_options
 from p2ptrain.cli.text_options import TextOptions, TokensOption, write
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import P2PTrainError, UserError, first_error
@@ -35,17 +34,11 @@ app = new_typer()
 @takes_options(TextOptions)
 def generate(
     prompt: Annotated[
-        str,
-        typer.Argument(metavar="[PROMPT]", callback=is_text, help="Text to continue; -: all of standard input."),
+        str, typer.Argument(metavar="[PROMPT]", callback=is_text, help="Text to continue; -: all of standard input.")
     ] = "",
-    prompts: Annotated[
-        str, typer.Option("--prompts", metavar="FILE", help="File of prompts, one per line; -: standard input.")
-    ] = "",
+    prompts: Annotated[str, option("--prompts FILE", "File of prompts, one per line; -: standard input.")] = "",
     max_new_tokens: TokensOption = 200,
-    sessions: Annotated[
-        int,
-        typer.Option("--sessions", metavar="N", min=0, max=8, help="Prompts processed at once; 0: automatic."),
-    ] = 0,
+    sessions: Annotated[int, option("--sessions N", "Prompts processed at once; 0: automatic.", min=0, max=8)] = 0,
     *,
     options: TextOptions,
 ) -> None:

@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from p2ptrain.cli.output import json_output
+from p2ptrain.cli.runtime import option
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.adapters import is_adapter, is_model
 from p2ptrain.core.errors import ConfigError, NetworkError, UserError
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from configs.schema import Profile
 
 DownloadOption = Annotated[
-    bool, typer.Option("--download", help="Fetch the model from the Hugging Face hub if its name is an id, OWNER/NAME.")
+    bool, option("--download", "Fetch the model from the Hugging Face hub if its name is an id, OWNER/NAME.")
 ]
 FETCHED = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
 """Files of a model that are read here. Others, such as pickles, are not fetched."""

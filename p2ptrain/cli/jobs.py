@@ -24,12 +24,12 @@ from p2ptrain.cli.runtime import (
     is_name,
     newest_of,
     not_empty,
+    option,
     run,
     seed_option,
     short_of_warm_up,
 )
-from p2ptrain.cluster.console import printable
-from p2ptrain.core.texts import human_seconds
+from p2ptrain.core.texts import human_seconds, printable
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -57,14 +57,10 @@ JobArgument = Annotated[
 def create(
     profile: ProfileOption = "tiny",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
-    name: Annotated[
-        str,
-        typer.Option("--name", metavar="NAME", callback=is_name, help="Name of the job; default: the profile's name."),
-    ] = "",
+    name: Annotated[str, option("--name NAME", "Name of the job; default: the profile's name.", callback=is_name)] = "",
     dry_run: DryRunOption = False,
     drafter: Annotated[
-        bool,
-        typer.Option("--drafter", help="Create the job of the profile's [drafter] instead of the main model's."),
+        bool, option("--drafter", "Create the job of the profile's [drafter] instead of the main model's.")
     ] = False,
     download: DownloadOption = False,
     seed: SeedOption = DEFAULT_SEED,
@@ -216,7 +212,7 @@ def _row(job: JobInfo) -> tuple[str, ...]:
 @app.command()
 def show(
     job: JobArgument,
-    spec: Annotated[bool, typer.Option("--spec", help="Show every setting too.")] = False,
+    spec: Annotated[bool, option("--spec", "Show every setting too.")] = False,
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:
@@ -280,10 +276,8 @@ def watch(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
 @app.command()
 def metrics(
     job: JobArgument,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Write all steps as CSV, with a header line.")] = False,
-    limit: Annotated[
-        int, typer.Option("--limit", metavar="N", min=0, help="Only the newest N; 0: 20 in a table, else all.")
-    ] = 0,
+    as_csv: Annotated[bool, option("--csv", "Write all steps as CSV, with a header line.")] = False,
+    limit: Annotated[int, option("--limit N", "Only the newest N; 0: 20 in a table, else all.", min=0)] = 0,
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:
@@ -427,7 +421,7 @@ def _add_verb(verb: str, done: str, explained: str, question: str = "") -> None:
     def ask_and_tell(
         job: JobArgument, yes: YesOption = False, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False
     ) -> None:
-        confirm(question.format(job), seed, "jobs", job, yes=yes)
+        confirm(question.format(job), yes=yes)
         tell(job, seed, as_json)
 
     examples = [f"p2ptrain jobs {verb} tiny", *([f"p2ptrain jobs {verb} tiny --yes"] if question else [])]
@@ -524,7 +518,7 @@ def _audited(info: JobInfo, verdict: AuditResult, unrecorded: int) -> list[tuple
 @app.command()
 def recoveries(
     job: JobArgument,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, max=2000, help="Only the newest N.")] = 20,
+    limit: Annotated[int, option("--limit N", "Only the newest N.", min=1, max=2000)] = 20,
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:

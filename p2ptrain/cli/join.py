@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.join_options import JoinOptions
-from p2ptrain.cli.options import WithBareSplit, takes_options
 from p2ptrain.cli.output import step_line
-from p2ptrain.cli.runtime import run
+from p2ptrain.cli.runtime import WithBareSplit, run, takes_options
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -133,7 +132,8 @@ class WorkerFactory:
         def build(profile: Profile, stage: Stage) -> Engine:
             own = with_data(profile, self._options.data)
             with context.console.during(lambda: f"reading {own.data.path} and building the model"):
-                return build_engine(own, stage)
+                engine = build_engine(own, stage)
+            return self._attacking(engine, own) if self._options.attack else engine
 
         def show_step(applied: int, total: int, values: dict[str, float]) -> None:
             context.console.progress(step_line(applied, total, values), last=applied == total)
@@ -149,3 +149,9 @@ class WorkerFactory:
             membership=route.access.member,
             holding=parts,
         ).run
+
+    def _attacking(self, engine: Engine, profile: Profile) -> Engine:
+        from p2ptrain.lab.attacker import attacking
+
+        micro_batches = profile.batch.micro_batches
+        return attacking(engine, self._options.attack, micro_batches=micro_batches, seed=os.getpid())

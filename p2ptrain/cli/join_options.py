@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from p2ptrain.cli.inputs import DownloadOption
-from p2ptrain.cli.options import HTTP_EXAMPLE, check_http, host_and_port
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
+    HTTP_EXAMPLE,
     SEED_HELP,
     SEED_VARIABLE,
     STATE_DEFAULT,
@@ -24,7 +24,10 @@ from p2ptrain.cli.runtime import (
     NameOption,
     SplitOption,
     StragglerOption,
+    check_http,
+    host_and_port,
     is_text,
+    option_field,
 )
 from p2ptrain.cli.text_options import check_dtype, newest_in
 from p2ptrain.cluster.access import Target, read_targets
@@ -45,114 +48,64 @@ class JoinOptions:
     """
 
     address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED
-    also: Annotated[
-        list[str],
-        typer.Option("--also", metavar="SEED", help="Another address where the seed may be, if it is restored there."),
-    ] = field(default_factory=list)
-    role: Annotated[
-        str,
-        typer.Option(
-            "--role", metavar="ROLE", help="worker: trains, and holds parts; verifier: writes text; drafter: drafts it."
-        ),
-    ] = "worker"
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            metavar="DIR",
-            callback=is_text,
-            help="For a verifier or drafter: a checkpoint or adapter, or a directory with some.",
-        ),
-    ] = ""
+    also: list[str] = option_field("--also SEED", "Another address where the seed may be, if it is restored there.", [])
+    role: str = option_field(
+        "--role ROLE", "worker: trains, and holds parts; verifier: writes text; drafter: drafts it.", "worker"
+    )
+    model: str = option_field(
+        "--model DIR",
+        "For a verifier or drafter: a checkpoint or adapter, or a directory with some.",
+        "",
+        callback=is_text,
+    )
     download: DownloadOption = False
     name: NameOption = ""
-    state: Annotated[
-        Path | None, typer.Option("--state", metavar="DIR", help=f"Where checkpoints are kept. {STATE_DEFAULT}")
-    ] = None
-    slot: Annotated[
-        int | None,
-        typer.Option("--slot", metavar="N", min=1, max=64, help="Slot to use in --state; default: the first free one."),
-    ] = None
-    host: Annotated[
-        str,
-        typer.Option(
-            "--host", metavar="ADDRESS", help="Listen here for other members; default: where the seed can reach it."
-        ),
-    ] = ""
+    state: Path | None = option_field("--state DIR", f"Where checkpoints are kept. {STATE_DEFAULT}", None)
+    slot: int | None = option_field(
+        "--slot N", "Slot to use in --state; default: the first free one.", None, min=1, max=64
+    )
+    host: str = option_field(
+        "--host ADDRESS", "Listen here for other members; default: where the seed can reach it.", ""
+    )
     port: MemberPortOption = None
-    advertise: Annotated[
-        str,
-        typer.Option("--advertise", metavar="HOST:PORT", help="Address that other peers dial, behind NAT or a proxy."),
-    ] = ""
-    data: Annotated[
-        str,
-        typer.Option(
-            "--data",
-            metavar="PATH",
-            help="For a worker: its own text, in jobs with data.private = true; default: data.path of the job.",
-        ),
-    ] = ""
-    device: Annotated[
-        str,
-        typer.Option(
-            "--device",
-            metavar="KIND",
-            help="auto, cpu, cuda, cuda:1, mps; default: auto, or as the job says.",
-        ),
-    ] = ""
-    devices: Annotated[
-        str,
-        typer.Option(
-            "--devices",
-            metavar="N|all",
-            help="For a worker: compute with so many devices of this machine, each in a process of its own; on CPUs: so"
-            " many processes. With torchrun or srun: with all their processes.",
-        ),
-    ] = ""
-    threads: Annotated[
-        int,
-        typer.Option(
-            "--threads",
-            metavar="N",
-            min=0,
-            help="CPU threads for computing; 0: automatic, or as the job says.",
-        ),
-    ] = 0
-    memory: Annotated[
-        str,
-        typer.Option(
-            "--memory",
-            metavar="SIZE",
-            help="Memory limit for models, their parts and caches, such as 4GiB; default: for a worker 80 % of the "
-            "device's free memory, else no limit.",
-        ),
-    ] = ""
-    dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            metavar="TYPE",
-            help="For a verifier or drafter: compute in fp32, bf16 or fp16; default: the model's. In fp32 drafts"
-            " hardly ever change a verifier's text, and weights and caches take twice the memory of bf16.",
-        ),
-    ] = ""
+    advertise: str = option_field("--advertise HOST:PORT", "Address that other peers dial, behind NAT or a proxy.", "")
+    data: str = option_field(
+        "--data PATH",
+        "For a worker: its own text, in jobs with data.private = true; default: data.path of the job.",
+        "",
+    )
+    device: str = option_field("--device KIND", "auto, cpu, cuda, cuda:1, mps; default: auto, or as the job says.", "")
+    devices: str = option_field(
+        "--devices N|all",
+        "For a worker: compute with so many devices of this machine, each in a process of its own; on CPUs: so"
+        " many processes. With torchrun or srun: with all their processes.",
+        "",
+    )
+    threads: int = option_field("--threads N", "CPU threads for computing; 0: automatic, or as the job says.", 0, min=0)
+    memory: str = option_field(
+        "--memory SIZE",
+        "Memory limit for models, their parts and caches, such as 4GiB; default: for a worker 80 % of the "
+        "device's free memory, else no limit.",
+        "",
+    )
+    dtype: str = option_field(
+        "--dtype TYPE",
+        "For a verifier or drafter: compute in fp32, bf16 or fp16; default: the model's. In fp32 drafts"
+        " hardly ever change a verifier's text, and weights and caches take twice the memory of bf16.",
+        "",
+    )
     split: SplitOption = None
     http: HttpOption = ""
     api_keys: ApiKeyOption = None
-    sessions: Annotated[
-        int,
-        typer.Option("--sessions", metavar="N", min=0, help="For a verifier or drafter: texts at a time; 0: default."),
-    ] = 0
-    wait: Annotated[
-        float | None,
-        typer.Option(
-            "--wait",
-            metavar="SECONDS",
-            min=0,
-            help="Wait so long for a seed that does not answer; 0: not at all; default: until it does.",
-        ),
-    ] = None
-    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False
+    sessions: int = option_field("--sessions N", "For a verifier or drafter: texts at a time; 0: default.", 0, min=0)
+    wait: float | None = option_field(
+        "--wait SECONDS",
+        "Wait so long for a seed that does not answer; 0: not at all; default: until it does.",
+        None,
+        min=0,
+    )
+    attack: str = option_field("--attack KIND", "", "", hidden=True)  # of ``p2ptrain chaos``
+    with_parent: bool = option_field("--with-parent", "", False, hidden=True)
     link: LinkOption = ""
     straggler: StragglerOption = 1.0
 

@@ -41,13 +41,16 @@ def main(args: Sequence[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - the outermost handler: users see a line, no traceback
         code = print_failure(error)
     code = code if isinstance(code, int) else 0
-    if args is None and "torch" in sys.modules:
-        # Normal shutdown would wait for a kernel that still runs, and takes seconds even without one.
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # the reader may have closed the pipe
-                stream.flush()
-        os._exit(code)
-    sys.exit(code)
+    if args is not None:
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            continue  # the reader has enough
+        except OSError as error:
+            code = code or print_failure(error)
+    os._exit(code)  # a normal shutdown waits for kernels of torch that still run, and takes seconds even without one
 
 
 def _open_missing_streams() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from p2ptrain.cluster.console import printable
+from p2ptrain.core.texts import printable
 
 if TYPE_CHECKING:
     from p2ptrain.core.errors import P2PTrainError

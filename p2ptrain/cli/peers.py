@@ -9,8 +9,7 @@ import typer
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import number, print_json, print_table
 from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, confirm, not_empty
-from p2ptrain.cluster.console import printable
-from p2ptrain.core.texts import human_bytes, layers_text
+from p2ptrain.core.texts import human_bytes, layers_text, printable
 from wire.address import how_to_join
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def evict(
       p2ptrain peers evict laptop
       p2ptrain peers evict laptop --yes
     """
-    confirm(f"Evict {peer} for good?", seed, "peers", peer, yes=yes)
+    confirm(f"Evict {peer} for good?", yes=yes)
     evicted, name = ask(seed, lambda client: client.evict(peer))
     if as_json:
         print_json({"evicted": evicted, "name": name})

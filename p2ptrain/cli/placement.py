@@ -8,8 +8,7 @@ from typing import Any
 import typer
 
 from p2ptrain.cli.output import number, print_table
-from p2ptrain.cluster.console import printable
-from p2ptrain.core.texts import human_bytes, layers_text
+from p2ptrain.core.texts import human_bytes, layers_text, printable
 from ring.planning.serving import Placement
 from wire.records import StagePlanInfo, TrainingPlanInfo
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.runtime import DEFAULT_PORT, STATE_DEFAULT, NameOption, SetOption, create_job, run
+from p2ptrain.cli.runtime import DEFAULT_PORT, STATE_DEFAULT, NameOption, SetOption, create_job, option, run
 from p2ptrain.cluster.access import addresses_for_others, shown_host
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.operator import operator, operator_name
@@ -32,58 +32,39 @@ if TYPE_CHECKING:
 
 
 def seed(
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Listen here; 0.0.0.0: for other machines too.")
-    ] = "127.0.0.1",
+    host: Annotated[str, option("--host ADDRESS", "Listen here; 0.0.0.0: for other machines too.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Listen on this port; 0: any free one.")
+        int, option("--port PORT", "Listen on this port; 0: any free one.", min=0, max=65535)
     ] = DEFAULT_PORT,
-    state: Annotated[
-        Path | None, typer.Option("--state", metavar="DIR", help=f"Where jobs and metrics are kept. {STATE_DEFAULT}")
-    ] = None,
+    state: Annotated[Path | None, option("--state DIR", f"Where jobs and metrics are kept. {STATE_DEFAULT}")] = None,
     name: NameOption = "",
     profile: Annotated[
-        str,
-        typer.Option("--profile", "-p", metavar="NAME|PATH", help="Profile of the first job, if there is no job yet."),
+        str, option("--profile -p NAME|PATH", "Profile of the first job, if there is no job yet.")
     ] = "tiny",
-    no_job: Annotated[
-        bool, typer.Option("--no-job", help="Begin with no job; `p2ptrain jobs create` makes one.")
-    ] = False,
+    no_job: Annotated[bool, option("--no-job", "Begin with no job; `p2ptrain jobs create` makes one.")] = False,
     sets: SetOption = [],  # noqa: B006 - Typer copies it
-    tls: Annotated[
-        bool, typer.Option("--tls", help="Also encrypt the loopback; all else is always encrypted.")
-    ] = False,
+    tls: Annotated[bool, option("--tls", "Also encrypt the loopback; all else is always encrypted.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Write one line of JSON when it listens: event, host, port, tls, http.")
+        bool, option("--json", "Write one line of JSON when it listens: event, host, port, tls, http.")
     ] = False,
     backup: Annotated[
-        Path | None,
-        typer.Option("--backup", metavar="DIR", help="Directory for a copy of the seed's data, on another disk."),
+        Path | None, option("--backup DIR", "Directory for a copy of the seed's data, on another disk.")
     ] = None,
     restore: Annotated[
-        Path | None,
-        typer.Option("--restore", metavar="DIR", help="Directory with the copy of a lost seed to start from."),
+        Path | None, option("--restore DIR", "Directory with the copy of a lost seed to start from.")
     ] = None,
-    http: Annotated[
-        str,
-        typer.Option("--http", metavar="HOST:PORT", help="Address of the web page and the HTTP API; default: none."),
-    ] = "",
+    http: Annotated[str, option("--http HOST:PORT", "Address of the web page and the HTTP API; default: none.")] = "",
     http_cert: Annotated[
-        Path | None,
-        typer.Option("--http-cert", metavar="FILE", help="With --http: a certificate (PEM); default: its own."),
+        Path | None, option("--http-cert FILE", "With --http: a certificate (PEM); default: its own.")
     ] = None,
-    http_cert_key: Annotated[
-        Path | None, typer.Option("--http-cert-key", metavar="FILE", help="The key of that certificate (PEM).")
-    ] = None,
+    http_cert_key: Annotated[Path | None, option("--http-cert-key FILE", "The key of that certificate (PEM).")] = None,
     http_read_key: Annotated[
-        Path | None,
-        typer.Option("--http-read-key", metavar="FILE", help="With --http: file with the key of those who only look."),
+        Path | None, option("--http-read-key FILE", "With --http: file with the key of those who only look.")
     ] = None,
     http_operator_key: Annotated[
-        Path | None,
-        typer.Option("--http-operator-key", metavar="FILE", help="With --http: file with the key of operators."),
+        Path | None, option("--http-operator-key FILE", "With --http: file with the key of operators.")
     ] = None,
-    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
+    with_parent: Annotated[bool, option("--with-parent", hidden=True)] = False,
 ) -> None:
     """Start a seed: the place where workers meet. It keeps the records and never computes.
 
@@ -117,7 +98,7 @@ def seed(
 
 def _web_options(http: str, files: list[Path | None]) -> WebOptions | None:
     """Raises ``UserError`` for a bad address, or a file without one."""
-    from p2ptrain.cli.options import host_and_port
+    from p2ptrain.cli.runtime import host_and_port
 
     place = host_and_port("--http", http, "such as 127.0.0.1:8080, where a browser reaches it")
     if place is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from p2ptrain.cli.output import print_json, print_table
-from p2ptrain.cli.runtime import JsonOption
+from p2ptrain.cli.runtime import JsonOption, option
 from p2ptrain.cluster.console import PLAIN_S, Console
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 from p2ptrain.core.texts import check_one_of, human_seconds
@@ -22,29 +22,19 @@ STRATEGIES = ("sync", "local", "federated", "private", "server")
 
 def sim(
     workers: Annotated[
-        int,
-        typer.Option(
-            "--workers", "-w", metavar="N", min=0, max=1000, help="Number of workers; 0: 2 to 16, set by the schedule."
-        ),
+        int, option("--workers -w N", "Number of workers; 0: 2 to 16, set by the schedule.", min=0, max=1000)
     ] = 0,
-    schedules: Annotated[int, typer.Option(metavar="N", min=1, help="Number of fault schedules.")] = 100,
-    random_seed: Annotated[
-        int, typer.Option("--random-seed", metavar="N", min=-1, help="Number of the first schedule; -1: any.")
-    ] = -1,
-    mutation: Annotated[str, typer.Option("--without", metavar="SAFEGUARD", help="Safeguard to switch off.")] = "",
-    stages: Annotated[
-        int, typer.Option("--stages", metavar="N", min=1, max=8, help="Parts of the model; 1: not split.")
-    ] = 1,
+    schedules: Annotated[int, option("--schedules N", "Number of fault schedules.", min=1)] = 100,
+    random_seed: Annotated[int, option("--random-seed N", "Number of the first schedule; -1: any.", min=-1)] = -1,
+    mutation: Annotated[str, option("--without SAFEGUARD", "Safeguard to switch off.")] = "",
+    stages: Annotated[int, option("--stages N", "Parts of the model; 1: not split.", min=1, max=8)] = 1,
     strategy: Annotated[
-        str, typer.Option("--strategy", metavar="NAME", help=f"Of a model that is not split: {', '.join(STRATEGIES)}.")
+        str, option("--strategy NAME", f"Of a model that is not split: {', '.join(STRATEGIES)}.")
     ] = "sync",
-    rule: Annotated[
-        str,
-        typer.Option("--rule", metavar="NAME", help="Robust rule of a model that is not split; one worker attacks."),
-    ] = "",
-    faults: Annotated[str, typer.Option("--kinds", metavar="LIST", help="Kinds of faults; default: all.")] = "",
-    processes: Annotated[int, typer.Option("--processes", metavar="N", min=1, max=64, help="Processes to use.")] = 1,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Show what happened, moment by moment.")] = False,
+    rule: Annotated[str, option("--rule NAME", "Robust rule of a model that is not split; one worker attacks.")] = "",
+    faults: Annotated[str, option("--kinds LIST", "Kinds of faults; default: all.")] = "",
+    processes: Annotated[int, option("--processes N", "Processes to use.", min=1, max=64)] = 1,
+    timeline: Annotated[bool, option("--timeline", "Show what happened, moment by moment.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run simulated clusters under faults and check what must always be true.

@@ -16,12 +16,13 @@ import typer
 from p2ptrain.cli.placement import placement_map
 from p2ptrain.cli.split import LEAVE_S, planned, print_split_facts, show_plan, split_facts, within
 from p2ptrain.cli.text_options import TextOptions, newest_in, newest_of_job
-from p2ptrain.cluster.console import Console, printable
+from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.operator import open_operator, operator_name
 from p2ptrain.compute.text import ModelText
 from p2ptrain.core.adapters import model_name
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, Unreachable, UserError
 from p2ptrain.core.ids import new_id
+from p2ptrain.core.texts import printable
 from p2ptrain.core.world import real_world
 from roles.serving.model import ServedModel
 from roles.serving.texts import TextPiece, TextRequest, TextService

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,26 +11,33 @@ import typer
 
 from p2ptrain.cli.inputs import DownloadOption, model_directory
 from p2ptrain.cli.output import json_output
-from p2ptrain.cli.runtime import DEFAULT_SEED, DryRunOption, JsonOption, SeedOption, SplitOption, ask, newest_of
-from p2ptrain.cluster.console import Console, printable
+from p2ptrain.cli.runtime import (
+    DEFAULT_SEED,
+    DryRunOption,
+    JsonOption,
+    SeedOption,
+    SplitOption,
+    ask,
+    newest_of,
+    option,
+    option_field,
+)
+from p2ptrain.cluster.console import Console
 from p2ptrain.core.adapters import is_model
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.serving import SamplingOptions
 from p2ptrain.core.tensor_files import ADAPTER_CONFIG
-from p2ptrain.core.texts import check_one_of
+from p2ptrain.core.texts import check_one_of, printable
 
 DTYPES = ("fp32", "bf16", "fp16")
 WIRES = (*DTYPES, "int8")
 
 CheckpointOption = Annotated[
-    Path | None,
-    typer.Option("--checkpoint", "-c", metavar="DIR", help="A checkpoint or adapter, or a directory with some."),
+    Path | None, option("--checkpoint -c DIR", "A checkpoint or adapter, or a directory with some.")
 ]
-DtypeOption = Annotated[
-    str, typer.Option("--dtype", metavar="TYPE", help="Compute in fp32, bf16 or fp16; default: the model's type.")
-]
+DtypeOption = Annotated[str, option("--dtype TYPE", "Compute in fp32, bf16 or fp16; default: the model's type.")]
 
-TokensOption = Annotated[int, typer.Option("--tokens", "-n", metavar="N", min=1, help="Most tokens to write.")]
+TokensOption = Annotated[int, option("--tokens -n N", "Most tokens to write.", min=1)]
 
 _JOINERS = "\u200c\u200d"  # zero-width joiners of compound letters and emoji
 _ESCAPED = {"n": "\n", "t": "\t", "\\": "\\"}
@@ -62,63 +69,42 @@ class TextOptions:
 
     checkpoint: CheckpointOption = None
     download: DownloadOption = False
-    job: Annotated[str, typer.Option("--job", metavar="JOB", help="Use the newest checkpoint of this job.")] = ""
-    temperature: Annotated[
-        float | None,
-        typer.Option(metavar="T", min=0.0, help="Temperature; 0: the likeliest token. Default: the model's."),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            metavar="K", min=0, help="Sample from the K likeliest tokens; 0: from all. Default: the model's, else 50."
-        ),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="P",
-            min=0.0,
-            max=1.0,
-            help="Sample from the likeliest tokens with this total probability. Default: the model's, else 1.",
-        ),
-    ] = None
-    stop: Annotated[
-        list[str],
-        typer.Option(
-            "--stop",
-            metavar="TEXT",
-            help="Stop before this text; may be repeated. \\n is a new line, \\t a tab, \\\\ a backslash.",
-        ),
-    ] = field(default_factory=list)
-    random_seed: Annotated[
-        int,
-        typer.Option("--random-seed", metavar="N", min=0, max=2**63 - 1, help="The same seed gives the same text."),
-    ] = 0
-    device: Annotated[str, typer.Option(metavar="KIND", help="auto, cpu, cuda, cuda:1, ... or mps.")] = "auto"
+    job: str = option_field("--job JOB", "Use the newest checkpoint of this job.", "")
+    temperature: float | None = option_field(
+        "--temperature T", "Temperature; 0: the likeliest token. Default: the model's.", None, min=0.0
+    )
+    top_k: int | None = option_field(
+        "--top-k K", "Sample from the K likeliest tokens; 0: from all. Default: the model's, else 50.", None, min=0
+    )
+    top_p: float | None = option_field(
+        "--top-p P",
+        "Sample from the likeliest tokens with this total probability. Default: the model's, else 1.",
+        None,
+        min=0.0,
+        max=1.0,
+    )
+    stop: list[str] = option_field(
+        "--stop TEXT", "Stop before this text; may be repeated. \\n is a new line, \\t a tab, \\\\ a backslash.", []
+    )
+    random_seed: int = option_field("--random-seed N", "The same seed gives the same text.", 0, min=0, max=2**63 - 1)
+    device: str = option_field("--device KIND", "auto, cpu, cuda, cuda:1, ... or mps.", "auto")
     dtype: DtypeOption = ""
     seed: SeedOption = DEFAULT_SEED
-    verifier: Annotated[str, typer.Option("--verifier", metavar="NAME", help="Name of the verifier that writes.")] = ""
-    no_speculation: Annotated[
-        bool,
-        typer.Option("--no-speculation", help="With a verifier: use no drafters. The text is the same."),
-    ] = False
+    verifier: str = option_field("--verifier NAME", "Name of the verifier that writes.", "")
+    no_speculation: bool = option_field(
+        "--no-speculation", "With a verifier: use no drafters. The text is the same.", False
+    )
     split: SplitOption = None
-    wire: Annotated[
-        str,
-        typer.Option(
-            "--wire",
-            metavar="TYPE",
-            help="With --split: send hidden states as fp32, bf16, fp16, or int8 (prompts only); default: as computed.",
-        ),
-    ] = ""
-    positions: Annotated[
-        int,
-        typer.Option(
-            "--positions", metavar="N", min=0, help="With --split: size of the caches, in tokens; 0: automatic."
-        ),
-    ] = 0
+    wire: str = option_field(
+        "--wire TYPE",
+        "With --split: send hidden states as fp32, bf16, fp16, or int8 (prompts only); default: as computed.",
+        "",
+    )
+    positions: int = option_field(
+        "--positions N", "With --split: size of the caches, in tokens; 0: automatic.", 0, min=0
+    )
     dry_run: DryRunOption = False
-    stats: Annotated[bool, typer.Option("--stats", help="Show where a token's time goes.")] = False
+    stats: bool = option_field("--stats", "Show where a token's time goes.", False)
     as_json: JsonOption = False
 
     @property

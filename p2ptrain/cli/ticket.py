@@ -8,10 +8,19 @@ import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import human_time, print_json, print_table
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, confirm, is_text, not_empty
-from p2ptrain.cluster.console import printable
+from p2ptrain.cli.runtime import (
+    DEFAULT_SEED,
+    JsonOption,
+    SeedOption,
+    YesOption,
+    ask,
+    confirm,
+    is_text,
+    not_empty,
+    option,
+)
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import check_one_of, human_seconds, seconds_of
+from p2ptrain.core.texts import check_one_of, human_seconds, printable, seconds_of
 
 if TYPE_CHECKING:
     from wire.records import TicketInfo
@@ -27,22 +36,11 @@ _USES = {  # role → how to use its ticket
 
 @app.command("new")
 def new(
-    operator: Annotated[
-        bool, typer.Option("--operator", help="Ticket for an operator; default: for a worker.")
-    ] = False,
-    role: Annotated[
-        str,
-        typer.Option("--role", metavar="ROLE", help="worker, verifier, drafter or operator."),
-    ] = "",
-    expires: Annotated[
-        str, typer.Option("--expires", metavar="TIME", help="How long the ticket is valid: 30m, 12h, 7d.")
-    ] = "7d",
-    uses: Annotated[
-        int | None, typer.Option("--uses", metavar="N", min=1, help="Peers that may use it; default: any number.")
-    ] = None,
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", callback=is_text, help="The seed's address for other machines.")
-    ] = "",
+    operator: Annotated[bool, option("--operator", "Ticket for an operator; default: for a worker.")] = False,
+    role: Annotated[str, option("--role ROLE", "worker, verifier, drafter or operator.")] = "",
+    expires: Annotated[str, option("--expires TIME", "How long the ticket is valid: 30m, 12h, 7d.")] = "7d",
+    uses: Annotated[int | None, option("--uses N", "Peers that may use it; default: any number.", min=1)] = None,
+    host: Annotated[str, option("--host ADDRESS", "The seed's address for other machines.", callback=is_text)] = "",
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
 ) -> None:
@@ -110,7 +108,7 @@ def revoke(
       p2ptrain ticket revoke 3fa9
       p2ptrain ticket revoke 3fa9 --yes
     """
-    confirm(f"Disconnect and lock out all peers that joined with ticket {ticket}?", seed, "ticket", ticket, yes=yes)
+    confirm(f"Disconnect and lock out all peers that joined with ticket {ticket}?", yes=yes)
     revoked = ask(seed, lambda client: client.revoke_ticket(ticket))
     print_json({"ticket": revoked.to_map()}) if as_json else typer.echo(f"ticket {printable(revoked.id)} is revoked")
 

@@ -21,6 +21,7 @@ from p2ptrain.cli.runtime import (
     StragglerOption,
     WorkersOption,
     at_terminal,
+    option,
     run,
 )
 from p2ptrain.cli.text_options import CheckpointOption, DtypeOption, check_dtype, newest_in
@@ -36,57 +37,36 @@ if TYPE_CHECKING:
 def up(
     profile: ProfileOption = "tiny",
     workers: WorkersOption = 2,
-    state: Annotated[
-        Path | None, typer.Option("--state", metavar="DIR", help=f"Where everything is kept. {STATE_DEFAULT}{os.sep}up")
-    ] = None,
+    state: Annotated[Path | None, option("--state DIR", f"Where everything is kept. {STATE_DEFAULT}{os.sep}up")] = None,
     port: Annotated[
-        int,
-        typer.Option(
-            "--port", metavar="PORT", min=0, max=65535, help="Port of the seed; 0: 7337 if it is free, else any."
-        ),
+        int, option("--port PORT", "Port of the seed; 0: 7337 if it is free, else any.", min=0, max=65535)
     ] = 0,
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     new: Annotated[
-        bool,
-        typer.Option(
-            "--new", help="Start over: cancel an unfinished job of other settings; train a finished one again."
-        ),
+        bool, option("--new", "Start over: cancel an unfinished job of other settings; train a finished one again.")
     ] = False,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Plain progress lines instead of the full-screen view.")
-    ] = False,
+    plain: Annotated[bool, option("--plain", "Plain progress lines instead of the full-screen view.")] = False,
     link: LinkOption = "",
     straggler: StragglerOption = 1.0,
     data: Annotated[
-        list[str],
-        typer.Option(
-            "--data", metavar="PATH", help="The text of one worker, for each worker once, with data.private = true."
-        ),
+        list[str], option("--data PATH", "The text of one worker, for each worker once, with data.private = true.")
     ] = [],  # noqa: B006 - Typer copies it
     split: Annotated[
         int | None,
-        typer.Option(
-            "--split",
-            metavar="N",
+        option(
+            "--split N",
+            "Do not train: split the model of --checkpoint over N workers, and keep them running.",
             min=1,
             max=63,
-            help="Do not train: split the model of --checkpoint over N workers, and keep them running.",
         ),
     ] = None,
     checkpoint: CheckpointOption = None,
     spare: Annotated[
-        int,
-        typer.Option("--spare", metavar="K", min=0, max=32, help="With --split: spare workers that replace dead ones."),
+        int, option("--spare K", "With --split: spare workers that replace dead ones.", min=0, max=32)
     ] = 0,
-    memory: Annotated[
-        str,
-        typer.Option("--memory", metavar="SIZE", help="With --split: memory limit of each worker, such as 2GiB."),
-    ] = "",
+    memory: Annotated[str, option("--memory SIZE", "With --split: memory limit of each worker, such as 2GiB.")] = "",
     dtype: DtypeOption = "",
-    web: Annotated[
-        str,
-        typer.Option("--web", metavar="HOST:PORT", help="Address of the web page and the HTTP API; default: none."),
-    ] = "",
+    web: Annotated[str, option("--web HOST:PORT", "Address of the web page and the HTTP API; default: none.")] = "",
     http: HttpOption = "",
     api_keys: ApiKeyOption = None,
     dry_run: DryRunOption = False,
@@ -117,7 +97,7 @@ def up(
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
     from p2ptrain.cli.model_sizes import config_text
-    from p2ptrain.cli.options import host_and_port
+    from p2ptrain.cli.runtime import host_and_port
     from p2ptrain.cli.up_cluster import SplitPlan, TrainingPlan, hold, http_place, train
     from wire.emulate import preset_named
 

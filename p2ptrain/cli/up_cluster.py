@@ -45,7 +45,7 @@ _UNDER_WAY = ("running", "forming")
 def http_place(http: str, api_keys: Path | None, profile: Profile) -> tuple[str, int] | None:
     """Read ``up --http``; None if it is not given. Raises ``UserError`` if no verifier would answer, or for a bad
     address."""
-    from p2ptrain.cli.options import HTTP_EXAMPLE, check_http, host_and_port
+    from p2ptrain.cli.runtime import HTTP_EXAMPLE, check_http, host_and_port
 
     place = host_and_port("--http", http, HTTP_EXAMPLE)
     check_http(place, api_keys)

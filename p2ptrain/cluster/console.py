@@ -11,15 +11,10 @@ from contextlib import contextmanager, suppress
 
 import typer
 
-from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.texts import human_bytes, printable
 
 SHORT_S, PLAIN_S = 1.0, 10.0
 """Work that takes less shows no progress; seconds between its lines where they are not rewritten."""
-
-
-def printable(text: str) -> str:
-    """``text`` without control characters, because names and messages come from other machines."""
-    return "".join(letter if letter.isprintable() else "�" for letter in text)
 
 
 _COLOURS = {"warning": "yellow", "error": "red"}

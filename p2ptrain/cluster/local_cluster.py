@@ -83,13 +83,10 @@ class PeerProcess:
         *,
         listen: bool = False,
         environment: Mapping[str, str] | None = None,
-        program: Sequence[str] = ("p2ptrain",),
     ) -> PeerProcess:
         """Start ``p2ptrain``; ``listen`` captures its standard output. Raises ``StorageError``.
 
-        Args:
-            program: the module to run instead, and its first arguments.
-            environment: the child's whole environment; None: that of this process.
+        ``environment``: the child's whole environment; None: that of this process.
         """
         try:
             RealDisk().make_dir(log.parent)
@@ -100,7 +97,7 @@ class PeerProcess:
         with sink:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", *program, *arguments, "--with-parent"),
+                *("-m", "p2ptrain", *arguments, "--with-parent"),
                 stdin=PIPE,
                 stdout=PIPE if listen else DEVNULL,
                 stderr=sink,
@@ -248,8 +245,8 @@ class LocalCluster:
         """
         arguments = ["join", target or self.address, "--state", str(self.root), "--slot", str(slot)]
         arguments += ["--name", name, "--wait", "0"]
-        program = ("p2ptrain.cli.attacking_worker", attack) if attack else ("p2ptrain",)
-        child = await PeerProcess.start(name, [*arguments, *options], self.logs / f"{name}.log", program=program)
+        arguments += ["--attack", attack] if attack else []
+        child = await PeerProcess.start(name, [*arguments, *options], self.logs / f"{name}.log")
         self.peers[name] = child
         return child
 

@@ -18,7 +18,7 @@ def shortened(text: str, most_chars: int = TEXT_CHARS) -> str:
 def printable(text: str, most_chars: int = TEXT_CHARS) -> str:
     """``shortened`` text, without control characters for a terminal."""
     short = shortened(text, most_chars)
-    return short if short.isprintable() else "".join(each if each.isprintable() else "?" for each in short)
+    return short if short.isprintable() else "".join(letter if letter.isprintable() else "�" for letter in short)
 
 
 def human_bytes(size_bytes: float) -> str:

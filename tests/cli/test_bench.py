@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.cli.bench_report import picture_of, print_report
+from p2ptrain.cli.bench import print_report
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import JobFailed, ResourceError
 from p2ptrain.lab.bench import runner
@@ -84,7 +84,6 @@ def test_a_report_is_shown_to_people_and_to_programs(capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "interrupted" in said
     assert re.search(r"1 MiB\s+this ring\s+0\.0028 G\s+375 ms\s+250–500 ms\s+2\s+2\.5×\s+-", said)
-    assert "▇" in said
     assert "· a note" in said
     assert max(len(line) for line in said.splitlines()[3:]) <= 80
     document = report.to_json()
@@ -93,12 +92,6 @@ def test_a_report_is_shown_to_people_and_to_programs(capsys: pytest.CaptureFixtu
     assert (found["median_s"], found["samples"], found["losses"]) == (0.375, 2, [1.0])
     assert found["bytes_per_s"] == (1 << 20) / 0.375
     assert {"cores", "system", "python", "torch", "date", "command", "load"} <= set(document["origin"])
-
-
-def test_a_report_of_nothing_has_no_picture() -> None:
-    report = BenchReport("x", "", "bytes", human_rate)
-    assert picture_of(report) == ""
-    assert report.to_json()["results"] == []
 
 
 # ------------------------------------------------------------------------------------------------------------ sockets

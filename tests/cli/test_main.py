@@ -211,5 +211,18 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     assert (process.returncode, process.stderr) == (1, b"")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_full_disk_is_an_error() -> None:
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "p2ptrain", "profiles", "list"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=30,
+            check=False,
+        )
+    assert (process.returncode, b"the disk is full" in process.stderr) == (6, True)
+
+
 def test_the_default_port_is_that_of_the_wire() -> None:
     assert (runtime.DEFAULT_PORT, runtime.MEMBER_PORT) == (DEFAULT_PORT, MEMBER_PORT)

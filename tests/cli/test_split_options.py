@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.options import with_number
+from p2ptrain.cli.runtime import with_number
 from p2ptrain.cli.text_options import SplitOptions
 
 Command = Callable[..., Any]

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2ptrain.cli.attacking_worker import attack_with
+from p2ptrain.cli.join import WorkerFactory
+from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.lab.attacker import ALIE_Z, FLIP, NOISE, SCALE, attacking
 from p2ptrain.lab.stand_in import StandInEngine
-from roles.engine import WHOLE, Engine
-from roles.worker import build
+from roles.engine import Engine
 from tests.compute.tiny_trainer import tiny_trainer
 from tests.roles.test_cluster import small_profile
 
@@ -58,15 +58,11 @@ def test_a_little_is_enough_stays_some_deviations_from_the_truth() -> None:
             engine.apply(step, 1.0)
 
 
-def test_a_worker_of_chaos_learns_wrong_labels_and_validates_with_right_ones(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_worker_of_chaos_learns_wrong_labels_and_validates_with_right_ones(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("a tale of two towns " * 200)
-    monkeypatch.setattr(build, "engine_builder", lambda **options: lambda profile, stage: tiny_trainer(text))
-    honest = build.engine_builder()(PROFILE, WHOLE)
-    attack_with("label-flip")
-    wrong = build.engine_builder(device="cpu")(PROFILE, WHOLE)
+    honest = tiny_trainer(text)
+    wrong = WorkerFactory(JoinOptions(attack="label-flip"))._attacking(tiny_trainer(text), PROFILE)
     for engine in (honest, wrong):
         engine.state.load_initial()
     true, sent = contribution(honest, 0, 2)[:-1], contribution(wrong, 0, 2)[:-1]

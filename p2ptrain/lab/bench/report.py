@@ -1,4 +1,4 @@
-"""The results of a benchmark. ``p2ptrain.cli.bench_report`` prints them."""
+"""The results of a benchmark. ``p2ptrain.cli.bench`` prints them."""
 
 from __future__ import annotations
 

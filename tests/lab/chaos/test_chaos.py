@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.chaos_report import print_report
+from p2ptrain.cli.chaos import print_report
 from p2ptrain.cluster.local_cluster import JobObserver, LocalCluster, ObservedStep, ObservedView, PeerProcess
 from p2ptrain.core.errors import UserError
 from p2ptrain.lab.chaos.conduct import ProxiedCluster, WorkerSlot
