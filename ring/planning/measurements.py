@@ -125,6 +125,11 @@ class LinkTimes:
         edges = [self.between(one, other, size_bytes) for one, other in circle_edges(circle)]
         return sum(latency_s for latency_s, _ in edges) / len(edges), max(transfer_s for _, transfer_s in edges)
 
+    def all_reduce_s(self, circle: Sequence[str], size_bytes: float) -> float:
+        """Seconds of an all-reduce of an array of that size in a ring, with whole chunks."""
+        latency_s, transfer_s = self.around(circle, size_bytes)
+        return all_reduce_s(len(circle), latency_s, chunk_s=transfer_s / len(circle))
+
 
 def circle_edges(circle: Sequence[Element]) -> list[tuple[Element, Element]]:
     return list(zip(circle, [*circle[1:], *circle[:1]], strict=True))

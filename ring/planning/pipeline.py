@@ -30,7 +30,7 @@ from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import GPIPE, part_training_bytes
 from p2ptrain.core.texts import human_bytes, join_some
 from ring.planning.cuts import MOST_WORKERS, Array, ChainCosts, Score, cut_places, find_best_chain, tabulate
-from ring.planning.measurements import CandidateWorker, Links, LinkTimes, all_reduce_s, circle_edges
+from ring.planning.measurements import CandidateWorker, Links, LinkTimes
 from ring.planning.schedule import StageCosts, choose_schedule, simulate
 from ring.planning.workloads import TrainingWorkload
 from wire.records import StagePlanInfo, TrainingPlanInfo
@@ -241,8 +241,7 @@ def _reduce_s(training: TrainingWorkload, parts: Sequence[GroupPart], times: Lin
     """Seconds to sum the gradients: of each part over its replicas, then those of a matrix that both ends hold."""
 
     def ring_s(group: Group, size_bytes: int) -> float:
-        latency_s, chunk_s = times.slowest(circle_edges([each.id for each in group]), size_bytes / len(group))
-        return all_reduce_s(len(group), latency_s, chunk_s=chunk_s)
+        return times.all_reduce_s([worker.id for worker in group], size_bytes)
 
     reduce_s = max(ring_s(group, training.trained_bytes(start, stop)) for group, start, stop in parts)
     tied_bytes = training.sizes.tied_bytes

@@ -1,29 +1,22 @@
 """Pipeline schedules: the order in which each stage of a chain runs the forwards and backwards of its micro-batches.
 
-Theory of operation. Stage s of p runs ``w_s`` forwards (its *warm-up*), then a forward and a backward in turn (1F1B;
-Narayanan et al., arXiv 1806.03377 and 2104.04473), then the remaining backwards::
+Stage s of p runs ``w_s`` forwards (its *warm-up*), then a forward and a backward in turn (1F1B; Narayanan et al., arXiv
+1806.03377 and 2104.04473), then the remaining backwards::
 
     F0 .. F(w-1)   Fw B0   F(w+1) B1   ..   F(m-1) B(m-1-w)   B(m-w) .. B(m-1)
 
-Every schedule here has this form, so its warm-ups define it. Schedules differ in how many micro-batches a stage has *in
-flight*: those whose activations it keeps from their forward to their backward, at most w + 1.
+Every schedule has this form, so its warm-ups define it. A stage has at most w + 1 micro-batches *in flight*: it keeps
+their activations from the forward to the backward.
 
-* ``gpipe`` (Huang et al., arXiv 1811.06965): all forwards, then all backwards, w = m - 1: all m are in flight.
+* ``gpipe`` (Huang et al., arXiv 1811.06965): all forwards, then all backwards, w = m - 1.
 * ``one_f_one_b``: w = p - 1 - s, the least that keeps all stages busy if links cost nothing.
-* ``extended``: for links that cost time. Consider a pipeline that never waits and starts one micro-batch every P.
-  F_s(i) starts at ``a_s + i P``. B_s(i) follows F_s(i + w_s), so it starts at ``a_s + (i + w_s) P + f_s``. The
-  activations arrive at the next stage in time if ``a_(s+1) = a_s + f_s + there``. The gradient arrives back in time if
-  ``(w_s - w_(s+1)) P`` is at least ``f_(s+1) + b_(s+1) + there + back``. Let R be the round trip of the hop, and T one
-  forward and one backward at the slowest stage, which sets the pace: P = T. So ``w_s = w_(s+1) + ceil((T + R) / P)``,
-  with ``w = 0`` at the last stage. For two stages that is the known ``1 + ceil(R / T)``. For more stages each hop is
-  rounded up separately. Rounding up the sum of the round trips (Little's law) gives fewer in flight, but then the turns
-  of F and B on different stages do not match, and some stages wait up to a quarter of the time.
+* ``extended``: for links that cost time. Let R be the round trip of a hop, and T one forward and one backward at the
+  slowest stage. A pipeline that never waits starts one micro-batch every T. The gradient of the next stage arrives in
+  time if ``(w_s - w_(s+1)) T`` is at least ``T + R``. So ``w_s = w_(s+1) + ceil(1 + R / T)``, and 0 at the last stage.
+  Each hop is rounded up separately: else the turns of F and B on different stages would not match.
 
-No deadlock. B_s(k) follows F_s(w_s + k), which needs F_{s-1}(w_s + k), which follows B_{s-1}(w_s + k - w_{s-1} - 1),
-which needs the same backward of stage s. That one is before B_s(k) exactly if w_s <= w_{s-1}: warm-ups never rise from
-one stage to the next. So a cap on one stage holds for all stages after it.
-
-Pure: no clock, no asyncio, no numpy.
+No deadlock: B_s(k) follows F_s(w_s + k), which waits for B_{s-1} of a micro-batch before k exactly if w_s <= w_{s-1}.
+So warm-ups never rise from one stage to the next, and a cap on one stage holds for all stages after it.
 """
 
 from __future__ import annotations
@@ -38,13 +31,12 @@ from p2ptrain.core.footprint import GPIPE
 from wire.job_messages import MAX_STAGES
 
 MAX_MICRO_BATCHES = 65_536
+ONE_F_ONE_B = "1f1b"
 SLACK = 0.01
 """Fraction of the time that a schedule may lose to save memory."""
 
 
 class Kind(Enum):
-    """The kind of an operation; the value is its text form."""
-
     FORWARD = "F"
     BACKWARD = "B"
 
@@ -114,17 +106,6 @@ class StageSchedule:
         further = self.warm_ups[hop] - self.warm_ups[hop + 1]
         return min(self.micro_batches, max(3, further + 2))
 
-    def validate(self) -> None:
-        """Assert the invariants: each micro-batch once, forward before backward, no deadlock."""
-        for stage in range(self.stages):
-            operations = self.order(stage)
-            assert len(operations) == (1 + self.backward) * self.micro_batches == len(set(operations))
-            for index in range(self.micro_batches) if self.backward else ():
-                forward = operations.index(StageOperation(Kind.FORWARD, index))
-                assert forward < operations.index(StageOperation(Kind.BACKWARD, index))
-        nothing = (0.0,) * self.stages
-        assert simulate(self, StageCosts(nothing, nothing, nothing[1:], nothing[1:])) == 0.0
-
 
 def gpipe(stages: int, micro_batches: int, max_in_flight: int = 0) -> StageSchedule:
     """``max_in_flight``: 0: all."""
@@ -141,25 +122,19 @@ def one_f_one_b(stages: int, micro_batches: int) -> StageSchedule:
 
 
 def extended(
-    micro_batches: int,
-    round_trips_s: Sequence[float],
-    period_s: float,
-    *,
-    slack: float = SLACK,
-    max_in_flight: Sequence[int] = (),
+    micro_batches: int, round_trips_s: Sequence[float], period_s: float, *, max_in_flight: Sequence[int] = ()
 ) -> StageSchedule:
     """1F1B with warm-ups long enough to hide the links.
 
     Args:
         round_trips_s: for each hop, the transfer times of a micro-batch's activations and of its gradients, added up.
         period_s: time of one forward and one backward at the slowest stage; infinite if unknown.
-        slack: the pace may be slower than the slowest stage's by this fraction.
         max_in_flight: for each stage the most micro-batches that its memory allows, at least 1; empty: no bound. A
             bound below the need makes the stage wait.
     """
     needed = [0]
     for round_trip_s in reversed(round_trips_s):
-        periods = (1 + min(round_trip_s / period_s, micro_batches)) / (1 + slack)  # more are never in flight
+        periods = (1 + min(round_trip_s / period_s, micro_batches)) / (1 + SLACK)  # more are never in flight
         needed.append(needed[-1] + math.ceil(periods))
     warm_ups, most = [], micro_batches
     for stage, warm_up in enumerate(reversed(needed)):
@@ -182,9 +157,14 @@ def choose_schedule(
     Args:
         max_in_flight: configured; 0: no limit.
         room: for each stage, the micro-batches that its memory allows; 0: any number. Others are as in ``extended``.
+
+    Raises:
+        ValueError: no schedule has that name.
     """
     if name == GPIPE:
         return gpipe(len(room), micro_batches, max_in_flight)
+    if name != ONE_F_ONE_B:
+        raise ValueError(f"no pipeline schedule is named {name!r}")
     most = max_in_flight or micro_batches
     return extended(micro_batches, round_trips_s, period_s, max_in_flight=[min(most, each or most) for each in room])
 
