@@ -114,14 +114,6 @@ class RingRequests:
         self.granted = _NO_FLAG
 
 
-@dataclass(slots=True)
-class Postponed:
-    """What arrived while the state was being changed (rule 2), or was missing."""
-
-    view: View | None = None
-    broken: ev.ViewBroken | None = None
-
-
 class JobMember(ABC):
     """Args: ``checkpoint_every``: steps between checkpoints; 0: none. The last step always has one."""
 
@@ -141,7 +133,9 @@ class JobMember(ABC):
         self.history: deque[str] = deque(maxlen=40)
         self._checkpoint_every = checkpoint_every
         self._ticket = 0
-        self._requests, self._postponed = RingRequests(), Postponed()
+        self._requests = RingRequests()
+        self._postponed_view: View | None = None  # what arrived while the state was being changed (rule 2) or missing
+        self._postponed_break: ev.ViewBroken | None = None
 
     # ------------------------------------------------------------------------------------------------ the one mutator
 
@@ -166,7 +160,7 @@ class JobMember(ABC):
         generation = self.view.generation if self.view else 0
         match event:
             case ev.ViewArrived(view):
-                newest = self._postponed.view or self.view
+                newest = self._postponed_view or self.view
                 return newest is not None and view.generation <= newest.generation
             case ev.ViewBroken():
                 return self.view is None or event.generation != generation
@@ -219,8 +213,8 @@ class JobMember(ABC):
         assert self.applied >= 0
         assert self.lineage or self.phase in (MemberPhase.EMPTY, MemberPhase.FAILED)
         assert not self.running or self.view is not None
-        assert self._postponed.broken is None or self.phase in CHANGING
-        assert self._postponed.view is None or self.phase in CHANGING | {MemberPhase.EMPTY}
+        assert self._postponed_break is None or self.phase in CHANGING
+        assert self._postponed_view is None or self.phase in CHANGING | {MemberPhase.EMPTY}
 
     # ----------------------------------------------------------------------------------------- what a way to train adds
 
@@ -240,7 +234,7 @@ class JobMember(ABC):
 
     def _load(self, event: ev.StateLoaded) -> list[Any]:
         instructions = self._leave("the state was replaced") if self.running else []
-        view = self._take_postponed().view
+        view, _ = self._take_postponed()
         self._replace(event)
         self.torn, self.reloaded, self.phase = False, True, MemberPhase.IDLE
         return [*instructions, ev.SendReport(self.report("ready")), *(self._enter(view) if view else [])]
@@ -281,7 +275,7 @@ class JobMember(ABC):
         return (self._leave("a new view was announced") if self.running else []) + self._enter(event.view)
 
     def _postpone_view(self, event: ev.ViewArrived) -> list[Any]:
-        self._postponed.view = event.view
+        self._postponed_view = event.view
         return []
 
     def _enter(self, view: View) -> list[Any]:
@@ -294,12 +288,21 @@ class JobMember(ABC):
         return old + self.begin_view(view)
 
     def _postpone_break(self, event: ev.ViewBroken) -> list[Any]:
-        self._postponed.broken = self._postponed.broken or event
+        self._postponed_break = self._postponed_break or event
         return []
 
-    def _take_postponed(self) -> Postponed:
-        postponed, self._postponed = self._postponed, Postponed()
+    def _take_postponed(self) -> tuple[View | None, ev.ViewBroken | None]:
+        postponed = self._postponed_view, self._postponed_break
+        self._postponed_view = self._postponed_break = None
         return postponed
+
+    def _follow_postponed(self, *, stops: bool = False) -> list[Any]:
+        """After a change of the state: enter the view that arrived meanwhile, or break off. Empty if neither came.
+        ``stops``: the ring stops here, so a break does not matter."""
+        view, broken = self._take_postponed()
+        if view is not None:
+            return self._leave("a new view was announced") + self._enter(view)
+        return self._break_off(broken) if broken is not None and not stops else []
 
     def _break_off(self, event: ev.ViewBroken) -> list[Any]:
         cause = {"suspect": event.suspect, "reason": event.reason, "cause": event.cause, "beside": event.beside}

@@ -65,7 +65,6 @@ STEPS: Table = {
     (_P.VOTING, ev.TokensGathered): ("judge", {_P.APPLYING: ev.Apply, **LEAVES}),  # rules 1, 4 and 6
     (_P.APPLYING, ev.ActivityFinished): ("commit", {**_ENDS, **ENTERS, **LEAVES}),  # rule 6
     (_P.CONFIRMING, ev.DigestsGathered): ("compare", {_P.BOUNDARY: ev.Boundary, **LEAVES}),  # rule 5
-    (_P.CONFIRMING, ev.ViewBroken): ("stop_unconfirmed", {_P.BOUNDARY: ev.Boundary, **LEAVES}),  # rule 5
     (_P.BOUNDARY, ev.ActivityFinished): ("go_on", {**_STARTS, **STOPS}),  # rule 4
 }
 
@@ -131,12 +130,7 @@ class Transaction(JobMember):
     def _finish_redo(self, _: ev.ActivityFinished) -> list[Any]:
         self.square_sum = self._redone_square_sum
         record = self._apply_prepared()
-        postponed = self._take_postponed()
-        if postponed.view is not None:
-            return record + self._leave("a new view was announced") + self._enter(postponed.view)
-        if postponed.broken is not None:
-            return record + self._break_off(postponed.broken)
-        return record + self._begin(_P.FORMING, ev.FormRing, self._current)
+        return record + (self._follow_postponed() or self._begin(_P.FORMING, ev.FormRing, self._current))
 
     def _heal_or_start(self, _: ev.ActivityFinished) -> list[Any]:
         view = self._current
@@ -231,19 +225,11 @@ class Transaction(JobMember):
         return [record]
 
     def _commit(self, _: ev.ActivityFinished) -> list[Any]:
-        record = self._apply_prepared()
-        postponed = self._take_postponed()
-        broken = postponed.broken
-        if postponed.view is not None:
-            return record + self._leave("a new view was announced") + self._enter(postponed.view)
-        if broken is not None and not self.stopping:
-            return record + self._break_off(broken)
+        record, save = self._apply_prepared(), self._is_checkpoint_due
+        if following := self._follow_postponed(stops=self.stopping and not save):
+            return record + following
         self.shares = self._next_shares
-        if not self._is_checkpoint_due:
-            return record + self._begin_boundary(save=False)
-        if broken is not None:
-            return record + self._stop_unconfirmed(broken)
-        return record + self._confirm()
+        return record + (self._confirm() if save else self._begin_boundary(save=False))
 
     def _confirm(self) -> list[Any]:
         return self._begin(_P.CONFIRMING, ev.Confirm, self.applied)
@@ -257,14 +243,6 @@ class Transaction(JobMember):
             self.torn = True
             return self._break_off(ev.ViewBroken(0, "", "this member's state differs from the other members'"))
         return self._begin_boundary(save=True)
-
-    def _stop_unconfirmed(self, event: ev.ViewBroken) -> list[Any]:
-        """Handle a break before the step was confirmed. If all members voted to stop here, this member stops without a
-        checkpoint. But the run's last step needs its checkpoint, so a break there ends the view."""
-        if not self.stopping or self._is_last:
-            return self._break_off(event)
-        self._requests.waiting |= self._requests.granted & Flag.SAVE  # still wanted, after a later step
-        return self._begin_boundary(save=False)
 
     @property
     def _rank(self) -> int:

@@ -120,11 +120,8 @@ class VersionMember(JobMember):
             ends = version.last
         else:
             raise self._invalid("no version was to be applied")
-        postponed = self._take_postponed()
-        if postponed.view is not None:
-            return record + self._leave("a new view was announced") + self._enter(postponed.view)
-        if postponed.broken is not None and not ends:
-            return record + self._break_off(postponed.broken)
+        if following := self._follow_postponed(stops=ends):
+            return record + following
         if isinstance(version, ev.VersionPulled):
             return self._after_pull(version)
         return record + self._begin_boundary(save=self._is_checkpoint_due)
