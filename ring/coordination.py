@@ -25,14 +25,12 @@ TORN_S = 3.0
 """How long the others wait for a member that was healing. It may have to load its state again."""
 RETURN_S = 10.0
 """How long stopped members wait for an absent one. Longer than a worker pauses between attempts to reach the seed."""
-LEAVE_S = 1.0
-"""If a ring stops unasked, a member is leaving and reports so next. A view with it would break at once."""
-UNDIALLED_S = 600.0
-"""How long two members that did not reach each other are not placed beside each other, if another order exists."""
 SAVE_AGAIN_S, SAVE_AGAIN_MOST_S = 5.0, 60.0
 """Pause between two attempts to save a job's result; it doubles when every member has tried."""
 MOST_ASYNCHRONOUS = 1024
 """Members of an asynchronous view; the server's memory allows fewer."""
+MOST_AWAY = 1024
+"""Workers that are away and whose part is remembered; any other comes back as a spare."""
 CATCHING_UP_PER_MEMBER = 2
 """Newcomers that catch up at a time, per member. Each member sends to two, so any crowd is in after a few rounds."""
 
@@ -67,7 +65,6 @@ class JobWorker:
     """A worker as views name it. ``host`` and ``port`` are the address of its data port.
 
     Attributes:
-        follows: it can fetch the state beside a running ring (``CatchUp``).
         memory_bytes: memory for parts of models; 0: not reported.
         flops: measured speed of its computing; 0: not known; None: it will be reported.
         on_host: it computes on a CPU.
@@ -77,7 +74,6 @@ class JobWorker:
     name: str
     host: str
     port: int
-    follows: bool = False
     memory_bytes: int = 0
     flops: float | None = 0.0
     on_host: bool = True
@@ -369,7 +365,6 @@ class KnownPeer:
         returned: it reconnected with its state, and may follow a ring that an earlier connection asked it to follow.
         asked: ``restore_step`` of an assignment that it has not answered yet. It is asked nothing else before.
         entered: step and lineage that it had when it became a member of the view.
-        ready_at: when it first reported a state.
     """
 
     peer: JobWorker
@@ -377,7 +372,6 @@ class KnownPeer:
     entered: tuple[int, str] | None = None
     returned: bool = False
     asked: int | None = None
-    ready_at: float = math.inf
 
 
 @dataclass(slots=True)
@@ -403,18 +397,21 @@ class Roster:
     healing: set[str] = field(default_factory=set)
     committed: bool = True
 
-    def name(self, peer_id: str) -> str:
+    def name(self, peer_id: str, view: View | None = None) -> str:
         known = self.peers.get(peer_id)
-        return known.peer.name if known else peer_id
+        return known.peer.name if known else view.name_of(peer_id) if view else peer_id
 
     def part_of(self, peer_id: str) -> int | None:
         """The part that the worker holds or builds; None: a spare, which was assigned nothing yet."""
         return self.held.get(peer_id) if self.parts > 1 else 0
 
     def give(self, peer_id: str, part: int) -> None:
-        """Note that the worker is assigned a part. Of the workers that are away, only the newest 1024 are remembered;
-        any other comes back as a spare."""
-        self.held = held_with(self.held, peer_id, part, self.peers)
+        """Note that the worker is assigned a part."""
+        self.held.pop(peer_id, None)  # the newest are at the end
+        self.held[peer_id] = part
+        away = [key for key in self.held if key not in self.peers]
+        for key in away[: max(0, len(away) - MOST_AWAY)]:
+            del self.held[key]
         self.peers[peer_id].standing = None
 
     def by_part(self, reports: Reports) -> list[Reports]:
@@ -439,6 +436,9 @@ class Roster:
 
     def forget(self, peer_id: str) -> None:
         self.peers.pop(peer_id, None)
+        self.note_stopped(peer_id)
+
+    def note_stopped(self, peer_id: str) -> None:
         for group in (self.running, self.unheard, self.away, self.healing):
             group.discard(peer_id)
 
@@ -548,72 +548,66 @@ class Deadlines:
         return due
 
 
-@dataclass(slots=True)
-class _CatchUpState:
-    """A newcomer that catches up. ``due``: when it is let in anyway. ``following``: it may be let in now. ``overdue``:
-    its time is over, or it was let in. ``anew``: it reported ``ready``, so it does not fetch, and must be asked again
-    to follow."""
-
-    due: float
-    following: bool = False
-    overdue: bool = False
-    anew: bool = False
-
-
 class CatchUps:
     """Newcomers that fetch the state beside the running ring, by peer id.
 
     A newcomer is asked to *catch up*. It reports that it *follows* when it is at most a step behind, or cannot get that
-    close. Then it is let in, and the ring stops only for a new view. It is also let in when its time is over: then it
+    close. Then it may enter, and the ring stops only for a new view. It may also enter when its time is over: then it
     heals within the ring.
+
+    Attributes:
+        moving: newcomers whose state changes beside the ring, so that an earlier report of it does not count.
     """
 
     def __init__(self) -> None:
-        self._catching_up: dict[str, _CatchUpState] = {}
+        self.moving: set[str] = set()
+        self._enters_at: dict[str, float] = {}  # when a newcomer may enter anyway; -inf: it may
 
-    @property
-    def moving(self) -> frozenset[str]:
-        """Newcomers whose state changes beside the ring, so that an earlier report of it does not count."""
-        return frozenset(peer_id for peer_id, chase in self._catching_up.items() if not chase.anew)
+    def __contains__(self, peer_id: str) -> bool:
+        return peer_id in self._enters_at
 
     def next(self) -> list[float]:
-        return [chase.due for chase in self._catching_up.values() if not chase.following]
+        return [at for at in self._enters_at.values() if at > -math.inf]
 
     def expire(self, now: float) -> None:
-        for chase in self._catching_up.values():
-            if not chase.following and chase.due <= now:
-                chase.following = chase.overdue = True
+        for peer_id, at in self._enters_at.items():
+            if at <= now:
+                self._enters_at[peer_id] = -math.inf
 
-    def to_ask(self, outside: Collection[str], members: int, room: int) -> list[str]:
-        """Which of the newcomers ``outside`` a ring of ``members`` to ask now, if the view has ``room`` for more."""
-        under_way = [chase for peer_id, chase in self._catching_up.items() if peer_id in outside and not chase.anew]
-        chasing = sum(not chase.following for chase in under_way)
-        catching_up = ((peer_id, self._catching_up.get(peer_id)) for peer_id in sorted(outside))
-        wanted = [peer_id for peer_id, chase in catching_up if chase is None or (chase.anew and not chase.following)]
-        return wanted[: max(min(CATCHING_UP_PER_MEMBER * members - chasing, room - len(under_way)), 0)]
+    def choose(self, late: Collection[str], members: int, room: int) -> list[str]:
+        """Which of the ``late`` newcomers a ring of ``members`` should ask now, if the view has ``room`` for more."""
+        moving = self.moving.intersection(late)
+        fetching = [peer_id for peer_id in moving if not self.may_enter(peer_id)]
+        waiting = [peer_id for peer_id in sorted(late) if peer_id not in moving and not self.may_enter(peer_id)]
+        return waiting[: max(min(CATCHING_UP_PER_MEMBER * members - len(fetching), room - len(moving)), 0)]
 
-    def asked(self, peer_id: str, now: float, reduce_bytes: int, grace_s: float) -> None:
-        """Record that the peer was asked. Its time begins with the first request."""
+    def begin(self, peer_id: str, now: float, reduce_bytes: int, grace_s: float) -> None:
+        """Record that the peer was asked to catch up. Its time begins with the first request."""
         # The time allows for one megabyte per second, as for members that heal within a ring.
-        due = now + grace_s + REDUCED_TO_STATE * reduce_bytes / 1e6
-        self._catching_up.setdefault(peer_id, _CatchUpState(due)).anew = False
+        self._enters_at.setdefault(peer_id, now + grace_s + REDUCED_TO_STATE * reduce_bytes / 1e6)
+        self.moving.add(peer_id)
 
-    def let_in(self, peer_id: str, *, anew: bool) -> None:
-        self._catching_up.setdefault(peer_id, _CatchUpState(0.0, following=True, overdue=True, anew=anew))
+    def let_in(self, peer_id: str) -> None:
+        self._enters_at[peer_id] = -math.inf
 
     def take_status(self, peer_id: str, status: str) -> None:
-        if chase := self._catching_up.get(peer_id):
-            chase.anew = status == "ready"
-            chase.following = chase.overdue or not chase.anew
+        """Take in a report: ``following``, or ``ready`` if the peer began anew."""
+        if status == "ready":
+            self.moving.discard(peer_id)
+        else:
+            self.moving.add(peer_id)
+            self.let_in(peer_id)
 
-    def through(self, peer_id: str) -> bool:
-        return peer_id in self._catching_up and self._catching_up[peer_id].following
+    def may_enter(self, peer_id: str) -> bool:
+        return self._enters_at.get(peer_id) == -math.inf
 
     def forget(self, peer_id: str) -> None:
-        self._catching_up.pop(peer_id, None)
+        self._enters_at.pop(peer_id, None)
+        self.moving.discard(peer_id)
 
     def clear(self) -> None:
-        self._catching_up.clear()
+        self._enters_at.clear()
+        self.moving.clear()
 
 
 Reports = dict[str, Report]
@@ -625,15 +619,6 @@ def holds(report: Report, step: int, lineage: str) -> bool:
     if (report.applied, report.lineage) == (step, lineage):
         return True
     return report.status in STANDSTILL and (report.prepared, report.prepared_lineage) == (step, lineage)
-
-
-def held_with(held: Mapping[str, int], peer_id: str, part: int, here: Collection[str]) -> dict[str, int]:
-    """``StoredJob.held`` with a worker that was assigned ``part``. Of those that are not ``here``, the newest 1024."""
-    parts = {key: value for key, value in held.items() if key != peer_id} | {peer_id: part}
-    away = [key for key in parts if key not in here and key != peer_id]
-    for key in away[: max(0, len(away) - 1024)]:
-        del parts[key]
-    return parts
 
 
 def other_data(corpus: str, ours: str) -> str:

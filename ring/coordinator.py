@@ -7,10 +7,10 @@ Rules
        heals. The state on its own disk counts only if the survivors lack a part of the state.
     3. A view starts at the highest step that a survivor applied and of which survivors hold all parts. A member that
        can redo that step is healthy, too.
-    4. A lost link to the seed is not a death, not even if all links are lost: a neighbour in the ring notices a death
-       at once and reports ``broken``. If a member stays away while the ring runs on, the coordinator holds the ring,
-       and the next view is without that member. Before the first commit of a view there may be no ring that notices,
-       so there a lost link counts as a death. If a member comes back as a new worker, its whole view has no ring.
+    4. A lost link to the seed is not a death: a neighbour in the ring notices a death at once and reports ``broken``.
+       If a member stays away while the ring runs on, the coordinator holds the ring, and the next view is without that
+       member. Before the first commit of a view there may be no ring that notices, so there a lost link counts as a
+       death. If a member comes back as a new worker, its whole view has no ring.
     5. Without survivors, the coordinator gives up no state that may still come back. It starts from less than the
        newest known step only if no peer can have more, or after its patience: the time that the lost steps took to
        compute, within ``grace_s`` and ``build_s``. The states of an abandoned branch do not count (``RecoveryPolicy``).
@@ -22,14 +22,12 @@ Rules
     8. *Two sides.* The newest generation that the seed minted wins, however far another side has come. A side that is
        cut off from the seed continues with unchanged members only. It never forms a new ring: when it breaks, it stops.
        The coordinator takes it back as it is, as long as no newer generation was minted. After that its members are
-       released and come in as newcomers. If all members of a ring are cut off and fresh workers come, rule 5 applies:
-       they start from less than the newest known step only after the patience. Then the old side has lost.
+       released and come in as newcomers.
     9. A member that repeatedly dies, breaks links or spoils steps is excluded for a while (``ring.quarantine``). An
        excluded member is in a view only if no other member is there, or no other holds its part of the state.
    10. A *replica* is one worker for each part of the model; with one part it is one worker. Replicas are formed when a
        view is minted, from workers of any earlier replicas. A worker keeps its part as long as its disk may hold it.
-       A spare gets a part if that completes a replica (``ring.parts``). If no holder of a part comes back within the
-       patience, and a whole checkpoint is here, a worker of another part may take it, but not the last of its own.
+       A spare gets a part if that completes a replica (``ring.parts``).
    11. A job is done when its result, the state after the last step, is on a disk. Until then the members keep it, and
        the coordinator asks one after another to save it, also newcomers. If only the parts of a split model are saved
        after every member has tried to assemble them, they are enough.
@@ -70,7 +68,6 @@ from typing import Any
 from ring import coordination as co
 from ring.coordination import (
     ENDED,
-    LEAVE_S,
     OUTSIDE,
     RETURN_S,
     SAVE_AGAIN_MOST_S,
@@ -180,10 +177,10 @@ class Coordinator:
             return f"is {'paused' if self.paused else self.state}"
         if peer_id in self._failures.banned:
             return "has released it"
-        most = self.options.most * self._roster.parts
+        limit = self.options.most * self._roster.parts
         holds_state = peer_id in self._roster.held or (self.restore is not None and self.restore.peer_id == peer_id)
-        full = len(self._roster.peers) >= most
-        return f"has the {most} workers that it can use" if full and not holds_state else ""
+        full = len(self._roster.peers) >= limit
+        return f"has the {limit} workers that it can use" if full and not holds_state else ""
 
     def kept_out(self) -> dict[str, tuple[str, float]]:
         """Why workers of this job do not train now, and until when (``inf``: not known), for their own terminals."""
@@ -249,7 +246,7 @@ class Coordinator:
         assert not self._catch_ups.moving & who.running, history
         assert phase is not JobPhase.RUNNING or who.running | who.away, history
         assert phase is not JobPhase.RUNNING or not who.unheard | who.away or "absence" in self._deadlines, history
-        assert phase is not JobPhase.STOPPING or who.running or "leave" in self._deadlines, history
+        assert phase is not JobPhase.STOPPING or who.running, history
         assert (phase is JobPhase.STOPPING) == ("stop" in self._deadlines), history
         assert phase is not JobPhase.WAITING or not who.running, history
         assert phase is not JobPhase.PAUSED or self.paused, history
@@ -258,7 +255,7 @@ class Coordinator:
 
     # ----------------------------------------------------------------------------------------------------------- events
 
-    def _offered(self, event: co.PeerOffered, now: float) -> None:
+    def _take_offer(self, event: co.PeerOffered, now: float) -> None:
         peer_id = event.peer.peer_id
         if self.refusal(peer_id):
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state} and accepts no workers now"))
@@ -267,9 +264,9 @@ class Coordinator:
         self._recovery.arrived()
         if self._roster.part_of(peer_id) is not None:
             self._assign(peer_id)
-        self._no_longer_trains(peer_id, now)  # rule 4
+        self._note_stop(peer_id, now)  # rule 4
 
-    def _returned(self, event: co.PeerReturned, now: float) -> None:
+    def _take_return(self, event: co.PeerReturned, now: float) -> None:
         peer_id = event.peer.peer_id
         if self.phase in ENDED or self._roster.part_of(peer_id) is None:
             self._out.append(co.SendRelease(peer_id, f"the job is {self.state}"))
@@ -287,7 +284,7 @@ class Coordinator:
             if self.phase is JobPhase.RUNNING:
                 self._deadlines.start("absence", now + self.options.grace_s)
 
-    def _reported(self, event: co.PeerReported, now: float) -> None:
+    def _take_report(self, event: co.PeerReported, now: float) -> None:
         known, report = self._roster.peers.get(event.peer_id), event.report
         if known is None or self._roster.part_of(event.peer_id) is None:
             return
@@ -295,14 +292,14 @@ class Coordinator:
         if report.status in OUTSIDE:
             self._take_outside(known, report, now)
         elif report.status == "failed":
-            self._failed(known, report, now)
+            self._take_failure(known, report, now)
         elif self._goes_back:
             return  # it must load a checkpoint; the state before that does not matter
         elif current:
-            self._of_the_view(known, report, now)
-        elif report.status in STANDSTILL and self._never_heard(event.peer_id, report):
+            self._take_member_report(known, report, now)
+        elif report.status in STANDSTILL and self._never_got_view(event.peer_id, report):
             known.standing = report
-            self._no_longer_trains(event.peer_id, now)
+            self._note_stop(event.peer_id, now)
         elif event.peer_id in self._roster.running:
             return  # sent before its current view was announced
         elif self.phase in (JobPhase.RUNNING, JobPhase.STOPPING) and report.status in {*STANDSTILL, "training"}:
@@ -312,7 +309,7 @@ class Coordinator:
         elif report.status == "training":
             self._give_up(event.peer_id)
 
-    def _never_heard(self, peer_id: str, report: Report) -> bool:
+    def _never_got_view(self, peer_id: str, report: Report) -> bool:
         """Whether a member of the view, which reports an earlier one, did not receive the view because it or the seed
         was lost. Then the view has never begun: no step is committed without all of its members."""
         view = self.view
@@ -326,31 +323,27 @@ class Coordinator:
         self._forget(peer_id)
         self._out.append(co.SendRelease(peer_id, "the ring continued without this worker; it will join again"))
 
-    def _of_the_view(self, known: KnownPeer, report: Report, now: float) -> None:
+    def _take_member_report(self, known: KnownPeer, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
         self._roster.unheard.discard(peer_id)
         self._recovery.known_step = max(self.known_step, report.applied)
         if report.status == "training":
-            self._trains(known, now)
+            self._note_training(known, now)
         elif report.status == "healed":
             self._roster.healing.discard(peer_id)
         elif report.status == "hung" and peer_id in self._roster.running:
-            self._hung(peer_id, report.reason, now)
+            self._take_hang(peer_id, report.reason, now)
         elif report.status in STANDSTILL:
             if report.status == "done" and report.applied < self.options.least_steps:
                 report = replace(report, status="held")  # by the member's word alone
             known.standing = report
             if report.status == "broken":
                 if report.cause == DIAL and self.view and self.view.rank_of(report.suspect) is not None:
-                    self._ring_planner.undialled[peer_id, report.suspect] = now
-                self._quarantine.reported(peer_id, report)
-            self._no_longer_trains(peer_id, now, report.status)
-            if report.suspect in self._roster.unheard and report.suspect not in self._roster.peers:
-                # Neither its neighbour nor this seed has a link to it.
-                self._forget(report.suspect)
-                self._quarantine.fallen.add(report.suspect)
+                    self._ring_planner.undialled.add((peer_id, report.suspect))
+                self._quarantine.take_report(peer_id, report)
+            self._note_stop(peer_id, now, broken=report.status == "broken")
 
-    def _trains(self, known: KnownPeer, now: float) -> None:
+    def _note_training(self, known: KnownPeer, now: float) -> None:
         known.standing = None
         self._catch_ups.forget(known.peer.peer_id)  # it followed until it received its view
         self._roster.away.discard(known.peer.peer_id)
@@ -370,16 +363,17 @@ class Coordinator:
         if report.status == "following" and peer_id not in self._catch_ups.moving:
             if not known.returned or peer_id in self._roster.running - self._roster.unheard:
                 return  # it was let in or called back in the meantime
-            self._catch_ups.let_in(peer_id, anew=False)
+            self._catch_ups.take_status(peer_id, report.status)
         if report.corpus and not self.corpus:
             self.corpus = report.corpus
             self._out.append(co.SetCorpus(report.corpus))
         if report.corpus != self.corpus:
             self._ban(known, co.other_data(report.corpus, self.corpus), "corpus")
-        elif not self._goes_back or self._has_reverted(known, report):
-            known.standing, known.asked, known.ready_at = report, None, min(known.ready_at, now)
-            self._catch_ups.take_status(peer_id, report.status)
-        self._no_longer_trains(peer_id, now)
+        elif not self._goes_back or self._has_gone_back(known, report):
+            known.standing, known.asked = report, None
+            if peer_id in self._catch_ups:
+                self._catch_ups.take_status(peer_id, report.status)
+        self._note_stop(peer_id, now)
 
     @property
     def _goes_back(self) -> bool:
@@ -391,7 +385,7 @@ class Coordinator:
         holder = self.restore.peer_id if self.restore is not None else ""
         return bool(holder) and holder not in self._roster.peers and "restore" not in self._deadlines.passed
 
-    def _has_reverted(self, known: KnownPeer, report: Report) -> bool:
+    def _has_gone_back(self, known: KnownPeer, report: Report) -> bool:
         """Whether the report answers the request to go back. If it answers an earlier request, asks again."""
         assert self.restore is not None
         step = self.restore.step
@@ -401,33 +395,30 @@ class Coordinator:
         self._assign(known.peer.peer_id)
         return False
 
-    def _failed(self, known: KnownPeer, report: Report, now: float) -> None:
+    def _take_failure(self, known: KnownPeer, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id
         reason = report.reason or "it gave no reason"
         if self._is_current(peer_id, report.generation):
             self._failures.in_view[peer_id] = reason
         self._ban(known, f"cannot continue: {reason}", "member-failed")
-        self._no_longer_trains(peer_id, now)
+        self._note_stop(peer_id, now)
         if not self._roster.peers and self.view is None and "return" not in self._deadlines:
             self._end(JobPhase.FAILED, reason)
         elif not self._roster.peers and self.phase is JobPhase.WAITING:
             self.reason = f"waiting for another worker: {known.peer.name} cannot continue: {reason}"
             self._failures.last = reason
 
-    def _no_longer_trains(self, peer_id: str, now: float, status: str = "broken") -> None:
+    def _note_stop(self, peer_id: str, now: float, *, broken: bool = True) -> None:
+        """A member no longer trains. ``broken``: the others report soon, too; else the slowest one's disk decides."""
         if peer_id not in self._roster.running | self._roster.away:
             return
-        for group in (self._roster.running, self._roster.unheard, self._roster.away, self._roster.healing):
-            group.discard(peer_id)
+        self._roster.note_stopped(peer_id)
         if self.phase is JobPhase.RUNNING:
             self._stop(now, "the ring stopped")
-            if status == "held":
-                self._deadlines.arm("leave", now + LEAVE_S)
-        if status == "broken":  # then all others report soon; held and done wait for the slowest member's disk
-            self._quarantine.broken = True
+        if broken:
             self._hurry(now)
 
-    def _hung(self, peer_id: str, why: str, now: float) -> None:
+    def _take_hang(self, peer_id: str, why: str, now: float) -> None:
         """Remove a member whose computing does not move. If no other member holds its part, it has more time first."""
         part_of, others = self._roster.part_of, self._roster.running - {peer_id}
         if part_of(peer_id) not in map(part_of, others) and "hung" not in self._deadlines.passed:
@@ -441,16 +432,16 @@ class Coordinator:
         self._strike_off({peer_id}, why)
         if self.phase is JobPhase.RUNNING:
             self._stop(now, f"{self._name(peer_id)} was removed")
-        self._quarantine.broken = True
         self._hurry(now)
 
     def _hurry(self, now: float) -> None:
-        if self._quarantine.broken and self.phase is JobPhase.STOPPING:
-            self._deadlines.drop("leave")
+        """The ring is broken: wait less long for those that have not stopped."""
+        self._quarantine.broken = True
+        if self.phase is JobPhase.STOPPING:
             patience_s = self.options.settle_s if self._roster.running - self._roster.healing else TORN_S
             self._deadlines.hasten("stop", now + patience_s)
 
-    def _lost(self, event: co.PeerLost, now: float) -> None:
+    def _take_loss(self, event: co.PeerLost, now: float) -> None:
         peer_id = event.peer_id
         self._failures.banned.discard(peer_id)
         self._planner.too_small.discard(peer_id)
@@ -463,7 +454,6 @@ class Coordinator:
         self._quarantine.fallen.add(peer_id)
         if event.left:
             self._quarantine.excused.add(peer_id)
-        self._deadlines.drop("leave")
         if was_running and self.phase is JobPhase.RUNNING:
             if event.left:
                 self._stop(now, f"{known.peer.name} left")
@@ -474,9 +464,10 @@ class Coordinator:
                 self._deadlines.start("absence", now + self.options.grace_s)
                 if not self._roster.running:
                     self.reason = "no member is connected; the ring may still be running"
-        self._hurry(now)
+        if self._quarantine.broken:
+            self._hurry(now)
 
-    def _progress(self, event: co.StepCommitted, now: float) -> None:
+    def _take_commit(self, event: co.StepCommitted, now: float) -> None:
         if self.view and event.step <= self.view.step:
             return  # repeated or late: tells nothing about the speed of this ring
         self._recovery.progressed(event.step, event.step_s)
@@ -484,20 +475,19 @@ class Coordinator:
             self._roster.committed = True
             self._deadlines.drop("hung")
             self._roster.healing.clear()  # a step is committed by all members or by none
-            self._quarantine.committed(event.step)
+            self._quarantine.take_commit(event.step)
 
-    def _measured_anew(self, event: co.LinksMeasured, now: float) -> None:
-        self._ring_planner.measured = event
-
-    def _take_capabilities(self, event: co.PeerTold, now: float) -> None:
-        if known := self._roster.peers.get(event.peer.peer_id):
-            known.peer = event.peer
-
-    def _surveyed(self, event: Signal, now: float) -> None:
-        self._planner.surveyed()
-
-    def _saved(self, event: co.CheckpointsSaved, now: float) -> None:
-        self._recovery.saved = event
+    def _learn(self, event: co.Event, now: float) -> None:
+        """Take in a fact that applies from the next decision on."""
+        match event:
+            case co.LinksMeasured():
+                self._ring_planner.measured = event
+            case co.CheckpointsSaved():
+                self._recovery.saved = event
+            case co.PeerTold(peer=peer) if known := self._roster.peers.get(peer.peer_id):
+                known.peer = peer
+            case Signal.SURVEYED:
+                self._planner.surveyed()
 
     def _pause(self, event: Signal, now: float) -> None:
         """Pause the job. The members save the step at which they stop, so that ``_yield`` can release them."""
@@ -566,12 +556,12 @@ class Coordinator:
         disturbed = self._roster.unheard | self._roster.away | self._roster.healing
         if self.phase is JobPhase.RUNNING and not disturbed and (names := self._let_in(now)):
             self._stop(now, f"{', '.join(names)} joining")
-        if self.phase is JobPhase.STOPPING and not self._roster.running and "leave" not in self._deadlines:
-            self._stood_still(now)
+        if self.phase is JobPhase.STOPPING and not self._roster.running:
+            self._decide_after_stop(now)
         if self.phase is JobPhase.WAITING:
             self._try_mint(now)
 
-    def _stood_still(self, now: float) -> None:
+    def _decide_after_stop(self, now: float) -> None:
         survivors = self._roster.survivors(self.view)
         if self.restore and self.paused:
             self._go(JobPhase.PAUSED, "paused by a person")  # the restore happens after the resume
@@ -584,26 +574,27 @@ class Coordinator:
             self._end(JobPhase.FAILED, next(iter(self._failures.in_view.values())))
         elif self.paused:
             self._go(JobPhase.PAUSED, "paused by a person")
-        elif not self._ends_hopeless(survivors, now):
+        elif not self._apply_verdict(survivors, now):
             self._go(JobPhase.WAITING, "every member has stopped")
 
-    def _ends_hopeless(self, survivors: Reports, now: float) -> bool:
-        """Exclude whom the reports blame, or end or pause the job where that cannot help; returns whether it did."""
-        verdict = self._quarantine.judge(survivors, self.view, self._roster, self._name, now) if self.view else None
-        if verdict is not None and verdict.hopeless:
+    def _apply_verdict(self, survivors: Reports, now: float) -> bool:
+        """Exclude whom the reports blame. Where that cannot help, end or pause the job; returns whether it did."""
+        verdict = self._quarantine.judge(survivors, self.view, self._roster, now) if self.view else None
+        if verdict is None:
+            return False
+        if verdict.hopeless:
             self._end(JobPhase.FAILED, verdict.text)
-        elif verdict is not None:
-            self._tell("error" if verdict.pauses else "warning", verdict.kind, verdict.text)
-            if verdict.pauses:
-                self.paused = True
-                self._go(JobPhase.PAUSED, verdict.text)
-                return True
-        return verdict is not None and verdict.hopeless
+            return True
+        self._tell("error" if verdict.pauses else "warning", verdict.kind, verdict.text)
+        if verdict.pauses:
+            self.paused = True
+            self._go(JobPhase.PAUSED, verdict.text)
+        return verdict.pauses
 
     def _all_done(self, survivors: Reports) -> bool:
         return self._roster.whole(survivors) and all(report.status == "done" for report in survivors.values())
 
-    def _saves_result(self, now: float) -> bool:
+    def _save_result(self, now: float) -> bool:
         """Rule 11: whether the members have only the result to save. Ends the job if it is saved."""
         survivors, options, roster = self._roster.survivors(self.view), self.options, self._roster
         if self.restore or not self._all_done(survivors):
@@ -616,7 +607,7 @@ class Coordinator:
         ready = roster.candidates(self._quarantine.exclusions.out)
         if min(options.places, *map(len, roster.by_part(ready))) > len(survivors) // roster.parts:
             for peer_id in ready.keys() - survivors.keys():
-                self._catch_ups.let_in(peer_id, anew=True)
+                self._catch_ups.let_in(peer_id)
             return False  # newcomers fetch the result, and may have room for it
         unsaved = {self._name(key): report.unsaved for key, report in sorted(survivors.items()) if report.unsaved}
         why = "; ".join(f"{name}: {text}" for name, text in list(unsaved.items())[:2]) or "no member has reported it"
@@ -631,13 +622,13 @@ class Coordinator:
         return True
 
     def _try_mint(self, now: float) -> None:
-        if self._saves_result(now):
+        if self._save_result(now):
             return
         if self.view is not None and self._too_few(len(self._roster.candidates(self._quarantine.exclusions.out))):
             return
-        if self.restore and not self._restored(self.restore, now):
+        if self.restore and not self._try_restore(self.restore, now):
             return
-        if (state := self._carried()) is not None:
+        if (state := self._find_carried_state()) is not None:
             self._mint(state, now)
             return
         self._recall()  # they follow a ring that is gone, or that this seed does not know
@@ -645,7 +636,10 @@ class Coordinator:
         if not self._roster.whole(ready):
             self._recovery.short_since = None
             self._deadlines.drop("grace", "build")
-            self._lacks_parts(ready, now)
+            if self._roster.parts > 1:
+                vacant = [str(part) for part, reports in enumerate(self._roster.by_part(ready)) if not reports]
+                text = f"a worker is needed for part {', '.join(vacant)} of the model's {self._roster.parts} parts"
+                self.reason = self._planner.unfit or text
             return
         if self.view is None:
             lacking = sum(max(0, self.options.replicas - len(part)) for part in self._roster.by_part(ready))
@@ -671,24 +665,10 @@ class Coordinator:
             self.reason = f"{_more_workers(least - fit)} needed ({fit} of {least} are ready)"
         return is_short
 
-    def _carried(self) -> State | None:
+    def _find_carried_state(self) -> State | None:
         """The state that the survivors carry on: the newest one of which they hold all parts."""
         state = newest(self._roster.by_part(self._roster.survivors(self.view))) if self.view else None
         return state if state is not None and self.view is not None and state[0] >= self.view.step else None
-
-    def _lacks_parts(self, ready: Reports, now: float) -> None:
-        if self._roster.parts == 1:
-            return
-        parts, held = self._roster.parts, {self._roster.part_of(peer_id) for peer_id in self._roster.peers}
-        kept = max((step for key in self._roster.peers for step in self._recovery.saved.wholes.get(key, ())), default=0)
-        if kept and not held >= set(range(parts)):
-            patience_s = self._recovery.patience_s(kept, self.options.grace_s, self.options.build_s)
-            self._deadlines.start("part", now + patience_s)
-        else:
-            self._deadlines.drop("part")
-        lacking = [str(part) for part, reports in enumerate(self._roster.by_part(ready)) if not reports]
-        text = f"a worker is needed for part {', '.join(lacking)} of the model's {parts} parts"
-        self.reason = self._planner.unfit or text
 
     def _be_patient(self, ready: Reports, now: float) -> None:
         if self._recovery.short_since is None:
@@ -705,7 +685,7 @@ class Coordinator:
         self.restore, self._recovery.tries = co.Restore(step, "", ""), step
         self._begin_restore(now)
 
-    def _restored(self, restore: co.Restore, now: float) -> bool:
+    def _try_restore(self, restore: co.Restore, now: float) -> bool:
         """Mint a view from the chosen checkpoint, once all peers had the time to load it. The peer that verified it may
         still be on its way back. Returns True if no peer could load it, so another state is needed."""
         overdue, ready = "restore" in self._deadlines.passed, self._roster.candidates(self._quarantine.exclusions.out)
@@ -737,22 +717,26 @@ class Coordinator:
 
     def _mint(self, state: State, now: float) -> None:
         (step, lineage), before, roster = state, self.view, self._roster
-        carried, survivors, moving = self._carried() is not None, roster.survivors(before), self._catch_ups.moving
-        self._out += self._quarantine.flapping(survivors, self._name, now)
+        carried, survivors = self._find_carried_state() is not None, roster.survivors(before)
+        moving, may_enter = self._catch_ups.moving, self._catch_ups.may_enter
+        if before is not None:
+            self._out += self._quarantine.exclude_repeated_deaths(survivors, before, now)
         standing = roster.standing()
-        healthy = {key for key, it in standing.items() if key not in moving and holds(it, step, lineage)}
+        healthy = {key for key, report in standing.items() if key not in moving and holds(report, step, lineage)}
         ready = roster.candidates(self._quarantine.exclusions.out, healthy)
-        if carried:  # rule 7
+        if carried and not self.options.asynchronous:  # rule 7
             at_once = healthy | survivors.keys()
-            now_fit = {key: it for key, it in ready.items() if key in at_once or not self._comes_after(key)}
+            now_fit = {key: report for key, report in ready.items() if key in at_once or may_enter(key)}
             ready = now_fit if len(now_fit) >= self.options.least * roster.parts else ready
         formed = replicas_of(ready, roster, healthy, survivors, self.options.places)
         if self._too_few(len(formed) * roster.parts):  # one was excluded just now
             return
         reduce_bytes = max(report.reduce_bytes for report in ready.values())
-        plan = self._ring_planner.plan(formed, roster, reduce_bytes, now)
+        plan = self._ring_planner.plan(formed, roster, reduce_bytes)
         order = plan.order[::-1] if self._quarantine.turned else plan.order
-        replicas = self._served([formed[first] for first in order], healthy)
+        replicas = [formed[first] for first in order]
+        if self.options.asynchronous:
+            replicas = self._put_server_first(replicas, healthy)
         chosen = {peer_id: ready[peer_id] for replica in replicas for peer_id in replica}
         loses = before and (not carried or self.options.asynchronous)  # versions that nobody pulled are gone
         kind, text = self._recovery.abandoned(step, healthy, roster) if loses else ("", "")
@@ -789,15 +773,13 @@ class Coordinator:
         self._failures.view_began()
         self._go(JobPhase.RUNNING, "")
 
-    def _served(self, replicas: list[tuple[str, ...]], healthy: Collection[str]) -> list[tuple[str, ...]]:
-        """The same ring of an asynchronous view, beginning with its server: a holder of the state; of those the former
-        server, else the fastest, as far as is known: the one that was ready first."""
-        if not self.options.asynchronous:
-            return replicas
+    def _put_server_first(self, replicas: list[tuple[str, ...]], healthy: Collection[str]) -> list[tuple[str, ...]]:
+        """The same ring of an asynchronous view, beginning with its server: the former one, else the first member that
+        holds the state."""
         former = self.view.members[0].peer_id if self.view else ""
-        ready_at = {key: known.ready_at for key, known in self._roster.peers.items()}
-        fit = [(one in healthy, one == former, -ready_at[one]) for one, *_ in replicas]
-        first = fit.index(max(fit))
+        able = [peer_id for peer_id, *_ in replicas if peer_id in healthy]
+        server = former if former in able else able[0]
+        first = [peer_id for peer_id, *_ in replicas].index(server)
         return replicas[first:] + replicas[:first]
 
     def _is_current(self, peer_id: str, generation: int) -> bool:
@@ -822,62 +804,45 @@ class Coordinator:
             self._assign(peer_id)
 
     def _may_change(self, peer_id: str, report: Report) -> bool:
-        """Whether a stopped worker may take another part: a ring carries on its state, or it holds none, or a part has
-        no holder (rule 10)."""
+        """Whether a stopped worker may take another part: a ring carries on its state, or it holds none."""
         if peer_id in self._catch_ups.moving:
             return False
-        member = self.view is not None and self.view.rank_of(peer_id) is not None
-        fresh = report.applied == 0 and not self._recovery.saved.parts.get((peer_id, self._roster.held[peer_id]))
-        return self.phase is JobPhase.RUNNING or (fresh and not member) or self._is_replaceable(peer_id)
-
-    def _is_replaceable(self, peer_id: str) -> bool:
-        """Whether a part waited in vain for its holders, and another worker holds the part of this one at least as
-        far."""
-        if "part" not in self._deadlines.passed:
-            return False
-        part, survivors = self._roster.held[peer_id], self._roster.survivors(self.view)
-        saved, reports = self._recovery.saved.parts, self._roster.by_part(self._roster.standing())[part]
-
-        def worth(key: str) -> tuple[bool, int, int, str]:
-            return key in survivors, reports[key].applied, max(saved.get((key, part), ()), default=0), key
-
-        return peer_id != max(reports, key=worth)
+        is_member = self.view is not None and self.view.rank_of(peer_id) is not None
+        is_fresh = report.applied == 0 and not self._recovery.saved.parts.get((peer_id, self._roster.held[peer_id]))
+        return self.phase is JobPhase.RUNNING or (is_fresh and not is_member)
 
     # -------------------------------------------------------------------------------------------------------- newcomers
 
     def _let_in(self, now: float) -> list[str]:
         """Rule 7: names of newcomers to let in now, if the view has room. Asks others to catch up."""
         view, catch_ups = self.view, self._catch_ups
-        standing = {
-            key: it for key, it in self._roster.standing().items() if key not in self._quarantine.exclusions.out
-        }
+        excluded = self._quarantine.exclusions.out
+        standing = {key: report for key, report in self._roster.standing().items() if key not in excluded}
         by_part = self._roster.by_part(standing)
         room = min(self.options.places - view.replicas, *map(len, by_part)) if view else 0
         if view is None or room <= 0:
             return []
-        coming, after = [], set[str]()
+        coming: list[list[str]] = []
         for part, newcomers in enumerate(by_part):
-            late = [peer_id for peer_id in newcomers if self._catches_up(peer_id, standing[peer_id], view)]
-            for peer_id in catch_ups.to_ask(late, view.replicas, room):
-                catch_ups.asked(peer_id, now, standing[peer_id].reduce_bytes, self.options.grace_s)
+            late = [peer_id for peer_id in newcomers if not self._is_at_start(peer_id, standing[peer_id], view)]
+            for peer_id in catch_ups.choose(late, view.replicas, room):
+                catch_ups.begin(peer_id, now, standing[peer_id].reduce_bytes, self.options.grace_s)
                 sources = sources_for(peer_id, part, view, self._ring_planner.measured.links)
                 self._out.append(co.SendCatchUp(peer_id, view.generation, sources))
-            coming.append([*sorted(newcomers.keys() - set(late)), *filter(catch_ups.through, late)])
-            after.update(late)
+            coming.append([*sorted(newcomers.keys() - set(late)), *filter(catch_ups.may_enter, late)])
         together = [peer_id for replica in zip(*coming, strict=False) for peer_id in replica]
         for peer_id in together:
-            if peer_id not in after:
-                catch_ups.let_in(peer_id, anew=True)
+            catch_ups.let_in(peer_id)
         return sorted(self._roster.name(peer_id) for peer_id in together)
 
-    def _catches_up(self, peer_id: str, report: Report, view: View) -> bool:
-        at_hand = not self._roster.committed and peer_id not in self._catch_ups.moving
-        return self._roster.peers[peer_id].peer.follows and not (at_hand and holds(report, view.step, view.lineage))
-
-    def _comes_after(self, peer_id: str) -> bool:
-        return self._roster.peers[peer_id].peer.follows and not self._catch_ups.through(peer_id)
+    def _is_at_start(self, peer_id: str, report: Report, view: View) -> bool:
+        """Whether a newcomer need not catch up: it holds the state with which the view began, and no step was committed
+        since. In an asynchronous view it pulls the state from the server, as all members do."""
+        is_moving = self._roster.committed or peer_id in self._catch_ups.moving
+        return self.options.asynchronous or (not is_moving and holds(report, view.step, view.lineage))
 
     def _recall(self) -> None:
+        """Ask newcomers for their own state: the ring that they follow is gone, or this seed does not know it."""
         for peer_id in sorted(self._catch_ups.moving & self._roster.peers.keys()):
             self._roster.peers[peer_id].standing = None
             self._assign(peer_id)
@@ -957,8 +922,7 @@ class Coordinator:
             self._tell("warning", "struck-off", f"{name} was removed from the ring: {why}", peer_id)
 
     def _name(self, peer_id: str) -> str:
-        former = {member.peer_id: member.name for member in self.view.members} if self.view else {}
-        return self._roster.name(peer_id) if peer_id in self._roster.peers else former.get(peer_id, peer_id)
+        return self._roster.name(peer_id, self.view)
 
     def _forget(self, peer_id: str) -> None:
         self._roster.forget(peer_id)
@@ -982,16 +946,16 @@ def _more_workers(lacking: int) -> str:
 
 
 _HANDLERS: dict[Any, Callable[[Coordinator, Any, float], None]] = {
-    co.PeerOffered: Coordinator._offered,
-    co.PeerReturned: Coordinator._returned,
-    co.PeerReported: Coordinator._reported,
-    co.PeerLost: Coordinator._lost,
-    co.StepCommitted: Coordinator._progress,
-    co.CheckpointsSaved: Coordinator._saved,
-    co.LinksMeasured: Coordinator._measured_anew,
-    co.PeerTold: Coordinator._take_capabilities,
+    co.PeerOffered: Coordinator._take_offer,
+    co.PeerReturned: Coordinator._take_return,
+    co.PeerReported: Coordinator._take_report,
+    co.PeerLost: Coordinator._take_loss,
+    co.StepCommitted: Coordinator._take_commit,
+    co.CheckpointsSaved: Coordinator._learn,
+    co.LinksMeasured: Coordinator._learn,
+    co.PeerTold: Coordinator._learn,
+    Signal.SURVEYED: Coordinator._learn,
     co.Restore: Coordinator._restore,
-    Signal.SURVEYED: Coordinator._surveyed,
     Signal.PAUSE: Coordinator._pause,
     Signal.RESUME: Coordinator._resume,
     Signal.CANCEL: Coordinator._cancel,

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ring.coordination import Emit, Reports, Roster
@@ -142,15 +142,16 @@ class Quarantine:
         self._tried: list[str] | None = None  # those without which that step was tried; None: it was not repeated yet
         self._tries: list[str] = []  # those without which it is tried now
 
-    def flapping(self, back: Collection[str], name: Callable[[str], str], now: float) -> Iterator[Emit]:
-        """Exclude those of the ``fallen`` members that are not ``back`` and died repeatedly."""
+    def exclude_repeated_deaths(self, back: Collection[str], view: View, now: float) -> Iterator[Emit]:
+        """Exclude those of the ``fallen`` members of ``view`` that are not ``back`` and died repeatedly."""
         for peer_id in sorted(self.fallen - self.excused - set(back)):
             if self.exclusions.is_forgiven(peer_id, now):
                 self.exclusions.note_fall(peer_id, now)
             else:
                 why, most_s = "it died repeatedly", max(FIRST_FALL_S, self._cooldown_s)
                 seconds = self.exclusions.add(peer_id, why, now, FIRST_FALL_S, most_s)
-                yield Emit("warning", "flapping", f"{name(peer_id)} is excluded for {seconds:.0f} s: {why}", peer_id)
+                text = f"{view.name_of(peer_id)} is excluded for {seconds:.0f} s: {why}"
+                yield Emit("warning", "flapping", text, peer_id)
         self.fallen.clear()  # each death counts once, also if no view can be formed now
 
     # --------------------------------------------------------------------------------------------------------- verdicts
@@ -160,74 +161,74 @@ class Quarantine:
         """Whether the next ring runs the other way round."""
         return len(self._breaks) % 2 == 1
 
-    def reported(self, reporter: str, report: Report) -> None:
+    def take_report(self, reporter: str, report: Report) -> None:
         noticed = report.beside or reporter
         if report.suspect and (noticed not in self._accused or noticed == reporter):  # else it repeats what it heard
             self._accused[noticed] = report
 
-    def committed(self, step: int) -> None:
+    def take_commit(self, step: int) -> None:
         self._forget_links()
         if step >= self._step:
             self._contributors.clear()
             self._step, self.lenient, self._tried, self._tries = 0, False, None, []
 
-    def judge(
-        self, survivors: Reports, view: View, roster: Roster, name: Callable[[str], str], now: float
-    ) -> Exclusion | None:
+    def judge(self, survivors: Reports, view: View, roster: Roster, now: float) -> Exclusion | None:
         """Judge a break of ``view`` once all members are stopped. Returns the cause and the consequence; usually None.
+        ``survivors``: the living members."""
+        return self._judge_refusal(survivors, view, roster, now) or self._judge_link(survivors, view, now)
 
-        Args:
-            survivors: the living members. name: of a peer.
-        """
-        return self._refusal(survivors, view, roster, name, now) or self._broken_link(survivors, view, name, now)
-
-    def _refusal(
-        self, survivors: Reports, view: View, roster: Roster, name: Callable[[str], str], now: float
-    ) -> Exclusion | None:
+    def _judge_refusal(self, survivors: Reports, view: View, roster: Roster, now: float) -> Exclusion | None:
         votes = Counter(
             (report.applied + 1, report.cause, report.suspect, report.beside)
             for report in survivors.values()
             if report.status == "broken" and report.cause in CAUSES
         )
-        agreed = {one: count for one, count in votes.items() if count >= min(self._witnesses, view.size)}
+        agreed = {vote: count for vote, count in votes.items() if count >= min(self._witnesses, view.size)}
         if not agreed:
             return None  # members that lost a neighbour may not have seen the vote
-        step, cause, suspect, other_end = min(agreed, key=lambda it: (it[1] != "hop", -agreed[it], it))
+        step, cause, suspect, other_end = min(agreed, key=lambda vote: (vote[1] != "hop", -agreed[vote], vote))
         if step != self._step:
-            self.committed(self._step)
+            self.take_commit(self._step)
             self._step = step
-        suspects = [suspect]
         self.exclusions.absolve(self._tries)
         self._tries = []
         if not suspect:
-            return self._untraced(step, view, name, now)
+            return self._judge_untraced(step, view, now)
+        suspects, name = [suspect], view.name_of
         if cause == "contribution":
             if (rank := view.rank_of(suspect)) is not None:
                 suspects = [member.peer_id for member in view.replica(rank)]
-            alone = not roster.whole({key: report for key, report in survivors.items() if key not in suspects})
-            others = self._contributors.difference(suspects)
-            confirmed = bool(others) or (alone and not self._contributors.isdisjoint(suspects))
-            if self.lenient and confirmed:
-                return Exclusion("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
-            self._contributors = {*suspects} if alone else self._contributors.union(suspects)
             what = f"{'+'.join(map(name, suspects))} sent gradients that are not finite or are outliers"
-            if confirmed:
-                self.lenient = True
-                self.exclusions.absolve(others)
-                if not alone:
-                    self._contributors.clear()
-                done = "another worker sent the same, so the data is the cause; the step is applied if it is finite"
-                return Exclusion("step-refused", f"step {step} was not applied: {what}: {done}")
+            alone = not roster.whole({key: report for key, report in survivors.items() if key not in suspects})
+            if verdict := self._judge_data(step, suspects, what, alone=alone):
+                return verdict
         elif cause == "figure":
             what = f"{name(suspect)} told what the other members know to be false"
         elif cause == "hop":
             what = f"{name(other_end)} received other bytes than {name(suspect)} sent"
         else:
             what = f"{name(suspect)} holds another sum than the other members"
-        done = self._excluded(suspects, what, name, now)
+        done = self._exclude(suspects, what, view, now)
         return Exclusion("step-refused", f"step {step} was not applied: {what}: {done}")
 
-    def _untraced(self, step: int, view: View, name: Callable[[str], str], now: float) -> Exclusion:
+    def _judge_data(self, step: int, suspects: list[str], what: str, *, alone: bool) -> Exclusion | None:
+        """Rule 3: whether the data is the cause, rather than the replica of ``suspects``, which may be ``alone``."""
+        others = self._contributors.difference(suspects)
+        confirmed = bool(others) or (alone and not self._contributors.isdisjoint(suspects))
+        if self.lenient and confirmed:
+            return Exclusion("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
+        self._contributors = {*suspects} if alone else self._contributors.union(suspects)
+        if not confirmed:
+            return None
+        self.lenient = True
+        self.exclusions.absolve(others)
+        if not alone:
+            self._contributors.clear()
+        done = "another worker sent the same, so the data is the cause; the step is applied if it is finite"
+        return Exclusion("step-refused", f"step {step} was not applied: {what}: {done}")
+
+    def _judge_untraced(self, step: int, view: View, now: float) -> Exclusion:
+        """Rule 4."""
         text = f"step {step} was not applied: the sum is not finite or an outlier, and no member told that it caused it"
         if self._masked:
             asked = ", ".join(member.name for member in view.members)
@@ -238,14 +239,15 @@ class Quarantine:
         if self._masked:
             self._tried = None
             return Exclusion("step-refused", text, pauses=True)
-        left = [member for member in view.members if member.peer_id not in self._tried]
+        left = [rank for rank, member in enumerate(view.members) if member.peer_id not in self._tried]
         if not left:
             return Exclusion("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
-        self._tries = [member.peer_id for member in view.replica(view.rank_of(left[0].peer_id) or 0)]
+        self._tries = [member.peer_id for member in view.replica(left[0])]
         self._tried += self._tries
-        return Exclusion("step-refused", f"{text}: it is tried without: {self._excluded(self._tries, text, name, now)}")
+        return Exclusion("step-refused", f"{text}: it is tried without: {self._exclude(self._tries, text, view, now)}")
 
-    def _broken_link(self, survivors: Reports, view: View, name: Callable[[str], str], now: float) -> Exclusion | None:
+    def _judge_link(self, survivors: Reports, view: View, now: float) -> Exclusion | None:
+        """Rule 5."""
         if not self._accused:
             return None
         if any(report.applied > view.step for report in survivors.values()):
@@ -267,21 +269,21 @@ class Quarantine:
             return None
         culprit = next(iter(common)) if len(common) == 1 else report.suspect
         self._breaks = [known for known in self._breaks if culprit not in known.ends]
-        text = f"the link between {' and '.join(sorted(map(name, ends)))} keeps breaking"
+        text = f"the link between {' and '.join(sorted(map(view.name_of, ends)))} keeps breaking"
         if len(common) == 1:
-            text = f"the links of {name(culprit)} to two neighbours broke one after the other"
+            text = f"the links of {view.name_of(culprit)} to two neighbours broke one after the other"
         if report.cause in WRONG or report.cause == DIAL:
             text += f" ({report.reason})"
         if report.cause == DIAL and (rank := view.rank_of(report.suspect)) is not None:
-            text += f". On {name(report.suspect)}'s machine: {how_to_open(view.members[rank].port)}"
-        return Exclusion("link", f"{text}: {self._excluded([culprit], text, name, now)}")
+            text += f". On {view.members[rank].name}'s machine: {how_to_open(view.members[rank].port)}"
+        return Exclusion("link", f"{text}: {self._exclude([culprit], text, view, now)}")
 
     def _forget_links(self) -> None:
         self._breaks = [known for known in self._breaks if known.wrong]
 
-    def _excluded(self, suspects: Sequence[str], why: str, name: Callable[[str], str], now: float) -> str:
+    def _exclude(self, suspects: Sequence[str], why: str, view: View, now: float) -> str:
         seconds = max([self.exclusions.add(suspect, why, now, self._cooldown_s, 600.0) for suspect in suspects])
-        return f"{'+'.join(map(name, suspects))} is excluded for {seconds:.0f} s"
+        return f"{'+'.join(map(view.name_of, suspects))} is excluded for {seconds:.0f} s"
 
     def view_began(self) -> None:
         self.broken = False

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import accumulate, permutations
 
 from ring.coordination import (
-    UNDIALLED_S,
     CheckpointsSaved,
     Emit,
     JobOptions,
@@ -286,21 +285,20 @@ class RingPlanner:
 
     def __init__(self, options: RingOptions) -> None:
         self.measured = LinksMeasured({})
-        self.undialled: dict[tuple[str, str], float] = {}  # a member that did not reach the other, and when
+        self.undialled: set[tuple[str, str]] = set()  # a member, and the neighbour that it did not reach
         self._options = options
         self._transport_reason = ""  # of the last plan that was reported
 
     def forget(self, peer_id: str) -> None:
         """Forget who did not reach a worker: its address may change."""
-        self.undialled = {edge: at for edge, at in self.undialled.items() if peer_id not in edge}
+        self.undialled = {edge for edge in self.undialled if peer_id not in edge}
 
-    def plan(self, formed: Mapping[str, tuple[str, ...]], roster: Roster, reduce_bytes: int, now: float) -> RingPlan:
+    def plan(self, formed: Mapping[str, tuple[str, ...]], roster: Roster, reduce_bytes: int) -> RingPlan:
         """Plan the ring of the replicas ``formed``, by their first workers."""
-        self.undialled = {edge: at for edge, at in self.undialled.items() if now - at < UNDIALLED_S}
         apart = frozenset(
             (one, other)
             for (one, mine), (other, its) in permutations(formed.items(), 2)
-            if not self.undialled.keys().isdisjoint(zip(mine, its, strict=True))
+            if not self.undialled.isdisjoint(zip(mine, its, strict=True))
         )
         links = between_replicas(self.measured.links, list(formed.values()))
         return plan_ring(

@@ -75,6 +75,10 @@ class View(ViewAnnounced):
                 return rank
         return None
 
+    def name_of(self, peer_id: str) -> str:
+        """The member's name; the id of a peer that is no member."""
+        return next((member.name for member in self.members if member.peer_id == peer_id), peer_id)
+
     def right_of(self, rank: int) -> MemberRecord:
         return self.members[(rank + 1) % self.size]
 

@@ -137,10 +137,7 @@ class JobController:
         return Retention(self.record.keep, self.profile is not None and self.profile.checkpoint.best, self.stages)
 
     def offer_of(self, peer: ConnectedPeer) -> co.JobWorker:
-        offer = offer_to(self.profile.device.kind if self.profile else "", peer.offer)
-        if self.profile is not None and self.profile.job.strategy == "server":
-            return replace(offer, follows=False)  # a newcomer pulls the state from the server, like all members
-        return offer
+        return offer_to(self.profile.device.kind if self.profile else "", peer.offer)
 
     def stage_of(self, peer_id: str) -> int | None:
         return self.core.part_of(peer_id) if self.stages > 1 else None

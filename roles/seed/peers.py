@@ -134,7 +134,6 @@ class ConnectedPeer:
             self.name,
             self.host,
             self.port,
-            capabilities.get("follows") is True,
             memory_bytes=whole(capabilities.get("parts_memory_bytes")),
             flops=self.flops,
             on_host=not str(capabilities.get("device", "")).startswith(("cuda", "mps")),

@@ -72,7 +72,6 @@ class Member(history.Member):
 class Cluster(History):
     stages = 2
     replicas, micro_batches = 1, 2
-    follows = "abcde"  # those that can catch up beside a ring
     enough = "abcdef"  # with these the job must come to run
     training: TrainingWorkload | None = None
 
@@ -87,7 +86,6 @@ class Cluster(History):
         self.disks = {peer_id: Disk() for peer_id in PEERS}
         self.surveys = 0
         self.wanted: set[int] = set()  # steps that a person went back to
-        self.gone: set[str] = set()  # for good
         self.full: set[str] = set()  # those whose disks take nothing more
         self.kept: set[tuple[int | None, tuple[int, str]]] = set()  # part and state of every save of a result
         self.began()
@@ -97,13 +95,7 @@ class Cluster(History):
         return Member(peer_id, disk=self.disks[peer_id])
 
     def peer_of(self, peer_id: str) -> co.JobWorker:
-        follows, memory_bytes = peer_id in self.follows, MEMORY[peer_id]
-        return co.JobWorker(peer_id, peer_id, "h", 1, follows, memory_bytes=memory_bytes, flops=SPEED[peer_id])
-
-    @rule(peer_id=st.sampled_from(PEERS))
-    def start(self, peer_id: str) -> None:
-        if peer_id not in self.gone:
-            super().start(peer_id)
+        return co.JobWorker(peer_id, peer_id, "h", 1, memory_bytes=MEMORY[peer_id], flops=SPEED[peer_id])
 
     def tell(self, event: co.Event) -> None:
         had = {peer_id: self.core.part_of(peer_id) for peer_id in self.core.peer_ids}
@@ -363,18 +355,6 @@ class Cluster(History):
                 self.settle()
                 self.wait(700.0)
 
-    @rule(lost=st.integers(0, 2))
-    def lose_the_workers_of_a_stage(self, lost: int) -> None:
-        """For good, and those that took it since. Workers of others must take it if one has the whole model."""
-        if self.stages == 1 or self.training is not None or self.gone:
-            return
-        self.comes_to_run([*PEERS], 80)
-        for _ in range(4):  # so that those who came are let in
-            self.step_and_settle(True)
-        self.lose_a_stage(lost, keeper=lost + 1)
-        gone = {member.peer_id for member in self.members.values() if not member.alive}
-        self.gone = gone if len(PEERS) - len(gone) >= self.stages else set()
-
     @rule(index=st.integers(0, 3))
     def restore(self, index: int) -> None:
         """To a step of which every stage has a checkpoint at somebody who is here, as the seed sees to."""
@@ -422,17 +402,14 @@ class Cluster(History):
         self.tell_saved()
 
     def teardown(self) -> None:
-        if hasattr(self, "gone") and self.gone and not any(self.disks[key].wholes for key in {*PEERS} - self.gone):
-            return  # nothing can be told of the lost stage
         if hasattr(self, "full"):
             self.full.clear()
-        self.comes_to_run(sorted({*self.enough} - getattr(self, "gone", set())), 80)
+        self.comes_to_run(sorted(self.enough), 80)
 
 
 class Whole(Cluster):
     stages = 1
     replicas, micro_batches = 2, 3
-    follows = "ace"
     enough = "ab"
 
     @rule(peer_id=st.sampled_from(PEERS))

@@ -23,7 +23,7 @@ def held(desk: Desk) -> bool:
 
 def beside(*peer_ids: str, members: tuple[str, ...] = ("a", "b")) -> Desk:
     """A running view, and newcomers that stand ready beside it."""
-    desk = Desk(co.JobOptions(replicas=len(members), micro_batches=8), follows=True)
+    desk = Desk(co.JobOptions(replicas=len(members), micro_batches=8), slow=True)
     desk.run(*members)
     desk.offer(*peer_ids)
     desk.ready(*peer_ids)
@@ -46,7 +46,7 @@ def test_a_newcomer_catches_up_first_and_the_ring_is_held_when_it_follows() -> N
 
 
 def test_the_time_to_catch_up_grows_with_the_state() -> None:
-    desk = Desk(follows=True)
+    desk = Desk(slow=True)
     desk.run("a", "b")
     desk.offer("c")
     desk.report("c", "ready", reduce_bytes=100 * 10**6)
@@ -92,7 +92,7 @@ def test_an_excluded_member_goes_on_if_the_others_only_catch_up() -> None:
 
 def test_no_more_are_fed_at_a_time_than_the_members_can_feed_and_have_room_for() -> None:
     many = [f"n{number}" for number in range(9)]
-    desk = Desk(co.JobOptions(replicas=1, micro_batches=6), follows=True)
+    desk = Desk(co.JobOptions(replicas=1, micro_batches=6), slow=True)
     desk.run("a")
     desk.offer(*many)
     for peer_id in many:
@@ -108,7 +108,7 @@ def test_no_more_are_fed_at_a_time_than_the_members_can_feed_and_have_room_for()
 
 
 def test_sources_are_those_with_the_fastest_way_to_the_newcomer() -> None:
-    desk = Desk(co.JobOptions(replicas=4, micro_batches=8), follows=True)
+    desk = Desk(co.JobOptions(replicas=4, micro_batches=8), slow=True)
     desk.run("a", "b", "c", "d")
     fast, slow = LinkQuality(1e-3, 1e9), LinkQuality(1e-3, 1e6)
     desk.tell(co.LinksMeasured({("a", "e"): fast, ("d", "e"): slow}))
@@ -242,7 +242,7 @@ def test_a_view_names_no_more_members_than_fit_a_frame() -> None:
 
 
 def test_with_too_few_members_a_job_waits_for_a_newcomer_and_takes_it_at_once() -> None:
-    desk = Desk(co.JobOptions(replicas=3, micro_batches=8, least=3), follows=True)
+    desk = Desk(co.JobOptions(replicas=3, micro_batches=8, least=3), slow=True)
     desk.run("a", "b", "c")
     desk.tell(co.PeerLost("c", "it died"))
     desk.stand("broken", 4, "a", "b")

@@ -116,7 +116,6 @@ def test_a_job_is_not_done_before_its_last_step_by_the_word_of_its_members() -> 
     desk.run("a", "b")
     for peer_id in "ab":
         desk.report(peer_id, "done", STEP)
-    desk.after(1.0)
     assert next_view(desk) == (["a", "b"], False)
     desk.tell(co.CheckpointsSaved({"a": frozenset({STEP + 1})}))
     for peer_id in "ab":

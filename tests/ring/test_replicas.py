@@ -9,7 +9,7 @@ from typing import Any
 
 from p2ptrain.core.footprint import ModelSizes
 from ring import coordination as co
-from ring.coordination import held_with
+from ring.coordination import MOST_AWAY, KnownPeer, Roster
 from ring.coordinator import Coordinator
 from ring.parts import assign_stages
 from ring.planning.workloads import ModelShape, TrainingWorkload
@@ -55,7 +55,7 @@ class Play:
 
     def comes(self, *peer_ids: str) -> None:
         for peer_id in peer_ids:
-            self.tell(co.PeerOffered(co.JobWorker(peer_id, peer_id, "h", 1, follows=True)))
+            self.tell(co.PeerOffered(co.JobWorker(peer_id, peer_id, "h", 1)))
 
     def says(self, peer_id: str, status: str, applied: int = 0, **more: Any) -> list[co.Instruction]:
         return self.tell(co.PeerReported(peer_id, report(status, applied, **more)))
@@ -226,15 +226,15 @@ def test_a_state_is_shared_where_every_stage_applied_it_or_can_redo_it() -> None
 
 
 def test_of_those_who_are_away_the_newest_are_remembered() -> None:
-    held: dict[str, int] = {}
-    for number in range(1024 + 10):
-        held = held_with(held, f"p{number}", number % 2, here=["p0", "p3"])
-    assert len(held) == 1024 + 2 + 1, "two who are here, and the one who is just told"
-    assert set(held) == {"p0", "p3", *(f"p{number}" for number in range(9, 1024 + 10))}
-    held = held_with(held, "p9", 0, here=[])
-    assert held["p9"] == 0, "its stage is another one"
-    assert list(held)[-1] == "p9", "and it is the newest"
-    assert len(held) == 1024 + 1
+    roster = Roster(2, peers={key: KnownPeer(seen(key)) for key in ("p0", "p3")})
+    for number in range(MOST_AWAY + 10):
+        roster.peers.setdefault(f"p{number}", KnownPeer(seen(f"p{number}")))
+        roster.give(f"p{number}", number % 2)
+        if number not in (0, 3):
+            roster.forget(f"p{number}")
+    assert len(roster.held) == MOST_AWAY + 2 + 1, "two who are here, and the one who is just told"
+    assert set(roster.held) == {"p0", "p3", *(f"p{number}" for number in range(9, MOST_AWAY + 10))}
+    assert list(roster.held)[-1] == f"p{MOST_AWAY + 9}", "the newest is the last"
 
 
 # ---------------------------------------------------------------------------------------------------- memory and speed
@@ -248,7 +248,7 @@ def training(replicas: int = 1, **more: Any) -> TrainingWorkload:
 
 
 def seen(peer_id: str, memory_mib: int = 0, flops: float | None = 0.0) -> co.JobWorker:
-    return co.JobWorker(peer_id, peer_id, "h", 1, True, memory_bytes=memory_mib * MIB, flops=flops)
+    return co.JobWorker(peer_id, peer_id, "h", 1, memory_bytes=memory_mib * MIB, flops=flops)
 
 
 class Planned(Play):
