@@ -1,12 +1,9 @@
-"""The core of a session over a chain of stages: answers requests in order, even if stages are lost at any time. Pure.
+"""The core of a session over a chain of stages: computes passes, even if stages are lost at any time. Pure.
 
-Theory of operation
--------------------
-The client *submits* forward requests. The *history* is the session's token positions so far. Each request cuts it to
-its first ``keep`` positions, appends token ids, and has a token sampled for each of the last ``samples`` positions.
-Requests are answered in the order of their submission.
+The client *submits* one pass at a time. The *history* is the session's token positions so far. A pass cuts it to its
+first ``keep`` positions, appends token ids, and has a token sampled for each of the last ``samples`` positions.
 
-A position is *committed* when its request was answered and no request under way cuts it off. (The word has another
+A position is *committed* when its pass was answered and the pass under way does not cut it off. (The word has another
 meaning for a training step.) Every stage holds the committed positions. The client keeps the token ids, so a lost stage
 is rebuilt by sending them through the chain again, up to that stage. Stages are numbered from 0. A *seat* number
 identifies a holder of a stage; each new holder gets a higher number.
@@ -24,18 +21,16 @@ which all stages are missing:
       not lead to the next stage's current peer       tells how many it holds (fewer if it was still being rebuilt)
     all are ready, some hold fewer positions than   Send the token ids again, in requests that end at the last such
       are committed                                   stage; the stages before it compute them again, too
-    all hold the committed positions                Send the requests under way again: RUNNING
+    all hold the committed positions                Send the pass under way again: RUNNING
 
-If a later request under way cut the history below the start of the first one, the stages were resumed at that lower
-position. The first request needs the positions in between, so they are sent again before it, in requests of their own.
 Repeated requests give the same tokens, because samples are numbered. But a rebuilt stage computed its positions in
 other batches, so a token may differ where rounding decides between two (rare in fp32, not in bf16).
 
 If a stage reports that it failed itself (not its link to the next), it is closed and opened again at the same peer. If
-it fails again before any request was answered, its peer is replaced. If a stage cannot reach the next one, the next
-stage's peer is replaced; the second time its own peer is. Too many setbacks without an answer end the session. If no
-stage is lost and an answer is overdue, the epoch is raised. A stage that hangs does not answer the resume that follows,
-and is replaced. More than ``MOST_STALLS`` overdue answers in a row end the session.
+it fails again before a pass was answered, its peer is replaced. If a stage cannot reach the next one, the next stage's
+peer is replaced; the second time its own peer is. Too many setbacks without an answer end the session. If no stage is
+lost and an answer is overdue, the epoch is raised. A stage that hangs does not answer the resume that follows, and is
+replaced. More than ``MOST_STALLS`` overdue answers in a row end the session.
 """
 
 from __future__ import annotations
@@ -51,11 +46,9 @@ from wire.chain_messages import CHUNK, NEXT_LOST, UNKNOWN_PART, UNKNOWN_SESSION,
 TOO_SLOW = "too-slow"
 """Code of ``StageDeclined``, set by the client: no answer came in time."""
 
-CHUNK_AGAIN = 256
-"""Most positions in one request that rebuilds stages: several flow through the chain at a time, so this takes about as
-long as the slowest stage needs."""
-WINDOW = 8
-"""Most requests under way at a time. More than a chain has stages would only wait in queues and take memory."""
+CHUNK_AGAIN, WINDOW = 256, 8
+"""Most positions in a request that rebuilds stages, and most of these under way at a time: they flow through the chain
+one after another, so rebuilding takes about as long as the slowest stage needs."""
 ANSWER_S, POSITION_S = 120.0, 0.2
 """Deadline of an answer, and what each position ahead of it adds (long prompts of a large model on slow processors).
 Lost peers are detected by a closed connection or by silence instead."""
@@ -206,10 +199,8 @@ class StageReplace:
 
 @dataclass(frozen=True, slots=True)
 class PassAnswered:
-    """The submitted request ``index``, from 0, was answered. ``took_s``: since it was first sent. ``mended``: the chain
-    was mended meanwhile."""
+    """The pass was answered. ``took_s``: since it was first sent. ``mended``: the chain was mended meanwhile."""
 
-    index: int
     tokens: tuple[int, ...]
     spent_us: tuple[int, ...]
     took_s: float
@@ -244,21 +235,19 @@ class ChainPhase(Enum):
 
 @dataclass(slots=True)
 class ForwardWork:
-    """A forward request under way.
+    """A forward request: the pass, or one that rebuilds stages.
 
     Attributes:
-        index: index of the submitted request; -1: the session made it itself, to rebuild stages.
-        number: current number; each sending gets a new one.
-        due: time by which its answer is expected; 0: not sent in this epoch.
+        last: the stage at which it ends.
+        number: of its last sending. due: time by which the answer is expected; 0: it is not sent in this epoch.
+        sent_at: when it was first sent; None: it was not.
     """
 
-    index: int
-    number: int
     work: PassSubmitted
     last: int
-    sent: bool = False
-    sent_at: float = 0.0
+    number: int = 0
     due: float = 0.0
+    sent_at: float | None = None
     mended: bool = False
 
 
@@ -267,14 +256,12 @@ class _Stage:
     """What the session knows of a stage.
 
     Attributes:
-        seat: seat of its peer; -1: it has none.
-        sought: a replacement was requested.
-        opened: its peer has the session.
-        epoch: the last epoch that its peer confirmed.
+        seat: seat of its peer; -1: it has none. sought: a replacement was requested.
+        opened: its peer has the session. epoch: the last one that its peer confirmed.
         next_seat: seat of the next stage to which its link leads; None: it must dial again.
         has: positions that it holds in ``epoch``.
         ask: the open or resume under way.
-        failures: failures of its requests or of reaching the next stage, since a request was last answered.
+        failures: failures of its requests or of reaching the next stage, since a pass was last answered.
     """
 
     seat: int = -1
@@ -294,8 +281,9 @@ class ChainSessionCore:
         seats: current seat of each stage, in order; -1: the stage has no peer.
 
     Attributes:
-        ids: token ids of all positions, as submitted.
-        flight: requests under way, in order.
+        ids: token ids of all answered positions.
+        current: the pass under way.
+        awaited: requests sent, or to be sent, in this epoch, in order: those that rebuild stages; when RUNNING the pass.
     """
 
     def __init__(self, seats: Sequence[int], now: float) -> None:
@@ -304,13 +292,11 @@ class ChainSessionCore:
         self.epoch = 1
         self.phase = ChainPhase.MENDING
         self.ids: list[int] = []
-        self.flight: deque[ForwardWork] = deque()
-        self.submitted = 0
+        self.current: ForwardWork | None = None
+        self.awaited: deque[ForwardWork] = deque()
         self.last_number = 0
-        self._answered: list[int] = []
         self._prefilled = bytearray()  # 1 for each answered position of a prompt
         self._stages = [_Stage(seat=seat) for seat in seats]
-        self._feed: deque[ForwardWork] | None = None  # requests that rebuild stages; None: not begun
         self._mending_since: float | None = now
         self._lost: dict[int, str] = {}  # stage -> reason, in this mending
         self._last_ask = 0
@@ -320,29 +306,22 @@ class ChainSessionCore:
     # ---------------------------------------------------------------------------------------------------- for callers
 
     @property
-    def answered(self) -> int:
-        return len(self._answered)
-
-    @property
-    def room(self) -> int:
-        return WINDOW - sum(request.index >= 0 for request in self.flight)
-
-    @property
     def committed(self) -> int:
-        """Positions that every stage holds, unless it was lost since, and that no request under way cuts off."""
-        return min([len(self._answered), *(request.work.keep for request in self.flight if request.sent)])
+        """Positions that every stage holds, unless it was lost since, and that the pass under way does not cut off."""
+        current = self.current
+        return len(self.ids) if current is None or current.sent_at is None else min(len(self.ids), current.work.keep)
 
     def next_deadline(self) -> float | None:
         """Time at which ``Tick`` is due if no event comes first. None: no answer to a forward request is awaited (an
         ``StageAsk`` has its own timeout)."""
-        requests = self._waited_for
-        return requests[0].due if requests and requests[0].sent and self.phase is not ChainPhase.ENDED else None
+        return self.awaited[0].due or None if self.awaited else None
 
     def handle(self, event: ChainEvent, now: float) -> list[ChainInstruction]:
         """Process ``event``.
 
         Raises:
-            ValueError: an invalid ``PassSubmitted``: no ids, too many ids or requests, or ``keep`` beyond the history.
+            ValueError: an invalid ``PassSubmitted``: no ids, too many, ``keep`` beyond the history, or a pass is under
+                way.
         """
         out: list[ChainInstruction] = []
         if self.phase is ChainPhase.ENDED:
@@ -379,27 +358,19 @@ class ChainSessionCore:
 
     # --------------------------------------------------------------------------------------------------------- events
 
-    @property
-    def _waited_for(self) -> deque[ForwardWork] | None:
-        return self.flight if self.phase is ChainPhase.RUNNING else self._feed
-
     def _submit(self, event: PassSubmitted) -> None:
         if not 0 < len(event.ids) <= CHUNK:
             raise ValueError(f"a forward request has 1 to {CHUNK} positions, not {len(event.ids)}")
         if not 0 <= event.keep <= len(self.ids) or not 0 <= event.samples <= len(event.ids) or event.sample_index < 0:
-            raise ValueError(f"invalid request {self.submitted}: it keeps {event.keep} of {len(self.ids)} positions")
-        if not self.room:
-            raise ValueError(f"{WINDOW} requests are in flight, the maximum")
-        del self.ids[event.keep :]
-        self.ids += event.ids
-        self.flight.append(ForwardWork(self.submitted, self._number(), event, len(self._stages) - 1))
-        self.submitted += 1
+            raise ValueError(f"invalid pass: it keeps {event.keep} of {len(self.ids)} positions")
+        if self.current is not None:
+            raise ValueError("a pass of this session is under way already")
+        self.current = ForwardWork(event, len(self._stages) - 1)
 
     def _arrived(self, event: SamplesArrived, now: float, out: list[ChainInstruction]) -> None:
-        requests = self._waited_for
-        if event.epoch != self.epoch or not requests:
+        if event.epoch != self.epoch or not self.awaited:
             return
-        request = requests[0]
+        request = self.awaited[0]
         answer = (event.number, len(event.tokens), len(event.spent_us))
         if answer != (request.number, request.work.samples, request.last + 1):
             self._begin_mending(now)
@@ -407,25 +378,25 @@ class ChainSessionCore:
             self._set_back(f"stage {request.last}: {reason}", "", out)
             self._give_up(request.last, reason, now, out)
             return
-        requests.popleft()
+        self.awaited.popleft()
         self._stalls = 0
-        if requests:  # the next request had to wait for this one
-            requests[0].due = max(requests[0].due, now + self._patience_s(len(requests[0].work.ids)))
         if self.phase is not ChainPhase.RUNNING:
-            if not self._feed:
+            if self.awaited:  # the next request had to wait for this one
+                following = self.awaited[0]
+                following.due = max(following.due, now + _patience_s(len(following.work.ids)))
+            else:
                 for stage in self._stages[: request.last + 1]:
                     stage.has = self.committed
             return
         self._setbacks = 0
         for stage in self._stages:
             stage.failures = 0
-        if request.index >= 0:
-            work = request.work
-            del self._answered[work.keep :], self._prefilled[work.keep :]
-            self._answered += work.ids
-            self._prefilled += bytes([work.prefill]) * len(work.ids)
-            took_s = now - request.sent_at
-            out.append(PassAnswered(request.index, event.tokens, event.spent_us, took_s, request.mended))
+        work, self.current = request.work, None
+        del self.ids[work.keep :], self._prefilled[work.keep :]
+        self.ids += work.ids
+        self._prefilled += bytes([work.prefill]) * len(work.ids)
+        assert request.sent_at is not None
+        out.append(PassAnswered(event.tokens, event.spent_us, now - request.sent_at, request.mended))
 
     def _agreed(self, event: StageAnswered) -> None:
         stage = self._stages[event.stage]
@@ -467,12 +438,13 @@ class ChainSessionCore:
             sender.next_seat = None  # it dials again; if that fails the next stage is given up
 
     def _tick(self, now: float, out: list[ChainInstruction]) -> None:
-        due, requests = self.next_deadline(), self._waited_for
-        if due is None or now < due or not requests:
+        due = self.next_deadline()
+        if due is None or now < due:
             return
         self._stalls += 1
         if self._stalls > MOST_STALLS:
-            text = f"the workers of the split model did not answer for {now - requests[0].sent_at:.0f} s"
+            silent_s = now - (self.awaited[0].sent_at or now)
+            text = f"the workers of the split model did not answer for {silent_s:.0f} s"
             self._fail(DeadlineExceeded(text, remedy="a worker may be overloaded: see p2ptrain peers list"), out)
             return
         self._begin_mending(now)
@@ -481,11 +453,9 @@ class ChainSessionCore:
 
     def _begin_mending(self, now: float) -> None:
         self.epoch += 1
-        self._feed = None
-        while self.flight and self.flight[0].index < 0:
-            self.flight.popleft()
-        for request in self.flight:
-            request.mended = True
+        self.awaited.clear()
+        if self.current is not None:
+            self.current.mended = True
         if self._mending_since is None:
             self._mending_since = now
         self.phase = ChainPhase.MENDING
@@ -545,7 +515,7 @@ class ChainSessionCore:
             if stage.seat >= 0 and (stage.opened or stage.ask):
                 out.append(StageClose(index, stage.seat))
         self.phase = ChainPhase.ENDED
-        self._feed = None
+        self.awaited.clear()
 
     # --------------------------------------------------------------------------------------------------------- steering
 
@@ -556,10 +526,12 @@ class ChainSessionCore:
                     stage.sought = True
                     out.append(StageReplace(index, -1, self._lost.get(index, "")))
             self._connect(out)
-            if all(self._ready(index) for index in range(len(self._stages))) and self._fill(now, out):
-                self._go_on(now, out)
-        if self.phase is ChainPhase.RUNNING:
-            self._send_all(self.flight, now, out)
+            if all(self._ready(index) for index in range(len(self._stages))):
+                self._rebuild_or_run(now, out)
+        if self.phase is ChainPhase.RUNNING and self.current is not None and not self.awaited:
+            self.current.due = 0.0
+            self.awaited.append(self.current)
+        self._send_all(now, out)
 
     def _next_seat(self, index: int) -> int:
         return self._stages[index + 1].seat if index + 1 < len(self._stages) else -1
@@ -579,62 +551,46 @@ class ChainSessionCore:
             if dials and not self._ready(index + 1):
                 continue
             kind, keep = ("resume", self.committed) if stage.opened else ("open", 0)
-            timeout_s = self._patience_s(CHUNK)  # a request of another session may have to end first
+            timeout_s = _patience_s(CHUNK)  # a request of another session may have to end first
             self._last_ask += 1
             stage.ask = StageAsk(kind, index, stage.seat, self._last_ask, self.epoch, timeout_s, next_seat, keep)
             out.append(stage.ask)
 
-    def _fill(self, now: float, out: list[ChainInstruction]) -> bool:
-        """Send what stages still lack; returns whether nothing is missing."""
+    def _rebuild_or_run(self, now: float, out: list[ChainInstruction]) -> None:
         lacking = [index for index, stage in enumerate(self._stages) if stage.has < self.committed]
-        if not lacking:
-            return True
-        if self._feed is None:
-            self._feed = deque(self._again(0, self.committed, lacking[-1]))
-        self._send_all(self._feed, now, out)
-        return False
-
-    def _go_on(self, now: float, out: list[ChainInstruction]) -> None:
-        if self.flight:
-            again = self._again(self.committed, self.flight[0].work.keep, len(self._stages) - 1)
-            self.flight.extendleft(reversed(again))
-        for request in self.flight:
-            request.due, request.number = 0.0, self._number()
+        if lacking:
+            if not self.awaited:
+                self.awaited.extend(self._again(lacking[-1]))
+            return
         assert self._mending_since is not None
         out.append(SessionReady(tuple(self._lost.items()), now - self._mending_since))
-        self.phase, self._feed, self._mending_since = ChainPhase.RUNNING, None, None
-        self._lost = {}
+        self.phase, self._mending_since, self._lost = ChainPhase.RUNNING, None, {}
 
-    def _again(self, start: int, stop: int, last: int) -> list[ForwardWork]:
-        """Requests that send answered positions [start, stop) to stages [0, last] again. None mixes prompt and
-        generated ids."""
+    def _again(self, last: int) -> list[ForwardWork]:
+        """Requests that send the committed positions to stages [0, last] again. None mixes prompt and generated ids."""
         requests: list[ForwardWork] = []
-        while start < stop:
-            end = min(start + CHUNK_AGAIN, stop)
+        start = 0
+        while start < self.committed:
+            end = min(start + CHUNK_AGAIN, self.committed)
             prefill = self._prefilled[start]
             if (other := self._prefilled.find(not prefill, start, end)) >= 0:
                 end = other
-            ids = tuple(self._answered[start:end])
-            requests.append(ForwardWork(-1, self._number(), PassSubmitted(ids, start, 0, 0, bool(prefill)), last))
+            requests.append(ForwardWork(PassSubmitted(tuple(self.ids[start:end]), start, 0, 0, bool(prefill)), last))
             start = end
         return requests
 
-    def _number(self) -> int:
-        self.last_number += 1
-        return self.last_number
-
-    def _patience_s(self, positions: int) -> float:
-        return ANSWER_S + POSITION_S * positions
-
-    def _send_all(self, requests: deque[ForwardWork], now: float, out: list[ChainInstruction]) -> None:
+    def _send_all(self, now: float, out: list[ChainInstruction]) -> None:
         ahead = 0
-        for place, request in enumerate(requests):
-            if place >= WINDOW:
-                break
+        for request in list(self.awaited)[:WINDOW]:
             ahead += len(request.work.ids)
             if request.due:
                 continue
-            if not request.sent:
-                request.sent, request.sent_at = True, now
-            request.due = now + self._patience_s(ahead)
+            self.last_number += 1
+            request.number, request.due = self.last_number, now + _patience_s(ahead)
+            if request.sent_at is None:
+                request.sent_at = now
             out.append(ForwardSend(self._stages[0].seat, self.epoch, request.number, request.work, request.last))
+
+
+def _patience_s(positions: int) -> float:
+    return ANSWER_S + POSITION_S * positions

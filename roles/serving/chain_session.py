@@ -1,7 +1,7 @@
-"""The shell of one session over a chain: carries out the instructions of its core.
+"""The shell of one session over a chain of stages: carries out the instructions of its core, ``chain_core``.
 
-The caller submits a prompt in chunks, several of them under way at once. Then it submits one token at a time, or
-several positions with a sample for each. The next request's ``keep`` cuts off the wrong ones.
+One pass is under way at a time: a chunk of a prompt, a token, or a token and drafts. The next pass's ``keep`` cuts off
+wrong drafts.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ChainSession:
         self.mendings: list[tuple[str, float]] = []
         self._chain, self._opening, self._now = chain, opening, now
         self._core = ChainSessionCore(seats, now())
-        self._waiting: dict[int, asyncio.Future[ev.PassAnswered]] = {}  # by index of the pass
+        self._answer: asyncio.Future[ev.PassAnswered] | None = None  # of the pass under way
         self._pending: deque[ev.ChainEvent] = deque()
         self._news = asyncio.Event()
         self._opened = False
@@ -119,16 +119,12 @@ class ChainSession:
     def lost(self) -> bool:
         return self._error is not None
 
-    @property
-    def history(self) -> list[int]:
-        return list(self._core.ids)
-
     async def append(self, request: PassRequest) -> PassResult:
         """See ``ModelSession``. The duration includes the transfer and other sessions' passes at a stage.
 
         Raises:
             UserError: more positions than the session was opened for.
-            ValueError: ``keep`` is beyond the history, or there are too many ids, samples or passes.
+            ValueError: ``keep`` is beyond the history, there are too many ids or samples, or a pass is under way.
             NetworkError: a stage was lost and cannot be replaced.
         """
         if request.stop > self._opening["positions"]:
@@ -138,17 +134,12 @@ class ChainSession:
             raise ConnectionLost("this session is closed", remedy="open another session")
         if self._error is not None:
             raise self._failure()
-        index, prefill = self._core.submitted, request.keep < self.sample_from
-        submitted = ev.PassSubmitted(
-            request.ids, request.keep, request.samples, request.sample_index(self.sample_from), prefill
-        )
-        answered: asyncio.Future[ev.PassAnswered] = asyncio.get_running_loop().create_future()
-        # At once, even from within ``event``: the next pass's index depends on it.
-        self._carry_out(self._core.handle(submitted, self._now()))
-        self._waiting[index] = answered
-        self._set_timer()
-        done = await answered  # the core ends this wait: each of its waits has a deadline
-        result = PassResult(done.tokens, done.took_s, done.spent_us, done.mended)
+        prefill = request.keep < self.sample_from
+        index = request.sample_index(self.sample_from)
+        self.event(ev.PassSubmitted(request.ids, request.keep, request.samples, index, prefill))
+        answer = self._answer = asyncio.get_running_loop().create_future()
+        answered = await answer  # the core ends this wait: each of its waits has a deadline
+        result = PassResult(answered.tokens, answered.took_s, answered.spent_us, answered.mended)
         self._chain.times.add(result, prefill=prefill)
         return result
 
@@ -234,9 +225,9 @@ class ChainSession:
                         peer.ask_later("session.close", {"session": self.id, "index": stage}, timeout_s=CLOSE_S)
                 case ev.StageReplace(stage, seat, reason):
                     self._chain.replace(self, stage, seat, reason)
-                case ev.PassAnswered(index):
-                    if (answered := self._waiting.pop(index, None)) is not None and not answered.done():
-                        answered.set_result(instruction)
+                case ev.PassAnswered():
+                    if self._answer is not None and not self._answer.done():
+                        self._answer.set_result(instruction)
                 case ev.SessionReady(lost, took_s):
                     self._opened = True
                     if lost:
@@ -290,10 +281,8 @@ class ChainSession:
         return "session.open", params | self._opening | {"part": self._chain.part_of(asked.stage)}
 
     def _let_go(self, problem: NetworkError) -> None:
-        for answered in self._waiting.values():
-            if not answered.done():
-                answered.set_exception(problem)
-        self._waiting.clear()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(problem)
         self._news.set()
 
     def _set_timer(self) -> None:

@@ -41,11 +41,12 @@ class Generation:
 
     def __init__(self, session: ChainSession, ids: Sequence[int], tokens: int) -> None:
         self.session = session
+        self._held: list[int] = []
         self.go_on(ids, max_new_tokens=tokens)
 
     def go_on(self, ids: Sequence[int], *, max_new_tokens: int) -> None:
         self.session.sample_from = len(ids)
-        self._decoding = Decoding(ids, max_new_tokens=max_new_tokens, cached=common_prefix(self.session.history, ids))
+        self._decoding = Decoding(ids, max_new_tokens=max_new_tokens, cached=common_prefix(self._held, ids))
 
     @property
     def tokens(self) -> list[int]:
@@ -67,6 +68,7 @@ class Generation:
             raise StopAsyncIteration
         while True:
             made = await self.session.append(self._decoding.next_pass())
+            self._held = self._decoding.ids.copy()
             for token in self._decoding.take_samples(made.tokens, made.took_s, 0.0).tokens:
                 return Token(token, len(self.tokens) - 1, made.spent_us, made.took_s, made.mended)
 

@@ -302,17 +302,10 @@ class Chain:
 
 def validate(core: ChainSessionCore) -> None:
     """Raise ``AssertionError`` where what must always be so is not."""
-    numbers = [request.number for request in core.flight]
+    numbers = [request.number for request in core.awaited if request.due]
     assert numbers == sorted(set(numbers))
     assert not numbers or numbers[-1] <= core.last_number
-    history = list(core._answered)
-    for request in core.flight:
-        assert request.work.keep <= len(history), "a request keeps more than there is"
-        if request.index >= 0:
-            del history[request.work.keep :]
-            history += request.work.ids
-    assert history == core.ids, "answered requests and those under way make up what was submitted"
-    assert core.room >= 0
+    assert core.current is None or core.current.work.keep <= len(core.ids), "a pass keeps more than there is"
     for index, stage in enumerate(core._stages):
         assert stage.epoch <= core.epoch
         assert stage.seat >= 0 or not (stage.opened or stage.ask)
@@ -320,4 +313,4 @@ def validate(core: ChainSessionCore) -> None:
             assert core._ready(index)
     assert (core._mending_since is None) == (core.phase is ChainPhase.RUNNING) or core.phase is ChainPhase.ENDED
     if core.phase is ChainPhase.RUNNING:
-        assert all(request.due for request in list(core.flight)[: ev.WINDOW]), "a request waits without a deadline"
+        assert core.current is None or core.current.due, "a pass waits without a deadline"

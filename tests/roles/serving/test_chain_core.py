@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.core.errors import ResourceError
 from roles.serving import chain_core as ev
-from roles.serving.chain_core import MOST_STALLS, WINDOW, ChainPhase, ChainSessionCore
+from roles.serving.chain_core import MOST_STALLS, ChainPhase, ChainSessionCore
 from roles.serving.decoding import Decoding
 from roles.serving.text_service import common_prefix
 from wire.chain_messages import ChainBroken
@@ -104,7 +104,7 @@ def test_the_same_tokens_come_whatever_is_lost(seed: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("seed", range(40))
 def test_passes_with_drafts_give_the_same_samples_whatever_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As speculative decoding would have it: several works under way, each of which may cut off what others brought."""
+    """As in speculative decoding: each pass may cut off what earlier ones brought."""
     rng = random.Random(seed)
     monkeypatch.setattr("roles.serving.chain_core.CHUNK", 5)
     monkeypatch.setattr("roles.serving.chain_core.CHUNK_AGAIN", 5)
@@ -114,7 +114,7 @@ def test_passes_with_drafts_give_the_same_samples_whatever_is_lost(seed: int, mo
     expected: list[tuple[int, ...]] = []
     ids: list[int] = []
     for _ in range(60):
-        while chain.core.room and rng.random() < 0.7:
+        if chain.core.current is None:
             keep = max(0, len(ids) - rng.randrange(12)) if rng.random() < 0.5 else len(ids)
             new = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6)))
             samples, sample_index = rng.randrange(len(new) + 1), rng.randrange(100)
@@ -128,7 +128,6 @@ def test_passes_with_drafts_give_the_same_samples_whatever_is_lost(seed: int, mo
     while len(chain.done) < len(expected):
         assert chain.step(), "nothing is on its way"
     assert chain.failed is None
-    assert [done.index for done in chain.done] == list(range(len(expected)))
     assert [done.tokens for done in chain.done] == expected
     assert chain.core.ids == ids
 
@@ -189,19 +188,7 @@ def test_answers_of_an_older_epoch_are_dropped() -> None:
     core.handle(ev.StageBroken(0, ChainBroken("", 1, 1, ev.NEXT_LOST, "cut")), 1.0)
     assert core.epoch == 2
     assert core.handle(ev.SamplesArrived(1, send.number, (7,), (1, 1)), 1.0) == []
-    assert core.answered == 0
-
-
-def test_a_prompt_flows_through_the_chain_as_a_pipeline() -> None:
-    core = ChainSessionCore([1, 1], 0.0)
-    core.handle(ev.Tick(), 0.0)
-    core.handle(ev.StageAnswered(1, 1), 0.0)
-    core.handle(ev.StageAnswered(0, 2), 0.0)
-    works = [ev.PassSubmitted(tuple(range(2048)), 2048 * place, 0, 0, prefill=True) for place in range(WINDOW)]
-    sent = [send.work for work in works for send in core.handle(work, 0.0) if isinstance(send, ev.ForwardSend)]
-    assert [(work.keep, len(work.ids), work.samples) for work in sent] == [(2048 * i, 2048, 0) for i in range(WINDOW)]
-    with pytest.raises(ValueError, match="in flight"):
-        core.handle(ev.PassSubmitted((1,), 0, 0, 0), 0.0)
+    assert core.ids == []
 
 
 def test_a_missing_answer_raises_the_epoch_and_then_ends_the_session() -> None:
