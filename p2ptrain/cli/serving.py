@@ -30,9 +30,9 @@ from p2ptrain.core.tensor_files import TensorTable
 from p2ptrain.core.texts import human_bytes
 from roles.background import Background
 from roles.compute_thread import ComputeThread
-from roles.drafter.draft_server import MAX_SESSIONS, DraftServer, Serves
+from roles.drafter.draft_server import MAX_SESSIONS, DraftingModel, DraftServer
 from roles.member import ServingMember
-from roles.serving.chain import PoolUpdater, SplitModel, StageChain
+from roles.serving.chain import LOOK_S, PoolUpdater, StageChain
 from roles.serving.local_model import LocalModel, load_local_engine
 from roles.serving.model import ServedModel
 from roles.serving.worker_peer import ClientContext, WorkerAt
@@ -47,7 +47,6 @@ from wire.text_messages import Serving
 USUAL_SESSIONS = 4
 LEAVE_S = 0.8
 """Time limit of each clean-up. A member's program has a few of them, one after another (``cli.joining``)."""
-LOOK_S = 1.0  # between two looks at the list of workers
 AGAIN_LOOKS = 15
 """After this many looks the same workers are tried again: they may have freed memory, or be reachable now."""
 
@@ -138,7 +137,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         member.answer("generate", partial(serve_texts, service))
         member.serves(partial(_serving, service, model, digest, weights, http))
         known = "" if service.context is None else f", {service.context} tokens of context"
-        news = f"{service.model} writes text in {model.facts()['dtype']}{known}"
+        news = f"{service.model} writes text in {model.dtype}{known}"
         member.notify("info", "serving", news + (f"; HTTP at {http}" if http else ""))
         if unused := text.unused_settings():
             member.notify("warning", "unused-settings", unused)
@@ -183,7 +182,6 @@ async def _local_model(
         engine,
         compute,
         member.world.clock,
-        label=model_name(directory),
         context=context,
         max_sessions=2 * sessions + 1,  # running ones, and ones kept for the next question
         cache_bytes=cache_bytes(options.memory_bytes, directory, engine.encoding, engine.weights_bytes),
@@ -231,17 +229,15 @@ async def split_model(
 
     Raises ``P2PTrainError``: its files cannot be read, it does not split, or workers refuse to load it.
     """
-    positions = sessions * conversation_positions(text)
-    chain = await _awaited_chain(member, context, options, console, options.model_directory, positions)
+    chain = await _awaited_chain(member, context, options, console, text, sessions)
     pool_updater = Background()
     try:
-        model = SplitModel(chain, label=options.model_directory.name, context=text.context)
         pool_updater.start(PoolUpdater(chain, member.ask).run(), "recruiting")
         try:
-            yield model
+            yield chain
         finally:
             await within(LEAVE_S, pool_updater.stop())
-            await within(LEAVE_S, model.close())
+            await within(LEAVE_S, chain.close())
     finally:
         await within(LEAVE_S, chain.pool.close())
 
@@ -251,8 +247,8 @@ async def _awaited_chain(
     context: ClientContext,
     options: JoinOptions,
     console: Console,
-    directory: Path,
-    positions: int,
+    text: ModelText,
+    sessions: int,
 ) -> StageChain:
     """Wait for enough workers with enough memory, and load the model into them. The caller closes the chain's pool.
 
@@ -267,6 +263,7 @@ async def _awaited_chain(
             except NetworkError:  # the member's link reports this, and reconnects
                 await asyncio.sleep(LOOK_S)
 
+    directory = options.model_directory
     shortage, model, config = "", None, config_text(directory)
     stages = SplitOptions(options.split or None, options.dtype)
     while True:
@@ -283,16 +280,16 @@ async def _awaited_chain(
             if pool is None or model is None or len(workers) < (options.split or 1):
                 there = f"{len(workers)} of {options.split} workers joined" if workers else "no worker has joined"
                 raise UserError(f"{there} to hold a part of the model", remedy="start some: p2ptrain join")
-            chain = await _loaded_by(pool, stages, console, model, positions)
+            chain = await _loaded_by(pool, stages, console, model, text, sessions)
         except BaseException as problem:
             if pool is not None:
                 await within(LEAVE_S, pool.close())
             if not isinstance(problem, NetworkError | ResourceError | UserError) or isinstance(problem, ConfigError):
                 raise  # it is no shortage of workers
-            text = f"{problem.message}: {problem.remedy}" if problem.remedy else problem.message
-            if text != shortage:
-                shortage = text
-                member.notify("warning", "waiting", f"waits for workers: {text}; Ctrl+C leaves")
+            cause = f"{problem.message}: {problem.remedy}" if problem.remedy else problem.message
+            if cause != shortage:
+                shortage = cause
+                member.notify("warning", "waiting", f"waits for workers: {cause}; Ctrl+C leaves")
         else:
             if shortage:
                 member.notify("info", "enough-workers", "there are enough workers")
@@ -304,17 +301,22 @@ async def _awaited_chain(
 
 
 async def _loaded_by(
-    pool: WorkerPool, options: SplitOptions, console: Console, model: ModelReference, positions: int
+    pool: WorkerPool,
+    options: SplitOptions,
+    console: Console,
+    model: ModelReference,
+    text: ModelText,
+    sessions: int,
 ) -> StageChain:
     if (here := len(pool.peers)) < (options.stages or 1):
         refused = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
         raise UserError(f"{here} of {options.stages} workers can be used: {refused}", remedy="start another")
     try:
-        plan = await plan_on(pool, model, options, positions)
+        plan = await plan_on(pool, model, options, sessions * conversation_positions(text))
     except ResourceError as problem:  # its own remedy names options that ``join`` does not have
         remedy = "start more of them, or some with more memory: p2ptrain join; or take fewer --sessions"
         raise ResourceError(problem.message, remedy=remedy) from None
-    return await load(pool, model, plan, console)
+    return await load(pool, model, plan, console, text.context, options.encodings)
 
 
 async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptions, service: VerifierService) -> str:
@@ -354,19 +356,19 @@ def _serving(service: VerifierService, model: ServedModel, tokenizer: str, weigh
 async def _draft(member: ServingMember, options: JoinOptions, console: Console) -> None:
     compute = ComputeThread(member.world.threads)
     try:
-        serves = await _small_model(options.model_directory, options, compute, console)
+        drafting = await _small_model(options, compute, console)
         drafter = DraftServer(
             member.world,
             compute,
-            serves,
+            drafting,
             most_sessions=options.sessions or MAX_SESSIONS,
             on_news=lambda text: console.event("info", text),
         )
         member.answer("draft", drafter.serve, judge=drafter.decide)
-        member.serves(drafter.serving)
-        known = f", {serves.context} tokens of context" if serves.context else ""
-        where = f" on {serves.engine.device} in {serves.engine.encoding}"
-        member.notify("info", "serving", f"{serves.model} drafts{where}{known}")
+        member.serves(drafter.describe)
+        known = f", {drafting.context} tokens of context" if drafting.context else ""
+        where = f" on {drafting.engine.device} in {drafting.engine.encoding}"
+        member.notify("info", "serving", f"{drafting.name} drafts{where}{known}")
         try:
             await asyncio.Event().wait()  # until the member leaves
         finally:
@@ -376,11 +378,12 @@ async def _draft(member: ServingMember, options: JoinOptions, console: Console) 
         compute.close()
 
 
-async def _small_model(directory: Path, options: JoinOptions, compute: ComputeThread, console: Console) -> Serves:
+async def _small_model(options: JoinOptions, compute: ComputeThread, console: Console) -> DraftingModel:
+    directory = options.model_directory
     tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything
     await compute.run(_prepare_torch, directory, options.threads)
     engine, context = await load_local_engine(
         directory, compute, device=options.device or "auto", dtype=options.dtype, on_bytes=console.loading
     )
     limit_bytes = cache_bytes(options.memory_bytes, directory, engine.encoding, engine.weights_bytes)
-    return Serves(engine, model_name(directory), context or 0, tokenizer.digest, limit_bytes)
+    return DraftingModel(engine, model_name(directory), context or 0, tokenizer.digest, limit_bytes)

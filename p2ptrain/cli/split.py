@@ -26,7 +26,6 @@ from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import human_bytes, layers_text
 from p2ptrain.core.world import real_world
 from roles.serving.chain import LoadProgress, StageChain
-from roles.serving.chain_session import ChainTimes
 from roles.serving.worker_peer import ClientContext
 from roles.serving.worker_pool import (
     ChainPlan,
@@ -57,7 +56,7 @@ class PlannedSplit:
     console: Console
 
     async def load(self) -> StageChain:
-        return await load(self.pool, self.model, self.plan, self.console)
+        return await load(self.pool, self.model, self.plan, self.console, self.text.context, self.options.encodings)
 
 
 @asynccontextmanager
@@ -141,11 +140,18 @@ async def plan_on(pool: WorkerPool, model: ModelReference, options: SplitOptions
     )
 
 
-async def load(pool: WorkerPool, model: ModelReference, plan: ChainPlan, console: Console) -> StageChain:
+async def load(
+    pool: WorkerPool,
+    model: ModelReference,
+    plan: ChainPlan,
+    console: Console,
+    context: int | None,
+    encodings: tuple[str, str],
+) -> StageChain:
     """Have the workers load their parts, and show the progress. Raises as ``StageChain.load``."""
     show = (lambda _: None) if plan.loaded else LoadingLine(plan, console).show
     try:
-        return await StageChain.load(pool, model, plan, on_progress=show)
+        return await StageChain.load(pool, model, plan, context=context, encodings=encodings, on_progress=show)
     finally:
         console.clear()
 
@@ -226,12 +232,13 @@ def show_plan(plan: PlannedSplit, *, as_json: bool) -> None:
 # ------------------------------------------------------------------------------------------------------ the figures
 
 
-def split_facts(chain: StageChain, times: ChainTimes, encoding: str) -> dict[str, Any]:
+def split_facts(chain: StageChain) -> dict[str, Any]:
     """What each stage holds, and where a token's time goes, for programs. Times are per token; None before the first
-    token. ``encoding``: of hidden states; empty: as computed.
+    token.
 
     ``rest_ms`` is neither computing nor measured links: it is queueing, event loops of the stages, and this program.
     """
+    times = chain.times
     tokens = times.tokens
     compute_ms = sum(times.stages_us) / 1e3 / tokens if tokens else None
     token_ms = 1e3 * times.took_s / tokens if tokens else None
@@ -253,7 +260,7 @@ def split_facts(chain: StageChain, times: ChainTimes, encoding: str) -> dict[str
                 "weights_bytes": loaded.weights_bytes,
                 "resident_bytes": loaded.resident_bytes,
                 "compute_ms": times.stages_us[index] / 1e3 / tokens if tokens else None,
-                "wire_bytes": activation_bytes(IDS if is_last else encoding or chain.encoding, 1, loaded.width),
+                "wire_bytes": activation_bytes(IDS if is_last else chain.encodings[0] or chain.dtype, 1, loaded.width),
             }
         )
     return {

@@ -19,7 +19,6 @@ from p2ptrain.cli.text_options import TextOptions, newest_in, newest_of_job
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.operator import open_operator, operator_name
 from p2ptrain.compute.text import ModelText
-from p2ptrain.core.adapters import model_name
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, Unreachable, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import printable
@@ -156,7 +155,7 @@ async def _of_this_machine(
         raise
     finally:
         console.clear()
-    model = LocalModel(engine, compute, world.clock, label=model_name(directory), context=context)
+    model = LocalModel(engine, compute, world.clock, context=context)
     label, identity = str(directory), {"checkpoint": str(directory)}
     async with _model_source(model, text, needs, label, identity, positions=0) as source:
         yield source
@@ -164,8 +163,6 @@ async def _of_this_machine(
 
 @asynccontextmanager
 async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> AsyncIterator[TextSource | None]:
-    from roles.serving.chain import SplitModel
-
     checkpoint = options.checkpoint and newest_in(options.checkpoint, download=options.download)
     found = planned(options.split_options, checkpoint, options.job, options.seed, needs.check, console)
     async with found as plan:
@@ -175,20 +172,16 @@ async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> A
             return
         show_unused_settings(plan.text)
         chain = await plan.load()
-        encoding, prefill_encoding = options.split_options.encodings
-        model = SplitModel(
-            chain, label=plan.label, context=plan.text.context, encoding=encoding, prefill_encoding=prefill_encoding
-        )
 
         def facts() -> dict[str, Any]:
-            split = split_facts(chain, model.times, encoding)
+            split = split_facts(chain)
             return {"split": split, "plan": placement_map(chain.plan.placement)}
 
         stages = len(chain.plan.stages)
         label = f"{stages} stage{'s' if stages != 1 else ''}, {plan.label}"
         identity = {"checkpoint": plan.label}
         positions = plan.plan.positions
-        async with _model_source(model, plan.text, needs, label, identity, positions, facts) as source:
+        async with _model_source(chain, plan.text, needs, label, identity, positions, facts) as source:
             yield source
 
 

@@ -566,9 +566,8 @@ def _tell_held(
 ) -> None:
     from p2ptrain.cli.placement import placement_map, print_prediction
     from p2ptrain.cli.split import print_split_facts, split_facts
-    from roles.serving.chain_session import ChainTimes
 
-    placement, facts = chain.plan.placement, split_facts(chain, ChainTimes(), "")
+    placement, facts = chain.plan.placement, split_facts(chain)
     seed_at = cluster.address
     if as_json:
         where = {"seed": seed_at, "state": str(plan.root), "checkpoint": loaded.label}

@@ -1,11 +1,11 @@
-"""The drafter: a whole small model that guesses tokens ahead for the sessions of verifiers.
+"""The drafter: a whole small model that guesses the next tokens of texts that verifiers write.
 
-A verifier dials once (purpose ``draft``) for all of its sessions. It numbers them: the ``stream`` of a frame. A session
-begins with all ids so far. Then its core (``roles.drafter.drafting``) decides what the model computes and what is
-sent. Verdicts go to the core as soon as they arrive.
+A verifier dials once (purpose ``draft``) for all of its texts. Each has a session here, numbered by the verifier: the
+``stream`` of a frame. A session begins with all token ids so far. Then its core (``roles.drafter.drafting``) decides
+what the model computes and what is sent. Verdicts go to the core as soon as they arrive.
 
-One model computes for all sessions in turn, one pass at a time. A long prompt is processed in pieces, so that other
-sessions' drafts wait for a few short passes at most.
+One model (``LocalModel``) computes for all sessions in turn, one pass at a time, and limits their number and memory. A
+long prompt is processed in pieces, so that other sessions' drafts wait for a few short passes at most.
 """
 
 from __future__ import annotations
@@ -16,30 +16,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from p2ptrain.core.activations import ID_BYTES
-from p2ptrain.core.errors import (
-    ConnectionLost,
-    JobFailed,
-    NetworkError,
-    P2PTrainError,
-    ProtocolError,
-    Refused,
-)
+from p2ptrain.core.errors import ConnectionLost, JobFailed, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
-from p2ptrain.core.texts import human_bytes, printable, shortened
+from p2ptrain.core.texts import printable, shortened
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread
-from roles.drafter.draft_messages import (
+from roles.drafter.drafting import (
     ENGINE,
     FULL,
     OTHER_TOKENIZER,
     TOO_LONG,
+    DraftedText,
+    DraftInstruction,
+    DraftSending,
     ids_untrusted,
     packed,
     sampling_untrusted,
     verdict_untrusted,
 )
-from roles.drafter.drafting import DraftedText, DraftInstruction, DraftSending, DraftVerdict
 from roles.engine import StageEngine
 from roles.gauges import MovingAverage, Rate
 from roles.line import QUIET_S, Line
@@ -47,15 +42,7 @@ from roles.serving.local_model import LocalModel, LocalSession
 from roles.serving.model import PassRequest
 from wire.connection import Connection, Received
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
-from wire.text_messages import (
-    DraftOpen,
-    DraftReady,
-    Drafts,
-    Serving,
-    StreamClose,
-    StreamRefused,
-    Verdict,
-)
+from wire.text_messages import DraftOpen, DraftReady, Drafts, Serving, StreamClose, StreamRefused, Verdict
 
 PURPOSES = frozenset({"draft"})
 MAX_CALLERS = 64
@@ -64,20 +51,19 @@ BEAT_S = 0.5
 """Interval of heartbeats to a verifier that has not told its silence limit yet."""
 SHARED_PIECE = 256
 """Positions of a prompt that are processed at a time while there are other sessions."""
-LONGER = "draft with a model of a longer context"
 
 
 @dataclass(frozen=True, slots=True)
-class Serves:
+class DraftingModel:
     """What a drafter drafts with.
 
     Attributes:
-        model: name for people. context: positions that it knows; 0: unlimited or unknown. tokenizer: a digest.
+        name: for people. context: positions that it knows; 0: unlimited or unknown. tokenizer: a digest.
         limit_bytes: limit of the caches of all sessions together; 0: none.
     """
 
     engine: StageEngine
-    model: str
+    name: str
     context: int = 0
     tokenizer: str = ""
     limit_bytes: int = 0
@@ -104,10 +90,10 @@ class _Session:
     """One session.
 
     Attributes:
-        positions: largest length; its cache takes ``cache_bytes``.
+        positions: its largest length: the verifier's, or the model's context.
+        passes: what the core wants computed; one pass at most.
         drafted: position after the drafts that were sent last; 0 before the first.
-        wanted: the pass that the core requested last. has_work: it is not computed yet.
-        ready: ``DraftReady`` was sent. task: computes.
+        is_ready: ``DraftReady`` was sent.
     """
 
     stream: int
@@ -116,11 +102,9 @@ class _Session:
     opening: DraftOpen
     sampling: Sampling
     positions: int
-    cache_bytes: int
+    passes: asyncio.Queue[PassRequest] = field(default_factory=asyncio.Queue)
     drafted: int = 0
-    wanted: PassRequest | None = None
-    has_work: asyncio.Event = field(default_factory=asyncio.Event)
-    ready: bool = False
+    is_ready: bool = False
     task: asyncio.Task[None] | None = None
 
 
@@ -162,17 +146,18 @@ class DraftServer:
         self,
         world: World,
         compute: ComputeThread,
-        serves: Serves,
+        drafting: DraftingModel,
         *,
         most_sessions: int = MAX_SESSIONS,
         on_news: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.serves = serves
+        self._drafting = drafting
         self._on_news = on_news
         self.gauge = Gauge()
-        self._model = LocalModel(serves.engine, compute, world.clock, label=serves.model, max_sessions=0)
+        self._model = LocalModel(
+            drafting.engine, compute, world.clock, max_sessions=most_sessions, cache_bytes=drafting.limit_bytes
+        )
         self._now = world.clock.now
-        self._most_sessions = most_sessions
         self._callers: set[_Caller] = set()
         self._sessions: set[_Session] = set()
         self._tasks = Background()
@@ -181,10 +166,10 @@ class DraftServer:
     def sessions(self) -> int:
         return len(self._sessions)
 
-    def serving(self) -> Serving:
-        serves = self.serves
-        stats = self.gauge.figures(self._now())
-        return Serving(serves.model, self._model.vocab_size, serves.context, serves.tokenizer, "", self.sessions, stats)
+    def describe(self) -> Serving:
+        """What the seed lists of this drafter."""
+        model, stats = self._drafting, self.gauge.figures(self._now())
+        return Serving(model.name, self._model.vocab_size, model.context, model.tokenizer, "", self.sessions, stats)
 
     async def close(self) -> None:
         """End all sessions. The connections are closed by whoever accepted them."""
@@ -222,15 +207,10 @@ class DraftServer:
             case DraftOpen() as opening:
                 await self._open_untrusted(caller, stream, opening)
             case Verdict() as verdict:
-                session = self._find_untrusted(caller, stream)
-                if session is not None:
-                    vocab_size, verified = session.opening.vocab_size, session.core.known
-                    number = received.generation
-                    checked = verdict_untrusted(verdict, number, verified=verified, vocab_size=vocab_size)
-                    self._take_verdict_untrusted(session, checked)
+                if (session := self._find_untrusted(caller, stream)) is not None:
+                    self._take_verdict_untrusted(session, verdict, received.generation)
             case StreamClose():
-                session = self._find_untrusted(caller, stream)
-                if session is not None:
+                if (session := self._find_untrusted(caller, stream)) is not None:
                     self._close(session)
             case Request(id=number, method="probe.clock"):
                 caller.send(Response(number, {}))
@@ -253,49 +233,21 @@ class DraftServer:
         caller.line.silence_s = min(caller.line.silence_s, opening.silence_s)
         data = await caller.line.bulk(ID_BYTES * opening.count, stream=stream)
         ids = ids_untrusted(data, vocab_size=opening.vocab_size)
-        try:
-            positions, cache_bytes = self._admitted(opening)
-        except Refused as refused:
-            self._refuse(caller, stream, refused)
-            return
         core = DraftedText(ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
-        session = _Session(stream, caller, core, opening, sampling, positions, cache_bytes)
+        positions = min(opening.positions, self._drafting.context or opening.positions)
+        session = _Session(stream, caller, core, opening, sampling, positions)
         caller.sessions[stream] = session
         self._sessions.add(session)
         self._carry_out(session, core.begin())
         session.task = self._tasks.start(self._draft(session), f"draft {stream} of {caller.name}")
 
-    def _admitted(self, opening: DraftOpen) -> tuple[int, int]:
-        """Largest length of the session here, and the bytes of its cache. Raises ``Refused``."""
-        serves = self.serves
-        if opening.tokenizer != serves.tokenizer:  # vocabularies may be padded differently
-            text = f"{serves.model} has another tokenizer than the verifier's model"
-            raise Refused(OTHER_TOKENIZER, text, remedy="draft with a model of the same family")
-        positions = min(opening.positions, serves.context or opening.positions)
-        if positions <= opening.count:
-            text = f"{opening.count} tokens are too many: {serves.model} has a context of {serves.context}"
-            raise Refused(TOO_LONG, text, remedy=LONGER)
-        if len(self._sessions) >= self._most_sessions:
-            raise Refused(
-                FULL, f"the drafter already has {self._most_sessions} sessions", remedy="start another drafter"
-            )
-        cache_bytes = positions * serves.engine.cache_position_bytes
-        left_bytes = serves.limit_bytes - sum(session.cache_bytes for session in self._sessions)
-        if serves.limit_bytes and cache_bytes > left_bytes:
-            text = (
-                f"{positions} positions take {human_bytes(cache_bytes)} of memory, and {human_bytes(left_bytes)} are"
-                f" left of {human_bytes(serves.limit_bytes)}"
-            )
-            raise Refused(FULL, text, remedy="start another drafter, or give this one more memory: --memory")
-        return positions, cache_bytes
-
-    def _refuse(self, caller: _Caller, stream: int, problem: P2PTrainError) -> None:
-        code = problem.code if isinstance(problem, Refused) else ENGINE
-        caller.send(StreamRefused(code, shortened(problem.message), shortened(problem.remedy)), stream=stream)
-
     def _give_up(self, session: _Session, problem: P2PTrainError) -> None:
         if session in self._sessions:
-            self._refuse(session.caller, session.stream, problem)
+            code = ENGINE
+            if isinstance(problem, Refused):
+                code = FULL if problem.code == RefusalCode.BUSY else problem.code
+            refused = StreamRefused(code, shortened(problem.message), shortened(problem.remedy))
+            session.caller.send(refused, stream=session.stream)
             self._close(session)
 
     def _close(self, session: _Session) -> None:
@@ -306,22 +258,23 @@ class DraftServer:
 
     # -------------------------------------------------------------------------------------------------------- the core
 
-    def _take_verdict_untrusted(self, session: _Session, verdict: DraftVerdict) -> None:
-        epoch, right = session.core.epoch, verdict.start - session.core.known
-        self._carry_out(session, session.core.take_verdict(verdict))
+    def _take_verdict_untrusted(self, session: _Session, message: Verdict, number: int) -> None:
+        core, vocab_size = session.core, session.opening.vocab_size
+        verdict = verdict_untrusted(message, number, verified=core.known, vocab_size=vocab_size)
+        epoch, right = core.epoch, verdict.start - core.known
+        self._carry_out(session, core.take_verdict(verdict))
         session.caller.right += right
         self.gauge.right += right
-        self.gauge.wrong += session.core.epoch != epoch
+        self.gauge.wrong += core.epoch != epoch
 
     def _carry_out(self, session: _Session, instructions: Sequence[DraftInstruction]) -> None:
-        if session.core.ready and not session.ready:
-            session.ready = True
+        if session.core.ready and not session.is_ready:
+            session.is_ready = True
             session.caller.send(DraftReady(1e3 * self.gauge.draft.seconds), stream=session.stream)
         for instruction in instructions:
             match instruction:
                 case PassRequest():
-                    session.wanted = instruction
-                    session.has_work.set()
+                    session.passes.put_nowait(instruction)
                 case DraftSending(epoch, position, tokens):
                     self.gauge.drafts += len(tokens)
                     self.gauge.tokens.add(len(tokens), self._now())
@@ -332,17 +285,20 @@ class DraftServer:
 
     async def _draft(self, session: _Session) -> None:
         """Compute what the core wants, until the session is closed or fails."""
+        drafting, opening = self._drafting, session.opening
         try:
+            if opening.tokenizer != drafting.tokenizer:  # vocabularies may be padded differently
+                text = f"{drafting.name} has another tokenizer than the verifier's model"
+                raise Refused(OTHER_TOKENIZER, text, remedy="draft with a model of the same family")
+            if session.positions <= opening.count:
+                raise self._too_long(opening.count)
             model = await self._model.open(
-                positions=session.positions, sampling=session.sampling, sample_from=session.opening.prompt
+                positions=session.positions, sampling=session.sampling, sample_from=opening.prompt
             )
             try:
                 while True:
-                    await session.has_work.wait()
-                    session.has_work.clear()
-                    assert session.wanted is not None
-                    samples = await self._compute(session, model, session.wanted)
-                    known = tuple(token for token in samples if token < session.opening.vocab_size)
+                    samples = await self._compute(session, model, await session.passes.get())
+                    known = tuple(token for token in samples if token < opening.vocab_size)
                     self._carry_out(session, session.core.take_samples(known))
             finally:
                 await model.close()
@@ -367,8 +323,7 @@ class DraftServer:
             size = left if len(self._sessions) == 1 else min(left, SHARED_PIECE)
             keep = request.keep + taken
             if keep + size > session.positions:
-                text = f"{keep + size} tokens are too many: {self.serves.model} has a context of {self.serves.context}"
-                raise Refused(TOO_LONG, text, remedy=LONGER)
+                raise self._too_long(keep + size)
             piece = PassRequest(keep, ids[taken : taken + size], request.samples if size == left else 0)
             result = await model.append(piece)
             if size == 1:
@@ -377,3 +332,7 @@ class DraftServer:
             taken += size
             if taken == len(ids):
                 return result.tokens
+
+    def _too_long(self, size: int) -> Refused:
+        text = f"{size} tokens are too many: {self._drafting.name} has a context of {self._drafting.context}"
+        return Refused(TOO_LONG, text, remedy="draft with a model of a longer context")

@@ -1,4 +1,6 @@
-"""The core of a drafter: one session. It drafts ahead of the verified text, and verdicts tell it what is verified.
+"""The core of a drafter: one session, and the encoding of drafts and verdicts. Pure.
+
+It drafts ahead of the verified text, and verdicts tell it what is verified.
 
 Its tokens are the ``verified`` ones followed by its *line*, the tokens that it drafted. A verdict that agrees with the
 line, or continues beyond its end, keeps the line's *epoch*. A verdict that contradicts the line cuts it there, and the
@@ -6,17 +8,25 @@ verdict's number is the new epoch. So both sides know on which tokens a draft is
 
 A pass's sample is based on all tokens of the session. If one of these was cut off during the pass, the sample is
 dropped, and the model's cache is valid only up to the cut. The next pass's ``keep`` is that position.
+
+The declarations of ``wire.text_messages`` bound what a peer sends; the functions at the end check and decode it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.activations import ID_BYTES, decode_ids
+from p2ptrain.core.errors import ProtocolError, Refused, UserError
+from p2ptrain.core.serving import Sampling, check_sampling
+from p2ptrain.core.texts import printable
 from roles.serving.model import PassRequest
 from wire.chain_messages import CHUNK
+from wire.text_messages import MOST_TOKEN_BYTES, DraftOpen, StreamRefused, Verdict
 
+OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full", "engine"
+"""Codes of ``StreamRefused``."""
 GROUP = 2
 """Drafts that are sent together: a message costs more than a token."""
 
@@ -168,3 +178,62 @@ class DraftedText:
         assert self._verified <= self._sent <= len(self._ids)
         assert self._held <= len(self._ids)
         assert self.epoch <= self.number
+
+
+# ------------------------------------------------------------------------------------------------------- messages
+
+
+def sampling_untrusted(opening: DraftOpen) -> Sampling:
+    """How a verifier samples. Raises ``ProtocolError``: no correct verifier opens a session like this."""
+    sampling = Sampling(opening.temperature, opening.top_k, opening.top_p, opening.seed, opening.vocab_size)
+    try:
+        check_sampling(sampling)
+    except UserError as error:
+        raise ProtocolError(error.message) from error
+    return sampling
+
+
+def ids_untrusted(data: bytes | bytearray, *, vocab_size: int) -> tuple[int, ...]:
+    """Decode token ids. Raises ``ProtocolError``: they are not in the vocabulary."""
+    if len(data) % ID_BYTES:
+        raise ProtocolError(f"{len(data)} bytes are not a whole number of token ids")
+    ids = decode_ids(bytes(data))
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ProtocolError(f"a token id is not in the vocabulary of {vocab_size} tokens")
+    return ids
+
+
+def token_bytes(vocab_size: int) -> int:
+    """Bytes per token in drafts and verdicts. These messages are so frequent that one byte matters."""
+    return 2 if vocab_size <= 1 << 16 else MOST_TOKEN_BYTES
+
+
+def packed(tokens: Iterable[int], vocab_size: int) -> bytes:
+    size = token_bytes(vocab_size)
+    return b"".join(token.to_bytes(size, "little") for token in tokens)
+
+
+def tokens_untrusted(data: bytes, *, vocab_size: int) -> tuple[int, ...]:
+    """Decode the tokens of drafts or of a verdict. Raises ``ProtocolError``: they are not in the vocabulary."""
+    size = token_bytes(vocab_size)
+    if len(data) % size:
+        raise ProtocolError(f"{len(data)} bytes are not a whole number of tokens")
+    tokens = tuple(int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size))
+    if tokens and max(tokens) >= vocab_size:
+        raise ProtocolError(f"a token id is not in the vocabulary of {vocab_size} tokens")
+    return tokens
+
+
+def verdict_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: int) -> DraftVerdict:
+    """A verdict as its core takes it. Raises ``ProtocolError``: no correct verifier sends it.
+
+    Args:
+        number: number of the verdict, from the header. verified: positions verified before it.
+    """
+    tokens = tokens_untrusted(message.tokens, vocab_size=vocab_size)
+    return DraftVerdict(number, verified + message.right, tokens, message.depth)
+
+
+def refused_untrusted(message: StreamRefused) -> Refused:
+    """A drafter's refusal, made printable. Never raises."""
+    return Refused(printable(message.code, 64), printable(message.reason), remedy=printable(message.remedy))

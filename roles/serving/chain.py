@@ -1,11 +1,14 @@
-"""A loaded chain of stages. It opens sessions, finds a replacement for a lost stage once for all of its sessions, and
-takes in workers that come later."""
+"""A model that is split over workers: a loaded chain of stages, which opens sessions.
+
+If a stage is lost, the chain finds a replacement once for all of its sessions: a worker of the pool that loads the
+stage's layers. ``PoolUpdater`` brings workers that come later into the pool of a long-lived chain.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self
@@ -30,6 +33,9 @@ from roles.serving.worker_peer import ClientContext, WorkerAt, WorkerPeer
 from roles.serving.worker_pool import ChainPlan, LoadedPart, ModelReference, SeedRequest, WorkerPool, giving, workers_of
 from wire.messages import RefusalCode
 
+MOST_SESSIONS = 64
+LOOK_S, AGAIN_S = 1.0, 10.0
+"""Interval between two looks at the list of workers, and before one that was not reached is dialled again."""
 _NOBODY = "-"  # no peer id begins with it
 
 
@@ -58,23 +64,33 @@ class StageAssignment:
 
 
 class StageChain:
-    """A chain whose stages hold their parts. Made by ``load``.
+    """A ``ServedModel``: a chain whose stages hold their parts. Made by ``load``.
+
+    Several sessions are in the chain at once, at different stages. If a stage is lost during a pass, the pass takes
+    longer and gives the same samples.
 
     Attributes:
         plan: which worker holds which part now.
+        encodings: of hidden states, and of those of prompts. Smaller ones than ``dtype`` change the text.
         lacking: stages for which no worker was found. Sessions fail meanwhile, new ones too.
-        recruits: a ``PoolUpdater`` looks for workers that come or return.
     """
 
-    def __init__(self, pool: WorkerPool, model: ModelReference, plan: ChainPlan, on_progress: OnProgress) -> None:
+    def __init__(
+        self,
+        pool: WorkerPool,
+        model: ModelReference,
+        plan: ChainPlan,
+        *,
+        context: int | None,
+        encodings: tuple[str, str],
+    ) -> None:
         self.pool, self.model, self.plan = pool, model, plan
-        self._on_progress = on_progress
+        self.context, self.encodings = context, encodings
         self.seats: list[StageAssignment | None] = [None] * len(plan.stages)
-        self._numbers = [0] * len(plan.stages)
-        self._sessions: set[ChainSession] = set()
         self.times = ChainTimes()
         self.lacking: set[int] = set()
-        self.recruits = False
+        self._last_number = 0  # of a seat
+        self._sessions: set[ChainSession] = set()
         self._about: LoadedPart | None = None  # of any stage: the fields that are equal for all
         self._useless: set[str] = set()  # lost or unusable peers: they get no other stage
         self._filling: dict[int, asyncio.Task[None]] = {}
@@ -90,33 +106,35 @@ class StageChain:
         model: ModelReference,
         plan: ChainPlan,
         *,
+        context: int | None = None,
+        encodings: tuple[str, str] = ("", ""),
         on_progress: OnProgress = lambda progress: None,
     ) -> Self:
         """Have each worker of the plan load its part, concurrently. A spare replaces a worker that cannot.
 
+        Args:
+            context: the model's; None: unknown.
+            encodings: as of the class. Empty: ``dtype``; an empty second one: the first.
+
         Raises:
             P2PTrainError: no worker can hold a stage; names the peers, their reasons and the remedy.
         """
-        chain = cls(pool, model, plan, on_progress)
-        try:
-            await chain._fill_all()
-        except BaseException:
-            await chain.close()
-            raise
-        return chain
-
-    async def _fill_all(self) -> None:
+        chain = cls(pool, model, plan, context=context, encodings=encodings)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for index in range(self.stages):
-                    tasks.create_task(self._fill(index), name=f"load stage {index}")
-        except* P2PTrainError as group:
-            raise first_error(group) from None
+                for index in range(chain.stages):
+                    tasks.create_task(chain._fill(index, on_progress), name=f"load stage {index}")
+        except BaseException as problem:
+            await chain.close()
+            if isinstance(problem, BaseExceptionGroup) and problem.split(P2PTrainError)[1] is None:
+                raise first_error(problem) from None
+            raise
+        return chain
 
     # ---------------------------------------------------------------------------------------------------- for callers
 
     @property
-    def context(self) -> ClientContext:
+    def client(self) -> ClientContext:
         return self.pool.context
 
     @property
@@ -124,78 +142,53 @@ class StageChain:
         return len(self.seats)
 
     @property
-    def session_count(self) -> int:
-        return len(self._sessions)
-
-    @property
     def loaded(self) -> list[LoadedPart]:
         """Each stage's answer to the load. Raises ``ConnectionLost``: a stage is lost at the moment."""
         return [self.seated(index).loaded for index in range(self.stages)]
 
     @property
-    def encoding(self) -> str:
-        """Default encoding of hidden states: the dtype in which the model computes."""
+    def dtype(self) -> str:
+        """In which the model computes; also the default encoding of hidden states."""
         return self._known.encoding
 
     @property
     def vocab_size(self) -> int:
         return self._known.vocab_size
 
-    @property
-    def width(self) -> int:
-        return self._known.width
-
-    async def open(
-        self,
-        *,
-        positions: int,
-        sampling: Sampling,
-        sample_from: int,
-        encoding: str = "",
-        prefill_encoding: str = "",
-    ) -> ChainSession:
-        """Open a session over all stages.
-
-        Args:
-            positions: largest length of the session. sample_from: as of ``ModelSession``.
-            encoding, prefill_encoding: of hidden states; the second one for prompts. Empty: the chain's default.
-
-        Raises:
-            UserError: the chain is closed.
-            P2PTrainError: a stage refuses, or is lost and no spare replaces it.
-        """
+    async def open(self, *, positions: int, sampling: Sampling, sample_from: int) -> ChainSession:
+        """As ``ServedModel.open``, over all stages. Raises ``UserError`` if the chain is closed, too."""
+        check_positions(positions, self.context)
         if self._closed:
             raise UserError("this chain is closed", remedy="load another chain")
-        encoding = encoding or self.encoding
+        if len(self._sessions) >= MOST_SESSIONS:
+            raise Refused(RefusalCode.BUSY, f"{MOST_SESSIONS} sessions are open", remedy=CLOSE_REMEDY)
+        encoding = self.encodings[0] or self.dtype
         about = {"stages": self.stages, "positions": positions, "silence_s": self._silence_s()}
-        encodings = {"encoding": encoding, "prefill_encoding": prefill_encoding or encoding}
+        encodings = {"encoding": encoding, "prefill_encoding": self.encodings[1] or encoding}
         draws = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
         seats = [seat.number if seat is not None else -1 for seat in self.seats]
-        now = self.context.world.clock.now
+        now = self.client.world.clock.now
         session = ChainSession(self, seats, about | encodings | draws, sample_from=sample_from, now=now)
         self._sessions.add(session)
         try:
             await session.opened()
-        except BaseException:
+        except BaseException as problem:
             await session.close()
+            if isinstance(problem, ResourceError) and self.lacking:  # ending other texts would free nothing
+                raise NetworkError(problem.message, remedy=problem.remedy) from problem
             raise
         return session
 
-    def recruit(self, peers: Iterable[WorkerPeer]) -> None:
-        """Add workers of the pool that came, came back, or have room now to the spares. Fill stages that have no
-        holder."""
-        if self._closed:
+    def recruit(self, peer: WorkerPeer) -> None:
+        """Make a worker of the pool that came, came back, or has room now a spare. Fill stages that have no holder."""
+        peer_id = peer.worker.peer_id
+        if self._closed or peer.lost or any(stage.peer.id == peer_id for stage in self.plan.stages):
             return
-        held = {stage.peer.id for stage in self.plan.stages}
-        fresh = {peer.worker.peer_id: peer for peer in peers if peer.worker.peer_id not in held and not peer.lost}
-        for peer in fresh.values():
-            if self._peer_lost not in peer.on_lost:
-                peer.on_lost.append(self._peer_lost)
-        self._useless.difference_update(fresh)
-        spares = [spare for spare in self.plan.spares if spare.id not in fresh]
-        spares += [self.pool.placed(peer) for peer in fresh.values()]
-        wanted = replace(self.plan.wanted, links=dict(self.pool.links))
-        self.plan = replace(self.plan, wanted=wanted, spares=tuple(spares))
+        if self._peer_lost not in peer.on_lost:
+            peer.on_lost.append(self._peer_lost)
+        self._useless.discard(peer_id)
+        spares = (*(spare for spare in self.plan.spares if spare.id != peer_id), self.pool.placed(peer))
+        self.plan = replace(self.plan, wanted=replace(self.plan.wanted, links=dict(self.pool.links)), spares=spares)
         for index, seat in enumerate(self.seats):
             if seat is None:
                 self._fill_later(index)
@@ -268,7 +261,7 @@ class StageChain:
         ways = [known_link(self.plan.wanted.links, here, there) for here, there in pairwise(ids)]
         latencies_s = [way.latency_s for way in ways if way is not None]
         latencies_s += [seat.peer.latency_s for seat in self.seats if seat is not None]
-        return max(self.context.silence_s, 16 * max(latencies_s, default=0.0))
+        return max(self.client.silence_s, 16 * max(latencies_s, default=0.0))
 
     def _peer_lost(self, peer: WorkerPeer, problem: P2PTrainError) -> None:
         self._useless.add(peer.worker.peer_id)
@@ -282,7 +275,7 @@ class StageChain:
         self.seats[index] = None
         self._useless.add(seat.peer.worker.peer_id)
         name = seat.peer.name
-        self.context.notify("warning", "stage-lost", f"{self._named(index)} on {name} is lost: {reason}")
+        self.client.notify("warning", "stage-lost", f"{self._named(index)} on {name} is lost: {reason}")
         self._empty(index)
         for session in list(self._sessions):
             if not seat.peer.lost:
@@ -305,14 +298,13 @@ class StageChain:
             self._filling[index] = self._tasks.start(self._refill(index), f"replace stage {index}")
 
     async def _refill(self, index: int) -> None:
-        began = self.context.world.clock.now()
-        self._on_progress = lambda progress: None  # the first load is over: progress is not shown any more
+        began = self.client.world.clock.now()
         try:
-            await self._fill(index)
+            await self._fill(index, lambda progress: None)
         except P2PTrainError as problem:
             if index not in self.lacking:
                 self.lacking.add(index)
-                self.context.notify("warning", "stage-lacking", f"{problem.message}: {problem.remedy}")
+                self.client.notify("warning", "stage-lacking", f"{problem.message}: {problem.remedy}")
             for session in list(self._sessions):
                 session.event(ev.StageUnassigned(index, problem))
             return
@@ -321,13 +313,13 @@ class StageChain:
         seat = self.seats[index]
         if seat is None:
             return  # lost again already: that loss starts another refill
-        took_s = self.context.world.clock.now() - began
+        took_s = self.client.world.clock.now() - began
         text = f"{seat.peer.name} holds {self._named(index)} now, after {took_s:.1f} s"
-        self.context.notify("info", "stage-replaced", text)
+        self.client.notify("info", "stage-replaced", text)
         for session in list(self._sessions):
             session.event(ev.StageAssigned(index, seat.number))
 
-    async def _fill(self, index: int) -> None:
+    async def _fill(self, index: int, on_progress: OnProgress) -> None:
         """Have a worker load the part of a stage: the worker of the plan, else the best one left.
 
         Raises:
@@ -339,7 +331,7 @@ class StageChain:
             if peer is None or peer.lost:
                 peer = self._successor(index, reasons)
             try:
-                loaded = await self._load_at(index, peer)
+                loaded = await self._load_at(index, peer, on_progress)
             except P2PTrainError as problem:
                 reasons.append(problem.message if peer.name in problem.message else f"{peer.name}: {problem.message}")
                 self._useless.add(peer.worker.peer_id)
@@ -347,8 +339,8 @@ class StageChain:
                 continue
             if peer.lost:
                 continue
-            self._numbers[index] += 1
-            self.seats[index] = StageAssignment(self._numbers[index], peer, loaded)
+            self._last_number += 1
+            self.seats[index] = StageAssignment(self._last_number, peer, loaded)
             self._about = loaded
             self.lacking.discard(index)
             return
@@ -364,12 +356,9 @@ class StageChain:
         if found is None:
             known = "; ".join([reason, *reasons])
             text = f"no worker can hold {self._named(index)}: {known}"
-            remedy = "start another worker with enough memory: p2ptrain join"
-            if self.recruits:
-                remedy += "; the chain continues when that worker, or a lost one, connects: try again then"
-            raise ResourceError(text, remedy=remedy)
+            raise ResourceError(text, remedy="start another worker with enough memory: p2ptrain join; then try again")
         self.plan = replace(plan, placement=found)
-        self.context.notify("info", "stage-loading", f"{reason}: loading")
+        self.client.notify("info", "stage-loading", f"{reason}: loading")
         return self.pool.peers[found.stages[index].peer.id]
 
     def _empty(self, index: int) -> None:
@@ -378,15 +367,15 @@ class StageChain:
         stages[index] = replace(stages[index], peer=nobody)
         self.plan = replace(self.plan, placement=replace(self.plan.placement, stages=tuple(stages)))
 
-    async def _load_at(self, index: int, peer: WorkerPeer) -> LoadedPart:
+    async def _load_at(self, index: int, peer: WorkerPeer, on_progress: OnProgress) -> LoadedPart:
         plan, stage = self.plan, self.plan.stages[index]
         last = LoadProgress(index, peer.name, 0, 0)
-        self._on_progress(last)
+        on_progress(last)
 
         def on_bytes(done_bytes: int, total_bytes: int) -> None:
             nonlocal last
             last = LoadProgress(index, peer.name, done_bytes, total_bytes)
-            self._on_progress(last)
+            on_progress(last)
 
         params = self.model.load_params(peer.worker) | {
             "start": stage.start,
@@ -398,142 +387,61 @@ class StageChain:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(peer.turn)
             if self.model.source is not None:
-                await stack.enter_async_context(giving(self.context, self.model.source, peer.worker))
+                await stack.enter_async_context(giving(self.client, self.model.source, peer.worker))
             loaded = LoadedPart.from_map_untrusted(await peer.load(params, on_bytes))
         total_bytes = last.total_bytes or loaded.weights_bytes
-        self._on_progress(LoadProgress(index, peer.name, total_bytes, total_bytes, True, loaded.received_bytes))
+        on_progress(LoadProgress(index, peer.name, total_bytes, total_bytes, True, loaded.received_bytes))
         return loaded
-
-
-class SplitModel:
-    """A ``ServedModel``. Several sessions are in the chain at once, at different stages. If a stage is lost during a
-    pass, the pass takes longer and gives the same samples.
-
-    Args:
-        chain: a loaded chain. It is closed with this model; the workers keep their parts.
-        encoding, prefill_encoding: of hidden states, as of ``StageChain.open``. Smaller ones than the default change
-            the text.
-    """
-
-    def __init__(
-        self,
-        chain: StageChain,
-        *,
-        label: str,
-        context: int | None = None,
-        max_sessions: int = 16,
-        encoding: str = "",
-        prefill_encoding: str = "",
-    ) -> None:
-        self.vocab_size, self.context, self.label = chain.vocab_size, context, label
-        self._chain, self._max_sessions = chain, max_sessions
-        self._encodings = {"encoding": encoding, "prefill_encoding": prefill_encoding}
-
-    @property
-    def times(self) -> ChainTimes:
-        return self._chain.times
-
-    async def open(self, *, positions: int, sampling: Sampling, sample_from: int) -> ChainSession:
-        check_positions(positions, self.context)
-        if self._chain.session_count >= self._max_sessions:
-            raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=CLOSE_REMEDY)
-        try:
-            return await self._chain.open(
-                positions=positions, sampling=sampling, sample_from=sample_from, **self._encodings
-            )
-        except ResourceError as problem:
-            if self._chain.lacking:  # a missing stage: ending other texts would free nothing
-                raise NetworkError(problem.message, remedy=problem.remedy) from problem
-            raise
-
-    def facts(self) -> dict[str, Any]:
-        plan = self._chain.plan
-        return {
-            "kind": "split",
-            "dtype": self._chain.encoding,
-            "layers": plan.layers,
-            "sessions": self._chain.session_count,
-            "stages": [{"name": stage.peer.name, "start": stage.start, "stop": stage.stop} for stage in plan.stages],
-        }
-
-    async def close(self) -> None:
-        await self._chain.close()
-
-
-LOOK_S = 1.0
-"""Interval between two looks at the list of workers."""
 
 
 class PoolUpdater:
     """Keeps the worker pool of a long-lived chain up to date. New workers become spares, and a chain that lacks a stage
     continues when a worker can hold it.
 
-    Workers that are not connected are dialled concurrently, so an unreachable one delays no other, and again with
-    back-off. While a stage is lacking, connected workers without a stage are asked for their offers again.
+    Workers that are not connected are dialled concurrently, so an unreachable one delays no other. While a stage is
+    lacking, connected workers without a stage are asked for their offers again.
 
     Args:
         ask: sends a request to the seed. While it fails only lost workers are dialled again.
     """
 
     def __init__(self, chain: StageChain, ask: SeedRequest) -> None:
-        self._chain, self._pool, self._ask = chain, chain.pool, ask
-        self._now = chain.context.world.clock.now
+        self._chain, self._pool, self._ask_seed = chain, chain.pool, ask
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._found: list[WorkerPeer] = []
-        self._attempts: dict[str, tuple[WorkerAt, float, float]] = {}  # back-off in seconds, and its end
         self._tasks = Background()
-        chain.recruits = True
 
     async def run(self) -> None:
         try:
             while True:
-                await self._look()
-                if self._asking:
-                    await asyncio.wait(self._asking.values(), timeout=LOOK_S)
-                found, self._found = self._found, []
-                if found:
-                    self._chain.recruit(found)
+                for worker in await self._candidates():
+                    if worker.peer_id not in self._asking:
+                        self._asking[worker.peer_id] = self._tasks.start(self._ask(worker), f"ask {worker.name}")
                 await asyncio.sleep(LOOK_S)
         finally:
-            self._chain.recruits = False
             await self._tasks.stop()
 
-    async def _look(self) -> None:
+    async def _candidates(self) -> list[WorkerAt]:
+        peers = self._pool.peers
         try:
-            workers = await workers_of(self._ask)
+            listed = await workers_of(self._ask_seed)
         except P2PTrainError:  # the seed is away: dial the lost workers again
-            workers = [peer.worker for peer in self._pool.peers.values() if peer.lost]
-        for worker in workers:
+            listed = [peer.worker for peer in peers.values()]
+        found = [at for at in listed if (peer := peers.get(at.peer_id)) is None or peer.lost]
+        if self._chain.lacking:
+            found += [peer.worker for peer in peers.values() if not peer.lost and not self._chain.held_by(peer)]
+        return found
+
+    async def _ask(self, worker: WorkerAt) -> None:
+        """Connect to a worker, or get the current offer of a connected one, and add it to the spares."""
+        try:
             peer = self._pool.peers.get(worker.peer_id)
             if peer is None or peer.lost:
-                self._start(worker, self._dial(worker))
-        for peer in list(self._pool.peers.values()) if self._chain.lacking else ():
-            if not peer.lost and not self._chain.held_by(peer):
-                self._start(peer.worker, self._pool.renew(peer))
-
-    def _start(self, worker: WorkerAt, asking: Coroutine[None, None, WorkerPeer]) -> None:
-        before = self._attempts.get(worker.peer_id)
-        if worker.peer_id in self._asking or (before and before[0] == worker and self._now() < before[2]):
-            asking.close()
-            return
-        self._asking[worker.peer_id] = self._tasks.start(self._attempt(worker, asking), f"ask {worker.name}")
-
-    async def _attempt(self, worker: WorkerAt, asking: Coroutine[None, None, WorkerPeer]) -> None:
-        before = self._attempts.get(worker.peer_id)
-        wait_s = min(2 * before[1], 60.0) if before is not None and before[0] == worker else 1.0
-        self._attempts[worker.peer_id] = worker, wait_s, self._now() + wait_s
-        try:
-            with suppress(P2PTrainError):  # _look asks it again later
-                peer = await asking
-                if self._chain.lacking:
-                    self._found.append(peer)  # recruit both at once, so that they get two stages
-                else:
-                    self._chain.recruit([peer])  # a stage may be lost before the next look
+                peer = await self._pool.admit(worker)
+                self._chain.client.notify("info", "spare", f"{worker.name} connected and can hold a stage")
+            else:
+                await self._pool.renew(peer)
+            self._chain.recruit(peer)
+        except P2PTrainError:
+            await asyncio.sleep(AGAIN_S)
         finally:
             del self._asking[worker.peer_id]
-
-    async def _dial(self, worker: WorkerAt) -> WorkerPeer:
-        peer = await self._pool.admit(worker)
-        del self._attempts[worker.peer_id]  # forget the back-off: the next loss starts anew
-        self._chain.context.notify("info", "spare", f"{worker.name} connected and can hold a stage")
-        return peer

@@ -283,7 +283,7 @@ class ChainSessionCore:
     Attributes:
         ids: token ids of all answered positions.
         current: the pass under way.
-        awaited: requests sent, or to be sent, in this epoch, in order: those that rebuild stages; when RUNNING the pass.
+        awaited: requests of this epoch, in order: those that rebuild stages, or, when RUNNING, the pass.
     """
 
     def __init__(self, seats: Sequence[int], now: float) -> None:

@@ -43,12 +43,11 @@ class LocalModel:
         compute: ComputeThread,
         clock: Clock,
         *,
-        label: str,
         context: int | None = None,
         max_sessions: int = 64,
         cache_bytes: int = 0,
     ) -> None:
-        self.vocab_size, self.context, self.label = engine.vocab_size, context, label
+        self.vocab_size, self.context, self.dtype = engine.vocab_size, context, engine.encoding
         self.engine, self._compute, self._clock = engine, compute, clock
         self._max_sessions, self._cache_bytes = max_sessions, cache_bytes
         self._promised: dict[str, int] = {}  # cache bytes by session, until the engine has closed it
@@ -70,17 +69,9 @@ class LocalModel:
         self.sessions.add(session)
         return session
 
-    def facts(self) -> dict[str, Any]:
-        return {
-            "kind": "whole",
-            "device": self.engine.device,
-            "dtype": self.engine.encoding,
-            "layers": self.engine.spec.layers,
-            "weights_bytes": self.engine.weights_bytes,
-            "cache_position_bytes": self.engine.cache_position_bytes,
-            "cache_bytes": sum(self._promised.values()),
-            "sessions": len(self._promised),
-        }
+    @property
+    def promised_bytes(self) -> int:
+        return sum(self._promised.values())
 
     async def close(self) -> None:
         if not self._closed:
@@ -96,18 +87,18 @@ class LocalModel:
 
     def _check(self, positions: int, need_bytes: int) -> None:
         if self._closed:
-            raise Refused(RefusalCode.SHUTTING_DOWN, f"{self.label} is being released", remedy="try again later")
+            raise Refused(RefusalCode.SHUTTING_DOWN, "the model is being released", remedy="try again later")
         check_positions(positions, self.context)
         if self._cache_bytes and need_bytes > self._cache_bytes:
             most = self._cache_bytes // max(1, self.engine.cache_position_bytes)
             raise UserError(
                 f"a session of {positions} positions takes {human_bytes(need_bytes)}, but sessions may take only "
                 f"{human_bytes(self._cache_bytes)}",
-                remedy=(f"ask for at most {most} positions, or " if most > 0 else "") + "give the verifier more memory",
+                remedy=(f"ask for at most {most} positions, or " if most > 0 else "") + "give it more memory: --memory",
             )
         if self._max_sessions and len(self._promised) >= self._max_sessions:
             raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=CLOSE_REMEDY)
-        if self._cache_bytes and sum(self._promised.values()) + need_bytes > self._cache_bytes:
+        if self._cache_bytes and self.promised_bytes + need_bytes > self._cache_bytes:
             text = f"other sessions leave too little of {human_bytes(self._cache_bytes)} for {positions} positions"
             raise Refused(RefusalCode.BUSY, text, remedy=CLOSE_REMEDY)
 

@@ -1,12 +1,12 @@
 """The interface of a model that writes: sessions, and the passes that compute them.
 
-``local_model.LocalModel`` computes in this process, ``chain.SplitModel`` on a chain of workers.
+``local_model.LocalModel`` computes in this process, ``chain.StageChain`` on a chain of workers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from p2ptrain.core.serving import Sampling
 
@@ -74,14 +74,16 @@ class ServedModel(Protocol):
     """A model to write with.
 
     Attributes:
-        vocab_size: token ids are below it.
-        context: most positions; None: unknown.
-        label: name for people.
+        vocab_size: token ids are below it. context: most positions; None: unknown.
+        dtype: in which it computes.
     """
 
-    vocab_size: int
-    context: int | None
-    label: str
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def context(self) -> int | None: ...
+    @property
+    def dtype(self) -> str: ...
 
     async def open(self, *, positions: int, sampling: Sampling, sample_from: int) -> ModelSession:
         """Open a session of at most ``positions`` positions. ``sample_from``: as of ``ModelSession``.
@@ -92,9 +94,6 @@ class ServedModel(Protocol):
             ResourceError: there is too little memory.
             NetworkError: a stage is lost without a spare; it may come back.
         """
-
-    def facts(self) -> dict[str, Any]:
-        """Where and how the model computes, for programs."""
 
     async def close(self) -> None:
         """Release the model. Never raises."""

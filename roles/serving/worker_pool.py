@@ -240,7 +240,6 @@ class WorkerPool:
         self.offers: dict[str, Offer] = {}
         self.refused: dict[str, str] = {}
         self.links: dict[tuple[str, str], LinkQuality] = {}
-        self._measured: dict[tuple[str, str], ModelMeasurement] = {}  # by the arguments of ``measured``
 
     @classmethod
     async def connect(cls, context: ClientContext, workers: Sequence[WorkerAt], *, timeout_s: float = 5.0) -> Self:
@@ -281,10 +280,9 @@ class WorkerPool:
             await before.close()
         return peer
 
-    async def renew(self, peer: WorkerPeer) -> WorkerPeer:
+    async def renew(self, peer: WorkerPeer) -> None:
         """Get the current offer of a peer. Raises ``P2PTrainError``."""
         self.offers[peer.worker.peer_id] = Offer.from_map_untrusted(await peer.ask("part.offer", {}, timeout_s=OFFER_S))
-        return peer
 
     def placed(self, peer: WorkerPeer) -> CandidateWorker:
         offer = self.offers[peer.worker.peer_id]
@@ -293,15 +291,13 @@ class WorkerPool:
     async def measured(self, config: str, dtype: str) -> ModelMeasurement:
         """Ask a worker for the sizes of a model's parts, by the text of its ``config.json``: it has torch loaded, so
         this process need not load it. Raises ``Refused`` if the model does not split, else the last worker's error."""
-        if (known := self._measured.get((config, dtype))) is not None:
-            return known
         problem: P2PTrainError = NetworkError(
             "no worker is there to measure the model", remedy="start one: p2ptrain join"
         )
         for peer in [each for each in self.peers.values() if not each.lost]:
             try:
                 answer = await peer.ask("model.measure", {"config": config, "dtype": dtype}, timeout_s=OFFER_S)
-                return self._measured.setdefault((config, dtype), ModelMeasurement.from_map_untrusted(answer))
+                return ModelMeasurement.from_map_untrusted(answer)
             except (NetworkError, PeerError) as error:
                 if isinstance(error, Refused) and error.code == "bad-spec":  # the model's fault: others say the same
                     raise

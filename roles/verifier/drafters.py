@@ -28,8 +28,7 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import printable
 from roles.background import Background
-from roles.drafter.draft_messages import packed, refused_untrusted, tokens_untrusted
-from roles.drafter.drafting import DraftVerdict
+from roles.drafter.drafting import DraftVerdict, packed, refused_untrusted, tokens_untrusted
 from roles.gauges import MovingAverage
 from roles.line import QUIET_S, Line
 from roles.serving.decoding import PassOutcome

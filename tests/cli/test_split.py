@@ -41,8 +41,9 @@ class StandIn:
 
     loaded = (LOADED, LOADED)
 
-    def __init__(self) -> None:
+    def __init__(self, encoding: str) -> None:
         self.plan = SimpleNamespace(placement=PLACEMENT, stages=PLACEMENT.stages)
+        self.times, self.encodings, self.dtype = times(), (encoding, ""), "fp32"
 
 
 def times() -> ChainTimes:
@@ -56,7 +57,7 @@ def times() -> ChainTimes:
 
 
 def test_programs_are_told_all() -> None:
-    split = split_facts(StandIn(), times(), "bf16")  # type: ignore[arg-type]
+    split = split_facts(StandIn("bf16"))  # type: ignore[arg-type]
     # 9 ms a token: 2 + 3 computing, 1 + 1 + 1 on the way, 1 the rest.
     known = ("token_ms", "compute_ms", "link_ms", "rest_ms", "prompt_ms")
     assert [round(split[name], 6) for name in known] == [9.0, 5.0, 3.0, 1.0, 9.0]
@@ -66,7 +67,7 @@ def test_programs_are_told_all() -> None:
 
 
 def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    print_split_facts(split_facts(StandIn(), times(), "fp32"))  # type: ignore[arg-type]
+    print_split_facts(split_facts(StandIn("")))  # type: ignore[arg-type]
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines()]
     assert rows[0] == ["PEER", "LAYERS", "READ", "RECEIVED", "WEIGHTS", "MEMORY", "MS/TOKEN", "WIRE"]
@@ -77,7 +78,7 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_progress_of_all_stages_is_one_line_and_none_if_it_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
-    line = LoadingLine(StandIn().plan, Console(lambda: clock[0]))  # type: ignore[arg-type]
+    line = LoadingLine(StandIn("").plan, Console(lambda: clock[0]))  # type: ignore[arg-type]
     line.show(LoadProgress(0, "box0", 500, 1000))
     clock[0] = 2.0
     line.show(LoadProgress(1, "box9", 1000, 1000))

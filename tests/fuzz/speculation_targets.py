@@ -13,14 +13,14 @@ from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.drafter.draft_messages import (
+from roles.drafter.drafting import (
+    DraftVerdict,
     packed,
     refused_untrusted,
     sampling_untrusted,
     tokens_untrusted,
     verdict_untrusted,
 )
-from roles.drafter.drafting import DraftVerdict
 from roles.verifier.drafters import Drafters, Vocabulary
 from tests.roles.drafter_hosts import (
     CONFIG,
@@ -104,10 +104,10 @@ WORDS = Target(
     st.tuples(_OPENINGS | _DRAFTS | _VERDICTS | made(DraftReady) | _REFUSALS, _NUMBERS),
     _check_words,
     (
-        "roles.drafter.draft_messages.sampling_untrusted",
-        "roles.drafter.draft_messages.verdict_untrusted",
-        "roles.drafter.draft_messages.tokens_untrusted",
-        "roles.drafter.draft_messages.refused_untrusted",
+        "roles.drafter.drafting.sampling_untrusted",
+        "roles.drafter.drafting.verdict_untrusted",
+        "roles.drafter.drafting.tokens_untrusted",
+        "roles.drafter.drafting.refused_untrusted",
     ),
     peak_bytes=256 << 10,
     weight=60,
@@ -170,7 +170,7 @@ DRAFTER = Target(
         "roles.drafter.draft_server.DraftServer._open_untrusted",
         "roles.drafter.draft_server.DraftServer._find_untrusted",
         "roles.drafter.draft_server.DraftServer._take_verdict_untrusted",
-        "roles.drafter.draft_messages.ids_untrusted",
+        "roles.drafter.drafting.ids_untrusted",
     ),
     peak_bytes=16 << 20,
     weight=8,

@@ -17,9 +17,8 @@ from p2ptrain.core.serving import Pass, Ran, Sampling
 from p2ptrain.core.threads import LoopThreads, RealThreads, Threads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.compute_thread import ComputeThread
-from roles.drafter.draft_messages import verdict_untrusted
-from roles.drafter.draft_server import DraftServer, Serves
-from roles.drafter.drafting import DraftVerdict
+from roles.drafter.draft_server import DraftingModel, DraftServer
+from roles.drafter.drafting import DraftVerdict, verdict_untrusted
 from roles.engine import StageEngine
 from roles.line import Line
 from roles.serving.decoding import Decoding, DecodingStats
@@ -87,7 +86,7 @@ class DrafterHost:
 
     name: str
     network: Network
-    serves: Serves
+    serves: DraftingModel
     step_s: float = 0.005
     options: dict[str, Any] = field(default_factory=dict)
     problems: list[P2PTrainError] = field(default_factory=list)
@@ -98,7 +97,7 @@ class DrafterHost:
         """As the seed tells of it."""
         vocab_size = self.serves.engine.vocab_size if self.serves.tokenizer else 0
         host, port = self.server.address if self.host else (self.name, PORT)
-        return DrafterAt(self.name, self.name, host, port, self.serves.model, vocab_size, self.serves.tokenizer)
+        return DrafterAt(self.name, self.name, host, port, self.serves.name, vocab_size, self.serves.tokenizer)
 
     async def start(self) -> None:
         """Listen. It may be started again after ``stop``."""
@@ -208,9 +207,9 @@ class Liar:
         await self.server.close()
 
 
-def model_serves(engine: Any, *, tokenizer: str = TOKENIZER, **more: Any) -> Serves:
+def model_serves(engine: Any, *, tokenizer: str = TOKENIZER, **more: Any) -> DraftingModel:
     """What a drafter with this engine serves."""
-    return Serves(engine, "a small model", tokenizer=tokenizer, **more)
+    return DraftingModel(engine, "a small model", tokenizer=tokenizer, **more)
 
 
 @asynccontextmanager

@@ -15,9 +15,8 @@ from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, ResourceError
 from p2ptrain.core.serving import Pass, Ran, Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.drafter.draft_messages import packed
 from roles.drafter.draft_server import MAX_CALLERS
-from roles.drafter.drafting import DraftVerdict
+from roles.drafter.drafting import DraftVerdict, packed
 from roles.line import Line
 from roles.verifier.drafters import Drafters, Vocabulary
 from tests.roles.drafter_hosts import (
@@ -374,8 +373,8 @@ def refusal(opening: DraftOpen, expected_code: str, text: str, **options: Any) -
 
 def test_a_session_that_cannot_be_drafted_for_is_refused_with_its_code() -> None:
     refusal(replace(OPENING, tokenizer="another"), "other-tokenizer", "another tokenizer")
-    refusal(OPENING, "full", "1 sessions", most_sessions=1)
-    refusal(OPENING, "full", "memory", serves=model_serves(Wobbly(1.0), limit_bytes=70 * 4 * 8 * 3))
+    refusal(OPENING, "full", "1 sessions are open", most_sessions=1)
+    refusal(OPENING, "full", "leave too little", serves=model_serves(Wobbly(1.0), limit_bytes=70 * 4 * 8 * 3))
 
 
 def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_it() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from p2ptrain.core.serving import Sampling
 from roles.serving.chain import StageChain
@@ -89,9 +89,8 @@ async def generate(
     max_new_tokens: int,
     sampling: Sampling,
     positions: int = 0,
-    **encodings: Any,
 ) -> Generation:
     session = await chain.open(
-        positions=positions or len(ids) + max_new_tokens, sampling=sampling, sample_from=len(ids), **encodings
+        positions=positions or len(ids) + max_new_tokens, sampling=sampling, sample_from=len(ids)
     )
     return Generation(session, ids, max_new_tokens)

@@ -22,9 +22,9 @@ from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_m
 
 LAYERS = 6
 DEADLINE_S = 300.0
-CONFIG = stand_in_config(
-    layers=LAYERS, rows=200, context=6000
-)  # so that the layers, not the head, decide who holds what
+CONTEXT = 6000
+CONFIG = stand_in_config(layers=LAYERS, rows=200, context=CONTEXT)
+"""The layers, not the head, decide which worker holds what."""
 
 
 @dataclass
@@ -60,13 +60,17 @@ class Scene:
         return await replica.plan(model, found.sizes, **options)
 
     @asynccontextmanager
-    async def chain(self, *, without: str = "", **options: Any) -> AsyncIterator[StageChain]:
+    async def chain(
+        self, *, without: str = "", encodings: tuple[str, str] = ("", ""), **options: Any
+    ) -> AsyncIterator[StageChain]:
         """A chain of three stages (workers ``w0`` to ``w2`` where all are alike), loaded."""
         replica = await self.replica(without)
         try:
             model = await self.model()
             plan = await self.plan(replica, model, **options)
-            chain = await StageChain.load(replica, model, plan, on_progress=self.progress.append)
+            chain = await StageChain.load(
+                replica, model, plan, context=CONTEXT, encodings=encodings, on_progress=self.progress.append
+            )
             try:
                 yield chain
             finally:

@@ -49,9 +49,9 @@ async def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     engine, context = await load_local_engine(
         tmp_path, compute, device="cpu", on_bytes=lambda *both: heard.append(both)
     )
-    target = LocalModel(engine, compute, LoopClock(), label=tmp_path.name, context=context)
+    target = LocalModel(engine, compute, LoopClock(), context=context)
     assert heard[-1][0] == heard[-1][1]
-    assert (target.context, target.vocab_size, target.label) == (128, VOCAB, tmp_path.name)
+    assert (target.context, target.vocab_size) == (128, VOCAB)
     yield whole, target
     await target.close()
 

@@ -32,13 +32,13 @@ PASS_S = 0.5
 async def target_of(engine: StandInStage, **options: Any) -> AsyncIterator[LocalModel]:
     threads = LoopThreads()
     threads.call_s["compute"] = PASS_S
-    target = LocalModel(engine, ComputeThread(threads), LoopClock(), label="stand-in", context=200, **options)
+    target = LocalModel(engine, ComputeThread(threads), LoopClock(), context=200, **options)
     try:
         yield target
     finally:
         await target.close()
         assert not engine.sessions
-        assert (target.facts()["sessions"], target.facts()["cache_bytes"]) == (0, 0)
+        assert target.promised_bytes == 0
 
 
 def engine_of(**options: Any) -> StandInStage:
@@ -51,7 +51,7 @@ def test_the_tokens_are_those_of_plain_decoding(sampling: Sampling, drafts: int)
     async def main() -> None:
         wanted = tokens_of(CONFIG, PROMPT, 40, sampling)
         async with target_of(engine_of()) as target:
-            assert (target.vocab_size, target.context, target.label) == (97, 200, "stand-in")
+            assert (target.vocab_size, target.context) == (97, 200)
             for seed in range(5):
                 session = await target.open(positions=60, sampling=sampling, sample_from=1)
                 made = await decoded(session, PROMPT, wanted, drafts=drafts, seed=seed, chunk=2)
@@ -134,7 +134,7 @@ def test_sessions_and_their_memory_are_bounded() -> None:
             with refused(UserError, "0 positions"):
                 await target.open(positions=0, sampling=GREEDY, sample_from=1)
             one = await target.open(positions=60, sampling=GREEDY, sample_from=1)
-            assert target.facts()["cache_bytes"] == 60 * position_bytes
+            assert target.promised_bytes == 60 * position_bytes
             with refused(Refused, "leave too little") as caught:
                 await target.open(positions=41, sampling=GREEDY, sample_from=1)
             assert caught.value.remedy

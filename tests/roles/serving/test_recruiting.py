@@ -13,7 +13,7 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError
 from p2ptrain.core.serving import Sampling
-from roles.serving.chain import PoolUpdater, SplitModel, StageChain
+from roles.serving.chain import PoolUpdater, StageChain
 from tests.roles.serving.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import StandIns, tokens_of
@@ -94,8 +94,7 @@ def test_a_chain_that_lacks_a_stage_refuses_sessions_until_a_worker_joins(tmp_pa
     async def test(scene: Scene) -> None:
         seed = Seed()
         async with recruited(scene, seed) as chain:
-            target = SplitModel(chain, label="stand-in")
-            idle = await target.open(positions=60, sampling=SAMPLED, sample_from=1)
+            idle = await chain.open(positions=60, sampling=SAMPLED, sample_from=1)
             writing = await generate(chain, PROMPT, max_new_tokens=300, sampling=SAMPLED)
             await anext(writing)
             scene.kill("w1")
@@ -107,9 +106,8 @@ def test_a_chain_that_lacks_a_stage_refuses_sessions_until_a_worker_joins(tmp_pa
             assert (idle.lost, chain.lacking) == (True, {1})
             for _ in range(2):
                 with pytest.raises(NetworkError, match=r"no worker can hold stage 1 ") as caught:
-                    await target.open(positions=60, sampling=SAMPLED, sample_from=1)
+                    await chain.open(positions=60, sampling=SAMPLED, sample_from=1)
                 assert "p2ptrain join" in caught.value.remedy
-                assert "the chain continues" in caught.value.remedy
             await asyncio.sleep(60)  # virtual: a long time without any use
             assert len(told(scene, "stage-lacking")) == 1
 
@@ -118,7 +116,7 @@ def test_a_chain_that_lacks_a_stage_refuses_sessions_until_a_worker_joins(tmp_pa
             await goes_on(chain, 5)
             assert not chain.lacking
             assert [stage.peer.name for stage in chain.plan.stages] == ["w0", "w9", "w2"]
-            session = await target.open(positions=60, sampling=SAMPLED, sample_from=1)
+            session = await chain.open(positions=60, sampling=SAMPLED, sample_from=1)
             assert not session.lost
 
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
@@ -169,7 +167,7 @@ def test_a_recruit_takes_a_stage_that_is_lost_at_the_same_moment(tmp_path: Path)
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
 
 
-def test_an_unreachable_worker_delays_no_other_and_is_dialled_with_back_off(
+def test_an_unreachable_worker_delays_no_other_and_is_dialled_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(scene: Scene) -> None:
@@ -188,7 +186,7 @@ def test_an_unreachable_worker_delays_no_other_and_is_dialled_with_back_off(
             scene.kill("w1")
             await asyncio.sleep(120)  # virtual
             assert seed.asked > 60
-            assert 5 <= dialled.count("nobody") < 10
+            assert 10 <= dialled.count("nobody") <= 12
             await start(scene, "w9")
             seed.here["w9"] = PORT
             await goes_on(chain, 5)

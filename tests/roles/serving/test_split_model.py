@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, UserError
 from p2ptrain.core.serving import Sampling
-from roles.serving.chain import SplitModel, StageChain
+from roles.serving.chain import MOST_SESSIONS
 from roles.serving.model import ModelSession, PassRequest, PassResult, ServedModel
 from tests.roles.serving.scene import CONFIG, Scene, play
 from tests.roles.stage_stand_in import tokens_of
@@ -19,10 +19,6 @@ from .by_hand import decoded
 GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
 PROMPT = [5, 80, 11, 11, 3]
 NEAR_S, COMPUTE_S = 0.0005, 0.01
-
-
-def target_of(chain: StageChain, **options: int) -> SplitModel:
-    return SplitModel(chain, label="stand-in", context=6000, **options)
 
 
 def slowly(scene: Scene) -> None:
@@ -64,18 +60,14 @@ def test_the_tokens_are_those_of_plain_decoding(tmp_path: Path, sampling: Sampli
         slowly(scene)
         wanted = tokens_of(CONFIG, PROMPT, 30, sampling)
         async with scene.chain(stages=stages) as chain:
-            target: ServedModel = target_of(chain)
-            assert (target.vocab_size, target.context, target.label) == (97, 6000, "stand-in")
+            target: ServedModel = chain
+            assert (target.vocab_size, target.context, target.dtype) == (97, 6000, "fp32")
             for drafts in (0, 1, 4, 16):
                 session = await target.open(positions=60, sampling=sampling, sample_from=1)
-                assert target.facts()["sessions"] == 1
                 made = await decoded(session, PROMPT, wanted, drafts=drafts, seed=drafts, chunk=2)
                 assert list(made.tokens) == wanted
                 assert bool(made.stats.accepted) == bool(drafts)
                 await session.close()
-            facts = target.facts()
-            assert (facts["kind"], facts["dtype"], facts["layers"], facts["sessions"]) == ("split", "fp32", 6, 0)
-            assert [stage["name"] for stage in facts["stages"]] == [f"w{index}" for index in range(stages)]
         await asyncio.sleep(1)  # virtual: what was told of their ends arrives
         assert set(scene.sessions().values()) == {0}
 
@@ -91,14 +83,13 @@ def test_a_stage_dies_while_drafts_are_verified(tmp_path: Path, victim: str, aft
         slowly(scene)
         wanted = tokens_of(CONFIG, PROMPT, 30, SAMPLED)
         async with scene.chain() as chain:
-            target = target_of(chain)
-            session = await target.open(positions=60, sampling=SAMPLED, sample_from=1)
+            session = await chain.open(positions=60, sampling=SAMPLED, sample_from=1)
             disturbed = Disturbed(session, scene, {4: (after_s, victim)})
             made = await decoded(disturbed, PROMPT, wanted, drafts=6, right=0.8, seed=3)
             assert list(made.tokens) == wanted
             assert made.stats.passes >= 5
-            assert len(target.times.mendings) == 1
-            assert victim in target.times.mendings[0][0]
+            assert len(chain.times.mendings) == 1
+            assert victim in chain.times.mendings[0][0]
 
     play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
 
@@ -109,10 +100,9 @@ def test_several_sessions_are_in_the_chain_at_once(tmp_path: Path) -> None:
         wanted = tokens_of(CONFIG, PROMPT, 12, SAMPLED)
         now = asyncio.get_running_loop().time
         async with scene.chain() as chain:
-            target = target_of(chain, max_sessions=3)
 
             async def one() -> float:
-                session = await target.open(positions=60, sampling=SAMPLED, sample_from=1)
+                session = await chain.open(positions=60, sampling=SAMPLED, sample_from=1)
                 began = now()
                 assert (await decoded(session, PROMPT, wanted, drafts=0)).tokens == tuple(wanted)
                 took_s = now() - began
@@ -129,26 +119,26 @@ def test_several_sessions_are_in_the_chain_at_once(tmp_path: Path) -> None:
 def test_invalid_sessions_and_passes_are_refused(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain:
-            target = target_of(chain, max_sessions=1)
             for positions, words in ((6001, "context of 6000"), (0, "0 positions")):
                 with pytest.raises(UserError, match=words):
-                    await target.open(positions=positions, sampling=GREEDY, sample_from=1)
-            session = await target.open(positions=10, sampling=GREEDY, sample_from=1)
-            with pytest.raises(Refused, match="1 sessions are open"):
-                await target.open(positions=10, sampling=GREEDY, sample_from=1)
-            await session.close()
+                    await chain.open(positions=positions, sampling=GREEDY, sample_from=1)
+            sessions = [await chain.open(positions=10, sampling=GREEDY, sample_from=1) for _ in range(MOST_SESSIONS)]
+            with pytest.raises(Refused, match="64 sessions are open"):
+                await chain.open(positions=10, sampling=GREEDY, sample_from=1)
+            for session in sessions:
+                await session.close()
             for request, kind in (
                 (PassRequest(8, (1, 2, 3), 1), UserError),
                 (PassRequest(1, (1,), 1), ValueError),
                 (PassRequest(0, (1,), 2), ValueError),
             ):
-                session = await target.open(positions=10, sampling=GREEDY, sample_from=1)
+                session = await chain.open(positions=10, sampling=GREEDY, sample_from=1)
                 with pytest.raises(kind):
                     await session.append(request)
                 await session.close()
-            await target.close()
+            await chain.close()
             with pytest.raises(UserError, match="closed"):
-                await target.open(positions=10, sampling=GREEDY, sample_from=1)
+                await chain.open(positions=10, sampling=GREEDY, sample_from=1)
 
     play(tmp_path, test)
 
@@ -157,15 +147,14 @@ def test_a_session_that_is_closed_within_a_pass(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         slowly(scene)
         async with scene.chain() as chain:
-            target = target_of(chain)
-            session = await target.open(positions=10, sampling=GREEDY, sample_from=1)
+            session = await chain.open(positions=10, sampling=GREEDY, sample_from=1)
             running = asyncio.create_task(session.append(PassRequest(0, (1, 2), 2)))
             await asyncio.sleep(COMPUTE_S)
             await session.close()
             for late in (running, session.append(PassRequest(0, (1,), 1))):
                 with pytest.raises(P2PTrainError, match="closed"):
                     await late
-            other = await target.open(positions=10, sampling=GREEDY, sample_from=1)
+            other = await chain.open(positions=10, sampling=GREEDY, sample_from=1)
             cancelled = asyncio.create_task(other.append(PassRequest(0, (1, 2), 2)))
             await asyncio.sleep(COMPUTE_S)
             cancelled.cancel()
@@ -182,7 +171,7 @@ def test_a_lost_stage_without_a_spare_fails_the_pass_with_a_remedy(tmp_path: Pat
     async def test(scene: Scene) -> None:
         slowly(scene)
         async with scene.chain() as chain:
-            session = await target_of(chain).open(positions=60, sampling=GREEDY, sample_from=1)
+            session = await chain.open(positions=60, sampling=GREEDY, sample_from=1)
             disturbed = Disturbed(session, scene, {2: (0.015, "w1")})
             with pytest.raises(NetworkError, match="the split model broke and cannot be repaired") as caught:
                 await decoded(disturbed, PROMPT, tokens_of(CONFIG, PROMPT, 30, GREEDY), drafts=6, seed=3)

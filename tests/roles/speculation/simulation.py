@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
-from roles.drafter.draft_messages import packed
-from roles.drafter.drafting import DraftedText, DraftInstruction, DraftSending, DraftVerdict
+from roles.drafter.drafting import DraftedText, DraftInstruction, DraftSending, DraftVerdict, packed
 from roles.serving.decoding import Decoding, DecodingStats
 from roles.serving.model import PassRequest
 from roles.verifier.cost_model import MOST_DRAFTS, CostModel, DrafterModel
