@@ -147,7 +147,6 @@ class DirectMessages:
             return
         link = self._incoming[rank] = _Incoming(rank, connection)
         self._ended.pop(rank, None)
-        connection.tune_for_bulk()
         error: P2PTrainError = ConnectionLost("this member left")
         try:
             while True:
@@ -188,7 +187,6 @@ class DirectMessages:
             deadline = self._me.world.clock.now() + DIAL_S
             member = self._view.members[link.rank]
             link.connection = await dial_patiently(self._me, member, hello, deadline=deadline, title="member")
-            link.connection.tune_for_bulk()
             self._offer(link)
             while True:
                 taken = await self._next(link.connection, SendTaken)

@@ -186,7 +186,6 @@ class NeighbourLinks:
         for neighbour in self.neighbours:
             for bulk in neighbour.bulks:
                 bulk.fence = view.generation
-                bulk.tune_for_bulk()
             for connection in neighbour.connections:
                 self._start(self._listen(neighbour, connection))
 

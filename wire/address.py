@@ -86,8 +86,9 @@ def advertised_host(seed_host: str, host: str) -> str:
     of a link-local address) is valid on one machine only."""
     if not host or (is_loopback(host) and not is_loopback(seed_host)):
         return seed_host
-    address, its, _ = host.partition("%")
-    return f"{address}%{zone}" if its and (zone := seed_host.partition("%")[2]) else host
+    address, percent, _ = host.partition("%")
+    zone = seed_host.partition("%")[2]
+    return f"{address}%{zone}" if percent and zone else host
 
 
 def is_loopback(host: str) -> bool:
@@ -114,12 +115,6 @@ def how_to_open(port: int) -> str:
         f" advfirewall firewall add rule name=p2ptrain dir=in action=allow protocol=TCP localport={port}`. Behind NAT,"
         f" forward the port in the router, and join with --port {port} --advertise PUBLIC-ADDRESS:{port}"
     )
-
-
-def with_address(address: tuple[str, int], text: str) -> str:
-    """Prefix ``text`` with the peer's address unless the text contains it."""
-    named = format_address(*address)
-    return text if named in text else f"{named}: {text}"
 
 
 def _bad_address(text: str, why: str, remedy: str = "") -> UserError:

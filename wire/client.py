@@ -190,17 +190,14 @@ class SeedRequests(ABC):
     async def views(self, job: str, after_generation: int) -> list[ViewBegan]:
         """The next views, in order of generation."""
         views = await self._records(ViewBegan, "jobs.views", "views", job=job, after_generation=after_generation)
-        generations = [after_generation, *(view.generation for view in views)]
-        if any(later <= earlier for earlier, later in pairwise(generations)):
-            raise ProtocolError("the seed sent views that are not in order of generation")
+        _check_order("views", after_generation, [view.generation for view in views])
         return views
 
     async def metrics(self, job: str, after_step: int, limit: int) -> list[MetricRow]:
         """The next rows, in order of step. ``after_step``: -1 for the first ones."""
         params = {"job": job, "after_step": after_step, "limit": limit}
         rows = await self._records(MetricRow, "metrics.history", "rows", **params)
-        if any(later <= earlier for earlier, later in pairwise([after_step, *(row.step for row in rows)])):
-            raise ProtocolError("the seed sent metrics that are not in order of step")
+        _check_order("metrics", after_step, [row.step for row in rows])
         return rows
 
     async def all_metrics(self, job: str) -> AsyncIterator[MetricRow]:
@@ -214,8 +211,7 @@ class SeedRequests(ABC):
     async def events(self, after_id: int, limit: int) -> list[EventInfo]:
         """The next events; for a negative ``after_id``, so many of the newest ones."""
         found = await self._records(EventInfo, "events.list", "events", after_id=after_id, limit=limit)
-        if any(later <= earlier for earlier, later in pairwise([after_id, *(event.id for event in found)])):
-            raise ProtocolError("the seed sent events that are not in order")
+        _check_order("events", after_id, [event.id for event in found])
         return found
 
     async def all_events(self, after_id: int) -> AsyncIterator[EventInfo]:
@@ -370,6 +366,11 @@ def _checked(result: dict[str, Any], key: str, kind: type) -> Any:
 
 def _records(kind: type[R], result: dict[str, Any], key: str) -> list[R]:
     return [kind.from_map_untrusted(item) for item in _checked(result, key, list)]
+
+
+def _check_order(what: str, after: int, numbers: list[int]) -> None:
+    if any(later <= earlier for earlier, later in pairwise([after, *numbers])):
+        raise ProtocolError(f"the seed sent {what} that are not in order")
 
 
 def _ticket(result: dict[str, Any]) -> tuple[TicketInfo, str]:

@@ -25,12 +25,13 @@ from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
 from wire.frame import BulkDone, ControlFrame, FrameDecoder, encode_bulk_header, encode_control
 from wire.messages import Message, RefusalCode, Refuse
 from wire.tls import tls_problem
-from wire.transport import tune_for_bulk
 
 if TYPE_CHECKING:  # an unencrypted cluster need not load cryptography
     from wire.credentials import PeerIdentity
 
 INBOX_FRAMES = 64
+SEND_LIMIT_BYTES = 1 << 20
+"""Limit of unsent control bytes. Beyond it the connection is closed, because the peer does not read."""
 
 _KINDS = frozenset(MESSAGE_TYPES)
 _NOT_CONNECTED = asyncio.Transport()
@@ -121,7 +122,6 @@ class Connection(asyncio.BufferedProtocol):
 
     Args:
         opened: called when the transport is connected; a server learns of accepted connections by it.
-        send_limit_bytes: limit of unsent control bytes; beyond it the connection is closed, as the peer does not read.
 
     Attributes:
         bytes_in, bytes_out: running totals, headers included, for display.
@@ -132,9 +132,7 @@ class Connection(asyncio.BufferedProtocol):
         close_cause: why the connection ended; None while it is open, and if this side closed it on purpose.
     """
 
-    def __init__(
-        self, opened: Callable[[Connection], None] | None = None, *, send_limit_bytes: int = (1 << 20)
-    ) -> None:
+    def __init__(self, opened: Callable[[Connection], None] | None = None) -> None:
         self.bytes_in = 0
         self.bytes_out = 0
         self.last_heard = 0.0
@@ -143,7 +141,6 @@ class Connection(asyncio.BufferedProtocol):
         self.close_cause: P2PTrainError | None = None
         self.ends = ConnectionEnds()
         self._opened = opened
-        self._send_limit_bytes = send_limit_bytes
         self._incoming = IncomingFrames()
         self._transport = _NOT_CONNECTED
         self._waiters: set[asyncio.Future[None]] = set()  # receive and flush: any change wakes all, and they check
@@ -171,11 +168,6 @@ class Connection(asyncio.BufferedProtocol):
     def fence(self, generation: int) -> None:
         self._incoming.decoder.raise_fence(generation)
         self._steer_reading()
-
-    def tune_for_bulk(self) -> None:
-        sock = self._transport.get_extra_info("socket") if self._attached and not self._ended else None
-        if sock is not None:
-            tune_for_bulk(sock)
 
     def allow_large(self) -> None:
         """End the handshake: accept 64 KiB control frames of every kind, and bulk frames."""
@@ -223,19 +215,12 @@ class Connection(asyncio.BufferedProtocol):
         """
         self._check_open()
         body = encode(message)
-        self._write_control(encode_control(message.KIND, body, generation=generation, stream=stream))
-        self._check_read()
+        self._write_control(message, body, generation=generation, stream=stream)
+        unsent = self._transport.get_write_buffer_size()
+        if min(unsent, self._control_unsent) > SEND_LIMIT_BYTES:
+            self.abort(DeadlineExceeded(f"{self.ends} does not read: {unsent} bytes wait to be sent"))
+            self._check_open()
         return len(body)
-
-    def send_with_bulk(self, message: Message, payload: memoryview, *, generation: int, stream: int) -> None:
-        """Send a message and the payload that it announces in one write, so that the peer wakes up once.
-
-        Raises: as ``send`` and ``send_bulk``.
-        """
-        self._check_open()
-        header = encode_bulk_header(payload.nbytes, generation=generation, stream=stream)
-        self._write_control(encode_control(message.KIND, encode(message), generation=0, stream=0), header, payload)
-        self._check_read()
 
     def send_bulk(self, payload: memoryview, *, generation: int, stream: int) -> None:
         """Hand a header and the caller's memory to the transport, without a copy and without blocking.
@@ -306,9 +291,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self._attached:
             return
         if isinstance(cause, ProtocolError) and not self._transport.get_write_buffer_size():
-            self._write_control(
-                encode_control(Refuse.KIND, encode(last_word(RefusalCode.PROTOCOL, cause)), generation=0, stream=0)
-            )
+            refuse = last_word(RefusalCode.PROTOCOL, cause)
+            self._write_control(refuse, encode(refuse))
             if not self._transport.get_write_buffer_size():
                 self._transport.close()
                 return
@@ -338,15 +322,13 @@ class Connection(asyncio.BufferedProtocol):
         self.last_heard = self._loop.time()
         try:
             event = self._incoming.decoder.received(nbytes)
-            if event is None:
-                return
             if isinstance(event, BulkDone):
                 event.done()
             elif isinstance(event, ControlFrame):
                 self._incoming.add(event)
                 self._steer_reading()
                 self._wake()
-            else:
+            elif self._incoming.decoder.waiting:
                 self._steer_reading()
         except ProtocolError as error:
             self.abort(ProtocolError(f"{self.ends}: {error.message}", remedy=error.remedy))
@@ -429,22 +411,13 @@ class Connection(asyncio.BufferedProtocol):
         if not self._ended:
             self._incoming.steer(self._transport)
 
-    def _write_control(self, frame: bytes, *behind: bytes | memoryview) -> None:
-        """``behind``: bulk sent in the same write; it does not count as control bytes."""
+    def _write_control(self, message: Message, body: bytes, *, generation: int = 0, stream: int = 0) -> None:
+        frame = encode_control(message.KIND, body, generation=generation, stream=stream)
         if not self._transport.get_write_buffer_size():
             self._control_unsent = 0
         self._control_unsent += len(frame)
-        self.bytes_out += len(frame) + sum(memoryview(part).nbytes for part in behind)
-        if behind:
-            self._transport.writelines([frame, *(part for part in behind if len(part))])
-        else:
-            self._transport.write(frame)
-
-    def _check_read(self) -> None:
-        unsent = self._transport.get_write_buffer_size()
-        if min(unsent, self._control_unsent) > self._send_limit_bytes:
-            self.abort(DeadlineExceeded(f"{self.ends} does not read: {unsent} bytes wait to be sent"))
-            self._check_open()
+        self.bytes_out += len(frame)
+        self._transport.write(frame)
 
 
 def last_word(code: str, error: P2PTrainError) -> Refuse:

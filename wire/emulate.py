@@ -269,7 +269,7 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
     """One side of an emulated connection, between the real protocol and the inner transport. It queues only writes."""
 
     def __init__(self, protocol: asyncio.BufferedProtocol, shaper_to: Callable[[str, int], LinkShaper]) -> None:
-        super().__init__(protocol, high_bytes=64 << 10)
+        super().__init__(protocol)
         self._shaper_to = shaper_to
         self._loop = asyncio.get_running_loop()
         self._queue: deque[_Piece] = deque()
@@ -298,9 +298,6 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         self._take_in()
         self._arm()
         self._maybe_pause()
-
-    def can_write_eof(self) -> bool:
-        return self._inner.can_write_eof()
 
     def write_eof(self) -> None:
         if not (self._eof or self._closing):

@@ -24,7 +24,6 @@ import hashlib
 import hmac
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
@@ -70,7 +69,12 @@ async def enrol(
         Unreachable, ConnectionLost, DeadlineExceeded, ProtocolError: no correct seed answers there.
         StorageError: the credentials cannot be saved.
     """
-    left_s = partial(_left_s, asyncio.get_running_loop().time() + timeout_s)
+    now = asyncio.get_running_loop().time
+    deadline = now() + timeout_s
+
+    def left_s() -> float:
+        return max(0.0, deadline - now())
+
     try:
         ca_der = await _fetch_ca(network, ticket, peer_id, left_s)
         key_pem, csr_der = new_key_and_request(peer_id)
@@ -95,40 +99,11 @@ async def enrol(
     return granted
 
 
-async def renew(credentials: Credentials, ask: Ask, *, disk: Disk) -> Credentials:
-    """Get new credentials of the same peer, with a new key, saved in the place of ``credentials``.
-
-    ``ask`` sends a request over a connection that the present certificate opened.
-
-    Raises:
-        P2PTrainError: what ``ask`` raises.
-        ProtocolError: the answer is no certificate for this peer.
-        StorageError: the credentials cannot be saved.
-    """
-    identity = credentials.identity
-    key_pem, csr_der = new_key_and_request(identity.peer_id)
-    result = await ask(RENEW, {"csr": base64.b64encode(csr_der).decode()})
-    granted = granted_untrusted(
-        _certificate_untrusted(result),
-        peer_id=identity.peer_id,
-        roles=identity.roles,
-        key_pem=key_pem,
-        ca_pem=credentials.ca_pem,
-        directory=credentials.directory,
-    )
-    await asyncio.to_thread(granted.save, disk)  # a slow disk must not delay heartbeats
-    return granted
-
-
 def _certificate_untrusted(result: dict[str, Any]) -> bytes:
     try:
         return base64.b64decode(result["certificate"], validate=True)
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise ProtocolError("the seed answered a renewal without a certificate") from error
-
-
-def _left_s(deadline: float) -> float:
-    return max(0.0, deadline - asyncio.get_running_loop().time())
 
 
 async def _call(
@@ -193,9 +168,29 @@ class RunMembership:
         return self._clock.wall() >= self._issued_at + HALF_LIFE_S
 
     async def renew(self, ask: Ask) -> None:
-        """Fetch and save the next certificate, and present it on new connections. Raises as ``renew``."""
-        self.credentials = await renew(self.credentials, ask, disk=self._disk)
-        self.network.use(self.credentials)
+        """Get the next certificate, with a new key. Save it, and present it on new connections.
+
+        ``ask`` sends a request over a connection that the present certificate opened.
+
+        Raises:
+            P2PTrainError: what ``ask`` raises.
+            ProtocolError: the answer is no certificate for this peer.
+            StorageError: the credentials cannot be saved.
+        """
+        identity = self.credentials.identity
+        key_pem, csr_der = new_key_and_request(identity.peer_id)
+        result = await ask(RENEW, {"csr": base64.b64encode(csr_der).decode()})
+        granted = granted_untrusted(
+            _certificate_untrusted(result),
+            peer_id=identity.peer_id,
+            roles=identity.roles,
+            key_pem=key_pem,
+            ca_pem=self.credentials.ca_pem,
+            directory=self.credentials.directory,
+        )
+        await asyncio.to_thread(granted.save, self._disk)  # a slow disk must not delay heartbeats
+        self.credentials = granted
+        self.network.use(granted)
 
     async def keep_fresh(self, ask: Ask) -> None:
         """Renew at every half-life until cancelled. Raises as ``renew``."""

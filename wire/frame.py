@@ -12,7 +12,7 @@ Transitions::
 
     HEADER   control, within bounds                → CONTROL   body whole    → HEADER, yields ControlFrame
     HEADER   bulk, a buffer of its size is posted  → BULK      payload whole → HEADER, yields BulkDone
-    HEADER   bulk, nothing is posted               → WAITING, yields NeedPost
+    HEADER   bulk, nothing is posted               → WAITING
     WAITING  post() of its size                    → BULK
     HEADER   generation older than the fence       → DISCARD   all read      → HEADER
     CONTROL, BULK, WAITING   the fence passes it   → DISCARD
@@ -43,16 +43,12 @@ MAX_BULK_BYTES = 1 << 30
 LAST_HANDSHAKE_KIND = 15
 
 _SINK = memoryview(bytearray(64 * 1024))  # receives discarded bytes of all connections; never read
-_STRANGERS = (
-    (b"\x16\x03", "TLS"),
-    (b"\x15\x03", "TLS"),
-    (b"GET ", "HTTP"),
-    (b"POST", "HTTP"),
-    (b"HEAD", "HTTP"),
-    (b"PUT ", "HTTP"),
-    (b"HTTP", "HTTP"),
-    (b"SSH-", "SSH"),
-)
+_OTHER_PROTOCOLS = {
+    "TLS": (b"\x16\x03", b"\x15\x03"),
+    "HTTP": (b"GET ", b"POST", b"HEAD", b"PUT ", b"HTTP"),
+    "SSH": (b"SSH-",),
+}
+"""Protocol → how its first bytes begin."""
 
 
 def encode_control(kind: int, body: bytes, *, generation: int, stream: int) -> bytes:
@@ -91,16 +87,7 @@ class BulkDone:
     done: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class NeedPost:
-    """A bulk frame arrived without a posted buffer. The shell must not read until ``FrameDecoder.waiting`` is false."""
-
-    generation: int
-    stream: int
-    payload_bytes: int
-
-
-Event = ControlFrame | BulkDone | NeedPost
+Event = ControlFrame | BulkDone
 
 
 class _State(Enum):
@@ -137,7 +124,7 @@ class FrameDecoder:
 
     @property
     def waiting(self) -> bool:
-        """Whether a bulk frame waits for its post; until then no byte may be read."""
+        """Whether a bulk frame waits for its post. The shell must not read until it is posted."""
         return self._state is _State.WAITING
 
     @property
@@ -170,14 +157,8 @@ class FrameDecoder:
     def post(self, into: memoryview, *, generation: int, stream: int, done: Callable[[], None]) -> BulkDone | None:
         """Set the destination of the next bulk frame of (generation, stream) that has none yet.
 
-        Args:
-            into: writable and contiguous, of any format.
-
-        Returns:
-            ``BulkDone`` if the frame was waiting and is empty; otherwise ``received`` returns the event.
-
-        Raises:
-            ProtocolError: the waiting frame has another length.
+        ``into`` is writable and contiguous, of any format. Returns ``BulkDone`` if the frame was waiting and is empty;
+        otherwise ``received`` returns it. Raises ``ProtocolError`` if the waiting frame has another length.
         """
         if self._is_stale(generation):
             return None
@@ -260,7 +241,7 @@ class FrameDecoder:
         posts = self._posts.get(key)
         if posts is None:
             self._state, self._left, self._rest = _State.WAITING, payload_bytes, self._header[:0]
-            return NeedPost(*key, payload_bytes)
+            return None
         target, done = posts.popleft()
         if not posts:
             del self._posts[key]
@@ -293,8 +274,8 @@ class FrameDecoder:
         self._begin_header()
         self._state, self._rest = _State.FAILED, self._header[:0]
         self._posts.clear()
-        for words, protocol in _STRANGERS if not self._large else ():
-            if start.startswith(words):
+        for protocol, beginnings in _OTHER_PROTOCOLS.items():
+            if not self._large and start.startswith(beginnings):
                 return ProtocolError(
                     f"the other side speaks {protocol}, not the protocol of p2ptrain",
                     remedy="check the address and the port: a seed listens on port 7337 by default",

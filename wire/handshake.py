@@ -18,7 +18,6 @@ limits of the handshake (4 KiB, 5 s, ``wire.transport.HalfOpen``) until it has a
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -39,10 +38,10 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
-from wire.address import MEMBER_PORT, format_address, is_loopback, with_address
+from wire.address import MEMBER_PORT, format_address, is_loopback
 from wire.connection import Connection, last_word
 from wire.messages import PROTOCOL_VERSION, Hello, Message, RefusalCode, Refuse, Welcome
-from wire.transport import MAX_HALF_OPEN, HalfOpen, machine_of, no_answer
+from wire.transport import HalfOpen, no_answer
 
 if TYPE_CHECKING:  # an unencrypted cluster need not load cryptography
     from wire.credentials import PeerIdentity
@@ -75,8 +74,6 @@ PERMITTED = MappingProxyType(
 """Purpose → roles that permit it. The certificate must name one of them. So must the ``Hello`` if it names any
 roles: a peer acts only in the roles that it names. Over TLS any other purpose but ``enrol`` is refused."""
 
-
-_CODES = frozenset(RefusalCode)
 _ANOTHER_TICKET = "ask for a ticket of the right role: p2ptrain ticket new --role ROLE, at the seed"
 
 Decide = Callable[[Hello, Connection], Awaitable[Welcome | Refuse]]
@@ -244,23 +241,20 @@ async def _check_answerer(connection: Connection, *, peer_id: str, role: str) ->
 
 
 REFUSALS_S = 60.0
-MAX_MACHINES = 1000
 
 
 class Refusals:
     """Tells people of refused callers in at most one line a minute. An instance is an ``OnProblem``.
 
-    The first refusal is told at once. Those of the next minute are counted by their codes, which are few, and by their
-    machines, up to ``MAX_MACHINES``. Problems of the network are not told; those of this machine are, at once.
+    The first refusal is told at once; those of the next minute are counted. Problems of the network are not told.
 
     Args:
-        tell: gets the line. alarm: gets those problems of this machine; default: ``tell``.
+        tell: gets the line. alarm: gets problems of this machine, each at once; default: ``tell``.
     """
 
     def __init__(self, tell: Callable[[str], None], alarm: Callable[[str], None] | None = None) -> None:
         self._tell, self._alarm = tell, alarm or tell
-        self._codes: Counter[RefusalCode | str] = Counter()
-        self._machines: set[str] = set()
+        self._count = 0  # refusals that are not told yet
         self._last = ""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -270,37 +264,33 @@ class Refusals:
         expected = isinstance(problem, Refused) and problem.code == RefusalCode.LOOPBACK_ONLY  # it comes again
         if not isinstance(problem, PeerError) or expected:
             return
-        self._last = with_address(address, problem.message)
+        caller, text = format_address(*address), problem.message
+        self._last = text if caller in text else f"{caller}: {text}"
         if self._timer is None:
             self._tell(f"refused a caller: {self._last}")
-            self._timer = asyncio.get_running_loop().call_later(REFUSALS_S, self._sum_up)
-            return
-        code = problem.code if isinstance(problem, Refused) else RefusalCode.PROTOCOL
-        self._codes[code if code in _CODES else "other reasons"] += 1  # the caller may have sent the code
-        if len(self._machines) <= MAX_MACHINES:
-            self._machines.add(machine_of(address[0]))
+            self._start_timer()
+        else:
+            self._count += 1
+
+    def _start_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(REFUSALS_S, self._sum_up)
 
     def _sum_up(self) -> None:
         self._timer = None
-        if not self._codes:
-            return
-        count, places = self._codes.total(), len(self._machines)
-        where = f"more than {MAX_MACHINES}" if places > MAX_MACHINES else str(places)
-        codes = ", ".join(f"{number} {code}" for code, number in self._codes.most_common())
-        callers, addresses = "callers" if count > 1 else "caller", "addresses" if places > 1 else "address"
-        self._tell(f"refused {count} more {callers} in a minute, from {where} {addresses}: {codes}; last {self._last}")
-        self._codes.clear()
-        self._machines.clear()
-        self._timer = asyncio.get_running_loop().call_later(REFUSALS_S, self._sum_up)
+        if self._count:
+            callers = "caller" if self._count == 1 else "callers"
+            self._tell(f"refused {self._count} more {callers} in a minute; last {self._last}")
+            self._count = 0
+            self._start_timer()
 
 
 class PeerServer:
     """Accepts connections, does the handshake, and runs the owner's ``serve`` for each. Made by ``serve()``."""
 
-    def __init__(self, *, decide: Decide, serve: Serve, half_open: HalfOpen, on_problem: OnProblem) -> None:
+    def __init__(self, *, decide: Decide, serve: Serve, on_problem: OnProblem) -> None:
         self._decide = decide
         self._serve = serve
-        self._half_open = half_open
+        self._half_open = HalfOpen()
         self._on_problem = on_problem
         self._handlers: dict[asyncio.Task[None], Connection] = {}
         self._closing = False
@@ -326,9 +316,9 @@ class PeerServer:
             return
         handler = asyncio.get_running_loop().create_task(self._handle(connection), name="wire.handshake.serve")
         self._handlers[handler] = connection
-        handler.add_done_callback(self._handled)
+        handler.add_done_callback(self._forget)
 
-    def _handled(self, handler: asyncio.Task[None]) -> None:
+    def _forget(self, handler: asyncio.Task[None]) -> None:
         del self._handlers[handler]
         if not handler.cancelled() and (error := handler.exception()) is not None:
             context = {"message": "serving a connection failed", "exception": error, "task": handler}
@@ -336,9 +326,9 @@ class PeerServer:
 
     async def _handle(self, connection: Connection) -> None:
         try:
-            let_in = await self._doorway(connection)
-            if let_in is not None:
-                hello, welcome = let_in
+            admission = await self._admit(connection)
+            if admission is not None:
+                hello, welcome = admission
                 connection.ends.name_peer(hello.name)
                 connection.allow_large()  # before the answer: the caller may send as soon as it has it
                 connection.send(welcome)
@@ -348,20 +338,21 @@ class PeerServer:
         finally:
             await connection.close(timeout_s=CLOSE_TIMEOUT_S)
 
-    async def _doorway(self, connection: Connection) -> tuple[Hello, Welcome] | None:
+    async def _admit(self, connection: Connection) -> tuple[Hello, Welcome] | None:
         host = connection.ends.remote[0]
         if busy := self._half_open.enter(host):
             self._refuse(connection, Refuse(RefusalCode.BUSY, busy, "try again in a few seconds"))
             return None
         try:
-            verdict = await self._verdict(connection)
+            verdict = await self._judge(connection)
             if isinstance(verdict, Refuse):
                 self._refuse(connection, verdict)
-            elif verdict[0].purpose != ENROL:
+                return None
+            hello, welcome = verdict
+            if hello.purpose != ENROL:
                 return verdict
-            else:
-                connection.send(verdict[1])
-                await self._enrol(connection, verdict[0])
+            connection.send(welcome)
+            await self._enrol(connection, hello)
             return None
         finally:
             self._half_open.leave(host)
@@ -379,7 +370,7 @@ class PeerServer:
             text = f"enrolment did not end within {HANDSHAKE_TIMEOUT_S:g} s"
             self._refuse(connection, Refuse(RefusalCode.TOO_SLOW, text, "try again"))
 
-    async def _verdict(self, connection: Connection) -> tuple[Hello, Welcome] | Refuse:
+    async def _judge(self, connection: Connection) -> tuple[Hello, Welcome] | Refuse:
         try:
             hello = await connection.expect(Hello, timeout_s=HANDSHAKE_TIMEOUT_S)
             if refuse := judge_hello(hello) or (
@@ -406,7 +397,6 @@ async def serve(
     decide: Decide,
     serve: Serve,
     on_problem: OnProblem,
-    max_half_open: int = MAX_HALF_OPEN,
 ) -> PeerServer:
     """Listen on ``host:port`` and serve each caller that ``decide`` accepts. Raises ``UserError`` if it cannot bind.
 
@@ -415,9 +405,8 @@ async def serve(
         decide: answers a ``Hello`` of this protocol version in time. Raising ``Refused`` equals returning a ``Refuse``.
         serve: runs as a task per connection. When it returns or raises a ``P2PTrainError``, the connection is closed.
         on_problem: called with every refusal and every error of a handshake or of ``serve``, and the peer's address.
-        max_half_open: limit of connections whose handshake has not ended; see ``HalfOpen``. More are refused as busy.
     """
-    server = PeerServer(decide=decide, serve=serve, half_open=HalfOpen(max_half_open), on_problem=on_problem)
+    server = PeerServer(decide=decide, serve=serve, on_problem=on_problem)
     listen = partial(network.listen, host, factory=lambda: Connection(server._accept), on_problem=on_problem)
     preferred = (0 if is_loopback(host) else MEMBER_PORT) if port is None else port
     try:

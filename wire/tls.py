@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any, cast
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
@@ -38,6 +39,7 @@ from wire.frame import LENGTH_BYTES, encode_control
 from wire.messages import Hello, RefusalCode, Refuse
 from wire.transport import Address, FlowControl, HalfOpen, WriteData, bytes_view, no_answer
 
+JOIN = "join with a ticket: p2ptrain ticket new, at the seed"
 JOIN_AGAIN = "join again with a fresh ticket: p2ptrain ticket new, at the seed"
 CHECK_CLOCKS = "check the date and time of both machines; a seed whose authority is not valid says so when it starts"
 
@@ -55,20 +57,10 @@ _UNTRUSTED = (
 
 # Keys: the end of SSLError.reason for alerts that the peer sent (RFC 8446, section 6.2).
 _ALERTS = {
-    "CERTIFICATE_REQUIRED": (
-        RefusalCode.NOT_PERMITTED,
-        "it requires a certificate, and this side has none",
-        JOIN_AGAIN,
-    ),
+    "CERTIFICATE_REQUIRED": (RefusalCode.NOT_PERMITTED, "it requires a certificate of this side", JOIN_AGAIN),
     "CERTIFICATE_EXPIRED": (RefusalCode.CERTIFICATE_EXPIRED, "this side's certificate has expired", JOIN_AGAIN),
     "UNKNOWN_CA": (RefusalCode.CERTIFICATE_UNTRUSTED, "this side's certificate is from another cluster", JOIN_AGAIN),
-    "BAD_CERTIFICATE": (
-        RefusalCode.CERTIFICATE_UNTRUSTED,
-        "this side's certificate is bad or not valid yet",
-        CHECK_CLOCKS,
-    ),
-    "CERTIFICATE_UNKNOWN": (RefusalCode.CERTIFICATE_UNTRUSTED, "this side's certificate is not acceptable", JOIN_AGAIN),
-    "CERTIFICATE_REVOKED": (RefusalCode.CERTIFICATE_UNTRUSTED, "this side's certificate was revoked", JOIN_AGAIN),
+    "BAD_CERTIFICATE": (RefusalCode.CERTIFICATE_UNTRUSTED, "this side's certificate is not valid yet", CHECK_CLOCKS),
     "INTERNAL_ERROR": (RefusalCode.BUSY, "too many handshakes are under way there", "try again in a few seconds"),
 }
 
@@ -104,8 +96,6 @@ LINGER_S = 1.0
 ANSWERS_BYTES = 16 << 10
 """Limit of TLS's own answers per connection: about 600 key updates. An honest peer stays far below: one is due after
 2**24.5 records (RFC 8446, section 5.5). Each answer costs time and memory here."""
-
-_DECODE_ERROR_ALERT = b"\x15\x03\x03\x00\x02\x02\x32"  # OpenSSL sends no alert for bytes that are not TLS
 
 
 class NotTlsError(ConnectionError):
@@ -195,7 +185,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
     def __init__(
         self, context: ssl.SSLContext, factory: ProtocolFactory, shared: memoryview, *, server_side: bool = False
     ) -> None:
-        super().__init__(_NO_PROTOCOL, high_bytes=64 << 10)
+        super().__init__(_NO_PROTOCOL)
         self._records = TlsRecords(context, server_side=server_side)
         self._factory = factory
         self._shared = shared
@@ -246,8 +236,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             self._send_encrypted()
             return
         except ssl.SSLError as error:
-            alert = self._records.take_encrypted()
-            self.fail(error, alert or (b"" if "ALERT" in (error.reason or "") else _DECODE_ERROR_ALERT))
+            self.fail(error, self._records.take_encrypted())
             return
         self._send_encrypted()
         self._state = _State.OPEN
@@ -282,11 +271,13 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             self._below.resume_reading()
 
     def _deliver(self) -> None:
-        while self.is_reading() and not self._eof_delivered:
-            if not self._records.has_input():
-                break
+        while self.is_reading() and not self._eof_delivered and self._records.has_input():
             nbytes, end = self._decrypt()
-            self._answer()
+            if self._records.answers_bytes <= ANSWERS_BYTES:
+                self._send_encrypted()
+            else:
+                self._error = ConnectionAbortedError("it sent too many TLS key updates")
+                self.abort()
             if nbytes and self._state is _State.OPEN:
                 self._protocol.buffer_updated(nbytes)
             if isinstance(end, ssl.SSLWantReadError):
@@ -297,13 +288,6 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
                 self._deliver_eof()
         if self._eof_below and self.is_reading():
             self._deliver_eof()
-
-    def _answer(self) -> None:
-        if self._records.answers_bytes <= ANSWERS_BYTES:
-            self._send_encrypted()
-            return
-        self._error = ConnectionAbortedError("it sent too many TLS key updates")
-        self.abort()
 
     def _decrypt(self) -> tuple[int, Exception | None]:
         # Release both views before buffer_updated, in which the protocol may resize its bytearray.
@@ -345,12 +329,6 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         if self._state is _State.LOST:
             return 0
         return self._records.backlog_bytes + self._below.get_write_buffer_size()
-
-    def can_write_eof(self) -> bool:
-        return False
-
-    def write_eof(self) -> None:
-        raise NotImplementedError("TLS cannot close one direction of a connection")
 
     def close(self) -> None:
         """Send what was written and close_notify, then close. Nothing more is read."""
@@ -478,7 +456,7 @@ class TlsDialler:
     def __init__(self, network: Network, context: ssl.SSLContext) -> None:
         self._network = network
         self._client_context = context
-        self._shared = memoryview(bytearray(READ_BYTES))
+        self.shared = memoryview(bytearray(READ_BYTES))
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
         """Dial and complete the TLS handshake within ``timeout_s``.
@@ -493,7 +471,7 @@ class TlsDialler:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        shaking = TlsTransport(self._client_context, factory, self._shared)
+        shaking = TlsTransport(self._client_context, factory, self.shared)
         await self._network.connect(host, port, lambda: shaking, timeout_s=timeout_s)
         who = format_address(host, port)
         try:
@@ -518,39 +496,26 @@ class TlsNetwork(TlsDialler):
         credentials: this peer's; already saved, because OpenSSL reads the key from a file.
         require_client_certificate: whether TLS refuses a caller without a certificate. A seed accepts one, as it may
             want to enrol; ``wire.handshake`` permits it nothing else.
-        half_open: limits of callers whose TLS handshake has not ended; None for the defaults.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        credentials: Credentials,
-        *,
-        require_client_certificate: bool,
-        half_open: HalfOpen | None = None,
-    ) -> None:
+    def __init__(self, network: Network, credentials: Credentials, *, require_client_certificate: bool) -> None:
         super().__init__(network, credentials.client_context())
         self._require_client_certificate = require_client_certificate
-        self._half_open = half_open or HalfOpen()
+        self.half_open = HalfOpen()  # of callers whose TLS handshake has not ended
         self.use(credentials)
 
     def use(self, credentials: Credentials) -> None:
         """Present ``credentials`` on new connections; open connections stay. Raises ``StorageError``."""
         server_context = credentials.server_context(require_client_certificate=self._require_client_certificate)
-        self._client_context, self._server_context = credentials.client_context(), server_context
+        self._client_context, self.server_context = credentials.client_context(), server_context
 
     async def listen(
         self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
     ) -> Listener:
         """Accept on ``host:port``; call ``factory`` after each successful TLS handshake. Raises ``UserError``."""
         strangers: set[_Accepted] = set()
-        listener = await self._network.listen(
-            host,
-            port,
-            lambda: _Accepted(self._server_context, factory, self._shared, self._half_open, strangers, on_problem),
-            on_problem,
-        )
-        return _TlsListener(listener, strangers)
+        accept = partial(_Accepted, self, factory, strangers, on_problem)
+        return _TlsListener(await self._network.listen(host, port, accept, on_problem), strangers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,16 +537,10 @@ class _Accepted(TlsTransport):
     """The accepting side. Its number and time are limited until the handshake ended."""
 
     def __init__(
-        self,
-        context: ssl.SSLContext,
-        factory: ProtocolFactory,
-        shared: memoryview,
-        half_open: HalfOpen,
-        strangers: set[_Accepted],
-        on_problem: OnProblem | None,
+        self, network: TlsNetwork, factory: ProtocolFactory, strangers: set[_Accepted], on_problem: OnProblem | None
     ) -> None:
-        super().__init__(context, factory, shared, server_side=True)
-        self._half_open = half_open
+        super().__init__(network.server_context, factory, network.shared, server_side=True)
+        self._half_open = network.half_open
         self._strangers = strangers
         self._on_problem = on_problem
         self._remote: Address = ("?", 0)
@@ -598,7 +557,7 @@ class _Accepted(TlsTransport):
             self._below.close()
             return
         self._strangers.add(self)
-        self._deadline = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._too_slow)
+        self._deadline = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._end_slow_handshake)
 
     def _opened(self) -> None:
         self._leave()
@@ -620,18 +579,16 @@ class _Accepted(TlsTransport):
 
     def _not_tls(self, start: bytes) -> None:
         here = self._below.get_extra_info("sockname") or ("",)  # the same address at both ends: this machine's
-        if (is_loopback(self._remote[0]) or here[0] == self._remote[0]) and start[
-            LENGTH_BYTES : LENGTH_BYTES + 1
-        ] == bytes((Hello.KIND,)):
+        is_hello = start[LENGTH_BYTES : LENGTH_BYTES + 1] == bytes((Hello.KIND,))
+        if is_hello and (is_loopback(self._remote[0]) or here[0] == self._remote[0]):
             self._on_problem = None  # a command of this machine asks whether the cluster is encrypted
-        remedy = "join with a ticket: p2ptrain ticket new, at the seed"
-        refuse = Refuse(RefusalCode.TLS_REQUIRED, "this cluster is encrypted", remedy)
+        refuse = Refuse(RefusalCode.TLS_REQUIRED, "this cluster is encrypted", JOIN)
         self.fail(NotTlsError(f"it began with {start[:4]!r}"), _plain(refuse))
 
-    def _too_slow(self) -> None:
+    def _end_slow_handshake(self) -> None:
         error = TimeoutError(f"it did not complete the TLS handshake within {HANDSHAKE_TIMEOUT_S:g} s")
-        quiet = not self._records.heard
-        self.fail(error, _plain(Refuse(RefusalCode.TOO_SLOW, str(error), "try again")) if quiet else BUSY_ALERT)
+        refuse = _plain(Refuse(RefusalCode.TOO_SLOW, str(error), "try again"))
+        self.fail(error, BUSY_ALERT if self._records.heard else refuse)
 
     def _tell(self, problem: P2PTrainError) -> None:
         if self._on_problem is not None:

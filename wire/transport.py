@@ -1,8 +1,7 @@
-"""TCP transports, and what all transports share: flow control without copies, error texts, and a limit on handshakes.
+"""TCP, and what all transports share: flow control without copies, error texts, and a limit on handshakes.
 
-TCP and the network inside one process (``p2ptrain.lab.memory``) are both a ``Network`` (``p2ptrain.core.world``) and
-pass the same conformance suite. Foreign exceptions are translated here: any failure to dial is ``Unreachable``, any
-failure to bind is ``UserError``.
+``TcpNetwork`` is a ``Network`` (``p2ptrain.core.world``). A failure to dial is ``Unreachable``, a failure to bind is
+``UserError``. It passes the same conformance suite as the network inside one process (``p2ptrain.lab.memory``).
 
 ``SocketTransport`` replaces the event loops' own transports because of what they do between a write and the kernel:
 asyncio joins and copies the parts of a write, uvloop delays writes to the end of the turn. ``SocketTransport`` uses the
@@ -55,7 +54,7 @@ def is_out_of_files(error: object) -> bool:
 def no_answer(
     host: str, port: int, timeout_s: float, *, did: str = "accepted the connection, and did not answer"
 ) -> DeadlineExceeded:
-    """Of a connected peer from which nothing came: small packets reach it."""
+    """The error for a connected peer that sent nothing: small packets reach it."""
     text = f"{format_address(host, port)} {did} within {timeout_s:.3g} s"
     remedy = "is a p2ptrain there? If it is not busy, lower the interface's or VPN's MTU: `ip link set eth0 mtu 1280`"
     return DeadlineExceeded(f"{text}: it is very busy, or the network loses large packets", remedy=remedy)
@@ -67,10 +66,10 @@ def check_port(port: int, *, least: int) -> None:
 
 
 def unreachable(host: str, port: int, error: Exception, timeout_s: float) -> Unreachable:
-    cause, remedy = str(getattr(error, "strerror", None) or error), ""
-    code = getattr(error, "errno", None)
-    if isinstance(error, (socket.gaierror, UnicodeError)):
-        cause, remedy = "the host name is not known", "check the name, or use the machine's IP address"
+    code, cause = _code_and_cause(error)
+    remedy = ""
+    if cause == UNKNOWN_NAME:
+        remedy = "check the name, or use the machine's IP address"
     elif isinstance(error, ConnectionRefusedError):
         cause, remedy = "connection refused", "is the seed running there, and on this port?"
         if is_loopback(host):  # also where none was named
@@ -86,61 +85,58 @@ def unreachable(host: str, port: int, error: Exception, timeout_s: float) -> Unr
 
 
 def cannot_listen(host: str, port: int, error: Exception, *, option: str = "--port") -> UserError:
-    cause, remedy = str(getattr(error, "strerror", None) or error), ""
-    code = getattr(error, "errno", None)
-    if isinstance(error, (socket.gaierror, UnicodeError)):
-        cause, remedy = "the host name is not known", "use 0.0.0.0 for every interface, or an address of this machine"
+    code, cause = _code_and_cause(error)
+    remedy = ""
+    if code == errno.EADDRNOTAVAIL:
+        cause = "it is not an address of this machine"
+    if code == errno.EADDRNOTAVAIL or cause == UNKNOWN_NAME:
+        remedy = "use 0.0.0.0 for every interface, or an address of this machine"
     elif code == errno.EADDRINUSE:
         cause, remedy = f"port {port} is in use", f"stop the program that has it, or choose another port with {option}"
     elif code == errno.EACCES:
         cause, remedy = f"port {port} is not permitted", f"choose a port above 1023 with {option}"
-    elif code == errno.EADDRNOTAVAIL:
-        cause = "it is not an address of this machine"
-        remedy = "use 0.0.0.0 for every interface, or an address of this machine"
     return UserError(f"cannot listen on {format_address(host, port)}: {cause}", remedy=remedy)
 
 
+UNKNOWN_NAME = "the host name is not known"
+
+
+def _code_and_cause(error: Exception) -> tuple[int | None, str]:
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        return None, UNKNOWN_NAME
+    return getattr(error, "errno", None), str(getattr(error, "strerror", None) or error)
+
+
 class FlowControl(asyncio.Transport):
-    """Base of transports: back-pressure on writers, with the rules of asyncio's own transports.
+    """Base of transports. The protocol's writing is paused while any byte is unsent (a high-water mark of 0).
 
     A subclass implements ``get_write_buffer_size``. It calls ``_maybe_pause`` when the buffer grew, and
     ``_maybe_resume`` when it shrank.
     """
 
-    def __init__(self, protocol: asyncio.BufferedProtocol, *, high_bytes: int) -> None:
+    def __init__(self, protocol: asyncio.BufferedProtocol) -> None:
         super().__init__()
         self._protocol = protocol
         self._closing = False
         self._writing_paused = False
-        self._high_bytes = high_bytes
-        self._low_bytes = high_bytes // 4
 
     def is_closing(self) -> bool:
         return self._closing
-
-    def can_write_eof(self) -> bool:
-        return True
 
     def writelines(self, list_of_data: Iterable[WriteData]) -> None:
         for data in list_of_data:
             self.write(data)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        if high is None:
-            high = 64 << 10 if low is None else 4 * low
-        low = high // 4 if low is None else low
-        if not high >= low >= 0:
-            raise ValueError(f"high ({high}) must be at least low ({low}), and low at least 0")
-        self._high_bytes, self._low_bytes = high, low
-        self._maybe_pause()
+        assert high == 0, "no protocol uses another limit"
 
     def _maybe_pause(self) -> None:
-        if not self._writing_paused and self.get_write_buffer_size() > self._high_bytes:
+        if not self._writing_paused and self.get_write_buffer_size():
             self._writing_paused = True
             self._protocol.pause_writing()
 
     def _maybe_resume(self) -> None:
-        if self._writing_paused and self.get_write_buffer_size() <= self._low_bytes:
+        if self._writing_paused and not self.get_write_buffer_size():
             self._writing_paused = False
             self._protocol.resume_writing()
 
@@ -155,8 +151,6 @@ class FlowControl(asyncio.Transport):
 READS_A_TURN = 4
 BULK_BUFFER_BYTES = 4 << 20  # each way; a ring has at most half of it in flight between near members
 _NOT_NOW = (BlockingIOError, InterruptedError)
-
-
 _TCP_INFO_BYTES, _MIN_RTT = 152, struct.Struct("=148xI")  # linux/tcp.h: struct tcp_info up to tcpi_min_rtt
 
 
@@ -169,7 +163,8 @@ class SocketTransport(FlowControl):
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: asyncio.BufferedProtocol
     ) -> None:
-        super().__init__(protocol, high_bytes=64 << 10)  # as in asyncio
+        super().__init__(protocol)
+        tune_for_bulk(sock)
         self._loop = loop
         self._sock = sock
         self._fd = sock.fileno()
@@ -252,10 +247,13 @@ class SocketTransport(FlowControl):
             try:
                 buffer = memoryview(self._protocol.get_buffer(-1))
                 received = self._sock.recv_into(buffer)
-                if not received:
-                    self._peer_ended()
-                    return
-                self._protocol.buffer_updated(received)
+                if received:
+                    self._protocol.buffer_updated(received)
+                    continue
+                stays_open = self._protocol.eof_received()
+                self.pause_reading()  # there is nothing more to read
+                if not stays_open:
+                    self.close()
             except _NOT_NOW:
                 return
             except OSError as error:
@@ -264,13 +262,6 @@ class SocketTransport(FlowControl):
             except Exception as error:  # noqa: BLE001 - as above
                 self._protocol_failed(error)
                 return
-
-    def _peer_ended(self) -> None:
-        stays_open = self._protocol.eof_received()
-        self._paused = True  # there is nothing more to read
-        self._watch_reading()
-        if not stays_open:
-            self.close()
 
     def _writable(self) -> None:
         self._send()
@@ -413,15 +404,11 @@ class SocketListener:
         self._loop.add_reader(self._sock.fileno(), self._acceptable)
 
 
-def tune_for_bulk(sock: Any) -> None:
-    """Tune ``sock`` (or a loop's wrapper of its socket) for the highest throughput.
+def tune_for_bulk(sock: socket.socket) -> None:
+    """Set kernel buffers of ``BULK_BUFFER_BYTES`` each way: a full buffer stops the sender, an empty one the reader.
 
-    It sets kernel buffers of ``BULK_BUFFER_BYTES`` each way: a full buffer stops the sender, an empty one the reader.
     On Linux a buffer of a set size no longer grows with the link. So sizes stay automatic where programs may not set as
-    much.
-
-    Within one machine it chooses congestion control that does not pace. BBR's pacing timers and small window made a
-    loopback half as fast after the first gigabyte.
+    much. On the loopback the congestion control does not pace: BBR was half as fast after the first gigabyte.
     """
     for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         if _may_set_bytes(limit) >= BULK_BUFFER_BYTES:
@@ -478,16 +465,13 @@ class TcpNetwork:
     """TCP over the running event loop, asyncio's own or uvloop.
 
     Args:
-        buffer_bytes: kernel send and receive buffer of each socket. 0 leaves the sizes to the system, which grows them
-            with the link. Set it only if the system's limits are too low for a long fat pipe.
         user_timeout_s: how long sent data may stay unacknowledged, or the peer's window closed, before the kernel drops
             the connection (RFC 5482; on Linux it also replaces the keepalive's count). 0 leaves the system's rules. It
             is long because a member that computes does not read: its window is closed, but it is alive. Heartbeats
             detect dead peers far sooner.
     """
 
-    def __init__(self, *, buffer_bytes: int = 0, user_timeout_s: float = 600.0) -> None:
-        self._buffer_bytes = buffer_bytes
+    def __init__(self, *, user_timeout_s: float = 600.0) -> None:
         self._tcp_options = {
             "TCP_NODELAY": 1,
             "TCP_KEEPIDLE": 15,  # idle seconds before the kernel probes whether the other machine is alive
@@ -578,9 +562,6 @@ class TcpNetwork:
         for name, value in self._tcp_options.items():
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        if self._buffer_bytes:  # before connect and listen: the first packet fixes the window's scale
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._buffer_bytes)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._buffer_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -660,10 +641,6 @@ class HalfOpen:
         self._by_machine[machine] -= 1
         if not self._by_machine[machine]:
             del self._by_machine[machine]
-
-    def validate(self) -> None:
-        assert all(0 < count <= self._limit_per_machine for count in self._by_machine.values() if count)
-        assert self._by_machine.total() <= self._limit
 
 
 def machine_of(host: str) -> str:

@@ -176,7 +176,7 @@ class _MemoryTransport(FlowControl):
         peername: Address,
         context: contextvars.Context | None = None,
     ) -> None:
-        super().__init__(protocol, high_bytes=network.pipe_bytes)
+        super().__init__(protocol)
         self.path = path
         self.host = sockname[0]
         # Calls of this end's protocol run in its owner's context, as if it had its own process.

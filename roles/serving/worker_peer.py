@@ -194,7 +194,8 @@ class WorkerPeer:
     def send_forward(self, work: ForwardRequest, ids: Sequence[int]) -> None:
         with suppress(ConnectionLost):
             data = memoryview(encode_ids(ids))
-            self._line.connection.send_with_bulk(work, data, generation=0, stream=CHAIN_STREAM)
+            self._line.connection.send(work)
+            self._line.connection.send_bulk(data, generation=0, stream=CHAIN_STREAM)
 
     def ask_later(self, method: str, params: dict[str, Any], *, timeout_s: float) -> None:
         async def ask() -> None:

@@ -83,7 +83,6 @@ async def model_of_directory(context: ClientContext, directory: Path) -> ModelRe
 async def giving(context: ClientContext, source: ModelDirectory, worker: WorkerAt) -> AsyncIterator[None]:
     """Send this client's copy of a model to ``worker`` within the block. Raises as ``wire.handshake.dial``."""
     connection = await context.dial(worker, "give", job=source.model)
-    connection.tune_for_bulk()
     async with _disk(context) as disk:
         task = asyncio.create_task(give(connection, source, disk), name=f"give to {worker.name}")
         try:

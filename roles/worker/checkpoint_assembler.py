@@ -344,7 +344,6 @@ class FileSender:
         """Answer one recipient until it closes. Raises as ``send_range``."""
         self._recipients += 1
         try:
-            connection.tune_for_bulk()
             await self._give(connection, hello.job)
         finally:
             self._recipients -= 1

@@ -62,7 +62,6 @@ class PeerContext:
             expect_peer=peer_id,
             expect_role="worker",
         )
-        connection.tune_for_bulk()
         return connection, welcome
 
 

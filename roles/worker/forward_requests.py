@@ -97,7 +97,8 @@ class NextStage:
 
     def send_forward(self, work: ForwardRequest, payload: memoryview) -> None:
         """Send ``work`` and ``payload``, which must not change. Raises ``ConnectionLost``."""
-        self._line.connection.send_with_bulk(work, payload, generation=0, stream=CHAIN_STREAM)
+        self._line.connection.send(work)
+        self._line.connection.send_bulk(payload, generation=0, stream=CHAIN_STREAM)
 
     def close(self) -> None:
         self.closed = True

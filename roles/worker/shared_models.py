@@ -124,7 +124,6 @@ class SharedModels:
 
     async def serve_sender(self, connection: Connection, hello: Hello) -> None:
         """Take what a client sends over its ``give`` connection, until it ends."""
-        connection.tune_for_bulk()
         key = hello.peer_id, hello.job
         now = self._context.world.clock.now
         receiver = self._senders.setdefault(key, ModelReceiver(now, hello.job, self.disk))

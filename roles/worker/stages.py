@@ -164,7 +164,6 @@ class Stages:
             case "chain":
                 await self._serve_client(connection, hello)
             case "stage" if (session := self.requests.sessions.get(of_session(hello))) is not None:
-                connection.tune_for_bulk()
                 with suppress(NetworkError):  # the client repairs the chain
                     await self.requests.serve_stage(connection, session)
             case "model" if (model := self._models.find(hello.job)) is not None:

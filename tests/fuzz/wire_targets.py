@@ -22,7 +22,6 @@ from wire.frame import (
     BulkDone,
     ControlFrame,
     FrameDecoder,
-    NeedPost,
     encode_bulk_header,
     encode_control,
 )
@@ -133,9 +132,6 @@ class _Reader:
             case BulkDone():
                 assert event.done in self.posted
                 self.posted.discard(event.done)
-            case NeedPost():
-                assert self.core.waiting
-                assert event.payload_bytes <= MAX_BULK_BYTES
             case _:
                 assert event is None
 

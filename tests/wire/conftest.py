@@ -14,6 +14,7 @@ from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from p2ptrain.lab.memory import MemoryNetwork, VirtualClockLoop
 from tests.wire import doubles
 from tests.wire.doubles import run
+from wire import transport
 from wire.credentials import Credentials
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.tls import TlsNetwork
@@ -47,19 +48,29 @@ class TwoPeers:
 
 
 FAR = LinkPreset("far", 30.0, 5.0, 1e9, burst_bytes=32 << 10)
+QUICK = LinkPreset("quick", 1.0, 0.5, 2e9, burst_bytes=32 << 10)
+ROUGH = LinkPreset("rough", 20.0, 10.0, 2e8, 0.01, stall_every_s=0.5, stall_s=0.1, burst_bytes=8 << 10)
 STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Network]]] = {
-    "tcp-asyncio": (asyncio.new_event_loop, lambda: TcpNetwork(buffer_bytes=128 << 10)),
-    "tcp-uvloop": (uvloop.new_event_loop, lambda: TcpNetwork(buffer_bytes=128 << 10)),
-    "tls-asyncio": (asyncio.new_event_loop, lambda: TwoPeers(TcpNetwork(buffer_bytes=128 << 10))),
-    "tls-uvloop": (uvloop.new_event_loop, lambda: TwoPeers(TcpNetwork(buffer_bytes=128 << 10))),
+    "tcp-asyncio": (asyncio.new_event_loop, TcpNetwork),
+    "tcp-uvloop": (uvloop.new_event_loop, TcpNetwork),
+    "tls-asyncio": (asyncio.new_event_loop, lambda: TwoPeers(TcpNetwork())),
+    "tls-uvloop": (uvloop.new_event_loop, lambda: TwoPeers(TcpNetwork())),
     "tls-memory": (VirtualClockLoop, lambda: TwoPeers(MemoryNetwork())),
     "memory": (VirtualClockLoop, MemoryNetwork),
     "emulated": (VirtualClockLoop, lambda: EmulatedNetwork(MemoryNetwork(), FAR, 1)),
 }
+MORE_STAGES = {
+    "tls-emulated": (VirtualClockLoop, lambda: TwoPeers(EmulatedNetwork(MemoryNetwork(), ROUGH, 1))),
+    "emulated-tls-uvloop": (uvloop.new_event_loop, lambda: EmulatedNetwork(TwoPeers(TcpNetwork()), QUICK, 1)),
+    "memory-asyncio": (asyncio.new_event_loop, MemoryNetwork),
+    "emulated-rough": (VirtualClockLoop, lambda: EmulatedNetwork(MemoryNetwork(), ROUGH, 1)),
+    "emulated-tcp-asyncio": (asyncio.new_event_loop, lambda: EmulatedNetwork(TcpNetwork(), QUICK, 1)),
+    "emulated-tcp-uvloop": (uvloop.new_event_loop, lambda: EmulatedNetwork(TcpNetwork(), QUICK, 1)),
+}
 
 
 def _player(stage: str) -> Play:
-    loop, network = STAGES[stage]
+    loop, network = (STAGES | MORE_STAGES)[stage]
 
     async def scene(scenario: Scenario) -> None:
         await scenario(network())
@@ -67,9 +78,20 @@ def _player(stage: str) -> Play:
     return lambda scenario: doubles.play(scene(scenario), loop_factory=loop)
 
 
+@pytest.fixture(autouse=True)
+def small_socket_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "BULK_BUFFER_BYTES", 128 << 10)
+
+
 @pytest.fixture(params=STAGES)
 def play(request: pytest.FixtureRequest) -> Play:
     """Runs a scenario on each stage in turn."""
+    return _player(request.param)
+
+
+@pytest.fixture(params=[*STAGES, *MORE_STAGES])
+def play_everywhere(request: pytest.FixtureRequest) -> Play:
+    """Runs a scenario on each stage, and with TLS and emulated links in every order."""
     return _player(request.param)
 
 

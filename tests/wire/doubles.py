@@ -1,4 +1,4 @@
-"""Doubles of tests: a protocol that writes down what its transport does to it, and a CA with its members."""
+"""Doubles of tests: a protocol and a server's owner that record what happens to them, and a CA with its members."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError
+from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import run_virtual
+from wire.connection import Connection
 from wire.credentials import (
     Credentials,
     new_authority,
@@ -25,8 +29,11 @@ from wire.credentials import (
     request_of_untrusted,
     sign_certificate,
 )
+from wire.handshake import PeerServer, local_welcome, serve
+from wire.messages import Hello, Refuse, Welcome
 
 T = TypeVar("T")
+HOST = "127.0.0.1"
 
 
 def play(
@@ -69,6 +76,7 @@ def scenario_of(player: str, *names: str) -> Callable[[Callable[..., Coroutine[A
 
 
 on_every_stage = scenario_of("play", "network")
+on_all_transports = scenario_of("play_everywhere", "network")
 on_every_plain_stage = scenario_of("play_plain", "network")
 in_memory = scenario_of("play_virtual", "network")
 
@@ -173,6 +181,55 @@ class Recorder(asyncio.BufferedProtocol):
     def _note(self, event: str) -> None:
         self.events.append(event)
         self._news.set()
+
+
+class Owner:
+    """The owner of a server: admits whom the handshake admits, and records who came and what went wrong.
+
+    ``answer``: to every ``Hello``; an error is raised.
+    """
+
+    server: PeerServer
+
+    def __init__(self, answer: Welcome | Refuse | P2PTrainError | None = None) -> None:
+        self.answer = answer or local_welcome(peer_id="seed", name="seed", wall=1.0)
+        self.hellos: list[Hello] = []
+        self.served: list[Connection] = []
+        self.problems: list[P2PTrainError] = []
+        self._news = asyncio.Event()
+
+    @asynccontextmanager
+    async def listening(self, network: Network, host: str = HOST) -> AsyncIterator[Any]:
+        self.server = await serve(network, host, 0, decide=self.decide, serve=self.serve, on_problem=self.on_problem)
+        try:
+            yield self
+        finally:
+            await self.server.close()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.server.address
+
+    async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+        self.hellos.append(hello)
+        if isinstance(self.answer, P2PTrainError):
+            raise self.answer
+        return self.answer
+
+    async def serve(self, connection: Connection, hello: Hello) -> None:
+        self.served.append(connection)
+        with suppress(ConnectionLost):
+            await connection.receive(timeout_s=60)
+
+    def on_problem(self, error: P2PTrainError, remote: tuple[str, int]) -> None:
+        assert remote[0] in (HOST, "hostile", "good")
+        self.problems.append(error)
+        self._news.set()
+
+    async def problem(self) -> P2PTrainError:
+        """The first problem, once there is one."""
+        await self._news.wait()
+        return self.problems[0]
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,18 @@ import pytest
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import Network
 from tests.wire.doubles import in_memory, on_every_stage
-from wire.connection import INBOX_FRAMES, Connection
+from wire.connection import INBOX_FRAMES, SEND_LIMIT_BYTES, Connection
 from wire.frame import HEADER, encode_bulk_header
 from wire.messages import PROTOCOL_VERSION, EventNotice, HeartbeatAck, Hello, Leave, Refuse, Welcome
 
 MIB = 1 << 20
 
 
-async def joined(
-    network: Network, *, large: bool = True, near: Connection | None = None
-) -> tuple[Connection, Connection]:
+async def joined(network: Network, *, large: bool = True) -> tuple[Connection, Connection]:
     """Both ends of a connection, dialler first; nobody listens any more."""
     accepted: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
     listener = await network.listen("127.0.0.1", 0, lambda: Connection(accepted.set_result))
-    near = near or Connection()
+    near = Connection()
     await network.connect(*listener.address, lambda: near, timeout_s=5)
     far = await accepted
     await listener.close()
@@ -107,12 +105,13 @@ async def test_control_frames_arrive_in_order_both_ways(network: Network) -> Non
 
 
 @on_every_stage
-async def test_a_message_goes_with_the_bulk_that_it_announces(network: Network) -> None:
+async def test_messages_and_bulk_keep_their_order(network: Network) -> None:
     near, far = await joined(network)
     payloads = [noise(size, size) for size in (4, 0, MIB, 2048)]
     targets = [posted(far, len(payload), stream=4) for payload in payloads]
     for seq, payload in enumerate(payloads):
-        near.send_with_bulk(HeartbeatAck(seq), memoryview(payload), generation=1, stream=4)
+        near.send(HeartbeatAck(seq))
+        near.send_bulk(memoryview(payload), generation=1, stream=4)
     near.send(HeartbeatAck(99))
     for seq, (payload, (into, done)) in enumerate(zip(payloads, targets, strict=True)):
         assert await far.expect(HeartbeatAck, timeout_s=5) == HeartbeatAck(seq)
@@ -172,10 +171,10 @@ async def test_frames_that_nobody_receives_stop_at_the_inbox(network: Network) -
 
 @on_every_stage
 async def test_a_peer_that_does_not_read_is_given_up(network: Network) -> None:
-    near, far = await joined(network, near=Connection(send_limit_bytes=256 << 10))
+    near, far = await joined(network)
     near.send_bulk(memoryview(bytes(8 * MIB)), generation=1, stream=0)  # not counted: its schedule bounds it
     notice = EventNotice("info", "test", "x" * 32_000)
-    for _ in range((256 << 10) // 32_100):
+    for _ in range(SEND_LIMIT_BYTES // 32_100):
         near.send(notice)
     with pytest.raises(ConnectionLost, match="does not read"):
         near.send(notice)

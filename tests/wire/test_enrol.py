@@ -8,7 +8,6 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Collection
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,14 +24,14 @@ from p2ptrain.core.errors import (
     Refused,
     Unreachable,
 )
-from p2ptrain.core.world import Network
+from p2ptrain.core.world import LoopClock, Network
 from p2ptrain.lab.memory import DEFAULT_HOST, MemoryNetwork
-from tests.wire.doubles import Run, credentials, in_memory, on_every_plain_stage, run
+from tests.wire.doubles import HOST, Owner, Run, credentials, in_memory, on_every_plain_stage, run
 from wire.address import NONCE_BYTES, Ticket, verify_proof
 from wire.connection import Connection, last_word
 from wire.credentials import Credentials, der_of, new_key_and_request
-from wire.enrol import RENEW, enrol, renew
-from wire.handshake import PeerServer, dial, local_hello, local_welcome, serve
+from wire.enrol import RENEW, RunMembership, enrol
+from wire.handshake import dial, local_hello
 from wire.messages import (
     EnrolGranted,
     EnrolOffer,
@@ -40,23 +39,19 @@ from wire.messages import (
     Hello,
     Message,
     Refuse,
-    Welcome,
 )
 from wire.tls import TlsNetwork
 
-HOST = "127.0.0.1"
 SECRET = bytes(range(50, 66))
 
 
-class Seed:
+class Seed(Owner):
     """A seed with one ticket, that does as it should where it is not told otherwise.
 
     Args:
         presents: its credentials. ca_der: what it offers.
         instead: message to answer with, per message asked with; ``None`` is silence.
     """
-
-    server: PeerServer
 
     def __init__(
         self,
@@ -67,31 +62,21 @@ class Seed:
         roles: Collection[str] = ("worker",),
         nonce: bytes = b"",
     ) -> None:
+        super().__init__()
         self._presents = presents or credentials("seed", "seed")
         self._ca_der = ca_der or der_of(run().ca_pem)
         self._instead = instead or {}
         self._signs, self._roles, self._nonce = signs or run(), roles, nonce
         self.heard: list[Message] = []
-        self.problems: list[P2PTrainError] = []
-        self._news = asyncio.Event()
 
-    @asynccontextmanager
-    async def listening(self, network: Network) -> Any:
-        there = TlsNetwork(network, self._presents, require_client_certificate=False)
-        self.server = await serve(there, HOST, 0, decide=self.decide, serve=self.serve, on_problem=self.on_problem)
-        try:
-            yield self
-        finally:
-            await self.server.close()
+    def listening(self, network: Network, host: str = HOST) -> Any:
+        return super().listening(TlsNetwork(network, self._presents, require_client_certificate=False), host)
 
     @property
     def ticket(self) -> Ticket:
         host, port = self.server.address
         pin = hashlib.sha256(der_of(run().ca_pem)).digest()
         return Ticket(host, port, "worker", "0" * 12, SECRET, pin)
-
-    async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
-        return local_welcome(peer_id="seed", name="seed", wall=1.0)
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
         nonce = self._nonce or secrets.token_bytes(NONCE_BYTES)
@@ -119,12 +104,7 @@ class Seed:
 
     def on_problem(self, error: P2PTrainError, remote: tuple[str, int]) -> None:
         if not isinstance(error, ConnectionLost):  # which is how each of these conversations ends
-            self.problems.append(error)
-            self._news.set()
-
-    async def problem(self) -> P2PTrainError:
-        await self._news.wait()
-        return self.problems[0]
+            super().on_problem(error, remote)
 
 
 async def enrolled(network: Network, ticket: Ticket, directory: Path, *, timeout_s: float = 5.0) -> Credentials:
@@ -266,7 +246,9 @@ def renewed(held: Credentials, answer: Callable[[bytes], dict[str, Any]]) -> Cre
         assert method == RENEW
         return answer(base64.b64decode(params["csr"]))
 
-    return asyncio.run(renew(held, ask, disk=RealDisk()))
+    member = RunMembership(MemoryNetwork(), held, RealDisk(), LoopClock())
+    asyncio.run(member.renew(ask))
+    return member.credentials
 
 
 def test_a_renewal_has_a_new_key_and_takes_the_old_ones_place() -> None:

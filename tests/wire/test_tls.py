@@ -7,77 +7,23 @@ import dataclasses
 import gc
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 
-from p2ptrain.core.errors import (
-    ConnectionLost,
-    DeadlineExceeded,
-    P2PTrainError,
-    ProtocolError,
-    Refused,
-)
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
-from tests.wire.doubles import Recorder, credentials, in_memory, on_every_plain_stage, run
+from tests.wire.doubles import HOST, Owner, Recorder, credentials, in_memory, on_every_plain_stage, run
 from wire.address import ROLES
 from wire.connection import Connection
 from wire.credentials import Credentials, PeerIdentity, authority_context
-from wire.handshake import Dialler, PeerServer, dial, judge_answerer, judge_caller, local_hello, local_welcome, serve
-from wire.messages import EventNotice, Hello, Refuse, Welcome
+from wire.handshake import Dialler, dial, judge_answerer, judge_caller, local_hello, local_welcome
+from wire.messages import EventNotice, Hello
 from wire.tls import HANDSHAKE_TIMEOUT_S, TlsDialler, TlsNetwork
 from wire.transport import MAX_HALF_OPEN_PER_MACHINE
 
-HOST = "127.0.0.1"
-EVERYWHERE = "0.0.0.0"
 HOUR_S = 3600.0
-
-
-class Seed:
-    """Lets in whoever TLS and the certificates let in; remembers who, and what went wrong."""
-
-    server: PeerServer
-
-    def __init__(self, peer_id: str = "seed") -> None:
-        self.welcome = local_welcome(peer_id=peer_id, name="seed", wall=1.0)
-        self.served: list[Connection] = []
-        self.problems: list[P2PTrainError] = []
-        self._news = asyncio.Event()
-
-    @asynccontextmanager
-    async def listening(self, network: Network, *, host: str = HOST, **options: Any) -> Any:
-        self.server = await serve(
-            network, host, 0, decide=self.decide, serve=self.serve, on_problem=self.on_problem, **options
-        )
-        try:
-            yield self
-        finally:
-            await self.server.close()
-
-    async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
-        return self.welcome
-
-    async def serve(self, connection: Connection, hello: Hello) -> None:
-        self.served.append(connection)
-        with suppress(ConnectionLost):
-            await connection.receive(timeout_s=60)
-
-    def on_problem(self, error: P2PTrainError, remote: tuple[str, int]) -> None:
-        assert remote[0] in (HOST, "hostile", "good")
-        self.problems.append(error)
-        self._news.set()
-
-    async def problem(self) -> P2PTrainError:
-        """The first problem, once there is one."""
-        await self._news.wait()
-        return self.problems[0]
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self.server.address
-        return ("seed" if host == EVERYWHERE else host, port)
 
 
 def hello(peer_id: str = "a1", purpose: str = "peer") -> Hello:
@@ -88,26 +34,26 @@ def tls(network: Network, held: Credentials, **options: Any) -> TlsNetwork:
     return TlsNetwork(network, held, **{"require_client_certificate": True, **options})
 
 
-async def knock(network: Dialler, seed: Seed, said: Hello | None = None, **options: Any) -> Connection:
+async def knock(network: Dialler, seed: Owner, said: Hello | None = None, **options: Any) -> Connection:
     connection, _ = await dial(network, *seed.address, said or hello(), timeout_s=5, **options)
     return connection
 
 
-async def refused(network: Dialler, seed: Seed, said: Hello | None = None, **options: Any) -> Refused:
+async def refused(network: Dialler, seed: Owner, said: Hello | None = None, **options: Any) -> Refused:
     with pytest.raises(Refused) as caught:
         await knock(network, seed, said, **options)
     assert caught.value.remedy
     return caught.value
 
 
-async def exchange(there: Network, here: Dialler, code: str, *, said: Hello | None = None, **options: Any) -> Seed:
+async def exchange(there: Network, here: Dialler, code: str, *, said: Hello | None = None, **options: Any) -> Owner:
     """A caller on ``here`` is refused by the seed on ``there``, or refuses it: ``code`` is told on both sides."""
-    async with Seed().listening(there) as seed:
+    async with Owner().listening(there) as seed:
         error = await refused(here, seed, said, **options)
         assert error.code == code
-        told = await seed.problem()
-        assert isinstance(told, Refused), told
-        assert told.code == code
+        problem = await seed.problem()
+        assert isinstance(problem, Refused), problem
+        assert problem.code == code
         assert not seed.served
         return seed
 
@@ -117,7 +63,7 @@ async def exchange(there: Network, here: Dialler, code: str, *, said: Hello | No
 
 @on_every_plain_stage
 async def test_both_sides_know_whom_they_talk_to(network: Network) -> None:
-    async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+    async with Owner().listening(tls(network, credentials("seed", "seed"))) as seed:
         near = await knock(tls(network, credentials("a1")), seed, expect_peer="seed", expect_role="seed")
         (far,) = seed.served
         assert near.ends.encrypted
@@ -132,7 +78,7 @@ async def test_both_sides_know_whom_they_talk_to(network: Network) -> None:
 async def test_a_renewed_certificate_is_presented_from_the_next_connection_on(network: Network) -> None:
     before, after = run().member("a1", "worker"), run().member("a1", "worker")
     mine = tls(network, before)
-    async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+    async with Owner().listening(tls(network, credentials("seed", "seed"))) as seed:
         first = await knock(mine, seed)
         mine.use(after)
         second = await knock(mine, seed)
@@ -177,9 +123,9 @@ async def test_clocks_may_be_off_by_less_than_an_hour_but_not_more(network: Netw
         run().member("a1", "worker", age_s=-minutes * 60, lifetime_s=HOUR_S) for minutes in (50, 90)
     )
     there = tls(network, credentials("seed", "seed"))
-    async with Seed().listening(there) as seed:
+    async with Owner().listening(there) as seed:
         await (await knock(tls(network, early), seed)).close()
-    async with Seed().listening(there) as seed:
+    async with Owner().listening(there) as seed:
         error = await refused(tls(network, far_too_early), seed)
         assert "not valid yet" in error.message
         assert "date and time" in error.remedy
@@ -192,7 +138,7 @@ async def test_a_caller_without_a_certificate_may_enrol_and_nothing_else(network
     newcomer = TlsDialler(network, authority_context(run().ca_pem))
     for purpose in ("peer", "operator", "ring", "heal", "probe", ""):
         await exchange(there, newcomer, "not-permitted", said=hello(purpose=purpose))
-    async with Seed().listening(there) as seed:
+    async with Owner().listening(there) as seed:
         near = await knock(newcomer, seed, hello(purpose="enrol"), expect_role="seed")
         assert seed.served[0].ends.encrypted
         assert seed.served[0].ends.identity is None
@@ -207,7 +153,8 @@ async def test_a_caller_without_a_certificate_may_enrol_and_nothing_else(network
 
 @on_every_plain_stage
 async def test_who_answers_calls_itself_something_else_than_its_certificate(network: Network) -> None:
-    async with Seed("somebody").listening(tls(network, credentials("seed", "seed"))) as seed:
+    liar = Owner(local_welcome(peer_id="somebody", name="seed", wall=1.0))
+    async with liar.listening(tls(network, credentials("seed", "seed"))) as seed:
         assert (await refused(tls(network, credentials("a1")), seed)).code == "wrong-identity"
 
 
@@ -269,14 +216,14 @@ async def test_a_plain_command_of_the_seeds_machine_is_no_problem_whatever_addre
     caller: str, codes: list[str]
 ) -> None:
     network = MemoryNetwork()
-    async with Seed().listening(tls(network.at("good"), credentials("seed", "seed")), host="good") as seed:
+    async with Owner().listening(tls(network.at("good"), credentials("seed", "seed")), host="good") as seed:
         assert (await refused(network.at(caller), seed)).code == "tls-required"
         assert [problem.code for problem in seed.problems if isinstance(problem, Refused)] == codes
 
 
 @on_every_plain_stage
 async def test_a_plain_caller_is_told_that_the_cluster_is_encrypted(network: Network) -> None:
-    async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+    async with Owner().listening(tls(network, credentials("seed", "seed"))) as seed:
         error = await refused(network, seed)
         assert error.code == "tls-required"
         assert "ticket" in error.remedy
@@ -290,7 +237,7 @@ async def test_a_plain_caller_is_told_that_the_cluster_is_encrypted(network: Net
 @pytest.mark.parametrize("play_plain", ["tcp-asyncio", "tcp-uvloop"], indirect=True)
 @on_every_plain_stage
 async def test_a_caller_of_a_plain_seed_is_told_that_it_is_plain(network: Network) -> None:
-    async with Seed().listening(network) as seed:
+    async with Owner().listening(network) as seed:
         error = await refused(tls(network, credentials("a1")), seed)
         assert error.code == "not-encrypted"
         assert "speaks TLS" in (await seed.problem()).message
@@ -312,7 +259,7 @@ async def test_an_answer_that_is_no_tls(network: Network) -> None:
 
 @on_every_plain_stage
 async def test_what_was_changed_on_the_way_ends_the_connection(network: Network) -> None:
-    async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+    async with Owner().listening(tls(network, credentials("seed", "seed"))) as seed:
         near = await knock(tls(network, credentials("a1")), seed)
         near._transport._below.write(b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that no key of ours made
         await near.closed.wait()
@@ -329,7 +276,7 @@ async def test_what_was_changed_on_the_way_ends_the_connection(network: Network)
 async def test_a_silent_caller_has_five_seconds(network: Network) -> None:
     loop = asyncio.get_running_loop()
     for words in (b"", b"\x16\x03\x01"):
-        async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+        async with Owner().listening(tls(network, credentials("seed", "seed"))) as seed:
             began, silent = loop.time(), Recorder()
             await network.connect(*seed.address, lambda caller=silent: caller, timeout_s=5)
             silent.transport.write(words)
@@ -361,7 +308,7 @@ def traced() -> Iterator[None]:
 
 @in_memory
 async def test_who_stands_in_the_doorway_without_a_word_costs_little(network: Network, traced: None) -> None:
-    async with Seed().listening(tls(network, credentials("seed", "seed"))) as seed:
+    async with Owner().listening(tls(network, credentials("seed", "seed"))) as seed:
         quiet = [Recorder(buffer_bytes=1) for _ in range(MAX_HALF_OPEN_PER_MACHINE)]
         before, _ = tracemalloc.get_traced_memory()
         for each in quiet:
