@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
-import socket
 import sys
 import threading
 import time
@@ -28,6 +26,7 @@ from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import failure, print_error, print_json
 from p2ptrain.cli.runtime import WithBareSplit, is_text, option, run, takes_options
 from p2ptrain.cli.text_options import TextOptions, TokensOption, write
+from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
 
 if TYPE_CHECKING:
@@ -45,9 +44,6 @@ HELP = """\
   /help        this list
   /quit        leave, as Ctrl+D does
   Ctrl+C cancels an answer; the text so far stays. A line that begins with a space is never a command."""
-PERSON_WAITS_S, PIPE_WAITS_S = 3600.0, 60.0
-"""Seconds to wait for a lost verifier: at a terminal, where the user can leave, and over a pipe."""
-_THINKING = "…"
 _LONGEST = 1 << 24  # characters: a longer line is most likely no question
 
 app = new_typer()
@@ -66,7 +62,7 @@ def chat(
     """Talk with a checkpoint, or with a verifier of the cluster.
 
     Without --checkpoint and --job a verifier answers (p2ptrain join --role verifier). If it is lost, its text so far
-    stays on the screen, and the next question waits for it for up to an hour.
+    stays on the screen, and the next question dials it again.
 
     Without --temperature, --top-k and --top-p the model's generation_config.json decides, as in transformers: greedy
     decoding, unless it sets do_sample. Each of these options overrides the file.
@@ -75,8 +71,7 @@ def chat(
     ...". If the turns no longer fit the model's context, the oldest are dropped, with a message.
 
     Ctrl+C cancels an answer and keeps the conversation. A second one leaves, as Ctrl+D and /quit do. /help lists the
-    commands. Without a terminal each line of standard input is a question or a command, an error ends the chat, and a
-    lost verifier is waited for up to a minute.
+    commands. Without a terminal each line of standard input is a question or a command, and an error ends the chat.
 
     With --split, workers that joined the seed compute the model; each holds some layers, none holds all. The files of
     --checkpoint are on this machine and are sent to the workers. The files of --job may be on any worker.
@@ -92,43 +87,35 @@ def chat(
     """
     options.check("chat")
 
-    from p2ptrain.cluster.console import Console
-
     with Console(quiet=options.as_json).during(lambda: "starting"):
         from p2ptrain.cli.split import conversation_positions
-        from p2ptrain.cli.text import Needs, local_directory, text_source
+        from p2ptrain.cli.text import local_directory, text_source
 
-    def positions(text: ModelText) -> int:
+    def check(text: ModelText) -> int:
         text.sampling(options.sampling)
         return options.positions or conversation_positions(text)
 
-    at_terminal = sys.stdin.isatty() and not options.as_json
-    needs = Needs(idle=1, check=positions, wait_s=PERSON_WAITS_S if at_terminal else PIPE_WAITS_S)
     directory = local_directory(options)
-    thread = ServiceThread(lambda: text_source(options, directory, needs, Console(quiet=options.as_json)))
+    console = Console(quiet=options.as_json)
+    thread = ServiceThread(lambda: text_source(options, directory, check, console, idle=1))
     try:
         if thread.value is not None:
-            _converse(thread, thread.value, options, system, max_new_tokens)
+            _converse(ChatSession(thread, thread.value, options, system, max_new_tokens), options)
     finally:
         thread.close()
 
 
-def _converse(
-    thread: ServiceThread[TextSource | None], source: TextSource, options: TextOptions, system: str, max_new_tokens: int
-) -> None:
-    talk = ChatSession(thread, source, options, system=system, max_new_tokens=max_new_tokens)
-    if sys.stdin.isatty() and not options.as_json:
-        typer.secho(f"({source.label}: {source.about}. /help lists commands)", dim=True, err=True)
+def _converse(session: ChatSession, options: TextOptions) -> None:
     try:
-        talk.run()
+        session.run()
     except P2PTrainError as problem:
-        if options.as_json and talk.answers:
-            print_json(talk.document() | {"error": failure(problem)})
+        if options.as_json and session.answers:
+            print_json(session.document() | {"error": failure(problem)})
         raise
     if options.as_json:
-        print_json(talk.document())
-    elif options.stats and talk.answers:
-        talk.show_stats()
+        print_json(session.document())
+    elif options.stats and session.answers:
+        session.show_stats()
 
 
 # ---------------------------------------------------------------------------------------------------- the other thread
@@ -194,11 +181,11 @@ class ServiceThread(Generic[T]):
                 raise
 
 
-async def _next(pieces: AsyncIterator[TextPiece]) -> TextPiece | None:
+async def _next_piece(pieces: AsyncIterator[TextPiece]) -> TextPiece | None:
     return await anext(pieces, None)
 
 
-async def _stats(writing: Writing) -> dict[str, Any]:
+async def _stats_of(writing: Writing) -> dict[str, Any]:
     return writing.stats()  # on the service's loop, whose clock it reads
 
 
@@ -209,7 +196,12 @@ class ChatSession:
     """One conversation with one model."""
 
     def __init__(
-        self, thread: ServiceThread[Any], source: TextSource, options: TextOptions, *, system: str, max_new_tokens: int
+        self,
+        thread: ServiceThread[TextSource | None],
+        source: TextSource,
+        options: TextOptions,
+        system: str,
+        max_new_tokens: int,
     ) -> None:
         from p2ptrain.compute.text import Conversation
 
@@ -218,8 +210,8 @@ class ChatSession:
         self._thread, self._source, self._options = thread, source, options
         self._max_new_tokens = max_new_tokens
         self._stats: dict[str, Any] = {}
-        self._quiet = options.as_json
         self._at_terminal = sys.stdin.isatty()
+        self._waiting = Console(quiet=options.as_json or not (self._at_terminal and sys.stderr.isatty()))
         self._left_out = 0  # turns that no longer fit with the last question
         self._saved: set[Path] = set()
 
@@ -230,7 +222,8 @@ class ChatSession:
             P2PTrainError: without a terminal: the user made a mistake, or the model failed.
             KeyboardInterrupt: Ctrl+C without a terminal.
         """
-        for line in self._typed() if self._at_terminal else self._piped():
+        self._print_note(f"{self._source.label}: {self._source.about}. /help lists commands")
+        for line in self._typed_lines() if self._at_terminal else self._piped_lines():
             try:
                 if line.startswith("/") and not self._obey(line):
                     return
@@ -252,12 +245,14 @@ class ChatSession:
             raise UserError("no answer is complete yet", remedy="/stats shows the last one")
         self._source.show_stats([self._stats])
 
-    def _typed(self) -> Iterator[str]:
+    def _typed_lines(self) -> Iterator[str]:
+        with contextlib.suppress(ImportError):  # Windows, or an interpreter that was built without it
+            import readline  # noqa: F401 - input() uses it from now on
         warned = False
         while True:
             count = len(self.answers)
             try:
-                line = typed_line("> ")
+                line = input("> ")
             except EOFError:
                 typer.echo()
                 return
@@ -269,12 +264,12 @@ class ChatSession:
                 if warned:
                     return
                 warned = True
-                self._print_line("Ctrl+C again leaves, as Ctrl+D and /quit do")
+                self._print_note("Ctrl+C again leaves, as Ctrl+D and /quit do")
                 continue
             yield line
             warned = len(self.answers) > count and self.answers[-1].ended == "cancelled"
 
-    def _piped(self) -> Iterator[str]:
+    def _piped_lines(self) -> Iterator[str]:
         while True:
             try:
                 line = sys.stdin.readline(_LONGEST + 1)
@@ -292,7 +287,7 @@ class ChatSession:
     def _ask(self, question: str) -> None:
         self.conversation.ask(question)
         try:
-            answer = self._answered(question)
+            answer = self._write_answer(question)
         except BaseException:
             self.conversation.take_back()
             raise
@@ -302,7 +297,8 @@ class ChatSession:
             self.conversation.take_back()  # the next question must not follow an unanswered one
         self.answers.append(answer)
 
-    def _answered(self, question: str) -> Answer:
+    def _write_answer(self, question: str) -> Answer:
+        """Print the answer as it arrives, without leading white space."""
         from p2ptrain.cli.text import Answer
         from roles.serving.texts import TextRequest
 
@@ -313,36 +309,41 @@ class ChatSession:
             stop=self._options.stops,
             speculate=not self._options.no_speculation,
         )
-        answer, began = Answer(question, ended="cancelled"), time.perf_counter()
-        shown, writing = _Shown(live=self._at_terminal, quiet=self._quiet), None
+        answer, began, writing = Answer(question, ended="cancelled"), time.perf_counter(), None
+        self._waiting.progress("…")
         try:
             writing = self._thread.call(self._source.service.write(request))
-            self._tell_left_out(writing.left_out, shown)
+            self._note_left_out(writing.left_out)
             pieces = aiter(writing)
-            while (piece := self._thread.call(_next(pieces))) is not None:
+            while (piece := self._thread.call(_next_piece(pieces))) is not None:
+                text = piece.text if answer.text.strip() else piece.text.lstrip()
                 answer.take(piece, time.perf_counter() - began)
-                shown.piece(piece.text)
-            answer.ended, self._stats = writing.ended, self._thread.call(_stats(writing))
+                if text and not self._options.as_json:
+                    self._waiting.clear()
+                    write(text)
+            answer.ended, self._stats = writing.ended, self._thread.call(_stats_of(writing))
         except KeyboardInterrupt:
             if not self._at_terminal:
                 raise
         finally:
-            shown.end()
+            self._waiting.clear()
+            if not self._options.as_json:
+                typer.echo()
             if writing is not None:
                 self._thread.call(writing.close())  # Ctrl+C during this call leaves
         answer.text = answer.text.strip()
-        self._print_stats(answer, 0 if writing is None else writing.prompt_tokens)
+        self._note_figures(answer, 0 if writing is None else writing.prompt_tokens)
         return answer
 
-    def _tell_left_out(self, left_out: int, shown: _Shown) -> None:
+    def _note_left_out(self, left_out: int) -> None:
         turns, self._left_out = left_out - self._left_out, left_out
         if turns > 0:
-            shown.clear()
+            self._waiting.clear()
             oldest = "turn no longer fits" if turns == 1 else f"{turns} turns no longer fit"
             context = f"the context of {self._source.service.context} tokens"
             typer.secho(f"(the oldest {oldest} {context}: the model does not see them any more)", dim=True, err=True)
 
-    def _print_stats(self, answer: Answer, prompt_tokens: int) -> None:
+    def _note_figures(self, answer: Answer, prompt_tokens: int) -> None:
         speed = answer.tokens / max(answer.seconds, 1e-9)
         note = f"{answer.tokens} token{'s' * (answer.tokens != 1)}, {speed:.0f} tokens/s"
         if answer.tokens and not answer.text and answer.ended != "cancelled":
@@ -353,10 +354,10 @@ class ChatSession:
             context = self._source.service.context
             full = context is not None and prompt_tokens + self._max_new_tokens > context
             note += "; cut off, the context is full" if full else "; cut off, --tokens N allows more"
-        self._print_line(note)
+        self._print_note(note)
 
-    def _print_line(self, text: str) -> None:
-        if self._at_terminal and not self._quiet:
+    def _print_note(self, text: str) -> None:
+        if self._at_terminal and not self._options.as_json:
             typer.secho(f"({text})", dim=True, err=True)
 
     # ---------------------------------------------------------------------------------------------------- commands
@@ -371,9 +372,9 @@ class ChatSession:
         elif name == "/reset":
             self.conversation.reset()
             self._left_out = 0
-            self._print_line("a new conversation")
+            self._print_note("a new conversation")
         elif name == "/stats":
-            if not self._quiet:  # the JSON document has them
+            if not self._options.as_json:  # the document has them
                 self.show_stats()
         elif name == "/save":
             self._save(rest.strip())
@@ -401,75 +402,4 @@ class ChatSession:
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}", remedy="choose another place") from error
         self._saved.add(path)
-        self._print_line(f"{len(turns)} turns in {path}")
-
-
-class _Shown:
-    """Prints an answer without leading white space; shows a placeholder until text arrives."""
-
-    def __init__(self, *, live: bool, quiet: bool) -> None:
-        self._quiet = quiet
-        self._waits = live and not quiet and sys.stderr.isatty()
-        self._began = False
-        if self._waits:
-            sys.stderr.write(_THINKING)
-            sys.stderr.flush()
-
-    def piece(self, text: str) -> None:
-        text = text if self._began else text.lstrip()
-        if self._quiet or not text:
-            return
-        self.clear()
-        self._began = True
-        write(text)
-
-    def end(self) -> None:
-        self.clear()
-        if not self._quiet:
-            typer.echo()
-
-    def clear(self) -> None:
-        if self._waits:
-            self._waits = False
-            sys.stderr.write("\r" + " " * len(_THINKING) + "\r")
-            sys.stderr.flush()
-
-
-# -------------------------------------------------------------------------------------------------- terminal input
-
-
-def typed_line(prompt: str) -> str:
-    """Read a line as ``input`` does, with editing and history if available, and without missing a Ctrl+C.
-
-    With GNU readline, Python handles a signal only if it interrupts the wait for a key. A Ctrl+C between the prompt and
-    this wait has no effect until the next key. So SIGURG signals follow each SIGINT; they only interrupt the wait.
-
-    Raises ``EOFError``, ``UnicodeDecodeError`` and ``KeyboardInterrupt`` as ``input`` does.
-    """
-    with contextlib.suppress(ImportError):  # Windows, or an interpreter that was built without it
-        import readline  # noqa: F401 - input() uses it from now on
-    if not hasattr(signal, "SIGURG") or threading.current_thread() is not threading.main_thread():
-        return input(prompt)
-    ended = threading.Event()
-    heard, hears = socket.socketpair()
-    hears.setblocking(False)
-    bound = signal.signal(signal.SIGURG, lambda *_: None)
-    before = signal.set_wakeup_fd(hears.fileno(), warn_on_full_buffer=False)
-    try:
-        threading.Thread(target=_wake, args=(heard, ended), name="ctrl-c", daemon=True).start()
-        return input(prompt)
-    finally:
-        ended.set()
-        signal.set_wakeup_fd(before)
-        signal.signal(signal.SIGURG, bound)
-        hears.close()
-
-
-def _wake(heard: socket.socket, ended: threading.Event) -> None:
-    """After each SIGINT that ``heard`` reports, interrupt the main thread's wait until it has ``ended``."""
-    waiting = threading.main_thread().ident
-    assert waiting is not None
-    with heard:
-        while number := heard.recv(1):
-            while number[0] == signal.SIGINT and not ended.wait(0.05):
-                signal.pthread_kill(waiting, signal.SIGURG)
+        self._print_note(f"{len(turns)} turns in {path}")

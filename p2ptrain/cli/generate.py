@@ -1,13 +1,17 @@
-"""``p2ptrain generate``."""
+"""``p2ptrain generate``: writes a text for each prompt.
+
+Several texts are written at a time. They are printed in the order of the prompts: the first unfinished one as it
+arrives, the others once it is their turn.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +22,7 @@ from p2ptrain.cli.output import failure, print_json
 from p2ptrain.cli.runtime import WithBareSplit, is_text, option, run, takes_options
 from p2ptrain.cli.text_options import TextOptions, TokensOption, write
 from p2ptrain.cluster.console import Console
-from p2ptrain.core.errors import P2PTrainError, UserError, first_error
+from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, UserError, first_error
 
 if TYPE_CHECKING:
     from p2ptrain.cli.text import Answer, TextSource
@@ -34,7 +38,8 @@ app = new_typer()
 @takes_options(TextOptions)
 def generate(
     prompt: Annotated[
-        str, typer.Argument(metavar="[PROMPT]", callback=is_text, help="Text to continue; -: all of standard input.")
+        str,
+        typer.Argument(metavar="[PROMPT]", callback=is_text, help="Text to continue; -: all of standard input."),
     ] = "",
     prompts: Annotated[str, option("--prompts FILE", "File of prompts, one per line; -: standard input.")] = "",
     max_new_tokens: TokensOption = 200,
@@ -68,23 +73,30 @@ def generate(
       p2ptrain generate "Once upon a time" --split 3 -c ./Llama-3.1-8B --dtype bf16 --stats
       p2ptrain generate --prompts prompts.txt --sessions 4 --split --job tiny --json
     """
-    asked = _prompts(prompt, prompts)
+    asked = _read_prompts(prompt, prompts)
     options.check("generate")
 
     with Console(quiet=options.as_json).during(lambda: "starting"):
         from p2ptrain.cli.text import local_directory
 
     usual = 4 if options.by_verifier or options.split is not None else 1  # a whole model writes one text at a time
-    request = GenerateRequest(asked, bool(prompt), max_new_tokens, min(sessions or usual, len(asked)), options)
+    request = GenerateRequest(asked, max_new_tokens, min(sessions or usual, len(asked)), options)
     run(_generate(request, local_directory(options)))
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """What to write. ``is_one``: the prompt was an argument, not a list of one."""
+class Prompt:
+    """A text to continue. ``place``: the line of its file; empty: it is the only one, an argument of the command."""
 
-    prompts: list[str]
-    is_one: bool
+    text: str
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """What to write. ``at_once``: texts at a time."""
+
+    prompts: list[Prompt]
     max_new_tokens: int
     at_once: int
     options: TextOptions
@@ -93,201 +105,179 @@ class GenerateRequest:
         """Refuse invalid prompts before anything is loaded. Returns the positions of all texts that run at a time."""
         lengths = list[int]()
         text.sampling(self.options.sampling)
-        for number, prompt in enumerate(self.prompts, start=1):
+        for prompt in self.prompts:
             try:
-                lengths.append(len(text.checked(text.prompt_ids(prompt), self.max_new_tokens)))
+                lengths.append(len(text.checked(text.prompt_ids(prompt.text), self.max_new_tokens)))
             except UserError as error:
-                if len(self.prompts) == 1:
+                if not prompt.place:
                     raise
-                raise UserError(f"prompt {number}: {error.message}", remedy=error.remedy) from error
+                raise UserError(f"{prompt.place}: {error.message}", remedy=error.remedy) from error
         return self.at_once * (max(lengths) + self.max_new_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedText:
-    """A text and its figures."""
-
-    answer: Answer
-    stats: dict[str, Any] = field(default_factory=dict)
-
-    def as_map(self) -> dict[str, Any]:
-        return asdict(self.answer) | {"stats": self.stats}
-
-
 async def _generate(request: GenerateRequest, directory: Path | None) -> None:
-    from p2ptrain.cli.text import Needs, text_source
+    from p2ptrain.cli.text import text_source
     from p2ptrain.cluster.stopping import stop_on_signals, unless_stopped
 
-    console, stop = Console(quiet=request.options.as_json), asyncio.Event()
-    shown = Shown(quiet=request.options.as_json)
-    stop_on_signals(stop, shown.leaving(console))
+    console, stop, quiet = Console(quiet=request.options.as_json), asyncio.Event(), request.options.as_json
+    printer = TextPrinter(quiet=quiet)
+
+    def leave(text: str) -> None:
+        printer.quiet = True
+        with suppress(BrokenPipeError):  # the reader may have closed the pipe
+            printer.end_line()
+        console.event("info", text)
 
     async def work() -> bool:
-        needs = Needs(0, request.check)
-        async with text_source(request.options, directory, needs, console) as source:
+        async with text_source(request.options, directory, request.check, console) as source:
             if source is not None:
-                await Texts(source, request, shown).write()
+                await GeneratedTexts(source, request, printer).write()
         return True
 
+    stop_on_signals(stop, leave)
     if await unless_stopped(stop, work()) is None:
         raise KeyboardInterrupt
 
 
-class Texts:
-    """Writes several texts at a time. Prints them in the order of the prompts, the first unfinished one as it arrives.
+class TextPrinter:
+    """Prints texts one after the other, each behind its prompt."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self._printed_texts = 0
+        self._is_in_line = False
+
+    def begin(self, prompt: str) -> None:
+        apart = "\n" if sys.stdout.isatty() else "\n\n"  # `end_line` has ended the line on a terminal
+        self.print(apart * bool(self._printed_texts) + prompt)
+        self._printed_texts += 1
+
+    def print(self, text: str) -> None:
+        if not self.quiet:
+            write(text)
+            self._is_in_line = True
+
+    def end_line(self) -> None:
+        """Begin a new line for whatever is printed next. What reads a pipe gets the text and no newline more."""
+        was_in_line, self._is_in_line = self._is_in_line, False
+        if was_in_line and sys.stdout.isatty():
+            typer.echo()
+
+
+class GeneratedTexts:
+    """Writes the texts of a request, and prints them and their figures.
 
     Attributes:
-        whole: finished texts by index of the prompt. broken: texts that broke off when one failed.
+        answers: by the prompt's index. Those that go on, and those that broke off, have ``ended == "failed"``.
     """
 
-    def __init__(self, source: TextSource, request: GenerateRequest, shown: Shown) -> None:
-        self.whole: dict[int, FinishedText] = {}
-        self.broken: dict[int, FinishedText] = {}
-        self._source, self._request, self._shown = source, request, shown
-        self._behind: dict[int, str] = {}  # index → text that is not shown yet
-        self._showing = self._next = 0
+    def __init__(self, source: TextSource, request: GenerateRequest, printer: TextPrinter) -> None:
+        self.answers: dict[int, Answer] = {}
+        self._source, self._request, self._printer = source, request, printer
+        self._stats: dict[int, dict[str, Any]] = {}
+        self._index = 0  # of the text that is printed
+        self._printed = -1  # its printed letters; -1: not even its prompt, so that an earlier error stands alone
 
     async def write(self) -> None:
-        """Write all texts, then print their figures. Raises the error of the first text that failed."""
+        """Write all texts. Raises the error of the first text that failed; before it, programs get what there is."""
         began = time.perf_counter()
-        self._shown.begin(self._request.prompts[0])
         try:
-            await self._all()
-        except BaseException as problem:
-            self._shown.broken()
-            if self._request.options.as_json and isinstance(problem, P2PTrainError) and (self.whole or self.broken):
-                print_json(self._document() | {"error": failure(problem)})
+            await self._write_all()
+        except (P2PTrainError, asyncio.CancelledError) as problem:
+            self._printer.end_line()
+            if self._request.options.as_json and self.answers:
+                interrupted = P2PTrainError("interrupted")
+                interrupted.exit_code = EXIT_INTERRUPTED
+                error = failure(problem if isinstance(problem, P2PTrainError) else interrupted)
+                print_json(self._document() | {"error": error})
             raise
-        self._tell(time.perf_counter() - began)
+        self._print_figures(time.perf_counter() - began)
 
-    async def _all(self) -> None:
+    async def _write_all(self) -> None:
+        indices = iter(range(len(self._request.prompts)))
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(self._request.at_once):
-                    tasks.create_task(self._worker(), name=f"text {number}")
+                    tasks.create_task(self._write_texts(indices), name=f"text {number}")
         except* P2PTrainError as group:
             raise first_error(group) from None
 
-    async def _worker(self) -> None:
-        while (index := self._next) < len(self._request.prompts):
-            self._next += 1
-            self.whole[index] = await self._text(index)
-            while self._showing in self.whole:  # then show the texts that waited for it
-                self._shown.end()
-                self._showing += 1
-                if self._showing < len(self._request.prompts):
-                    self._shown.begin(self._request.prompts[self._showing])
-                    if piece := self._behind.pop(self._showing, ""):
-                        self._shown.piece(piece)
-
-    async def _text(self, index: int) -> FinishedText:
+    async def _write_texts(self, indices: Iterator[int]) -> None:
+        """Write one text after the other. ``indices``: of those that are left; all tasks take from it."""
         from p2ptrain.cli.text import Answer
         from roles.serving.texts import TextRequest
 
-        asked = self._request
-        request = TextRequest(
-            prompt=asked.prompts[index],
-            max_new_tokens=asked.max_new_tokens,
-            sampling=asked.options.sampling,
-            stop=asked.options.stops,
-            speculate=not asked.options.no_speculation,
-        )
-        answer, began = Answer(request.prompt), time.perf_counter()
-        writing = await self._source.service.write(request)
-        try:
-            async for piece in writing:
-                answer.take(piece, time.perf_counter() - began)
-                self._piece(index, piece.text)
-            answer.ended = writing.ended
-        except BaseException:
-            self.broken[index] = FinishedText(answer)
-            raise
-        finally:
-            await writing.close()
-        return FinishedText(answer, writing.stats())
+        for index in indices:
+            request = TextRequest(
+                prompt=self._request.prompts[index].text,
+                max_new_tokens=self._request.max_new_tokens,
+                sampling=self._request.options.sampling,
+                stop=self._request.options.stops,
+                speculate=not self._request.options.no_speculation,
+            )
+            answer, began = Answer(request.prompt), time.perf_counter()
+            writing = await self._source.service.write(request)
+            self.answers[index] = answer
+            try:
+                async for piece in writing:
+                    answer.take(piece, time.perf_counter() - began)
+                    self._print_news()
+                answer.ended, self._stats[index] = writing.ended, writing.stats()
+            finally:
+                await writing.close()
+            self._print_news()
 
-    def _piece(self, index: int, piece: str) -> None:
-        if index == self._showing:
-            self._shown.piece(piece)
-        else:
-            self._behind[index] = self._behind.get(index, "") + piece
+    def _print_news(self) -> None:
+        """Print what is there and not printed yet, up to the end of the first text that goes on."""
+        while (answer := self.answers.get(self._index)) is not None and (answer.text or answer.ended != "failed"):
+            if self._printed < 0:
+                self._printer.begin(answer.prompt)
+                self._printed = 0
+            self._printer.print(answer.text[self._printed :])
+            self._printed = len(answer.text)
+            if answer.ended == "failed":
+                return
+            self._printer.end_line()
+            self._index, self._printed = self._index + 1, -1
 
     def _document(self) -> dict[str, Any]:
-        known = self.broken | self.whole
-        maps = [known[index].as_map() if index in known else None for index in range(len(self._request.prompts))]
-        return self._source.identity | (maps[0] or {} if self._request.is_one else {"texts": maps})
+        prompts = self._request.prompts
+        texts = [
+            asdict(self.answers[index]) | {"stats": self._stats.get(index, {})} if index in self.answers else None
+            for index in range(len(prompts))
+        ]
+        return self._source.identity | ({"texts": texts} if prompts[0].place else texts[0] or {})
 
-    def _tell(self, seconds: float) -> None:
-        options, texts = self._request.options, [self.whole[index] for index in range(len(self.whole))]
+    def _print_figures(self, seconds: float) -> None:
+        options = self._request.options
         if options.as_json:
             print_json(self._document() | self._source.facts())
             return
         if options.stats:
-            self._source.show_stats([text.stats for text in texts])
-        tokens = sum(text.answer.tokens for text in texts)
+            self._source.show_stats([self._stats[index] for index in sorted(self._stats)])
+        tokens = sum(answer.tokens for answer in self.answers.values())
         speed = f"{tokens / max(seconds, 1e-9):.1f} tokens/s"
         typer.echo(f"({tokens} token{'s' if tokens != 1 else ''}, {speed}, {self._source.label})", err=True)
 
 
-class Shown:
-    """Prints texts one after the other. The first piece prints the prompt, so that an earlier error stands alone."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self._prompt = ""
-        self._count = 0
-        self._is_open = False
-
-    def begin(self, prompt: str) -> None:
-        self._prompt = prompt
-        self._is_open = False
-
-    def piece(self, text: str) -> None:
-        if self._quiet:
-            return
-        if not self._is_open:
-            apart = "\n" if sys.stdout.isatty() else "\n\n"  # `broken` has ended the line on a terminal
-            text = apart * bool(self._count) + self._prompt + text
-            self._is_open = True
-            self._count += 1
-        write(text)
-
-    def end(self) -> None:
-        self.piece("")  # prints the prompt if no piece arrived
-        self.broken()
-
-    def broken(self) -> None:
-        """Begin a new line for whatever is printed next."""
-        was_open, self._is_open = self._is_open, False
-        if was_open and sys.stdout.isatty():  # what reads a pipe gets the text and no newline more
-            typer.echo()
-
-    def leaving(self, console: Console) -> Callable[[str], None]:
-        """The callback for Ctrl+C: stop printing the text, and print the message below it."""
-
-        def announce(text: str) -> None:
-            self._quiet = True
-            with suppress(BrokenPipeError):  # the reader may have closed the pipe
-                self.broken()
-            console.event("info", text)
-
-        return announce
-
-
-def _prompts(prompt: str, file: str) -> list[str]:
+def _read_prompts(prompt: str, file: str) -> list[Prompt]:
     if bool(prompt) == bool(file):
         raise UserError("generate needs a prompt", remedy="give either a PROMPT or --prompts FILE")
     if prompt and prompt != STDIN:
-        return [prompt]
-    content = _read(file or STDIN)
-    lines = [line.removesuffix("\r") for line in content.split("\n") if line.strip()]
-    asked = lines if file else [content]
-    if not any(asked):
-        raise UserError(f"{_named(file or STDIN)} holds no prompt", remedy="write one per line" if file else "")
-    return asked
+        return [Prompt(prompt)]
+    name = "standard input" if (file or STDIN) == STDIN else file
+    content = _read(file or STDIN, name)
+    lines = [
+        Prompt(line.removesuffix("\r"), f"line {number} of {name}")
+        for number, line in enumerate(content.split("\n"), start=1)
+        if line.strip()
+    ]
+    if not lines:
+        raise UserError(f"{name} holds no prompt", remedy="write one per line" if file else "")
+    return lines if file else [Prompt(content)]
 
 
-def _read(file: str) -> str:
+def _read(file: str, name: str) -> str:
     try:
         if file == STDIN:
             raw = sys.stdin.buffer.read(PROMPTS_BYTES + 1)
@@ -295,15 +285,11 @@ def _read(file: str) -> str:
             with Path(file).open("rb") as handle:
                 raw = handle.read(PROMPTS_BYTES + 1)
         if len(raw) > PROMPTS_BYTES:
-            raise UserError(f"{_named(file)} has more than {PROMPTS_BYTES >> 20} MiB", remedy="is it the right file?")
+            raise UserError(f"{name} has more than {PROMPTS_BYTES >> 20} MiB", remedy="is it the right file?")
         return raw.decode()
     except OSError as error:
-        text = f"cannot read {_named(file)}: {error.strerror}"
+        text = f"cannot read {name}: {error.strerror}"
         raise UserError(text, remedy="name a text file with one prompt per line") from error
     except UnicodeDecodeError as error:
-        text = f"{_named(file)} is not UTF-8 text (byte {error.start})"
+        text = f"{name} is not UTF-8 text (byte {error.start})"
         raise UserError(text, remedy="convert it with iconv -t UTF-8") from error
-
-
-def _named(file: str) -> str:
-    return "standard input" if file == STDIN else file

@@ -3,8 +3,6 @@ whole or split over workers."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,26 +17,18 @@ from p2ptrain.cli.text_options import TextOptions, newest_in, newest_of_job
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.operator import open_operator, operator_name
 from p2ptrain.compute.text import ModelText
-from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, Unreachable, UserError
+from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import real_world
 from roles.serving.model import ServedModel
 from roles.serving.texts import TextPiece, TextRequest, TextService
 from roles.verifier.client import IF_LOST, VERIFIER, RemoteText, VerifierClient
-from wire.client import SeedClient
-from wire.messages import RefusalCode
 from wire.records import ABSENT_STATES, ServingInfo
 from wire.transport import TcpNetwork
 
-LOOK_AGAIN_S = 1.0
-"""Pause between attempts to find a lost verifier."""
-MOST_ASKS = 3
-"""Attempts for one question if the verifier is lost each time. The question may be the cause."""
 _OTHER_WAYS = "or use a checkpoint of this machine: --checkpoint DIR, or --job JOB"
-_CHAT_IF_LOST = (
-    "ask again: the question waits for this verifier or one with its model; or: p2ptrain chat --verifier NAME"
-)
+_CHAT_IF_LOST = "ask again when it is back, or use another one: p2ptrain chat --verifier NAME"
 
 
 @dataclass(slots=True)
@@ -80,24 +70,9 @@ class TextSource:
             typer.echo()
             print_split_facts(split)
             return
-        for number, each in enumerate(stats, 1):
+        for number, figures in enumerate(stats, 1):
             typer.echo(f"\ntext {number}" if len(stats) > 1 else "")
-            print_text_stats(each)
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a command needs of the service.
-
-    Args:
-        idle: conversations whose computed part stays for their next question.
-        check: refuses invalid requests before anything is loaded; returns the positions of all sessions together.
-        wait_s: how long to look for a verifier that was lost between two questions; 0: do not look.
-    """
-
-    idle: int
-    check: Callable[[ModelText], int]
-    wait_s: float = 0.0
+            print_text_stats(figures)
 
 
 def local_directory(options: TextOptions) -> Path | None:
@@ -111,22 +86,24 @@ def local_directory(options: TextOptions) -> Path | None:
 
 @asynccontextmanager
 async def text_source(
-    options: TextOptions, directory: Path | None, needs: Needs, console: Console
+    options: TextOptions, directory: Path | None, check: Callable[[ModelText], int], console: Console, *, idle: int = 0
 ) -> AsyncIterator[TextSource | None]:
     """Open the service that the options choose, for the body. Yields None for ``--dry-run``, which only shows the plan.
 
     Args:
         directory: result of ``local_directory``.
+        check: refuses invalid requests before anything is loaded; returns the positions of all sessions together.
+        idle: conversations whose computed part stays for their next question.
 
     Raises:
         P2PTrainError: the service is missing or ambiguous, or its model cannot be loaded.
     """
     if options.by_verifier:
-        opened: Any = _of_verifier(options, needs, console)
+        opened: Any = _of_verifier(options, _CHAT_IF_LOST if idle else IF_LOST)
     elif directory is None:
-        opened = _of_workers(options, needs, console)
+        opened = _of_workers(options, check, console, idle)
     else:
-        opened = _of_this_machine(directory, options, needs, console)
+        opened = _of_this_machine(directory, options, check, console, idle)
     async with opened as source:
         yield source
 
@@ -136,14 +113,14 @@ async def text_source(
 
 @asynccontextmanager
 async def _of_this_machine(
-    directory: Path, options: TextOptions, needs: Needs, console: Console
+    directory: Path, options: TextOptions, check: Callable[[ModelText], int], console: Console, idle: int
 ) -> AsyncIterator[TextSource]:
     from roles.compute_thread import ComputeThread
     from roles.serving.local_model import LocalModel, load_local_engine
 
     with console.during(lambda: f"reading {directory}"):
         text = ModelText(directory)
-    needs.check(text)
+    check(text)
     show_unused_settings(text)
     world, compute = real_world(TcpNetwork()), ComputeThread()
     try:
@@ -157,14 +134,16 @@ async def _of_this_machine(
         console.clear()
     model = LocalModel(engine, compute, world.clock, context=context)
     label, identity = str(directory), {"checkpoint": str(directory)}
-    async with _model_source(model, text, needs, label, identity, positions=0) as source:
+    async with _model_source(model, text, idle, label, identity, positions=0) as source:
         yield source
 
 
 @asynccontextmanager
-async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> AsyncIterator[TextSource | None]:
+async def _of_workers(
+    options: TextOptions, check: Callable[[ModelText], int], console: Console, idle: int
+) -> AsyncIterator[TextSource | None]:
     checkpoint = options.checkpoint and newest_in(options.checkpoint, download=options.download)
-    found = planned(options.split_options, checkpoint, options.job, options.seed, needs.check, console)
+    found = planned(options.split_options, checkpoint, options.job, options.seed, check, console)
     async with found as plan:
         if options.dry_run:
             show_plan(plan, as_json=options.as_json)
@@ -181,7 +160,7 @@ async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> A
         label = f"{stages} stage{'s' if stages != 1 else ''}, {plan.label}"
         identity = {"checkpoint": plan.label}
         positions = plan.plan.positions
-        async with _model_source(chain, plan.text, needs, label, identity, positions, facts) as source:
+        async with _model_source(chain, plan.text, idle, label, identity, positions, facts) as source:
             yield source
 
 
@@ -189,7 +168,7 @@ async def _of_workers(options: TextOptions, needs: Needs, console: Console) -> A
 async def _model_source(
     model: ServedModel,
     text: ModelText,
-    needs: Needs,
+    idle: int,
     label: str,
     identity: dict[str, Any],
     positions: int,
@@ -198,9 +177,9 @@ async def _model_source(
     from p2ptrain.compute.text import ChatFormat
     from roles.serving.text_service import ModelTextService
 
-    form = ChatFormat(text.tokenizer) if needs.idle else None
+    form = ChatFormat(text.tokenizer) if idle else None
     world = real_world(TcpNetwork())
-    service = ModelTextService(world, model, text, form=form, name=label, positions=positions, idle=needs.idle)
+    service = ModelTextService(world, model, text, form=form, name=label, positions=positions, idle=idle)
     about = "no chat template: plain turns" if form is None or form.is_plain else "its own chat template"
     about += "" if service.context is None else f", {service.context} tokens of context"
     try:
@@ -219,73 +198,40 @@ def show_unused_settings(text: ModelText) -> None:
 
 
 @asynccontextmanager
-async def _of_verifier(options: TextOptions, needs: Needs, console: Console) -> AsyncIterator[TextSource]:
-    if_lost = _CHAT_IF_LOST if needs.wait_s else IF_LOST
-    client = await dialled(options.seed, options.verifier, if_lost=if_lost)
-    lasting = LastingVerifier(client, options, needs.wait_s, console)
-    at = client.verifier
-    known = "" if client.context is None else f"{client.context} tokens of context, "
+async def _of_verifier(options: TextOptions, if_lost: str) -> AsyncIterator[TextSource]:
+    verifier = RedialledVerifier(options.seed, await dial_verifier(options.seed, options.verifier, if_lost), if_lost)
+    at = verifier.client.verifier
+    context = "" if verifier.context is None else f"{verifier.context} tokens of context, "
     count = len(at.drafters)
     drafters = f"{count} drafter{'s' if count != 1 else ''}" if count else "no drafter is connected"
     identity = {"verifier": at.name, "model": at.model}
-    service: TextService = lasting if needs.wait_s else client
     try:
-        yield TextSource(service, f"{at.model} of the verifier {at.name}", known + drafters, identity)
+        yield TextSource(verifier, f"{at.model} of the verifier {at.name}", context + drafters, identity)
     finally:
-        await within(LEAVE_S, lasting.client.close())
+        await within(LEAVE_S, verifier.client.close())
 
 
-class LastingVerifier:
-    """A ``TextService`` that looks for its verifier again if it was lost between two questions."""
+class RedialledVerifier:
+    """A ``TextService`` that dials its verifier again for the next text if it was lost."""
 
-    def __init__(self, client: VerifierClient, options: TextOptions, wait_s: float, console: Console) -> None:
+    def __init__(self, seed: str, client: VerifierClient, if_lost: str) -> None:
         self.client = client
         self.model, self.context, self.created = client.model, client.context, client.created
-        self._options, self._wait_s, self._console = options, wait_s, console
+        self._seed, self._if_lost = seed, if_lost
 
     async def write(self, request: TextRequest) -> RemoteText:
-        """As ``TextService.write``. Raises the last error if the verifier stays away too long."""
-        began = time.monotonic()
-        for attempt in range(1, MOST_ASKS + 1):
-            client = await self._there(began)
-            try:
-                return await client.write(request)
-            except (NetworkError, Refused) as problem:
-                leaving = isinstance(problem, Refused) and problem.code == RefusalCode.SHUTTING_DOWN
-                late = time.monotonic() - began > self._wait_s
-                if not (client.lost or leaving) or attempt == MOST_ASKS or late:
-                    raise
-                await client.close()
-                await asyncio.sleep(LOOK_AGAIN_S)
-        raise AssertionError("the last attempt returns or raises")
-
-    async def _there(self, began: float) -> VerifierClient:
-        at = self.client.verifier
-        try:
-            while self.client.lost:
-                try:
-                    self.client = await dialled(
-                        self._options.seed, self._options.verifier, like=at, if_lost=_CHAT_IF_LOST
-                    )
-                except P2PTrainError:
-                    waited_s = time.monotonic() - began
-                    if waited_s > self._wait_s:
-                        raise
-                    self._console.progress(f"waiting for the verifier {at.name}: {waited_s:.0f} s, Ctrl+C gives up")
-                    await asyncio.sleep(LOOK_AGAIN_S)
-        finally:
-            self._console.clear()
-        return self.client
+        """As ``TextService.write``, and as ``dial_verifier``."""
+        if self.client.lost:
+            await self.client.close()
+            self.client = await dial_verifier(self._seed, self.client.verifier.name, self._if_lost)
+        return await self.client.write(request)
 
 
-async def dialled(
-    seed: str, name: str = "", *, like: ServingInfo | None = None, if_lost: str = IF_LOST
-) -> VerifierClient:
+async def dial_verifier(seed: str, name: str, if_lost: str) -> VerifierClient:
     """Dial a verifier that the seed lists.
 
     Args:
         name: its name or id; empty: any, if all have the same model.
-        like: a verifier that was used before; this one or another one with its model is dialled.
         if_lost: what the user can do if it is lost later.
 
     Raises:
@@ -300,22 +246,16 @@ async def dialled(
         raise Unreachable(problem.message, remedy=remedy) from problem
     try:
         await access.freshen(client.request)
-        found = [each for each in await client.serving() if each.role == VERIFIER]
-        if not found and (coming := await _loading(client)):
-            text = f"no verifier is ready yet: {coming} still loads its model, or waits for workers"
-            raise UserError(text, remedy=f"ask again in a moment; its terminal shows its progress; {_OTHER_WAYS}")
+        verifiers = [info for info in await client.serving() if info.role == VERIFIER]
+        peers = await client.peers() if not verifiers else []
     finally:
         await client.close()
-    if like is not None and not name:
-        same = [each for each in found if each.id == like.id] or [
-            each for each in found if _writes(each) == _writes(like)
-        ]
-        if not same:
-            raise UserError(f"the verifier {like.name} is not connected", remedy="is it still running?")
-        found = same
+    if loading := [peer.name for peer in peers if VERIFIER in peer.roles and peer.state not in ABSENT_STATES]:
+        text = f"no verifier is ready yet: {', '.join(loading)} still loads its model, or waits for workers"
+        raise UserError(text, remedy=f"ask again in a moment; its terminal shows its progress; {_OTHER_WAYS}")
     return await VerifierClient.dial(
         access.network,
-        chosen(found, name),
+        choose_verifier(verifiers, name),
         seed_host=access.host,
         peer_id=access.peer_id or new_id(),
         name=operator_name(),
@@ -323,33 +263,24 @@ async def dialled(
     )
 
 
-async def _loading(client: SeedClient) -> str:
-    peers = await client.peers()
-    return ", ".join(sorted(peer.name for peer in peers if VERIFIER in peer.roles and peer.state not in ABSENT_STATES))
-
-
-def _writes(verifier: ServingInfo) -> tuple[str, str]:
-    return verifier.model, verifier.weights
-
-
-def chosen(found: Sequence[ServingInfo], name: str) -> ServingInfo:
+def choose_verifier(verifiers: Sequence[ServingInfo], name: str) -> ServingInfo:
     """The verifier with this name or id; without a name the least busy one. Raises ``UserError``."""
-    if not found:
+    if not verifiers:
         raise UserError(
             "no verifier is connected to write text",
             remedy=f"start one: p2ptrain join SEED --role verifier --model DIR, {_OTHER_WAYS}",
         )
-    named = [each for each in found if each.id == name] or [each for each in found if name in ("", each.name)]
+    named = [info for info in verifiers if info.id == name] or [info for info in verifiers if name in ("", info.name)]
     listed = ", ".join(
-        f"{each.name} ({each.model}, weights {each.weights[:8]}, id {each.id})" for each in named or found
+        f"{info.name} ({info.model}, weights {info.weights[:8]}, id {info.id})" for info in named or verifiers
     )
     if not named:
-        raise UserError(f"no verifier is called {name}", remedy=f"there {'is' if len(found) == 1 else 'are'} {listed}")
-    if len({_writes(each) for each in named}) > 1:
-        called = f" called {name}" if name else ""
-        text = f"verifiers{called} have different models"
+        are = "is" if len(verifiers) == 1 else "are"
+        raise UserError(f"no verifier is called {name}", remedy=f"there {are} {listed}")
+    if len({(info.model, info.weights) for info in named}) > 1:
+        text = f"verifiers{f' called {name}' if name else ''} have different models"
         raise UserError(text, remedy=f"name one, or its id, with --verifier: {listed}")
-    return min(named, key=lambda each: (each.sessions, each.name))
+    return min(named, key=lambda info: (info.sessions, info.name))
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
@@ -372,21 +303,10 @@ def print_text_stats(stats: dict[str, Any]) -> None:
             f"drafts: {known['alpha']:.2f} of them right, {known.get('accepted_length', 0):.2f} tokens a pass"
             f" ({known.get('passes', 0):.0f} passes, {known.get('self_steps', 0):.0f} without drafts)"
         )
-        by_place = [f"{each:.2f}" for each in stats.get("acceptance_at") or [] if isinstance(each, int | float)]
-        if by_place:
-            typer.echo(f"share of right drafts by position in the pass: {' '.join(by_place)}")
     if known.get("drafted"):
         carried = f"; {known['bytes_per_token']:.1f} bytes of messages a token" if "bytes_per_token" in known else ""
-        fate = f"{known.get('wasted', 0):.0f} of them wrong, or after a wrong one"
-        fate = fate if known.get("verified", 1) else "none was used"
-        typer.echo(f"{known['drafted']:.0f} drafts came, {fate}{carried}")
-    drafters = [_drafter(each) for each in stats.get("drafters") or [] if isinstance(each, dict)]
-    unused = "" if known.get("verified", 1) or not drafters else "; without drafts it was as fast"
-    typer.echo(f"drafters: {', '.join(drafters) or 'none'}{unused}")
-
-
-def _drafter(facts: dict[str, Any]) -> str:
-    name, model, latency, right = (facts.get(key) for key in ("name", "model", "latency_ms", "accepted"))
-    away = f", {latency:.1f} ms away" if isinstance(latency, int | float) and latency else ""
-    taken = f", {right:.0f} of its drafts taken" if isinstance(right, int | float) else ""
-    return printable(f"{name} ({model}{away}{taken})")
+        wrong = f"{known.get('wasted', 0):.0f} of them wrong, or after a wrong one"
+        typer.echo(f"{known['drafted']:.0f} drafts came, {wrong}{carried}")
+    drafters = (facts for facts in stats.get("drafters") or [] if isinstance(facts, dict))
+    names = (printable(f"{facts.get('name')} ({facts.get('model')})") for facts in drafters)
+    typer.echo(f"drafters: {', '.join(names) or 'none'}")

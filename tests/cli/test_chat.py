@@ -109,7 +109,7 @@ def chat(command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
             setattr(service, name, value)
 
         @asynccontextmanager
-        async def source(*_: Any) -> AsyncIterator[TextSource]:
+        async def source(*_: Any, **more: Any) -> AsyncIterator[TextSource]:
             yield TextSource(service, "model", "plain turns", {"checkpoint": str(checkpoint)})
             service.left = True
 

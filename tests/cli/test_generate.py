@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.generate import GenerateRequest, Shown, Texts
+from p2ptrain.cli.generate import GeneratedTexts, GenerateRequest, Prompt, TextPrinter
 from p2ptrain.cli.text import TextSource
 from p2ptrain.cli.text_options import TextOptions, write
 from p2ptrain.core.errors import ConnectionLost
@@ -138,10 +138,12 @@ def test_what_is_no_file_of_prompts(command: Command, loads: list[Any], tmp_path
         file.write_bytes(content)
         assert said in command("generate", "--prompts", str(file), "-c", path).err
     assert "cannot read" in command("generate", "--prompts", str(tmp_path / "none"), "-c", path).err
-    file.write_text(f"fine\n{'too long' * 99}\n")
+    file.write_text(f"fine\n\n{'too long' * 99}\n")
     outcome = command("generate", "--prompts", str(file), "-c", path)
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.startswith("error: prompt 2: 792 tokens of prompt and 200 new ones are more than the context")
+    assert outcome.err.startswith(
+        f"error: line 3 of {file}: 792 tokens of prompt and 200 new ones are more than the context"
+    )
     assert loads == []
     for arguments in ([], ["x", "--prompts", str(file)]):
         outcome = command("generate", *arguments, "-c", path)
@@ -162,8 +164,9 @@ async def test_texts_are_shown_in_order_however_they_end(capsys: pytest.CaptureF
     service, held = ScriptedService(), ScriptedWriting(["first"], held_at=0)
     writings = {"a": held, "b": ScriptedWriting(["second"]), "c": ScriptedWriting(["third"])}
     service.script = lambda asked: writings[asked.prompt]
-    order = GenerateRequest(list(writings), False, 50, 3, TextOptions())
-    writing = asyncio.create_task(Texts(TextSource(service, "here", "", {}), order, Shown(quiet=False)).write())
+    order = GenerateRequest([Prompt(letter, "line") for letter in writings], 50, 3, TextOptions())
+    texts = GeneratedTexts(TextSource(service, "here", "", {}), order, TextPrinter(quiet=False))
+    writing = asyncio.create_task(texts.write())
     await writings["c"].closed.wait()
     assert capsys.readouterr().out == "", "what is behind waits"
     held.go.set()
@@ -176,9 +179,8 @@ async def test_a_text_that_fails_ends_all_and_programs_get_what_had_come(capsys:
     writings = {"a": ScriptedWriting(["on"], fails=lost), "b": ScriptedWriting(held_at=0)}
     service.script = lambda asked: writings[asked.prompt]
     for as_json in (False, True):
-        order = GenerateRequest(["a", "b"], False, 50, 2, TextOptions(as_json=as_json))
         with pytest.raises(ConnectionLost, match="box1 is lost"):
-            await Texts(TextSource(service, "here", "", {"checkpoint": "here"}), order, Shown(quiet=as_json)).write()
+            await two_texts(service, as_json=as_json).write()
         assert all(writing.closed.is_set() for writing in writings.values())
         out = capsys.readouterr().out
         if not as_json:
@@ -187,6 +189,26 @@ async def test_a_text_that_fails_ends_all_and_programs_get_what_had_come(capsys:
         document = json.loads(out)
         assert [text["ended"] for text in document["texts"]] == ["failed", "failed"]
         assert (document["texts"][0]["text"], document["error"]["exit_code"]) == ("on", 3)
+
+
+def two_texts(service: ScriptedService, *, as_json: bool) -> GeneratedTexts:
+    order = GenerateRequest([Prompt("a", "line 1"), Prompt("b", "line 2")], 50, 2, TextOptions(as_json=as_json))
+    return GeneratedTexts(TextSource(service, "here", "", {"checkpoint": "here"}), order, TextPrinter(quiet=as_json))
+
+
+async def test_interrupted_document_has_the_finished_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    service = ScriptedService()
+    writings = {"a": ScriptedWriting(["whole"]), "b": ScriptedWriting(held_at=0)}
+    service.script = lambda asked: writings[asked.prompt]
+    writing = asyncio.create_task(two_texts(service, as_json=True).write())
+    await writings["a"].closed.wait()
+    await writings["b"].waits.wait()
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    document = json.loads(capsys.readouterr().out)
+    assert [(text["text"], text["ended"]) for text in document["texts"]] == [("whole", "end"), ("", "failed")]
+    assert document["error"]["exit_code"] == 130
 
 
 def test_the_newest_checkpoint_below_a_directory(command: Command, loads: list[Any], tmp_path: Path) -> None:

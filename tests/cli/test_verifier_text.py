@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import typer
 
-from p2ptrain.cli import text as text_module
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.stopping import LEAVING
 from p2ptrain.core.errors import ConnectionLost
@@ -273,8 +272,7 @@ def test_a_conversation_through_a_pipe(command: Command, at: list[str], monkeypa
 def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
     command: Command, at: list[str], verifier: Verifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was said stays, the question may be asked again, and it waits for the verifier."""
-    monkeypatch.setattr(text_module, "LOOK_AGAIN_S", 0.01)
+    """What was said stays, and the question may be asked again: it dials the verifier again."""
     question = "what is a ring?"
     killed = threading.Event()
 
@@ -288,7 +286,7 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
     def then(line: int) -> None:
         if line == 1:
             verifier._thread.join(10)
-            threading.Timer(0.3, verifier.start).start()
+            verifier.start()
 
     verifier.target.before = before
     monkeypatch.setattr(sys, "stdin", Typed([question, question, "/stats", "/quit"], then))
@@ -299,6 +297,5 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
     assert partial.rstrip("�") in outcome.out
     assert outcome.out.index(partial.rstrip("�")) < outcome.out.rindex(whole)
     assert "lost in the middle of a text" in outcome.err
-    assert "or: p2ptrain chat --verifier NAME" in outcome.err
-    assert "waiting for the verifier big one" in outcome.err
+    assert "or use another one: p2ptrain chat --verifier NAME" in outcome.err
     assert "drafters: none" in outcome.out
