@@ -33,6 +33,7 @@ import numpy.typing as npt
 import xxhash
 
 from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.world import Probe
 from ring.codecs import Codec
 from ring.collectives import SCRATCH_SLOTS, WINDOW_BYTES, Receive, Schedule, Send
 from ring.dtypes import Array, reduce_into
@@ -162,6 +163,7 @@ class Lane:
     Args:
         on_progress: called with the flow whose sub-chunk arrived, and with None when the kernel took what was sent.
         on_error: called with the connection that failed, and the error.
+        probe: may stop the sending.
     """
 
     def __init__(
@@ -172,8 +174,9 @@ class Lane:
         *,
         on_progress: Callable[[Flow | None], None],
         on_error: Callable[[Connection, P2PTrainError], None],
+        probe: Probe,
     ) -> None:
-        self.left, self._right = left, right
+        self.left, self._right, self._probe = left, right, probe
         self._generation = generation
         self._on_progress, self._on_error = on_progress, on_error
         self._receiving: deque[Flow] = deque()
@@ -287,6 +290,8 @@ class Lane:
 
     def _send_ready(self) -> None:
         turn_bytes = 0
+        if not self._probe.alter("lane-sends", True):
+            return
         while not self._right.unsent_bytes:
             while self._flushing:
                 flow = self._flushing.popleft()

@@ -93,7 +93,6 @@ class RingSession:
     """A member's place in the ring of one view. ``form`` makes it; ``close`` or the loss of a neighbour ends it.
 
     Attributes:
-        entropy: returns so many secret random bytes.
         patience_s: of the owner, for operations whose callers know none.
         broken: resolves to ``RingBroken`` when the session has ended, for whatever reason.
     """
@@ -101,7 +100,7 @@ class RingSession:
     def __init__(self, *, world: World, view: View, rank: int, left: Neighbour | None, right: Neighbour | None) -> None:
         self.view = view
         self.rank, self.size, self.patience_s = rank, view.size, PATIENCE_S
-        self._world, self.entropy = world, world.entropy
+        self.world = world
         self._spare: list[npt.NDArray[np.uint8]] = []  # reusable buffers of small operations
         self._lanes: list[Lane] = []  # one per stream; a ring of one has none
         self._under_way: dict[int, RingOperation] = {}  # by stream, oldest first
@@ -123,7 +122,14 @@ class RingSession:
         self.broken = self.links.broken
         if left is not None and right is not None:
             self._lanes = [
-                Lane(incoming, outgoing, view.generation, on_progress=self._moved, on_error=self.links.failed)
+                Lane(
+                    incoming,
+                    outgoing,
+                    view.generation,
+                    on_progress=self._moved,
+                    on_error=self.links.failed,
+                    probe=world.probe,
+                )
                 for incoming, outgoing in zip(left.bulks, right.bulks, strict=True)
             ]
 
@@ -349,7 +355,7 @@ class RingSession:
         oldest = next(iter(self._under_way.values()), None)
         if oldest is None or oldest.first_received_at is not None:
             return self._waited_s
-        return self._waited_s + self._world.clock.now() - max(oldest.began_at, self._received_at)
+        return self._waited_s + self.world.clock.now() - max(oldest.began_at, self._received_at)
 
     # ---------------------------------------------------------------------------------------------- running operations
 
@@ -396,7 +402,7 @@ class RingSession:
             raise self.links.failure()
         self._stream += 1
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        return RingOperation(title, patience_s, self._world.clock.now(), future)
+        return RingOperation(title, patience_s, self.world.clock.now(), future)
 
     def _add(
         self,
@@ -450,7 +456,7 @@ class RingSession:
 
     def _moved(self, flow: Flow | None) -> None:
         """Note progress: a sub-chunk of ``flow`` arrived or, if ``flow`` is None, the kernel took what was sent."""
-        self._progress.moved_at = now = self._world.clock.now()
+        self._progress.moved_at = now = self.world.clock.now()
         if flow is None:
             return
         operation = self._under_way.get(flow.stream)
@@ -467,7 +473,7 @@ class RingSession:
             self._progress.stop()
             return
         title, patience_s = next((item.title, item.patience_s) for item in self._under_way.values())
-        still_s = self._world.clock.now() - self._progress.moved_at
+        still_s = self.world.clock.now() - self._progress.moved_at
         if still_s < patience_s:
             self._progress.start(patience_s - still_s)
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +32,10 @@ class Identity:
         self.lock.close()
 
 
-def claim(disk: Disk, root: Path, *, role: str, name: str = "", slot: int | None = None) -> Identity:
-    """Claim slot ``slot`` of ``root``, or the first free one.
+def claim(
+    disk: Disk, root: Path, *, role: str, name: str = "", slot: int | None = None, fresh_id: Callable[[], str] = new_id
+) -> Identity:
+    """Claim slot ``slot`` of ``root``, or the first free one. ``fresh_id``: makes the id of a new peer.
 
     Raises:
         UserError: that slot, or every slot, is in use.
@@ -43,7 +46,7 @@ def claim(disk: Disk, root: Path, *, role: str, name: str = "", slot: int | None
         disk.make_dir(directory)
         lock = disk.try_lock(directory / "lock")
         if lock is not None:
-            peer_id = _peer_id(disk, directory / "peer-id")
+            peer_id = _peer_id(disk, directory / "peer-id", fresh_id)
             host = socket.gethostname().split(".")[0] or "peer"
             usual = f"{host}-{number}" if role == "worker" else f"{host}-{role}-{number}"
             return Identity(peer_id, name or usual, directory, lock)
@@ -54,11 +57,11 @@ def claim(disk: Disk, root: Path, *, role: str, name: str = "", slot: int | None
     raise UserError(f"all {MAX_SLOTS} {role} slots in {root} are in use", remedy="use another --state")
 
 
-def _peer_id(disk: Disk, path: Path) -> str:
+def _peer_id(disk: Disk, path: Path, fresh_id: Callable[[], str]) -> str:
     with contextlib.suppress(StorageError, UnicodeDecodeError):
         found = disk.read(path, max_bytes=64).decode().strip()
         if is_id(found):
             return found
-    fresh = new_id()
+    fresh = fresh_id()
     write_atomic(disk, path, fresh.encode())
     return fresh

@@ -78,6 +78,9 @@ class MemberProcess(ABC):
     Args:
         notify: (level, kind, text) for the person at this terminal.
         membership: the certificate that the world's network uses; None in a plain cluster.
+
+    Attributes:
+        gauges: measurements of this machine.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class MemberProcess(ABC):
         self.world, self.identity, self.role = world, identity, options.role
         self._options, self._membership = options, membership
         self._notify_person = notify
-        self._gauges = Gauges(world.clock.now)
+        self.gauges = Gauges(world.clock.now)
         self._disk = world.threads.start("disk")
         self._leaving = False
         self._problem: P2PTrainError | None = None
@@ -105,7 +108,7 @@ class MemberProcess(ABC):
             seeds=KnownSeeds([options.seed, *options.others], self._terms, self._on_term),
             wait_s=options.wait_s,
             hello=self._hello,
-            pulse=lambda: replace(self._pulse(), gpus=self._gauges.gpus()),
+            pulse=lambda: replace(self._pulse(), gpus=self.gauges.gpus()),
             on_message=self._message,
             on_up=self._up,
             on_down=self._down,
@@ -222,7 +225,7 @@ class MemberProcess(ABC):
         return self._refusal(hello) or local_welcome(peer_id=self.peer_id, name=self.name, wall=self.world.clock.wall())
 
     def _machine_stats(self) -> dict[str, float]:
-        stats = self._gauges.machine()
+        stats = self.gauges.machine()
         if self._link.rtt_ms is not None:
             stats["rtt_ms"] = self._link.rtt_ms
         return stats

@@ -210,14 +210,17 @@ class SeedLink:
 
     def send(self, message: Message) -> None:
         """Send a message to the seed. While the link is down, metrics, checkpoints and events wait; others are lost."""
+        passed: Message | None = self._world.probe.alter("message-to-seed", message)
+        if passed is None:
+            return
         if self._connection is not None:
             try:
-                self._connection.send(message)
-                self._outbox.sent(message)
+                self._connection.send(passed)
+                self._outbox.sent(passed)
                 return
             except ConnectionLost:
                 pass  # the reader sees it too, and reconnects
-        self._outbox.store(message)
+        self._outbox.store(passed)
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request to the seed. Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost``."""

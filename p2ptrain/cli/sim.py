@@ -52,8 +52,8 @@ def sim(
     """
     from configs.schema import Robust, RobustRule
     from p2ptrain.lab.sim.faults import KINDS, KINDS_OF_PARTS
+    from p2ptrain.lab.sim.mutations import ASYNCHRONOUS, MUTATIONS, PRIVATE, STAGED
     from p2ptrain.lab.sim.run import Summary, run_batch
-    from p2ptrain.lab.sim.watching import ASYNCHRONOUS, MUTATIONS, PRIVATE, STAGED
 
     check_one_of("--strategy", strategy, list(STRATEGIES))
     if stages > 1 and strategy != "sync":
@@ -73,7 +73,7 @@ def sim(
         check_one_of("--kinds", name, [*KINDS, *(KINDS_OF_PARTS if stages > 1 else ())])
     if mutation:
         check_one_of("--without", mutation, list(safeguards))
-        kinds = kinds or safeguards[mutation][1]
+        kinds = kinds or safeguards[mutation].kinds
     first = secrets.randbelow(1 << 31) if random_seed < 0 else random_seed
     if not as_json:
         typer.echo(f"schedules {first} to {first + schedules - 1}")

@@ -7,7 +7,6 @@ from the files that ``write_merged`` makes of it, and those equal peft's ``merge
 from __future__ import annotations
 
 import re
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,7 +133,7 @@ def write_merged(adapter: Adapter, out: Path, on_bytes: OnBytes = lambda done_by
     if (free := disk.free_bytes(out.parent)) < total_bytes:
         text = f"the merged model has {human_bytes(total_bytes)}, and {out.parent} has {human_bytes(free)} free"
         raise DiskFull(text, remedy="free some space, or name another directory")
-    draft, done_bytes = Draft(disk, out.with_name(f".{out.name}.new-{secrets.token_hex(4)}"), 0), 0
+    draft, done_bytes = Draft(disk, disk.fresh_path(out.with_name(f".{out.name}.new")), 0), 0
     try:
         for name in (*TEXT_FILES, *([] if WEIGHTS_FILE in files else [INDEX_FILE])):
             if (path := adapter.file(name)).is_file():

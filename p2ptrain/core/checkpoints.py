@@ -23,7 +23,6 @@ import hashlib
 import json
 import math
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,7 +140,7 @@ class CheckpointStore:
                 f"a checkpoint needs {need_bytes / 1e6:.1f} MB and {self._root} has {free / 1e6:.1f} MB free",
                 remedy="free some space, keep fewer checkpoints, or choose another place with --state",
             )
-        return Draft(self._disk, self._root / f"{_NEW}{step:08d}-{secrets.token_hex(4)}", step)
+        return Draft(self._disk, self._disk.fresh_path(self._root / f"{_NEW}{step:08d}"), step)
 
     def publish(self, draft: Draft, meta: Meta) -> CheckpointEntry:
         """Make ``draft`` the durable checkpoint of its step, then prune older ones. Raises ``StorageError``."""
@@ -206,7 +205,7 @@ class CheckpointStore:
         moved = []
         for found, path in self._directories():
             if found > step:
-                aside = self._root / f"{_SUPERSEDED}{path.name}-{secrets.token_hex(4)}"
+                aside = self._disk.fresh_path(self._root / f"{_SUPERSEDED}{path.name}")
                 self._disk.rename(path, aside)
                 moved.append(aside)
         self._disk.sync_dir(self._root)
@@ -243,7 +242,7 @@ class CheckpointStore:
         return self._root / f"{_OLD}{target.name}"
 
     def _remove(self, path: Path) -> None:
-        dead = self._root / f"{_DEAD}{path.name}-{secrets.token_hex(4)}"
+        dead = self._disk.fresh_path(self._root / f"{_DEAD}{path.name}")
         self._disk.rename(path, dead)
         self._disk.sync_dir(self._root)
         self._disk.remove_tree(dead)
@@ -258,7 +257,7 @@ class CheckpointStore:
                 self._disk.rename(path, original)
                 self._disk.sync_dir(self._root)
             else:
-                dead = self._root / f"{_DEAD}{secrets.token_hex(8)}"
+                dead = self._disk.fresh_path(self._root / _DEAD)
                 self._disk.rename(path, dead)
                 self._disk.remove_tree(dead)
 

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import itertools
 import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -43,6 +44,7 @@ class Disk(Protocol):
     def free_bytes(self, path: Path) -> int: ...
     def try_lock(self, path: Path) -> Lock | None: ...
     def connect(self, path: Path) -> sqlite3.Connection: ...
+    def fresh_path(self, path: Path) -> Path: ...
 
 
 class Lock(Protocol):
@@ -204,6 +206,10 @@ class RealDisk:
         import sqlite3  # most users of a disk do not need it
 
         return sqlite3.connect(path, isolation_level=None)
+
+    def fresh_path(self, path: Path) -> Path:
+        """``path`` with a random ending, which nothing has."""
+        return path.with_name(f"{path.name}-{secrets.token_hex(4)}")
 
 
 def write_atomic(disk: Disk, path: Path, data: bytes, *, private: bool = False) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import secrets
 
+ID_BYTES = 6
 ID_PATTERN = r"[0-9a-z][0-9a-z-]{0,62}"
 
 
 def new_id() -> str:
-    return secrets.token_hex(6)
+    """For programs without a World, which has ``World.new_id``."""
+    return secrets.token_hex(ID_BYTES)
 
 
 def is_id(text: str) -> bool:

@@ -14,12 +14,14 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from p2ptrain.core.disk import Disk, RealDisk
 from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.ids import ID_BYTES
 from p2ptrain.core.threads import RealThreads, Threads
 
+T = TypeVar("T")
 ProtocolFactory = Callable[[], asyncio.BufferedProtocol]
 OnProblem = Callable[[P2PTrainError, tuple[str, int]], None]
 """Called with an error and the address that it came from."""
@@ -77,6 +79,20 @@ class LoopClock:
         return time.time()
 
 
+class Probe:
+    """Where the simulator and tests watch the product, and where they break it. This one does nothing.
+
+    Shells call it; pure cores do not, so their shells report for them. A name and its facts are not kept stable.
+    """
+
+    def event(self, name: str, **facts: Any) -> None:
+        """Something happened. May be called on any thread."""
+
+    def alter(self, point: str, value: T) -> T:
+        """Return ``value``, or what a test puts in its place at this point."""
+        return value
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """Everything outside the process that a shell may use.
@@ -93,6 +109,11 @@ class World:
     random: random.Random
     threads: Threads = field(default_factory=RealThreads)
     entropy: Callable[[int], bytes] = os.urandom
+    probe: Probe = field(default_factory=Probe)
+
+    def new_id(self) -> str:
+        """A fresh identifier (``core.ids``)."""
+        return self.entropy(ID_BYTES).hex()
 
 
 def real_world(network: Network) -> World:

@@ -9,7 +9,6 @@ from typing import Any
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError, Refused, ResourceError, UserError
-from p2ptrain.core.ids import new_id
 from ring import coordination as co
 from ring.coordination import ENDED, JobPhase
 from ring.parts import candidate_of
@@ -132,7 +131,7 @@ class JobRequests:
         shape = checked_shape(params, profile, remedy)
         self._check_profile(profile)
         record = JobRecord(
-            id=new_id(),
+            id=self._ports.new_id(),
             name=label_of(params, "name"),
             profile=label_of(params, "profile"),
             strategy=profile.job.strategy,

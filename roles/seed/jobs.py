@@ -17,7 +17,7 @@ from typing import Any
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
-from p2ptrain.core.world import Clock
+from p2ptrain.core.world import Clock, Probe
 from ring import coordination as co
 from ring.coordination import ENDED, JobOptions, JobPhase, JobWorker
 from ring.coordinator import Coordinator
@@ -55,6 +55,7 @@ class JobPorts:
     Attributes:
         minted_below: generations up to this one may be of an earlier term.
         request_backup: asks for a backup of the store soon.
+        new_id: makes an identifier.
         assign_workers: gives free workers to jobs.
         take_early_messages: handles the messages of the job's workers that waited for the end of its census.
     """
@@ -69,6 +70,8 @@ class JobPorts:
     request_backup: Callable[[], None]
     assign_workers: Callable[[], None]
     take_early_messages: Callable[[str], None]
+    new_id: Callable[[], str]
+    probe: Probe
 
 
 class JobController:
@@ -216,6 +219,7 @@ class JobController:
 
     async def _handle(self, event: co.Event) -> None:
         instructions = self.core.handle(event, self._ports.clock.now())
+        self._ports.probe.event("job-handled", core=self.core, instructions=instructions)
         for it in instructions:  # first: a job's new state is shown while the store is still writing
             if isinstance(it, co.Emit):
                 self._ports.announcements.note(it.level, it.kind, it.text, it.peer_id, self.id)
@@ -442,6 +446,7 @@ class JobController:
             return
         peers = [self._ports.peers.connected.get(member.peer_id) for member in view.members]
         held = [peer.rows for peer in peers if peer is not None and peer.rows is not None]
+        wanted = self.rows.ledger.step + 1
         entries, problem = self.rows.ledger.take_untrusted(
             message,
             view,
@@ -451,6 +456,8 @@ class JobController:
         )
         for entry in entries:
             self._ports.store.add(entry)
+        if (head := self.rows.ledger.head) is not None and head.base_step >= wanted:
+            self._ports.probe.event("gap-skipped", first=wanted, last=head.base_step)
         if problem:
             self._note("warning", "ledger", problem)
 

@@ -252,7 +252,7 @@ async def run_seed(
         UserError: the address or the directory is in use.
         StorageError: the database cannot be read or written.
     """
-    store = await SeedStore.open(world.disk, state_dir, world.threads)
+    store = await SeedStore.open(world.disk, state_dir, world.threads, world.probe)
     try:
         identity = await read_identity(store, name)
         authority: Authority | None = None

@@ -111,6 +111,8 @@ class Seed:
             request_backup,
             assign_workers=lambda: self.jobs.assign_workers(),
             take_early_messages=self._take_early_messages,
+            new_id=world.new_id,
+            probe=world.probe,
         )
         self.jobs = JobTable(ports)
         self.services = Services(self.peers.connected, self._serving_changed)

@@ -29,6 +29,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from p2ptrain.core.disk import Disk, Lock, RealDisk, write_atomic
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.threads import RealThreads, Thread, Threads
+from p2ptrain.core.world import Probe
 from ring.view import View
 from roles.seed import ledger
 from roles.seed.ledger import LedgerEntry
@@ -321,13 +322,15 @@ def file_of(database: sqlite3.Connection) -> bytes:
 class SeedStore:
     """The event loop's interface to ``Records``. Created by ``open``."""
 
-    def __init__(self, records: Records, thread: Thread, lock: Lock) -> None:
-        self._records, self._thread, self._lock = records, thread, lock
+    def __init__(self, records: Records, thread: Thread, lock: Lock, probe: Probe) -> None:
+        self._records, self._thread, self._lock, self._probe = records, thread, lock, probe
         self._rows: list[Row] = []
         self._news = asyncio.Event()
 
     @classmethod
-    async def open(cls, disk: Disk, directory: Path, threads: Threads | None = None) -> Self:
+    async def open(
+        cls, disk: Disk, directory: Path, threads: Threads | None = None, probe: Probe | None = None
+    ) -> Self:
         """Open the store in ``directory``. A missing directory is created, accessible to its owner only.
 
         Raises ``UserError`` if another seed uses it, and ``StorageError``.
@@ -345,7 +348,7 @@ class SeedStore:
             thread.close()
             lock.close()
             raise
-        return cls(records, thread, lock)
+        return cls(records, thread, lock, probe or Probe())
 
     async def call(self, method: Callable[Concatenate[Records, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Write all rows added before, then run a method of ``Records``. Raises ``StorageError``."""
@@ -354,7 +357,9 @@ class SeedStore:
         def run() -> T:
             if rows:
                 self._records.add_rows(rows)
-            return method(self._records, *args, **kwargs)
+            result = method(self._records, *args, **kwargs)
+            self._probe.event("stored", method=method, arguments=args)
+            return result
 
         return await self._thread.submit(run)
 

@@ -92,11 +92,13 @@ class MaskedSum(Exchange):
         if ring.size < LEAST_MASKED:
             text = f"federated.secure with {ring.size} workers would show each what the other contributes"
             raise JobFailed(text, remedy=f"start more, {LEAST_MASKED} at least: p2ptrain join")
-        secret = X25519PrivateKey.from_private_bytes(ring.entropy(KEY_BYTES))
+        secret = X25519PrivateKey.from_private_bytes(ring.world.entropy(KEY_BYTES))
         own, check = secret.public_key().public_bytes_raw(), partial(_shared_untrusted, secret)
         public_keys = await ring.all_gather(own, patience_s=ring.patience_s, check=check)
         label = f"{ring.view.job} {ring.view.generation} "
-        self._masks = Masks(ring.rank, pair_keys_untrusted(secret, public_keys, ring.rank, label))
+        keys = pair_keys_untrusted(secret, public_keys, ring.rank, label)
+        ring.world.probe.event("masks-made", rank=ring.rank, keys=keys)
+        self._masks = Masks(ring.rank, keys)
         self._members = ring.size
 
     def begin_step(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:

@@ -21,7 +21,7 @@ import xxhash
 from p2ptrain.compute.gradients import bucket_bounds
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.training import Applied
-from p2ptrain.core.world import LoopClock
+from p2ptrain.core.world import LoopClock, Probe
 from ring.session import PATIENCE_S, RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
@@ -155,7 +155,7 @@ class Strategy:
         self._session: RingSession | None = None  # of the members that hold the same part
         self._transfer: BucketTransfer | None = None
         self._outgoing: _Outgoing | None = None
-        self._patience_s = PATIENCE_S
+        self._patience_s, self._probe = PATIENCE_S, Probe()
         self._computed_at = 0.0
         self._now = LoopClock().now
         self.exposed_s = self.communicating_s = 0.0
@@ -170,7 +170,7 @@ class Strategy:
         ring = session if self._parts is None else await self._parts.begin_view(session, connect)
         await self._exchange.begin_view(ring)
         await self._work.begin_view(session, connect)
-        self._session = ring
+        self._session, self._probe = ring, session.world.probe
 
     async def compute(self, step: int, first: int, count: int, *, patience_s: float) -> None:
         """Compute this member's share of ``step``: micro-batches ``range(first, first + count)``.
@@ -244,6 +244,7 @@ class Strategy:
         return bounds
 
     def _summarize(self, own: float) -> Contribution:
+        self._probe.event("step-reduced", engine=self._engine)
         buffer = self._engine.reduce_buffer
         digest = xxhash.xxh3_128_digest(buffer.view(np.uint8).data)
         # Each member squares all of it: so no other one can tell it a wrong norm.

@@ -283,8 +283,9 @@ class HealSource:
         """Serve one recipient that heals or follows, until it closes the connection. Raises ``NetworkError`` or
         ``PeerError`` if the connection fails or the request cannot be met."""
         request = await connection.expect(HealRequest, timeout_s=ANSWER_S)
+        request = self._context.world.probe.alter("heal-request", request)
         name = hello.name[:64]
-        if not self._has_part(request):
+        if request.stage != self._stage.index:  # sizes and names alone may be equal for two parts
             raise PeerError(f"{name} asks for part {request.stage}, this member holds {self._stage}")
         line = Line(connection, request.silence_s)
         recipient = Recipient(line, hello.name, request.step >= 0)
@@ -315,9 +316,6 @@ class HealSource:
                 self._context.tell("info", "gave", f"sent {size} of state and steps to {recipient.name}")
 
     # ------------------------------------------------------------------------------------------------------ internals
-
-    def _has_part(self, request: HealRequest) -> bool:  # a separate method, so that a mutation test can remove it
-        return request.stage == self._stage.index  # sizes and names alone may be equal for two parts
 
     async def _serve(self, recipient: Recipient, request: HealRequest, engine: Engine) -> None:
         try:

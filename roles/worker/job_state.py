@@ -133,6 +133,7 @@ class JobState:
         applied, lineage, square_sum, entry = await files.load(
             engine, context.compute, spec=self.files.spec, restore_step=restore.step, split=self.stage.split
         )
+        context.world.probe.event("state-loaded", entry=entry, restore_step=restore.step)
         self.heal_source.state_bytes = await context.compute.run(lambda: state_bytes(engine.state.blobs()))
         rows = await files.small_file(entry, LEDGER_FILE, LEDGER_FILE_BYTES)
         metrics = await files.small_file(entry, METRICS_FILE, METRICS_FILE_BYTES)

@@ -434,6 +434,7 @@ class Reports:
             self._context.notify("info", "redo", f"applied step {step + 1} from the gradients summed before the break")
         else:
             self._timing = self.clock.step_done() | scores
+            self._context.world.probe.event("step-applied", step=step, scores=scores)
 
     def recorded(self, row: LedgerRow, lineage: str) -> None:
         self.ledger.add(row, lineage)

@@ -212,11 +212,14 @@ class JobRunner:
     # ------------------------------------------------------------------------------------------------ core and shell
 
     def _handle(self, event: object) -> None:
+        probe = self._context.world.probe
+        event = probe.alter("member-event", event)
         try:
             instructions = self.core.handle(event)
         except PeerError as problem:  # a member sent an invalid token
             generation = self.core.view.generation if self.core.view else 0
             instructions = self.core.handle(ev.ViewBroken(generation, "", problem.message))
+        probe.event("member-handled", core=self.core, event=event, instructions=instructions)
         for instruction in instructions:
             self._carry_out(instruction)
         if not self.core.running:

@@ -111,10 +111,13 @@ class StepRunner:
     async def _spend(self, budget: Budget, members: int) -> None:
         """Count the step that begins, and give the engine a key for its noise. If the budget does not allow the step,
         such as a repeated one, it changes nothing."""
-        key = self._context.world.entropy(KEY_BYTES) if await budget.spend() else b""
+        world = self._context.world
+        key = world.entropy(KEY_BYTES) if await budget.spend() else b""
         noise = self._state.engine.noise
         assert noise is not None
         await self._context.compute.run(noise.use_noise, budget.noise_std / math.sqrt(members), key)
+        if key:
+            world.probe.event("release-counted", view=self._core.view, step=self._core.applied, count=budget.releases)
 
     async def _reduce(self, instruction: ev.Reduce) -> ev.StepReduced:
         session, strategy, clock = self._connections.session, self._ready_strategy, self._state.reports.clock
@@ -138,7 +141,8 @@ class StepRunner:
         session = self._connections.session
         with self._communicating(session):
             check = partial(check_untrusted, mine=Token.decode_untrusted(instruction.token))
-            tokens = await session.all_gather(instruction.token, patience_s=self._patience_s(), check=check)
+            token, check = self._context.world.probe.alter("vote", (instruction.token, check))
+            tokens = await session.all_gather(token, patience_s=self._patience_s(), check=check)
         return ev.TokensGathered(instruction.ticket, tuple(tokens))
 
     @contextmanager

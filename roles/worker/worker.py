@@ -176,13 +176,13 @@ class Worker(MemberProcess):
         bytes_in, bytes_out = runner.connections.totals() if runner else (0, 0)
         if self._flops is not None:
             stats["compute_flops"] = self._flops
-        stats["in_bps"] = 8 * self._gauges.rate("in", bytes_in)
+        stats["in_bps"] = 8 * self.gauges.rate("in", bytes_in)
         bytes_out += self._sent_before
-        stats["out_bps"] = 8 * self._gauges.rate("out", bytes_out)
+        stats["out_bps"] = 8 * self.gauges.rate("out", bytes_out)
         stats["sent_bytes"] = float(bytes_out)
         if runner is None:
             return HeartbeatStats(0, 0, "idle", stats)
-        stats["tokens_per_s"] = self._gauges.rate("tokens", runner.state.tokens)
+        stats["tokens_per_s"] = self.gauges.rate("tokens", runner.state.tokens)
         stats.update(runner.state.reports.clock.last_ms)
         stats.update(runner.activities.figures())
         state = "following" if runner.follower.active else _SHOWN.get(runner.core.phase, "training")
@@ -283,6 +283,7 @@ class Worker(MemberProcess):
         checkpoints = self._in_use(asked.job, stage) or self._checkpoints(asked.job, stage, Checkpoint())
         if request.method == "checkpoint.verify":
             entry = await checkpoints.verify(asked.step)
+            self.world.probe.event("checkpoint-verified", step=entry.step, stage=stage)
             return {"step": entry.step, "lineage": lineage_of(entry)}
         if not await checkpoints.delete(asked.step):
             raise Refused("not-here", f"{self.name} has no checkpoint of step {asked.step}")

@@ -227,6 +227,9 @@ class TornDisk:
     def free_bytes(self, path: Path) -> int:
         return self.free
 
+    def fresh_path(self, path: Path) -> Path:
+        return path.with_name(f"{path.name}-{self.calls}")
+
     def set_mode(self, path: Path, mode: int) -> None:
         raise NotImplementedError
 

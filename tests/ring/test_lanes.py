@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.world import Probe
 from ring import collectives
 from ring.codecs import codec_named
 from ring.collectives import Schedule, Send
@@ -41,7 +42,7 @@ def lane_to(right: BottomlessConnection, left: Any = Any) -> Lane:
     def fail(connection: Connection, error: P2PTrainError) -> None:
         raise error
 
-    return Lane(left, cast(Connection, right), 1, on_progress=lambda flow: None, on_error=fail)
+    return Lane(left, cast(Connection, right), 1, on_progress=lambda flow: None, on_error=fail, probe=Probe())
 
 
 def long_flow(done: asyncio.Event) -> Flow:

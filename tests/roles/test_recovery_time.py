@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 
 from configs.schema import Profile
 from p2ptrain.lab.sim.cluster import Simulation
 from p2ptrain.lab.sim.machine import SimLoop, undisturbed
-from p2ptrain.lab.sim.watching import watched
 
 LAN_S, THREAD_S, DISK_S = 0.0003, 0.01, 0.002
 FREEZE_S, KILL_S = 3.0, 1.0  # the goals, which include a step
@@ -37,31 +35,30 @@ async def interrupted(loop: SimLoop, what: str, workers: int, victim: int) -> tu
     simulation.links.latency_s = LAN_S
     for machine in simulation.machines.values():
         machine.call_s = DISK_S if machine is simulation.seed else THREAD_S
-    with watched(simulation, random.Random(1)):
-        try:
-            simulation.seed.start()
-            await simulation.create_job()
-            for machine in simulation.workers:
-                machine.start()
-            await until_commits(simulation, 20 * workers)
-            hit, began = simulation.workers[victim], loop.time()
-            if what == "freeze":
-                hit.process.frozen = True
-            else:
-                hit.kill()
-            # What the others had under way is committed at once, if at all: it does not count.
-            await asyncio.sleep(4 * LAN_S)
-            seconds = await until_commits(simulation, simulation.observer.commits + 1) - began
-            await asyncio.sleep(2)
-            if what == "freeze":
-                loop.thaw(hit.process)
-            else:
-                hit.start()
-            await asyncio.sleep(4)
-            return seconds, [text for at, text in simulation.observer.report.timeline if at >= began]
-        finally:
-            simulation.close()
-            await asyncio.sleep(1)
+    try:
+        simulation.seed.start()
+        await simulation.create_job()
+        for machine in simulation.workers:
+            machine.start()
+        await until_commits(simulation, 20 * workers)
+        hit, began = simulation.workers[victim], loop.time()
+        if what == "freeze":
+            hit.process.frozen = True
+        else:
+            hit.kill()
+        # What the others had under way is committed at once, if at all: it does not count.
+        await asyncio.sleep(4 * LAN_S)
+        seconds = await until_commits(simulation, simulation.observer.commits + 1) - began
+        await asyncio.sleep(2)
+        if what == "freeze":
+            loop.thaw(hit.process)
+        else:
+            hit.start()
+        await asyncio.sleep(4)
+        return seconds, [text for at, text in simulation.observer.report.timeline if at >= began]
+    finally:
+        simulation.close()
+        await asyncio.sleep(1)
 
 
 @pytest.mark.parametrize(("what", "goal_s"), [("freeze", FREEZE_S), ("kill", KILL_S)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from configs.schema import Profile
 from p2ptrain.lab.sim.cluster import PERSON, SEED, SEED_PORT, STATE, Simulation
 from p2ptrain.lab.sim.machine import SimLoop, undisturbed
-from p2ptrain.lab.sim.watching import watched
 from roles.seed.store import Records
 from wire.client import SeedClient
 
@@ -92,12 +90,11 @@ def play(script: Callable[[Played], Awaitable[None]]) -> Played:
         played = Played(loop)
         made.append(played)
         loop.set_exception_handler(played.complaint)
-        with watched(played, random.Random(3)):
-            try:
-                await script(played)
-            finally:
-                played.close()
-                await asyncio.sleep(1)
+        try:
+            await script(played)
+        finally:
+            played.close()
+            await asyncio.sleep(1)
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(main())

@@ -6,7 +6,6 @@ The links have the latency and the rate of ``LINK``, the model ``NUMEL`` paramet
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 import sys
 from typing import Any
@@ -18,7 +17,6 @@ from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.sim import machine
 from p2ptrain.lab.sim.cluster import SEED, Simulation
 from p2ptrain.lab.sim.machine import SimLoop
-from p2ptrain.lab.sim.watching import watched
 from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkQuality
 from ring.planning.prediction import Calibration, TrainingMethod, predict
 from ring.planning.ring_plan import RingOptions
@@ -75,7 +73,7 @@ def rows_of(
         return list(rows)
 
     small = mock.patch.object(machine, "NUMEL", numel)
-    with small, watched(simulation, random.Random(1)), asyncio.Runner(loop_factory=lambda: loop) as runner:
+    with small, asyncio.Runner(loop_factory=lambda: loop) as runner:
         rows = runner.run(main())
     assert not simulation.complaints, simulation.complaints
     return rows

@@ -11,8 +11,8 @@ from tests.sim.played import WORKERS, Played, play
 
 async def lost_and_restored(cluster: Played) -> MachineDisk:
     """A worker dies and comes again, so two views are newer than the copy; then the seed is lost. The lost disk."""
-    await cluster.until(lambda: bool(cluster.copies))
-    copy = cluster.copies[-1][1]
+    await cluster.until(lambda: bool(cluster.observer.copies))
+    copy = cluster.observer.copies[-1][1]
     cluster.workers[0].kill()
     await cluster.goes_on()
     cluster.workers[0].start()
@@ -53,7 +53,7 @@ def test_a_seed_restored_twice_from_one_copy_leads_in_two_terms() -> None:
         await lost_and_restored(cluster)
         await cluster.goes_on()
         assert cluster.records.known_fact("term") == "1"
-        cluster.seed.restore(cluster.copies[-1][1])
+        cluster.seed.restore(cluster.observer.copies[-1][1])
         await cluster.until(lambda: not any(machine.linked for machine in cluster.workers))
         await cluster.until(lambda: all(machine.linked for machine in cluster.workers))
         assert cluster.records.known_fact("term") == "2"
@@ -86,7 +86,7 @@ def test_rows_of_a_member_that_is_gone_before_the_seed_knows_the_view_are_kept()
 
     async def script(cluster: Played) -> None:
         await cluster.begin()
-        copy = cluster.copies[-1][1]
+        copy = cluster.observer.copies[-1][1]
         for machine in cluster.workers[1:]:
             machine.kill()
             await cluster.goes_on()

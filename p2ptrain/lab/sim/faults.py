@@ -100,7 +100,7 @@ class FaultSchedule:
             self._simulation.observer.history.kept = (0, set())
             if kind not in MISBEHAVIOURS:
                 self._strikes += 1
-                self._simulation.observer.culprits.hosts = None
+                self._simulation.observer.culprits.peer_ids = None
         simulation, rng = self._simulation, self._random
         live = simulation.live
         victims = rng.sample(live, len(live))
@@ -248,7 +248,7 @@ class FaultSchedule:
 
     def join(self) -> None:
         if any(machine.misconduct.kind == "withhold" for machine in self._simulation.live):
-            self._simulation.observer.culprits.hosts = None
+            self._simulation.observer.culprits.peer_ids = None
         free = [machine for machine in self._simulation.workers if not machine.up]
         if free:
             self._start(self._random.choice(free))
@@ -273,10 +273,10 @@ class FaultSchedule:
         process.hung_until = now + seconds if how == "hang" else 0.0
         victim.misconduct.kind = how
         self._later(seconds, lambda: setattr(victim.misconduct, "kind", ""))
-        if observer.culprits.hosts is not None:
-            observer.culprits.hosts.add(victim.host)
+        if observer.culprits.peer_ids is not None and victim.worker is not None:
+            observer.culprits.peer_ids.add(victim.worker.peer_id)
         if how == "withhold" and not all(one.trained for one in self._simulation.live):
-            observer.culprits.hosts = None  # a newcomer waits longer than others, before it knows how long a step is
+            observer.culprits.peer_ids = None  # a newcomer waits longer than others, before it knows how long a step is
         before = max(observer.line.lineages, default=0) if victim.trained else 0
 
         def went_on() -> None:
@@ -360,10 +360,10 @@ class FaultSchedule:
         self.join()  # causes a view that the copy lacks
 
         def behind() -> list[bytes]:
-            return [copy for generation, copy in simulation.copies if 0 < generation < line.generation]
+            return [copy for generation, copy in simulation.observer.copies if 0 < generation < line.generation]
 
         await self._until(lambda: bool(behind()) and len(line.lineages) >= 3)
-        if copies := behind() or [copy for generation, copy in simulation.copies if generation]:
+        if copies := behind() or [copy for generation, copy in simulation.observer.copies if generation]:
             self._tell("the seed is lost with its disk, and restored from a copy")
             simulation.seed.kill()
             await asyncio.sleep(self._random.choice((0.0, 1.0, 10.0)))

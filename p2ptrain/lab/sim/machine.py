@@ -73,6 +73,26 @@ class Process:
         self.tasks[task] = None
 
 
+@dataclass
+class Misconduct:
+    """What a worker does wrong.
+
+    Attributes:
+        kind: one of ``faults.MISBEHAVIOURS``, now; empty: none of them.
+        flips: byte of the reduce buffer in which the next reduction flips a bit; 0: none.
+        lies: number of steps to come with a contribution of the kind ``lie``. has_lied: and one was made.
+        false_tokens: number of tokens to come with the figures ``falsely``.
+    """
+
+    kind: str = ""
+    flips: int = 0
+    lies: int = 0
+    lie: str = ""
+    has_lied: bool = False
+    false_tokens: int = 0
+    falsely: dict[str, Any] = field(default_factory=dict)
+
+
 PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
 
@@ -236,8 +256,8 @@ class MachineDisk:
         self.die_in: int | None = None
         self.killed: Callable[[], None] = lambda: None
 
-    def view_for(self, process: Process) -> Disk:
-        return ProcessDisk(self, process)
+    def view_for(self, process: Process, on_rename: OnRename = lambda disk, source, target: None) -> Disk:
+        return ProcessDisk(self, process, on_rename)
 
     def power_cut(self, directory: _Dir | None = None) -> None:
         directory = directory or self._root
@@ -291,6 +311,10 @@ class MachineDisk:
         return self._random.randint(0, number)
 
 
+OnRename = Callable[["ProcessDisk", Path, Path], None]
+"""Takes the disk, the source and the target."""
+
+
 class _SimLock:
     def __init__(self, locks: dict[Path, Process], path: Path) -> None:
         self._locks, self._path = locks, path
@@ -300,10 +324,11 @@ class _SimLock:
 
 
 class ProcessDisk:
-    """``core.disk.Disk`` for one process. After the process died every call raises ``Died``."""
+    """``core.disk.Disk`` for one process. After the process died every call raises ``Died``. ``on_rename`` is called
+    when something is about to be renamed."""
 
-    def __init__(self, machine: MachineDisk, process: Process) -> None:
-        self._machine, self._process = machine, process
+    def __init__(self, machine: MachineDisk, process: Process, on_rename: OnRename) -> None:
+        self._machine, self._process, self._on_rename = machine, process, on_rename
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -397,6 +422,7 @@ class ProcessDisk:
             raise _problem(errno.ENOENT, source)
         if source.parent != target.parent:
             raise NotImplementedError("the simulator cannot rename into another directory")
+        self._on_rename(self, source, target)
 
         def change(entries: Entries) -> None:
             entries.pop(source.name, None)
@@ -417,6 +443,9 @@ class ProcessDisk:
                 node.do(lambda entries, name=name: entries.pop(name, None))  # type: ignore[misc]
         self._die_if(dies)
         self._dir(path.parent).do(lambda entries: entries.pop(path.name, None))
+
+    def fresh_path(self, path: Path) -> Path:
+        return path.with_name(f"{path.name}-{self._machine.share(1 << 32):x}")
 
     def try_lock(self, path: Path) -> Lock | None:
         self._check()
@@ -512,14 +541,22 @@ class SimEngine(StandInEngine):
 
     Args:
         spoil: called with this member's contribution to each step before it is sent; a faulty member changes it.
+        on_noise: called with each key that makes noise.
     """
 
     state: SimState
     state_type = SimState
 
-    def __init__(self, profile: Profile, disk: Disk, spoil: Callable[[Buffer], None], stage: Stage = WHOLE) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        disk: Disk,
+        spoil: Callable[[Buffer], None],
+        on_noise: Callable[[bytes], None],
+        stage: Stage = WHOLE,
+    ) -> None:
         super().__init__(profile, numel=NUMEL, stage=stage)
-        self.state.disk, self._spoil = disk, spoil
+        self.state.disk, self._spoil, self._on_noise = disk, spoil, on_noise
 
     @property
     def count(self) -> int:
@@ -538,6 +575,11 @@ class SimEngine(StandInEngine):
         super().finish_gradients(on_final)
         if self._inner is not None:
             self._spoil(self.reduce_buffer[self._inner.fragment(self._inner.step)])
+
+    def use_noise(self, std: float, key: bytes) -> None:
+        super().use_noise(std, key)
+        if key:
+            self._on_noise(key)
 
     def apply(self, step: int, square_sum: float) -> Applied:
         applied = super().apply(step, square_sum)

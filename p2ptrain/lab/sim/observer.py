@@ -30,6 +30,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,13 +39,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
-from p2ptrain.lab.sim.machine import Process, SimEngine
+from p2ptrain.lab.sim.machine import MachineDisk, Misconduct, Process, SimEngine
 from ring.job_member import JobMember
 from ring.ledger import counts_of_untrusted
 from ring.staleness import unpacked_untrusted
-from ring.token import TokenFault, next_lineage
+from ring.token import next_lineage
 from ring.view import View
-from wire.job_messages import LedgerRow
+from wire.job_messages import LedgerRow, Report
 from wire.records import LedgerHead
 
 ROUNDING = 1e-4
@@ -58,8 +59,11 @@ class ObservedMachine(Protocol):
     """What the observer knows of a machine (``cluster.SimMachine``)."""
 
     host: str
+    disk: MachineDisk
     process: Process
+    core: JobMember | None
     engine: SimEngine | None
+    misconduct: Misconduct
     announced: dict[int, str]
     wholes: dict[int, str]
 
@@ -229,10 +233,10 @@ class Witnesses:
 
 @dataclass
 class Culprits:
-    """Hosts that told false figures; and those that misbehaved, None: there were other faults."""
+    """Hosts that told false figures; and workers that misbehaved, None: there were other faults."""
 
     liars: set[str] = field(default_factory=set)
-    hosts: set[str] | None = field(default_factory=set)
+    peer_ids: set[str] | None = field(default_factory=set)
 
 
 class CheckpointChecks:
@@ -373,9 +377,12 @@ class Observer:
     Args:
         now: virtual seconds. expected, stages: see ``StateChecks``.
         server: with strategy 'server': contributions in a version, and the fixed bound of their staleness or 0.
+        rule: the job's robust rule.
 
     Attributes:
         commits: number of steps that members have committed.
+        job_changed: set when the job's state has changed.
+        copies: backup copies of the seed, each with the newest generation then.
     """
 
     def __init__(
@@ -384,15 +391,17 @@ class Observer:
         expected: list[np.ndarray[Any, Any]],
         stages: int = 1,
         server: tuple[int, int] | None = None,
+        rule: str = "",
     ) -> None:
-        self.stages, self._server = stages, server
+        self.stages, self._server, self.rule = stages, server, rule
         self.report = report = Checklist(now)
         self.states, self.privacy = StateChecks(report, expected, stages), PrivacyChecks(report)
         self.history, self._witnesses, self.culprits = ViewHistory(), Witnesses(), Culprits()
         self.checkpoints = CheckpointChecks(
             report, self.states, self.history, self._witnesses, stages=stages, any_step=server is not None
         )
-        self.job_state = ""
+        self.job_state, self.job_changed = "", asyncio.Event()
+        self.copies: list[tuple[int, bytes]] = []
         self.commits = 0
         self._cuts: tuple[int, ...] | None = None  # cuts of the model, once known; () is by weights
 
@@ -421,11 +430,12 @@ class Observer:
             self.states.true_norm(machine.host, core.square_sum, engine)
             self._commit(machine.host, view.generation, step, lineage, before[1])
 
-    def rejected(self, core: JobMember, fault: TokenFault) -> None:
-        members = core.view.members if core.view is not None else ()
-        if fault.cause == "figure" and fault.suspect is not None and len(members) > 2:
-            name = members[fault.suspect].name
-            self.report.check("liar named", name in self.culprits.liars, f"{name} {fault.what}, and that is true")
+    def accused(self, view: View, report: Report) -> None:
+        """A member reports that another one told a false figure."""
+        suspect = view.rank_of(report.suspect)
+        if suspect is not None and view.size > 2:
+            is_liar = view.members[suspect].name in self.culprits.liars
+            self.report.check("liar named", is_liar, f"{report.reason}, and that is true")
 
     def _commit(self, who: str, generation: int, step: int, lineage: str, before: str) -> None:
         known = self.history.committed.setdefault((generation, step), lineage)

@@ -21,7 +21,8 @@ from configs.schema import Profile, Robust, RobustRule
 from p2ptrain.lab.sim.cluster import Simulation
 from p2ptrain.lab.sim.faults import KINDS, KINDS_OF_PARTS, FaultSchedule
 from p2ptrain.lab.sim.machine import SimLoop, undisturbed
-from p2ptrain.lab.sim.watching import watched, without
+from p2ptrain.lab.sim.mutations import ASYNCHRONOUS, MUTATIONS, STAGED, Mutation
+from p2ptrain.lab.sim.mutations import PRIVATE as MUTATIONS_OF_PRIVATE
 from roles.strategies.federated import LEAST_MASKED
 
 STEPS = 20
@@ -130,12 +131,14 @@ def run_schedule(
         peers = peers or rng.randint(least, profile.batch.micro_batches)
     peers = peers or min(rng.randint(least, MOST_PEERS), rng.randint(least, MOST_PEERS), rng.randint(least, MOST_PEERS))
     loop = SimLoop()
-    simulation = Simulation(loop, profile, expected, number, peers=peers, verbose=verbose)
+    known = MUTATIONS | STAGED | ASYNCHRONOUS | MUTATIONS_OF_PRIVATE
+    mutant = known[mutation] if mutation else Mutation()
+    simulation = Simulation(loop, profile, expected, number, peers=peers, verbose=verbose, mutation=mutant)
     loop.set_exception_handler(simulation.complaint)
     gc.disable()  # for speed; and a collection at an arbitrary moment would not be reproducible
     try:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            problem = runner.run(_simulate(simulation, mutation, rng, kinds, conduct or _conduct))
+            problem = runner.run(_simulate(simulation, rng, kinds, conduct or _conduct))
     finally:
         gc.enable()
     violation = simulation.observer.report.violation
@@ -157,11 +160,11 @@ def run_schedule(
 
 
 async def _simulate(
-    simulation: Simulation, mutation: str, rng: random.Random, kinds: Sequence[str], conduct: Conduct
+    simulation: Simulation, rng: random.Random, kinds: Sequence[str], conduct: Conduct
 ) -> tuple[str, str]:
     faults = FaultSchedule(simulation)
     problem = ("", "")
-    with watched(simulation, random.Random(simulation.number)), without(mutation):  # noqa: S311
+    with simulation.mutation.rules_replaced():
         try:
             await conduct(simulation, faults, rng, kinds)
         except TimeoutError:
@@ -216,10 +219,10 @@ async def _to_the_end(simulation: Simulation, faults: FaultSchedule) -> None:
 
 
 async def _wait(simulation: Simulation, seconds: float) -> None:
-    simulation.job_changed.clear()
+    simulation.observer.job_changed.clear()
     try:
         async with asyncio.timeout(seconds):
-            await simulation.job_changed.wait()
+            await simulation.observer.job_changed.wait()
     except TimeoutError:
         return
 
