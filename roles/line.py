@@ -1,4 +1,4 @@
-"""Receiving from a peer whose silence shows that it is dead: one that sends heartbeats, or keep-alives (``Line``)."""
+"""A connection to a peer whose silence shows that it is dead: the peer sends heartbeats, or keep-alives (``Line``)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ BEATS = 4
 QUIET_S = 10.0
 """Default of the permitted silence."""
 DIAL_S = 5.0
-BEATS_PER_S, MOST_BEATS = 100.0, 4096
-"""Limits on received keep-alives: the average rate, and the burst after a while in which this side read nothing."""
 
 T = TypeVar("T")
 
 
-async def received_in_time(connection: Connection, detector: FailureDetector, who: str) -> Received:
+async def receive_in_time(connection: Connection, detector: FailureDetector, who: str) -> Received:
     """Receive the next message of a peer that the detector watches.
 
     Raises:
@@ -38,18 +36,21 @@ async def received_in_time(connection: Connection, detector: FailureDetector, wh
             if connection.close_cause is not None:
                 raise connection.close_cause.with_traceback(None) from None
         if detector.waited(wait_s, asyncio.get_running_loop().time(), connection.last_heard):
-            raise DeadlineExceeded(f"{who} was silent for {detector.silent_s:.1f} s")
+            text = f"{who} was silent for {detector.silent_s:.1f} s"
+            raise DeadlineExceeded(text, remedy="check its network")
 
 
-async def unless_closed(connection: Connection, waiting: Awaitable[object], timeout_s: float | None = None) -> bool:
+async def wait_unless_closed(
+    connection: Connection, waiting: Awaitable[object], timeout_s: float | None = None
+) -> bool:
     """Await something until the connection is closed, or the time is over. Returns whether it came."""
     futures = [asyncio.ensure_future(waiting), asyncio.ensure_future(connection.closed.wait())]
     try:
         await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return futures[0].done()
     finally:
-        for each in futures:
-            each.cancel()
+        for future in futures:
+            future.cancel()
 
 
 class Line:
@@ -62,22 +63,21 @@ class Line:
 
     def __init__(self, connection: Connection, silence_s: float = QUIET_S, *, beat_s: float = QUIET_S) -> None:
         self.connection = connection
-        self.silence_s = silence_s
         self._beat_s = beat_s
+        self._detector = self._new_detector(silence_s)
         self._now = asyncio.get_running_loop().time
-        self._waiting: set[asyncio.Future[None]] = set()
-        self._beats, self._beats_at = 0.0, self._now()
+        self._waiters: set[asyncio.Future[Any]] = set()
 
     @property
-    def _interval_s(self) -> float:
-        return min(self.silence_s / BEATS, self._beat_s)
+    def silence_s(self) -> float:
+        return self._detector.death_s
 
-    @property
-    def waits(self) -> bool:
-        return bool(self._waiting)
+    @silence_s.setter
+    def silence_s(self, silence_s: float) -> None:
+        self._detector.heartbeat_s, self._detector.death_s = min(silence_s / BEATS, self._beat_s), silence_s
 
     @asynccontextmanager
-    async def alive(self) -> AsyncIterator[None]:
+    async def keep_alive(self) -> AsyncIterator[None]:
         """Send keep-alives inside the block. Afterwards the connection is closed, and writes to no buffer any more."""
         tasks = [asyncio.create_task(self._beat(), name="beat"), asyncio.create_task(self._watch(), name="watch")]
         try:
@@ -90,58 +90,46 @@ class Line:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._give_up_waiting()
+            self._fail_waiters()
 
-    async def messages(self) -> AsyncIterator[Message]:
-        """Yield messages until the other side closes. Between two iterations nothing is read, and silence is not
-        checked.
+    async def receive(self) -> Received:
+        """Receive the next message that is not a keep-alive.
 
         Raises:
             DeadlineExceeded: the other side was silent for too long; the connection is closed.
-            ProtocolError, Refused: the connection ended for this cause.
+            ConnectionLost, ProtocolError, Refused: the connection ended for this cause.
         """
         while True:
             try:
-                message = await self.receive()
+                received = await receive_in_time(self.connection, self._detector, "it")
+            except DeadlineExceeded as silence:
+                self.connection.abort(silence)
+                raise
+            if not isinstance(received.message, KeepAlive):
+                return received
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """Yield messages until the other side closes. Raises as ``receive``, but for ``ConnectionLost``.
+
+        Between two iterations nothing is read, and silence is not checked.
+        """
+        while True:
+            try:
+                message = (await self.receive()).message
             except ConnectionLost:
                 return
             yield message
 
-    async def receive(self) -> Message:
-        """The next message that is not a keep-alive. Raises as ``messages``, and ``ConnectionLost``."""
-        return (await self.frame()).message
-
     async def run(self, take: Callable[[Received], None]) -> P2PTrainError:
         """Pass what comes to ``take`` until the connection ends, or ``take`` raises. Returns the cause."""
         try:
-            async with self.alive():
+            async with self.keep_alive():
                 while True:
-                    take(await self.frame())
+                    take(await self.receive())
         except P2PTrainError as cause:
             return cause
 
-    async def frame(self) -> Received:
-        detector = self._detector()
-        while True:
-            wait_s = detector.wait_s
-            try:
-                received = await self.connection.receive(timeout_s=wait_s)
-            except DeadlineExceeded:
-                if self.connection.close_cause is not None:  # the connection ended, so this is its cause
-                    raise
-                self._judge(detector, wait_s)
-                continue
-            if not isinstance(received.message, KeepAlive):
-                return received
-            self._count_beat()
-
-    def _count_beat(self) -> None:
-        now = self._now()
-        self._beats, self._beats_at = max(0.0, self._beats - BEATS_PER_S * (now - self._beats_at)) + 1, now
-        if self._beats > MOST_BEATS:
-            raise ProtocolError(f"the peer sent over {MOST_BEATS} keep-alives and little other data")
-
-    async def sent(self) -> None:
+    async def wait_sent(self) -> None:
         """Wait until the kernel has taken all sent data, as long as it makes progress. Raises as ``flush``."""
         while True:
             unsent_bytes = self.connection.unsent_bytes
@@ -151,7 +139,7 @@ class Line:
                 if self.connection.unsent_bytes >= unsent_bytes or self.connection.close_cause is not None:
                     raise
 
-    async def bulk(self, size_bytes: int, *, stream: int) -> bytearray:
+    async def receive_bulk(self, size_bytes: int, *, stream: int) -> bytearray:
         """Receive an announced bulk frame into a new buffer. The caller has checked ``size_bytes``.
 
         Raises:
@@ -159,51 +147,45 @@ class Line:
             ConnectionLost, ProtocolError: the connection ended.
         """
         data = bytearray(size_bytes)
-        await self.landed(self.post(memoryview(data), stream=stream))
+        await self.wait_for(self.post(memoryview(data), stream=stream))
         return data
 
     def post(self, into: memoryview, *, stream: int) -> asyncio.Future[None]:
-        arrived: asyncio.Future[None] = self.pending()
-        self.connection.post(into, generation=0, stream=stream, done=lambda: _done(arrived))
-        return arrived
+        waiter: asyncio.Future[None] = self.new_waiter()
+        self.connection.post(into, generation=0, stream=stream, done=lambda: _finish(waiter))
+        return waiter
 
-    def pending(self) -> asyncio.Future[Any]:
-        waiting: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.add(waiting)
-        waiting.add_done_callback(self._waiting.discard)
+    def new_waiter(self) -> asyncio.Future[Any]:
+        """Make a future for what the other side is to send; it fails when the connection ends."""
+        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        waiter.add_done_callback(self._waiters.discard)
         if self.connection.closed.is_set():  # ``_watch`` has run already
-            self._give_up_waiting()
-        return waiting
+            self._fail_waiters()
+        return waiter
 
-    async def landed(self, waiting: asyncio.Future[T]) -> T:
-        """Await a ``pending`` future. Raises as ``bulk``."""
-        began, detector = self._now(), self._detector()
-        while not waiting.done():
+    async def wait_for(self, waiter: asyncio.Future[T]) -> T:
+        """Await a future of ``new_waiter``. Raises as ``receive_bulk``."""
+        began, detector = self._now(), self._new_detector(self.silence_s)
+        while True:
             wait_s = detector.wait_s
-            await asyncio.wait([waiting], timeout=wait_s)
-            if not waiting.done():
-                self._judge(detector, wait_s)
-                if self._now() - began > LONGEST_SILENCE_S:
-                    problem = DeadlineExceeded(f"the awaited data did not arrive within {LONGEST_SILENCE_S:g} s")
-                    self.connection.abort(problem)
-                    raise problem
-        return waiting.result()
+            await asyncio.wait([waiter], timeout=wait_s)
+            if waiter.done():
+                return waiter.result()
+            silent = detector.waited(wait_s, self._now(), self.connection.last_heard)
+            if silent or self._now() - began > LONGEST_SILENCE_S:
+                text = f"it did not send the awaited data in {self._now() - began:.1f} s"
+                problem = DeadlineExceeded(text, remedy="check its network")
+                self.connection.abort(problem)
+                raise problem
 
-    def _detector(self) -> FailureDetector:
-        return FailureDetector(heartbeat_s=self._interval_s, death_s=self.silence_s)
-
-    def _judge(self, detector: FailureDetector, wait_s: float) -> None:
-        """Raises ``DeadlineExceeded`` if the other side was silent for too long."""
-        detector.heartbeat_s, detector.death_s = self._interval_s, self.silence_s
-        if detector.waited(wait_s, self._now(), self.connection.last_heard):
-            problem = DeadlineExceeded(f"it sent nothing for {detector.silent_s:.1f} s", remedy="check its network")
-            self.connection.abort(problem)
-            raise problem
+    def _new_detector(self, silence_s: float) -> FailureDetector:
+        return FailureDetector(heartbeat_s=min(silence_s / BEATS, self._beat_s), death_s=silence_s)
 
     async def _beat(self) -> None:
         while True:
             sent_bytes = self.connection.bytes_out
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(self._detector.heartbeat_s)
             if self.connection.bytes_out == sent_bytes and not self.connection.unsent_bytes:
                 try:
                     self.connection.send(KeepAlive())
@@ -212,16 +194,16 @@ class Line:
 
     async def _watch(self) -> None:
         await self.connection.closed.wait()
-        self._give_up_waiting()
+        self._fail_waiters()
 
-    def _give_up_waiting(self) -> None:
+    def _fail_waiters(self) -> None:
         cause = self.connection.close_cause or ConnectionLost("the connection was closed by this side")
-        for waiting in list(self._waiting):
-            if not waiting.done():
-                waiting.set_exception(cause)
-                waiting.exception()  # marks it as retrieved: the end of the connection is reported elsewhere
+        for waiter in list(self._waiters):
+            if not waiter.done():
+                waiter.set_exception(cause)
+                waiter.exception()  # marks it as retrieved: the end of the connection is reported elsewhere
 
 
-def _done(arrived: asyncio.Future[None]) -> None:
-    if not arrived.done():
-        arrived.set_result(None)
+def _finish(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -17,27 +17,41 @@ seed is away; the link reconnects as a worker's does.
 from __future__ import annotations
 
 import asyncio
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
-from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, StorageError, first_error
-from p2ptrain.core.ids import is_id
+from p2ptrain.core.disk import Disk, Lock, write_atomic
+from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, StorageError, UserError, first_error
+from p2ptrain.core.ids import is_id, new_id
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import World
 from roles.gauges import Gauges
-from roles.identity import Identity
-from roles.seed_link import HeartbeatStats, KnownSeeds, Notify, SeedLink, WaitS, no_wait, terms_in, write_terms
+from roles.seed_link import KnownSeeds, Notify, SeedLink, WaitS, load_terms, no_wait, store_terms
 from wire.address import advertised_host
 from wire.connection import Connection
 from wire.enrol import LOOK_S, RunMembership
 from wire.handshake import Refusals, local_hello, local_welcome, serve
-from wire.messages import EventNotice, Hello, Message, RefusalCode, Refuse, Request, Response, Scalar, Welcome
+from wire.messages import (
+    EventNotice,
+    Heartbeat,
+    Hello,
+    Message,
+    RefusalCode,
+    Refuse,
+    Request,
+    Response,
+    Scalar,
+    Welcome,
+)
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 
+MAX_SLOTS = 64
 PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
 """Role → the purposes for which its members are dialled."""
 REPORT_S = 1.0
@@ -48,6 +62,57 @@ Serve = Callable[[Connection, Hello], Awaitable[None]]
 """Serves one caller until it returns or raises ``P2PTrainError``. Cancelled when the member leaves."""
 Judge = Callable[[Hello], Refuse | None]
 """Returns the refusal of a caller, or None to admit it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A claimed slot of the state directory. It stays claimed until ``lock`` is closed."""
+
+    peer_id: str
+    name: str
+    directory: Path
+    lock: Lock
+
+    def release(self) -> None:
+        self.lock.close()
+
+
+def claim(
+    disk: Disk, root: Path, *, role: str, name: str = "", slot: int | None = None, fresh_id: Callable[[], str] = new_id
+) -> Identity:
+    """Claim slot ``slot`` of ``root``, or the first free one. ``fresh_id``: makes the id of a new peer.
+
+    A second worker on the same machine takes the next slot. A restarted worker finds its old slot, and so its
+    checkpoints, again.
+
+    Raises:
+        UserError: that slot, or every slot, is in use.
+        StorageError: the directory cannot be written.
+    """
+    for number in [slot] if slot is not None else range(1, MAX_SLOTS + 1):
+        directory = root / f"{role}-{number}"
+        disk.make_dir(directory)
+        lock = disk.try_lock(directory / "lock")
+        if lock is not None:
+            peer_id = _peer_id(disk, directory / "peer-id", fresh_id)
+            host = socket.gethostname().split(".")[0] or "peer"
+            usual = f"{host}-{number}" if role == "worker" else f"{host}-{role}-{number}"
+            return Identity(peer_id, name or usual, directory, lock)
+    if slot is not None:
+        raise UserError(
+            f"{role}-{slot} in {root} is in use by another process", remedy="stop it, or use another --state"
+        )
+    raise UserError(f"all {MAX_SLOTS} {role} slots in {root} are in use", remedy="use another --state")
+
+
+def _peer_id(disk: Disk, path: Path, fresh_id: Callable[[], str]) -> str:
+    with suppress(StorageError, UnicodeDecodeError):
+        found = disk.read(path, max_bytes=64).decode().strip()
+        if is_id(found):
+            return found
+    fresh = fresh_id()
+    write_atomic(disk, path, fresh.encode())
+    return fresh
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +167,7 @@ class MemberProcess(ABC):
         self._tasks = asyncio.TaskGroup()
         self._port = options.listen[1] or 0
         self._renewing: asyncio.Task[NoReturn] | None = None
-        self._terms = terms_in(world.disk, identity.directory)
+        self._terms = load_terms(world.disk, identity.directory)
         self._link = SeedLink(
             world=world,
             seeds=KnownSeeds([options.seed, *options.others], self._terms, self._on_term),
@@ -128,7 +193,7 @@ class MemberProcess(ABC):
         """What continues without the seed, in words; empty if nothing does."""
 
     @abstractmethod
-    def _pulse(self) -> HeartbeatStats: ...
+    def _pulse(self) -> Heartbeat: ...
 
     @abstractmethod
     def _refusal(self, hello: Hello) -> Refuse | None: ...
@@ -260,7 +325,7 @@ class MemberProcess(ABC):
 
     async def _store_terms(self) -> None:
         try:
-            await self._disk.submit(partial(write_terms, self.world.disk, self.identity.directory, self._terms))
+            await self._disk.submit(partial(store_terms, self.world.disk, self.identity.directory, self._terms))
         except StorageError as problem:
             self.notify("warning", "terms", f"cannot store the seed's term: {problem.message}")
 
@@ -349,13 +414,13 @@ class ServingMember(MemberProcess):
     def _continuing_work(self) -> str:
         return "sessions go on" if self._serving is not None else ""
 
-    def _pulse(self) -> HeartbeatStats:
+    def _pulse(self) -> Heartbeat:
         state, stats = "building", self._machine_stats()
         if self._serving is not None:
             serving = self._serving()
             state = "serving" if serving.sessions else "idle"
             stats["tokens_per_s"] = serving.stats.get("tokens_per_s", 0.0)
-        return HeartbeatStats(0, 0, "leaving" if self._leaving else state, stats)
+        return Heartbeat(0, 0, 0, "leaving" if self._leaving else state, stats)
 
     async def _report_serving(self) -> None:
         while True:

@@ -37,11 +37,11 @@ from ring.dtypes import REDUCTIONS, Array, divide, storage_dtype
 from ring.links import Inbound
 from ring.session import RingSession
 from ring.view import View
-from roles.seed_link import HeartbeatStats, KnownSeeds, SeedLink, may_pass
+from roles.seed_link import KnownSeeds, SeedLink, may_pass
 from wire.connection import Connection
 from wire.handshake import local_hello, local_welcome, serve
 from wire.job_messages import MemberRecord
-from wire.messages import Hello, Message, RefusalCode, Refuse, Welcome
+from wire.messages import Heartbeat, Hello, Message, RefusalCode, Refuse, Welcome
 from wire.schema import Bound, Host, Id, Port, instance_untrusted
 from wire.transport import every_interface
 
@@ -336,7 +336,7 @@ class GroupHost:
         self._link = SeedLink(
             world=self.world, seeds=KnownSeeds([self._seed], {}, on_term=lambda: None),
             wait_s=lambda problem: math.inf if may_pass(problem) else 0.0,
-            hello=lambda: hello, pulse=lambda: HeartbeatStats(0, 0, "training", {}), on_message=_heard_from_seed,
+            hello=lambda: hello, pulse=lambda: Heartbeat(0, 0, 0, "training", {}), on_message=_heard_from_seed,
             on_up=lambda welcome: None, on_down=lambda problem: None,
         )  # fmt: skip
         self._showing = asyncio.create_task(self._shown(self._link), name="seed link")

@@ -14,7 +14,8 @@ import json
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -22,9 +23,9 @@ from typing import Any, TypeVar
 from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.ids import is_id
-from p2ptrain.core.world import Clock, World
+from p2ptrain.core.world import World
 from ring.detector import FailureDetector
-from roles.line import received_in_time
+from roles.line import receive_in_time
 from wire.address import format_address
 from wire.client import PendingCalls
 from wire.connection import Connection
@@ -33,7 +34,6 @@ from wire.job_messages import CheckpointSaved, StepMetrics
 from wire.messages import (
     MAX_TERM,
     EventNotice,
-    GpuInfo,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -45,6 +45,10 @@ from wire.messages import (
 )
 
 NOTICE_EVERY_S = 30.0
+DIAL_S = 25.0
+"""Enough for the dial and the handshake (5 s each), and for the seed's dial-back (10 s)."""
+MOST_DELAY_S = 1.0
+"""Between two attempts to reach the seed; half to one and a half times as long."""
 TERMS_FILE = "terms.json"
 MAX_CLUSTERS = 8
 
@@ -74,9 +78,9 @@ def no_wait(problem: P2PTrainError) -> float:
     return 0.0
 
 
-async def until_reached(attempt: Callable[[], Awaitable[T]], wait_s: WaitS, clock: Clock, random: Random) -> T:
+async def until_reached(attempt: Callable[[], Awaitable[T]], wait_s: WaitS, random: Random) -> T:
     """Repeat ``attempt`` while ``wait_s`` of its error is positive. Raises the last error."""
-    began, delay_s = clock.now(), 0.1
+    delay_s = 0.1
     while True:
         try:
             return await attempt()
@@ -84,21 +88,8 @@ async def until_reached(attempt: Callable[[], Awaitable[T]], wait_s: WaitS, cloc
             if not (rest_s := wait_s(problem)) > 0:
                 raise
         await asyncio.sleep(min(delay_s * (0.5 + random.random()), rest_s))
-        # The delay is a twentieth of the time that the seed has been away, from 1 to 5 s: a member connects soon.
-        # A refused try costs one packet. 500 members that connect at once take the seed a second.
-        least_s, most_s = (1.0, 5.0)
-        delay_s = min(2 * delay_s, max(least_s, min((clock.now() - began) / 20, most_s)))
-
-
-@dataclass(frozen=True, slots=True)
-class HeartbeatStats:
-    """The content of a heartbeat."""
-
-    progress: int
-    step: int
-    state: str
-    stats: dict[str, float]
-    gpus: list[GpuInfo] = field(default_factory=list)
+        # A refused try costs one packet, and 500 members that connect at once take the seed a second.
+        delay_s = min(2 * delay_s, MOST_DELAY_S)
 
 
 class KnownSeeds:
@@ -143,7 +134,7 @@ class Outbox:
         self._unsent: deque[tuple[float, Message]] = deque(maxlen=20_000)
         self._recent: deque[Message] = deque(maxlen=512)
 
-    def sent(self, message: Message) -> None:
+    def note_sent(self, message: Message) -> None:
         if isinstance(message, StepMetrics | CheckpointSaved):
             self._recent.append(message)
 
@@ -163,7 +154,7 @@ class Outbox:
             if isinstance(message, EventNotice):
                 message = replace(message, age_s=now - stored_at)
             connection.send(message)
-            self.sent(message)
+            self.note_sent(message)
             self._unsent.popleft()
             if len(self._unsent) % 256 == 0:
                 await connection.flush(timeout_s=timeout_s)
@@ -174,7 +165,7 @@ class SeedLink:
 
     Args:
         wait_s: for a first connection.
-        hello: makes the current ``Hello`` (it names the running view).
+        hello, pulse: make the current ``Hello`` (it names the running view), and a ``Heartbeat`` without its number.
         on_up, on_down: called when the link is up, and when it is lost.
     """
 
@@ -185,7 +176,7 @@ class SeedLink:
         seeds: KnownSeeds,
         wait_s: WaitS,
         hello: Callable[[], Hello],
-        pulse: Callable[[], HeartbeatStats],
+        pulse: Callable[[], Heartbeat],
         on_message: Callable[[Message], None],
         on_up: Callable[[Welcome], None],
         on_down: Callable[[P2PTrainError], None],
@@ -216,7 +207,7 @@ class SeedLink:
         if self._connection is not None:
             try:
                 self._connection.send(passed)
-                self._outbox.sent(passed)
+                self._outbox.note_sent(passed)
                 return
             except ConnectionLost:
                 pass  # the reader sees it too, and reconnects
@@ -235,8 +226,7 @@ class SeedLink:
             NetworkError, Refused: the *first* connection failed, in ``wait_s``, or the seed refuses for good.
                 Other later losses and refusals are only reported to ``on_down``, so that a worker trains on.
         """
-        clock, random = self._world.clock, self._world.random
-        connection, welcome = await until_reached(self._dial, self._wait_s, clock, random)
+        connection, welcome = await until_reached(self._dial, self._wait_s, self._world.random)
         while True:
             problem = await self._live(connection, welcome)
             if self._leaving:
@@ -264,14 +254,8 @@ class SeedLink:
         for place in list(self._seeds.addresses):
             hello = self._seeds.complete(self._hello())
             try:
-                connection, welcome = await dial(
-                    # 25 s: enough for the dial, the handshake (5 s each) and the seed's dial-back (10 s).
-                    self._world.network,
-                    *place,
-                    hello,
-                    timeout_s=25.0,
-                    expect_role="seed",
-                )
+                network = self._world.network
+                connection, welcome = await dial(network, *place, hello, timeout_s=DIAL_S, expect_role="seed")
             except P2PTrainError as problem:
                 if _is_final(problem):
                     raise
@@ -303,7 +287,7 @@ class SeedLink:
             return math.inf
 
         await asyncio.sleep(0.05 + 0.1 * random.random())  # not all members at once
-        return await until_reached(self._dial, wait_s, clock, random)
+        return await until_reached(self._dial, wait_s, random)
 
     async def _live(self, connection: Connection, welcome: Welcome) -> P2PTrainError:
         self._connection = connection
@@ -313,38 +297,36 @@ class SeedLink:
             self._on_up(welcome)
             await self._outbox.send_all(connection, welcome.death_s)
             while True:
-                received = await received_in_time(connection, detector, "the seed")
+                received = await receive_in_time(connection, detector, "the seed")
                 if isinstance(received.message, HeartbeatAck):
                     seq, sent_at = self._beat_at
                     if seq == received.message.seq:
                         sample_ms = (self._world.clock.now() - sent_at) * 1e3
                         self.rtt_ms = sample_ms if self.rtt_ms is None else 0.8 * self.rtt_ms + 0.2 * sample_ms
                 elif isinstance(received.message, Response):
-                    self._calls.answered(received.message)
+                    self._calls.resolve(received.message)
                 else:
                     self._on_message(received.message)
         except P2PTrainError as problem:  # protocol errors too: a new connection may work
             return problem
         finally:
             self._connection = None
-            self._calls.lost("the seed")
+            self._calls.fail_all("the seed")
             beats.cancel()
             connection.abort()
 
     async def _beat(self, connection: Connection, interval_s: float) -> None:
-        seq = 0
-        while True:
-            pulse = self._pulse()
-            seq += 1
+        for seq in count(1):
+            pulse = replace(self._pulse(), seq=seq)
             self._beat_at = seq, self._world.clock.now()
             try:
-                connection.send(Heartbeat(seq, pulse.progress, pulse.step, pulse.state, pulse.stats, pulse.gpus))
+                connection.send(pulse)
             except ConnectionLost:
                 return
             await asyncio.sleep(interval_s)
 
 
-def terms_in(disk: Disk, directory: Path) -> dict[str, int]:
+def load_terms(disk: Disk, directory: Path) -> dict[str, int]:
     """The stored terms: cluster → the highest term that was met. Raises ``StorageError``."""
     if TERMS_FILE not in disk.list_dir(directory):
         return {}
@@ -355,7 +337,7 @@ def terms_in(disk: Disk, directory: Path) -> dict[str, int]:
         return {}  # damaged: the next connection writes it again
 
 
-def write_terms(disk: Disk, directory: Path, terms: dict[str, int]) -> None:
+def store_terms(disk: Disk, directory: Path, terms: dict[str, int]) -> None:
     """Store the terms of the clusters met last. Raises ``StorageError``."""
     newest = dict(list(terms.items())[-MAX_CLUSTERS:])
     write_atomic(disk, directory / TERMS_FILE, json.dumps(newest).encode())

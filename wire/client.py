@@ -78,7 +78,7 @@ class PendingCalls:
             raise Refused(response.error_code, text, remedy=response.error_remedy)
         return response.result
 
-    def answered(self, response: Response) -> bool:
+    def resolve(self, response: Response) -> bool:
         """Give an answer to the call that waits for it. Return False, and drop it, if none does."""
         answer = self._pending.get(response.id)
         if answer is None or answer.done():
@@ -86,14 +86,14 @@ class PendingCalls:
         answer.set_result(response)
         return True
 
-    def lost(self, whom: str, why: P2PTrainError | None = None) -> None:
+    def fail_all(self, whom: str, why: P2PTrainError | None = None) -> None:
         for answer in self._pending.values():
             if not answer.done():
                 error = ConnectionLost(why.message, remedy=why.remedy) if why else ConnectionLost(f"{whom} is gone")
                 answer.set_exception(error)
 
 
-async def answer_to(request: Request, result: Awaitable[dict[str, Any]]) -> Response:
+async def answer_request(request: Request, result: Awaitable[dict[str, Any]]) -> Response:
     try:
         return Response(request.id, await result)
     except P2PTrainError as problem:
@@ -332,7 +332,7 @@ class SeedClient(SeedRequests):
         except P2PTrainError as error:
             self.connection.abort(error)
             self._lost = ConnectionLost(error.message, remedy=error.remedy)
-        self._calls.lost("the seed", self._lost)
+        self._calls.fail_all("the seed", self._lost)
         self._news.set()
 
     async def _receive(self) -> Received:
@@ -350,7 +350,7 @@ class SeedClient(SeedRequests):
             self._updates.append(message)
             self._news.set()
         elif isinstance(message, Response) and 0 < message.id <= self._calls.last_id:
-            self._calls.answered(message)  # dropped if the caller gave up waiting
+            self._calls.resolve(message)  # dropped if the caller gave up waiting
         elif not isinstance(message, Refuse):  # a Refuse explains the end that follows it
             raise ProtocolError(f"the seed sent an unexpected {type(message).__name__}")
 

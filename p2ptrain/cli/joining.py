@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from p2ptrain.cluster.access import Access
     from p2ptrain.cluster.console import Console
     from p2ptrain.core.world import Network, World
-    from roles.identity import Identity
-    from roles.member import MemberOptions
+    from roles.member import Identity, MemberOptions
     from roles.seed_link import WaitS
     from wire.messages import Scalar
 
@@ -71,7 +70,7 @@ async def run_member(options: JoinOptions, make: MakeMember) -> None:
     from p2ptrain.core.errors import P2PTrainError, Refused
     from p2ptrain.core.texts import human_seconds
     from p2ptrain.core.world import LoopClock
-    from roles.identity import claim
+    from roles.member import claim
     from roles.seed_link import may_pass, until_reached
     from wire.messages import RefusalCode
 
@@ -99,7 +98,7 @@ async def run_member(options: JoinOptions, make: MakeMember) -> None:
             reaching = partial(reach_one, targets, caller, base, afresh=afresh)
             access = await unless_stopped(
                 stop,
-                until_reached(reaching, wait_s, clock, random.Random()),  # noqa: S311 - a delay
+                until_reached(reaching, wait_s, random.Random()),  # noqa: S311 - a delay
             )
             if access is None:
                 break

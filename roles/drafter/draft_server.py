@@ -190,9 +190,9 @@ class DraftServer:
         self._callers.add(caller)
         self._on_news(f"{caller.name} connected: this drafter drafts for its texts")
         try:
-            async with caller.line.alive():
+            async with caller.line.keep_alive():
                 while True:
-                    await self._receive(caller, await caller.line.frame())
+                    await self._receive(caller, await caller.line.receive())
         except NetworkError:
             return  # the connection ended
         finally:
@@ -231,7 +231,7 @@ class DraftServer:
             raise ProtocolError(f"session {stream} was opened after session {caller.last}")
         caller.last = stream
         caller.line.silence_s = min(caller.line.silence_s, opening.silence_s)
-        data = await caller.line.bulk(ID_BYTES * opening.count, stream=stream)
+        data = await caller.line.receive_bulk(ID_BYTES * opening.count, stream=stream)
         ids = ids_untrusted(data, vocab_size=opening.vocab_size)
         core = DraftedText(ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
         positions = min(opening.positions, self._drafting.context or opening.positions)

@@ -24,7 +24,7 @@ from roles.seed.links import Survey
 from roles.seed.overview import Overview
 from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, clipped, did_you_mean, part_infos
 from roles.seed.store import RECOVERIES_KEPT, Records, SeedStore
-from wire.client import answer_to
+from wire.client import answer_request
 from wire.connection import Connection
 from wire.enrol import RENEW
 from wire.messages import Request, Response
@@ -112,7 +112,7 @@ class OperatorApi:
 
     async def answer(self, request: Request, connection: Connection | None = None) -> Response:
         """``connection``: None if it comes from this process, which asks nothing about a connection."""
-        return await answer_to(request, self._result(request, connection))
+        return await answer_request(request, self._result(request, connection))
 
     async def _result(self, request: Request, connection: Connection | None) -> Result:
         method = self._methods.get(request.method)

@@ -23,7 +23,7 @@ from ring.detector import FailureDetector, beat_defaults
 from ring.planning.measurements import LinkQuality
 from ring.token import is_lineage
 from ring.view import View
-from roles.line import received_in_time
+from roles.line import receive_in_time
 from wire.address import format_address, is_loopback
 from wire.chain_messages import HeldPart, PartsHeld
 from wire.client import PendingCalls
@@ -158,8 +158,8 @@ class ConnectedPeer:
         send_if_open(self.connection, message)
 
     async def receive(self) -> Received:
-        """Receive the next message. Raises as ``received_in_time``."""
-        return await received_in_time(self.connection, self.detector, self.name)
+        """Receive the next message. Raises as ``receive_in_time``."""
+        return await receive_in_time(self.connection, self.detector, self.name)
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request and await the answer. Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost``."""
@@ -168,7 +168,7 @@ class ConnectedPeer:
     def lost(self, now: float, end: str) -> None:
         self.lost_at, self.end, self.job = now, end, ""
         self.speed_reported.set()
-        self.calls.lost(self.name)
+        self.calls.fail_all(self.name)
 
     def info(
         self,

@@ -264,7 +264,7 @@ class Seed:
                 self.announcements.note(level, kind, text, peer.id, job, age_s=message.age_s)
                 await self.store.make_room()
             case Response():
-                peer.calls.answered(message)
+                peer.calls.resolve(message)
             case Request() if message.method == LEAVE and peer.trains:
                 peer.is_leaving = True
                 is_last = controller is not None and controller.is_last_holder(peer)

@@ -229,7 +229,7 @@ class WorkerPeer:
             return
         self.problem = problem
         self._line.connection.abort(problem)
-        self._calls.lost(self.name)
+        self._calls.fail_all(self.name)
         if not self._closed:
             for notify in list(self.on_lost):
                 notify(self, problem)
@@ -238,7 +238,7 @@ class WorkerPeer:
         """Raises ``ProtocolError``: no correct worker sends this."""
         match message:
             case Response():
-                self._calls.answered(message)
+                self._calls.resolve(message)
             case Sampled() | ChainBroken():
                 listener = self.listeners.get(message.session)
                 if listener is not None:  # otherwise the session was closed just now

@@ -187,7 +187,7 @@ class DrafterLink:
             pinging.cancel()
             await asyncio.gather(pinging, return_exceptions=True)
             self.line, self.there = None, False
-            self._calls.lost(at.name)
+            self._calls.fail_all(at.name)
             for session in list(self._sessions.values()):
                 self.lose(session)
             self._on_change(self)
@@ -284,7 +284,7 @@ class DrafterLink:
         stream, message = received.stream, received.message
         match message:
             case Response():
-                if not self._calls.answered(message):
+                if not self._calls.resolve(message):
                     raise ProtocolError("it answered a request that was not sent")
                 return
             case Refuse(code, text, remedy):

@@ -52,9 +52,9 @@ class _Caller:
 
     async def listen(self) -> None:
         with suppress(ConnectionLost):
-            async with self._line.alive():
+            async with self._line.keep_alive():
                 while True:
-                    received = await self._line.frame()
+                    received = await self._line.receive()
                     await self._take(received.message, received.stream)
 
     async def _take(self, message: Message, stream: int) -> None:
@@ -62,7 +62,7 @@ class _Caller:
             case wire.Ask():
                 if stream in self._asked:
                     raise ProtocolError(f"question {stream} was sent twice")
-                data = await self._line.bulk(message.size_bytes, stream=stream)
+                data = await self._line.receive_bulk(message.size_bytes, stream=stream)
                 request = request_untrusted(message, data)
                 if len(self._asked) >= MOST_ASKED:
                     text = f"this connection already has {MOST_ASKED} questions"

@@ -47,7 +47,7 @@ from p2ptrain.core.threads import Thread
 from ring.token import is_lineage
 from ring.view import View
 from roles.engine import WHOLE, Stage
-from roles.line import Line, unless_closed
+from roles.line import Line, wait_unless_closed
 from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing, announce
 from roles.worker.context import Context
 from roles.worker.transfer import AllPieces, Receiver, Source, TransferPiece, send_range
@@ -178,7 +178,7 @@ class CheckpointAssembler:
         hello = context.hello("files", self._job)
         connection, _ = await context.dial(member.peer_id, member.host, member.port, hello)
         source = Source(member.peer_id, member.name, Line(connection))
-        receiver, offer = Receiver(context.world.clock.now, _unverified), source.line.pending()
+        receiver, offer = Receiver(context.world.clock.now, _unverified), source.line.new_waiter()
 
         def heard(message: Message) -> None:
             if not isinstance(message, FilesOffer) or offer.done():
@@ -187,7 +187,7 @@ class CheckpointAssembler:
 
         await stack.enter_async_context(receiver.attached(source, heard))
         connection.send(asked)
-        reply: FilesOffer = await source.line.landed(offer)
+        reply: FilesOffer = await source.line.wait_for(offer)
         if reply.reason:
             raise ProtocolError(f"{member.name} cannot send the files of part {asked.stage}: {shortened(reply.reason)}")
         meta, files = offered_untrusted(reply.manifest, asked)
@@ -358,7 +358,7 @@ class FileSender:
                 raise StorageError(f"bytes {asked.start} to {asked.stop} of {asked.name[:80]!r} were not offered")
             return await self._thread.submit(partial(self._disk.read_range, path, asked.start, asked.stop))
 
-        async with line.alive():
+        async with line.keep_alive():
             async for message in line.messages():
                 match message:
                     case FilesRequest() if message.job == job:
@@ -377,7 +377,7 @@ class FileSender:
         try:
             manifest = await self._thread.submit(lambda: self._found(offered, asked, stage))
             if manifest is None:
-                await unless_closed(connection, self._saving(asked.job, stage, asked.step, asked.lineage))
+                await wait_unless_closed(connection, self._saving(asked.job, stage, asked.step, asked.lineage))
                 manifest = await self._thread.submit(lambda: self._found(offered, asked, stage))
         except StorageError as problem:
             return FilesOffer(b"", shortened(problem.message))

@@ -265,10 +265,10 @@ class ForwardRequests:
         if stage is None:
             if work.encoding != IDS or not 0 < work.count <= CHUNK:
                 raise ProtocolError(f"a request of session {work.session[:64]!r}, which is not open here")
-            await line.bulk(ID_BYTES * work.count, stream=CHAIN_STREAM)
+            await line.receive_bulk(ID_BYTES * work.count, stream=CHAIN_STREAM)
             return
         size_bytes = stage.core.payload_bytes_untrusted(work)
-        payload = await line.bulk(size_bytes, stream=CHAIN_STREAM)
+        payload = await line.receive_bulk(size_bytes, stream=CHAIN_STREAM)
         if stage.core.admit(work, payload):
             self._turns.add(stage)
             self._wake.set()
@@ -280,7 +280,7 @@ class ForwardRequests:
         stage.incoming = connection
         core = stage.core
         line = Line(connection, core.asked.silence_s)
-        async with line.alive():
+        async with line.keep_alive():
             async for message in line.messages():
                 if not isinstance(message, ForwardRequest) or message.session != core.id:
                     raise ProtocolError(f"unexpected message {type(message).__name__}, or a request of another session")

@@ -36,7 +36,7 @@ from p2ptrain.core.training import Blob
 from ring.job_member import JobMember
 from ring.view import View
 from roles.engine import WHOLE, Engine, Stage
-from roles.line import Line, unless_closed
+from roles.line import Line, wait_unless_closed
 from roles.snapshots import Snapshot, Snapshots
 from roles.worker.context import Context
 from roles.worker.transfer import TransferPiece, send_range
@@ -297,11 +297,11 @@ class HealSource:
             recipient.send(
                 Refuse(RefusalCode.BUSY, f"this member already serves {self.followers} workers beside its ring")
             )
-            await line.sent()
+            await line.wait_sent()
             return
         self._recipients.add(recipient)
         try:
-            async with line.alive():
+            async with line.keep_alive():
                 await self._serve(recipient, request, engine)
         except ConnectionLost:
             pass  # the recipient closes the connection when it has enough
@@ -325,7 +325,7 @@ class HealSource:
                 await self._offer_outside(recipient, request, engine)
         except Refused as refused:
             recipient.send(Refuse(refused.code, refused.message))
-            await recipient.line.sent()
+            await recipient.line.wait_sent()
             return
         async for message in recipient.line.messages():
             if not isinstance(message, RangeRequest):
@@ -352,7 +352,7 @@ class HealSource:
         recipient.sent_bytes += await send_range(recipient.line, asked, read, most_bytes=most_bytes)
 
     async def _turn_of(self, recipient: Recipient) -> None:
-        await unless_closed(recipient.line.connection, self._turn.wait())
+        await wait_unless_closed(recipient.line.connection, self._turn.wait())
         if recipient.line.connection.closed.is_set():
             raise ConnectionLost("the receiver closed the connection")
 

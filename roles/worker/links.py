@@ -23,7 +23,7 @@ from typing import Annotated, Any
 from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError
 from ring.planning.measurements import LinkQuality
 from ring.planning.ring_plan import NEAR_RTT_S
-from roles.line import unless_closed
+from roles.line import wait_unless_closed
 from roles.worker.context import PeerContext
 from roles.worker.stage_requests import PeerAddress
 from wire.connection import Connection
@@ -92,7 +92,7 @@ class ProbeResponder:
                 raise ProtocolError("a push must consist of probe.sink requests, each with a valid stream")
             arrived.clear()
             connection.post(into, generation=0, stream=stream, done=arrived.set)
-            if not await unless_closed(connection, arrived.wait(), QUIET_S):
+            if not await wait_unless_closed(connection, arrived.wait(), QUIET_S):
                 connection.abort()  # so that nothing lands in this memory later
                 return
             connection.send(Response(request.id))

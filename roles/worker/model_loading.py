@@ -82,7 +82,7 @@ async def give(
     async def read(asked: RangeRequest) -> bytearray:
         return await disk.submit(partial(model.read, asked.name, asked.start, asked.stop))
 
-    async with line.alive():
+    async with line.keep_alive():
         async for message in line.messages():
             match message:
                 case TensorsRequest() if not is_open():
@@ -162,9 +162,9 @@ class ModelReceiver:
     async def _table_of(self, source: Source, config: str) -> dict[str, TensorRecord]:
         recipient = TableReceiver()
         while not recipient.complete:
-            waiting = self._pages[source.id] = source.line.pending()
+            waiting = self._pages[source.id] = source.line.new_waiter()
             source.line.connection.send(TensorsRequest(self._model, len(recipient.records)))
-            page = await source.line.landed(waiting)
+            page = await source.line.wait_for(waiting)
             if page.error:
                 raise ProtocolError(shortened(page.error))
             recipient.take_untrusted(page)

@@ -46,7 +46,7 @@ from roles.worker.stage_requests import (
     request_untrusted,
 )
 from wire.chain_messages import UNKNOWN_SESSION, ForwardRequest, HeldPart, PartLoading, PartsHeld
-from wire.client import answer_to
+from wire.client import answer_request
 from wire.connection import Connection
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
 
@@ -177,7 +177,7 @@ class Stages:
         client = _Client(Line(connection, QUIET_S, beat_s=BEAT_S), hello.peer_id)
         self._clients.add(client)
         try:
-            async with client.line.alive():
+            async with client.line.keep_alive():
                 async for message in client.line.messages():
                     await self._take(client, message)
         except NetworkError:
@@ -207,7 +207,7 @@ class Stages:
                 raise ProtocolError(f"unexpected message {type(message).__name__} from a client")
 
     async def _answer(self, client: _Client, request: Request) -> None:
-        client.send(await answer_to(request, self._requested(client, request.method, request.params)))
+        client.send(await answer_request(request, self._requested(client, request.method, request.params)))
 
     async def _requested(self, client: _Client, method: str, params: dict[str, Any]) -> dict[str, Any]:
         if method == "part.offer":

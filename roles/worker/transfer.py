@@ -271,7 +271,7 @@ class Receiver:
         self.sources[source.id] = source
         connection, problem = source.line.connection, "it closed the connection"
         try:
-            async with source.line.alive():
+            async with source.line.keep_alive():
                 async for message in source.line.messages():
                     if isinstance(message, RangeGone):
                         self.dropped_untrusted(source, message)
@@ -407,5 +407,5 @@ async def send_range(
         line.connection.send(RangeGone(asked.stream, shortened(problem.message)))
         return 0
     line.connection.send_bulk(memoryview(data), generation=0, stream=asked.stream)
-    await line.sent()  # waits for a slow receiver, as long as it accepts something
+    await line.wait_sent()  # waits for a slow receiver, as long as it accepts something
     return size

@@ -19,9 +19,8 @@ from ring.token import Flag
 from ring.view import View
 from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Stage
-from roles.identity import Identity
-from roles.member import MemberOptions, MemberProcess
-from roles.seed_link import HeartbeatStats, Notify
+from roles.member import Identity, MemberOptions, MemberProcess
+from roles.seed_link import Notify
 from roles.strategies import strategy_of
 from roles.strategies.strategy import Factory
 from roles.worker.checkpoint_assembler import FileSender, checkpoints_dir
@@ -31,11 +30,11 @@ from roles.worker.job_state import JobFiles, RestorePoint
 from roles.worker.links import Prober, ProbeResponder
 from roles.worker.runner import JobRunner
 from roles.worker.stages import PURPOSES, Holding, Stages
-from wire.client import answer_to
+from wire.client import answer_request
 from wire.connection import Connection
 from wire.enrol import RunMembership
 from wire.job_messages import LEAVE, MAX_STAGES, Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
-from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Scalar, Welcome
+from wire.messages import Heartbeat, Hello, Message, RefusalCode, Refuse, Request, Scalar, Welcome
 from wire.schema import Bound, Count, Id, instance_untrusted
 
 SAVE_S = 60.0  # how long a leaving worker may take to save a state that no other worker keeps
@@ -171,7 +170,7 @@ class Worker(MemberProcess):
     def _continuing_work(self) -> str:
         return "training goes on" if self._runner and self._runner.core.running else ""
 
-    def _pulse(self) -> HeartbeatStats:
+    def _pulse(self) -> Heartbeat:
         runner, stats = self._runner, self._machine_stats()
         bytes_in, bytes_out = runner.connections.totals() if runner else (0, 0)
         if self._flops is not None:
@@ -181,12 +180,12 @@ class Worker(MemberProcess):
         stats["out_bps"] = 8 * self.gauges.rate("out", bytes_out)
         stats["sent_bytes"] = float(bytes_out)
         if runner is None:
-            return HeartbeatStats(0, 0, "idle", stats)
+            return Heartbeat(0, 0, 0, "idle", stats)
         stats["tokens_per_s"] = self.gauges.rate("tokens", runner.state.tokens)
         stats.update(runner.state.reports.clock.last_ms)
         stats.update(runner.activities.figures())
         state = "following" if runner.follower.active else _SHOWN.get(runner.core.phase, "training")
-        return HeartbeatStats(runner.state.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
+        return Heartbeat(0, runner.state.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
 
     def _seed_up(self, welcome: Welcome) -> None:
         self._beats = (welcome.heartbeat_s, welcome.death_s)
@@ -271,7 +270,7 @@ class Worker(MemberProcess):
         self._job_task = self._tasks.create_task(self._runner.run(), name=f"job {message.job}")
 
     async def _answer(self, request: Request) -> None:
-        self._link.send(await answer_to(request, self._requested(request)))
+        self._link.send(await answer_request(request, self._requested(request)))
 
     async def _requested(self, request: Request) -> dict[str, Any]:
         if request.method == "links.measure":

@@ -176,12 +176,12 @@ class Liar:
     async def _serve(self, connection: Connection, hello: Hello) -> None:
         line = Line(connection, 600.0, beat_s=0.5)
         verified: dict[int, int] = {}  # by stream
-        async with line.alive():
+        async with line.keep_alive():
             while True:
-                frame = await line.frame()
+                frame = await line.receive()
                 match frame.message:
                     case DraftOpen() as opening:
-                        await line.bulk(4 * opening.count, stream=frame.stream)
+                        await line.receive_bulk(4 * opening.count, stream=frame.stream)
                         self.openings += 1
                         verified[frame.stream] = opening.count
                         if self.takes_in(frame.stream):

@@ -20,8 +20,7 @@ from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.stand_in import StandInEngine, strategy_of_stand_ins
 from roles.engine import Engine, Stage
-from roles.identity import Identity, claim
-from roles.member import MemberOptions, ServingMember
+from roles.member import Identity, MemberOptions, ServingMember, claim
 from roles.seed.run import run_seed
 from roles.seed.server import Seed
 from roles.strategies.strategy import Factory

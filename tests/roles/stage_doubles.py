@@ -132,16 +132,16 @@ class TestClient:
             return await self.heard.get()
 
     async def listen(self, line: Line) -> None:
-        async with line.alive():
+        async with line.keep_alive():
             async for message in line.messages():
                 if isinstance(message, Response):
-                    self._calls.answered(message)
+                    self._calls.resolve(message)
                 elif isinstance(message, PartLoading):
                     self.progress.append(message)
                 else:
                     assert isinstance(message, Sampled | ChainBroken), message
                     self.heard.put_nowait(message)
-        self._calls.lost("it")
+        self._calls.fail_all("it")
 
 
 @asynccontextmanager
@@ -165,7 +165,7 @@ async def _listening(client: TestClient, silence_s: float) -> None:
     try:
         await client.listen(Line(client.connection, silence_s))
     except P2PTrainError as problem:
-        client._calls.lost(problem.message)
+        client._calls.fail_all(problem.message)
 
 
 def model_at(directory: Path, cache: Path) -> ModelDirectory:

@@ -266,7 +266,7 @@ class Verifier:
                 yield await self.next()
 
     async def next(self) -> tuple[int, Message]:
-        frame = await self.line.frame()
+        frame = await self.line.receive()
         return frame.stream, frame.message
 
 
@@ -276,7 +276,7 @@ async def verifier_of(network: Any, host: str = "d", name: str = "v") -> AsyncIt
     connection, _ = await dial(network.at(name), host, PORT, hello, timeout_s=5)
     verifier = Verifier(connection)
     try:
-        async with verifier.line.alive():
+        async with verifier.line.keep_alive():
             yield verifier
     finally:
         connection.abort()

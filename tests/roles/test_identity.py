@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import UserError
-from roles.identity import claim
+from roles.member import claim
 
 
 def test_a_second_worker_takes_the_next_slot_and_a_restarted_one_its_own(tmp_path: Path) -> None:

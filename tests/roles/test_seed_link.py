@@ -16,7 +16,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.seed_link import HeartbeatStats, KnownSeeds, SeedLink, WaitS, may_pass, no_wait
+from roles.seed_link import KnownSeeds, SeedLink, WaitS, may_pass, no_wait
 from wire.connection import Connection
 from wire.handshake import PeerServer, local_hello, local_welcome, serve
 from wire.job_messages import SaveNow, StepMetrics
@@ -116,7 +116,7 @@ async def linked(seed: FakeSeed, wait_s: WaitS = no_wait) -> AsyncIterator[Linke
         seeds=KnownSeeds([("seed", 1)], {}, lambda: None),
         wait_s=wait_s,
         hello=lambda: local_hello(peer_id="w", name="w", roles=["worker"], purpose="peer", port=5),
-        pulse=lambda: HeartbeatStats(1, 2, "training", {}),
+        pulse=lambda: Heartbeat(0, 1, 2, "training", {}),
         on_message=heard,
         on_up=lambda welcome: None,
         on_down=downs.put,
@@ -264,10 +264,8 @@ def test_who_was_evicted_is_told_so_and_does_not_search() -> None:
     run_virtual(scenario())
 
 
-@pytest.mark.parametrize(("away_s", "found_s"), [(1.0, 1.5), (20.0, 1.5), (40.0, 3.1), (3600.0, 7.5)])
-def test_a_seed_that_comes_back_is_found_soon_and_after_a_long_while_not_much_later(
-    away_s: float, found_s: float
-) -> None:
+@pytest.mark.parametrize("away_s", [1.0, 40.0, 3600.0])
+def test_seed_that_comes_back_is_found_within_a_second_and_a_half(away_s: float) -> None:
     async def scenario(drawn: int) -> None:
         seed = FakeSeed(world(drawn))
         await seed.start()
@@ -281,7 +279,7 @@ def test_a_seed_that_comes_back_is_found_soon_and_after_a_long_while_not_much_la
             await again.start()
             await again.until(1, Heartbeat)
             # The first beat of the new link comes after one interval.
-            assert asyncio.get_running_loop().time() - began < found_s + 1.1
+            assert asyncio.get_running_loop().time() - began < 1.5 + 1.1
         await again.stop()
 
     for drawn in range(8):

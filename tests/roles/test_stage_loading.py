@@ -275,7 +275,7 @@ LIARS: dict[str, tuple[SendReport, str]] = {
         "the file changed",
     ),
     "dies": (on_bytes(lambda connection, data, stream: connection.abort()), "closed|broke|reset"),
-    "silent": (on_bytes(lambda connection, data, stream: None), "sent nothing"),
+    "silent": (on_bytes(lambda connection, data, stream: None), "was silent"),
     "nonsense": (on_bytes(lambda connection, data, stream: connection.send(TensorsRequest("x", 0))), "TensorsRequest"),
 }
 
@@ -324,7 +324,7 @@ async def slow_sender(
     connection, _ = await dial(network.at(peer_id), "w0", PORT, hello, timeout_s=5)
 
     async def answer() -> None:
-        async with Line(connection).alive():
+        async with Line(connection).keep_alive():
             while True:
                 asked = (await connection.receive(timeout_s=1000)).message
                 if isinstance(asked, RangeRequest):

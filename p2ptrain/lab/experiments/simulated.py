@@ -28,8 +28,7 @@ from p2ptrain.lab.sim.cluster import SimClock
 from p2ptrain.lab.sim.machine import MachineDisk, Process
 from p2ptrain.lab.stand_in import StandInEngine
 from roles.engine import Stage
-from roles.identity import claim
-from roles.member import MemberOptions
+from roles.member import MemberOptions, claim
 from roles.seed.run import run_seed
 from roles.worker.worker import Worker
 from wire.client import SeedClient

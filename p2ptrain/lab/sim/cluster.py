@@ -32,8 +32,7 @@ from ring.job_member import JobMember, MemberPhase
 from ring.planning.workloads import ModelShape
 from roles.engine import Engine, Stage
 from roles.gauges import Gauges
-from roles.identity import claim
-from roles.member import MemberOptions
+from roles.member import MemberOptions, claim
 from roles.seed import ledger
 from roles.seed.run import COPY_NAME, restore, run_seed, write_copy
 from roles.worker.worker import Worker

@@ -198,10 +198,10 @@ def test_a_slow_reader_gets_its_text_and_delays_no_other(tmp_path: Path, monkeyp
             slow.send(ask, stream=1)
             slow.send_bulk(memoryview(data), generation=0, stream=1)
             tokens, line = b"", Line(slow)
-            async with line.alive():  # it says so, and reads nothing yet
+            async with line.keep_alive():  # it says so, and reads nothing yet
                 assert (await _read_of(other, wish(300)))[1] == reference(PROMPT, 300)
                 assert len(there.target.runs) < 600
-                while not isinstance(message := await line.receive(), wire.Written):
+                while not isinstance(message := (await line.receive()).message, wire.Written):
                     if isinstance(message, wire.Piece):
                         tokens += message.tokens
             assert len(tokens) == 4 * 400
