@@ -2,8 +2,8 @@
 
 Peers report single parts; this module finds which of them form a chain. A chain is a path over the layers of a model
 with the fewest layers that no part holds, then the fewest idle parts, then the fewest stages (a shortest path over the
-places where parts begin and end). Of equal parts that are not idle, the one to which the previous stage sends is taken,
-else the busier one. The remaining parts form further chains if these are complete; else they are *beside*: in no chain.
+places where parts begin and end). Of equal parts the one to which the previous stage sends is taken, else the busier.
+The remaining parts form further chains if these are complete; else they are *beside*: in no chain.
 The panel shows each chain as a table of its stages.
 """
 
@@ -37,7 +37,6 @@ class ShownChain:
         number: index among the chains of this model.
         stages: parts and gaps in the order of their layers; each begins where the previous one stops.
         unchained: on the model's last chain, the parts that are in no chain.
-        held: number of layers of the model that any peer holds.
         trains: it is the pipeline of a job; ``model`` is the job's id.
     """
 
@@ -47,7 +46,6 @@ class ShownChain:
     number: int
     stages: tuple[PartInfo | Gap, ...]
     unchained: tuple[PartInfo, ...]
-    held: int
     trains: bool = False
 
     @property
@@ -89,78 +87,53 @@ def chains_of(parts: Iterable[PartInfo], jobs: Mapping[str, str] | None = None) 
     """All chains, by the names of their models; the busiest of a model first. ``jobs``: job id → name for its
     chains."""
     models: dict[tuple[str, str, int], list[PartInfo]] = defaultdict(list)
-    for part in parts:
+    for part in sorted(parts, key=lambda part: (part.start, part.stop, part.peer_name, part.id)):
         models[(jobs or {}).get(part.model, part.name), part.model, part.layers].append(part)
     return [chain for key in sorted(models) for chain in _chains(*key, models[key], key[1] in (jobs or {}))]
 
 
 def _chains(name: str, model: str, layers: int, parts: list[PartInfo], trains: bool) -> list[ShownChain]:
-    left = {part.id: part for part in parts}
-    held = _union(parts)
-    ways: list[tuple[PartInfo | Gap, ...]] = []
-    while left and len(ways) < MAX_CHAINS:
-        stages = _best_way(list(left.values()), layers)
+    ways: list[list[PartInfo | Gap]] = []
+    while parts and len(ways) < MAX_CHAINS:
+        stages = _best_way(parts, layers)
         if ways and any(isinstance(stage, Gap) for stage in stages):
             break
         ways.append(stages)
-        for stage in stages:
-            if isinstance(stage, PartInfo):
-                del left[stage.id]
-    unchained = tuple(sorted(left.values(), key=lambda part: (part.start, part.stop, part.peer_name, part.id)))
+        parts = [part for part in parts if part not in stages]
     return [
-        ShownChain(model, name, layers, number, stages, unchained if number == len(ways) - 1 else (), held, trains)
-        for number, stages in enumerate(ways)
+        ShownChain(model, name, layers, number, tuple(way), tuple(parts) if number == len(ways) - 1 else (), trains)
+        for number, way in enumerate(ways)
     ]
 
 
-def _union(parts: Sequence[PartInfo]) -> int:
-    total, reached = 0, 0
-    for part in sorted(parts, key=lambda part: part.start):
-        total += max(0, part.stop - max(part.start, reached))
-        reached = max(reached, part.stop)
-    return total
-
-
-def _idle(part: PartInfo) -> bool:
-    return not part.sessions and not part.tokens_per_s and not part.busy
-
-
-def _best_way(parts: Sequence[PartInfo], layers: int) -> tuple[PartInfo | Gap, ...]:
-    """The path from layer 0 to ``layers`` with the least (missing layers, idle parts, stages)."""
-    choices: dict[tuple[int, int], list[PartInfo]] = defaultdict(list)
-    for part in parts:
-        choices[part.start, part.stop].append(part)
-    places = sorted({0, layers, *(place for ends in choices for place in ends)})
-    edges: dict[int, list[tuple[tuple[int, int, int], int, bool]]] = defaultdict(list)  # from → (cost, to, a gap)
-    for start, stop in pairwise(places):
-        edges[start].append(((stop - start, 0, 0), stop, True))
-    for (start, stop), same in choices.items():
-        edges[start].append(((0, int(all(map(_idle, same))), 1), stop, False))
-    # to → (cost, steps of the path: from, to, a gap)
-    reached: dict[int, tuple[tuple[int, int, int], list[tuple[int, int, bool]]]] = {0: ((0, 0, 0), [])}
-    for place in places:  # in order: every edge leads to a later place
-        (missing, idle, stages), steps = reached[place]
-        for (more_missing, more_idle, more_stages), stop, gap in edges[place]:
-            cost = (missing + more_missing, idle + more_idle, stages + more_stages)
-            if stop not in reached or cost < reached[stop][0]:
-                reached[stop] = cost, [*steps, (place, stop, gap)]
-    way: list[PartInfo | Gap] = []
-    for start, stop, gap in reached[layers][1]:
+def _best_way(parts: Sequence[PartInfo], layers: int) -> list[PartInfo | Gap]:
+    """The path from layer 0 to ``layers`` with the least costs: see ``_costs``."""
+    places = sorted({0, layers, *(place for part in parts for place in (part.start, part.stop))})
+    best: dict[int, tuple[list[float], list[PartInfo | Gap]]] = {0: ([0.0] * 6, [])}  # place → costs up to it, path
+    for place, following in pairwise(places):  # in order: every step leads to a later place
+        costs, way = best[place]
         before = way[-1] if way else None
-        if not gap:
-            way.append(_preferred(choices[start, stop], before.next if isinstance(before, PartInfo) else ""))
-            continue
         # Between neighbouring places a part has all layers or none.
-        held = any(part.start <= start and stop <= part.stop for part in parts)
-        if isinstance(before, Gap) and before.held == held:
-            way[-1] = Gap(before.start, stop, held)
+        gap = Gap(place, following, any(part.start <= place and following <= part.stop for part in parts))
+        steps: list[PartInfo | Gap] = [part for part in parts if part.start == place]
+        for step in [gap, *steps]:
+            total = [known + more for known, more in zip(costs, _costs(before, step), strict=True)]
+            if step.stop not in best or total < best[step.stop][0]:
+                best[step.stop] = total, [*way, step]
+    joined: list[PartInfo | Gap] = []
+    for stage in best[layers][1]:
+        before = joined[-1] if joined else None
+        if isinstance(stage, Gap) and isinstance(before, Gap) and before.held == stage.held:
+            joined[-1] = Gap(before.start, stage.stop, stage.held)
         else:
-            way.append(Gap(start, stop, held))
-    return tuple(way)
+            joined.append(stage)
+    return joined
 
 
-def _preferred(same: Sequence[PartInfo], peer: str) -> PartInfo:
-    def rank(part: PartInfo) -> tuple[bool, bool, int, float, str, str]:
-        return (_idle(part), part.peer != peer, -part.sessions, -part.tokens_per_s, part.peer_name, part.id)
-
-    return min(same, key=rank)
+def _costs(before: PartInfo | Gap | None, step: PartInfo | Gap) -> tuple[float, ...]:
+    """What a step adds, the weightiest first: missing layers, idle parts, stages, and what tells equal parts apart."""
+    if isinstance(step, Gap):
+        return (step.stop - step.start, 0, 0, 0, 0, 0)
+    is_idle = not step.sessions and not step.tokens_per_s and not step.busy
+    is_linked = isinstance(before, PartInfo) and before.next == step.peer
+    return (0, is_idle, 1, not is_linked, -step.sessions, -step.tokens_per_s)

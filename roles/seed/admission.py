@@ -20,7 +20,7 @@ from p2ptrain.core.world import Clock, World
 from ring.detector import beat_defaults
 from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, MAX_USES, ROLES, Authority, TicketRecord
 from roles.seed.overview import SeedIdentity
-from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, check_hello, clipped, send_if_open
+from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, check_hello, send_if_open
 from wire.address import (
     NONCE_BYTES,
     Ticket,
@@ -36,6 +36,10 @@ from wire.handshake import HANDSHAKE_TIMEOUT_S, PERMITTED, dial, local_hello, lo
 from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, Hello, RefusalCode, Refuse, Welcome
 from wire.transport import is_out_of_files
 
+MAX_PEERS = 1024
+DIAL_BACK_S = 10.0
+"""For a peer that the seed dials back. It may be loading torch on a slow machine."""
+MAX_OPERATORS = 64
 MAX_HOST_CHARS = 255
 SHORTEST_TICKET_S = 1.0
 
@@ -45,7 +49,7 @@ class EnrolmentPolicy:
 
     Args:
         authority: None on a plain seed.
-        host: address of this machine that others reach, for tickets. ``opened`` sets the port.
+        host: address of this machine that others reach, for tickets. ``open_at`` sets the port.
         note: adds (level, kind, text) to the event log. It never gets a secret.
     """
 
@@ -59,7 +63,7 @@ class EnrolmentPolicy:
     def encrypted(self) -> bool:
         return self._authority is not None
 
-    async def opened(self, address: tuple[str, int]) -> Ticket | None:
+    async def open_at(self, address: tuple[str, int]) -> Ticket | None:
         """Write the local tickets, now that the seed listens on ``address``. Raises ``StorageError``.
 
         Returns the ticket to show; None on a plain seed.
@@ -67,10 +71,10 @@ class EnrolmentPolicy:
         if self._authority is None:
             return None
         self._local_host, self._port = to_dial(address[0]), address[1]
-        record = await self._tickets_of_the_start(self._authority)
+        record = await self._make_start_tickets(self._authority)
         return self._authority.ticket(record, self._port)
 
-    async def _tickets_of_the_start(self, authority: Authority) -> TicketRecord:
+    async def _make_start_tickets(self, authority: Authority) -> TicketRecord:
         now = self._clock.wall()
         await authority.write_local_tickets(host=self._local_host, port=self._port, now=now)
         return await authority.first_ticket(host=self.host, now=now)
@@ -85,14 +89,14 @@ class EnrolmentPolicy:
 
     async def evict(self, peer_id: str, name: str) -> None:
         """Refuse that peer's certificates from now on. Raises ``Refused``, ``StorageError``."""
-        await self._of_the_run("evicting a peer").evict(peer_id, name)
+        await self._authority_for("evicting a peer").change(lambda records: records.evict(peer_id, name))
         self._note("warning", "evicted", f"an operator evicted {name} ({peer_id})")
 
     # -------------------------------------------------------------------------------------------------------- enrolment
 
     async def enrol(self, connection: Connection, hello: Hello) -> None:
         """Enrol a peer within ``HANDSHAKE_TIMEOUT_S``. Refusals are sent to it, and raised as ``P2PTrainError``."""
-        authority = self._of_the_run("enrolment")
+        authority = self._authority_for("enrolment")
         nonce = secrets.token_bytes(NONCE_BYTES)
         connection.send(EnrolOffer(authority.ca_der, nonce))
         try:
@@ -126,8 +130,8 @@ class EnrolmentPolicy:
         connection.send(EnrolGranted(certificate_der))
 
     async def renew(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
-        """Renew the certificate that opened this connection. Raises ``Refused``, ``ProtocolError``."""
-        authority, identity = self._of_the_run("renewing a certificate"), connection.ends.identity
+        """Renew the certificate that open_at this connection. Raises ``Refused``, ``ProtocolError``."""
+        authority, identity = self._authority_for("renewing a certificate"), connection.ends.identity
         if identity is None:
             raise Refused("no-certificate", "this connection has no certificate that could be renewed")
         try:
@@ -140,7 +144,7 @@ class EnrolmentPolicy:
     # ---------------------------------------------------------------------------------------- what operators may ask
 
     async def tickets_new(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
-        authority = self._of_the_run("a ticket")
+        authority = self._authority_for("a ticket")
         role = next((known for known in ROLES if known == params.get("role", ROLES[0])), None)
         if role is None:
             raise Refused("bad-parameter", f"role must be one of {', '.join(ROLES)}")
@@ -151,48 +155,48 @@ class EnrolmentPolicy:
         uses = params.get("uses")
         if uses is not None and (type(uses) is not int or not 1 <= uses <= MAX_USES):
             raise Refused("bad-parameter", f"a ticket is for 1 to {MAX_USES} uses", remedy="choose another --uses")
-        host, now = _checked_host(params.get("host") or self.host), self._clock.wall()
+        host, now = _check_host(params.get("host") or self.host), self._clock.wall()
         record = await authority.new_ticket(role, host=host, now=now, expires_s=float(expires_s), uses=uses)
         self._note("info", "ticket", f"an operator made ticket {record.id}, role {role}")
-        return self._shown(authority, record)
+        return self._ticket_answer(authority, record)
 
     async def tickets_list(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
         now = self._clock.wall()
-        records = self._of_the_run("a ticket").records.pruned(now)
+        records = self._authority_for("a ticket").records.pruned(now)
         return {"tickets": [record.to_map(now) for record in records.tickets.values()]}
 
     async def tickets_revoke(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
-        authority, begun = self._of_the_run("a ticket"), params.get("id")
+        authority, begun = self._authority_for("a ticket"), params.get("id")
         found = [known for known in authority.records.tickets if isinstance(begun, str) and known.startswith(begun)]
         if not begun or len(found) != 1:
             text = f"{len(found) or 'no'} tickets begin with {str(begun)[:40]!r}"
             raise Refused("unknown-ticket", text, remedy="see p2ptrain ticket list")
-        await authority.revoke(found[0], self._clock.wall())
+        await authority.change(lambda records: records.revoke(found[0], self._clock.wall()))
         self._note("warning", "ticket", f"an operator revoked ticket {found[0]} and its certificates")
         record = authority.records.ticket(found[0])
         if record.kind == "local":  # programs of this machine need a new one
-            await self._tickets_of_the_start(authority)
+            await self._make_start_tickets(authority)
         return {"ticket": record.to_map(self._clock.wall())}
 
     async def tickets_rotate(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
         """Close all open tickets and make new ones to show and for this machine. Members stay."""
-        authority = self._of_the_run("a ticket")
-        await authority.rotate(self._clock.wall())
+        authority = self._authority_for("a ticket")
+        await authority.change(lambda records: records.rotate(self._clock.wall()))
         self._note("warning", "ticket", "an operator replaced all tickets; members stay")
-        return self._shown(authority, await self._tickets_of_the_start(authority))
+        return self._ticket_answer(authority, await self._make_start_tickets(authority))
 
-    def _shown(self, authority: Authority, record: TicketRecord) -> dict[str, Any]:
+    def _ticket_answer(self, authority: Authority, record: TicketRecord) -> dict[str, Any]:
         """The answer to the operator who requested a ticket. Only here a secret leaves the seed over the network."""
         return {"ticket": record.to_map(self._clock.wall()), "text": str(authority.ticket(record, self._port))}
 
-    def _of_the_run(self, what: str) -> Authority:
+    def _authority_for(self, what: str) -> Authority:
         if self._authority is None:
             text = f"{what} requires an encrypted cluster; this seed uses plain TCP on the loopback"
             raise Refused(RefusalCode.NOT_ENCRYPTED, text, remedy="start the seed with --tls, or with --host")
         return self._authority
 
 
-def _checked_host(host: object) -> str:
+def _check_host(host: object) -> str:
     try:
         if isinstance(host, str) and len(host) <= MAX_HOST_CHARS:
             return parse_address(format_address(host, 1))[0]
@@ -201,17 +205,8 @@ def _checked_host(host: object) -> str:
     raise Refused("bad-parameter", "host is not a valid address", remedy="choose another --host")
 
 
-MAX_PEERS = 1024
-DIAL_BACK_S = 10.0
-"""For a peer that the seed dials back. It may be loading torch on a slow machine."""
-MAX_OPERATORS = 64
-
-
 class Acceptor:
     """Answers every ``Hello`` with a welcome or a refusal. ``Seed`` serves the admitted peers.
-
-    Args:
-        alarm: tells (kind, text) to the person at this machine.
 
     Attributes:
         host: the address on which the seed listens.
@@ -219,21 +214,12 @@ class Acceptor:
         operators: the connection of each operator → its software.
     """
 
-    def __init__(
-        self,
-        identity: SeedIdentity,
-        world: World,
-        enrolment: EnrolmentPolicy,
-        peers: PeerTable,
-        alarm: Callable[[str, str], None],
-    ) -> None:
+    def __init__(self, identity: SeedIdentity, world: World, enrolment: EnrolmentPolicy, peers: PeerTable) -> None:
         self.closed = False
         self.host = "127.0.0.1"
         self.measured: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
         self.operators: dict[Connection, str] = {}
-        self._foreign_jobs: set[str] = set()  # those that people were warned of
         self._identity, self._world, self._enrolment, self._peers = identity, world, enrolment, peers
-        self._alarm = alarm
 
     async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         if self.closed:
@@ -261,8 +247,11 @@ class Acceptor:
         if hello.purpose == "peer" and (len(hello.roles) != 1 or hello.roles[0] not in PERMITTED["peer"]):
             text = "a peer must have one role: worker, verifier or drafter"
             return Refuse(RefusalCode.ROLE, text, "set the role with p2ptrain join --role")
-        if hello.job and hello.cluster not in ("", self._identity.cluster_id):
-            return self._refuse_foreign(hello)
+        if hello.job and hello.cluster not in ("", self._identity.cluster_id):  # here its job would be over
+            name, job, cluster = hello.name[:NAME_CHARS], hello.job[:64], hello.cluster[:64]
+            text = f"{name} works on job {job} of cluster {cluster}, whose records are not here"
+            remedy = "restore them (p2ptrain seed --restore DIR), or stop the worker and join again to give the job up"
+            return Refuse(RefusalCode.UNKNOWN_JOB, text, remedy)
         host = hello.host or connection.ends.remote[0]
         old = self._peers.connected.get(hello.peer_id)
         if old is not None and not self._is_replaced(old, host, hello.port):
@@ -276,50 +265,30 @@ class Acceptor:
             return Refuse(RefusalCode.FULL, f"{MAX_PEERS} peers are connected, the limit", "start another seed")
         began = self._world.clock.now()
         try:
-            await self.dial_back(host, hello.port, hello.peer_id)
+            await self._dial_back(host, hello.port, hello.peer_id)
         except P2PTrainError as problem:
-            return self._refuse_unreached(problem, hello.port)
+            return refuse_unreached(problem, hello.port)
         rtt_ms = (self._world.clock.now() - began) / 2 * 1e3  # TCP's handshake is one round trip, ours another
         if (least_s := connection.least_rtt_s) is not None:
             rtt_ms = min(rtt_ms, least_s * 1e3)  # the kernel answers in time, even while the worker loads libraries
         self.measured[connection] = rtt_ms
         return self._welcome(*beat_defaults(rtt_ms))
 
-    def _refuse_foreign(self, hello: Hello) -> Refuse:
-        """Refuse a worker that holds a job of another cluster: here the job would be over, and the worker drop it."""
-        name, job = hello.name[:NAME_CHARS], hello.job[:64]
-        text = f"{name} works on job {job} of cluster {hello.cluster[:64]}, whose records are not here"
-        remedy = "restore them (p2ptrain seed --restore DIR), or stop the worker and join again, which gives the job up"
-        if job not in self._foreign_jobs and len(self._foreign_jobs) < MAX_PEERS:
-            self._foreign_jobs.add(job)
-            self._alarm("foreign-job", clipped(f"{text}. The worker is refused, and trains on: {remedy}"))
-        return Refuse(RefusalCode.UNKNOWN_JOB, text, remedy)
-
     def _is_replaced(self, old: ConnectedPeer, host: str, port: int) -> bool:
         silent_s = self._world.clock.now() - old.connection.last_heard
         closed = old.connection.closed.is_set() or old.connection.close_cause is not None
         return closed or silent_s > 2 * old.detector.heartbeat_s or (old.host, old.port) == (host, port)
 
-    @staticmethod
-    def _refuse_unreached(problem: P2PTrainError, port: int) -> Refuse:
-        """The answer to a peer that was not reached back: it may try again if it, or this seed, is only busy."""
-        slow = isinstance(problem, Refused) and problem.code in (RefusalCode.BUSY, RefusalCode.TOO_SLOW)
-        if slow or isinstance(problem, DeadlineExceeded) or is_out_of_files(problem.__cause__):
-            text = f"the seed dialled this machine back: {problem.message}"
-            return Refuse(RefusalCode.TOO_SLOW, text, problem.remedy)
-        text = f"the seed cannot reach this machine back: {problem.message}"
-        return Refuse(RefusalCode.UNREACHABLE, text, how_to_open(port))
-
-    async def dial_back(self, host: str, port: int, peer_id: str) -> None:
+    async def _dial_back(self, host: str, port: int, peer_id: str) -> None:
         """Check that a peer can be reached. Raises ``P2PTrainError`` if it cannot."""
-        cluster_id = self._identity.cluster_id
+        identity = self._identity
         hello = local_hello(
-            peer_id=cluster_id,
-            name=self._identity.name,
+            peer_id=identity.cluster_id,
+            name=identity.name,
             roles=["seed"],
             purpose="probe",
-            cluster=cluster_id,
-            term=self._identity.term,
+            cluster=identity.cluster_id,
+            term=identity.term,
         )
         network = self._world.network
         connection, _ = await dial(network, host, port, hello, timeout_s=DIAL_BACK_S, expect_peer=peer_id)
@@ -335,3 +304,13 @@ class Acceptor:
             death_s=death_s,
             term=self._identity.term,
         )
+
+
+def refuse_unreached(problem: P2PTrainError, port: int) -> Refuse:
+    """The answer to a peer that was not reached back: it may try again if it, or this seed, is only busy."""
+    slow = isinstance(problem, Refused) and problem.code in (RefusalCode.BUSY, RefusalCode.TOO_SLOW)
+    if slow or isinstance(problem, DeadlineExceeded) or is_out_of_files(problem.__cause__):
+        text = f"the seed dialled this machine back: {problem.message}"
+        return Refuse(RefusalCode.TOO_SLOW, text, problem.remedy)
+    text = f"the seed cannot reach this machine back: {problem.message}"
+    return Refuse(RefusalCode.UNREACHABLE, text, how_to_open(port))

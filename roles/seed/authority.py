@@ -70,6 +70,14 @@ REMOVED_AFTER_S = 7 * 86_400.0
 """How long a ticket is kept after its end, so that a peer that tries it is told why it is refused."""
 ID_BYTES = 6
 SECRET_BYTES = 16
+FIRST_TICKET_S = 7 * 86_400.0
+"""Lifetime of the ticket shown at the start. Machines join within days; a ticket left in a chat must become useless."""
+LONGEST_TICKET_S = 366 * 86_400.0
+KEY_FILE, BOOK_FILE, CA_FILE = "ca.key", "tickets.json", "ca.pem"
+_MAX_BOOK_BYTES = 8 << 20
+_MAX_PEM_BYTES = 16 << 10
+_SERIAL_LEAD = b"\x01"  # no leading zero, so all serial numbers have the same length
+_SERIAL_RANDOM_BYTES = 8
 _VERSION = 1
 _CLOSED = {
     "revoked": (RefusalCode.TICKET_REVOKED, "was revoked together with its certificates"),
@@ -234,19 +242,18 @@ class AuthorityState:
         member = Member(ticket_id, key, not_after)
         return replace(kept, tickets={**kept.tickets, ticket_id: ticket}, members={**kept.members, peer_id: member})
 
-    def without_ticket(self, ticket_id: str, now: float) -> AuthorityState:
+    def revoke(self, ticket_id: str, now: float) -> AuthorityState:
         """Revoke a ticket. Raises ``Refused`` if it is unknown."""
         ticket = replace(self.ticket(ticket_id), closed_at=now, revoked=True)
         return replace(self, tickets={**self.tickets, ticket_id: ticket})
 
-    def rotated(self, now: float) -> AuthorityState:
-        closed = {
-            key: replace(item, closed_at=now) if item.state(now) == "open" else item
-            for key, item in self.tickets.items()
-        }
-        return replace(self, tickets=closed)
+    def rotate(self, now: float) -> AuthorityState:
+        """Close every open ticket. Members stay."""
+        open_tickets = [item for item in self.tickets.values() if item.state(now) == "open"]
+        closed = {item.id: replace(item, closed_at=now) for item in open_tickets}
+        return replace(self, tickets={**self.tickets, **closed})
 
-    def with_evicted(self, peer_id: str, name: str) -> AuthorityState:
+    def evict(self, peer_id: str, name: str) -> AuthorityState:
         """Evict a peer. Raises ``Refused`` if too many are evicted already."""
         if peer_id not in self.evicted and len(self.evicted) >= MAX_EVICTED:
             text = f"{MAX_EVICTED} peers are evicted already"
@@ -288,16 +295,6 @@ class AuthorityState:
         return cls({item.id: item for item in tickets}, members, evicted)
 
 
-FIRST_TICKET_S = 7 * 86_400.0
-"""Lifetime of the ticket shown at the start. Machines join within days; a ticket left in a chat must become useless."""
-LONGEST_TICKET_S = 366 * 86_400.0
-KEY_FILE, BOOK_FILE, CA_FILE = "ca.key", "tickets.json", "ca.pem"
-_MAX_BOOK_BYTES = 8 << 20
-_MAX_PEM_BYTES = 16 << 10
-_SERIAL_LEAD = b"\x01"  # no leading zero, so all serial numbers have the same length
-_SERIAL_RANDOM_BYTES = 8
-
-
 class Authority:
     """The authority, created by ``open``. ``now`` is always Unix seconds.
 
@@ -320,13 +317,12 @@ class Authority:
         """Open the authority in ``directory``, or create it. Blocking. Raises ``StorageError``."""
         disk.make_dir(directory)
         disk.set_mode(directory, 0o700)  # the directory may have existed before
-        if "ca.pem" not in disk.list_dir(directory):
+        if CA_FILE not in disk.list_dir(directory):
             key_pem, ca_pem = new_authority(f"p2ptrain {name}", now=now)
-            write_atomic(disk, directory / "ca.key", key_pem, private=True)
-            write_atomic(disk, directory / "ca.pem", ca_pem)  # last: if ca.pem exists, the key does too
-        key_pem = disk.read(directory / "ca.key", max_bytes=_MAX_PEM_BYTES)
-        ca_pem = disk.read(directory / "ca.pem", max_bytes=_MAX_PEM_BYTES)
-        records, path = AuthorityState(), directory / "tickets.json"
+            keep_files(disk, directory, {KEY_FILE: key_pem, CA_FILE: ca_pem})
+        key_pem = disk.read(directory / KEY_FILE, max_bytes=_MAX_PEM_BYTES)
+        ca_pem = disk.read(directory / CA_FILE, max_bytes=_MAX_PEM_BYTES)
+        records, path = AuthorityState(), directory / BOOK_FILE
         if path.name in disk.list_dir(directory):
             try:
                 records = AuthorityState.from_json(disk.read(path, max_bytes=_MAX_BOOK_BYTES))
@@ -354,10 +350,10 @@ class Authority:
         key_pem, csr_der = new_key_and_request(peer_id)
         _, key = request_of_untrusted(csr_der)
         certificate_der = self._sign(key, peer_id, "seed", bytes(ID_BYTES), now)
-        made = Credentials(self._directory / "self", self._ca_pem, pem_of(certificate_der), key_pem)
-        made.save(self._disk)
+        credentials = Credentials(self._directory / "self", self._ca_pem, pem_of(certificate_der), key_pem)
+        credentials.save(self._disk)
         self._own_id = peer_id
-        return made
+        return credentials
 
     def http_credentials(self, names: Collection[str], now: float) -> Path:
         """Make a certificate for the HTTPS server of these names; return the file with it and its key. Blocking.
@@ -365,8 +361,7 @@ class Authority:
         Raises ``StorageError``.
         """
         path = self._directory / "https.pem"
-        made = server_certificate(self._key_pem, self._ca_pem, names, now=now)
-        write_atomic(self._disk, path, made, private=True)
+        write_atomic(self._disk, path, server_certificate(self._key_pem, self._ca_pem, names, now=now), private=True)
         return path
 
     async def enrol(self, ticket_id: str, peer_id: str, csr_der: bytes, now: float) -> bytes:
@@ -380,9 +375,8 @@ class Authority:
         if peer_id == self._own_id:
             text = f"the peer id {peer_id} is the seed's own"
             raise Refused(RefusalCode.DUPLICATE_PEER, text, remedy="use another --state")
-        return await self._certify(
-            ticket_id, peer_id, csr_der, now, lambda records, key: records.judge_enrolment(ticket_id, peer_id, key, now)
-        )
+        judge = lambda records, key: records.judge_enrolment(ticket_id, peer_id, key, now)  # noqa: E731
+        return await self._certify(ticket_id, peer_id, csr_der, now, judge)
 
     async def renew(self, identity: PeerIdentity, csr_der: bytes, now: float) -> bytes:
         """Sign the next certificate (DER) of a member that has shown its present one. Raises as ``enrol``."""
@@ -394,13 +388,17 @@ class Authority:
     async def _certify(
         self, ticket_id: str, peer_id: str, csr_der: bytes, now: float, judge: Callable[[AuthorityState, str], object]
     ) -> bytes:
-        key, digest = _requested(csr_der, peer_id)
+        name, key = request_of_untrusted(csr_der)
+        if name != peer_id:
+            raise ProtocolError(f"peer {peer_id} requested a certificate for {name}")
+        form = serialization.PublicFormat.SubjectPublicKeyInfo
+        digest = hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
 
-        def member(records: AuthorityState) -> AuthorityState:
+        def add_member(records: AuthorityState) -> AuthorityState:
             judge(records, digest)  # here, because another peer may have used the ticket up meanwhile
             return records.with_member(ticket_id, peer_id, digest, now + CERTIFICATE_LIFETIME_S, now)
 
-        await self._change(member)
+        await self.change(add_member)
         return self._sign(key, peer_id, self.records.ticket(ticket_id).role, bytes.fromhex(ticket_id), now)
 
     def judge(self, identity: PeerIdentity) -> None:
@@ -433,7 +431,7 @@ class Authority:
             kind=kind,
             uses=uses,
         )
-        await self._change(lambda records: records.with_ticket(record, now))
+        await self.change(lambda records: records.with_ticket(record, now))
         return record
 
     async def first_ticket(self, *, host: str, now: float) -> TicketRecord:
@@ -454,28 +452,18 @@ class Authority:
             data = f"{ticket}\n".encode()
             await asyncio.to_thread(write_atomic, self._disk, path, data, private=True)
 
-    async def revoke(self, ticket_id: str, now: float) -> None:
-        """Raises ``Refused`` if there is no such ticket, ``StorageError``."""
-        await self._change(lambda records: records.without_ticket(ticket_id, now))
+    async def change(self, change: Callable[[AuthorityState], AuthorityState]) -> None:
+        """Replace ``records``, on the disk first. Raises what ``change`` raises, and ``StorageError``."""
 
-    async def rotate(self, now: float) -> None:
-        """Close every open ticket. Members stay. Raises ``StorageError``."""
-        await self._change(lambda records: records.rotated(now))
+        async def carry_out() -> None:
+            async with self._changing:
+                records = change(self.records)
+                path = self._directory / BOOK_FILE
+                await asyncio.to_thread(write_atomic, self._disk, path, records.to_json(), private=True)
+                self.records = records
 
-    async def evict(self, peer_id: str, name: str) -> None:
-        """Raises ``Refused``, ``StorageError``."""
-        await self._change(lambda records: records.with_evicted(peer_id, name))
-
-    async def _change(self, change: Callable[[AuthorityState], AuthorityState]) -> None:
-        task = asyncio.get_running_loop().create_task(self._changed(change), name="tickets")
+        task = asyncio.get_running_loop().create_task(carry_out(), name="tickets")
         await asyncio.shield(task)  # if the caller is cancelled, the disk and the memory must still agree
-
-    async def _changed(self, change: Callable[[AuthorityState], AuthorityState]) -> None:
-        async with self._changing:
-            records = change(self.records)
-            path = self._directory / "tickets.json"
-            await asyncio.to_thread(write_atomic, self._disk, path, records.to_json(), private=True)
-            self.records = records
 
 
 def _check_validity(ca_pem: bytes, directory: Path, now: float) -> None:
@@ -501,14 +489,6 @@ def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:
     for name in (KEY_FILE, BOOK_FILE, CA_FILE):
         if name in files:
             write_atomic(disk, directory / name, files[name], private=name != CA_FILE)
-
-
-def _requested(csr_der: bytes, peer_id: str) -> tuple[ec.EllipticCurvePublicKey, str]:
-    named, key = request_of_untrusted(csr_der)
-    if named != peer_id:
-        raise ProtocolError(f"peer {peer_id} requested a certificate for {named}")
-    form = serialization.PublicFormat.SubjectPublicKeyInfo
-    return key, hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
 
 
 def ticket_of(identity: PeerIdentity) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from p2ptrain.core.checkpoints import best_step
@@ -14,22 +15,11 @@ from ring.coordination import CheckpointsSaved
 from ring.replicas import newest_kept
 from ring.token import is_lineage
 from ring.view import View
-from roles.background import started_in
 from roles.seed.events import Announcements
-from roles.seed.peers import ConnectedPeer, PeerTable, checkpoint_of, clipped, did_you_mean
-from roles.seed.store import Records, SeedStore
+from roles.seed.peers import ConnectedPeer, PeerTable, clipped, did_you_mean
+from roles.seed.store import CheckpointChange, Records, SeedStore
 from wire.job_messages import CheckpointSaved
 from wire.records import CheckpointInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Which checkpoints of a job a worker keeps: the newest ``keep``, the newest that all ``stages`` of a split model
-    have, and, if ``keeps_best``, the one with the least validation loss."""
-
-    keep: int
-    keeps_best: bool
-    stages: int
 
 
 class CheckpointCatalogue:
@@ -53,51 +43,58 @@ class CheckpointCatalogue:
         self.known: dict[str, CheckpointInfo] = {}
         self._store, self._clock, self._peers, self._announcements = store, clock, peers, announcements
         self._on_change = on_change
-        self._tasks: asyncio.TaskGroup | None = None
-        self._storing = asyncio.Semaphore(64)  # bounds the writes in progress; senders of more reports wait
 
     async def load(self) -> None:
         """Read all checkpoints from the store. Raises ``StorageError``."""
         self.known = {item.id: item for item in await self._store.call(Records.checkpoints)}
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
-
-    async def saved(self, peer: ConnectedPeer, message: CheckpointSaved, retention: Retention) -> None:
+    async def record(
+        self, peer: ConnectedPeer, message: CheckpointSaved, *, keep: int, keeps_best: bool, stages: int
+    ) -> None:
         """Record a checkpoint that is durable at ``peer``, and drop the records of those that the worker deleted.
 
-        The record is written by a task, so that a slow disk does not delay heartbeats over the connection.
+        A worker keeps the newest ``keep``, the newest that all ``stages`` of a split model have, and, if
+        ``keeps_best``, the one with the least validation loss.
         """
-        if message.stages not in (1, retention.stages):
+        if message.stages not in (1, stages):
             return  # a part of an earlier layout
-        info = checkpoint_of(peer, message, self._clock.wall())
+        stage = message.stage if message.stages > 1 else None
+        info = CheckpointInfo(
+            id=checkpoint_id(message.job, message.step, peer.id, stage),
+            job=message.job,
+            step=message.step,
+            path=clipped(message.path, 1024),
+            peer_id=peer.id,
+            peer_name=peer.name,
+            digest=message.digest[:128],
+            size_bytes=message.size_bytes,
+            created_at=self._clock.wall(),
+            val_loss=message.val_loss if message.val_loss is not None and math.isfinite(message.val_loss) else None,
+            stage=stage,
+        )
         known = self.known.get(info.id)
-        keep, best = max(retention.keep, 2), -1
-        mine = [item for item in self.of(info.job) if (item.peer_id, item.stage) == (info.peer_id, info.stage)]
+        keep, best = max(keep, 2), -1
+        mine = [item for item in self.of_job(info.job) if (item.peer_id, item.stage) == (info.peer_id, info.stage)]
         newer = sum(item.step > info.step for item in mine)
         mine = sorted([item for item in mine if item.id != info.id] + [info], key=lambda item: -item.step)
-        if retention.keeps_best:
+        if keeps_best:
             best = best_step((item.step, item.val_loss) for item in mine)
         is_repeat = known is not None and known == replace(info, created_at=known.created_at)
         if is_repeat or (newer >= keep and info.step != best):
             return  # repeated over a new connection: it is recorded already, or was deleted since
-        await self._storing.acquire()
         self.known[info.id] = info
-        split = retention.stages > 1
-        spared = {best, newest_of_all_stages(self.of(info.job), retention.stages) if split else 0}
+        spared = {best, newest_complete_step(self.of_job(info.job), stages) if stages > 1 else 0}
         dropped = [item.id for item in mine[keep:] if item.step not in spared]
-        for item_id in dropped:
-            self.known.pop(item_id, None)
-        self._announcements.touch("checkpoints", info.id, *dropped)
-        self._on_change(info.job)  # first, so that no view begins at a step before this one
-        assert self._tasks is not None
-        if started_in(self._tasks, self._write(info, dropped), "store a checkpoint") is None:
-            self._storing.release()  # the seed stops; the worker reports again to the next one
+        self._forget(dropped)
+        self._announcements.touch("checkpoints", info.id)
+        self._on_change(info.job)  # before it is stored, so that no view begins at a step before this one
+        self._store.add(CheckpointChange(info, dropped))
+        await self._store.make_room()
 
-    async def went_back(self, view: View) -> None:
+    async def drop_after(self, view: View) -> None:
         """Drop the records of later steps that the members of a restored view saved."""
         members = {member.peer_id for member in view.members}
-        later = [item for item in self.of(view.job) if item.step > view.step]
+        later = [item for item in self.of_job(view.job) if item.step > view.step]
         await self.drop([item.id for item in later if item.peer_id in members])
 
     async def drop_unloaded(self, job: str, peer_id: str, stage: int | None, applied: int) -> None:
@@ -106,46 +103,40 @@ class CheckpointCatalogue:
         For a model that is not split they stay known until a view begins, because the job waits for workers that are
         still loading.
         """
-        later = [item for item in self.of(job) if item.peer_id == peer_id and item.step > applied]
+        later = [item for item in self.of_job(job) if item.peer_id == peer_id and item.step > applied]
         await self.drop([item.id for item in later if item.stage is not None and item.stage == stage])
 
     async def drop(self, ids: list[str]) -> None:
         if ids:
-            for item_id in ids:
-                self.known.pop(item_id, None)
+            self._forget(ids)
             await self._store.call(Records.remove_checkpoints, ids)
-            self._announcements.touch("checkpoints", *ids)
             for job in {item_id.partition("@")[0] for item_id in ids}:
                 self._on_change(job)
 
-    def forget(self, job: str) -> None:
+    def forget_job(self, job: str) -> None:
         """Drop a job's checkpoints from memory. The store deletes their records with the job."""
-        dropped = [item.id for item in self.of(job)]
-        for item_id in dropped:
-            del self.known[item_id]
-        self._announcements.touch("checkpoints", *dropped)
+        self._forget([item.id for item in self.of_job(job)])
 
-    def of(self, job: str) -> list[CheckpointInfo]:
+    def _forget(self, ids: list[str]) -> None:
+        for item_id in ids:
+            self.known.pop(item_id, None)
+        self._announcements.touch("checkpoints", *ids)
+
+    def of_job(self, job: str) -> list[CheckpointInfo]:
         return [item for item in self.known.values() if item.job == job]
-
-    async def _write(self, info: CheckpointInfo, dropped: list[str]) -> None:
-        try:
-            await self._store.call(Records.add_checkpoint, info, dropped)
-        finally:
-            self._storing.release()
 
     # --------------------------------------------------------------------------------------------------- going back
 
-    def named(self, checkpoint_id: str) -> CheckpointInfo:
+    def find(self, checkpoint_id: str) -> CheckpointInfo:
         """The checkpoint with this id. Raises ``Refused``."""
         found = self.known.get(checkpoint_id)
         if found is None:
             hint = did_you_mean(checkpoint_id, self.known)
-            what = f"there is no checkpoint {clipped(checkpoint_id, 120)!r}{hint}"
-            raise Refused("unknown-checkpoint", what, remedy="see p2ptrain checkpoints list")
+            text = f"there is no checkpoint {clipped(checkpoint_id, 120)!r}{hint}"
+            raise Refused("unknown-checkpoint", text, remedy="see p2ptrain checkpoints list")
         return found
 
-    def whole(self, checkpoint: CheckpointInfo) -> CheckpointInfo:
+    def find_whole(self, checkpoint: CheckpointInfo) -> CheckpointInfo:
         """A checkpoint of the whole model of the same step, at a connected worker. Raises ``Refused``."""
         found = [item for item in self._at_connected_workers(checkpoint) if item.stage is None]
         if not found:
@@ -153,7 +144,7 @@ class CheckpointCatalogue:
             raise Refused("not-whole", text, remedy="start its holder, or choose a step that has one marked 'whole'")
         return checkpoint if checkpoint in found else found[0]
 
-    def holder(self, checkpoint: CheckpointInfo) -> ConnectedPeer:
+    def find_holder(self, checkpoint: CheckpointInfo) -> ConnectedPeer:
         """The worker that holds it. Raises ``Refused`` if that worker is not connected."""
         holder = self._peers.connected.get(checkpoint.peer_id)
         if holder is None:
@@ -171,12 +162,17 @@ class CheckpointCatalogue:
             Refused: it is damaged, or no connected worker holds one of its stages.
             DeadlineExceeded, ConnectionLost: the holder does not answer.
         """
-        self._check_whole(checkpoint, stages)
-        lineage = await self._lineage(checkpoint, stages)
+        here = self._at_connected_workers(checkpoint)
+        if stages > 1 and not _is_whole(here, stages):
+            held = sorted({item.stage for item in here if item.stage is not None})
+            where = f"of {stages} parts, connected workers hold only {held}"
+            text = f"the checkpoint of step {checkpoint.step} is incomplete: {where}"
+            raise Refused("holder-away", text, remedy="start the holders of the other parts, or choose another step")
+        lineage = await self._ask_lineage(checkpoint, stages)
         if stages == 1:
             return lineage
-        others = [item for item in self._at_connected_workers(checkpoint) if item.id != checkpoint.id]
-        outcomes = await asyncio.gather(*(self._lineage_or_problem(item, stages) for item in others))
+        others = [item for item in here if item.id != checkpoint.id]
+        outcomes = await asyncio.gather(*(self._ask_lineage(item, stages) for item in others), return_exceptions=True)
         good = [item for item, outcome in zip(others, outcomes, strict=True) if outcome == lineage]
         if not _is_whole([checkpoint, *good], stages):
             for outcome in outcomes:
@@ -191,9 +187,9 @@ class CheckpointCatalogue:
 
         Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost`` if the holder does not do it, ``StorageError``.
         """
-        was_there = True
+        holder, was_there = self.find_holder(checkpoint), True
         try:
-            await self.holder(checkpoint).ask("checkpoint.delete", _request_for(checkpoint, stages), timeout_s=10.0)
+            await holder.ask("checkpoint.delete", _request_for(checkpoint, stages), timeout_s=10.0)
         except Refused as problem:
             if problem.code != "not-here":
                 raise
@@ -201,36 +197,27 @@ class CheckpointCatalogue:
         await self.drop([checkpoint.id])
         return was_there
 
-    def _check_whole(self, checkpoint: CheckpointInfo, stages: int) -> None:
-        if stages > 1 and not _is_whole(found := self._at_connected_workers(checkpoint), stages):
-            held = sorted({item.stage for item in found if item.stage is not None})
-            where = f"of {stages} parts, connected workers hold only {held}"
-            text = f"the checkpoint of step {checkpoint.step} is incomplete: {where}"
-            raise Refused("holder-away", text, remedy="start the holders of the other parts, or choose another step")
-
-    async def _lineage_or_problem(self, checkpoint: CheckpointInfo, stages: int) -> str | P2PTrainError:
-        try:
-            return await self._lineage(checkpoint, stages)
-        except P2PTrainError as problem:
-            return problem
-
     def _at_connected_workers(self, checkpoint: CheckpointInfo) -> list[CheckpointInfo]:
-        same_step = [item for item in self.of(checkpoint.job) if item.step == checkpoint.step]
+        same_step = [item for item in self.of_job(checkpoint.job) if item.step == checkpoint.step]
         return [item for item in same_step if item.peer_id in self._peers.connected]
 
-    async def _lineage(self, checkpoint: CheckpointInfo, stages: int) -> str:
+    async def _ask_lineage(self, checkpoint: CheckpointInfo, stages: int) -> str:
         request = _request_for(checkpoint, stages)
         # 60 s, because the holder reads the whole checkpoint.
-        result = await self.holder(checkpoint).ask("checkpoint.verify", request, timeout_s=60.0)
+        result = await self.find_holder(checkpoint).ask("checkpoint.verify", request, timeout_s=60.0)
         lineage = result.get("lineage")
         if result.get("step") != checkpoint.step or not isinstance(lineage, str) or not is_lineage(lineage):
             raise Refused("damaged", f"{checkpoint.peer_name} sent no valid lineage of that checkpoint")
         return lineage
 
 
+def checkpoint_id(job: str, step: int, peer_id: str, stage: int | None) -> str:
+    return f"{job}@{step}@{peer_id}{'' if stage is None else f'@part{stage}'}"
+
+
 def _is_whole(checkpoints: Iterable[CheckpointInfo], stages: int) -> bool:
-    found = {item.stage for item in checkpoints}
-    return None in found or len(found) == stages
+    stages_held = {item.stage for item in checkpoints}
+    return None in stages_held or len(stages_held) == stages
 
 
 def _request_for(checkpoint: CheckpointInfo, stages: int) -> dict[str, Any]:
@@ -239,7 +226,7 @@ def _request_for(checkpoint: CheckpointInfo, stages: int) -> dict[str, Any]:
     return whole if checkpoint.stage is None or not stages else whole | {"stage": checkpoint.stage, "stages": stages}
 
 
-def saved_of(checkpoints: Iterable[CheckpointInfo]) -> CheckpointsSaved:
+def checkpoints_event(checkpoints: Iterable[CheckpointInfo]) -> CheckpointsSaved:
     """The event that reports a job's checkpoints to its core."""
     wholes: dict[str, frozenset[int]] = {}
     parts: dict[tuple[str, int], frozenset[int]] = {}
@@ -252,7 +239,7 @@ def saved_of(checkpoints: Iterable[CheckpointInfo]) -> CheckpointsSaved:
     return CheckpointsSaved(wholes, parts)
 
 
-def newest_of_all_stages(checkpoints: Collection[CheckpointInfo], stages: int) -> int:
+def newest_complete_step(checkpoints: Collection[CheckpointInfo], stages: int) -> int:
     """The newest step of which every stage of a split model has a checkpoint at some worker; 0 if there is none."""
     by_stage = [[frozenset({item.step for item in checkpoints if item.stage == stage})] for stage in range(stages)]
     return newest_kept(by_stage, [frozenset({item.step for item in checkpoints if item.stage is None})])

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,11 +20,12 @@ from p2ptrain.core.errors import ProtocolError
 from ring.coordination import CheckpointsSaved
 from ring.recovery import Recorder
 from ring.view import View
-from roles.seed.checkpoints import saved_of
+from roles.seed.checkpoints import checkpoints_event
 from roles.seed.ledger import JobLedger
-from roles.seed.peers import MAX_WHOLE, PeerTable, clipped, whole
+from roles.seed.peers import MAX_WHOLE, ConnectedPeer, PeerTable, clipped, whole
 from roles.seed.store import Records
-from wire.job_messages import LedgerRows, StepMetrics, distance_key, excluded_key
+from wire.job_messages import StepMetrics, distance_key, excluded_key
+from wire.messages import Message
 from wire.records import LedgerHead, MemberScore, MetricRow, RecoveryInfo
 
 _METRICS = {item.name for item in dataclasses.fields(MetricRow)} - {"job", "step", "wall", "generation", "members"}
@@ -53,7 +56,7 @@ class JobHistory:
 def read_history(records: Records, job: str) -> JobHistory:
     """Runs on the store's thread."""
     row, val_loss = newest_row(records, job)
-    view, saved = records.last_view(job), saved_of(records.checkpoints(job))
+    view, saved = records.last_view(job), checkpoints_event(records.checkpoints(job))
     newest = records.recoveries(job, 1)
     number = newest[-1].number if newest else 0
     head, begins, step_ms = records.ledger_head(job), records.begins(job), records.mean_step_ms(job)
@@ -95,7 +98,7 @@ class JobRows:
         self._beyond = {step for step in self._beyond if step <= view.step}
         return min(self.ledger.step, self._complete_to)
 
-    def is_of(self, view: View, message: StepMetrics) -> bool:
+    def counts_in(self, view: View, message: StepMetrics) -> bool:
         """Whether the step counts in this view: a later view did not take it back."""
         is_current = message.generation == view.generation or message.step <= view.step
         return is_current and not self.ledger.begins.superseded(message.generation, message.step)
@@ -110,7 +113,7 @@ class JobRows:
     def add_step(self, message: StepMetrics, wall: float) -> MetricRow | None:
         """The new row of metrics. None if the step has one: members repeat reports, because the first reporter, or the
         seed, may have died."""
-        if not self._lacks(message.step):
+        if not self._mark_recorded(message.step):
             return None
         known = {name: value for name, value in message.values.items() if name in _METRICS and math.isfinite(value)}
         members = whole(message.values.get("members"))
@@ -123,8 +126,8 @@ class JobRows:
             self.val_loss = row.val_loss if row.val_loss is not None else self.val_loss
         return row
 
-    def _lacks(self, step: int) -> bool:
-        """Whether the step has no row yet. From now on it has one. The oldest missing rows are given up."""
+    def _mark_recorded(self, step: int) -> bool:
+        """Note that the step has a row; False if it had one before. The oldest missing rows are given up."""
         if step <= self._complete_to or step in self._beyond:
             return False
         self._beyond.add(step)
@@ -139,13 +142,13 @@ class JobRows:
         """Count a step that a robust rule combined. Members that left the view are forgotten."""
         scores = {}
         for rank, member in enumerate(view.members):
-            peer_id, out, far = member.peer_id, values.get(excluded_key(rank)), values.get(distance_key(rank))
-            known = self.scores.get(peer_id, MemberScore(peer_id))
-            distance = known.distance
-            if far is not None and 0 <= far < math.inf:
-                distance = far if distance is None else distance + (far - distance) / DISTANCES
-            counts = known.steps + (out is not None), known.excluded + (out == 1)
-            scores[peer_id] = MemberScore(peer_id, *counts, distance)
+            excluded, newest = values.get(excluded_key(rank)), values.get(distance_key(rank))
+            score = self.scores.get(member.peer_id, MemberScore(member.peer_id))
+            distance = score.distance
+            if newest is not None and 0 <= newest < math.inf:
+                distance = newest if distance is None else distance + (newest - distance) / DISTANCES
+            counts = score.steps + (excluded is not None), score.excluded + (excluded == 1)
+            scores[member.peer_id] = MemberScore(member.peer_id, *counts, distance)
         self.scores = scores
 
     def shares(self, view: View) -> list[int]:
@@ -170,8 +173,6 @@ class JobRows:
 
 SETTLE_S = 30.0
 """How long a restored seed waits for the members of a job: as long as they may be away from a running seed."""
-MAX_EARLY_ROWS = 1024
-"""Messages with ledger rows that wait for the end of the census."""
 
 
 class ViewCensus:
@@ -180,20 +181,21 @@ class ViewCensus:
     Attributes:
         settled: set once the job goes on. It is set from the start unless the seed was restored.
         changed: set when a member connected, or reported its view.
+        early_messages: messages of workers, the oldest first, that wait until the job is settled.
     """
 
     def __init__(self, job: str, peers: PeerTable, *, minted_below: int, unsettled: bool) -> None:
         self.settled, self.changed = asyncio.Event(), asyncio.Event()
-        self.early_rows: list[LedgerRows] = []
+        self.early_messages: deque[tuple[ConnectedPeer, Message]] = deque()
         self._job, self._peers, self._minted_below = job, peers, minted_below
         self._reported: dict[str, View] = {}
         if not unsettled:
             self.settled.set()
 
     @property
-    def has_room(self) -> bool:
-        """Whether ``early_rows`` may take another message."""
-        return not self.settled.is_set() and len(self.early_rows) < MAX_EARLY_ROWS
+    def is_over(self) -> bool:
+        """Whether the job is settled, and no message waits any more."""
+        return self.settled.is_set() and not self.early_messages
 
     def report(self, peer_id: str, view: View) -> None:
         """Take in a view that an earlier term minted. Raises ``ProtocolError`` if no such view can exist."""
@@ -207,13 +209,11 @@ class ViewCensus:
 
         Returns the newest view that the members reported; None if none is newer than ``known``, which is stored.
         """
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 while not self._is_complete(known):
                     await self.changed.wait()
                     self.changed.clear()
-        except TimeoutError:
-            pass
         return self.newest_view(known)
 
     def newest_view(self, known: View | None) -> View | None:

@@ -217,7 +217,7 @@ class JobRequests:
         return {"checkpoints": newest_that_fit(item.to_map() for item in found), "total": len(found)}
 
     async def _checkpoints_restore(self, params: Params, connection: Connection) -> Result:
-        checkpoint = self._ports.checkpoints.named(text_of(params, "id", 256))
+        checkpoint = self._ports.checkpoints.find(text_of(params, "id", 256))
         shards, spec = whole_of(params, "shards", 0, 0, MAX_STAGES), ""
         controller = self._jobs.controllers.get(checkpoint.job)
         if controller is None:
@@ -225,10 +225,10 @@ class JobRequests:
         if shards:
             spec = in_shards(controller.spec, shards)
         if shards not in (0, controller.stages):
-            checkpoint = self._ports.checkpoints.whole(checkpoint)
+            checkpoint = self._ports.checkpoints.find_whole(checkpoint)
         # before newer checkpoints are set aside
         lineage = await self._ports.checkpoints.verify(checkpoint, controller.stages)
-        holder = self._ports.checkpoints.holder(checkpoint)
+        holder = self._ports.checkpoints.find_holder(checkpoint)
         other = self._jobs.controllers.get(holder.job)
         if other is not None and other is not controller and self._jobs.may_yield(other):
             await other.post(co.Signal.YIELD)
@@ -242,7 +242,7 @@ class JobRequests:
         return await self._post(controller, NewLayout(spec, restored), f"{text}, with its model in {shards} shards")
 
     async def _checkpoints_delete(self, params: Params, connection: Connection) -> Result:
-        checkpoint = self._ports.checkpoints.named(text_of(params, "id", 256))
+        checkpoint = self._ports.checkpoints.find(text_of(params, "id", 256))
         controller = self._jobs.controllers.get(checkpoint.job)
         was_there = await self._ports.checkpoints.delete(checkpoint, controller.stages if controller else 0)
         return {"deleted": checkpoint.id, "was_there": was_there}

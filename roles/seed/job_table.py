@@ -7,10 +7,10 @@ import asyncio
 from p2ptrain.core.errors import Refused
 from ring import coordination as co
 from roles.background import started_in
-from roles.seed.checkpoints import saved_of
+from roles.seed.checkpoints import checkpoint_id, checkpoints_event
 from roles.seed.job_history import JobHistory, read_history
 from roles.seed.jobs import JobController, JobPorts
-from roles.seed.peers import ConnectedPeer, checkpoint_id, clipped, did_you_mean
+from roles.seed.peers import ConnectedPeer, clipped, did_you_mean
 from roles.seed.store import JobRecord, Records
 from wire.job_messages import Release
 from wire.messages import EventNotice
@@ -52,7 +52,7 @@ class JobTable:
         """Remove an ended job and its records. Its checkpoints stay on the workers' disks."""
         controller.retire()
         del self.controllers[controller.id]
-        self._ports.checkpoints.forget(controller.id)
+        self._ports.checkpoints.forget_job(controller.id)
         self._touch(controller)
         await self._ports.store.call(Records.forget_job, controller.id)
 
@@ -82,7 +82,7 @@ class JobTable:
 
     def checkpoints_changed(self, job: str) -> None:
         if job in self.controllers:
-            self.controllers[job].post(saved_of(self._ports.checkpoints.of(job)))
+            self.controllers[job].post(checkpoints_event(self._ports.checkpoints.of_job(job)))
 
     def info(self, controller: JobController) -> JobInfo:
         """The record that people see."""
@@ -116,7 +116,6 @@ class JobTable:
             else:
                 peer.job, peer.idle_reason = taker.id, ""
                 taker.post(co.PeerOffered(taker.offer_of(peer)))
-                announcements.touch("peers", peer.id)
         waiting = [each for each in controllers if each.core.phase is co.JobPhase.WAITING]
         if any(each.core.short for each in waiting):
             for each in controllers:

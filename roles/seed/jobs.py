@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -21,19 +22,29 @@ from p2ptrain.core.world import Clock, Probe
 from ring import coordination as co
 from ring.coordination import ENDED, JobOptions, JobPhase, JobWorker
 from ring.coordinator import Coordinator
-from ring.ledger import rows_untrusted
 from ring.planning.measurements import LinkQuality, known_link
 from ring.planning.ring_plan import RingOptions
 from ring.view import View
-from roles.seed.checkpoints import CheckpointCatalogue, Retention
+from roles.seed.checkpoints import CheckpointCatalogue
 from roles.seed.events import Announcements
 from roles.seed.job_history import JobHistory, JobRows, ViewCensus, newest_row, read_history, step_s
 from roles.seed.links import Survey
-from roles.seed.peers import ConnectedPeer, PeerTable, announced_to, clipped, members_dialled_from, ring_beats
+from roles.seed.peers import ConnectedPeer, PeerTable, announcement_for, clipped, members_dialled_from, ring_beats
 from roles.seed.store import JobRecord, Records, SeedStore
 from roles.strategies import least_members, share_rule_of
 from roles.training_shape import training_of
-from wire.job_messages import Assign, CatchUp, Hold, LedgerRows, MemberRecord, Release, Report, SaveNow, StepMetrics
+from wire.job_messages import (
+    Assign,
+    CatchUp,
+    CheckpointSaved,
+    Hold,
+    LedgerRows,
+    MemberRecord,
+    Release,
+    Report,
+    SaveNow,
+    StepMetrics,
+)
 from wire.messages import EventNotice, Message
 from wire.records import JobInfo
 
@@ -135,10 +146,6 @@ class JobController:
     def running_view(self) -> View | None:
         return self.core.view if self.core.phase in (JobPhase.RUNNING, JobPhase.STOPPING, JobPhase.PAUSED) else None
 
-    @property
-    def retention(self) -> Retention:
-        return Retention(self.record.keep, self.profile is not None and self.profile.checkpoint.best, self.stages)
-
     def offer_of(self, peer: ConnectedPeer) -> co.JobWorker:
         return offer_to(self.profile.device.kind if self.profile else "", peer.offer)
 
@@ -206,8 +213,8 @@ class JobController:
                 break
             self._note_interruption(event)
             events = await self._begin_anew(event) if isinstance(event, NewLayout) else [event]
-            for each in (*self._new_measurements(), *events):
-                await self._handle(each)
+            for event in (*self._new_measurements(), *events):
+                await self._handle(event)
             if self.record.restoring is not None and self.core.restore is None:
                 await self._save(restoring=None)
             self._notify_kept_out()
@@ -220,9 +227,10 @@ class JobController:
     async def _handle(self, event: co.Event) -> None:
         instructions = self.core.handle(event, self._ports.clock.now())
         self._ports.probe.event("job-handled", core=self.core, instructions=instructions)
-        for it in instructions:  # first: a job's new state is shown while the store is still writing
-            if isinstance(it, co.Emit):
-                self._ports.announcements.note(it.level, it.kind, it.text, it.peer_id, self.id)
+        for instruction in instructions:  # first: a job's new state is shown while the store is still writing
+            if isinstance(instruction, co.Emit):
+                level, kind, text, peer_id = instruction.level, instruction.kind, instruction.text, instruction.peer_id
+                self._ports.announcements.note(level, kind, text, peer_id, self.id)
         self._touch()
         await self._save_requests()  # durable before an instruction acts on them
         for instruction in instructions:
@@ -262,7 +270,7 @@ class JobController:
             paused=False, finished_at=None, restoring=[restore.step, restore.peer_id, restore.lineage],
         )  # fmt: skip
         await store.call(Records.change_layout, self.record, self.spec)
-        await checkpoints.drop([item.id for item in checkpoints.of(self.id) if item.stage is not None])
+        await checkpoints.drop([item.id for item in checkpoints.of_job(self.id) if item.stage is not None])
         self._begin(await store.call(read_history, self.id))
         self._ports.request_backup()
         return [restore, *(co.PeerOffered(self.offer_of(peer)) for peer in members)]
@@ -281,8 +289,10 @@ class JobController:
             text = f"continues from generation {newest.generation}, which its members reported"
             self._note("info", "restored", text)
         self._begin(await store.call(read_history, self.id))
-        for message in self.census.early_rows:
-            self.record_rows(message)
+        for _, message in self.census.early_messages:
+            if isinstance(message, LedgerRows) and message.job == self.id:
+                with suppress(ProtocolError):  # it is handled again, if its sender is still here
+                    self.record_rows(message)
         self.census.settled.set()
         self._ports.take_early_messages(self.id)
 
@@ -297,8 +307,13 @@ class JobController:
                     await self._save(held=dict(self.core.held))
                 if (peer := ports.peers.in_job(peer_id, self.id)) is not None:
                     spec = assigned_spec(self.spec, self.record.cuts, self.record.created_at)
-                    records = [MemberRecord(it.peer_id, it.name, it.host, it.port, 0, 0, True) for it in holders]
-                    sources = members_dialled_from(peer.host, records)
+                    sources = members_dialled_from(
+                        peer.host,
+                        [
+                            MemberRecord(worker.peer_id, worker.name, worker.host, worker.port, 0, 0, True)
+                            for worker in holders
+                        ],
+                    )
                     peer.send(Assign(self.id, spec, corpus, restore_step, stage, stages, sources, lineage))
             case co.CutsChosen(cuts):
                 await self._save(cuts=list(cuts))
@@ -360,11 +375,10 @@ class JobController:
         view = replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
         for peer in peers:
             peer.detector.late_s = 0.0  # it has loaded its libraries; what it does next is learned anew
-            self._send([peer.id], announced_to(peer.host, view))
-        ports.announcements.touch("peers", *(member.peer_id for member in view.members))
+            self._send([peer.id], announcement_for(peer.host, view))
         ports.survey.view_began(self.id, [member.peer_id for member in view.members])
         if restored:
-            await ports.checkpoints.went_back(view)
+            await ports.checkpoints.drop_after(view)
 
     async def _set_state(self, state: str, reason: str) -> None:
         wall, record = self._ports.clock.wall(), self.record
@@ -398,7 +412,6 @@ class JobController:
         peer.rows = range(report.first_row, report.applied + 1)
         if report.status == "following":
             peer.newest_fetch = report
-            ports.announcements.touch("peers", peer.id)
         if report.windows and not self.record.windows:  # training sequences in the corpus, as first reported
             await self._save(windows=report.windows)
         if report.status == "ready":
@@ -412,10 +425,16 @@ class JobController:
         if report.status != "ready" or not ports.survey.measure_before(peer, self.core.peer_ids, post):
             await self.post(event)
 
+    async def record_checkpoint(self, peer: ConnectedPeer, message: CheckpointSaved) -> None:
+        keeps_best = self.profile is not None and self.profile.checkpoint.best
+        await self._ports.checkpoints.record(
+            peer, message, keep=self.record.keep, keeps_best=keeps_best, stages=self.stages
+        )
+
     async def record_step(self, message: StepMetrics) -> None:
         """Record a step that rank 0 reported. Steps that a later view took back are ignored."""
         view, ports, rows = self.core.view, self._ports, self.rows
-        if view is None or not rows.is_of(view, message):
+        if view is None or not rows.counts_in(view, message):
             return
         if (recovery := rows.end_recovery(message, ports.clock.now())) is not None:
             ports.announcements.add(recovery)
@@ -427,17 +446,6 @@ class JobController:
             rows.count_scores(view, message.values)
         await self.post(co.StepCommitted(message.step, step_s(row)))
         await ports.store.make_room()
-
-    def store_early(self, message: LedgerRows) -> bool:
-        """Store a member's rows until the job is settled, if there is room: their sender may leave before that.
-
-        Raises ``ProtocolError``.
-        """
-        fits = self.census.has_room and message.job == self.id
-        if fits:
-            rows_untrusted(message, micro_batches=self.record.micro_batches, steps_total=self.record.steps_total)
-            self.census.early_rows.append(message)
-        return fits
 
     def record_rows(self, message: LedgerRows) -> None:
         """Record a member's ledger rows. Raises ``ProtocolError``."""
@@ -523,21 +531,15 @@ def assigned_spec(spec: str, cuts: Sequence[int], created_at: float) -> str:
     return profile.model_copy(update=changes).to_spec() if changes else spec
 
 
-def _ring_options_of(profile: Profile) -> RingOptions:
-    ring, exact = profile.ring, profile.job.exact
-    return RingOptions(
-        ring.order, ring.streams, ring.sub_chunk_bytes, "fp32" if exact else ring.codec, ring.error_budget
-    )
-
-
 def options_of(record: JobRecord, profile: Profile | None, *, minted_below: int) -> JobOptions:
     """The coordinator's options. Without a profile it starts nothing, but people can still end the job."""
     if profile is None:
         return JobOptions(record.workers, record.micro_batches, minted_below=minted_below)
+    ring, codec = profile.ring, "fp32" if profile.job.exact else profile.ring.codec
     return JobOptions(
         replicas=record.workers // profile.stages,
         micro_batches=record.micro_batches,
-        ring_options=_ring_options_of(profile),
+        ring_options=RingOptions(ring.order, ring.streams, ring.sub_chunk_bytes, codec, ring.error_budget),
         minted_below=minted_below,
         share_rule=share_rule_of(profile),
         parts=profile.stages,

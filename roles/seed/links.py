@@ -64,21 +64,17 @@ class LinkTable:
 
     def to_measure(self, here: str, others: Collection[str], now: float) -> list[str]:
         """The peers to which ``here`` should measure its link: unknown links first, then the oldest."""
-        ages = {other: self._at.get((here, other), -math.inf) for other in others if other != here}
-        stale = [other for other, at in ages.items() if now - at > FRESH_S]
-        return sorted(stale, key=lambda other: (ages[other], (other, here) in self.known, other))
+        measured_at = {other: self._at.get((here, other), -math.inf) for other in others if other != here}
+        stale = [other for other, at in measured_at.items() if now - at > FRESH_S]
+        return sorted(stale, key=lambda other: (measured_at[other], other))
 
 
 class Survey:
-    """Requests measurements from workers. ``changed`` is called with the peers that have new measurements."""
+    """Requests measurements from workers."""
 
-    def __init__(
-        self, clock: Clock, peers: Mapping[str, ConnectedPeer], changed: Callable[[Collection[str]], None]
-    ) -> None:
+    def __init__(self, clock: Clock, peers: Mapping[str, ConnectedPeer]) -> None:
         self.table = LinkTable()
-        self._clock = clock
-        self._peers = peers
-        self._changed = changed
+        self._clock, self._peers = clock, peers
         self._tasks: asyncio.TaskGroup | None = None
         self._waiting: dict[str, asyncio.Task[None]] = {}  # peer id → measurements before its job takes it in
         self._later: dict[str, asyncio.Task[None]] = {}  # job → measurements during its view
@@ -98,8 +94,7 @@ class Survey:
             del self._waiting[peer.id]
             then()
 
-        task = self._start(measure(), f"measure {peer.id}")
-        if task is not None:
+        if task := self._start(measure(), f"measure {peer.id}"):
             self._waiting[peer.id] = task
         return task is not None
 
@@ -110,24 +105,21 @@ class Survey:
 
     async def measure_among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
         here = [peer for peer_id in sorted(peer_ids) if (peer := self._peers.get(peer_id)) is not None]
-        asked = []
-        for at, peer in enumerate(here):
-            to_measure = self._peers_to_measure(peer, [other.id for other in here[at + 1 :]])
-            if to_measure:
-                asked.append(self._ask(peer, to_measure[:MAX_AT_ONCE], START_S))
-        await asyncio.gather(*asked)
+        requests = []
+        for index, peer in enumerate(here):
+            if to_measure := self._peers_to_measure(peer, [other.id for other in here[index + 1 :]]):
+                requests.append(self._ask(peer, to_measure[:MAX_AT_ONCE], START_S))
+        await asyncio.gather(*requests)
         then()
 
     def drop(self, peer_id: str) -> None:
         """Cancel the measurements of ``measure_before`` for a peer that left, reported again, or was assigned anew."""
-        task = self._waiting.pop(peer_id, None)
-        if task is not None:
+        if task := self._waiting.pop(peer_id, None):
             task.cancel()
 
     def view_began(self, job: str, members: Sequence[str]) -> None:
         """Measure missing or old links while the ring runs."""
-        before = self._later.pop(job, None)
-        if before is not None:
+        if before := self._later.pop(job, None):
             before.cancel()
         if len(members) > 1 and (task := self._start(self._measure_later(job, members), f"measure for {job}")):
             self._later[job] = task
@@ -159,9 +151,7 @@ class Survey:
         params = {"peers": peers, "deadline_s": timeout_s - ANSWER_S}
         with suppress(P2PTrainError):
             result = await peer.ask("links.measure", params, timeout_s=timeout_s)
-            found = measured_untrusted(result, {other.id for other in others})
-            self.table.put(peer.id, found, self._clock.now())
-            self._changed([peer.id, *found])
+            self.table.put(peer.id, measured_untrusted(result, {other.id for other in others}), self._clock.now())
 
 
 @dataclass(frozen=True, slots=True)

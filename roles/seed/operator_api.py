@@ -35,6 +35,11 @@ Result = dict[str, Any]
 Method = Callable[[Params, Any], Awaitable[Result]]
 """Carries out a request with these parameters. The second argument is the connection that it came over."""
 
+MAX_ROWS = 200
+MAX_LINKED = 32
+"""Largest number of workers whose links an answer has."""
+SPEED_WAIT_S = 20.0
+"""How long a plan waits for workers to report their speed. They load their libraries first."""
 IDLE_S = 120.0
 """An operator that neither asks nor watches for this long is disconnected. Clients ask for the clock more often."""
 _SLOW = frozenset({"links.list", "checkpoints.restore", "checkpoints.delete", "jobs.plan"})
@@ -122,12 +127,6 @@ class OperatorApi:
         return await method(request.params, connection)
 
 
-MAX_LINKED = 32
-"""Largest number of workers whose links an answer has."""
-SPEED_WAIT_S = 20.0
-"""How long a plan waits for workers to report their speed. They load their libraries first."""
-
-
 async def measure_workers(workers: Sequence[ConnectedPeer], survey: Survey) -> None:
     """Wait until the workers have reported their speed, and measure the links between them."""
     with suppress(TimeoutError):
@@ -136,19 +135,26 @@ async def measure_workers(workers: Sequence[ConnectedPeer], survey: Survey) -> N
     await survey.measure_among([worker.id for worker in workers], lambda: None)
 
 
-class PeerRequests:
-    """``drop_unwelcome`` closes the connections whose certificate is no longer honoured."""
+class ClusterRequests:
+    """The requests about members, tickets and what was recorded.
+
+    Args:
+        drop_unwelcome: closes the connections whose certificate is no longer honoured.
+    """
 
     def __init__(
         self,
         clock: Clock,
+        store: SeedStore,
         overview: Overview,
         peers: PeerTable,
+        jobs: JobTable,
         survey: Survey,
         enrolment: EnrolmentPolicy,
         drop_unwelcome: Callable[[], None],
     ) -> None:
-        self._clock, self._overview, self._peers, self._survey = clock, overview, peers, survey
+        self._clock, self._store, self._overview = clock, store, overview
+        self._peers, self._jobs, self._survey = peers, jobs, survey
         self._enrolment, self._drop_unwelcome = enrolment, drop_unwelcome
 
     def methods(self) -> dict[str, Method]:
@@ -165,70 +171,6 @@ class PeerRequests:
             "tickets.rotate": self._enrolment.tickets_rotate,
             RENEW: self._enrolment.renew,
             "probe.clock": self._probe_clock,
-        }
-
-    async def _cluster_info(self, params: Params, connection: Connection) -> Result:
-        return {"cluster": self._overview.cluster_info().to_map()}
-
-    async def _peers_list(self, params: Params, connection: Connection) -> Result:
-        infos = self._overview.peer_infos()
-        return {"peers": newest_that_fit(info.to_map() for info in infos), "total": len(infos)}
-
-    async def _links_list(self, params: Params, connection: Connection) -> Result:
-        workers = [peer for peer in self._peers.connected.values() if peer.trains][:MAX_LINKED]
-        await measure_workers(workers, self._survey)
-        known, infos = self._survey.table.known, list[LinkInfo]()
-        for one, other in combinations([worker.id for worker in workers], 2):
-            if (way := known_link(known, one, other)) is not None:
-                infos.append(LinkInfo(one, other, way.latency_s, way.bandwidth_bps))
-        return {"links": first_that_fit(info.to_map() for info in infos)}
-
-    async def _parts_list(self, params: Params, connection: Connection) -> Result:
-        infos = part_infos(self._peers.connected.values())
-        return {"parts": first_that_fit(info.to_map() for info in infos), "total": len(infos)}
-
-    async def _serving_list(self, params: Params, connection: Connection) -> Result:
-        infos = self._overview.serving_infos()
-        return {"serving": first_that_fit(info.to_map() for info in infos), "total": len(infos)}
-
-    async def _peers_evict(self, params: Params, connection: Connection) -> Result:
-        peer_id, name = self._find(params)
-        await self._enrolment.evict(peer_id, name)
-        self._drop_unwelcome()
-        return {"evicted": peer_id, "name": name}
-
-    def _find(self, params: Params) -> tuple[str, str]:
-        text = text_of(params, "peer", 128)
-        infos = {info.id: info.name for info in self._overview.peer_infos()}
-        if text in infos or self._enrolment.knows(text):
-            return text, infos.get(text, text)
-        named = [(peer_id, name) for peer_id, name in infos.items() if name == text]
-        if len(named) == 1:
-            return named[0]
-        if named:
-            ids = ", ".join(peer_id for peer_id, _ in named[:4])
-            raise Refused("ambiguous", f"{len(named)} peers are called {text!r}: {ids}", remedy="give the id")
-        hint = did_you_mean(text, [*infos, *infos.values()])
-        raise Refused("unknown-peer", f"there is no peer {clipped(text, 80)!r}{hint}", remedy="see p2ptrain peers list")
-
-    async def _tickets_revoke(self, params: Params, connection: Connection) -> Result:
-        result = await self._enrolment.tickets_revoke(params, connection)
-        self._drop_unwelcome()
-        return result
-
-    async def _probe_clock(self, params: Params, connection: Connection) -> Result:
-        return {"wall": self._clock.wall()}
-
-
-MAX_ROWS = 200
-
-
-class RecordRequests:
-    def __init__(self, store: SeedStore, jobs: JobTable, overview: Overview) -> None:
-        self._store, self._jobs, self._overview = store, jobs, overview
-
-    def methods(self) -> dict[str, Method]:
-        return {
             "jobs.ledger": self._jobs_ledger,
             "jobs.views": self._jobs_views,
             "recoveries.list": self._recoveries_list,
@@ -252,11 +194,64 @@ class RecordRequests:
             except ConnectionLost:
                 pass  # ``OperatorApi.serve`` sees the loss too
 
-    def _find(self, params: Params) -> JobController:
+    async def _cluster_info(self, params: Params, connection: Connection) -> Result:
+        return {"cluster": self._overview.cluster_info().to_map()}
+
+    async def _peers_list(self, params: Params, connection: Connection) -> Result:
+        infos = self._overview.peer_infos()
+        return {"peers": newest_that_fit(info.to_map() for info in infos), "total": len(infos)}
+
+    async def _links_list(self, params: Params, connection: Connection) -> Result:
+        workers = [peer for peer in self._peers.connected.values() if peer.trains][:MAX_LINKED]
+        await measure_workers(workers, self._survey)
+        known, infos = self._survey.table.known, list[LinkInfo]()
+        for first, second in combinations([worker.id for worker in workers], 2):
+            if (link := known_link(known, first, second)) is not None:
+                infos.append(LinkInfo(first, second, link.latency_s, link.bandwidth_bps))
+        return {"links": first_that_fit(info.to_map() for info in infos)}
+
+    async def _parts_list(self, params: Params, connection: Connection) -> Result:
+        infos = part_infos(self._peers.connected.values())
+        return {"parts": first_that_fit(info.to_map() for info in infos), "total": len(infos)}
+
+    async def _serving_list(self, params: Params, connection: Connection) -> Result:
+        infos = self._overview.serving_infos()
+        return {"serving": first_that_fit(info.to_map() for info in infos), "total": len(infos)}
+
+    async def _peers_evict(self, params: Params, connection: Connection) -> Result:
+        peer_id, name = self._find_peer(params)
+        await self._enrolment.evict(peer_id, name)
+        asyncio.get_running_loop().call_soon(self._drop_unwelcome)  # after the answer is sent
+        return {"evicted": peer_id, "name": name}
+
+    def _find_peer(self, params: Params) -> tuple[str, str]:
+        """The id and the name of the peer that a request names. Raises ``Refused``."""
+        text = text_of(params, "peer", 128)
+        infos = {info.id: info.name for info in self._overview.peer_infos()}
+        if text in infos or self._enrolment.knows(text):
+            return text, infos.get(text, text)
+        named = [(peer_id, name) for peer_id, name in infos.items() if name == text]
+        if len(named) == 1:
+            return named[0]
+        if named:
+            ids = ", ".join(peer_id for peer_id, _ in named[:4])
+            raise Refused("ambiguous", f"{len(named)} peers are called {text!r}: {ids}", remedy="give the id")
+        hint = did_you_mean(text, [*infos, *infos.values()])
+        raise Refused("unknown-peer", f"there is no peer {clipped(text, 80)!r}{hint}", remedy="see p2ptrain peers list")
+
+    async def _tickets_revoke(self, params: Params, connection: Connection) -> Result:
+        result = await self._enrolment.tickets_revoke(params, connection)
+        asyncio.get_running_loop().call_soon(self._drop_unwelcome)
+        return result
+
+    async def _probe_clock(self, params: Params, connection: Connection) -> Result:
+        return {"wall": self._clock.wall()}
+
+    def _find_job(self, params: Params) -> JobController:
         return self._jobs.find(text_of(params, "job", 128))
 
     async def _jobs_ledger(self, params: Params, connection: Connection) -> Result:
-        controller, after = self._find(params), whole_of(params, "after_step", 0, 0, 2**53)
+        controller, after = self._find_job(params), whole_of(params, "after_step", 0, 0, 2**53)
         head = await self._store.call(Records.ledger_head, controller.id)
         rows = await self._store.call(Records.ledger_rows, controller.id, after, 512)
         runs = (run.to_map() for run in runs_of(rows))
@@ -264,18 +259,18 @@ class RecordRequests:
         return {"head": begins, "runs": first_that_fit(runs), "windows": controller.record.windows}
 
     async def _jobs_views(self, params: Params, connection: Connection) -> Result:
-        controller, after = self._find(params), whole_of(params, "after_generation", 0, 0, 2**53)
+        controller, after = self._find_job(params), whole_of(params, "after_generation", 0, 0, 2**53)
         views = await self._store.call(Records.views, controller.id, after, MAX_ROWS)
         items = [dataclasses.asdict(view) | {"members": list(view.members)} for view in views]
         return {"views": first_that_fit(items)}
 
     async def _recoveries_list(self, params: Params, connection: Connection) -> Result:
-        controller, limit = self._find(params), whole_of(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)
+        controller, limit = self._find_job(params), whole_of(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)
         found = await self._store.call(Records.recoveries, controller.id, limit)
         return {"recoveries": newest_that_fit(item.to_map() for item in found), "total": len(found)}
 
     async def _metrics_history(self, params: Params, connection: Connection) -> Result:
-        controller, limit = self._find(params), whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
+        controller, limit = self._find_job(params), whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
         after = whole_of(params, "after_step", -1, -1, 2**53)
         rows = await self._store.call(Records.metrics, controller.id, after, limit)
         return {"rows": [row.to_map() for row in rows]}

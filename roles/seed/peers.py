@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import difflib
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -25,13 +24,13 @@ from ring.token import is_lineage
 from ring.view import View
 from roles.line import receive_in_time
 from wire.address import format_address, is_loopback
-from wire.chain_messages import HeldPart, PartsHeld
+from wire.chain_messages import PartsHeld
 from wire.client import PendingCalls
 from wire.connection import Connection, Received, last_word
 from wire.enrol import RENEW
 from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics, ViewAnnounced
 from wire.messages import EventNotice, Heartbeat, Hello, Message, RefusalCode
-from wire.records import CheckpointInfo, PartInfo, PeerInfo, ServingInfo
+from wire.records import PartInfo, PeerInfo, ServingInfo
 from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
 
 NAME_CHARS = 64
@@ -77,7 +76,6 @@ class ConnectedPeer:
         speed_reported: set once it has reported its speed, or is lost.
         serving: what a verifier or a drafter serves; None before it has reported that.
         idle_reason: the last notice sent to it of why no job has it; empty if one has.
-        early_messages: messages that wait until its job is settled (``roles.seed.job_history``).
     """
 
     connection: Connection
@@ -100,7 +98,6 @@ class ConnectedPeer:
     parts: dict[str, PartInfo] = field(default_factory=dict)
     idle_reason: str = ""
     is_leaving: bool = False
-    early_messages: deque[Message] = field(default_factory=deque)
     name: str = field(init=False)
 
     @property
@@ -298,7 +295,7 @@ def ring_beats(peers: Sequence[ConnectedPeer], latencies_s: Sequence[float | Non
     return min(usual, beat_defaults(2e3 * max(known)))
 
 
-def announced_to(host: str, view: View) -> ViewAnnounced:
+def announcement_for(host: str, view: View) -> ViewAnnounced:
     """The announcement of a view for the member at ``host``, with addresses as that member can dial them."""
     return dataclasses.replace(view, members=tuple(members_dialled_from(host, view.members)))
 
@@ -326,7 +323,7 @@ def check_step(message: StepMetrics | CheckpointSaved, steps_total: int) -> None
         raise ProtocolError(f"{type(message).__name__} of step {message.step}, but the job has {steps_total} steps")
 
 
-def checked_report(report: Report, steps_total: int) -> Report:
+def clean_report(report: Report, steps_total: int) -> Report:
     """The report with its reason as one line for people. Raises ``ProtocolError`` if the report is invalid."""
     if report.status not in STATUSES:
         raise ProtocolError(f"a report with the unknown status {report.status[:40]!r}")
@@ -359,28 +356,6 @@ def whole(value: object, most: int = MAX_WHOLE) -> int:
     return int(min(max(value, 0), most))
 
 
-def checkpoint_id(job: str, step: int, peer_id: str, stage: int | None) -> str:
-    return f"{job}@{step}@{peer_id}{'' if stage is None else f'@part{stage}'}"
-
-
-def checkpoint_of(peer: ConnectedPeer, message: CheckpointSaved, wall: float) -> CheckpointInfo:
-    """The record of a checkpoint that a worker reported as durable."""
-    stage = message.stage if message.stages > 1 else None
-    return CheckpointInfo(
-        id=checkpoint_id(message.job, message.step, peer.id, stage),
-        job=message.job,
-        step=message.step,
-        path=clipped(message.path, 1024),
-        peer_id=peer.id,
-        peer_name=peer.name,
-        digest=message.digest[:128],
-        size_bytes=message.size_bytes,
-        created_at=wall,
-        val_loss=message.val_loss if message.val_loss is not None and math.isfinite(message.val_loss) else None,
-        stage=stage,
-    )
-
-
 def send_last_word(connection: Connection, problem: P2PTrainError) -> None:
     code = RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else RefusalCode.TOO_SLOW
     send_if_open(connection, last_word(code, problem))
@@ -401,18 +376,18 @@ def serving_infos(peers: Iterable[ConnectedPeer]) -> list[ServingInfo]:
     return sorted(found, key=lambda info: (info.role != "verifier", info.name, info.id))
 
 
-def infos_of(peer: str, peer_name: str, message: PartsHeld) -> dict[str, PartInfo]:
-    infos = [_info(peer, peer_name, part) for part in message.parts]
-    return {info.id: info for info in infos}
-
-
-def _info(peer: str, peer_name: str, part: HeldPart) -> PartInfo:
-    shown = {
-        "name": clipped(part.name, NAME_CHARS) or part.model[:12],
-        "dtype": clipped(part.dtype, 16),
-        "busy": min(part.busy, 1.0),  # the worker's clock may give a little more than 1
-    }
-    return PartInfo(id=f"{peer}/{part.part}", peer=peer, peer_name=peer_name, **asdict(part) | shown)
+def part_infos_of(peer_id: str, peer_name: str, message: PartsHeld) -> dict[str, PartInfo]:
+    """The records of the parts that a worker reported, by their ids."""
+    infos = {}
+    for part in message.parts:
+        shown = {
+            "name": clipped(part.name, NAME_CHARS) or part.model[:12],
+            "dtype": clipped(part.dtype, 16),
+            "busy": min(part.busy, 1.0),  # the worker's clock may give a little more than 1
+        }
+        part_id = f"{peer_id}/{part.part}"
+        infos[part_id] = PartInfo(id=part_id, peer=peer_id, peer_name=peer_name, **asdict(part) | shown)
+    return infos
 
 
 ASKED_BY = {"verifier": {"peers.list", "parts.list", "checkpoints.list", "serving.list", RENEW}}
@@ -421,29 +396,32 @@ only renew their certificate."""
 
 
 class Services:
-    """What verifiers and drafters serve. Each peer's record is in ``Link.serving``.
+    """What verifiers and drafters serve. Each peer's record is in ``ConnectedPeer.serving``.
 
-    ``touch`` is called with the ids of peers whose record is new, changed or gone.
+    ``touch`` is called with the id of a peer whose record is new, changed or gone.
     """
 
-    def __init__(self, peers: Mapping[str, ConnectedPeer], touch: Callable[..., None]) -> None:
+    def __init__(self, peers: Mapping[str, ConnectedPeer], touch: Callable[[str], None]) -> None:
         self._peers, self._touch = peers, touch
 
     def joined(self, peer: ConnectedPeer) -> None:
-        if peer.role == "verifier":
-            self._send_drafters(peer)
+        self._send_drafters([peer])
 
     def reported(self, peer: ConnectedPeer, message: Serving) -> None:
         """Store a peer's report. Raises ``ProtocolError`` if the model changed: that requires a new link."""
-        before, peer.serving = peer.serving, info_of(peer, message)
-        if before is not None and _model(before) != _model(peer.serving):
+        fields = asdict(message) | {"model": clipped(message.model, NAME_CHARS), "http": clipped(message.http, 255)}
+        info = ServingInfo(
+            id=peer.id, name=clipped(peer.name, NAME_CHARS), role=peer.role, host=peer.host, port=peer.port, **fields
+        )
+        before, peer.serving = peer.serving, info
+        if before is not None and any(getattr(before, name) != getattr(info, name) for name in _OF_THE_MODEL):
             raise ProtocolError(f"a {peer.role} changed its model {before.model!r} without a new connection")
-        if peer.serving != before:
+        if info != before:
             self._touch(peer.id)
         if before is None:
-            self._warn_of_other_tokenizers(peer.serving)
+            self._warn_of_other_tokenizers(info)
             if peer.role == "drafter":
-                self._send_drafters_to_all()
+                self._send_drafters(self._peers.values())
 
     def _warn_of_other_tokenizers(self, new: ServingInfo) -> None:
         """Warn drafters whose tokenizer differs from a verifier's. That verifier does not dial them."""
@@ -461,34 +439,22 @@ class Services:
         if serving is not None:
             self._touch(peer.id)
             if peer.role == "drafter":
-                self._send_drafters_to_all()
+                self._send_drafters(self._peers.values())
 
-    def _send_drafters_to_all(self) -> None:
-        for peer in self._peers.values():
+    def _send_drafters(self, peers: Iterable[ConnectedPeer]) -> None:
+        """Send the list of drafters to the verifiers among ``peers``. If it is too long, those that joined first stay
+        in it."""
+        drafters = [peer for peer in self._peers.values() if peer.role == "drafter"]
+        drafters.sort(key=lambda drafter: drafter.joined_at)
+        infos = [drafter.serving for drafter in drafters if drafter.serving is not None][:MAX_DRAFTERS]
+        for peer in peers:
             if peer.role == "verifier":
-                self._send_drafters(peer)
-
-    def _send_drafters(self, peer: ConnectedPeer) -> None:
-        """Send the list of drafters. If it is too long, those that joined first stay in it."""
-        peers = sorted(
-            (each for each in self._peers.values() if each.role == "drafter"), key=lambda each: each.joined_at
-        )
-        here = [each.serving for each in peers if each.serving is not None]
-        peer.send(DrafterList([_drafter_for(peer.host, info) for info in here[:MAX_DRAFTERS]]))
+                listed = [
+                    DrafterAt(info.id, info.name, host_dialled_from(peer.host, info.host), info.port, info.model,
+                              info.vocab_size, info.tokenizer)
+                    for info in infos
+                ]  # fmt: skip
+                peer.send(DrafterList(listed))
 
 
-def _drafter_for(host: str, info: ServingInfo) -> DrafterAt:
-    return DrafterAt(
-        info.id, info.name, host_dialled_from(host, info.host), info.port, info.model, info.vocab_size, info.tokenizer
-    )
-
-
-def _model(info: ServingInfo) -> tuple[str, int, str, str]:
-    return info.model, info.vocab_size, info.tokenizer, info.weights
-
-
-def info_of(peer: ConnectedPeer, message: Serving) -> ServingInfo:
-    fields = asdict(message) | {"model": clipped(message.model, NAME_CHARS), "http": clipped(message.http, 255)}
-    return ServingInfo(
-        id=peer.id, name=clipped(peer.name, NAME_CHARS), role=peer.role, host=peer.host, port=peer.port, **fields
-    )
+_OF_THE_MODEL = ("model", "vocab_size", "tokenizer", "weights")

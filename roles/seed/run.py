@@ -43,7 +43,7 @@ COPY_NAME = "seed-backup.sqlite3"
 COPIED_FACT = "copied-at"
 EVERY_S = 60.0
 LOOK_S = 1.0
-"""How often a seed looks whether its directory is still there."""
+"""How often a seed looks whether its database is still there."""
 
 
 def make_copy(records: Records, files: dict[str, bytes], wall: float) -> bytes:
@@ -137,17 +137,19 @@ def restore(disk: Disk, directory: Path, state_dir: Path) -> RestoredBackup:
         raise UserError(text, remedy="start that seed without --restore, or choose another --state")
     data = disk.read(directory / COPY_NAME, max_bytes=16 << 30)
     with _open_copy(directory / COPY_NAME, data) as copy:
-        found = RestoredBackup(*_begin_term(copy))
+        wall, term = _begin_term(copy)
         write_copy(disk, directory, file_of(copy))  # first, so that another restore begins a higher term still
         files = dict(copy.execute("SELECT name, data FROM authority"))
         copy.execute("DROP TABLE authority")
-        keep_files(disk, state_dir / "authority", files) if files else None
+        if files:
+            keep_files(disk, state_dir / "authority", files)
         write_atomic(disk, state_dir / FILE_NAME, file_of(copy), private=True)
-    return found
+    return RestoredBackup(wall, bool(files), term)
 
 
-def _begin_term(copy: sqlite3.Connection) -> tuple[float, bool, int]:
-    """Raise the term, and mark every job that has not ended to ask its members for a newer view."""
+def _begin_term(copy: sqlite3.Connection) -> tuple[float, int]:
+    """Raise the term, and mark every job that has not ended to ask its members for a newer view. Returns when the copy
+    was made, and the term."""
     facts = dict(copy.execute("SELECT name, value FROM facts"))
     term = next_term(int(facts.get(TERM_FACT, 0)))
     copy.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (TERM_FACT, str(term)))
@@ -155,8 +157,7 @@ def _begin_term(copy: sqlite3.Connection) -> tuple[float, bool, int]:
         record = json.loads(text)
         if record["state"] not in {str(phase) for phase in ENDED}:
             copy.execute("UPDATE jobs SET record = ? WHERE id = ?", (json.dumps(record | {"unsettled": True}), job))
-    encrypted = bool(copy.execute("SELECT count(*) FROM authority").fetchone()[0])
-    return float(facts[COPIED_FACT]), encrypted, term
+    return float(facts[COPIED_FACT]), term
 
 
 def next_term(term: int) -> int:
@@ -185,36 +186,21 @@ def _open_copy(path: Path, data: bytes) -> Iterator[sqlite3.Connection]:
             raise damaged from error
 
 
-async def _keep_directory(
-    world: World, seed: Seed, store: SeedStore, directory: Path, authority: Authority | None, address: tuple[str, int]
-) -> None:
-    """Write the seed's directory again whenever it was removed, until cancelled."""
-    written = True
+async def _watch_directory(disk: Disk, directory: Path) -> None:
+    """Raise ``StorageError`` when the seed's database is gone, until cancelled. SQLite alone would not notice it, and
+    all records would be lost when the seed stops."""
     while True:
         await asyncio.sleep(LOOK_S)
         try:
-            found = world.disk.list_dir(directory)
+            found = disk.list_dir(directory)
         except StorageError:
             continue  # it cannot be seen now, perhaps for want of a file descriptor: nothing tells that it is gone
-        try:
-            if written and FILE_NAME in found:
-                continue
-            await store.write_again(world.disk, directory)
-            if authority is not None:
-                await asyncio.to_thread(keep_files, world.disk, directory / "authority", authority.files())
-                await seed.gate.opened(address)
-        except P2PTrainError as problem:
-            if written:
-                text = f"{directory} was removed, and cannot be written again: {problem.message}"
-                seed.alarm("state", f"{text}; the records will be lost when this seed stops. {problem.remedy}")
-            written = False
-        else:
-            text = f"{directory} was removed while the seed runs. It was written again, with all records and jobs"
-            seed.alarm("state", f"{text}. To begin anew, stop the seed and its workers before you remove it")
-            written = True
+        if FILE_NAME not in found:
+            remedy = "restore a backup (seed --restore DIR), or begin anew: stop the workers, and join them again"
+            raise StorageError(f"{directory / FILE_NAME} was removed while the seed ran", remedy=remedy)
 
 
-async def _keep_fresh(network: TlsNetwork, sign: Callable[[], Awaitable[Credentials]], clock: Clock) -> None:
+async def _renew_credentials(network: TlsNetwork, sign: Callable[[], Awaitable[Credentials]], clock: Clock) -> None:
     while True:
         await until_half_life(clock.wall(), clock)
         network.use(await sign())
@@ -250,7 +236,7 @@ async def run_seed(
 
     Raises:
         UserError: the address or the directory is in use.
-        StorageError: the database cannot be read or written.
+        StorageError: the database cannot be read or written, or was removed.
     """
     store = await SeedStore.open(world.disk, state_dir, world.threads, world.probe)
     try:
@@ -266,7 +252,7 @@ async def run_seed(
                 return await asyncio.to_thread(opened.own_credentials, identity.cluster_id, clock.wall())
 
             network = TlsNetwork(world.network, await sign(), require_client_certificate=False)
-            tasks.append(partial(_keep_fresh, network, sign, clock))
+            tasks.append(partial(_renew_credentials, network, sign, clock))
             world = dataclasses.replace(world, network=network)
         backup_requested = asyncio.Event()
         # A key from a file ends with a newline.
@@ -296,17 +282,17 @@ async def run_seed(
             await backup.write()  # fails at once if no backup can be written
             tasks.append(backup.run)
         # before the port is open, where a `join` may wait for it
-        ticket = await seed.gate.opened((host, port)) if port else None
+        ticket = await seed.gate.open_at((host, port)) if port else None
         refusals = Refusals(partial(note, "warning", "refused"), alarm=partial(seed.alarm, "resources"))
         decide = seed.acceptor.decide
         server = await serve(world.network, host, port, decide=decide, serve=seed.serve, on_problem=refusals)
         try:
             if not port:
-                ticket = await seed.gate.opened(server.address)
+                ticket = await seed.gate.open_at(server.address)
             if ticket is not None:
                 on_ticket(ticket)
-            tasks.append(partial(_keep_directory, world, seed, store, state_dir, authority, server.address))
-            await _until(stop, seed, tasks, server.address, on_ready)
+            tasks.append(partial(_watch_directory, world.disk, state_dir))
+            await _run_until(stop, seed, tasks, server.address, on_ready)
             if trackers is not None:
                 await trackers.close()
             if backup is not None:
@@ -319,7 +305,7 @@ async def run_seed(
         await store.close()
 
 
-async def _until(
+async def _run_until(
     stop: asyncio.Event,
     seed: Seed,
     others: Sequence[Callable[[], Coroutine[None, None, None]]],

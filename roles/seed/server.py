@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from functools import partial
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
@@ -21,7 +22,7 @@ from roles.seed.job_requests import JobRequests
 from roles.seed.job_table import JobTable
 from roles.seed.jobs import JobController, JobPorts
 from roles.seed.links import Survey
-from roles.seed.operator_api import OperatorApi, PeerRequests, RecordRequests
+from roles.seed.operator_api import ClusterRequests, OperatorApi
 from roles.seed.overview import Overview, SeedIdentity
 from roles.seed.peers import (
     ASKED_BY,
@@ -30,9 +31,9 @@ from roles.seed.peers import (
     PeerTable,
     Services,
     check_step,
-    checked_report,
+    clean_report,
     clipped,
-    infos_of,
+    part_infos_of,
     send_if_open,
     send_last_word,
 )
@@ -58,7 +59,7 @@ from wire.text_messages import Serving
 
 GROUP_DEATH_S = 10.0
 MAX_EARLY_MESSAGES = 4096
-"""Messages of one worker that wait until its job is settled. With more the seed reads nothing from it."""
+"""Messages of a job's workers that wait until it is settled. With more the seed reads nothing from them."""
 
 
 async def read_identity(store: SeedStore, name: str) -> SeedIdentity:
@@ -96,7 +97,7 @@ class Seed:
         self._on_alarm = on_alarm
         self.announcements = Announcements(clock, store, lambda topic, item_id: self.overview.render(topic, item_id))
         self.peers = PeerTable()
-        self.survey = Survey(clock, self.peers.connected, self._links_measured)
+        self.survey = Survey(clock, self.peers.connected)
         self.checkpoints = CheckpointCatalogue(
             store, clock, self.peers, self.announcements, lambda job: self.jobs.checkpoints_changed(job)
         )
@@ -115,14 +116,15 @@ class Seed:
             probe=world.probe,
         )
         self.jobs = JobTable(ports)
-        self.services = Services(self.peers.connected, self._serving_changed)
+        self.services = Services(self.peers.connected, partial(self.announcements.touch, "serving"))
         self.overview = Overview(identity, clock, self.peers, self.jobs, self.checkpoints, self.announcements)
         self.gate = EnrolmentPolicy(authority, clock, ticket_host, self.announcements.note)
-        self.acceptor = Acceptor(identity, world, self.gate, self.peers, self.alarm)
-        records = RecordRequests(store, self.jobs, self.overview)
-        peers = PeerRequests(clock, self.overview, self.peers, self.survey, self.gate, self._drop_unwelcome_soon)
+        self.acceptor = Acceptor(identity, world, self.gate, self.peers)
+        cluster = ClusterRequests(
+            clock, store, self.overview, self.peers, self.jobs, self.survey, self.gate, self._drop_unwelcome
+        )
         jobs = JobRequests(self.jobs, ports, self.acceptor.operators, check_profile)
-        self.operator_api = OperatorApi(peers.methods() | jobs.methods() | records.methods(), records.watch)
+        self.operator_api = OperatorApi(cluster.methods() | jobs.methods(), cluster.watch)
 
     async def load(self) -> None:
         """Read events, jobs and checkpoints from the store. Raises ``StorageError``."""
@@ -133,7 +135,6 @@ class Seed:
     def start(self, tasks: asyncio.TaskGroup, address: tuple[str, int]) -> None:
         self._tasks = tasks
         self.survey.start(tasks)
-        self.checkpoints.start(tasks)
         self.overview.address, self.acceptor.host = self.address_to_dial(address), address[0]
         self.jobs.start(tasks)
         tasks.create_task(self.store.run(), name="store")
@@ -220,11 +221,8 @@ class Seed:
         self.announcements.touch("peers", peer.id)
         self.announcements.touch("cluster", "")
 
-    def _drop_unwelcome_soon(self) -> None:
-        """Close the connections whose certificate is no longer honoured, after the current answer is sent."""
-        asyncio.get_running_loop().call_soon(self._drop_unwelcome)
-
     def _drop_unwelcome(self) -> None:
+        """Close the connections whose certificate is no longer honoured."""
         for peer in list(self.peers.connected.values()):
             if problem := self._close_unwelcome(peer.connection):
                 self._lose(peer, co.PeerLost(peer.id, problem.message, left=True), end="evicted")
@@ -257,7 +255,6 @@ class Seed:
                 if peer.take_heartbeat(message) and controller is not None and controller.stages > 1:
                     controller.post(co.PeerTold(controller.offer_of(peer)))
                 peer.connection.send(HeartbeatAck(message.seq))
-                self.announcements.touch("peers", peer.id)
             case EventNotice(level=level, kind=kind):
                 job = message.job if message.job in self.jobs.controllers else ""
                 text = f"{peer.name}: {message.text}"
@@ -284,37 +281,37 @@ class Seed:
     async def _handle_of_worker(self, peer: ConnectedPeer, controller: JobController | None, message: Message) -> None:
         """Handle a worker's message. While a restored seed does not know the job's newest view, messages are queued;
         views are taken in at once."""
-        early = controller is not None and (peer.early_messages or not controller.census.settled.is_set())
-        if controller is None or not early or isinstance(message, PartsHeld):
+        census = controller.census if controller is not None else None
+        if census is None or census.is_over or isinstance(message, PartsHeld):
             await self._handle_of_job(peer, controller, message)
         elif isinstance(message, ViewAnnounced):
-            controller.census.report(peer.id, View.of(message))
-        elif not (isinstance(message, LedgerRows) and controller.store_early(message)):
-            if len(peer.early_messages) >= MAX_EARLY_MESSAGES:
-                await controller.census.settled.wait()
-            peer.early_messages.append(message)
+            census.report(peer.id, View.of(message))
+        else:
+            if len(census.early_messages) >= MAX_EARLY_MESSAGES:
+                await census.settled.wait()
+            census.early_messages.append((peer, message))
 
     def _take_early_messages(self, job: str) -> None:
         assert self._tasks is not None
-        for peer in self.peers.of_job(job):
-            started_in(self._tasks, self._catch_up(peer), "early messages")
+        started_in(self._tasks, self._catch_up(self.jobs.controllers[job]), "early messages")
         self.jobs.assign_workers()
 
-    async def _catch_up(self, peer: ConnectedPeer) -> None:
-        try:
-            while peer.early_messages and self.peers.is_current(peer):
-                controller = self.jobs.controllers.get(peer.job)
-                await self._handle_of_job(peer, controller, peer.early_messages[0])
-                peer.early_messages.popleft()
-        except P2PTrainError as problem:
-            peer.early_messages.clear()
-            send_last_word(peer.connection, problem)
-            peer.connection.abort(problem)
+    async def _catch_up(self, controller: JobController) -> None:
+        early = controller.census.early_messages
+        while early:
+            peer, message = early[0]
+            try:
+                if self.peers.is_current(peer):
+                    await self._handle_of_job(peer, self.jobs.controllers.get(peer.job), message)
+            except P2PTrainError as problem:
+                send_last_word(peer.connection, problem)
+                peer.connection.abort(problem)
+            early.popleft()
 
     async def _handle_of_job(self, peer: ConnectedPeer, controller: JobController | None, message: Message) -> None:
         match message:
             case Report() if controller is not None and message.job == controller.id:
-                await controller.take_report(peer, checked_report(message, controller.record.steps_total))
+                await controller.take_report(peer, clean_report(message, controller.record.steps_total))
             case StepMetrics() if (trained := self.jobs.trained_by(peer, message.job)) is not None:
                 check_step(message, trained.record.steps_total)
                 await trained.record_step(message)
@@ -323,9 +320,9 @@ class Seed:
                 await self.store.make_room()
             case CheckpointSaved() if (saved_by := self.jobs.controllers.get(message.job)) is not None:
                 check_step(message, saved_by.record.steps_total)
-                await self.checkpoints.saved(peer, message, saved_by.retention)
+                await saved_by.record_checkpoint(peer, message)
             case PartsHeld():
-                before, peer.parts = peer.parts, infos_of(peer.id, peer.name, message)
+                before, peer.parts = peer.parts, part_infos_of(peer.id, peer.name, message)
                 both = {**before, **peer.parts}
                 changed = [part for part in both if before.get(part) != peer.parts.get(part)]
                 self.announcements.touch("parts", *changed)
@@ -333,14 +330,3 @@ class Seed:
                 pass  # about a job that the worker is no longer on
             case _:
                 raise ProtocolError(f"unexpected message {type(message).__name__} from a worker")
-
-    # ---------------------------------------------------------------------------------------------------------- changes
-
-    def _serving_changed(self, *peer_ids: str) -> None:
-        self.announcements.touch("serving", *peer_ids)
-        self.announcements.touch("peers", *peer_ids)
-
-    def _links_measured(self, peer_ids: Collection[str]) -> None:
-        measured = [peer for peer_id in peer_ids if (peer := self.peers.connected.get(peer_id)) is not None]
-        self.announcements.touch("peers", *peer_ids)
-        self.announcements.touch("jobs", *({peer.job for peer in measured} - {""}))

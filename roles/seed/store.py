@@ -3,8 +3,7 @@
 ``Records`` is the blocking store, for that thread only. ``SeedStore`` is its interface for the event loop:
 
 - Views and jobs must be durable before the seed continues, so their writes are awaited.
-- Checkpoints are written at once, by a task that nothing waits for.
-- Metrics, events, recoveries and ledger rows are collected, and written in one transaction every ``FLUSH_S``.
+- All other rows are collected, and written in one transaction every ``FLUSH_S``.
 
 Every commit is flushed to the disk (WAL, synchronous=FULL), so a minted view survives a power cut. With batches that is
 a few flushes per second. A store that cannot be written ends the seed (``StorageError``): the ring trains on without
@@ -24,9 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
-from p2ptrain.core.disk import Disk, Lock, RealDisk, write_atomic
+from p2ptrain.core.disk import Disk, Lock, RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.threads import RealThreads, Thread, Threads
 from p2ptrain.core.world import Probe
@@ -75,7 +74,15 @@ def _insertion(table: str, columns: list[str]) -> str:
 _ADD_METRIC, _ADD_CHECKPOINT = _insertion("metrics", _METRIC_COLUMNS), _insertion("checkpoints", _CHECKPOINT_COLUMNS)
 _ADD_RECOVERY = _insertion("recoveries", _RECOVERY_COLUMNS)
 
-Row = MetricRow | EventInfo | LedgerEntry | RecoveryInfo
+
+class CheckpointChange(NamedTuple):
+    """A new checkpoint, and the ids of those that its holder deleted to make room."""
+
+    added: CheckpointInfo
+    dropped: Sequence[str] = ()
+
+
+Row = MetricRow | EventInfo | LedgerEntry | RecoveryInfo | CheckpointChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,39 +211,24 @@ class Records:
         return None
 
     def views(self, job: str, after_generation: int, limit: int) -> list[ViewBegan]:
-        sql = "SELECT generation, step, lineage, members, stages FROM views WHERE job = ? AND generation > ?"
+        sql = """SELECT generation, step, lineage, members, stages FROM views WHERE job = ? AND generation > ?
+            ORDER BY generation LIMIT ?"""
         return [
             ViewBegan(generation, step, lineage, [str(member[0]) for member in json.loads(members)], stages)
-            for generation, step, lineage, members, stages in self._rows(
-                f"{sql} ORDER BY generation LIMIT ?", job, after_generation, limit
-            )
+            for generation, step, lineage, members, stages in self._rows(sql, job, after_generation, limit)
         ]
 
     def begins(self, job: str) -> list[tuple[int, int, str]]:
+        """Generation, step and lineage of each known view."""
         return self._rows("SELECT generation, step, lineage FROM views WHERE job = ?", job)
 
-    # --------------------------------------------------------------------------------------------- ledger, recoveries
-
-    def ledger_head(self, job: str) -> LedgerHead | None:
-        with _translated(self._path):
-            return ledger.head(self._db, job)
-
-    def ledger_rows(self, job: str, after_step: int, limit: int) -> list[LedgerRow]:
-        with _translated(self._path):
-            return ledger.rows(self._db, job, after_step, limit)
-
-    def recoveries(self, job: str, limit: int) -> list[RecoveryInfo]:
-        sql = "SELECT * FROM recoveries WHERE job = ? ORDER BY number DESC LIMIT ?"
-        return [RecoveryInfo(*row) for row in self._rows(sql, job, limit)][::-1]
-
-    # ------------------------------------------------------------------------------------------ metrics and events
+    # ------------------------------------------------------------------------------------------------- all other rows
 
     def add_rows(self, rows: list[Row]) -> None:
-        metrics = [row for row in rows if isinstance(row, MetricRow)]
-        events = [row for row in rows if isinstance(row, EventInfo)]
+        metrics, events = _of_kind(rows, MetricRow), _of_kind(rows, EventInfo)
         with self._transaction():
-            ledger.add(self._db, [row for row in rows if isinstance(row, LedgerEntry)])
-            for recovery in (row for row in rows if isinstance(row, RecoveryInfo)):
+            ledger.add(self._db, _of_kind(rows, LedgerEntry))
+            for recovery in _of_kind(rows, RecoveryInfo):
                 self._db.execute(_ADD_RECOVERY, dataclasses.astuple(recovery))
                 oldest = (recovery.job, recovery.number - RECOVERIES_KEPT)
                 self._db.execute("DELETE FROM recoveries WHERE job = ? AND number <= ?", oldest)
@@ -247,14 +239,35 @@ class Records:
             self._db.executemany("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", values)
             if events:
                 self._db.execute("DELETE FROM events WHERE id <= ?", (events[-1].id - EVENTS_KEPT,))
+            for added, dropped in _of_kind(rows, CheckpointChange):
+                self._db.execute(_ADD_CHECKPOINT, dataclasses.astuple(added))
+                self._db.executemany("DELETE FROM checkpoints WHERE id = ?", [(item,) for item in dropped])
+
+    def remove_checkpoints(self, ids: list[str]) -> None:
+        with self._transaction():
+            self._db.executemany("DELETE FROM checkpoints WHERE id = ?", [(item,) for item in ids])
+
+    def checkpoints(self, job: str = "") -> list[CheckpointInfo]:
+        return self._select(CheckpointInfo, "checkpoints WHERE ?1 IN ('', job) ORDER BY created_at, id", job)
+
+    def ledger_head(self, job: str) -> LedgerHead | None:
+        with _translated(self._path):
+            return ledger.head(self._db, job)
+
+    def ledger_rows(self, job: str, after_step: int, limit: int) -> list[LedgerRow]:
+        with _translated(self._path):
+            return ledger.rows(self._db, job, after_step, limit)
+
+    def recoveries(self, job: str, limit: int) -> list[RecoveryInfo]:
+        return self._select(RecoveryInfo, "recoveries WHERE job = ? ORDER BY number DESC LIMIT ?", job, limit)[::-1]
 
     def metrics(self, job: str, after_step: int, limit: int) -> list[MetricRow]:
-        sql = "SELECT * FROM metrics WHERE job = ? AND step > ? ORDER BY step LIMIT ?"
-        return [MetricRow(*row) for row in self._rows(sql, job, after_step, limit)]
+        return self._select(
+            MetricRow, "metrics WHERE job = ? AND step > ? ORDER BY step LIMIT ?", job, after_step, limit
+        )
 
     def last_metrics(self, job: str, limit: int) -> list[MetricRow]:
-        sql = "SELECT * FROM metrics WHERE job = ? ORDER BY step DESC LIMIT ?"
-        return [MetricRow(*row) for row in self._rows(sql, job, limit)][::-1]
+        return self._select(MetricRow, "metrics WHERE job = ? ORDER BY step DESC LIMIT ?", job, limit)[::-1]
 
     def last_val_loss(self, job: str) -> float | None:
         sql = "SELECT val_loss FROM metrics WHERE job = ? AND val_loss IS NOT NULL ORDER BY step DESC LIMIT 1"
@@ -263,35 +276,20 @@ class Records:
 
     def mean_step_ms(self, job: str) -> tuple[float, int]:
         """The mean time of the job's known steps, and their number."""
-        ((mean, count),) = self._rows(
-            "SELECT coalesce(avg(step_ms), 0.0), count(step_ms) FROM metrics WHERE job = ?", job
-        )
+        sql = "SELECT coalesce(avg(step_ms), 0.0), count(step_ms) FROM metrics WHERE job = ?"
+        ((mean, count),) = self._rows(sql, job)
         return float(mean), int(count)
 
     def events(self, after_id: int, limit: int) -> list[EventInfo]:
-        rows = self._rows("SELECT * FROM events WHERE id > ? ORDER BY id LIMIT ?", after_id, limit)
-        return [EventInfo(*row) for row in rows]
+        return self._select(EventInfo, "events WHERE id > ? ORDER BY id LIMIT ?", after_id, limit)
 
     def last_event_id(self) -> int:
         return int(self._one("SELECT coalesce(max(id), 0) FROM events"))
 
-    # ---------------------------------------------------------------------------------------------------- checkpoints
-
-    def add_checkpoint(self, checkpoint: CheckpointInfo, deleted: Sequence[str] = ()) -> None:
-        """Store a checkpoint, and remove those that its holder ``deleted`` (ids) to make room."""
-        with self._transaction():
-            self._db.execute(_ADD_CHECKPOINT, dataclasses.astuple(checkpoint))
-            self._db.executemany("DELETE FROM checkpoints WHERE id = ?", [(item,) for item in deleted])
-
-    def remove_checkpoints(self, ids: list[str]) -> None:
-        with self._transaction():
-            self._db.executemany("DELETE FROM checkpoints WHERE id = ?", [(item,) for item in ids])
-
-    def checkpoints(self, job: str = "") -> list[CheckpointInfo]:
-        sql = "SELECT * FROM checkpoints WHERE ?1 IN ('', job) ORDER BY created_at, id"
-        return [CheckpointInfo(*row) for row in self._rows(sql, job)]
-
     # -------------------------------------------------------------------------------------------------------- helpers
+
+    def _select(self, kind: Callable[..., T], of: str, *values: object) -> list[T]:
+        return [kind(*row) for row in self._rows(f"SELECT * FROM {of}", *values)]  # noqa: S608 - our own constants
 
     def _one(self, sql: str, *values: object) -> Any:
         rows = self._rows(sql, *values)
@@ -312,6 +310,10 @@ class Records:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+
+
+def _of_kind(rows: Sequence[Row], kind: type[T]) -> list[T]:
+    return [row for row in rows if isinstance(row, kind)]
 
 
 def file_of(database: sqlite3.Connection) -> bytes:
@@ -357,27 +359,12 @@ class SeedStore:
         def run() -> T:
             if rows:
                 self._records.add_rows(rows)
+                self._probe.event("stored", method=Records.add_rows, arguments=(rows,))
             result = method(self._records, *args, **kwargs)
             self._probe.event("stored", method=method, arguments=args)
             return result
 
         return await self._thread.submit(run)
-
-    async def write_again(self, disk: Disk, directory: Path) -> None:
-        """Go on in a new file with the same records: ``directory`` was removed. Raises ``StorageError``."""
-
-        def write(records: Records) -> None:
-            data = records.image()
-            disk.make_dir(directory)
-            disk.set_mode(directory, 0o700)
-            write_atomic(disk, directory / FILE_NAME, data, private=True)
-            records.close()  # now: it removes files by their names
-            self._records = Records(directory / FILE_NAME, disk)
-
-        await self.call(write)
-        if (lock := disk.try_lock(directory / LOCK_NAME)) is not None:
-            self._lock.close()
-            self._lock = lock
 
     def add(self, row: Row) -> None:
         """Queue a row to be written soon. The sender of many rows should await ``make_room``."""

@@ -12,98 +12,75 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from configs.schema import Profile
 from p2ptrain.cli.main import main
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused
+from p2ptrain.core.errors import Refused
 from p2ptrain.lab.explain.measuring import StrategyTimings, short
+from tests.fake_seed import FakeSeed
 from wire.connection import Connection
-from wire.handshake import dial, local_hello, local_welcome, serve
-from wire.messages import Hello, Leave, Message, Refuse, Request, Response, Welcome
+from wire.handshake import dial, local_hello, local_welcome
+from wire.messages import Hello, Leave, Message, Refuse, Request, Welcome
 from wire.records import LinkInfo, PeerInfo
 from wire.transport import TcpNetwork
 
 DEADLINE_S = 10.0
 
 
-@dataclass
-class FakeSeed:
-    """Answers requests with ``answers[method]`` (a map, or an error to answer with) and keeps what it was asked."""
+class JoinedSeed(FakeSeed):
+    """A fake seed on a real port that peers can join, too."""
 
-    answers: dict[str, dict[str, Any] | Refused] = field(default_factory=dict)
-    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    joined: list[Hello] = field(default_factory=list)
-    left: queue.Queue[Leave] = field(default_factory=queue.Queue)
-    problems: list[P2PTrainError] = field(default_factory=list)
-    refuse_peers: Refuse | None = None
-    wall_offset_s: float = 0.0
-    address: str = ""
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: list[Hello] = []
+        self.left: queue.Queue[Leave] = queue.Queue()
+        self.refuse_peers: Refuse | None = None
+        self.wall_offset_s = 0.0
+        self.address = ""
 
     async def run(self, ready: Callable[[asyncio.Event], None]) -> None:
-        server = await serve(
-            TcpNetwork(),
-            "127.0.0.1",
-            0,
-            decide=self._decide,
-            serve=self._serve,
-            on_problem=lambda error, _: self.problems.append(error),
-        )
         stop = asyncio.Event()
-        self.address = "{}:{}".format(*server.address)
+        self.address = "{}:{}".format(*await self.start(TcpNetwork(), "127.0.0.1", 0))
         ready(stop)
         await stop.wait()
-        await server.close()
+        await self.stop()
 
-    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+    async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         if hello.purpose == "peer":
             self.joined.append(hello)
-            if self.refuse_peers is not None:
-                return self.refuse_peers
+        if (hello.purpose == "peer" or hello.port) and self.refuse_peers is not None:
+            return self.refuse_peers
         if hello.purpose == "probe" and hello.port:
-            if self.refuse_peers is not None:
-                return self.refuse_peers
             back = local_hello(peer_id="5eed", name="fake", roles=["seed"], purpose="probe")
             host = connection.ends.remote[0]
             await (await dial(TcpNetwork(), host, hello.port, back, timeout_s=DEADLINE_S))[0].close()
         return local_welcome(peer_id="5eed", name="fake", cluster_id="c1", wall=time.time())
 
-    async def _serve(self, connection: Connection, hello: Hello) -> None:
-        while True:
-            try:
-                message: Message = (await connection.receive(timeout_s=DEADLINE_S)).message
-            except ConnectionLost:
-                return
-            if isinstance(message, Leave):
-                self.left.put(message)
-            if isinstance(message, Request):
-                self.asked.append((message.method, message.params))
-                connection.send(await self._answer(connection, message))
+    def take(self, message: Message) -> None:
+        if isinstance(message, Leave):
+            self.left.put(message)
 
-    async def _answer(self, connection: Connection, request: Request) -> Response:
-        answer = self.answers.get(request.method)
-        try:
-            if answer is None and request.method == "probe.clock":
-                answer = {"wall": time.time() + self.wall_offset_s}
-        except Refused as error:
-            answer = error
-        if isinstance(answer, Refused):
-            return Response(request.id, {}, answer.code, answer.message, answer.remedy)
-        if answer is not None and "after_generation" in request.params:
+    def answer_for(self, request: Request) -> dict[str, Any] | Refused:
+        if request.method == "probe.clock":
+            return {"wall": time.time() + self.wall_offset_s}
+        return super().answer_for(request)
+
+    def answer(self, request: Request) -> dict[str, Any] | Refused:
+        answer = super().answer(request)
+        if not isinstance(answer, Refused) and "after_generation" in request.params:
             after = request.params["after_generation"]
-            answer = {"views": [view for view in answer["views"] if view["generation"] > after]}
-        if answer is None:
-            return Response(request.id, {}, "unknown-method", f"no answer for {request.method}")
-        return Response(request.id, answer)
+            return {"views": [view for view in answer["views"] if view["generation"] > after]}
+        return answer
 
 
 @pytest.fixture
-def fake_seed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSeed]:
-    """A running ``FakeSeed``; commands find it through ``P2PTRAIN_SEED``."""
-    seed = FakeSeed()
+def fake_seed(monkeypatch: pytest.MonkeyPatch) -> Iterator[JoinedSeed]:
+    """A running ``JoinedSeed``; commands find it through ``P2PTRAIN_SEED``."""
+    seed = JoinedSeed()
     ready = threading.Event()
     handle: dict[str, Any] = {}
 

@@ -138,15 +138,15 @@ def test_ctrl_c_ends_only_the_watching(command: Command, seed: Any, monkeypatch:
 
 
 def test_metrics_are_read_page_by_page(command: Command, fake_seed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, read = [row.to_map() for row in ROWS], fake_seed._answer
+    rows, read = [row.to_map() for row in ROWS], fake_seed.answer_for
 
-    async def answer(connection: Any, request: Any) -> Any:
-        if request.method == "metrics.history":
-            after, limit = request.params["after_step"], request.params["limit"]
-            fake_seed.answers[request.method] = {"rows": [row for row in rows if row["step"] > after][:limit]}
-        return await read(connection, request)
+    def answer_for(request: Any) -> Any:
+        if request.method != "metrics.history":
+            return read(request)
+        after, limit = request.params["after_step"], request.params["limit"]
+        return {"rows": [row for row in rows if row["step"] > after][:limit]}
 
-    monkeypatch.setattr(fake_seed, "_answer", answer)
+    monkeypatch.setattr(fake_seed, "answer_for", answer_for)
     monkeypatch.setattr("wire.client.PAGE", 4)
     fake_seed.answers["jobs.show"] = {"job": JOB.to_map(), "spec": "{}"}
     table = list(csv.DictReader(command("jobs", "metrics", "tiny", "--csv").out.splitlines()))

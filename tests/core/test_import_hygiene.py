@@ -66,7 +66,7 @@ def loaded_by(code: str) -> set[str]:
             "import ring.collectives, ring.coordinator, ring.session, wire.client, wire.transport, wire.emulate",
             HEAVY | SCREEN | {"pydantic", "rich"},
         ),
-        ("import roles.seed.run", HEAVY | SCREEN | WEB),
+        ("import roles.seed.run", HEAVY | SCREEN | WEB | {"numpy"}),
         ("import tui.app", HEAVY | WEB),
         ("import roles.serving.texts", HEAVY | SCREEN | WEB | {"pydantic"}),
         ("import roles.verifier.http, roles.web.serving", HEAVY | SCREEN),

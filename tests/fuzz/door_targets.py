@@ -27,7 +27,7 @@ from p2ptrain.lab.stand_in import StandInEngine
 from ring.view import View
 from roles.line import Line
 from roles.seed.job_requests import JobRequests
-from roles.seed.operator_api import PeerRequests, RecordRequests
+from roles.seed.operator_api import ClusterRequests
 from roles.snapshots import Snapshot
 from roles.worker.heal import Fetch, Layout, Sender
 from roles.worker.heal_source import CHUNK_BYTES, HealSource, piece_untrusted
@@ -392,7 +392,7 @@ _SPEC = Profile().to_spec()
 
 
 def _methods() -> list[str]:
-    groups = PeerRequests(*[MagicMock()] * 6), JobRequests(*[MagicMock()] * 4), RecordRequests(*[MagicMock()] * 3)
+    groups = ClusterRequests(*[MagicMock()] * 8), JobRequests(*[MagicMock()] * 4)
     return [method for requests in groups for method in requests.methods()]
 
 

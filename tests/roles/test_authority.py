@@ -55,12 +55,12 @@ async def test_all_is_remembered_over_a_restart(tmp_path):
     first = await authority.first_ticket(host="h", now=NOW)
     _, csr = new_key_and_request("p1")
     identity = identity_of_untrusted(await authority.enrol(first.id, "p1", csr, NOW))
-    await authority.evict("p2", "bob")
+    await authority.change(lambda records: records.evict("p2", "bob"))
     again = opened(tmp_path)
     assert (again.pin, again.records) == (authority.pin, authority.records)
     assert str(again.ticket(await again.first_ticket(host="h", now=NOW + 1), 7)) == str(authority.ticket(first, 7))
     again.judge(identity)
-    await again.revoke(first.id, NOW)
+    await again.change(lambda records: records.revoke(first.id, NOW))
     with pytest.raises(Refused, match="was revoked"):
         opened(tmp_path).judge(identity)
     assert (await again.first_ticket(host="h", now=NOW)).id != first.id
@@ -76,7 +76,7 @@ async def test_a_member_renews_with_a_new_key_and_nobody_else_for_it(tmp_path):
     assert authority.records.tickets[ticket.id].used == 1
     with pytest.raises(ProtocolError, match="peer p1 requested a certificate for p2"):
         await authority.renew(identity, new_key_and_request("p2")[1], later)
-    await authority.evict("p1", "ann")
+    await authority.change(lambda records: records.evict("p1", "ann"))
     with pytest.raises(Refused, match="evicted"):
         await authority.renew(identity, new_key_and_request("p1")[1], later)
 

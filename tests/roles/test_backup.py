@@ -8,8 +8,6 @@ import random
 import shutil
 import sqlite3
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ from p2ptrain.core.world import World, real_world
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from p2ptrain.lab.sim.machine import Died, MachineDisk, Process
 from roles.seed.authority import Authority
-from roles.seed.run import COPY_NAME, Backup, _keep_directory, restore, write_copy
+from roles.seed.run import COPY_NAME, Backup, _watch_directory, restore, write_copy
 from roles.seed.store import JobRecord, Records, SeedStore
 from tests.roles.in_process import Cluster
 
@@ -114,27 +112,13 @@ async def test_a_copy_that_cannot_be_written_is_told_of_once(tmp_path: Path) -> 
     assert isinstance(world.disk, RealDisk)
 
 
-async def told(cluster: Cluster, kind: str) -> str:
-    async with asyncio.timeout(60):
-        while True:
-            events = (await cluster.ask("events.list"))["events"]
-            if found := [event["text"] for event in events if event["kind"] == kind]:
-                return str(found[0])
-            await asyncio.sleep(0.1)
-
-
-async def test_a_seed_whose_directory_is_removed_writes_it_again_and_says_so(cluster: Cluster, tmp_path: Path) -> None:
-    made = load("tiny", {}, ["job.steps=3000", "job.workers=2", "validation.every=0"]).profile
-    for _ in range(2):
-        cluster.join()
-    job = await cluster.create(made)
-    await cluster.job_until(job, lambda item: item["step"] >= 5)
+async def test_a_seed_whose_database_is_removed_ends_and_says_so(cluster: Cluster, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "seed")
-    assert "was removed while the seed runs" in await told(cluster, "state")
-    before = await cluster.job_until(job, lambda item: item["step"] >= 20)
-    await cluster.restart_seed()
-    assert [item["id"] for item in (await cluster.ask("jobs.list"))["jobs"]] == [job]
-    await cluster.job_until(job, lambda item: item["step"] > before["step"] and item["state"] == "running")
+    assert cluster._seed is not None
+    with pytest.raises(StorageError, match=r"seed\.sqlite3 was removed while the seed ran") as caught:
+        await asyncio.wait_for(cluster._seed, 60)
+    assert "seed --restore DIR" in caught.value.remedy
+    await cluster.start_seed(cluster.address[1])
 
 
 class Unlisted(RealDisk):
@@ -148,18 +132,25 @@ class Unlisted(RealDisk):
 
 
 def test_a_directory_that_cannot_be_listed_is_not_called_removed(tmp_path: Path) -> None:
-    disk, alarms = Unlisted(), list[str]()
-    world: Any = SimpleNamespace(disk=disk)
-    seed: Any = SimpleNamespace(alarm=lambda kind, text: alarms.append(text))
+    disk = Unlisted()
 
     async def main() -> None:
-        keeping = asyncio.create_task(_keep_directory(world, seed, seed, tmp_path, None, ("", 0)))
+        watching = asyncio.create_task(_watch_directory(disk, tmp_path))
         while disk.looks < 3:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(1.0)
-        keeping.cancel()
+        assert not watching.done()
+        watching.cancel()
 
     run_virtual(main())
-    assert alarms == []
+
+
+async def await_event(cluster: Cluster, part: str) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            events = (await cluster.ask("events.list"))["events"]
+            if any(part in event["text"] for event in events):
+                return
+            await asyncio.sleep(0.1)
 
 
 async def test_a_seed_that_lost_its_records_leaves_the_unfinished_job_to_its_workers(
@@ -172,6 +163,6 @@ async def test_a_seed_that_lost_its_records_leaves_the_unfinished_job_to_its_wor
     await cluster.stop_seed()
     shutil.rmtree(tmp_path / "seed")
     await cluster.start_seed(cluster.address[1])
-    assert f"job {job} of cluster" in await told(cluster, "foreign-job")
+    await await_event(cluster, f"job {job} of cluster")
     assert [peer.worker._runner.job for peer in workers] == [job, job]
     assert (await cluster.ask("peers.list"))["peers"] == []

@@ -52,9 +52,7 @@ class SurveyBench:
 
     def __init__(self, *workers: FakePeer) -> None:
         self.links = {worker.id: worker for worker in workers}
-        self.touched: list[set[str]] = []
-        links = cast(dict[str, ConnectedPeer], self.links)
-        self.survey = Survey(LoopClock(), links, lambda peers: self.touched.append(set(peers)))
+        self.survey = Survey(LoopClock(), cast(dict[str, ConnectedPeer], self.links))
         self.let_in: list[tuple[str, float]] = []
 
     def ready(self, peer_id: str) -> bool:
@@ -79,7 +77,6 @@ def test_a_worker_is_let_in_when_it_has_measured() -> None:
     surveyed(bench, lambda: bench.ready("a"))
     assert bench.let_in == [("a", pytest.approx(0.5))]
     assert bench.survey.table.known == {("a", "b"): GOOD, ("a", "c"): GOOD}
-    assert bench.touched == [{"a", "b", "c"}]
     (asked,) = bench.links["a"].asked
     assert [(peer["peer"], peer["host"]) for peer in asked["peers"]] == [("b", "10.0.0.1"), ("c", "")]
     assert asked["deadline_s"] < START_S

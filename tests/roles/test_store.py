@@ -16,7 +16,7 @@ from ring.coordination import JobWorker
 from ring.replicas import records
 from ring.view import View
 from roles.seed import store as module
-from roles.seed.store import JobRecord, Records, SeedStore
+from roles.seed.store import CheckpointChange, JobRecord, Records, SeedStore
 from wire.records import CheckpointInfo, EventInfo, MetricRow
 
 JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=400, keep=3, created_at=1.0)
@@ -73,7 +73,7 @@ def test_a_forgotten_job_leaves_nothing_behind_but_the_diary(kept: Records) -> N
         kept.add_job(dataclasses.replace(JOB, id=job), "{}")
         kept.add_view(dataclasses.replace(view(1, 0, "a"), job=job), JOB)
         kept.add_rows([dataclasses.replace(row(1), job=job), event(1)])
-        kept.add_checkpoint(CheckpointInfo(f"{job}@9@p", job, 9, "/c", "p", "p", "d", 5, 1.0))
+        kept.add_rows([CheckpointChange(CheckpointInfo(f"{job}@9@p", job, 9, "/c", "p", "p", "d", 5, 1.0))])
     assert ([item.id for item in kept.checkpoints("j1")], kept.checkpoints("none")) == (["j1@9@p"], [])
     kept.forget_job("j1")
     assert [job.id for job, _ in kept.jobs()] == ["j2"]

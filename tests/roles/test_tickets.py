@@ -47,10 +47,10 @@ def refusal(made: AuthorityState, peer_id: str = "p1", ticket_id: str = T1, key:
 def test_every_reason_to_let_nobody_in():
     assert refusal(AuthorityState()) == "ticket-unknown"
     assert refusal(records(), now=NOW + 7 * DAY) == "ticket-expired"
-    assert refusal(records().rotated(NOW)) == "ticket-revoked"
-    assert refusal(records().without_ticket(T1, NOW)) == "ticket-revoked"
+    assert refusal(records().rotate(NOW)) == "ticket-revoked"
+    assert refusal(records().revoke(T1, NOW)) == "ticket-revoked"
     assert refusal(enrolled(records(record(uses=1)), "p1"), "p2") == "ticket-used"
-    assert refusal(records().with_evicted("p1", "ann")) == "evicted"
+    assert refusal(records().evict("p1", "ann")) == "evicted"
     assert refusal(enrolled(records(), "p1"), key="another") == "duplicate-peer"
     records().judge_enrolment(T1, "p1", "k", NOW)
 
@@ -63,9 +63,9 @@ def test_a_use_is_a_peer_and_not_a_try():
 
 def test_members_stay_when_their_ticket_is_over_and_go_when_it_is_revoked():
     made = enrolled(records(record(uses=1)), "p1")
-    for over in (made, made.rotated(NOW), made.pruned(NOW + 23 * 3600)):
+    for over in (made, made.rotate(NOW), made.pruned(NOW + 23 * 3600)):
         over.judge_certificate(T1, "p1")
-    for gone in (made.without_ticket(T1, NOW), made.with_evicted("p1", "ann")):
+    for gone in (made.revoke(T1, NOW), made.evict("p1", "ann")):
         with pytest.raises(Refused):
             gone.judge_certificate(T1, "p1")
 
@@ -78,7 +78,7 @@ def test_everything_is_bounded():
     assert refusal(full, "new") == "full"
     full.judge_enrolment(T1, "p7", "k", NOW)
     with pytest.raises(Refused, match="evicted already"):
-        AuthorityState(evicted={f"p{n}": "" for n in range(MAX_EVICTED)}).with_evicted("one-more", "")
+        AuthorityState(evicted={f"p{n}": "" for n in range(MAX_EVICTED)}).evict("one-more", "")
 
 
 def test_nothing_that_is_shown_has_the_secret():

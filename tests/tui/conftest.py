@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.errors import Refused
 from p2ptrain.lab.memory import MemoryNetwork, VirtualClockLoop
+from tests.fake_seed import FakeSeed
 from tests.tui.demo import DemoCluster
 from tui.source import SeedSource
 from wire.client import SeedClient
 from wire.connection import Connection
-from wire.handshake import PeerServer, local_welcome, serve
-from wire.messages import Hello, Refuse, Request, Response, Update, Welcome
+from wire.messages import Request, Update
 
 
 @pytest.fixture(autouse=True)
@@ -31,33 +31,19 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-class FakeSeed:
-    """Answers what a viewer asks, from a demo cluster.
-
-    Attributes:
-        asked: methods and parameters, in order.
-        answers: method → what to answer in place of the true result: a result, or (code, message, remedy) of a refusal.
-        silent: methods that are never answered.
-    """
+class DemoFakeSeed(FakeSeed):
+    """Answers what a viewer asks, from a demo cluster."""
 
     def __init__(self, network: MemoryNetwork, cluster: DemoCluster) -> None:
+        super().__init__()
         self.network, self.cluster = network, cluster
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.answers: dict[str, dict[str, Any] | tuple[str, str, str]] = {}
-        self.silent: set[str] = set()
         self.viewers: list[Connection] = []
-        self.problems: list[P2PTrainError] = []
-        self.refuse: Refuse | None = None
-        self._server: PeerServer | None = None
 
-    async def start(self) -> None:
-        self._server = await serve(
-            self.network, "seed", 7337, decide=self._decide, serve=self._serve, on_problem=self._on_problem
-        )
+    async def begin(self) -> None:
+        await self.start(self.network, "seed", 7337)
 
     async def stop(self) -> None:
-        assert self._server is not None
-        await self._server.close()
+        await super().stop()
         self.viewers.clear()
 
     def tell(self, topic: str, items: list[dict[str, Any]]) -> None:
@@ -68,31 +54,14 @@ class FakeSeed:
         for update in self.cluster.tick():
             self.tell(update.topic, update.items)
 
-    def _on_problem(self, error: P2PTrainError, remote: tuple[str, int]) -> None:
-        self.problems.append(error)
+    def subscribed(self, connection: Connection) -> None:
+        for update in self.cluster.told():
+            connection.send(update)
+        self.viewers.append(connection)
 
-    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
-        return self.refuse or local_welcome(peer_id="seed", name="seed", cluster_id="c0ffee", wall=0.0)
-
-    async def _serve(self, connection: Connection, hello: Hello) -> None:
-        while True:
-            request = await connection.expect(Request, timeout_s=3600)
-            self.asked.append((request.method, request.params))
-            if request.method in self.silent:
-                continue
-            answer = self.answers.get(request.method) or self._answer(request.method, request.params)
-            if isinstance(answer, tuple):
-                connection.send(Response(request.id, {}, *answer))
-                continue
-            connection.send(Response(request.id, answer))
-            if request.method == "subscribe":
-                for update in self.cluster.told():
-                    connection.send(update)
-                self.viewers.append(connection)
-
-    def _answer(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
-        cluster, limit = self.cluster, params.get("limit", 0)
-        match method:
+    def answer_for(self, request: Request) -> dict[str, Any] | Refused:
+        cluster, params = self.cluster, request.params
+        match request.method:
             case "subscribe":
                 return {}
             case "probe.clock":
@@ -100,15 +69,15 @@ class FakeSeed:
             case "events.list":
                 cluster.event_id = 0
                 events = [event.to_map() for event in cluster.events()][params["after_id"] :]  # ids count from 1
-                return {"events": events[:limit]}
+                return {"events": events[: params["limit"]]}
             case "metrics.history":
                 steps = range(max(params["after_step"], 0) + 1, cluster.step + 1) if params["job"] == "j1" else range(0)
-                return {"rows": [cluster.row(step).to_map() for step in steps[:limit]]}
+                return {"rows": [cluster.row(step).to_map() for step in steps[: params["limit"]]]}
             case _:
                 return {"job": params["job"]}
 
 
-Play = Callable[[FakeSeed, SeedSource], Awaitable[None]]
+Play = Callable[[DemoFakeSeed, SeedSource], Awaitable[None]]
 
 
 @pytest.fixture
@@ -125,8 +94,8 @@ def watch() -> Callable[[Play], None]:
 
     async def scenario(play: Play) -> None:
         network = MemoryNetwork()
-        seed = FakeSeed(network, DemoCluster(6))
-        await seed.start()
+        seed = DemoFakeSeed(network, DemoCluster(6))
+        await seed.begin()
         source = SeedSource(partial(connected, network), "seed:7337")
         running = asyncio.get_running_loop().create_task(source.run())
         try:

@@ -1,9 +1,7 @@
 """A scripted cluster to look at: for screenshots and tests. Deterministic: no clock, no chance.
 
-python -m tests.tui.demo                                  watch it train
-python -m tests.tui.demo --serving                        and write text: key 6
-python -m tests.tui.demo --screenshot docs/tui.svg        what the README shows, and
-python -m tests.tui.demo --serving --view 6 --size 116x20 --screenshot docs/tui-serving.svg
+python -m tests.tui.demo docs/tui.svg        what the README shows, and
+python -m tests.tui.demo --serving --view 6 --size 116x20 docs/tui-serving.svg
 """
 
 from __future__ import annotations
@@ -344,22 +342,18 @@ def _update(topic: str, records: list[Any]) -> Update:
 
 
 class DemoSource:
-    """A ``tui.source.RecordSource`` over the demo cluster. It stands still unless it has a ``rate_hz``."""
+    """A ``tui.source.RecordSource`` over the demo cluster, which stands still until ``tick``."""
 
-    def __init__(self, cluster: DemoCluster | None, *, clock: Any = None, rate_hz: float = 0.0) -> None:
+    def __init__(self, cluster: DemoCluster | None) -> None:
         self.store = RecordStore()
         self.address = "192.168.1.20:7337"
         self.cluster = cluster
-        self.clock = clock or DemoClock()
+        self.clock = DemoClock()
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.watched = ""
-        self._rate_hz = rate_hz
 
     async def run(self) -> None:
         self.connect()
-        while self._rate_hz:
-            await asyncio.sleep(1 / self._rate_hz)
-            self.tick()
         await asyncio.Event().wait()
 
     def connect(self) -> None:
@@ -402,7 +396,7 @@ class DemoSource:
         return {"job": job.id}
 
 
-async def _screenshot(*, peers: int, serving: bool, columns: int, rows: int, light: bool, view: int) -> str:
+async def _screenshot(*, peers: int, serving: bool, columns: int, rows: int, view: int) -> str:
     from tui.app import P2PTrainApp  # the app knows the demo by its protocol only
 
     source = DemoSource(DemoCluster(peers, serving=serving))
@@ -411,34 +405,23 @@ async def _screenshot(*, peers: int, serving: bool, columns: int, rows: int, lig
         for _ in range(SEEN_S if serving else 0):
             source.clock.time += 1
             source.tick()
-        await pilot.press(str(view), *(["d"] if light else []))
+        await pilot.press(str(view))
         await pilot.pause()
         return app.export_screenshot(title="p2ptrain tui")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.tui.demo", description="A scripted cluster to look at.")
+    parser = argparse.ArgumentParser(prog="python -m tests.tui.demo", description="A picture of a scripted cluster.")
+    parser.add_argument("screenshot", type=Path, help="the SVG to write")
     parser.add_argument("--peers", type=int, default=6)
     parser.add_argument("--serving", action="store_true", help="a verifier and drafters, too")
-    parser.add_argument("--screenshot", type=Path, help="write an SVG and leave")
-    parser.add_argument("--size", default="160x48", help="columns x rows of the screenshot")
-    parser.add_argument("--view", type=int, default=1, help="which view the screenshot shows")
-    parser.add_argument("--light", action="store_true", help="the light theme for the screenshot")
+    parser.add_argument("--size", default="160x48", help="columns x rows")
+    parser.add_argument("--view", type=int, default=1)
     arguments = parser.parse_args()
     columns, _, rows = arguments.size.partition("x")
-    shape: dict[str, Any] = {"peers": arguments.peers, "serving": arguments.serving}
-    shape |= {"columns": int(columns), "rows": int(rows)}
-    if arguments.screenshot:
-        picture = asyncio.run(_screenshot(light=arguments.light, view=arguments.view, **shape))
-        arguments.screenshot.write_text(picture, encoding="utf-8")
-    else:
-        from p2ptrain.core.world import LoopClock
-        from tui.app import P2PTrainApp
-
-        clock = LoopClock()
-        P2PTrainApp(
-            DemoSource(DemoCluster(arguments.peers, serving=arguments.serving), clock=clock, rate_hz=4), clock=clock
-        ).run()
+    shape: dict[str, Any] = {"peers": arguments.peers, "serving": arguments.serving, "view": arguments.view}
+    picture = asyncio.run(_screenshot(columns=int(columns), rows=int(rows), **shape))
+    arguments.screenshot.write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":

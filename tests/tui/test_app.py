@@ -11,7 +11,6 @@ from textual.pilot import Pilot
 
 from p2ptrain.core.errors import UserError
 from tests.tui.demo import DemoCluster, DemoSource
-from tests.tui.demo_serving import drafters, verifier
 from tests.tui.invariants import check_store
 from tui.app import ConfirmScreen, HelpScreen, P2PTrainApp
 from tui.chains import how_to_split
@@ -111,15 +110,7 @@ async def test_a_small_terminal_shows_one_view_at_a_time_and_a_large_one_everyth
         await stage.pilot.resize_terminal(*WIDE)
         await stage.settle()
         assert stage.shown() == {"ring", "training", "peers", "jobs", "checkpoints", "events"}
-        focus = {
-            "2": "training",
-            "3": "jobs-table",
-            "4": "events-table",
-            "5": "chains",
-            "6": "serving",
-            "1": "peers-table",
-        }
-        for key, focused in focus.items():
+        for key, focused in (("3", "jobs-table"), ("5", "chains"), ("1", "peers-table")):
             await stage.pilot.press(key)
             assert stage.app.focused is not None
             assert stage.app.focused.id == focused
@@ -288,14 +279,9 @@ async def test_chains_take_the_place_of_the_ring_where_a_person_asks_for_them_or
         assert stage.shown() == {"chains", "peers", "jobs", "checkpoints", "events"}
         assert "✗ 7 of 28 layers missing" in stage.text("#chains")
         assert stage.text("#chains").count("missing") == 1
-        (middle,) = [part for part in stage.source.cluster.parts() if part.id == "peer1/llama-3.2-3b-1"]
-        stage.source.store.apply("parts-gone", [{"id": middle.id}], 0.0)
+        stage.source.store.apply("parts-gone", [{"id": "peer1/llama-3.2-3b-1"}], 0.0)
         await stage.settle()
         assert stage.text("#chains").count("missing") == 2
-        stage.source.store.apply("parts", [middle.to_map() | {"peer_name": "[b]new[/b]"}], 0.0)
-        await stage.settle()
-        assert stage.text("#chains").count("missing") == 1
-        assert "[b]new[/b]" in stage.text("#chains")
         await stage.press("2")
         assert stage.shown() == {"ring", "training", "peers", "jobs", "checkpoints", "events"}
         forget(stage.source.store, "jobs")
@@ -307,16 +293,6 @@ async def test_chains_take_the_place_of_the_ring_where_a_person_asks_for_them_or
         assert "chains" not in stage.shown()
 
 
-async def test_long_chains_are_scrolled():
-    async with staged(peers=64) as stage:
-        await stage.press("5")
-        assert "qwen" not in stage.text("#chains")
-        await stage.press("end")
-        await stage.pilot.wait_for_animation()
-        await stage.settle()
-        assert "nobody holds" in stage.text("#chains")
-
-
 async def test_verifiers_take_the_place_of_the_ring_where_a_person_asks_for_them_or_nobody_trains():
     async with staged(WIDE, serving=True) as stage:
         assert "dora" not in stage.text("#ring"), "it is not there to train"
@@ -325,8 +301,6 @@ async def test_verifiers_take_the_place_of_the_ring_where_a_person_asks_for_them
         assert stage.shown() == {"serving", "peers", "jobs", "checkpoints", "events"}
         text = stage.text("#serving")
         for told in ("Serving · 1", "vera", "code-400m", "2 texts", "1 waiting", "dora", "code-15m", "83%", "93%"):
-            assert told in text
-        for told in ("× as fast as alone (45.7 ms)", "3.84 tokens a pass", "27% wasted", "11.4 B a token"):
             assert told in text
         await stage.press("1", "end")
         forget(stage.source.store, "jobs")
@@ -337,25 +311,6 @@ async def test_verifiers_take_the_place_of_the_ring_where_a_person_asks_for_them
         await stage.pilot.resize_terminal(*COMPACT)
         await stage.press("1", "end")
         assert "verifier of code-400m · 2 sessions · 81% right" in stage.text("#peers")
-
-
-async def test_verifiers_that_are_idle_or_have_no_drafter():
-    async with staged() as stage:
-        await stage.press("6")
-        store = stage.source.store
-        store.apply("serving", [info.to_map() for info in drafters(1)], 0.0)
-        await stage.settle()
-        assert "drafters that no verifier uses: dora (code-40m), nils" in stage.text("#serving")
-        lonely = verifier(1).to_map() | {"drafters": [], "stats": {}, "name": "[b]v[/b]"}
-        lonely |= {"drafter_alpha": [], "drafter_latency_ms": [], "drafter_share": []}
-        store.apply("serving", [lonely], 0.0)
-        await stage.settle()
-        assert "[b]v[/b]" in stage.text("#serving")
-        assert "no drafter: p2ptrain join TICKET --role drafter" in stage.text("#serving")
-        store.apply("serving", [verifier(640, idle=True).to_map()], 1000.0)
-        await stage.settle()
-        for told in ("idle · ", "figures of the last texts", "81% right", " 0 tok/s"):
-            assert told in stage.text("#serving")
 
 
 # ---------------------------------------------------------------------------------------------------------- commands

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
-from tests.tui.conftest import FakeSeed
+from tests.tui.conftest import DemoFakeSeed
 from tests.tui.invariants import check_store
 from tests.wire.doubles import scenario_of
 from tui.model import LinkPhase
@@ -39,7 +39,7 @@ def test_backoff_grows_to_its_limit():
 
 @watched
 async def test_what_a_subscriber_is_told_is_all_and_older_events_are_fetched(
-    seed: FakeSeed, source: SeedSource
+    seed: DemoFakeSeed, source: SeedSource
 ) -> None:
     await live(source)
     assert len(source.store.peers) == 6
@@ -50,7 +50,7 @@ async def test_what_a_subscriber_is_told_is_all_and_older_events_are_fetched(
 
 
 @watched
-async def test_everything_is_told_and_followed(seed: FakeSeed, source: SeedSource) -> None:
+async def test_everything_is_told_and_followed(seed: DemoFakeSeed, source: SeedSource) -> None:
     seed.cluster.serves = True
     await live(source)
     assert len(source.store.parts) == 6
@@ -63,7 +63,9 @@ async def test_everything_is_told_and_followed(seed: FakeSeed, source: SeedSourc
 
 
 @watched
-async def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(seed: FakeSeed, source: SeedSource) -> None:
+async def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(
+    seed: DemoFakeSeed, source: SeedSource
+) -> None:
     await live(source)
     source.watch("j1")
     await until(source, lambda: "j1" in source._synced)
@@ -82,7 +84,7 @@ async def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(seed: F
     assert source.store.link.since == lost.since
     seed.cluster.step += 300  # training went on
     seed.cluster.size = 5
-    await seed.start()
+    await seed.begin()
     await live(source)
     await until(source, lambda: "j1" in source._synced)
     assert source.store.series["j1"].rows[-1].step == 940
@@ -91,14 +93,14 @@ async def test_a_seed_that_restarts_is_found_again_and_the_gap_is_filled(seed: F
 
 
 @watched
-async def test_after_a_new_generation_the_history_is_fetched_anew(seed: FakeSeed, source: SeedSource) -> None:
+async def test_after_a_new_generation_the_history_is_fetched_anew(seed: DemoFakeSeed, source: SeedSource) -> None:
     await live(source)
     source.watch("j1")
     await until(source, lambda: "j1" in source._synced)
     await seed.stop()
     await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
     seed.cluster.generation, seed.cluster.step = 5, 220  # restored from the checkpoint of step 200
-    await seed.start()
+    await seed.begin()
     await live(source)
     await until(source, lambda: [row.step for row in source.store.series["j1"].rows][-1:] == [220])
     check_store(source.store)
@@ -106,7 +108,7 @@ async def test_after_a_new_generation_the_history_is_fetched_anew(seed: FakeSeed
 
 @watched
 async def test_a_malformed_update_is_counted_and_shown_and_the_rest_is_taken_in(
-    seed: FakeSeed, source: SeedSource
+    seed: DemoFakeSeed, source: SeedSource
 ) -> None:
     await live(source)
     good = seed.cluster.peer(0).to_map() | {"name": "renamed"}
@@ -118,14 +120,14 @@ async def test_a_malformed_update_is_counted_and_shown_and_the_rest_is_taken_in(
 
 
 @watched
-async def test_a_seed_without_events_is_watched_as_any(seed: FakeSeed, source: SeedSource) -> None:
+async def test_a_seed_without_events_is_watched_as_any(seed: DemoFakeSeed, source: SeedSource) -> None:
     seed.answers["events.list"] = {"events": []}
     await live(source)
     await until(source, lambda: [method for method, _ in seed.asked].count("events.list") == 2)
 
 
 @watched
-async def test_a_seed_that_says_no_is_shown_with_its_remedy(seed: FakeSeed, source: SeedSource) -> None:
+async def test_a_seed_that_says_no_is_shown_with_its_remedy(seed: DemoFakeSeed, source: SeedSource) -> None:
     seed.refuse = Refuse("full", "the seed has no room for a viewer", "leave another one")
     await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
     assert source.store.link.problem.endswith("the seed has no room for a viewer")
@@ -135,7 +137,7 @@ async def test_a_seed_that_says_no_is_shown_with_its_remedy(seed: FakeSeed, sour
 
 
 @watched
-async def test_a_seed_that_falls_silent_is_lost(seed: FakeSeed, source: SeedSource) -> None:
+async def test_a_seed_that_falls_silent_is_lost(seed: DemoFakeSeed, source: SeedSource) -> None:
     await live(source)
     now = asyncio.get_running_loop().time
     silent_at = now()
@@ -145,10 +147,10 @@ async def test_a_seed_that_falls_silent_is_lost(seed: FakeSeed, source: SeedSour
 
 
 @watched
-async def test_a_request_is_passed_on_with_its_answer(seed: FakeSeed, source: SeedSource) -> None:
+async def test_a_request_is_passed_on_with_its_answer(seed: DemoFakeSeed, source: SeedSource) -> None:
     await live(source)
     assert await source.request("jobs.pause", {"job": "j1"}) == {"job": "j1"}
-    seed.answers["jobs.pause"] = ("bad-state", "job j1 is done", "choose another")
+    seed.answers["jobs.pause"] = Refused("bad-state", "job j1 is done", remedy="choose another")
     with pytest.raises(Refused) as refused:
         await source.request("jobs.pause", {"job": "j1"})
     assert refused.value.remedy == "choose another"

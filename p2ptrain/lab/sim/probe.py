@@ -27,7 +27,7 @@ from ring.versions import VersionMember
 from ring.view import View
 from roles.engine import Engine, Stage
 from roles.seed.run import COPY_NAME
-from roles.seed.store import Records
+from roles.seed.store import CheckpointChange, Records
 from wire.job_messages import CheckpointSaved, excluded_key
 from wire.messages import Message
 
@@ -152,8 +152,9 @@ class MachineProbe(Probe):
             self._observer.job_state = job.state
             self._observer.report.tell(f"the job is {job.state} ({job.reason})")
             self._observer.job_changed.set()
-        elif method is Records.add_checkpoint:
-            self._observer.checkpoints.recorded(arguments[0].step, arguments[0].digest)
+        elif method is Records.add_rows:
+            for added in (row.added for row in arguments[0] if isinstance(row, CheckpointChange)):
+                self._observer.checkpoints.recorded(added.step, added.digest)
 
     def _gap_skipped(self, first: int, last: int) -> None:
         self._observer.gave_up(first, last)
