@@ -54,7 +54,7 @@ AGAIN_LOOKS = 15
 async def check(options: JoinOptions) -> None:
     """Before joining, refuse HTTP or a model that cannot be served. Raises ``UserError``, ``ResourceError``."""
     if options.http_place is not None:
-        from roles.verifier.http import check_place
+        from roles.verifier.http_app import check_place
 
         await check_place(*options.http_place, options.api_keys)
     cache_bytes(options.memory_bytes, options.model_directory, options.dtype)
@@ -133,7 +133,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         stack.push_async_callback(lambda: within(LEAVE_S, service.close()))
         await service.warm_up()
         http = await _http(stack, member, options, service)
-        member.on_drafters(drafters.here)
+        member.on_drafters(drafters.update_list)
         member.answer("generate", partial(serve_texts, service))
         member.serves(partial(_serving, service, model, digest, weights, http))
         known = "" if service.context is None else f", {service.context} tokens of context"
@@ -323,7 +323,7 @@ async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptio
     if options.http_place is None:
         return ""
     from roles.http.access import read_key
-    from roles.verifier.http import serving_http
+    from roles.verifier.http_app import serving_http
 
     key = None
     if options.api_keys is not None:

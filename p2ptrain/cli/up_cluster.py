@@ -103,7 +103,7 @@ async def train(plan: TrainingPlan, *, full_screen: bool, as_json: bool) -> Summ
     from p2ptrain.cluster.stopping import LEAVING, stoppable, unless_stopped
 
     if plan.http is not None:
-        from roles.verifier.http import check_place
+        from roles.verifier.http_app import check_place
 
         await check_place(*plan.http, plan.api_keys)  # fail before the training, not after it
     console, stop = stoppable()

@@ -165,9 +165,8 @@ class DraftedText:
 
     def _sends(self) -> list[DraftSending]:
         stop = min(len(self._ids), self._limit)
-        bare = self._sent == self._verified  # the verifier has no draft: a few are better than none
         ended = self._held == len(self._ids) and not self._running  # the last sample is no token of the verifier
-        if stop <= self._sent or (stop - self._sent < GROUP and not ended and not (bare and stop == self._limit)):
+        if stop <= self._sent or (stop - self._sent < GROUP and not ended):
             return []
         send = DraftSending(self.epoch, self._sent, tuple(self._ids[self._sent : stop]))
         self._sent = stop

@@ -136,7 +136,7 @@ def sums_of(core: DecodingStats, spent_s: Mapping[str, float], drafters: Sequenc
     return sums
 
 
-def added(sums: Iterable[TextSums]) -> dict[str, float]:
+def add_sums(sums: Iterable[TextSums]) -> dict[str, float]:
     total: dict[str, float] = {}
     for each in sums:
         for name, value in each.items():
@@ -162,7 +162,7 @@ class RecentSums:
                 "alone_s": step_s * more.get("after", 0.0),
             }
         fade = (1 - 1 / RECENT_TOKENS) ** more.get("tokens", 0.0)
-        self.grown = added([{name: fade * value for name, value in self.grown.items() if fade * value > 1e-3}, more])
+        self.grown = add_sums([{name: fade * value for name, value in self.grown.items() if fade * value > 1e-3}, more])
 
 
 def figures_of(grown: TextSums, step_s: float) -> dict[str, float]:

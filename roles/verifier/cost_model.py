@@ -8,13 +8,14 @@ of the verifier alone, measured while all drafters rest. If drafters do not save
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from roles.gauges import FAR_OFF, SHORTEST_S, MovingAverage
 
 MOST_DRAFTS = 64
 """Most drafts in a pass."""
+DEPTH = 16
+"""Most drafts ahead of the verified text. Fewer leave a distant drafter too short a line; more waste bytes."""
 FIRST_BUDGET, MOST_BUDGET = 0.8, 6.0
 """Limits of the loss, in steps of the verifier alone: at first, and after gains."""
 TRY_TOKENS = 32
@@ -90,12 +91,6 @@ class DrafterModel:
     def restart_s(self) -> float:
         return 2 * self.latency_s + self.draft.seconds
 
-    @property
-    def depth(self) -> int:
-        """Drafts ahead of the verified text that are used with a chance of 3 % or more. Fewer leave a distant drafter
-        too short a line; more waste bytes."""
-        return max(1, min(MOST_DRAFTS, int(math.log(0.03) / math.log(min(self.alpha, 0.999)))))
-
     def token_s(self, step_s: float, *, sessions: int = 0) -> float:
         """Approximate time per token beside ``sessions`` other sessions: a draft, or after a wrong one a new line and a
         pass."""
@@ -157,42 +152,32 @@ class CostModel:
         self.sessions = 0
         self.passes = PassTimeModel()
         self._alone = MovingAverage(step_s)  # a step while all drafters rest
-        self._without_drafts = MovingAverage()  # steps without drafts while drafters work, since the last rest
         self._budget = FIRST_BUDGET  # steps
         self._tokens = self._seconds = 0.0  # while drafters work, with decay
         self._tried = 0  # tokens since drafters began or were last found useful
         self._rest = TRY_TOKENS
         self._left = 0 if step_s else BASELINE_STEPS  # tokens left of the rest
-        self._quiet_from = 0.0  # drafters still work for a moment after they were sent to rest
         self.resting = not step_s
 
     @property
     def step_s(self) -> float:
-        """Time of a step of the verifier alone; 0: not measured. It is never above the time of a step beside
-        drafters."""
-        if self._without_drafts.count >= BASELINE_STEPS:
-            return min(self._alone.seconds, self._without_drafts.seconds)
+        """Time of a step of the verifier alone; 0: not measured."""
         return self._alone.seconds
 
     @property
     def most_loss_s(self) -> float:
         return self._budget * self.step_s / max(1, self.sessions)
 
-    def note_drafting(self, until: float) -> None:
-        self._quiet_from = max(self._quiet_from, until)
-
-    def add_pass(self, drafts: int, tokens: int, seconds: float, *, began_at: float) -> None:
+    def add_pass(self, drafts: int, tokens: int, seconds: float) -> None:
         """Record a pass. ``seconds``: time since the session's previous result."""
         if self.resting:
-            if not drafts and began_at >= self._quiet_from:
+            if not drafts:
                 self._alone.add(seconds)
             self._left -= tokens
             self._refill(tokens)
             if self._left <= 0 and self.step_s:
                 self._begin()
             return
-        if not drafts:
-            self._without_drafts.add(seconds)
         step_s = self.step_s
         self._budget = min(self._budget + tokens - seconds / step_s, MOST_BUDGET)
         self._refill(tokens)
@@ -213,7 +198,6 @@ class CostModel:
 
     def _begin(self) -> None:
         self.resting = False
-        self._without_drafts = MovingAverage()
         self._tokens = self._seconds = 0.0
         self._tried = 0
         if not self.passes.known:

@@ -94,7 +94,7 @@ class DraftLine:
             return
         if begins:
             self._cut_at = None
-        elif follows and self._end < self.verdicts.free:
+        elif follows:
             self.model.draft.add((now - self._drafts_at) / len(tokens))
         self._drafts_at = now
         known = text[position : self._end]

@@ -1,7 +1,7 @@
 """The drafters of a verifier's texts, as the seed lists them.
 
 A verifier has one connection to each drafter, for all texts, and dials again when it ends. Any failure of a drafter
-ends the connection, and with it the drafter's part in all texts. The link dials again with back-off, and after a
+ends the connection, and with it the drafter's sessions in all texts. The link dials again with back-off, and after a
 protocol violation only after a minute. Requests that are answered at once measure the latency.
 
 A text's session is opened at the best drafter, as the cost model ranks them. When that drafter is lost or refuses,
@@ -13,18 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from p2ptrain.core.activations import encode_ids
-from p2ptrain.core.errors import (
-    ConnectionLost,
-    DeadlineExceeded,
-    NetworkError,
-    P2PTrainError,
-    ProtocolError,
-    Refused,
-    UserError,
-)
+from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import printable
 from roles.background import Background
@@ -54,8 +46,6 @@ FIRST_WAIT_S = 0.5
 """First wait before a drafter is dialled again. It doubles up to ``MISBEHAVED_S`` while the drafter is not reached."""
 MISBEHAVED_S, LONGEST_S = 60.0, 3600.0
 """Wait after a drafter violated the protocol, and interval in which people are told of the same fault once."""
-READY_S = 120.0
-"""Time limit for a drafter to process the ids of an opening: the prompt may be long and the drafter busy."""
 PING_S = 5.0
 USUAL_PASS_S = 0.05
 """Assumed time of a verifier's pass, for the comparison of drafters."""
@@ -69,37 +59,20 @@ class Vocabulary:
     tokenizer: str
 
 
-@dataclass(frozen=True, slots=True)
-class TextOpening:
-    """What a session begins with.
-
-    Attributes:
-        ids: all known ids. A later drafter begins with the same ids; its first verdict adds what was verified since.
-            The others are as in ``wire.text_messages.DraftOpen``.
-    """
-
-    ids: tuple[int, ...]
-    prompt: int
-    positions: int
-    sampling: Sampling
-    depth: int
-
-
 class DraftSession:
     """One text's session at one drafter.
 
     Attributes:
-        stream: the session's number on the connection.
-        ready: the drafter has processed the opening. over: the session has ended.
+        stream: the session's number on the connection. known: number of token ids that it began with.
+        is_ready: the drafter has processed them. is_over: the session has ended.
         drafted: position after the drafts that came last; 0 before the first.
         bytes_in, bytes_out: sizes of message bodies.
     """
 
-    def __init__(self, link: DrafterLink, opening: TextOpening, stream: int, text: TextDrafts) -> None:
-        self.link, self.opening, self.stream, self.text = link, opening, stream, text
-        self.ready = self.over = False
+    def __init__(self, link: DrafterLink, stream: int, known: int, text: TextDrafts) -> None:
+        self.link, self.stream, self.known, self.text = link, stream, known, text
+        self.is_ready = self.is_over = False
         self.drafted = self.bytes_in = self.bytes_out = 0
-        self.timer: asyncio.TimerHandle | None = None
 
     def facts(self, accepted: int) -> DrafterFacts:
         at, latency_ms = self.link.at, 1e3 * self.link.model.latency_s
@@ -115,7 +88,7 @@ class DraftSession:
 
     def send(self, message: Message, *, generation: int = 0) -> None:
         """Send a message. Raises ``UserError``: it is longer than a frame."""
-        if self.over or self.link.line is None:
+        if self.is_over or self.link.line is None:
             return
         with suppress(ConnectionLost):  # the end of the connection ends the session
             self.bytes_out += self.link.line.connection.send(message, generation=generation, stream=self.stream)
@@ -129,7 +102,7 @@ class DrafterLink:
 
     Attributes:
         at: address of the drafter. model: its averages. line: the connection; None: there is none.
-        there: the drafter answers. not_before: time of the next dial.
+        is_connected: the drafter answers. not_before: time of the next dial.
     """
 
     def __init__(
@@ -143,7 +116,7 @@ class DrafterLink:
         self.at, self.tokens = at, tokens
         self.model = DrafterModel()
         self.line: Line | None = None
-        self.there = False
+        self.is_connected = False
         self.not_before = 0.0
         self._context, self._on_change = context, on_change
         self._now = context.world.clock.now
@@ -164,9 +137,9 @@ class DrafterLink:
             await asyncio.sleep(max(0.0, self.not_before - self._now()))
             began = self._now()
             try:
-                await self._connected()
+                await self._receive()
             except P2PTrainError as problem:
-                self._tell_why(problem)
+                self._report_problem(problem)
                 if isinstance(problem, ProtocolError | Refused):
                     wait_s = MISBEHAVED_S
                 else:
@@ -174,7 +147,7 @@ class DrafterLink:
                     wait_s = FIRST_WAIT_S if lived else min(2 * wait_s, MISBEHAVED_S)
             self.not_before = self._now() + wait_s * self._context.world.random.uniform(1.0, 1.2)
 
-    async def _connected(self) -> None:
+    async def _receive(self) -> None:
         """Connect, and receive until the connection ends. Raises ``P2PTrainError``: the reason."""
         context, at = self._context, self.at
         connection = await context.dial(at, "draft", role="drafter")
@@ -186,7 +159,7 @@ class DrafterLink:
         finally:
             pinging.cancel()
             await asyncio.gather(pinging, return_exceptions=True)
-            self.line, self.there = None, False
+            self.line, self.is_connected = None, False
             self._calls.fail_all(at.name)
             for session in list(self._sessions.values()):
                 self.lose(session)
@@ -202,8 +175,8 @@ class DrafterLink:
                     await self._calls.ask(line.connection.send, "probe.clock", {}, whom=self.at.name, timeout_s=QUIET_S)
                 round_trip.add(self._now() - began)
                 self.model.latency_s = round_trip.seconds / 2
-                if not self.there:
-                    self.there = True
+                if not self.is_connected:
+                    self.is_connected = True
                     away = f"{1e3 * self.model.latency_s:.1f} ms away"
                     text = f"drafter {self.at.name} drafts with {self.at.model}, {away}"
                     self._notify("info", "drafter", text, about="there")
@@ -212,7 +185,7 @@ class DrafterLink:
         except NetworkError as problem:
             line.connection.abort(problem)
 
-    def _tell_why(self, problem: P2PTrainError) -> None:
+    def _report_problem(self, problem: P2PTrainError) -> None:
         remedy = f"; {problem.remedy}" if problem.remedy else ""
         text = f"drafter {self.at.name}: {problem.message}{remedy}"
         self._notify("warning", "drafter-lost", text, about=type(problem).__name__)
@@ -225,57 +198,31 @@ class DrafterLink:
 
     # -------------------------------------------------------------------------------------------------------- sessions
 
-    def open(self, opening: TextOpening, text: TextDrafts) -> DraftSession:
-        """Open a session at the drafter, which must be ``there``. ``text`` hears of it later, not within this call."""
+    def open(self, opening: DraftOpen, ids: Sequence[int], text: TextDrafts) -> DraftSession:
+        """Open a session at the connected drafter. ``text`` hears of it later, not within this call."""
         line = self.line
         assert line is not None
         self._last_stream += 1
-        session = DraftSession(self, opening, self._last_stream, text)
+        session = DraftSession(self, self._last_stream, len(ids), text)
         self._sessions[session.stream] = session
-        session.timer = asyncio.get_running_loop().call_later(READY_S, self._late, session)
         silence_s = max(self._context.silence_s, 16 * self.model.latency_s)
         line.silence_s = min(line.silence_s, silence_s)
-        sampling = opening.sampling
-        session.send(
-            DraftOpen(
-                len(opening.ids),
-                opening.prompt,
-                opening.positions,
-                self.tokens.vocab_size,
-                self.tokens.tokenizer,
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.seed,
-                opening.depth,
-                silence_s,
-            )
-        )
+        session.send(replace(opening, silence_s=silence_s))
         with suppress(ConnectionLost):
-            line.connection.send_bulk(memoryview(encode_ids(opening.ids)), generation=0, stream=session.stream)
+            line.connection.send_bulk(memoryview(encode_ids(ids)), generation=0, stream=session.stream)
         return session
 
     def close(self, session: DraftSession) -> None:
         """End a session. Never raises."""
-        if not session.over:
+        if not session.is_over:
             session.send(StreamClose())
-            session.over = True
+            session.is_over = True
             self._sessions.pop(session.stream, None)
-            if session.timer is not None:
-                session.timer.cancel()
 
     def lose(self, session: DraftSession) -> None:
-        if not session.over:
+        if not session.is_over:
             self.close(session)
             session.text.lose_session()
-
-    def drop(self, problem: P2PTrainError) -> None:
-        if self.line is not None:
-            self.line.connection.abort(problem)
-
-    def _late(self, session: DraftSession) -> None:
-        if not session.ready:
-            self.drop(DeadlineExceeded(f"it did not process a session's tokens within {READY_S:g} s"))
 
     # ------------------------------------------------------------------------------------------------------- listening
 
@@ -300,21 +247,21 @@ class DrafterLink:
         session.bytes_in += received.body_bytes
         match message:
             case DraftReady(step_ms):
-                if session.ready:
+                if session.is_ready:
                     raise ProtocolError("it reported a session as ready twice")
                 if step_ms and not self.model.draft.count:
                     self.model.draft = MovingAverage(step_ms / 1e3)
-                session.ready = True
+                session.is_ready = True
                 session.text.begin_line(session)
             case Drafts(position):
-                if not session.ready:
+                if not session.is_ready:
                     raise ProtocolError("it drafted for a session that is not ready")
                 tokens = tokens_untrusted(message.tokens, vocab_size=self.tokens.vocab_size)
                 position = position or session.drafted
                 session.drafted = position + len(tokens)
                 session.text.take_drafts(received.generation, position, tokens)
             case StreamRefused():
-                self._tell_why(refused_untrusted(message))
+                self._report_problem(refused_untrusted(message))
                 self.lose(session)
 
 
@@ -326,7 +273,7 @@ class Drafters:
     """
 
     def __init__(self, context: ClientContext, tokens: Vocabulary) -> None:
-        self._context, self._tokens = context, tokens
+        self._context, self.tokens = context, tokens
         self._links: dict[str, DrafterLink] = {}  # by peer id
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._listed: set[str] = set()
@@ -335,7 +282,7 @@ class Drafters:
         self._tasks = Background()
         self._closed = False
 
-    def here(self, drafters: Iterable[DrafterAt]) -> None:
+    def update_list(self, drafters: Iterable[DrafterAt]) -> None:
         """Update the list of drafters from the seed. A connected drafter that is no longer listed is kept while it
         lives."""
         listed = {at.peer_id: at for at in list(drafters)[:MAX_DRAFTERS] if self._fits(at)}
@@ -345,14 +292,14 @@ class Drafters:
                 return
             link = self._links.get(peer_id)
             if link is None:
-                link = self._links[peer_id] = DrafterLink(self._context, at, self._tokens, on_change=self._changed)
+                link = self._links[peer_id] = DrafterLink(self._context, at, self.tokens, on_change=self._changed)
                 self._lives[peer_id] = self._tasks.start(link.run(), f"drafter {at.name}")
             link.at = at  # address of the next dial
         for peer_id in self._links.keys() - listed.keys():
-            self._let_go(self._links[peer_id])
+            self._forget(self._links[peer_id])
 
     def connected(self) -> list[DrafterLink]:
-        return [link for link in self._links.values() if link.there]
+        return [link for link in self._links.values() if link.is_connected]
 
     async def close(self) -> None:
         """Disconnect all drafters. Never raises."""
@@ -366,7 +313,7 @@ class Drafters:
         return sorted(self.connected(), key=lambda link: link.model.token_s(USUAL_PASS_S, sessions=link.sessions))
 
     def _fits(self, at: DrafterAt) -> bool:
-        if at.tokenizer == self._tokens.tokenizer:
+        if at.tokenizer == self.tokens.tokenizer:
             return True
         if at.peer_id != self._unfit:
             self._unfit = at.peer_id
@@ -374,19 +321,19 @@ class Drafters:
             self._context.notify("warning", "other-tokenizer", f"{text}; draft with a model of the same family")
         return False
 
-    def _let_go(self, link: DrafterLink) -> None:
+    def _forget(self, link: DrafterLink) -> None:
         """Stop dialling a drafter that is neither connected nor listed. One that misbehaved is kept until its wait
         ends, so that it cannot come back at once."""
-        if not link.there and link.not_before <= self._context.world.clock.now():
+        if not link.is_connected and link.not_before <= self._context.world.clock.now():
             self._links.pop(link.at.peer_id, None)
             self._lives.pop(link.at.peer_id).cancel()
 
     def _changed(self, link: DrafterLink) -> None:
-        if link.there:
+        if link.is_connected:
             for text in list(self.texts):
-                text.fill()
+                text.open_session()
         elif link.at.peer_id not in self._listed:
-            self._let_go(link)
+            self._forget(link)
 
 
 class TextDrafts:
@@ -394,12 +341,22 @@ class TextDrafts:
 
     Args:
         drafters: None: drafters may not help with this text, but its passes are measured like those of others.
+        core: each drafter's session begins with the ids that its text has now; the first verdict adds later ones.
+        positions, sampling: as of ``ServedModel.open``.
     """
 
     def __init__(
-        self, drafters: Drafters | None, core: Speculation, opening: TextOpening, now: Callable[[], float]
+        self,
+        drafters: Drafters | None,
+        core: Speculation,
+        *,
+        positions: int,
+        sampling: Sampling,
+        now: Callable[[], float],
     ) -> None:
-        self._drafters, self._core, self._opening, self._now = drafters, core, opening, now
+        self._drafters, self._core, self._now = drafters, core, now
+        self._positions, self._sampling = positions, sampling
+        self._ids = tuple(core.decoding.ids)
         self._session: DraftSession | None = None
         self._tried: set[DrafterLink] = set()  # each link is asked once per text
         self._ready: list[DraftSession] = []  # every session that became ready
@@ -407,7 +364,7 @@ class TextDrafts:
         self._closed = False
         if drafters is not None:
             drafters.texts.add(self)
-            self.fill()
+            self.open_session()
 
     # ----------------------------------------------------------------------------------------------------- for the text
 
@@ -424,7 +381,7 @@ class TextDrafts:
 
     def end_pass(self, outcome: PassOutcome) -> None:
         now = self._now()
-        self._core.end_pass(outcome, now)
+        self._core.end_pass(outcome)
         self._send_verdict(now)
 
     def facts(self) -> list[DrafterFacts]:
@@ -434,7 +391,7 @@ class TextDrafts:
         if self._closed:
             return
         self._closed = True
-        self._core.end(self._now())
+        self._core.end()
         self._news.set()
         if self._drafters is not None:
             self._drafters.texts.discard(self)
@@ -443,20 +400,36 @@ class TextDrafts:
 
     # ------------------------------------------------------------------------------------------------- for the drafters
 
-    def fill(self) -> None:
+    def open_session(self) -> None:
         """Open a session at the best drafter that was not tried, if the text has none."""
         if self._drafters is None or self._session is not None or self._closed:
             return
         link = next((link for link in self._drafters.best() if link not in self._tried), None)
         if link is not None:
             self._tried.add(link)
-            self._session = link.open(self._opening, self)
+            self._session = link.open(self._opening(self._drafters.tokens), self._ids, self)
+
+    def _opening(self, tokens: Vocabulary) -> DraftOpen:
+        draws = self._sampling
+        return DraftOpen(
+            count=len(self._ids),
+            prompt=self._core.decoding.prompt_tokens,
+            positions=self._positions,
+            vocab_size=tokens.vocab_size,
+            tokenizer=tokens.tokenizer,
+            temperature=draws.temperature,
+            top_k=draws.top_k,
+            top_p=draws.top_p,
+            seed=draws.seed,
+            depth=self._core.opening_depth,
+            silence_s=2.0,  # each link has its own
+        )
 
     def begin_line(self, session: DraftSession) -> None:
         if not self._closed:
             now = self._now()
             self._ready.append(session)
-            self._core.begin_line(len(self._opening.ids), session.link.model, now)
+            self._core.begin_line(session.known, session.link.model, now)
             self._send_verdict(now)
             self._news.set()
 
@@ -474,11 +447,11 @@ class TextDrafts:
         if self._closed or self._session is None:
             return
         link, self._session = self._session.link, None
-        if not link.there:  # otherwise the drafter refused this text
+        if not link.is_connected:  # otherwise the drafter refused this text
             self._tried.discard(link)
-        self._core.drop_line(self._now())
+        self._core.drop_line()
         self._news.set()
-        asyncio.get_running_loop().call_soon(self.fill)
+        asyncio.get_running_loop().call_soon(self.open_session)
 
     def _send_verdict(self, now: float) -> None:
         if self._session is not None and (verdict := self._core.next_verdict(now)) is not None:

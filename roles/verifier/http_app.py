@@ -1,4 +1,4 @@
-"""OpenAI's HTTP interface over a ``TextService``, as an ASGI application: routes, access, and answers.
+"""OpenAI's HTTP interface over a ``TextService``: its server, routes, access, and answers.
 
 A text is written while its client is connected. When the connection ends, its work is cancelled and its ``Writing``
 closed at once.
@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import HTTPConnection
@@ -19,10 +22,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from p2ptrain import __version__
-from p2ptrain.core.errors import P2PTrainError
-from p2ptrain.core.world import Clock
+from p2ptrain.core.errors import P2PTrainError, UserError
+from p2ptrain.core.world import Clock, World
 from roles.background import Background
-from roles.http.access import Keys, refuse_pages
+from roles.http.access import Keys, read_key, refuse_pages
 from roles.http.answers import (
     HEADERS,
     JsonApp,
@@ -34,8 +37,11 @@ from roles.http.answers import (
     tell,
     while_wanted,
 )
+from roles.http.server import STOP_S, serving
 from roles.serving.texts import TextService, Writing
 from roles.verifier.http_requests import HttpTextRequest, problem_of, read_chat, read_completion
+from wire.address import is_loopback
+from wire.transport import TcpNetwork
 
 _HEALTH, _CHAT = "/health", "/v1/chat/completions"
 
@@ -46,6 +52,51 @@ MOST_BODY_BYTES = 2 << 20
 """Largest body: a prompt of half a million tokens. Malicious JSON of this size takes some tenths of a second."""
 _ENDED = {"stop": "stop", "end": "stop", "length": "length"}
 """``Writing.ended`` → OpenAI's reason, which is the same for a stop string and the model's own end."""
+
+
+@asynccontextmanager
+async def serving_http(
+    service: TextService, host: str, port: int, key: str | None = None, *, world: World
+) -> AsyncIterator[tuple[str, int]]:
+    """Answer HTTP on ``host:port`` while the body runs. Yields the bound address. Port 0: any free port.
+
+    At the end texts under way are ended and their clients told, within ``STOP_S``.
+
+    Args:
+        key: API key of clients, as from ``read_key``. None is allowed on the loopback only.
+
+    Raises:
+        UserError: the address cannot be used, or needs a key.
+    """
+    sock = await listening(host, port, key)
+    address: tuple[str, int] = sock.getsockname()[:2]
+    app = HttpApp(service, key=key, local=is_loopback(address[0]), clock=world.clock, random=world.random)
+    try:
+        async with serving(app, sock):
+            try:
+                yield address
+            finally:
+                app.stop()
+    finally:
+        await app.settle(timeout_s=STOP_S)
+
+
+async def listening(host: str, port: int, key: str | None) -> socket.socket:
+    """A listening socket. Arguments and errors as of ``serving_http``."""
+    # The kernel gives up a machine that no longer answers after a minute.
+    sock = await TcpNetwork(user_timeout_s=60.0).bound(host, port, option="--http")
+    if not is_loopback(sock.getsockname()[0]) and key is None:
+        sock.close()
+        raise UserError(
+            f"HTTP on {host} needs an API key: without it, everyone who reaches the port can use the model",
+            remedy="give --api-key-file FILE, or listen on 127.0.0.1",
+        )
+    return sock
+
+
+async def check_place(host: str, port: int, key_file: Path | None) -> None:
+    """Raise ``UserError`` if ``host:port`` cannot be served with the key in this file. None: without a key."""
+    (await listening(host, port, None if key_file is None else read_key(key_file, lambda _: None))).close()
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -93,6 +144,9 @@ class HttpApp(JsonApp):
         ]
         super().__init__(routes)
 
+    def draw_number(self, bits: int) -> int:
+        return self._random.getrandbits(bits)
+
     async def settle(self, *, timeout_s: float) -> None:
         await self._closing.settle(timeout_s=timeout_s)
         await self._closing.stop()
@@ -124,7 +178,7 @@ class HttpApp(JsonApp):
         chat = request.url.path == _CHAT
         read = read_chat if chat else read_completion
         body = await read_body(request, MOST_BODY_BYTES)
-        asked = await asyncio.to_thread(read, body, lambda: self._random.getrandbits(63))
+        asked = await asyncio.to_thread(read, body, lambda: self.draw_number(63))
         self._check_model(asked.model)
         return _Reply(self, asked, chat=chat, created=int(self._clock.wall()))
 
@@ -144,7 +198,7 @@ class _Reply:
 
     def __init__(self, app: HttpApp, asked: HttpTextRequest, *, chat: bool, created: int) -> None:
         self._app, self._asked, self._chat, self._created = app, asked, chat, created
-        self._ident = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._ident = f"{'chatcmpl' if chat else 'cmpl'}-{app.draw_number(96):024x}"
         self._began = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from p2ptrain.compute.text import ChatFormat, ModelText
-from p2ptrain.core.errors import Refused
+from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.gauges import Rate
@@ -19,10 +19,10 @@ from roles.serving.decoding import DecodingStats
 from roles.serving.model import PassRequest, ServedModel
 from roles.serving.text_service import ModelTextService, OpenedSession
 from roles.serving.text_session import TextSession
-from roles.serving.text_stats import RecentSums, added, figures_of, shares_of
+from roles.serving.text_stats import RecentSums, add_sums, figures_of, shares_of
 from roles.serving.texts import TextRequest
 from roles.verifier.cost_model import MOST_DRAFTS, CostModel
-from roles.verifier.drafters import DrafterLink, Drafters, TextDrafts, TextOpening
+from roles.verifier.drafters import DrafterLink, Drafters, TextDrafts
 from roles.verifier.speculation import Speculation
 from wire.messages import RefusalCode
 
@@ -49,41 +49,29 @@ class ServiceOptions:
     most_drafts: int = MOST_DRAFTS
 
 
-@dataclass(slots=True)
-class _RunningText:
-    """``noted``: tokens already counted in the rate."""
-
-    speculates: bool
-    noted: int = 0
-
-
 class VerifierFigures:
     """Sums and recent figures of all texts."""
 
     def __init__(self) -> None:
-        self.running: dict[TextSession, _RunningText] = {}
-        self._rate = Rate()
-        self._total = DecodingStats()
+        self.running: dict[TextSession, bool] = {}  # whether drafters may help
+        self._rate, self._noted_tokens = Rate(), 0
+        self._ended = DecodingStats()
         self._recent, self._ended_sums = RecentSums(), dict[str, float]()
 
     def begin(self, session: TextSession, *, speculates: bool) -> None:
-        self.running[session] = _RunningText(speculates)
+        self.running[session] = speculates
 
     def end(self, session: TextSession, now: float, step_s: float) -> None:
-        self._note_tokens(session, now)
-        self._total.add(session.decoding.stats)
-        if self.running.pop(session).speculates:
-            self._ended_sums = added([self._ended_sums, session.sums()])
+        self._ended.add(session.decoding.stats)
+        if self.running.pop(session):
+            self._ended_sums = add_sums([self._ended_sums, session.sums()])
             self._note_sums(step_s)
+        self._add_up(now)
 
     def as_map(self, now: float, step_s: float) -> dict[str, float]:
         """Totals, the rate of the last seconds, and recent values as of ``text_stats.figures_of``."""
-        for session in self.running:
-            self._note_tokens(session, now)
         self._note_sums(step_s)
-        total = DecodingStats()
-        for stats in (self._total, *(session.decoding.stats for session in self.running)):
-            total.add(stats)
+        total = self._add_up(now)
         counts = {name: float(getattr(total, name)) for name in ("tokens", "drafted", "accepted", "wasted")}
         return {"tokens_per_s": self._rate.per_s(now)} | counts | figures_of(self._recent.grown, step_s)
 
@@ -91,18 +79,21 @@ class VerifierFigures:
         """Each drafter's share of the recent right drafts, by peer id; empty: there were none."""
         return shares_of(self._recent.grown)
 
-    def _note_tokens(self, session: TextSession, now: float) -> None:
-        running, tokens = self.running[session], session.decoding.stats.tokens
-        self._rate.add(tokens - running.noted, now)
-        running.noted = tokens
+    def _add_up(self, now: float) -> DecodingStats:
+        total = DecodingStats()
+        for stats in (self._ended, *(session.decoding.stats for session in self.running)):
+            total.add(stats)
+        self._rate.add(total.tokens - self._noted_tokens, now)
+        self._noted_tokens = total.tokens
+        return total
 
     def _note_sums(self, step_s: float) -> None:
-        under_way = [session.sums() for session, running in self.running.items() if running.speculates]
-        self._recent.add(added([self._ended_sums, *under_way]), step_s)
+        under_way = [session.sums() for session, speculates in self.running.items() if speculates]
+        self._recent.add(add_sums([self._ended_sums, *under_way]), step_s)
 
 
-class VerifierService:
-    """A ``TextService``.
+class VerifierService(ModelTextService):
+    """A ``ModelTextService`` with drafters and a queue of requests.
 
     Args:
         model, text, form, name, created: as of ``ModelTextService``.
@@ -126,8 +117,8 @@ class VerifierService:
         options: ServiceOptions | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._options = options = options or ServiceOptions()
-        self.texts = ModelTextService(
+        options = options or ServiceOptions()
+        super().__init__(
             world,
             model,
             text,
@@ -140,24 +131,10 @@ class VerifierService:
             wait_s=options.wait_s,
         )
         self.cost_model = CostModel()
-        self._served, self._drafters = model, drafters
-        self._now = world.clock.now
+        self._options, self._drafters, self._on_change = options, drafters, on_change
         self._places, self._waiting = asyncio.Semaphore(options.sessions), 0
         self._figures = VerifierFigures()
-        self._closed = False
-        self._on_change = on_change
-
-    @property
-    def model(self) -> str:
-        return self.texts.model
-
-    @property
-    def context(self) -> int | None:
-        return self.texts.context
-
-    @property
-    def created(self) -> int:
-        return self.texts.created
+        self._is_closed = False
 
     @property
     def sessions(self) -> int:
@@ -185,20 +162,20 @@ class VerifierService:
         await self._enter()
         try:
             self._check_open()
-            session, opened = await self.texts.prepare(request, self._end)
+            session, opened = await self.prepare(request, self._end)
         except BaseException:
             self._places.release()
             raise
         self._figures.begin(session, speculates=request.speculate)
         session.begin(self._drafts_of(session, opened, self._drafters if request.speculate else None))
         self._on_change()
-        if self._closed:
+        if self._is_closed:
             await session.end(_leaving())
             raise _leaving()
         return session
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise _leaving()
 
     def figures(self) -> dict[str, float]:
@@ -211,10 +188,10 @@ class VerifierService:
         connected = self._drafters.connected() if self._drafters is not None else []
         return [(link, shares.get(link.at.peer_id, 0.0) if shares else None) for link in connected]
 
-    async def close(self) -> None:
-        """End all texts. The model stays open. Never raises."""
-        self._closed = True
-        await self.texts.close(_leaving())
+    async def close(self, reason: P2PTrainError | None = None) -> None:
+        """End all texts, with ``reason`` for their readers. The model stays open. Never raises."""
+        self._is_closed = True
+        await super().close(reason or _leaving())
 
     async def _enter(self) -> None:
         """Wait for a place, in the order of requests. Raises ``Refused``: too busy."""
@@ -234,17 +211,13 @@ class VerifierService:
             self._waiting -= 1
 
     def _drafts_of(self, session: TextSession, opened: OpenedSession, drafters: Drafters | None) -> TextDrafts:
-        decoding = session.decoding
         core = Speculation(
-            decoding,
+            session.decoding,
             self.cost_model,
             vocab_size=self._served.vocab_size,
             most_drafts=self._options.most_drafts,
         )
-        opening = TextOpening(
-            tuple(decoding.ids), decoding.prompt_tokens, opened.positions, opened.sampling, core.opening_depth
-        )
-        return TextDrafts(drafters, core, opening, self._now)
+        return TextDrafts(drafters, core, positions=opened.positions, sampling=opened.sampling, now=self._now)
 
     def _end(self, session: TextSession) -> None:
         self._figures.end(session, self._now(), self.cost_model.step_s)

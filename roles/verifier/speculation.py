@@ -12,13 +12,10 @@ from itertools import islice
 
 from p2ptrain.core.errors import ProtocolError
 from roles.drafter.drafting import DraftVerdict
-from roles.gauges import MovingAverage
 from roles.serving.decoding import Decoding, PassOutcome
-from roles.verifier.cost_model import MOST_DRAFTS, CostModel, DrafterModel, choose
+from roles.verifier.cost_model import DEPTH, MOST_DRAFTS, CostModel, DrafterModel, choose
 from roles.verifier.draft_line import DraftLine
 
-OPENING_DEPTH = 8
-"""Drafts that a drafter may make before its first verdict."""
 RESTING_TOKENS = 32
 """A resting drafter gets the text, too, so many tokens at a time."""
 
@@ -39,23 +36,21 @@ class Speculation:
         self, decoding: Decoding, model: CostModel, *, vocab_size: int, most_drafts: int = MOST_DRAFTS
     ) -> None:
         self.right: list[int] = []
-        self.opening_depth = 0 if model.resting else OPENING_DEPTH
-        self._decoding, self._model, self._vocab_size = decoding, model, vocab_size
+        self.opening_depth = 0 if model.resting else DEPTH
+        self.decoding, self._model, self._vocab_size = decoding, model, vocab_size
         self._most_drafts = max(1, most_drafts)
         self._guide = 0  # place in ``right`` of the drafter whose drafts the pass contains
         self._line: DraftLine | None = None  # of the drafter, of which there is one at a time
         self._waited_s = 0.0  # before the pass under way
-        self._between = MovingAverage()  # from a result to the next pass, without waiting for drafts
         self._rate = (0.0, 0.0)  # tokens and seconds, with decay
         self._is_over = False
         model.sessions += 1
 
-    def end(self, now: float) -> None:
+    def end(self) -> None:
         """End, perhaps before the text does. May be called twice."""
         if not self._is_over:
             self._is_over = True
             self._model.sessions -= 1
-            self._note_drafting(now)
 
     # -------------------------------------------------------------------------------------------------------- drafters
 
@@ -64,8 +59,8 @@ class Speculation:
 
         ``drafter``: averages of this drafter; its link writes the latency there.
         """
-        size = len(self._decoding.ids)
-        if not self._decoding.prompt_tokens <= known <= size:
+        size = len(self.decoding.ids)
+        if not self.decoding.prompt_tokens <= known <= size:
             raise ValueError(f"a drafter's session began with {known} of {size} tokens")
         self._line = DraftLine(known, self.opening_depth, drafter, now)
         self.right.append(0)
@@ -79,51 +74,43 @@ class Speculation:
         try:
             if not all(0 <= token < self._vocab_size for token in tokens):
                 raise ProtocolError("a token is not in the model's vocabulary")
-            line.receive_untrusted(epoch, position, tokens, self._decoding.ids, now)
+            line.receive_untrusted(epoch, position, tokens, self.decoding.ids, now)
         except ProtocolError:
-            self.drop_line(now)
+            self.drop_line()
             raise
-        self._decoding.stats.drafted += len(tokens)
+        self.decoding.stats.drafted += len(tokens)
         self._count_wasted(line)
 
-    def drop_line(self, now: float) -> None:
+    def drop_line(self) -> None:
         """The drafter is gone, or refuses to continue."""
-        self._note_drafting(now)
         self._line = None
 
     def next_verdict(self, now: float) -> DraftVerdict | None:
         """The verdict that is due: on new text, or that the drafter shall rest or draft again."""
-        line, ids = self._line, self._decoding.ids
-        if line is None or self._decoding.ended:
+        line, ids = self._line, self.decoding.ids
+        if line is None or self.decoding.ended:
             return None
         news, rests = len(ids) - line.verdicts.size, not line.verdicts.depth
         if rests == self._model.resting and news < (RESTING_TOKENS if rests else 1):
             return None
-        self._note_drafting(now)
-        return line.make_verdict(ids, 0 if self._model.resting else line.model.depth, now)
-
-    def _note_drafting(self, now: float) -> None:
-        """Tell the cost model how long the drafter may still compute: the verdict must reach it, and its draft end."""
-        line = self._line
-        if line is not None and line.verdicts.depth:
-            self._model.note_drafting(now + line.model.latency_s + min(2 * line.model.draft.seconds, 1.0))
+        return line.make_verdict(ids, 0 if self._model.resting else DEPTH, now)
 
     def _count_wasted(self, line: DraftLine) -> None:
-        self._decoding.stats.wasted += line.wasted
+        self.decoding.stats.wasted += line.wasted
         line.wasted = 0
 
     # ---------------------------------------------------------------------------------------------------------- passes
 
     def next_drafts(self, now: float) -> tuple[tuple[int, ...], float]:
         """The drafts of the next pass, and 0.0; or no drafts, and how long to wait before the next call."""
-        if self._decoding.in_prompt:
+        if self.decoding.in_prompt:
             return (), 0.0
         count, wait_s = self._choose(now)
         if wait_s > 0:
             return (), wait_s
         self._guide = len(self.right) - 1
-        self._waited_s = now - self._decoding.result_at
-        self._decoding.stats.wait_s += self._waited_s
+        self._waited_s = now - self.decoding.result_at
+        self.decoding.stats.wait_s += self._waited_s
         return tuple(islice(self._line.ahead, count)) if self._line is not None else (), 0.0
 
     def _choose(self, now: float) -> tuple[int, float]:
@@ -131,43 +118,38 @@ class Speculation:
         passes, line = self._model.passes, self._line
         if not passes.known or line is None:
             return 0, 0.0
-        between_s = self._between.seconds
-        room = min(self._decoding.draft_room, self._most_drafts, passes.most_drafts)
-        step_s = passes.seconds(0) + between_s
+        room = min(self.decoding.draft_room, self._most_drafts, passes.most_drafts)
+        step_s = passes.seconds(0)
         tokens, seconds = self._rate
         return choose(
-            line.waits_s(len(self._decoding.ids), room, now),
+            line.waits_s(len(self.decoding.ids), room, now),
             line.model.alpha,
-            lambda drafts: passes.seconds(drafts) + between_s,
+            passes.seconds,
             max(1 / step_s, tokens / seconds if seconds else 0.0),
             line_s=min(1.1 * step_s, line.anew_s),
-            most_loss_s=self._model.most_loss_s - (now - self._decoding.result_at),
+            most_loss_s=self._model.most_loss_s - (now - self.decoding.result_at),
         )
 
-    def end_pass(self, outcome: PassOutcome, now: float) -> None:
+    def end_pass(self, outcome: PassOutcome) -> None:
         """A pass has ended: measure it, and compare the line with the new text."""
         line = self._line
         if not outcome.prefill:
-            self._measure(outcome, now)
+            self._measure(outcome)
         if outcome.accepted:
             self.right[self._guide] += outcome.accepted
         if line is not None:
             line.compare_growth(outcome.tokens)
             self._count_wasted(line)
 
-    def _measure(self, outcome: PassOutcome, now: float) -> None:
+    def _measure(self, outcome: PassOutcome) -> None:
         model, took_s = self._model, outcome.took_s
-        step_s = model.step_s or took_s
         if not model.resting:
             model.passes.add(outcome.drafts, took_s)
-        # The reader may be slow, and a machine may sleep. With several texts other passes lie between.
-        between_s = min(max(outcome.since_s - self._waited_s - took_s, 0.0), step_s) if model.sessions <= 1 else 0.0
-        self._between.add(between_s)
         tokens = len(outcome.tokens)
         self._rate = 0.9 * self._rate[0] + tokens, 0.9 * self._rate[1] + max(outcome.since_s, 1e-6)
         if self._line is not None:
-            model.add_pass(outcome.drafts, tokens, between_s + self._waited_s + took_s, began_at=now - took_s)
+            model.add_pass(outcome.drafts, tokens, self._waited_s + took_s)
 
     def validate(self) -> None:
         if self._line is not None:
-            self._line.validate(len(self._decoding.ids))
+            self._line.validate(len(self.decoding.ids))

@@ -69,7 +69,7 @@ def loaded_by(code: str) -> set[str]:
         ("import roles.seed.run", HEAVY | SCREEN | WEB | {"numpy"}),
         ("import tui.app", HEAVY | WEB),
         ("import roles.serving.texts", HEAVY | SCREEN | WEB | {"pydantic"}),
-        ("import roles.verifier.http, roles.web.serving", HEAVY | SCREEN),
+        ("import roles.verifier.http_app, roles.web.serving", HEAVY | SCREEN),
     ],
 )
 def test_what_is_not_loaded(code: str, forbidden: set[str]) -> None:
@@ -77,4 +77,4 @@ def test_what_is_not_loaded(code: str, forbidden: set[str]) -> None:
 
 
 def test_the_check_can_fail() -> None:
-    assert loaded_by("import tui.app, configs.loader, roles.verifier.http") >= SCREEN | WEB | {"pydantic"}
+    assert loaded_by("import tui.app, configs.loader, roles.verifier.http_app") >= SCREEN | WEB | {"pydantic"}

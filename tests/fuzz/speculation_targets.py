@@ -144,7 +144,7 @@ async def _asked(said: list[tuple[Message, int, int, bytes]]) -> None:
         connection.send(_OPENING, stream=1)
         connection.send_bulk(memoryview(encode_ids(PROMPT)), generation=0, stream=1)
         _say(connection, said)
-        source.here([host.at])
+        source.update_list([host.at])
         await asyncio.sleep(1)
         written = await write(source, PROMPT, 16, GREEDY)
         connection.abort()
@@ -200,7 +200,7 @@ async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
     host = DrafterHost("d", network.at("d"), model_serves(Wobbly(0.8)))
     source = Drafters(around_of(network.at("v")), Vocabulary(VOCAB, TOKENIZER))
     async with drafter_hosts([liar, host]):
-        source.here([liar.at, host.at])
+        source.update_list([liar.at, host.at])
         await asyncio.sleep(1)
         written = await write(source, PROMPT, 16, GREEDY)
         await source.close()

@@ -25,7 +25,7 @@ from roles.serving.decoding import Decoding, DecodingStats
 from roles.serving.text_stats import DrafterFacts
 from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import CostModel
-from roles.verifier.drafters import Drafters, TextDrafts, TextOpening
+from roles.verifier.drafters import Drafters, TextDrafts
 from roles.verifier.speculation import Speculation
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from wire.connection import Connection
@@ -261,8 +261,7 @@ async def write(
     engine.open("s", positions=len(prompt) + tokens, sampling=sampling)
     decoding = Decoding(prompt, max_new_tokens=tokens)
     core = Speculation(decoding, CostModel(pass_s), vocab_size=engine.vocab_size)
-    opening = TextOpening(tuple(prompt), len(prompt), len(prompt) + tokens, sampling, core.opening_depth)
-    drafts = TextDrafts(source, core, opening, now)
+    drafts = TextDrafts(source, core, positions=len(prompt) + tokens, sampling=sampling, now=now)
     while not decoding.ended:
         request = decoding.next_pass(await drafts.next_drafts())
         took_s = pass_s + row_s * (len(request.ids) - 1)

@@ -52,7 +52,7 @@ class Scene:
     @asynccontextmanager
     async def running(self, *hosts: DrafterHost, wait_s: float = 5.0) -> Any:
         async with drafter_hosts(hosts):
-            self.drafters.here([host.at for host in hosts])
+            self.drafters.update_list([host.at for host in hosts])
             await asyncio.sleep(wait_s)  # virtual
             yield
             await self.drafters.close()
@@ -105,7 +105,7 @@ def test_listed_drafters_are_dialled_and_lost_ones_are_not_waited_for() -> None:
         first, second, third = hosts
         async with scene.running(first, second):
             assert there(scene.drafters) == ["d0", "d1"]
-            scene.drafters.here([second.at, third.at])
+            scene.drafters.update_list([second.at, third.at])
             await asyncio.sleep(1)
             assert there(scene.drafters) == ["d0", "d1"], "the seed may have lost it; it is there all the same"
             await first.stop()
@@ -116,7 +116,7 @@ def test_listed_drafters_are_dialled_and_lost_ones_are_not_waited_for() -> None:
             await asyncio.sleep(60)
             assert there(scene.drafters) == ["d1", "d2"]
             await third.stop()
-            scene.drafters.here([])
+            scene.drafters.update_list([])
             await asyncio.sleep(1)
             assert there(scene.drafters) == ["d1"]
 
@@ -131,10 +131,10 @@ def test_a_running_text_uses_a_drafter_that_joins_and_survives_its_loss() -> Non
             writing = asyncio.create_task(write(scene.drafters, PROMPT, 150, SEEDED, pass_s=0.2))
             await asyncio.sleep(1)
             async with drafter_hosts([first]):
-                scene.drafters.here([first.at])
+                scene.drafters.update_list([first.at])
                 await asyncio.sleep(0.5)
                 assert first.drafter.sessions == 1
-                scene.drafters.here([first.at, second.at])
+                scene.drafters.update_list([first.at, second.at])
                 await asyncio.sleep(0.5)
                 assert not second.drafter.sessions
             await asyncio.sleep(0.1)

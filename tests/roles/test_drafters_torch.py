@@ -37,7 +37,7 @@ def alone_and_drafted(verifier: Path, drafter: Path, sampling: Sampling) -> tupl
         source = Drafters(around_of(network.at("v")), Vocabulary(target.vocab_size, "a"))
         plain = await write(None, PROMPT, TOKENS, sampling, target=target)
         async with drafter_hosts([host]):
-            source.here([host.at])
+            source.update_list([host.at])
             await asyncio.sleep(1)  # virtual
             drafted = await write(source, PROMPT, TOKENS, sampling, target=target)
             await source.close()

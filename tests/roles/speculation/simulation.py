@@ -280,7 +280,7 @@ class Simulation:
             for at in range(end - request.samples + 1, end + 1)
         )
         outcome = self.decoding.take_samples(samples, seconds, self.now)
-        self.core.end_pass(outcome, self.now)
+        self.core.end_pass(outcome)
         if outcome.tokens:
             self._ends.append(self.now)
         if not outcome.prefill:
@@ -289,7 +289,7 @@ class Simulation:
 
     def _lose(self, drafter: _Drafter) -> None:
         drafter.lost = True
-        self.go_on(lambda: self.core.drop_line(self.now))
+        self.go_on(lambda: self.core.drop_line())
 
     def run(self) -> Outcome:
         """To its end."""
@@ -306,7 +306,7 @@ class Simulation:
             self.now, _, act = heapq.heappop(self._heap)
             act()
         text = self.truth[self.setting.prompt :]
-        self.core.end(self.now)
+        self.core.end()
         assert list(self.decoding.tokens) == text, "not the text of plain decoding"
         ends = self._ends
         gaps = sorted((after - before for before, after in pairwise(ends)), reverse=True)

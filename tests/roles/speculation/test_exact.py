@@ -110,7 +110,7 @@ class SpeculativeText(RuleBasedStateMachine):
             return
         act()
         if self.decoding.ended:
-            self.core.end(self.now)
+            self.core.end()
         elif not self.running:
             drafts, self.wait_s = self.core.next_drafts(self.now)
             self.waits = self.wait_s > 0
@@ -153,7 +153,7 @@ class SpeculativeText(RuleBasedStateMachine):
         assert run.sample_index(len(self.prompt)) == len(self.decoding.tokens)
 
         def end_pass() -> None:
-            self.core.end_pass(self.decoding.take_samples(samples, 0.05, self.now), self.now)
+            self.core.end_pass(self.decoding.take_samples(samples, 0.05, self.now))
             self.send_verdict()
 
         self.go_on(end_pass)
@@ -250,7 +250,7 @@ class SpeculativeText(RuleBasedStateMachine):
         if self.drafters:
             number = data.draw(st.sampled_from(sorted(self.drafters)))
             del self.drafters[number]
-            self.go_on(lambda: self.core.drop_line(self.now))
+            self.go_on(lambda: self.core.drop_line())
 
     @rule(
         epoch=st.integers(-1, 5),

@@ -16,7 +16,7 @@ PROMPT = (1, 2, 3)
 
 def end_pass(decoding: Decoding, core: Speculation, token: int, now: float) -> None:
     decoding.next_pass(core.next_drafts(now)[0])
-    core.end_pass(decoding.take_samples((token,), 0.1, now), now)
+    core.end_pass(decoding.take_samples((token,), 0.1, now))
 
 
 def verifier() -> tuple[Decoding, Speculation]:

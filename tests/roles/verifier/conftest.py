@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from p2ptrain.core.world import real_world
 from p2ptrain.lab.memory import MemoryNetwork
-from roles.verifier.http import serving_http
+from roles.verifier.http_app import serving_http
 
 from .scripted import ScriptedService
 

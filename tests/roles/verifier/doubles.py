@@ -130,7 +130,7 @@ async def connected_drafters(
     ]
     drafters = Drafters(around_of(network.at("verifier")), Vocabulary(256, TOKENIZER))
     async with drafter_hosts(hosts):
-        drafters.here([host.at for host in hosts])
+        drafters.update_list([host.at for host in hosts])
         await asyncio.sleep(1)  # virtual: they are connected
         yield drafters, hosts
         await drafters.close()

@@ -21,7 +21,7 @@ from p2ptrain.core.world import real_world
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.http import answers, server
 from roles.verifier import http_app
-from roles.verifier.http import serving_http
+from roles.verifier.http_app import serving_http
 
 from .conftest import PATIENCE_S, Endpoint, request
 from .scripted import MODEL, ScriptedService, ScriptedWriting

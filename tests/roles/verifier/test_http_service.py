@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from p2ptrain.core.serving import Sampling
 from roles.serving import text_session as session
-from roles.verifier.http import serving_http
+from roles.verifier.http_app import serving_http
 from roles.verifier.service import VerifierService
 from tests.roles.verifier.doubles import ScriptedTarget, reference, service, text_of, world
 

@@ -230,7 +230,7 @@ def test_idle_sessions_are_closed_for_memory_and_after_a_while(tmp_path: Path) -
         target = ScriptedTarget(room=80)
         serving = service(tmp_path, target, idle_s=60.0)
         await read(await serving.write(wish(40)))
-        assert len(target.open_now) == len(serving.texts.idle.sessions) == 1
+        assert len(target.open_now) == len(serving.idle.sessions) == 1
         await read(await serving.write(wish(40, prompt="another one")))  # there is no room for both
         assert len(target.open_now) == 1
         await asyncio.sleep(61)
@@ -307,7 +307,7 @@ def test_a_pass_that_does_not_end_is_cancelled(tmp_path: Path) -> None:
         await writing.close()
         await asyncio.sleep(1)
         assert not target.open_now
-        assert not len(serving.texts.idle.sessions)
+        assert not len(serving.idle.sessions)
         await settled(serving, target)
 
     within(scene())
