@@ -1,10 +1,24 @@
-"""A model directory that can be sent to other peers: its tensors are hashed, and read by ranges."""
+"""A model directory that a peer can send to others: its tensors are hashed, and read by ranges.
+
+A sender first sends the table: records of its tensors and small files. The model's id is a hash over everything that
+decides what the model computes. The receiver accepts a table only if it leads to the requested id. So a sender can lie
+about the small files only.
+
+Senders may be hostile, and all peers that request the same id share parts. So both hashes are BLAKE2b; a checksum such
+as xxh3 is easy to forge. Digests of tensors have 256 bits. Ids have 224 bits, the longest hex text that ``is_id``
+accepts. One core hashes 0.9 GB/s. A receiver hashes every byte that it loads; the disk or the network takes as long. A
+sender hashes a file once, and caches the digests by size and modification time. The cache only serves to make tables.
+If a file changes unnoticed, the receiver's hash differs, so it refuses the data.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +28,21 @@ from p2ptrain.core.adapters import model_name
 from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
 from p2ptrain.core.model_config import config_untrusted
-from p2ptrain.core.tensor_files import TensorEntry, TensorTable
-from roles.model_table import (
-    DIGEST_BYTES,
-    FILE,
-    MAX_FILE_BYTES,
-    MAX_FILES,
-    digest_of,
-    digest_size,
-    is_file_name,
-    model_id,
-)
-from wire.chain_messages import TensorRecord
+from p2ptrain.core.tensor_files import ITEM_BYTES, MAX_DIMS, MAX_TENSORS, TensorEntry, TensorTable
+from wire.chain_messages import TensorRecord, TensorsPage
 from wire.job_messages import RANGE_BYTES
 
+FILE = "FILE"
+"""The ``dtype`` of a record of a small file, such as the tokenizer's. Its shape is [size in bytes]."""
+DIGEST_BYTES = 32
+ID_BYTES = 28
+MAX_FILE_BYTES = 64 << 20
+MAX_FILES = 64
+_MAX_RECORDS = MAX_TENSORS + MAX_FILES
+_MAX_NAME = 512
+_PAGE_BYTES = 56 << 10
+_PAGE_RECORDS = 1024
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.(json|txt|model|jinja)")
 CACHE_FILE = "tensor-digests.json"
 MAX_CACHE_BYTES = 64 << 20
 _CACHED_FILES = 256
@@ -37,6 +52,92 @@ _MAX_CONFIG_BYTES = 48 << 10  # the text of config.json is sent in a request
 
 Stamp = tuple[int, int]
 """A file's size in bytes and modification time in ns. If neither changes, the file counts as unchanged."""
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a small file of that name may belong to a model: no path, no hidden file, no weights."""
+    return _FILE_NAME.fullmatch(name) is not None
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> bytes:
+    """The digest in a record: the digests of all ranges of a tensor or small file, joined. Releases the GIL."""
+    view = memoryview(data)
+    ranges = (view[start : start + RANGE_BYTES] for start in range(0, max(len(view), 1), RANGE_BYTES))
+    return b"".join(hashlib.blake2b(part, digest_size=DIGEST_BYTES).digest() for part in ranges)
+
+
+def digest_size(size_bytes: int) -> int:
+    return DIGEST_BYTES * max(1, -(-size_bytes // RANGE_BYTES))
+
+
+def model_id(config: str, records: Iterable[TensorRecord]) -> str:
+    """The id of the model with this text of ``config.json`` and these tensors. Small files do not count."""
+    total = hashlib.blake2b(digest_size=ID_BYTES)
+    _put(total, config.encode("utf-8", "surrogatepass"))
+    for record in sorted((item for item in records if item.dtype != FILE), key=lambda item: item.name):
+        _put(total, record.name.encode("utf-8", "surrogatepass"))
+        _put(total, f"{record.dtype} {record.shape}".encode())
+        _put(total, record.digest)
+    return total.hexdigest()
+
+
+def _put(total: hashlib.blake2b, data: bytes) -> None:
+    total.update(len(data).to_bytes(8, "little"))
+    total.update(data)
+
+
+def page_of(records: Sequence[TensorRecord], first: int) -> TensorsPage:
+    page: list[TensorRecord] = []
+    size = 0
+    for record in records[max(first, 0) : max(first, 0) + _PAGE_RECORDS]:
+        size += 80 + len(record.digest) + len(record.name.encode("utf-8", "replace")) + 9 * len(record.shape)
+        if size > _PAGE_BYTES:
+            break
+        page.append(record)
+    return TensorsPage(len(records), page)
+
+
+class TableReceiver:
+    """Assembles a table from its pages. ``records``: name → record, so far."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, TensorRecord] = {}
+        self._total = -1
+
+    @property
+    def complete(self) -> bool:
+        return len(self.records) == self._total
+
+    def take_untrusted(self, page: TensorsPage) -> None:
+        if not 0 < page.total <= _MAX_RECORDS or self._total not in (-1, page.total):
+            raise ProtocolError(f"a page with an invalid table size: {page.total} tensors")
+        if not page.tensors or len(self.records) + len(page.tensors) > page.total:
+            raise ProtocolError("a page without tensors, or with more than the rest of its table")
+        self._total = page.total
+        for record in page.tensors:
+            check_record_untrusted(record)
+            if record.name in self.records:
+                raise ProtocolError(f"the table has {record.name[:80]!r} twice")
+            self.records[record.name] = record
+
+
+def check_record_untrusted(record: TensorRecord) -> None:
+    """Raise ``ProtocolError`` if there can be no such tensor or file."""
+    if not 0 < len(record.name) <= _MAX_NAME or len(record.digest) != digest_size(record.size_bytes):
+        raise ProtocolError(f"tensor {record.name[:80]!r} has an invalid name or digest")
+    if len(record.shape) > MAX_DIMS or not all(0 <= length < 1 << 48 for length in record.shape):
+        raise ProtocolError(f"{record.name[:80]!r} has an invalid shape")
+    if record.dtype == FILE:
+        if not is_file_name(record.name) or record.shape != [record.size_bytes] or record.size_bytes > MAX_FILE_BYTES:
+            raise ProtocolError(f"{record.name[:80]!r} is not a valid file of a model")
+    elif record.dtype not in ITEM_BYTES or record.size_bytes != math.prod(record.shape) * ITEM_BYTES[record.dtype]:
+        raise ProtocolError(f"{record.name[:80]!r} has {record.size_bytes} bytes, not those of its shape")
+
+
+# -------------------------------------------------------------------------------------------------------- the directory
 
 
 class DigestCache:
@@ -57,8 +158,8 @@ class DigestCache:
         while len(files) > _CACHED_FILES:
             del files[next(iter(files))]
         table = {
-            name: {"stamp": list(kept), "digests": {key: value.hex() for key, value in each.items()}}
-            for name, (kept, each) in files.items()
+            name: {"stamp": list(kept), "digests": {key: value.hex() for key, value in known.items()}}
+            for name, (kept, known) in files.items()
         }
         self._disk.make_dir(self._path.parent)
         write_atomic(self._disk, self._path, json.dumps({"files": table}).encode())
@@ -80,7 +181,7 @@ def cached_untrusted(data: bytes) -> dict[str, tuple[Stamp, dict[str, bytes]]]:
         files = json.loads(data)["files"]
         found = {}
         for path, entry in files.items():
-            size, mtime_ns = (int(each) for each in entry["stamp"])
+            size, mtime_ns = (int(number) for number in entry["stamp"])
             digests = {str(name): bytes.fromhex(text) for name, text in entry["digests"].items()}
             if any(not digest or len(digest) % DIGEST_BYTES for digest in digests.values()):  # e.g. of an older hash
                 raise ProtocolError(f"invalid digest of a tensor in {str(path)[:80]!r}")
@@ -130,7 +231,7 @@ def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
     """
     before = _stamps(directory)  # taken before the headers are read, to detect a later change
     table = table_of(directory)
-    small = _small_files(directory)
+    small = [name for name, (size_bytes, _) in before.items() if is_file_name(name) and size_bytes <= MAX_FILE_BYTES]
     if "config.json" not in small:
         raise ConfigError(f"{directory} has no config.json", remedy="give a directory that save_pretrained wrote")
     with _opened(directory / "config.json") as (file, stamp):
@@ -148,17 +249,17 @@ def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
         raise ConfigError(f"{directory} has a tensor of more than {MAX_TENSOR_BYTES >> 30} GiB")
     if any(not name.isprintable() for name in table.entries):
         raise StorageError(f"{directory} has a tensor whose name is not text")
-    entries = dict(sorted(table.entries.items())) | {
-        name: TensorEntry(name, FILE, (size_bytes,), 0, size_bytes) for name, size_bytes in small.items()
-    }
+    entries = dict(sorted(table.entries.items()))
+    for name in sorted(small)[:MAX_FILES]:
+        size_bytes = before[name][0]
+        entries[name] = TensorEntry(name, FILE, (size_bytes,), 0, size_bytes)
     digests: dict[str, bytes] = {}
     stamps: dict[str, Stamp] = {}
-    for each in sorted({entry.file for entry in entries.values()}):
-        stamps[each], found = _digests(
-            directory / each, {name: entry for name, entry in entries.items() if entry.file == each}, cache
-        )
-        if stamps[each] != before.get(each):
-            raise StorageError(f"{directory / each} changed while it was opened", remedy="try again")
+    for file_name in sorted({entry.file for entry in entries.values()}):
+        path, inside = directory / file_name, {name: item for name, item in entries.items() if item.file == file_name}
+        stamps[file_name], found = _digests(path, inside, cache)
+        if stamps[file_name] != before.get(file_name):
+            raise StorageError(f"{path} changed while it was opened", remedy="try again")
         digests |= found
     records = tuple(
         TensorRecord(name, entry.dtype, list(entry.shape), entry.size_bytes, digests[name])
@@ -218,20 +319,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, Stamp]]:
 def _stamps(directory: Path) -> dict[str, Stamp]:
     try:
         with os.scandir(directory) as entries:
-            found = ((each.name, each.stat()) for each in entries if each.is_file())
+            found = ((entry.name, entry.stat()) for entry in entries if entry.is_file())
             return {name: (status.st_size, status.st_mtime_ns) for name, status in found}
     except OSError:
-        return {}
-
-
-def _small_files(directory: Path) -> dict[str, int]:
-    try:
-        with os.scandir(directory) as entries:
-            found = {
-                each.name: each.stat().st_size
-                for each in entries
-                if is_file_name(each.name) and each.is_file() and each.stat().st_size <= MAX_FILE_BYTES
-            }
-    except OSError as error:
-        raise StorageError(f"cannot list {directory}: {error.strerror or error}") from error
-    return dict(sorted(found.items())[:MAX_FILES])
+        return {}  # it is said by who reads a file

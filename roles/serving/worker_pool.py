@@ -18,8 +18,7 @@ from p2ptrain.core.threads import Thread
 from ring.planning.measurements import CandidateWorker, LinkQuality
 from ring.planning.serving import PlacedStage, Placement, place_model, price_chain
 from ring.planning.workloads import ServingWorkload
-from roles.model_directory import CACHE_FILE, DigestCache, ModelDirectory, open_model
-from roles.model_table import FILE
+from roles.model_directory import CACHE_FILE, FILE, DigestCache, ModelDirectory, open_model
 from roles.seed.links import measured_untrusted
 from roles.serving.worker_peer import ClientContext, WorkerAt, WorkerPeer
 from roles.worker.model_loading import ModelReceiver, give

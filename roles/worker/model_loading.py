@@ -31,8 +31,16 @@ from p2ptrain.core.texts import shortened
 from p2ptrain.core.threads import Thread
 from roles.engine import BuildPart, PartBuilder
 from roles.line import QUIET_S, Line
-from roles.model_directory import ModelDirectory, table_of
-from roles.model_table import DIGEST_BYTES, FILE, TableReceiver, digest_of, model_id, page_of
+from roles.model_directory import (
+    DIGEST_BYTES,
+    FILE,
+    ModelDirectory,
+    TableReceiver,
+    digest_of,
+    model_id,
+    page_of,
+    table_of,
+)
 from roles.worker.context import PeerContext
 from roles.worker.part_cache import Part, PartCache, PartKey, part_key
 from roles.worker.stage_requests import LoadRequest

@@ -54,10 +54,7 @@ _ODD: Any = st.sampled_from([b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe", b"9" * 5
 
 def _check_header(case: tuple[bytes, int]) -> None:
     header, file_bytes = case
-    try:
-        entries = header_entries_untrusted(header, "model.safetensors", file_bytes)
-    except ProtocolError:
-        return
+    entries = header_entries_untrusted(header, "model.safetensors", file_bytes)
     covered = 8 + len(header)
     for entry in sorted(entries.values(), key=lambda each: (each.start, each.stop)):
         assert entry.start == covered
@@ -75,10 +72,7 @@ _INDEXES = st.fixed_dictionaries(
 
 
 def _check_index(encoded: bytes) -> None:
-    try:
-        where = index_files_untrusted(encoded)
-    except ProtocolError:
-        return
+    where = index_files_untrusted(encoded)
     assert 0 < len(where) <= MAX_TENSORS
     for file in where.values():
         assert file.endswith(".safetensors")
@@ -133,10 +127,7 @@ _PART = st.fixed_dictionaries(
 
 
 def _check_offer(manifest: bytes) -> None:
-    try:
-        meta, files = offered_untrusted(manifest, _ASKED)
-    except ProtocolError:
-        return
+    meta, files = offered_untrusted(manifest, _ASKED)
     assert (meta["job"], meta["stage"], meta["stages"]) == ("job1", 1, 2)
     assert set(files) == {"model-00002-of-00002.safetensors"}, "a file of another stage"
     assert all(0 <= size <= 1 << 48 for size, _ in files.values())
@@ -176,10 +167,7 @@ def _check_payload(case: tuple[bytes, str, int, int]) -> None:
             continue
         assert hidden.shape == (rows, width)
         assert hidden.dtype == dtype
-    try:
-        ids = ids_untrusted(payload, rows, _VOCAB)
-    except ProtocolError:
-        return
+    ids = ids_untrusted(payload, rows, _VOCAB)
     assert ids.shape == (rows,)
     assert all(0 <= number < _VOCAB for number in ids.tolist())
 
@@ -198,10 +186,7 @@ _CONFIGS = st.fixed_dictionaries(
 
 
 def _check_config(text: str) -> None:
-    try:
-        table = config_untrusted(text)
-    except ProtocolError:
-        return
+    table = config_untrusted(text)
     assert len(text) <= MAX_CONFIG_BYTES
     assert isinstance(table["model_type"], str)
     assert not {"auto_map", "_attn_implementation"} & set(table)

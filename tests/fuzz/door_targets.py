@@ -1,37 +1,32 @@
-"""Conversations with strangers: first bytes at a doorway, plain and TLS; enrolment, healing, requests of operators."""
+"""Conversations with strangers: first bytes at a doorway, plain and TLS; and healing, from both sides."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import ssl
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 from hypothesis import strategies as st
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, StorageError
 from p2ptrain.core.training import Blob
-from p2ptrain.core.world import LoopClock
-from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.core.world import LoopClock, Probe
+from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.view import View
 from roles.line import Line
-from roles.seed.job_requests import JobRequests
-from roles.seed.operator_api import ClusterRequests
 from roles.snapshots import Snapshot
 from roles.worker.heal import Fetch, Layout, Sender
 from roles.worker.heal_source import CHUNK_BYTES, HealSource, piece_untrusted
-from tests.roles.in_process import HOST, Cluster
+from tests.roles.in_process import HOST
 from tests.wire.doubles import credentials
 from wire.codec import MESSAGE_TYPES, encode
 from wire.connection import Connection
@@ -39,11 +34,11 @@ from wire.credentials import PeerIdentity, unverified_context
 from wire.frame import encode_control
 from wire.handshake import local_hello, local_welcome, serve
 from wire.job_messages import BlobRecord, HealOffer, HealRequest, MemberRecord, RangeGone, RangeRequest, StepLogged
-from wire.messages import Hello, Message, Refuse, Request, Welcome
+from wire.messages import Hello, Message, Refuse, Welcome
 from wire.tls import TlsNetwork
 
-from .engine import Target
-from .strategies import FREE, TEXT, WHOLE, chunked, made, mostly, mutated
+from .engine import Target, played
+from .strategies import WHOLE, chunked, made, mostly, mutated
 
 # ---------------------------------------------------------------------------------------------------------- the doorway
 
@@ -164,8 +159,6 @@ def _seed_credentials() -> Any:
 
 
 async def _visited(visit: ProbeContext) -> None:
-    wrong: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
     problems: list[P2PTrainError] = []
     network = MemoryNetwork()
     door: Any = network
@@ -201,7 +194,6 @@ async def _visited(visit: ProbeContext) -> None:
     assert all(isinstance(problem, P2PTrainError) for problem in problems)
     for half_open in (server._half_open, *([door.half_open] if visit.tls else [])):
         assert not half_open._by_machine, "a place in the doorway is not given back"
-    assert not wrong, wrong
 
 
 DOORWAY = Target(
@@ -214,7 +206,7 @@ DOORWAY = Target(
         st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 255)), max_size=2),
         st.sampled_from(["stays", "closes", "aborts"]),
     ),
-    lambda visit: run_virtual(_visited(visit)),
+    played(_visited),
     (),
     peak_bytes=4 << 20,
     weight=50,
@@ -340,9 +332,8 @@ async def _healed(case: Healing) -> None:
         if isinstance(message, RangeRequest):
             with suppress(ProtocolError, StorageError):
                 assert piece_untrusted(given, None, message).nbytes == message.stop - message.start
-    context = SimpleNamespace(
-        world=SimpleNamespace(clock=LoopClock()), compute=_Inline(), peer_id="healer", tell=lambda *text: None
-    )
+    world = SimpleNamespace(clock=LoopClock(), probe=Probe())
+    context = SimpleNamespace(world=world, compute=_Inline(), peer_id="healer", tell=lambda *text: None)
     core = SimpleNamespace(view=_VIEW, may_give=True, torn=False, applied=7, lineage=_LINEAGE, square_sum=1.0)
     source = HealSource(context, core, want_snapshot=lambda: None)  # type: ignore[arg-type]
     hello = local_hello(peer_id="healer", name="healer", roles=["worker"], purpose="heal", job="job", generation=3)
@@ -373,7 +364,7 @@ async def _healed(case: Healing) -> None:
 HEALING = Target(
     "healing",
     st.builds(Healing, _then(_ASKED, _WANTED), _then(_OFFERED, _NEWS), st.booleans()),
-    lambda case: run_virtual(_healed(case)),
+    played(_healed),
     (
         "roles.worker.heal_source.piece_untrusted",
         "roles.worker.heal.Fetch.heard_untrusted",
@@ -386,50 +377,4 @@ HEALING = Target(
     weight=100,
 )
 
-# -------------------------------------------------------------------------------------------------- operators' requests
-
-_SPEC = Profile().to_spec()
-
-
-def _methods() -> list[str]:
-    groups = ClusterRequests(*[MagicMock()] * 8), JobRequests(*[MagicMock()] * 4)
-    return [method for requests in groups for method in requests.methods()]
-
-
-_REQUEST = st.tuples(
-    st.sampled_from(_methods()) | TEXT,
-    st.dictionaries(
-        st.sampled_from(["job", "peer", "name", "profile", "spec", "id", "limit", "after_step", "after_id", "port"]),
-        FREE | WHOLE | st.sampled_from(["first", _SPEC, "[" * 9000, "1" * 20000]),
-        max_size=5,
-    ),
-)
-
-
-async def _asked(case: list[tuple[str, dict[str, Any]]]) -> None:
-    wrong: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
-    with tempfile.TemporaryDirectory() as root:
-        cluster = Cluster(Path(root), MemoryNetwork())
-        await cluster.start_seed()
-        await cluster.create(Profile(), "first")
-        async with cluster.operator() as client:
-            for method, params in case:
-                if _frame_if_small(Request(1, method, params)):
-                    with suppress(Refused):
-                        await client.request(method, params)
-        await cluster.ask("cluster.info")
-        await cluster.close()
-    assert not wrong, wrong
-
-
-REQUESTS = Target(
-    "operators-requests",
-    st.lists(_REQUEST, min_size=1, max_size=8),
-    lambda case: asyncio.run(_asked(case)),
-    ("configs.schema.Profile.from_spec_untrusted",),
-    peak_bytes=32 << 20,
-    weight=10,
-)
-
-TARGETS = (DOORWAY, HEALING, REQUESTS)
+TARGETS = (DOORWAY, HEALING)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 import tracemalloc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+
+from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.lab.memory import run_virtual
+from wire.connection import Connection
+from wire.messages import Message
 
 SUFFIX = "_untrusted"
 
@@ -24,8 +30,8 @@ class Target:
 
     Attributes:
         cases: what is tried.
-        check: tries one case; returns, or fails on an exception that the parser may not raise or a result that is
-            not valid.
+        check: gives one case to the parser, and asserts what must hold of the result. ``ProtocolError`` is the
+            parser's refusal; what it must not refuse stands in ``accepted``.
         parsers: the functions named ``..._untrusted`` that it reaches, as ``module.qualified_name``.
         peak_bytes: what one case may allocate at most, the case itself not counted.
         weight: cases in a round; less where a case takes long.
@@ -73,7 +79,7 @@ def run(target: Target, *, examples: int, seed_number: int, tally: Tally, watch:
         tally.cases += 1
         began = time.perf_counter()
         try:
-            with _calls_noted(tally.called) if watch else _nothing():
+            with _calls_noted(tally.called) if watch else nullcontext():
                 peak_bytes = _measured(target, case)
                 if peak_bytes > target.peak_bytes:  # a table of the interpreter's own may grow in any call: once
                     peak_bytes = _measured(target, case)
@@ -99,15 +105,41 @@ def _measured(target: Target, case: Any) -> int:
     """Check one case; the most that was allocated meanwhile, in bytes."""
     tracemalloc.start()  # for each case anew: to trace what makes the cases would cost ten times their own time
     try:
-        target.check(case)
+        with suppress(ProtocolError):
+            target.check(case)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
 
+def played(scene: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], None]:
+    """Make a check of a coroutine: it runs on virtual time, and no task and no callback may fail."""
+
+    async def run_scene(case: Any) -> None:
+        failures: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
+        await scene(case)
+        assert not failures, failures
+
+    return lambda case: run_virtual(run_scene(case))
+
+
+def send_if_valid(connection: Connection, message: Message, **more: int) -> bool:
+    """Send a message unless it cannot be encoded, so that no peer can send it. Returns whether it was sent."""
+    try:
+        connection.send(message, **more)
+    except (P2PTrainError, ValueError, TypeError):
+        return False
+    return True
+
+
 @contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def accepted() -> Iterator[None]:
+    """Fail if a parser refuses what is in the block."""
+    try:
+        yield
+    except ProtocolError as error:
+        raise AssertionError("a valid value is refused") from error
 
 
 @contextmanager

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
-from typing import Any
 
 from hypothesis import strategies as st
 
 from p2ptrain.core.activations import encode_ids
-from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
-from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.drafter.drafting import (
     DraftVerdict,
     packed,
@@ -43,7 +43,7 @@ from wire.messages import Message, Request
 from wire.schema import instance_untrusted
 from wire.text_messages import MAX_DEPTH, DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict
 
-from .engine import Target
+from .engine import Target, played, send_if_valid
 from .strategies import WHOLE, made, mutated
 
 PROMPT = [5, 80, 11]
@@ -75,28 +75,25 @@ _NUMBERS = st.integers(0, 5) | WHOLE.filter(lambda number: 0 <= number < 1 << 64
 
 def _check_words(case: tuple[Message, int]) -> None:
     message, number = case
-    try:
-        message = instance_untrusted(type(message), asdict(message))
-        match message:
-            case DraftOpen():
-                sampling_untrusted(message)
-                assert 0 < message.prompt <= message.count <= message.positions <= MAX_POSITIONS
-            case Drafts():
-                tokens = tokens_untrusted(message.tokens, vocab_size=VOCAB)
-                assert 0 < len(tokens) <= 2 * MAX_DEPTH
-                assert all(0 <= token < VOCAB for token in tokens)
-            case Verdict():
-                told = verdict_untrusted(message, number, verified=7, vocab_size=VOCAB)
-                assert tokens_untrusted(message.tokens, vocab_size=VOCAB) == told.tokens
-                assert told.start == 7 + message.right
-                assert 0 <= told.depth <= MAX_DEPTH
-            case DraftReady():
-                assert 0 <= message.step_ms < 1e8
-            case StreamRefused():
-                refused = refused_untrusted(message)
-                assert (refused.code + refused.message + refused.remedy).isprintable()
-    except ProtocolError:
-        return
+    message = instance_untrusted(type(message), asdict(message))
+    match message:
+        case DraftOpen():
+            sampling_untrusted(message)
+            assert 0 < message.prompt <= message.count <= message.positions <= MAX_POSITIONS
+        case Drafts():
+            tokens = tokens_untrusted(message.tokens, vocab_size=VOCAB)
+            assert 0 < len(tokens) <= 2 * MAX_DEPTH
+            assert all(0 <= token < VOCAB for token in tokens)
+        case Verdict():
+            told = verdict_untrusted(message, number, verified=7, vocab_size=VOCAB)
+            assert tokens_untrusted(message.tokens, vocab_size=VOCAB) == told.tokens
+            assert told.start == 7 + message.right
+            assert 0 <= told.depth <= MAX_DEPTH
+        case DraftReady():
+            assert 0 <= message.step_ms < 1e8
+        case StreamRefused():
+            refused = refused_untrusted(message)
+            assert (refused.code + refused.message + refused.remedy).isprintable()
 
 
 WORDS = Target(
@@ -123,18 +120,13 @@ def _expected(tokens: int) -> list[int]:
 
 def _say(connection: Connection, said: list[tuple[Message, int, int, bytes]]) -> None:
     for message, generation, stream, payload in said:
-        try:
-            connection.send(message, generation=generation, stream=stream)
-            if payload:
+        if send_if_valid(connection, message, generation=generation, stream=stream) and payload:
+            with suppress(ConnectionLost):
                 connection.send_bulk(memoryview(payload), generation=0, stream=stream)
-        except (P2PTrainError, ValueError, TypeError):  # no message of ours, and so never on the wire
-            continue
 
 
 async def _asked(said: list[tuple[Message, int, int, bytes]]) -> None:
     """A hostile verifier beside an honest one, whose text must come, and sooner, all the same."""
-    wrong: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
     network = MemoryNetwork()
     host = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0)))
     source = Drafters(around_of(network.at("v")), Vocabulary(VOCAB, TOKENIZER))
@@ -151,7 +143,6 @@ async def _asked(said: list[tuple[Message, int, int, bytes]]) -> None:
         await source.close()
     assert written.tokens == _expected(16)
     assert written.stats.accepted
-    assert not wrong, wrong
 
 
 _STREAMS = st.sampled_from([1, 1, 1, 2, 2, 3, 0])
@@ -165,7 +156,7 @@ _AS_VERIFIER = st.tuples(
 DRAFTER = Target(
     "drafters",
     st.lists(_AS_VERIFIER, max_size=6),
-    lambda said: run_virtual(_asked(said)),
+    played(_asked),
     (
         "roles.drafter.draft_server.DraftServer._open_untrusted",
         "roles.drafter.draft_server.DraftServer._find_untrusted",
@@ -181,8 +172,6 @@ DRAFTER = Target(
 
 async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
     """A hostile drafter beside an honest one: the text is that of plain decoding."""
-    wrong: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
     network = MemoryNetwork()
     words = iter(said)
 
@@ -191,10 +180,7 @@ async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
         for message, epoch, offset in next(words, []):
             if isinstance(message, Drafts):  # where drafts are due, give or take a few
                 message = replace(message, position=at + message.position)
-            try:
-                connection.send(message, generation=max(0, number + epoch), stream=max(0, stream + offset))
-            except (P2PTrainError, ValueError, TypeError):
-                continue
+            send_if_valid(connection, message, generation=max(0, number + epoch), stream=max(0, stream + offset))
 
     liar = Liar("liar", network.at("liar"), says)
     host = DrafterHost("d", network.at("d"), model_serves(Wobbly(0.8)))
@@ -205,7 +191,6 @@ async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
         written = await write(source, PROMPT, 16, GREEDY)
         await source.close()
     assert written.tokens == _expected(16)
-    assert not wrong, wrong
 
 
 _AS_DRAFTER = st.tuples(
@@ -221,7 +206,7 @@ _AS_DRAFTER = st.tuples(
 LINKS = Target(
     "drafter-links",
     st.lists(st.lists(_AS_DRAFTER, max_size=2), max_size=6),
-    lambda said: run_virtual(_drafted(said)),
+    played(_drafted),
     (
         "roles.verifier.drafters.DrafterLink._take_untrusted",
         "roles.verifier.draft_line.DraftLine.receive_untrusted",

@@ -21,8 +21,7 @@ from p2ptrain.core.ids import is_id
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.line import QUIET_S, Line
-from roles.model_directory import DigestCache, ModelDirectory, open_model
-from roles.model_table import FILE
+from roles.model_directory import FILE, DigestCache, ModelDirectory, open_model
 from roles.worker.part_cache import MAX_PARTS, MAX_SESSIONS
 from roles.worker.shared_models import MAX_PEERS
 from tests.roles.stage_doubles import (
