@@ -230,7 +230,7 @@ class NoiseInput(Protocol):
 
 
 class SlotInput(Protocol):
-    """Takes this member's slot, if the members' LoRA adapters are averaged exactly (``compute.fedex``)."""
+    """Takes this member's slot, if the members' LoRA adapters are averaged exactly (``compute.local.ExactAverage``)."""
 
     def use_slot(self, slot: int) -> None:
         """Contribute in this slot from now on. Members that take part in the same step have different ones."""

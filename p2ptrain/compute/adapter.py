@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from p2ptrain.compute.model import DRAWING, directory_config, first_line
-from p2ptrain.compute.part import FILE_DTYPES, OnBytes
-from p2ptrain.compute.stored import Conversion, StoredTensors
+from p2ptrain.compute.part import FILE_DTYPES, Conversion, OnBytes, StoredTensors
 from p2ptrain.compute.text import TEXT_FILES
 from p2ptrain.core.adapters import Adapter
 from p2ptrain.core.checkpoints import WRITE_BYTES, Draft

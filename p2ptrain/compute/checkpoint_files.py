@@ -37,6 +37,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from p2ptrain.compute.flat import Segment
 from p2ptrain.compute.fsdp import ShardedModel
+from p2ptrain.compute.local import MERGED
 from p2ptrain.compute.model import DRAWING, load_model
 from p2ptrain.compute.part import PartAssembly
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
@@ -55,7 +56,6 @@ from p2ptrain.core.training import BlobRange, FilePlan
 _Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
 PARAMETERS = "parameters"
-MERGED = "merged"
 _TIED = "tied"
 MAX_NOTES_BYTES = 1 << 20
 _ELEMENT_BYTES = 4  # the state is fp32
@@ -110,7 +110,7 @@ class CheckpointPlanner:
 
     Args:
         corpus: digest of the corpus.
-        merged: of exact averages (``compute.fedex``): name of a parameter → its place in the blob ``MERGED``. The
+        merged: of exact averages (``ExactAverage``): name of a parameter → its place in the blob ``MERGED``. The
             weights file has the whole model then.
     """
 

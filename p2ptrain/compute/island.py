@@ -47,11 +47,9 @@ from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointPlanner, Che
 from p2ptrain.compute.device import ComputeDevice
 from p2ptrain.compute.flat import FlatModel
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, rows_of
-from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
+from p2ptrain.compute.recipe import BuiltPart, ModelRecipe, TrainingSpec
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
-from p2ptrain.compute.trainer import Trainer
-from p2ptrain.compute.training_spec import TrainingSpec
-from p2ptrain.compute.training_state import TrainingState, blob_of
+from p2ptrain.compute.trainer import Trainer, TrainingState, blob_of
 from p2ptrain.compute.update import StepUpdate
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, ResourceError
 from p2ptrain.core.island import IslandPlace

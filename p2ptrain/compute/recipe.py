@@ -16,22 +16,66 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from p2ptrain.compute.data import Corpus
-from p2ptrain.compute.device import ComputeDevice
-from p2ptrain.compute.exact import arithmetic, prepare_device
-from p2ptrain.compute.flat import FlatModel, Segment, trained
+from p2ptrain.compute.data import Corpus, DataSpec
+from p2ptrain.compute.device import ComputeDevice, arithmetic, prepare_device
+from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, trained
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, build_rows, check_shard_memory
 from p2ptrain.compute.layout import LayerRange
+from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
 from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.split_check import check_packs, check_splits
 from p2ptrain.compute.stage import StageSpec, TrainingMemory, build_training_part, initial_digest
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.compute.training_spec import TrainingSpec
-from p2ptrain.compute.tuning import Tuning
+from p2ptrain.compute.tuning import ALL_OF_IT, Tuning, TuningSpec
 from p2ptrain.compute.update import CLIPPED_FACTOR
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import LOCAL_FACTOR
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSpec:
+    """Everything that determines the result of a training run, independent of the cluster. ``configs.schema`` has
+    checked the values.
+
+    Attributes:
+        micro_batches: micro-batches in a global batch, M.
+        micro_batch_sequences: sequences in a micro-batch, B.
+        exact: exact mode, for a model that is not split. CPU kernels use ``device.threads`` threads, which must be the
+            same at all members, or one thread if it is 0. They never use one thread per core by default.
+        private: the text is this member's own. As long as its share is the same, each of its epochs has each sequence
+            once.
+        local: each micro-batch is an inner step (``compute.local``); None: their gradients are summed.
+        clip_norm: largest gradient of a micro-batch, which is one sequence (``ClippedGradients``); 0: not clipped. A
+            sequence counts once in a step.
+        sgd: without moments, instead of AdamW.
+    """
+
+    model: ModelSpec
+    data: DataSpec
+    optimizer: OptimizerSpec
+    steps: int
+    seed: int
+    micro_batches: int
+    micro_batch_sequences: int
+    validation_batches: int = 0
+    precision: str = "fp32"
+    exact: bool = False
+    private: bool = False
+    local: LocalSpec | None = None
+    clip_norm: float = 0.0
+    sgd: bool = False
+    tuning: TuningSpec = ALL_OF_IT
+    gradient_checkpointing: bool = False
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self.micro_batch_sequences * self.data.sequence_tokens
+
+    @property
+    def withholds_losses(self) -> bool:
+        """Whether contributions are clipped: then losses would tell about the text."""
+        return self.clip_norm > 0 or (self.local is not None and self.local.clip_norm > 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,16 @@
 On a CPU the reduce buffer *is* the gradient memory: nothing is copied between backward and the ring. On a GPU the
 gradients are copied to a host buffer, which is pinned for CUDA, and copied back after the reduction. With CUDA a
 separate stream copies them piece by piece while backward runs. In the last micro-batch of a share a hook on each
-parameter reports how far the gradients are final (``compute.gradients``), so the ring can start with the front of the
+parameter reports how far the gradients are final (``BackwardProgress``), so the ring can start with the front of the
 buffer. The hooks run on autograd's thread, inside backward. In *exact* mode the reduce buffer is a separate array: the
-gradients' sum in fixed point (``compute.exact``).
+gradients' sum in fixed point (``FixedSum``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,12 +21,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from p2ptrain.compute.exact import FixedSum
 from p2ptrain.compute.flat import square_sum
-from p2ptrain.compute.gradients import UNIT, BackwardProgress, HostCopier, bucket_bounds
+from p2ptrain.compute.gradients import UNIT, bucket_bounds, largest
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.compute.update import StepUpdate
 from p2ptrain.core.training import OnFinal
+
+_HOST_BLOCK_NUMEL = 1 << 15  # integers and floats of a block fit into a core's cache
+_DEVICE_BLOCK_NUMEL = 1 << 22  # a GPU works best with few, large blocks
 
 
 class ReduceBuffer:
@@ -138,3 +141,148 @@ def host_copier(gradients: Tensor, host: Tensor) -> HostCopier | None:
         return landing
 
     return HostCopier(copy, [stop for _, stop in bucket_bounds(len(gradients), gradients.element_size())])
+
+
+class FixedSum:
+    """The sum of a step's contributions in fixed point, on the gradients' device (for Apple GPUs: on the host).
+
+    Args:
+        gradients: shape (numel,), fp32; backward writes each micro-batch's contribution here.
+
+    Attributes:
+        total: the sum, shape (numel,), int64.
+    """
+
+    def __init__(self, gradients: Tensor, kind: str, micro_batches: int) -> None:
+        self._gradients = gradients
+        self.on_host = kind in ("cpu", "mps")
+        self.total = torch.zeros(len(gradients), dtype=torch.int64, device="cpu" if self.on_host else gradients.device)
+        self._inside = torch.ones((), dtype=torch.bool, device=self.total.device)
+        self._block_numel = min(_HOST_BLOCK_NUMEL if self.on_host else _DEVICE_BLOCK_NUMEL, len(gradients))
+        self._scaled = torch.zeros(self._block_numel, device=self.total.device)
+        self._rounded = torch.zeros_like(self._scaled, dtype=torch.int64)
+        self._largest = largest(micro_batches)
+        self._added = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether every contribution since ``begin`` was in range; if not, ``total`` is invalid. Waits for a GPU."""
+        return bool(self._inside)
+
+    def begin(self) -> None:
+        self.total.zero_()
+        self._inside.fill_(True)
+        self.begin_micro_batch()
+
+    def begin_micro_batch(self) -> None:
+        """Zero the gradients, so that this micro-batch's do not depend on earlier ones."""
+        self._gradients.zero_()
+        self._added = 0
+
+    def add(self, numel: int) -> None:
+        """Add those of the micro-batch's elements [0, ``numel``), which are final, that were not added yet."""
+        if numel <= self._added:
+            return
+        values = self._gradients[self._added : numel].to(self.total.device)
+        low, high = torch.aminmax(values)  # both are NaN if any element is
+        self._inside &= (low >= -self._largest) & (high <= self._largest)
+        for start in range(0, len(values), self._block_numel):
+            part = values[start : start + self._block_numel]
+            scaled = torch.mul(part, 1 / UNIT, out=self._scaled[: len(part)])  # by a power of two: exact in fp32
+            rounded = self._rounded[: len(part)].copy_(scaled.round_())
+            self.total[self._added + start : self._added + start + len(part)].add_(rounded)
+        self._added = numel
+
+
+class HostCopier:
+    """Copies an array from the device to the host in pieces, in order, each piece as soon as it is final.
+
+    Args:
+        copy: starts the copy of elements [start, stop), to run after all work that the device has queued, and returns
+            at once.
+        stops: the end of each piece, ascending.
+    """
+
+    def __init__(self, copy: Callable[[int, int], torch.cuda.Event], stops: Sequence[int]) -> None:
+        self._copy = copy
+        self._stops = tuple(stops)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a step: nothing is copied. Copies of an aborted step may still run; later copies overwrite them."""
+        self._next = 0
+        self._under_way: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._landed = 0
+
+    def final(self, numel: int) -> int:
+        """Start copies of elements [0, ``numel``), final on the device. Elements [0, returned) are on the host."""
+        while self._next < len(self._stops) and self._stops[self._next] <= numel:
+            start = self._stops[self._next - 1] if self._next else 0
+            stop = self._stops[self._next]
+            self._under_way.append((stop, self._copy(start, stop)))
+            self._next += 1
+        while self._under_way and self._under_way[0][1].query():  # type: ignore[no-untyped-call]
+            self._landed = self._under_way.popleft()[0]
+        return self._landed
+
+    def finish(self, on_final: OnFinal) -> None:
+        """Copy the rest, as all is final on the device. Call ``on_final`` when each piece has arrived."""
+        on_final(self.final(self._stops[-1]))
+        while self._under_way:
+            stop, landing = self._under_way.popleft()
+            landing.synchronize()
+            self._landed = stop
+            on_final(stop)
+
+
+class BackwardProgress:
+    """Tracks, during a step's last backward pass, how far the reduce buffer is final.
+
+    Hooks on the parameters refer to it. It must not refer to the parameters: such a reference cycle would keep a job's
+    memory until the garbage collector runs.
+
+    Args:
+        stops: the end of each parameter in the flat array, ascending.
+        host_copier: copies to the reduce buffer, if that is not the memory to which backward writes.
+        convert: called with the number of final elements, to bring them into a reduce buffer of another format.
+    """
+
+    def __init__(self, stops: Sequence[int], host_copier: HostCopier | None, convert: OnFinal | None = None) -> None:
+        self._stops = tuple(stops)
+        self._host_copier = host_copier
+        self._convert = convert
+        self._on_final: OnFinal | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        self._final = [False] * len(self._stops)
+        self._reached = 0  # parameters before this one are final
+        if self._host_copier is not None:
+            self._host_copier.begin()
+
+    @contextmanager
+    def reporting_to(self, on_final: OnFinal | None) -> Iterator[None]:
+        """Report progress to ``on_final``, if given, while the last backward pass runs inside the block."""
+        self._on_final = on_final
+        try:
+            yield
+        finally:
+            self._on_final = None
+
+    def gradient_final(self, index: int, parameter: object) -> None:
+        """Autograd's hook: this pass has added everything to the gradient of parameter ``index``.
+
+        Raises:
+            ValueError: the gradient was already final, so it changed after the ring may have read it.
+        """
+        if self._on_final is None:
+            return
+        if self._final[index]:
+            raise ValueError(f"the gradient of parameter {index} became final twice in one pass")
+        self._final[index] = True
+        while self._reached < len(self._stops) and self._final[self._reached]:
+            self._reached += 1
+        numel = self._stops[self._reached - 1] if self._reached else 0
+        if self._convert is not None:
+            self._convert(numel)
+        self._on_final(numel if self._host_copier is None else self._host_copier.final(numel))

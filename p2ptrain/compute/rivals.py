@@ -26,10 +26,9 @@ from p2ptrain.compute.device import check_memory, flushed_denormals, pick_device
 from p2ptrain.compute.gloo import GlooGroup, line_of
 from p2ptrain.compute.micro_batches import MicroBatchReader
 from p2ptrain.compute.model import ModelSpec, load_model, model_config, parameter_count
-from p2ptrain.compute.recipe import ModelRecipe
+from p2ptrain.compute.recipe import ModelRecipe, TrainingSpec
 from p2ptrain.compute.served_part import dtype_of
 from p2ptrain.compute.text import ModelText
-from p2ptrain.compute.training_spec import TrainingSpec
 from p2ptrain.core.errors import ConfigError, ConnectionLost, JobFailed
 from p2ptrain.core.serving import COLDEST, Sampling
 

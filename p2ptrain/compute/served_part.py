@@ -12,13 +12,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, ids_untrusted
 from p2ptrain.compute.adapter import MergedTable
@@ -26,10 +27,9 @@ from p2ptrain.compute.device import ComputeDevice, check_memory, pick_device
 from p2ptrain.compute.key_value_cache import KeyValueCache
 from p2ptrain.compute.layout import LayerRange, NotSplit, layer_sizes, refused
 from p2ptrain.compute.model import check_architecture, first_line, load_model, without_dropout
-from p2ptrain.compute.part import OnBytes, PartAssembly, PartModel
+from p2ptrain.compute.part import OnBytes, PartAssembly, PartModel, context_of
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.split_check import check_splits
-from p2ptrain.compute.whole import TokenHistory, WholeModel
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, StorageError, UserError
@@ -331,3 +331,67 @@ def _translate_out_of_memory(what: str, place: ComputeDevice) -> Iterator[None]:
             f"{place.label} has too little memory for {what}",
             remedy="close other sessions or programs, or give this peer fewer layers",
         ) from error
+
+
+# -------------------------------------------------------------------------------------------- models that do not split
+
+
+@dataclass(slots=True)
+class TokenHistory:
+    """The cache of one session, with the interface of ``KeyValueCache``.
+
+    Attributes:
+        ids: token ids of all positions so far, shape (length,).
+        state: keyword arguments for ``prepare_inputs_for_generation`` of the next token, with the model's own cache.
+            Empty if there is no cache that fits ``ids``: then the next pass starts from the first token.
+        nbytes: 0, because the size of the model's cache is not known.
+    """
+
+    positions: int
+    ids: Tensor
+    state: dict[str, Any] = field(default_factory=dict)
+    nbytes: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    def cut(self, keep: int) -> None:
+        if keep < self.length:
+            self.cut_to_at_most(keep)
+
+    def cut_to_at_most(self, keep: int) -> None:
+        self.ids, self.state = self.ids[:keep], {}
+
+
+class WholeModel:
+    """All layers of a model; its attributes and methods are those of ``PartModel`` that serving needs."""
+
+    cache_position_bytes = 0  # not known
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.eval()
+        config = model.config.get_text_config()
+        layers = getattr(config, "num_hidden_layers", None) or 1
+        self.part = LayerRange(0, layers, layers)
+        self.width, self.vocab_size = getattr(config, "hidden_size", 0), int(config.vocab_size)
+        self.context, self.switches = context_of(config, is_whole=True)
+        self.weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+
+    def new_cache(self, positions: int) -> TokenHistory:
+        return TokenHistory(positions, torch.zeros(0, dtype=torch.int64, device=self._model.device))
+
+    def forward(self, x: Tensor, positions: Tensor, cache: TokenHistory, *, logits: int) -> Tensor:
+        """Logits (1, ``logits``, vocab) of the last of the token ids ``x`` (1, T), which follow those in ``cache``."""
+        model, goes_on = self._model, bool(cache.state) and x.shape[1] == 1
+        ids = torch.cat([cache.ids, x[0]])[None]
+        state = cache.state if goes_on else {"attention_mask": torch.ones_like(ids), "use_cache": True}
+        if model._supports_logits_to_keep():
+            state = state | {"logits_to_keep": logits}
+        wanted = model.prepare_inputs_for_generation(
+            ids, next_sequence_length=1 if goes_on else None, is_first_iteration=not goes_on, **state
+        )
+        outputs = model(**wanted, return_dict=True)
+        state = model._update_model_kwargs_for_generation(outputs, state)
+        cache.ids, cache.state = ids[0], state if any(state.get(name) is not None for name in ALL_CACHE_NAMES) else {}
+        return cast(Tensor, outputs.logits[:, -logits:])

@@ -18,26 +18,26 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
+from torch import Tensor
 
+from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointPlanner, CheckpointReader
 from p2ptrain.compute.device import share_cores
-from p2ptrain.compute.fedex import ExactAverage
 from p2ptrain.compute.flat import FlatModel
 from p2ptrain.compute.fsdp import ShardedModel
 from p2ptrain.compute.gradients import UNIT
-from p2ptrain.compute.local import LocalSteps
+from p2ptrain.compute.local import ExactAverage, LocalSteps
 from p2ptrain.compute.micro_batches import MicroBatchReader
 from p2ptrain.compute.passes import Passes
 from p2ptrain.compute.process_group import Operations
-from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
+from p2ptrain.compute.recipe import BuiltPart, ModelRecipe, TrainingSpec
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
-from p2ptrain.compute.training_spec import TrainingSpec
-from p2ptrain.compute.training_state import TrainingState
 from p2ptrain.compute.update import ClippedGradients, PlainGradients, StepUpdate, SummedGradients
 from p2ptrain.core.errors import JobFailed
-from p2ptrain.core.training import Applied, OnFinal, TrainingData
+from p2ptrain.core.training import Applied, Blob, FilePlan, OnFinal, TrainingData
 
 
 def make_update(spec: TrainingSpec, flat: FlatModel) -> StepUpdate:
@@ -54,6 +54,83 @@ def make_update(spec: TrainingSpec, flat: FlatModel) -> StepUpdate:
     if spec.local.fragments == 1 and not spec.local.overlap:  # else it has inner steps of several steps
         update.max_scalar = 1.001 * spec.micro_batches  # of the weights, and of the targets in full micro-batches
     return update
+
+
+class TrainingState:
+    """Implements ``roles.engine.EngineState``, which documents the methods.
+
+    Args:
+        corpus: digest of the corpus; empty if the text is private.
+
+    Attributes:
+        changes: how often the state has changed.
+    """
+
+    def __init__(self, recipe: ModelRecipe, built: BuiltPart, update: StepUpdate, corpus: str) -> None:
+        self._recipe, self._built, self._update = recipe, built, update
+        merged = update.places if isinstance(update, ExactAverage) else {}
+        self._planner = CheckpointPlanner(recipe, built, corpus, merged)
+        self._reader = CheckpointReader(recipe, built)
+        self._mirrors: list[tuple[Tensor, Tensor]] = []  # (array on a GPU, its copy from blobs())
+        self._is_initial = True
+        self.changes = 0
+
+    def arrays(self) -> dict[str, Tensor]:
+        """The parameters that train, and what else the update shares, such as AdamW's moments."""
+        return {PARAMETERS: self._built.flat.parameters, **self._update.shared}
+
+    def blobs(self) -> list[Blob]:
+        """On a GPU these are fresh host copies; ``refresh`` copies them back."""
+        arrays = self.arrays()
+        if self._recipe.is_on_host:
+            return [blob_of(name, array) for name, array in arrays.items()]
+        self._mirrors = [(array, array.to("cpu", copy=True)) for array in arrays.values()]
+        return [blob_of(name, host) for name, (_, host) in zip(arrays, self._mirrors, strict=True)]
+
+    def refresh(self, step: int) -> None:
+        for array, host in self._mirrors:
+            array.copy_(host)
+        self._forget_derived()
+
+    def load_initial(self) -> None:
+        if not self._is_initial:
+            self._built.flat.copy_tensors(self._recipe.initial_tensors(self._built.flat.shapes))
+            if isinstance(self._update, ExactAverage):
+                self._update.begin_again(self._recipe.initial_module())
+            self._update.reset()
+            self._forget_derived()
+            self._is_initial = True
+
+    def initial_digest(self) -> bytes:
+        return self._recipe.initial_digest
+
+    def checkpoint_files(self, step: int) -> list[FilePlan]:
+        """Plan a Hugging Face model directory, or this part's files of it, and the optimizer's file, from ranges of the
+        blobs. Raises ``StorageError`` if there is no room for temporary files."""
+        return self._planner.files_of(step, {name: array.numel() for name, array in self._update.shared.items()})
+
+    def load(self, directory: Path) -> None:
+        """Restore this part from its own files in ``directory``; a shard also from those of a whole model. Other files
+        are ignored.
+
+        Raises:
+            StorageError: the checkpoint does not fit this part, or cannot be read. The state is unchanged.
+        """
+        self._reader.read(directory, self.arrays())
+        self._forget_derived()
+
+    def changed(self) -> None:
+        """Note that an update has changed the arrays."""
+        self._is_initial, self._mirrors = False, []
+        self.changes += 1
+
+    def _forget_derived(self) -> None:
+        self._update.on_state_replaced()
+        self.changed()
+
+
+def blob_of(name: str, array: Tensor) -> Blob:
+    return Blob(name, array.numpy().data.cast("B"))
 
 
 class Trainer:

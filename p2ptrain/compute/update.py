@@ -12,7 +12,7 @@ from torch import Tensor
 
 from p2ptrain.compute.device import flushed_denormals, one_thread
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_sum
-from p2ptrain.compute.noise import gaussian
+from p2ptrain.compute.gradients import gaussian
 
 NO_NOISE = (0.0, b"")
 CLIPPED_FACTOR = 1.25

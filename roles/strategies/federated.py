@@ -5,7 +5,7 @@ their texts equally often, and each counts by the size of its text. A member tak
 micro-batches (``compute.local``), and the members average what they came to. With a sample, only some members, drawn
 anew for each round, share it.
 
-For exact averages of LoRA adapters each member that takes part has a slot (``compute.fedex``). So at most as many take
+For exact averages of LoRA adapters each member that takes part has a slot (``compute.local``). So at most as many take
 part as there are slots; if there are more members, they are drawn.
 
 No text and no token leaves a member, only the number of its training sequences and a digest.

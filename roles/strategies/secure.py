@@ -23,8 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from p2ptrain.compute.gradients import to_fixed, to_float
-from p2ptrain.compute.noise import KEY_BYTES, keystream
+from p2ptrain.compute.gradients import KEY_BYTES, keystream, to_fixed, to_float
 from p2ptrain.core.errors import JobFailed, ProtocolError
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from p2ptrain.compute.fsdp import ShardSpec
     from p2ptrain.compute.island import Island, IslandTrainer
     from p2ptrain.compute.model import ModelSpec
+    from p2ptrain.compute.recipe import TrainingSpec
     from p2ptrain.compute.stage import StageSpec
-    from p2ptrain.compute.training_spec import TrainingSpec
 
 FREE_SHARE = 0.8
 """Share of the free memory at a worker's start that parts may take, if no limit is given."""
@@ -215,7 +215,7 @@ def training_spec(profile: Profile) -> TrainingSpec:
     from p2ptrain.compute.flat import OptimizerSpec
     from p2ptrain.compute.local import LocalSpec
     from p2ptrain.compute.model import ModelSpec
-    from p2ptrain.compute.training_spec import TrainingSpec
+    from p2ptrain.compute.recipe import TrainingSpec
     from p2ptrain.compute.tuning import TuningSpec
 
     model, data, batch, lora = profile.model, profile.data, profile.batch, profile.lora

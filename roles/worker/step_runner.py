@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from p2ptrain.compute.noise import KEY_BYTES
+from p2ptrain.compute.gradients import KEY_BYTES
 from p2ptrain.core.errors import JobFailed
 from ring import member_events as ev
 from ring.session import RingSession

@@ -20,9 +20,8 @@ from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.fsdp import ShardSpec
 from p2ptrain.compute.model import ModelSpec
-from p2ptrain.compute.recipe import ModelRecipe
+from p2ptrain.compute.recipe import ModelRecipe, TrainingSpec
 from p2ptrain.compute.trainer import Trainer
-from p2ptrain.compute.training_spec import TrainingSpec
 
 MODEL = ModelSpec(hidden_size=512, layers=16, heads=8, kv_heads=8, intermediate_size=1408, context=64)
 

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from p2ptrain.compute.data import DataSpec, load_corpus
-from p2ptrain.compute.device import ComputeDevice, flushed_denormals, pick_device
-from p2ptrain.compute.exact import constant_arithmetic
+from p2ptrain.compute.device import ComputeDevice, constant_arithmetic, flushed_denormals, pick_device
 from p2ptrain.compute.gradients import FRACTION_BITS, UNIT, HostCopier, bucket_bounds
 from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.sampling import WindowSampler

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.compute.exact import FixedSum
 from p2ptrain.compute.gradients import (
     FRACTION_BITS,
     BackwardProgress,
@@ -23,6 +22,7 @@ from p2ptrain.compute.gradients import (
     to_fixed,
     to_float,
 )
+from p2ptrain.compute.reduce_buffer import FixedSum
 
 
 @given(

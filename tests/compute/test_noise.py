@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from p2ptrain.compute.gradients import KEY_BYTES, gaussian
 from p2ptrain.compute.local import SCALARS, LocalSpec
-from p2ptrain.compute.noise import KEY_BYTES, gaussian
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.update import clip
 from tests.compute.tiny_trainer import state_bytes, tiny_trainer

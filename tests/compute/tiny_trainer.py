@@ -10,9 +10,8 @@ from p2ptrain.compute.data import DataSpec
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec
-from p2ptrain.compute.recipe import ModelRecipe
+from p2ptrain.compute.recipe import ModelRecipe, TrainingSpec
 from p2ptrain.compute.trainer import Trainer
-from p2ptrain.compute.training_spec import TrainingSpec
 from p2ptrain.core.training import Applied
 
 TINY = ModelSpec(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=48, context=64)
