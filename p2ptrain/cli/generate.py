@@ -107,7 +107,9 @@ class GenerateRequest:
         text.sampling(self.options.sampling)
         for prompt in self.prompts:
             try:
-                lengths.append(len(text.checked(text.prompt_ids(prompt.text), self.max_new_tokens)))
+                length = len(text.prompt_ids(prompt.text))
+                text.check_length(length, self.max_new_tokens)
+                lengths.append(length)
             except UserError as error:
                 if not prompt.place:
                     raise

@@ -7,8 +7,6 @@ positions do not affect one another. If an element is not finite, its whole posi
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,15 +20,12 @@ _LARGEST = 127
 
 
 def encode(hidden: Tensor, encoding: str) -> memoryview:
-    """Encode hidden states (rows, width) to bytes on the host. The result may share memory with ``hidden``.
-
-    Raises:
-        ProtocolError: the encoding is unknown.
-    """
+    """Encode hidden states (rows, width) to bytes on the host. The result may share memory with ``hidden``. Raises
+    ``ProtocolError``: the encoding is unknown."""
     activation_bytes(encoding, *hidden.shape)
     hidden = hidden.detach()
     if encoding in DTYPES:
-        return _bytes_of(hidden.to("cpu", DTYPES[encoding]))
+        return bytes_of(hidden.to("cpu", DTYPES[encoding]))
     exact = hidden.to("cpu", torch.float32)
     scales = exact.abs().amax(dim=1, keepdim=True) / _LARGEST
     scales = torch.where(scales.isfinite(), scales, torch.nan)
@@ -38,44 +33,29 @@ def encode(hidden: Tensor, encoding: str) -> memoryview:
     # the decoded position NaN.
     quotients = torch.where(scales > 0, exact / scales, torch.zeros(()))
     values = quotients.round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
-    return memoryview(b"".join((_bytes_of(scales), _bytes_of(values))))
+    return memoryview(b"".join((bytes_of(scales), bytes_of(values))))
 
 
 def decode_untrusted(
     payload: memoryview | bytes, encoding: str, rows: int, width: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Decode hidden states (rows, width) to ``dtype`` on the host. The result does not share memory with ``payload``.
-
-    Raises:
-        ProtocolError: the encoding is unknown, or the payload has the wrong size.
-    """
+    Raises ``ProtocolError``: the encoding is unknown, or the payload has the wrong size."""
     if encoding not in ENCODINGS:
         raise ProtocolError(f"unknown encoding of hidden states {encoding[:32]!r}; known are {', '.join(ENCODINGS)}")
     data = _checked_untrusted(payload, encoding, rows, width)
     if encoding in DTYPES:
-        return _tensor_of(data, DTYPES[encoding], (rows, width)).to(dtype)
-    scales = _tensor_of(data[: 4 * rows], torch.float32, (rows, 1))
-    return (_tensor_of(data[4 * rows :], torch.int8, (rows, width)).to(torch.float32) * scales).to(dtype)
+        return tensor_of(data, DTYPES[encoding], (rows, width)).to(dtype)
+    scales = tensor_of(data[: 4 * rows], torch.float32, (rows, 1))
+    return (tensor_of(data[4 * rows :], torch.int8, (rows, width)).to(torch.float32) * scales).to(dtype)
 
 
 def ids_untrusted(payload: memoryview | bytes, rows: int, vocab_size: int) -> Tensor:
     """Decode token ids (rows,), int64, each below ``vocab_size``. Raises ``ProtocolError``."""
-    ids = _tensor_of(_checked_untrusted(payload, IDS, rows, 0), torch.int32, (rows,)).to(torch.int64)
+    ids = tensor_of(_checked_untrusted(payload, IDS, rows, 0), torch.int32, (rows,)).to(torch.int64)
     if rows and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ProtocolError(f"token ids from {int(ids.min())} to {int(ids.max())} for a vocabulary of {vocab_size}")
     return ids
-
-
-def fill(target: Tensor, data: memoryview | bytes, source: torch.dtype) -> None:
-    """Copy little-endian elements of dtype ``source`` to the front of ``target`` (n,), of any dtype and device. A
-    conversion or another device needs a temporary copy of ``data``."""
-    view = memoryview(data).cast("B")
-    front = target[: len(view) // source.itemsize]
-    if front.dtype == source and front.device.type == "cpu":
-        if len(view):
-            front.view(torch.uint8).numpy()[:] = np.frombuffer(view, np.uint8)
-    else:
-        front.copy_(_tensor_of(view, source, tuple(front.shape)))
 
 
 def _checked_untrusted(payload: memoryview | bytes, encoding: str, rows: int, width: int) -> memoryview:
@@ -86,7 +66,7 @@ def _checked_untrusted(payload: memoryview | bytes, encoding: str, rows: int, wi
     return data
 
 
-def _tensor_of(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def tensor_of(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """A tensor with a copy of ``data``, which may be unaligned and belongs to the connection."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
@@ -94,6 +74,6 @@ def _tensor_of(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     return tensor
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the host, which may share its memory."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -13,20 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from p2ptrain.compute.model import DRAWING, directory_config, first_line
+from p2ptrain.compute.activations import bytes_of
+from p2ptrain.compute.model import directory_config, outline
 from p2ptrain.compute.part import FILE_DTYPES, Conversion, OnBytes, StoredTensors
 from p2ptrain.compute.text import TEXT_FILES
 from p2ptrain.core.adapters import Adapter
-from p2ptrain.core.checkpoints import WRITE_BYTES, Draft
+from p2ptrain.core.checkpoints import Draft
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, DiskFull, StorageError, UserError
 from p2ptrain.core.tensor_files import ADAPTER_FILE, INDEX_FILE, WEIGHTS_FILE, TensorEntry, TensorTable
 from p2ptrain.core.texts import human_bytes
 
-_Auto: Any = AutoModelForCausalLM  # its annotations are partial
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
@@ -55,46 +54,39 @@ class MergedTable(TensorTable):
     def __init__(self, adapter: Adapter) -> None:
         super().__init__(adapter.base)
         self._adapter, self._factors = adapter, TensorTable(adapter.directory, ADAPTER_FILE)
-        self._merged: tuple[str, bytearray] = "", bytearray()
-        self._changes = dict(self._paired())
+        self._changes = dict(self._pair_factors())
         self.adapted = {name: f"{change.module}.weight" for name, change in self._changes.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytearray:
         change = self._changes.get(name)
         if change is None:
             return super().read(name, start, stop)
-        if self._merged[0] != name:
-            self._merged = "", bytearray()
-            self._merged = name, bytearray(_bytes_of(self._sum(name, change)))
-        return self._merged[1][start:stop]
+        return bytearray(bytes_of(self._sum(name, change)))[start:stop]
 
     def tensor(self, name: str) -> Tensor:
         return _tensor_of(self.read(name), self.entries[name])
 
     def _sum(self, name: str, change: _Adapted) -> Tensor:
         down, up = (
-            _tensor_of(self._factors.read(each), self._factors.entries[each]) for each in (change.down, change.up)
+            _tensor_of(self._factors.read(name), self._factors.entries[name]) for name in (change.down, change.up)
         )
         product = (up.float() @ down.float()) * change.scale
         weight = _tensor_of(super().read(name), self.entries[name])
         return (weight.float() + (product.T if change.is_transposed else product)).to(weight.dtype)
 
-    def _paired(self) -> list[tuple[str, _Adapted]]:
-        where, config = self._adapter.directory, directory_config(self._adapter.base)
-        try:
-            with DRAWING, torch.device("meta"):
-                model = _Auto.from_config(config)
-        except Exception as error:  # each architecture validates in its own way and with its own exceptions
-            raise ConfigError(f"the base model {self.directory} cannot be built: {first_line(error)}") from error
+    def _pair_factors(self) -> list[tuple[str, _Adapted]]:
+        where, model = self._adapter.directory, outline(directory_config(self._adapter.base))
         stored, found = StoredTensors(model, self.entries).conversions, dict[str, dict[str, str]]()
         for name in self._factors.entries:
             match = _FACTOR.fullmatch(name)
             if match is None:
                 raise _unfit(where, f"has {name[:100]}, which is no factor of a linear layer")
             found.setdefault(match[1], {})[match[2]] = name
-        return [self._fitting(model, stored.get(f"{module}.weight"), module, found[module]) for module in sorted(found)]
+        return [
+            self._check_fit(model, stored.get(f"{module}.weight"), module, found[module]) for module in sorted(found)
+        ]
 
-    def _fitting(
+    def _check_fit(
         self, model: Any, conversion: Conversion | None, module: str, factors: dict[str, str]
     ) -> tuple[str, _Adapted]:
         where = self._adapter.directory
@@ -116,11 +108,8 @@ class MergedTable(TensorTable):
 
 def write_merged(adapter: Adapter, out: Path, on_bytes: OnBytes = lambda done_bytes, total_bytes: None) -> MergedTable:
     """Write the merged model to the new directory ``out``, in the base's files and dtypes. A failure leaves none.
-
-    Raises:
-        UserError: ``out`` exists. DiskFull, StorageError: it cannot be written.
-        ConfigError: as ``MergedTable``.
-    """
+    Raises ``UserError``: ``out`` exists; ``DiskFull``, ``StorageError``: it cannot be written; ``ConfigError``: as
+    ``MergedTable``."""
     if out.exists():
         raise UserError(f"{out} exists", remedy="name a directory that does not exist yet")
     table, disk = MergedTable(adapter), RealDisk()
@@ -144,11 +133,9 @@ def write_merged(adapter: Adapter, out: Path, on_bytes: OnBytes = lambda done_by
             draft.begin(file)
             draft.add(disk.read_range(table.directory / file, 0, table.entries[names[0]].start))  # of equal tensors
             for name in names:
-                for start in range(0, table.entries[name].size_bytes, WRITE_BYTES):
-                    stop = min(start + WRITE_BYTES, table.entries[name].size_bytes)
-                    draft.add(memoryview(table.read(name, start, stop)))
-                    done_bytes += stop - start
-                    on_bytes(done_bytes, total_bytes)
+                draft.add(memoryview(table.read(name)))
+                done_bytes += table.entries[name].size_bytes
+                on_bytes(done_bytes, total_bytes)
             if draft.end()[0] != disk.size(table.directory / file):
                 raise StorageError(f"{table.directory / file} has tensors that {INDEX_FILE} does not name")
         for place in {draft.path, *((draft.path / file).parent for file in files)}:
@@ -167,7 +154,3 @@ def _unfit(directory: Path, why: str) -> ConfigError:
 
 def _tensor_of(data: bytearray, entry: TensorEntry) -> Tensor:
     return torch.frombuffer(data, dtype=FILE_DTYPES[entry.dtype]).view(entry.shape)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -29,16 +29,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from p2ptrain.compute.activations import bytes_of, tensor_of
 from p2ptrain.compute.flat import Segment
 from p2ptrain.compute.fsdp import ShardedModel
 from p2ptrain.compute.local import MERGED
-from p2ptrain.compute.model import DRAWING, load_model
+from p2ptrain.compute.model import load_model, outline
 from p2ptrain.compute.part import PartAssembly
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.core.checkpoint_parts import ADAPTER, ROWS, shard_name, weights_index
@@ -52,8 +52,6 @@ from p2ptrain.core.tensor_files import (
     header_of,
 )
 from p2ptrain.core.training import BlobRange, FilePlan
-
-_Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
 PARAMETERS = "parameters"
 _TIED = "tied"
@@ -194,7 +192,9 @@ class CheckpointPlanner:
             if segment != self._copied and not self._merged
         ]
         weights += [
-            self._weight(names[name], tuple(it.shape), self._merged.get(name) or _range_of(it))
+            self._weight(
+                names[name], tuple(it.shape), self._merged.get(name) or BlobRange(partial(bytes_of, it), 0, it.nbytes)
+            )
             for name, it in frozen.items()
         ]
         return [
@@ -233,9 +233,7 @@ class CheckpointPlanner:
     def _outline(self) -> PreTrainedModel:
         config = copy.deepcopy(self._recipe.config)
         config.use_cache = True  # it is off in training
-        with DRAWING, torch.device("meta"):
-            model: PreTrainedModel = _Auto.from_config(config, dtype=torch.float32)
-        return model
+        return outline(config)
 
     def _small_files(self) -> list[FilePlan]:
         """The files beside the weights: copies of the base's, or those of a new model."""
@@ -266,11 +264,8 @@ class CheckpointReader:
         self._copied = copied_segment(built)
 
     def read(self, directory: Path, arrays: Mapping[str, Tensor]) -> None:
-        """Read a checkpoint into ``arrays``, by name.
-
-        Raises:
-            StorageError: the checkpoint does not fit this part, or cannot be read. Nothing has changed.
-        """
+        """Read a checkpoint into ``arrays``, by name. Raises ``StorageError``: the checkpoint does not fit this part,
+        or cannot be read. Nothing has changed."""
         moments = arrays.keys() - {PARAMETERS}
         try:
             layout, frozen, loaded = self._stored_arrays(directory, moments)
@@ -337,7 +332,8 @@ class CheckpointReader:
             layout, stored = (optimizer.metadata() or {}).get("layout", ""), set(optimizer.keys())
             if layout != flat.layout:
                 return layout, {}
-            for segment, (whole, (start, stop)) in zip(flat.segments, flat.rows(), strict=True):
+            for segment, (whole, own_rows) in zip(flat.segments, flat.own_rows(), strict=True):
+                start, stop = own_rows.start, own_rows.stop
                 width, at = math.prod(whole.shape[1:]), segment.offset
                 for name, array in arrays.items():
                     key = f"{name}/{segment.name}" if own else name
@@ -362,32 +358,18 @@ def _range(start: int, numel: int, *, blob: str = PARAMETERS) -> BlobRange:
     return BlobRange(blob, start * _ELEMENT_BYTES, (start + numel) * _ELEMENT_BYTES)
 
 
-def _range_of(frozen: Tensor) -> BlobRange:
-    return BlobRange(partial(_memory_of, frozen), 0, frozen.nbytes)
+def _halve(dtype: torch.dtype, data: memoryview) -> memoryview:
+    """fp32 to the nearest finite number of a dtype of 16 bits."""
+    values, limit = tensor_of(data, torch.float32, (data.nbytes // 4,)), torch.finfo(dtype).max
+    return bytes_of(values.clamp(-limit, limit).to(dtype))
 
 
-def _memory_of(frozen: Tensor) -> memoryview:
-    return frozen.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _to_bf16(data: memoryview) -> memoryview:
-    """fp32 to the nearest bf16, of ties the even one; the numbers are finite."""
-    bits = np.frombuffer(data, np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).data.cast("B")
-
-
-def _to_fp16(data: memoryview) -> memoryview:
-    """fp32 to the nearest finite fp16."""
-    return np.frombuffer(data, np.float32).clip(-65504, 65504).astype(np.float16).data.cast("B")
-
-
-_HALVES = {"BF16": _to_bf16, "F16": _to_fp16}
+_HALVES = {"BF16": partial(_halve, torch.bfloat16), "F16": partial(_halve, torch.float16)}
 
 
 def _buffers(model: nn.Module) -> Iterator[PlannedTensor]:
     for name, buffer in _saved_buffers(model).items():
-        host = buffer.detach().cpu().contiguous()
-        yield name, _DTYPES[host.dtype], tuple(host.shape), [host.flatten().view(torch.uint8).numpy().tobytes()]
+        yield name, _DTYPES[buffer.dtype], tuple(buffer.shape), [bytes(bytes_of(buffer))]
 
 
 def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from p2ptrain.compute.device import HOST, available_bytes, check_memory
 from p2ptrain.compute.rows import BadRow, Messages, Rows
 from p2ptrain.compute.sampling import Indices, permuted
-from p2ptrain.compute.text import ASSISTANT, USER, ChatFormat
+from p2ptrain.compute.text import ASSISTANT, USER, ChatFormat, TrainingText
 from p2ptrain.compute.tokenizer import Tokenizer, Tokens
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.text_files import STDLIB, search_files, unreadable
@@ -143,14 +143,9 @@ class Corpus:
 
 def load_corpus(spec: DataSpec, tokenizer: Tokenizer, model_tokens: int | None = None) -> Corpus:
     """Find, read and tokenize the text that ``spec`` names, for a model with the ids below ``model_tokens``; None: with
-    all of the tokenizer's.
-
-    Raises:
-        ConfigError: ``path`` names no text, or too little; the rows have no such field; it has a
-            token that the model lacks; or as ``packed``.
-        UserError: a file cannot be read or is not text, or too many rows cannot be used.
-        ResourceError: the text does not fit into memory.
-    """
+    all of the tokenizer's. Raises ``ConfigError``: ``path`` names no text, or too little; the rows have no such field;
+    it has a token that the model lacks; or as ``pack_conversations``; ``UserError``: a file cannot be read or is not
+    text, or too many rows cannot be used; ``ResourceError``: the text does not fit into memory."""
     files, not_read = search_files(spec.path, spec.format)
     total = sum(_size(file) for file in files)
     read_bytes = min(total, spec.limit_bytes or total)
@@ -162,7 +157,7 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer, model_tokens: int | None =
     marks, cut = None, ""
     if is_chat:
         form, found = ChatFormat(tokenizer, spec.date), rows.conversations(files)
-        tokens, marks, cut = packed(found, form, rows, width=width, limit_bytes=spec.limit_bytes)
+        tokens, marks, cut = pack_conversations(found, form, rows, width=width, limit_bytes=spec.limit_bytes)
     else:
         documents = spec.document_end == "auto"
         texts = rows.texts(files, line_end="" if documents and tokenizer.end else "\n")
@@ -238,7 +233,7 @@ def _limited(texts: Iterator[str], limit_bytes: int) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------ conversations
 
 
-def packed(
+def pack_conversations(
     conversations: Iterable[tuple[str, Messages]], form: ChatFormat, rows: Rows, *, width: int, limit_bytes: int
 ) -> tuple[Tokens, Marks, str]:
     """Tokens and marks of all windows, each of ``width`` tokens, shape (windows * width,); and what to tell of those
@@ -254,13 +249,13 @@ def packed(
         UserError: as ``Rows``.
     """
     try:
-        form.learned(_PROBE)
+        form.training_texts(_PROBE)
     except UserError as problem:
         raise ConfigError(problem.message, remedy=problem.remedy) from problem
     windows: list[tuple[Tokens, Marks]] = []
     filled: list[tuple[int, Tokens, Marks]] = []  # the newest windows, each after the number of its tokens
     count = cut = unanswered = 0
-    for ids, marks in _examples(_written(conversations, form, rows, limit_bytes), form):
+    for ids, marks in _tokenize(_training_texts(conversations, form, rows, limit_bytes), form):
         count, cut = count + 1, cut + (len(ids) > width)
         ids, marks = ids[:width], marks[:width]
         if not (marks & TARGET).any():
@@ -292,14 +287,14 @@ def packed(
     return tokens, all_marks, note.removeprefix("; ")
 
 
-def _written(
+def _training_texts(
     conversations: Iterable[tuple[str, Messages]], form: ChatFormat, rows: Rows, limit_bytes: int
-) -> Iterator[tuple[str, list[int]]]:
-    """The conversations that the chat template accepts, as ``ChatFormat.learned`` writes them."""
+) -> Iterator[TrainingText]:
+    """Those of the conversations that the chat template accepts."""
     left = limit_bytes
     for place, messages in conversations:
         try:
-            texts = form.learned(messages)
+            texts = form.training_texts(messages)
         except ConfigError:  # a limit of this machine must not decide which rows are learned
             raise
         except UserError as problem:
@@ -308,12 +303,12 @@ def _written(
         left -= sum(len(text.encode()) for text, _ in texts)
         if limit_bytes and left < 0:
             return
-        yield from texts or [("", [])]
+        yield from texts or [TrainingText("", [])]
 
 
-def _examples(written: Iterator[tuple[str, list[int]]], form: ChatFormat) -> Iterator[tuple[Tokens, Marks]]:
-    while batch := list(islice(written, _TEXTS_PER_CALL)):
-        for encoding, (_, bounds) in zip(form.encoded([text for text, _ in batch]), batch, strict=True):
+def _tokenize(texts: Iterator[TrainingText], form: ChatFormat) -> Iterator[tuple[Tokens, Marks]]:
+    while batch := list(islice(texts, _TEXTS_PER_CALL)):
+        for encoding, (_, bounds) in zip(form.encode([text for text, _ in batch]), batch, strict=True):
             starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             begun = np.searchsorted(bounds[::2], np.maximum(stops, starts + 1), side="left")
             ended = np.searchsorted(bounds[1::2], starts, side="right")

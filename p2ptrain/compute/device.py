@@ -122,11 +122,8 @@ def arithmetic(exact_threads: int) -> Iterator[None]:
 
 @contextmanager
 def constant_arithmetic(threads: int) -> Iterator[None]:
-    """Compute with ``threads`` threads, and with deterministic algorithms only.
-
-    Raises:
-        ConfigError: an operation of the model has no deterministic algorithm on this device.
-    """
+    """Compute with ``threads`` threads, and with deterministic algorithms only. Raises ``ConfigError``: an operation of
+    the model has no deterministic algorithm on this device."""
     before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.set_num_threads(threads)
@@ -173,6 +170,13 @@ def check_memory(need_bytes: int, device: ComputeDevice, what: str, remedy: str)
         )
 
 
+def check_limit(need_bytes: int, limit_bytes: int, what: str, remedy: str) -> None:
+    """Raise ``ResourceError`` if ``need_bytes`` exceed the operator's limit; 0: there is none."""
+    if 0 < limit_bytes < need_bytes:
+        text = f"{what} needs about {human_bytes(need_bytes)}, but this worker offers {human_bytes(limit_bytes)}"
+        raise ResourceError(text, remedy=remedy)
+
+
 def available_bytes(device: ComputeDevice) -> int:
     return int(torch.cuda.mem_get_info(device.torch_device)[0]) if device.kind == "cuda" else _host_available()
 
@@ -187,6 +191,18 @@ HOST = ComputeDevice(torch.device("cpu"), f"this machine ({os.cpu_count()} cores
 """The host's memory, for checks that do not depend on the compute device."""
 
 
+@contextmanager
+def translate_out_of_memory(what: str, remedy: str) -> Iterator[None]:
+    """Translate errors of torch that it has no memory for ``what`` to ``ResourceError``."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        is_plain = not isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if is_plain and "can't allocate memory" not in str(error):  # the error of a CPU
+            raise
+        raise ResourceError(f"too little memory for {what}: {str(error).splitlines()[0]}", remedy=remedy) from error
+
+
 # --------------------------------------------------------------------------------------------------------------- speed
 
 
@@ -194,11 +210,8 @@ def compute_flops(kind: str, threads: int = 0) -> float:
     """Peak fp32 FLOP/s (multiplications and additions) of a matrix product, which bounds training.
 
     On a CPU this is one thread's rate, by its CPU time, times the number of threads. A measurement with all threads and
-    by the clock would depend on other processes.
-
-    Raises:
-        UserError: this machine does not have the device. RuntimeError: torch's, for too little memory.
-    """
+    by the clock would depend on other processes. Raises ``UserError``: this machine does not have the device;
+    ``RuntimeError``: torch's, for too little memory."""
     device = pick_device(kind, threads).torch_device
     if device.type != "cpu":  # 4096 rows keep an accelerator busy
         return _flops(device, 4096, time.perf_counter)

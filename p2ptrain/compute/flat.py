@@ -57,7 +57,7 @@ class FlatModel:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        named = trained(model)
+        named = trained_parameters(model)
         shapes = {name: tuple(parameter.shape) for name, parameter in reversed(named.items())}
         self._allocate(shapes, shapes, device)
         for segment in self.segments:
@@ -74,14 +74,16 @@ class FlatModel:
         self, shapes: dict[str, tuple[int, ...]], whole: dict[str, tuple[int, ...]], device: torch.device
     ) -> None:
         """Make the arrays for parameters of ``shapes``, of a model of ``whole``."""
-        self.segments, self.decayed_numel, self.numel = placed(shapes)
-        described = [(segment.name, segment.offset, segment.shape) for segment in placed(whole)[0]]
+        layout = place_segments(shapes)
+        self.segments, self.decayed_numel, self.numel = layout.segments, layout.decayed_numel, layout.numel
+        described = [(segment.name, segment.offset, segment.shape) for segment in place_segments(whole).segments]
         self.layout = hashlib.sha256(repr(described).encode()).hexdigest()
         self.parameters = torch.zeros(self.numel, device=device)
         self.gradients = torch.zeros(self.numel + 2, device=device)
 
     def norm(self, flat: Tensor) -> float:
-        """L2 norm of an array like ``parameters``."""
+        """L2 norm of an array like ``parameters``, of the whole model. Of a model that is sharded this is a collective:
+        all members of its mesh call it together."""
         return float(flat.norm())
 
     def compute_with(self, parameters: Tensor) -> None:
@@ -110,11 +112,13 @@ class FlatModel:
         return self.gradients[-2]
 
     def copy_tensors(self, source: Mapping[str, Tensor]) -> None:
-        """Copy parameters by name. Raises ``ValueError`` if their names or shapes differ from this model's."""
+        """Copy parameters (of a shard: its rows) by name. Raises ``ValueError`` if names or shapes differ from this
+        model's."""
         if {name: tuple(tensor.shape) for name, tensor in source.items()} != self.shapes:
             raise ValueError("the models have different parameters")
         for segment in self.segments:
-            self._view(self.parameters, segment).copy_(source[segment.name].detach())
+            tensor = source[segment.name].detach()
+            self._view(self.parameters, segment)[tuple(map(slice, tensor.shape))].copy_(tensor)
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The parameter ``name`` in an array like ``parameters``."""
@@ -124,13 +128,22 @@ class FlatModel:
         return flat[segment.offset : segment.offset + segment.numel].view(segment.shape)
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by name."""
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def placed(shapes: dict[str, tuple[int, ...]]) -> tuple[list[Segment], int, int]:
-    """Segments in the order of ``shapes``, matrices before vectors; numel of the matrices; total numel."""
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Segments, matrices before vectors; ``decayed_numel``: numel of the matrices."""
+
+    segments: list[Segment]
+    decayed_numel: int
+    numel: int
+
+
+def place_segments(shapes: dict[str, tuple[int, ...]]) -> FlatLayout:
+    """Place parameters of ``shapes`` in their order."""
     segments: list[Segment] = []
     ends = []
     numel = 0
@@ -140,7 +153,7 @@ def placed(shapes: dict[str, tuple[int, ...]]) -> tuple[list[Segment], int, int]
                 segments.append(Segment(name, numel, shape))
                 numel += -(-segments[-1].numel // _ALIGN_NUMEL) * _ALIGN_NUMEL
         ends.append(numel)
-    return segments, ends[0], ends[1]
+    return FlatLayout(segments, *ends)
 
 
 @dataclass(frozen=True, slots=True)

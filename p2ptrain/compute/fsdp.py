@@ -32,15 +32,14 @@ from torch.distributed.fsdp import (
 )
 from transformers import PretrainedConfig
 
-from p2ptrain.compute.device import HOST, SMALLER, ComputeDevice, check_memory
-from p2ptrain.compute.flat import FlatModel, Segment, placed, trained
+from p2ptrain.compute.device import HOST, SMALLER, ComputeDevice, check_limit, check_memory
+from p2ptrain.compute.flat import FlatModel, Segment, place_segments, trained_parameters
 from p2ptrain.compute.layout import LayerRange, layer_sizes
 from p2ptrain.compute.part import PartAssembly
 from p2ptrain.compute.process_group import Operations, RingProcessGroup
 from p2ptrain.compute.stage import first_weights, kept_bytes
-from p2ptrain.core.errors import ConfigError, ConnectionLost, ResourceError
+from p2ptrain.core.errors import ConfigError, ConnectionLost
 from p2ptrain.core.footprint import shard_training_bytes
-from p2ptrain.core.texts import human_bytes
 
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
 _LARGE_BYTES, _LARGE_LAYER_BYTES = 1 << 20, 8 << 20
@@ -72,10 +71,10 @@ class ShardSpec:
         return self.mesh.size()
 
 
-def rows_of(rows: int, index: int, count: int) -> tuple[int, int]:
-    """Rows [start, stop) of shard ``index`` of ``count``, of a tensor of ``rows`` rows; maybe none."""
-    each = -(-rows // count)
-    return min(index * each, rows), min((index + 1) * each, rows)
+def shard_rows(rows: int, index: int, count: int) -> range:
+    """The rows of shard ``index`` of ``count``, of a tensor of ``rows`` rows; maybe none."""
+    most = -(-rows // count)
+    return range(min(index * most, rows), min((index + 1) * most, rows))
 
 
 def mesh_of(group: dist.ProcessGroup, device: str) -> DeviceMesh:
@@ -95,24 +94,14 @@ def check_shard_memory(
     config: PretrainedConfig, shard: ShardSpec, device: ComputeDevice, *, micro_batch_tokens: int, layers_kept: bool
 ) -> None:
     """Refuse a shard that does not fit into memory, before it is built. ``layers_kept``: see ``stage.kept_bytes``.
-
-    Raises:
-        ResourceError: it does not fit; the message has the numbers.
-        ConfigError: see ``layer_sizes``.
-    """
+    Raises ``ResourceError``: it does not fit; the message has the numbers; ``ConfigError``: see ``layer_sizes``."""
     sizes, on_host = layer_sizes(config), device.kind == "cpu" or shard.offload
     kept = kept_bytes(config, micro_batch_tokens, LayerRange(0, sizes.layers, sizes.layers), layers_kept=layers_kept)
     rows, other = shard_training_bytes(sizes, kept, shards=shard.count, accumulate=shard.accumulate, on_host=on_host)
     whole = sizes.weights_bytes(0, sizes.layers)
     what = f"training 1/{shard.count} of {whole / 4e6:.2f} M parameters on {micro_batch_tokens:,} tokens at a time"
-    if 0 < shard.memory_bytes < rows + other:
-        offered = human_bytes(shard.memory_bytes)
-        raise ResourceError(
-            f"{what} needs about {human_bytes(rows + other)}, but this worker offers {offered}",
-            remedy="give it more (--memory), set sharded.shards higher, sharded.accumulate = false, or "
-            "device.gradient_checkpointing = true",
-        )
-    return_freed_memory(max(sizes.layers_bytes))
+    remedy = "sharded.shards higher, sharded.accumulate = false, or device.gradient_checkpointing = true"
+    check_limit(rows + other, shard.memory_bytes, what, remedy=f"give it more (--memory), set {remedy}")
     if device.kind != "cpu" and shard.offload:
         check_memory(other, device, what, SMALLER)
         check_memory(rows, HOST, what, SMALLER)
@@ -120,49 +109,61 @@ def check_shard_memory(
         check_memory(rows + other, device, what, SMALLER)
 
 
-def return_freed_memory(layer_bytes: int) -> None:
-    """Have glibc return large arrays to the system when they are freed. Else small ones, which live until the backward
-    pass, are put into the memory of freed layers, and each layer takes new memory: a model of 16 layers of 13 MB in 4
-    shards took twice as much. Small layers are not worth the time that new memory costs. With another libc this does
-    nothing."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None and layer_bytes >= _LARGE_LAYER_BYTES:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+# ------------------------------------------------------------------------------------------------------------- building
 
 
-class _Rows(PartAssembly):
-    """Builds a whole model, of whose parameters only this member's rows are kept; they stay on the meta device."""
+class RowAssembly(PartAssembly):
+    """Builds a whole model, of whose parameters only this member's rows are kept; they stay on the meta device.
+
+    Attributes:
+        rows: this member's rows of each parameter, by name.
+        layers: the model's layers.
+    """
 
     def __init__(self, config: PretrainedConfig, names: Collection[str], shard: ShardSpec) -> None:
         super().__init__(config, LayerRange(0, config.num_hidden_layers, config.num_hidden_layers), names)
         self.rows: dict[str, Tensor] = {}
-        self._shard = shard
-        self._parameters = trained(self._whole.model).keys()
         self.layers: Sequence[nn.Module] = self._whole.layers
+        self._shard = shard
+        self._parameters = trained_parameters(self._whole.model).keys()
 
     def _install(self, target: str, tensor: Tensor) -> None:
         place = next((place for place in self._places[target] if place in self._parameters), "")
         if not place:  # a buffer, which every member needs
             super()._install(target, tensor)
             return
-        start, stop = rows_of(len(tensor), self._shard.index, self._shard.count)
-        self.rows[place] = tensor[start:stop].clone()  # the rest is freed
+        own = shard_rows(len(tensor), self._shard.index, self._shard.count)
+        self.rows[place] = tensor[own.start : own.stop].clone()  # the rest is freed
+
+    def build_module(self) -> nn.Module:
+        """The model in training mode, with its parameters on the meta device."""
+        module = self.build_model().module
+        module.config.use_cache = False
+        return cast(nn.Module, module.train())
 
 
-def build_rows(
-    config: PretrainedConfig, shard: ShardSpec, directory: Path | None, seed: int
-) -> tuple[nn.Module, Sequence[nn.Module], dict[str, Tensor]]:
-    """The model in training mode with its parameters on the meta device, its layers, and this member's rows of the
-    weights that ``build_model`` gives the model, by name. Only one of its modules, or tensors, is whole in memory.
+def assemble_rows(config: PretrainedConfig, shard: ShardSpec, directory: Path | None, seed: int) -> RowAssembly:
+    """Read or draw this member's rows of the weights that ``build_model`` gives the model. Only one of its modules, or
+    tensors, is whole in memory. This changes a setting of the process's allocator, see ``return_freed_memory``. Raises
+    ``ConfigError``, ``StorageError``, ``ResourceError``: see ``stage.first_weights``."""
 
-    Raises:
-        ConfigError, StorageError, ResourceError: see ``stage.first_weights``.
-    """
-    assembly = first_weights(lambda names: _Rows(config, names, shard), config, directory, seed)
-    module, layers = assembly.finish().module, assembly.layers
-    module.config.use_cache = False
-    module.train()
-    return module, layers, assembly.rows
+    def make(names: Collection[str]) -> RowAssembly:
+        assembly = RowAssembly(config, names, shard)
+        return_freed_memory(assembly.layers)
+        return assembly
+
+    return first_weights(make, config, directory, seed)
+
+
+def return_freed_memory(layers: Sequence[nn.Module]) -> None:
+    """Have glibc return large arrays of this process to the system when they are freed. Else small ones, which live
+    until the backward pass, are put into the memory of freed layers, and each layer takes new memory: a model of 16
+    layers of 13 MB in 4 shards took twice as much. Small layers are not worth the time that new memory costs. With
+    another libc this does nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    largest_bytes = max(sum(weight.nbytes for weight in layer.parameters()) for layer in layers)
+    if mallopt is not None and largest_bytes >= _LARGE_LAYER_BYTES:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class ShardedModel(FlatModel):
@@ -173,46 +174,38 @@ class ShardedModel(FlatModel):
         whole: where each parameter lies in the flat arrays of the whole model.
 
     Args:
-        module: on the meta device but for its buffers; it is wrapped in place.
-        layers: those of its modules that are units of their own.
-        rows: this member's rows of each parameter, by name.
+        assembly, module: with all tensors, and what it built; the module is wrapped in place.
         device: where it computes.
         bf16: gather parameters and compute in bf16; gradients are summed in fp32.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        layers: Sequence[nn.Module],
-        rows: dict[str, Tensor],
-        shard: ShardSpec,
-        device: torch.device,
-        *,
-        bf16: bool = False,
+        self, assembly: RowAssembly, module: nn.Module, shard: ShardSpec, device: torch.device, *, bf16: bool = False
     ) -> None:
-        named = dict(reversed(trained(module).items()))
+        named = dict(reversed(trained_parameters(module).items()))
         if scalar := next((name for name, parameter in named.items() if not parameter.ndim), ""):
             raise ConfigError(f"a model with the single number {scalar} cannot be sharded", remedy="use 'sync'")
         whole = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        each = {name: (-(-shape[0] // shard.count), *shape[1:]) for name, shape in whole.items()}
-        self._allocate(each, whole, torch.device("cpu") if shard.offload else device)
-        self.whole, self.shard, self._left = placed(whole)[0], shard, 0
-        for buffers in (it._buffers for it in module.modules()):
-            buffers.update({name: it.to(device) for name, it in buffers.items() if it is not None})
+        room = {name: (-(-shape[0] // shard.count), *shape[1:]) for name, shape in whole.items()}
+        self._allocate(room, whole, torch.device("cpu") if shard.offload else device)
+        self.whole, self.shard, self._passes_left = place_segments(whole).segments, shard, 0
+        for submodule in module.modules():
+            buffers = submodule._buffers
+            buffers.update({name: buffer.to(device) for name, buffer in buffers.items() if buffer is not None})
         policies: dict[str, Any] = {
             "mesh": shard.mesh,
             "reshard_after_forward": True,
             "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy(pin_memory=False) if shard.offload else OffloadPolicy(),
         }
-        units = [fully_shard(unit, **policies) for unit in (*layers, module)]
+        units = [fully_shard(unit, **policies) for unit in (*assembly.layers, module)]
         for unit in units:
             unit.set_gradient_divide_factor(1.0)  # sum, not mean
             unit.set_force_sum_reduction_for_comms(True)
         self.model, self._root = module, units[-1]
         self._in_use = self.gradients  # of none yet
         self.compute_with(self.parameters)
-        self.copy_tensors(rows)
+        self.copy_tensors(assembly.rows)
 
     def compute_with(self, parameters: Tensor) -> None:
         """Make FSDP2's shards views of ``parameters`` and of the gradients. It keeps them: it compares storages, not
@@ -221,35 +214,27 @@ class ShardedModel(FlatModel):
             return
         self._in_use = parameters
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        slots = {segment.name: segment for segment in self.segments}
-        for it in _sharded_parameters(self.model):
-            slot = slots[names[id(it.sharded_param)]]
-            length = it.sharded_size[0]
-            views = [self._view(flat, slot) for flat in (parameters, self.gradients)]
-            local, gradient = (it.to_sharded_dtensor(view[:length]) for view in views)
-            it._sharded_param_data = views[0].view(-1)
-            it.sharded_param = nn.Parameter(local)
-            it.sharded_param.grad = gradient
-            it._setattr_on_modules(it.sharded_param)
-
-    def copy_tensors(self, source: dict[str, Tensor]) -> None:  # type: ignore[override]
-        """Copy this member's rows by name. Raises ``ValueError`` if their names or shapes differ from this model's."""
-        if {name: tuple(tensor.shape) for name, tensor in source.items()} != self.shapes:
-            raise ValueError("the models have different parameters")
-        for segment in self.segments:
-            self._view(self.parameters, segment)[: len(source[segment.name])].copy_(source[segment.name].detach())
+        segments = {segment.name: segment for segment in self.segments}
+        for record in _sharded_parameters(self.model):
+            segment = segments[names[id(record.sharded_param)]]
+            own_rows = record.sharded_size[0]
+            values, gradients = (self._view(flat, segment) for flat in (parameters, self.gradients))
+            record._sharded_param_data = values.view(-1)
+            record.sharded_param = nn.Parameter(record.to_sharded_dtensor(values[:own_rows]))
+            record.sharded_param.grad = record.to_sharded_dtensor(gradients[:own_rows])
+            record._setattr_on_modules(record.sharded_param)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {it.name: (stop - start, *it.shape[1:]) for it, (start, stop) in self.rows()}
+        return {segment.name: (len(rows), *segment.shape[1:]) for segment, rows in self.own_rows()}
 
-    def rows(self) -> Iterator[tuple[Segment, tuple[int, int]]]:
-        """Each parameter of the model, in the order of ``segments``, and this member's rows of it."""
-        for whole in self.whole:
-            yield whole, rows_of(whole.shape[0], self.shard.index, self.shard.count)
+    def own_rows(self) -> Iterator[tuple[Segment, range]]:
+        """Each parameter of the model (its place in ``whole``), in the order of ``segments``, and this member's rows
+        of it."""
+        for segment in self.whole:
+            yield segment, shard_rows(segment.shape[0], self.shard.index, self.shard.count)
 
     def norm(self, flat: Tensor) -> float:
-        """L2 norm of the whole model's array, of which ``flat`` has this member's rows."""
         total = flat.square().sum(dtype=torch.float64)
         self.shard.mesh.get_group().allreduce(total).wait()
         return float(total.sqrt())
@@ -258,21 +243,21 @@ class ShardedModel(FlatModel):
 
     def begin_step(self, count: int) -> None:
         """Begin a step of ``count`` micro-batches, for all members together. Drops what an aborted step left behind."""
-        if self._left:
+        if self._passes_left:
             self._root.reset_iter_state()
-            for it in _sharded_parameters(self.model):
-                it.unsharded_accumulated_grad = None  # ``reset_iter_state`` leaves these
-                if hasattr(it, "_unsharded_param"):
-                    it._unsharded_param.grad = None
-        self._left = -(-count // self.shard.count)
+            for record in _sharded_parameters(self.model):
+                record.unsharded_accumulated_grad = None  # ``reset_iter_state`` leaves these
+                if hasattr(record, "_unsharded_param"):
+                    record._unsharded_param.grad = None
+        self._passes_left = -(-count // self.shard.count)
 
     @contextmanager
-    def one_pass(self) -> Iterator[None]:
+    def during_pass(self) -> Iterator[None]:
         """Make a forward and a backward pass inside the block. Raises ``ConnectionLost``."""
-        self._root.set_requires_gradient_sync(self._left == 1 or not self.shard.accumulate)
+        self._root.set_requires_gradient_sync(self._passes_left == 1 or not self.shard.accumulate)
         with translate_lost_members():
             yield
-        self._left -= 1
+        self._passes_left -= 1
 
     def connect(self, operations: Operations) -> None:
         """Run the collectives of the mesh's group, which is a ``RingProcessGroup``, by ``operations`` from now on."""

@@ -15,7 +15,7 @@ process, so they meet in one ring; then each process takes its rows of the ring'
 round: the mean of its gradients.
 
 The processes are ``torch.distributed``'s: NCCL between GPUs, Gloo for commands and between CPUs. A command is one
-msgpack list in a tensor of fixed size, and a second tensor if it is longer. Nothing is pickled.
+msgpack list, after its size. Nothing is pickled.
 
 If a process is lost, so is the island: the leader ends, the seed sees one worker leave, and the others go on.
 """
@@ -28,7 +28,6 @@ import re
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -46,7 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointPlanner, CheckpointReader
 from p2ptrain.compute.device import ComputeDevice
 from p2ptrain.compute.flat import FlatModel
-from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, rows_of
+from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, shard_rows
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe, TrainingSpec
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
 from p2ptrain.compute.trainer import Trainer, TrainingState, blob_of
@@ -61,13 +60,11 @@ BEAT_S = 60.0
 """Time between two commands when there is nothing to do, so that no wait is longer."""
 LEAVE_S = 5.0
 """How long a call that met a lost process waits for the end of this one, instead of reporting a failure of the job."""
-HEAD_BYTES = 256
-MOST_BYTES = 1 << 20
+MAX_COMMAND_BYTES = 1 << 20
 STATUS_BYTES = 512
 
 COMMANDS: dict[str, tuple[type, ...]] = {
     "beat": (),
-    "free": (),
     "end": (),
     "build": (str,),
     "share_cores": (int,),
@@ -88,13 +85,12 @@ STATE_COMMANDS = ("load_initial", "give_state", "take_state")
 def command_untrusted(body: bytes) -> list[Any]:
     """A command's name and arguments. Raises ``ProtocolError``."""
     try:
-        command = msgpack.unpackb(body, max_array_len=8, max_map_len=0, max_str_len=MOST_BYTES)
+        command = msgpack.unpackb(body, max_array_len=8, max_map_len=0, max_str_len=MAX_COMMAND_BYTES)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"an unreadable command in the island: {error}") from error
     if not isinstance(command, list) or not command or not isinstance(command[0], str):
         raise ProtocolError("a command in the island has no name")
-    wanted = COMMANDS.get(command[0])
-    if wanted is None or tuple(map(type, command[1:])) != wanted:
+    if COMMANDS.get(command[0]) != tuple(map(type, command[1:])):
         raise ProtocolError(f"unknown command {command[0][:40]!r} in the island, or wrong arguments")
     return command
 
@@ -143,7 +139,6 @@ class Island:
             self.label = f"{place.size} x {torch.cuda.get_device_name(device.torch_device)} (nccl)"
         self._turn, self._over = threading.Lock(), threading.Event()
         self._spoke_at = time.monotonic()
-        self._engine: Callable[[], IslandTrainer | None] = lambda: None
         if place.leads:
             threading.Thread(target=self._beat, name="island", daemon=True).start()
 
@@ -160,8 +155,6 @@ class Island:
             return
         with self._turn:
             try:
-                if name == "beat" and self._engine() is None:  # its job is over
-                    name = "free"
                 self._send(msgpack.packb([name, *arguments]))
                 yield
             except BaseException as error:
@@ -175,25 +168,17 @@ class Island:
 
     def next_command(self) -> list[Any]:
         """The leader's next command. Raises ``ConnectionLost``, ``ProtocolError``."""
-        head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
-        self.from_leader(head)
-        size_bytes = int.from_bytes(bytes(head[:4].tolist()), "big")
-        if size_bytes > MOST_BYTES:
-            raise ProtocolError(f"a command of {size_bytes} bytes in the island; the limit is {MOST_BYTES}")
-        body = head[4 : 4 + size_bytes]
-        if size_bytes > len(body):
-            body = torch.zeros(size_bytes, dtype=torch.uint8)
-            self.from_leader(body)
+        size_bytes = torch.zeros(1, dtype=torch.int64)
+        self.fill_from_leader(size_bytes)
+        if not 0 < int(size_bytes) <= MAX_COMMAND_BYTES:
+            raise ProtocolError(f"a command of {int(size_bytes)} bytes in the island; the limit is {MAX_COMMAND_BYTES}")
+        body = torch.zeros(int(size_bytes), dtype=torch.uint8)
+        self.fill_from_leader(body)
         return command_untrusted(body.numpy().tobytes())
 
     def _send(self, body: bytes) -> None:
-        head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
-        fits = len(body) <= HEAD_BYTES - 4
-        start = len(body).to_bytes(4, "big") + (body if fits else b"")
-        head[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
-        self.from_leader(head)
-        if not fits:
-            self.from_leader(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+        self.fill_from_leader(torch.tensor([len(body)]))
+        self.fill_from_leader(torch.frombuffer(bytearray(body), dtype=torch.uint8))
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S / 4):
@@ -217,13 +202,12 @@ class Island:
 
     # --------------------------------------------------------------------------------------------------------- tensors
 
-    def from_leader(self, tensor: Tensor) -> None:
-        """Fill ``tensor`` with the leader's."""
+    def fill_from_leader(self, tensor: Tensor) -> None:
         with _translated():
             self._group.broadcast(tensor, 0).wait()
 
     def sum_at_leader(self, tensor: Tensor) -> None:
-        """Sum over the processes, at the leader. Elsewhere ``tensor`` has no meaning afterwards."""
+        """Elsewhere ``tensor`` has no meaning afterwards."""
         with _translated():
             self._group.reduce(tensor, 0).wait()
 
@@ -237,11 +221,11 @@ class Island:
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensor (on the host), by rank."""
-        everyone = [torch.zeros_like(tensor) for _ in range(self.place.size)]
+        """The tensors of all processes (on the host), by rank."""
+        tensors = [torch.zeros_like(tensor) for _ in range(self.place.size)]
         with _translated():
-            self._group.allgather([everyone], [tensor]).wait()
-        return everyone
+            self._group.allgather([tensors], [tensor]).wait()
+        return tensors
 
     # --------------------------------------------------------------------------------------------------------- engines
 
@@ -251,44 +235,38 @@ class Island:
         Raises what ``make`` raises; ``ResourceError`` if another process cannot build it.
         """
         with self.command("build", spec):
-            made, problem = self._made(make)
-            self._engine = weakref.ref(made) if made is not None else lambda: None
-        if made is None:
-            raise problem
-        return made
+            outcome = self._build_together(make)
+        if isinstance(outcome, P2PTrainError):
+            raise outcome
+        return outcome
 
     def follow(self, build: Callable[[str], IslandTrainer]) -> None:
         """At a follower: do what the leader says until it ends. Raises ``P2PTrainError``."""
-        trainer: IslandTrainer | None = None
+        trainer: IslandTrainer | P2PTrainError = ProtocolError("a command in the island came before a model")
         while (command := self.next_command())[0] != "end":
             name, *arguments = command
-            if name in ("build", "free"):
-                trainer = None
-                gc.collect()  # FSDP2's modules refer to each other
             if name == "build":
-                trainer, _ = self._made(partial(build, *arguments))
-            elif name not in ("beat", "free"):
-                if trainer is None:
-                    raise ProtocolError(f"the command {name} in the island came before a model")
+                del trainer
+                gc.collect()  # FSDP2's modules refer to each other
+                trainer = self._build_together(partial(build, *arguments))
+            elif name != "beat":
+                if isinstance(trainer, P2PTrainError):
+                    raise trainer
                 getattr(trainer.state if name in STATE_COMMANDS else trainer, name)(*arguments)
 
-    def _made(self, make: Callable[[], IslandTrainer]) -> tuple[IslandTrainer | None, P2PTrainError]:
-        """The engine, or None and the first problem of any process; then none of them has one."""
-        made, own = None, None
+    def _build_together(self, make: Callable[[], IslandTrainer]) -> IslandTrainer | P2PTrainError:
+        """The engine, or the first problem of any process; then none of them has one."""
+        message = b""
         try:
-            made = make()
+            outcome: IslandTrainer | P2PTrainError = make()
         except P2PTrainError as error:
-            own = error
-        status = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
-        if own is not None:
-            message = bytearray(own.message.encode()[:STATUS_BYTES] or b"?")
-            status[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
+            outcome, message = error, error.message.encode()[:STATUS_BYTES] or b"?"
+        status = torch.tensor(list(message.ljust(STATUS_BYTES, b"\0")), dtype=torch.uint8)
         for rank, other in enumerate(self.all_gather(status)):
-            if text := other.numpy().tobytes().rstrip(b"\0").decode(errors="replace"):
-                found = ResourceError(f"process {rank} of this worker: {text}", remedy="see its log")
-                return None, own or found
-        assert made is not None
-        return made, ResourceError("")
+            text = bytes(other.tolist()).rstrip(b"\0").decode(errors="replace")
+            if text and not isinstance(outcome, P2PTrainError):
+                outcome = ResourceError(f"process {rank} of this worker: {text}", remedy="see its log")
+        return outcome
 
 
 class IslandTrainer(Trainer):
@@ -312,8 +290,7 @@ class IslandTrainer(Trainer):
             make_state=partial(IslandState, island),
         )
         self._island, self.device = island, island.label
-        self._validated: dict[int, tuple[float, int]] = {}  # by micro-batch
-        self._validated_state = 0  # ``TrainingState.changes`` of the state that was validated
+        self._validated: dict[int, tuple[float, int]] = {}  # results of this state, by micro-batch
 
     def share_cores(self, workers: int) -> None:
         with self._island.command("share_cores", workers):
@@ -342,6 +319,7 @@ class IslandTrainer(Trainer):
             super().finish_gradients(on_final)
 
     def take(self, step: int, norm: float) -> tuple[float, float]:
+        self._validated = {}
         with self._island.command("take", step, norm):
             return super().take(step, norm)
 
@@ -349,8 +327,6 @@ class IslandTrainer(Trainer):
 
     def validate(self, first: int, count: int) -> tuple[float, int]:
         losses, targets = 0.0, 0
-        if self._validated_state != self.state.changes:
-            self._validated, self._validated_state = {}, self.state.changes
         for index in range(first, min(first + count, self.batches.validation_count)):
             if index not in self._validated:
                 self.validate_round(index)
@@ -364,8 +340,9 @@ class IslandTrainer(Trainer):
         with self._island.command("validate_round", first):
             index = min(first + self._island.place.rank, self.batches.validation_count - 1)
             own = torch.tensor(super().validate(index, 1), dtype=torch.float64)
-            results = [each.tolist() for each in self._island.all_gather(own)]
-        self._validated |= {first + rank: (loss, int(number)) for rank, (loss, number) in enumerate(results)}
+            results = self._island.all_gather(own)
+        for rank, result in enumerate(results):
+            self._validated[first + rank] = float(result[0]), int(result[1])
 
 
 class IslandBuffer(ReduceBuffer):
@@ -393,7 +370,7 @@ class IslandBuffer(ReduceBuffer):
         contribution, numel = self._update.contribution, self._numel
         if self._total is not None:
             contribution[numel:].copy_(self._total[self._rows.whole.numel :])
-        self._rows.island.from_leader(contribution[numel:])
+        self._rows.island.fill_from_leader(contribution[numel:])
         self._rows.scatter(self._total, contribution[:numel])
 
     def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
@@ -462,7 +439,7 @@ class RowExchange:
         self.island, self.whole, self.leads = island, _WholeLayout(shard), island.place.leads
 
     def gather(self, rows: Tensor, whole: Tensor | None) -> None:
-        """Bring the rows of all processes, flat, to the leader's array of the whole model."""
+        """Bring the rows of all processes, flat, to the leader's array ``whole``; None at the others."""
         if whole is None:
             self.island.send(rows, 0)
             return
@@ -472,7 +449,7 @@ class RowExchange:
                 whole[here].copy_(theirs[there])
 
     def scatter(self, whole: Tensor | None, rows: Tensor) -> None:
-        """Bring the leader's array of the whole model to the rows of all processes."""
+        """The other way."""
         if whole is None:
             self.island.receive(rows, 0)
             return
@@ -496,8 +473,9 @@ class _WholeLayout(FlatModel):
         """Where the rows of a process are: in an array of the whole model, and in its own."""
         for ours, theirs in zip(self.segments, self._shard.segments, strict=True):
             row = math.prod(ours.shape[1:])
-            start, stop = (row * each for each in rows_of(ours.shape[0], rank, size))
-            yield slice(ours.offset + start, ours.offset + stop), slice(theirs.offset, theirs.offset + stop - start)
+            rows = shard_rows(ours.shape[0], rank, size)
+            start, numel = ours.offset + row * rows.start, row * len(rows)
+            yield slice(start, start + numel), slice(theirs.offset, theirs.offset + numel)
 
 
 def _line(error: BaseException) -> str:

@@ -45,8 +45,6 @@ class _Room:
     def write(self, start: int, keys: Tensor, values: Tensor) -> int:
         """Write new positions after the first ``start``. Returns the new number of positions."""
         stop = start + keys.shape[-2]
-        if stop > self.keys.shape[2]:
-            raise ValueError(f"a cache of {self.keys.shape[2]} positions cannot hold {stop}")
         self.keys[:, :, start:stop], self.values[:, :, start:stop] = keys, values
         return stop
 
@@ -120,10 +118,7 @@ class KeyValueCache(DynamicCache):
         return sum(layer.room.keys.nbytes + layer.room.values.nbytes for layer in self._own)
 
     def cut(self, keep: int) -> None:
-        """Keep the first ``keep`` positions. Raises ``ValueError`` if a layer has fewer."""
-        fewest = min(layer.get_seq_length() for layer in self._own)
-        if not 0 <= keep <= fewest:
-            raise ValueError(f"cannot keep {keep} of {fewest} positions")
+        """Keep the first ``keep`` positions."""
         for layer in self._own:
             layer.cut(keep)
 

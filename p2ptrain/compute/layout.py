@@ -20,7 +20,6 @@ Before an architecture is used, ``compute.split_check`` compares its parts with 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,15 +27,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from p2ptrain.compute.key_value_cache import CacheShape
-from p2ptrain.compute.model import DRAWING, first_line
+from p2ptrain.compute.model import first_line, outline
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.model_config import SPLIT_FAMILIES
-
-_Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ class NotSplit(ConfigError):
     """The model's architecture does not split."""
 
 
-def refused(config: PretrainedConfig, why: str) -> NotSplit:
+def split_refusal(config: PretrainedConfig, why: str) -> NotSplit:
     return NotSplit(
         f"a {config.model_type!r} model cannot be split: {why}",
         remedy=f"run it whole, on one machine, or use one of these: {', '.join(SPLIT_FAMILIES)}",
@@ -116,13 +113,6 @@ class _TracingCache(DynamicCache):
         raise _Traced(key_states.shape, value_states.shape)
 
 
-@functools.lru_cache(maxsize=64)
-def _traces_of(model_type: str, config: str) -> list[tuple[set[str], list[CacheShape]]]:
-    """A list for the result of tracing this configuration. It is empty at first; the caller adds the result, so that
-    each configuration is traced once."""
-    return []
-
-
 class ModelLayout:
     """A whole model on the meta device, with the roles of its modules. Runs of the model's own code there, where
     nothing is computed, show which modules come before the layers and what the layers cache.
@@ -141,16 +131,15 @@ class ModelLayout:
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
         self._config = config
         try:
-            with DRAWING, torch.device("meta"):
-                self.model = _Auto.from_config(copy.deepcopy(config), dtype=dtype)
-        except Exception as error:  # each architecture validates in its own way and with its own exceptions
-            raise refused(config, first_line(error)) from error
+            self.model = cast(Any, outline(copy.deepcopy(config), dtype))
+        except ConfigError as error:
+            raise split_refusal(config, error.message) from error
         self.base: Any = self.model.base_model
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         modules, layers = self.model.named_modules(), config.num_hidden_layers
         lists = [(name, it) for name, it in modules if isinstance(it, nn.ModuleList) and len(it) == layers]
         if not lists or head is None or embedding is None:
-            raise refused(config, "its layers, embedding or head were not found")
+            raise split_refusal(config, "its layers, embedding or head were not found")
         self._layers_name, self.layers = lists[0][0], list(lists[0][1])  # others are inside a layer
         tensors = self.model.state_dict(keep_vars=True)
         for name, tensor in tensors.items():
@@ -162,10 +151,8 @@ class ModelLayout:
         outside = {
             name: self.model.get_submodule(name) for name in owners if not name.startswith(f"{self._layers_name}.")
         }
-        found = _traces_of(config.model_type, config.to_json_string(use_diff=False))
-        if not found:
-            found.append((self._trace(0, outside)[0], self._all_cache_shapes()))
-        called, self.cache_shapes = found[0]
+        called, _ = self._trace(0, outside)
+        self.cache_shapes = self._all_cache_shapes()
         self.first = {name: module for name, module in outside.items() if name in called}
         self.last = {name: module for name, module in outside.items() if name not in called}
         by_name = {f"{self._layers_name}.{index}": layer for index, layer in enumerate(self.layers)}
@@ -187,7 +174,7 @@ class ModelLayout:
             kind = repr((weights, [values[index] for values in lists]))
             if kind not in known:
                 if len(known) == _MOST_KINDS:
-                    raise refused(self._config, f"its layers are of more than {_MOST_KINDS} kinds")
+                    raise split_refusal(self._config, f"its layers are of more than {_MOST_KINDS} kinds")
                 known[kind] = self._trace(index)[1]
             shapes.append(known[kind])
         return shapes
@@ -212,9 +199,9 @@ class ModelLayout:
         except _Traced as found:
             shapes = found.args
         except Exception as error:  # whatever the architecture needs and does not get
-            raise refused(self._config, first_line(error)) from error
+            raise split_refusal(self._config, first_line(error)) from error
         if any(len(shape) != 4 or shape[2] != _TRACED_POSITIONS for shape in shapes) or not shapes:
-            raise refused(self._config, "its layers do not cache keys and values of each position")
+            raise split_refusal(self._config, "its layers do not cache keys and values of each position")
         return called, CacheShape(*((shape[1], shape[3]) for shape in shapes))
 
     def _set_layers(self, layers: list[nn.Module], config: PretrainedConfig) -> None:
@@ -238,15 +225,12 @@ class ModelLayout:
             self.model.set_submodule(name, _Absent())
         if not part.last:
             self.model.set_output_embeddings(_Absent())
-        prefix = f"{self._layers_name}."
-        return {name: _whole_name(name, prefix, part.start) for name in self.model.state_dict()}
-
-
-def _whole_name(name: str, layers_prefix: str, start: int) -> str:
-    if not name.startswith(layers_prefix):
-        return name
-    index, _, rest = name.removeprefix(layers_prefix).partition(".")
-    return f"{layers_prefix}{int(index) + start}.{rest}"
+        names = {}
+        for name in self.model.state_dict():
+            index, _, leaf = name.removeprefix(f"{self._layers_name}.").partition(".")
+            is_in_layer = name.startswith(f"{self._layers_name}.")
+            names[name] = f"{self._layers_name}.{int(index) + part.start}.{leaf}" if is_in_layer else name
+        return names
 
 
 class _Absent(nn.Module):
@@ -269,8 +253,3 @@ def layer_sizes(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
         last_bytes=whole.bytes_of(whole.last.values()) + whole.tied_bytes,
         tied_bytes=whole.tied_bytes,
     )
-
-
-def part_bytes(config: PretrainedConfig, part: LayerRange, dtype: torch.dtype) -> int:
-    """Bytes of the part's weights; nothing is allocated. Raises as ``layer_sizes``."""
-    return layer_sizes(config, dtype).weights_bytes(part.start, part.stop)

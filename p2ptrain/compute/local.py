@@ -84,7 +84,7 @@ class LocalSteps:
     mean_of_each_call, max_scalar = True, math.inf
     final_early = False
 
-    def __init__(self, flat: FlatModel, optimizer: OptimizerSpec, spec: LocalSpec, *, steps: int) -> None:
+    def __init__(self, flat: FlatModel, optimizer: OptimizerSpec, spec: LocalSpec, steps: int) -> None:
         self._flat, self._optimizer, self._spec, self._steps = flat, optimizer, spec, steps
         self._own = torch.empty_like(flat.parameters)
         self._inner = FlatAdamW(flat, optimizer, self._own, keeps=False)
@@ -229,8 +229,8 @@ class ExactAverage(LocalSteps):
         places: name of each layer's weight → its place in the merged weights.
     """
 
-    def __init__(self, flat: FlatModel, optimizer: OptimizerSpec, spec: LocalSpec, *, steps: int) -> None:
-        super().__init__(flat, optimizer, spec, steps=steps)
+    def __init__(self, flat: FlatModel, optimizer: OptimizerSpec, spec: LocalSpec, steps: int) -> None:
+        super().__init__(flat, optimizer, spec, steps)
         self._slots, self._slot = spec.slots, 0
         self._layers = _layers_of(flat.model)
         stops = accumulate((layer.weight.numel() for layer in self._layers), initial=0)

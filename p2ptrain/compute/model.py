@@ -6,6 +6,11 @@ same gradient for the same micro-batch.
 Initial weights are a pure function of (seed, module's name): the architecture's ``_init_weights`` runs on each module
 with a generator seeded by both. So a part gets exactly the whole model's weights for its modules, without initializing
 the rest (``compute.stage.initial_tensors``).
+
+``architecture = "lstm"`` is a small recurrent language model of this module's own, in the format of transformers:
+ids -> embedding -> torch.nn.LSTM (Hochreiter and Schmidhuber, 1997) -> head -> logits. It shows that nothing here needs
+attention, positions or a cache that can be cut. It does not split. Another program must ``import
+p2ptrain.compute.model`` before ``AutoModelForCausalLM.from_pretrained`` opens its checkpoints.
 """
 
 from __future__ import annotations
@@ -21,20 +26,20 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
+from transformers.utils.generic import ModelOutput
 
-from p2ptrain.compute.lstm import LstmConfig
 from p2ptrain.core.adapters import is_adapter
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import adapter_alone
 
 transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-_Auto: Any = AutoModelForCausalLM  # its annotations are partial
+Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
 _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 DRAWING = Lock()
@@ -99,17 +104,14 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
     return without_dropout(config)
 
 
-def outline(config: PretrainedConfig) -> PreTrainedModel:
-    """The model on the meta device, where nothing is allocated.
-
-    Raises:
-        ConfigError: the architecture cannot be built with these sizes.
-    """
+def outline(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model on the meta device, where nothing is allocated. Raises ``ConfigError``: the architecture cannot be
+    built with these sizes."""
     try:
         with DRAWING, torch.device("meta"):
-            return cast(PreTrainedModel, _Auto.from_config(config))
-    except Exception as error:
-        raise ConfigError(f"the [model] table is not a valid {config.model_type!r}: {first_line(error)}") from error
+            return cast(PreTrainedModel, Auto.from_config(config, dtype=dtype))
+    except Exception as error:  # each architecture validates in its own way and with its own exceptions
+        raise ConfigError(f"a {config.model_type!r} model cannot be built: {first_line(error)}") from error
 
 
 def parameter_count(config: PretrainedConfig) -> int:
@@ -138,7 +140,7 @@ def build_model(
         with DRAWING, torch.random.fork_rng(devices=[]):
             try:
                 with no_init_weights():  # ``initialize`` does that below
-                    model = cast(PreTrainedModel, _Auto.from_config(config, dtype=torch.float32))
+                    model = cast(PreTrainedModel, Auto.from_config(config, dtype=torch.float32))
                 model.tie_weights()
             except Exception as error:  # each architecture validates in its own way and with its own exceptions
                 text = f"a {config.model_type!r} model cannot be built here: {first_line(error)}"
@@ -187,7 +189,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model from a local directory to the CPU, from safetensors only. Raises ``ConfigError``."""
     try:
-        model, report = _Auto.from_pretrained(
+        model, report = Auto.from_pretrained(
             directory,
             config=config,
             dtype=dtype,
@@ -251,3 +253,86 @@ def first_line(error: BaseException) -> str:
     """First line of another library's error message, at most 300 characters."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
+
+
+# ----------------------------------------------------------------------------------------------------------------- lstm
+
+
+class LstmConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
+    """Sizes. There is no longest context: the state has one size for any number of tokens."""
+
+    model_type = "lstm"
+    vocab_size: int = 256
+    hidden_size: int = 128
+    num_hidden_layers: int = 2
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+
+
+@dataclass
+class LstmOutput(ModelOutput):
+    """``logits`` (B, T, vocab); ``state``: of each layer after the last token, two tensors (layers, B, width)."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    state: tuple[Tensor, Tensor] | None = None
+
+
+class _Lstm(nn.LSTM):
+    def flatten_parameters(self) -> None:
+        """Leave the weights where they are. cuDNN's copy would part them from the flat arrays of training."""
+
+
+class LstmForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+    """``GenerationMixin`` hands ``LstmOutput.state`` to the next call, as for RWKV."""
+
+    config_class = LstmConfig
+    _tied_weights_keys = {"head.weight": "embedding.weight"}  # noqa: RUF012 - as transformers declares it
+    _is_stateful = True  # ``generate`` refuses what would take tokens back
+
+    def __init__(self, config: LstmConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.embedding: nn.Module = nn.Embedding(config.vocab_size, width)
+        self.lstm = _Lstm(width, width, config.num_hidden_layers, batch_first=True)
+        self.head: nn.Module = nn.Linear(width, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        state: tuple[Tensor, Tensor] | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int = 0,
+        use_cache: bool | None = None,
+        **_: Any,
+    ) -> LstmOutput:
+        """Logits of the last ``logits_to_keep`` of the tokens (B, T) that follow those of ``state``; 0: of all.
+        ``attention_mask`` is ignored, so a batch must not be padded on the left."""
+        hidden = self.embedding(input_ids)
+        with torch.autocast(hidden.device.type, enabled=False):  # not every CPU has an LSTM in bf16
+            hidden, state = self.lstm(hidden, state)
+        logits = self.head(hidden[:, -logits_to_keep:])
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+        return LstmOutput(loss, logits, state if use_cache else None)
+
+
+AutoConfig.register(LstmConfig.model_type, LstmConfig, exist_ok=True)
+AutoModelForCausalLM.register(LstmConfig, LstmForCausalLM, exist_ok=True)

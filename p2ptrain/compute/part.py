@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -28,9 +27,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from p2ptrain.compute.activations import fill
+from p2ptrain.compute.activations import tensor_of
 from p2ptrain.compute.key_value_cache import KeyValueCache
-from p2ptrain.compute.layout import LayerRange, ModelLayout, refused
+from p2ptrain.compute.layout import LayerRange, ModelLayout, split_refusal
 from p2ptrain.compute.model import DRAWING
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
@@ -72,8 +71,8 @@ class StoredTensors:
     def __init__(self, model: Any, names: Collection[str]) -> None:
         self._model = model
         mapping: list[Any] = get_model_conversion_mapping(model)
-        renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-        converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         prefix, places = model.base_model_prefix, model.state_dict()
         self._prefix = f"{prefix}."
@@ -88,39 +87,43 @@ class StoredTensors:
                 found = self.conversions.setdefault(target, Conversion(target, converter))
                 found.sources[name] = pattern or name
                 self._by_name[name] = found
-        model._weight_conversions = [each for each in mapping if each.was_used()]  # for ``revert_weight_conversion``
+        model._weight_conversions = [entry for entry in mapping if entry.was_used()]  # for ``revert_weight_conversion``
 
-    def wanted(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Conversion]]:
-        """By name in the files, what becomes ``tensors`` of the model: a tensor of its shape and dtype, on the meta
-        device as ``tensors`` are, and its conversion.
-
-        Raises:
-            ConfigError: the files lack one, or have one that the configuration does not know.
-        """
-        wanted: dict[str, tuple[Tensor, Conversion]] = {}
+    def sources_of(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Conversion]]:
+        """What in the files becomes ``tensors`` of the model (on the meta device), by name: a tensor of its shape and
+        dtype, and its conversion. Raises ``ConfigError``: the files lack one, or have one that the configuration does
+        not know."""
+        sources: dict[str, tuple[Tensor, Conversion]] = {}
         converted: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             found = self.conversions.get(name)
             if found is None or found.converter is not None:
                 converted[name] = tensor
             else:
-                wanted[next(iter(found.sources))] = tensor, found
+                sources[next(iter(found.sources))] = tensor, found
         for written, tensor in revert_weight_conversion(self._model, converted).items():
             name = written if written in self._by_name else written.removeprefix(self._prefix)
             if name not in self._by_name or self._by_name[name].converter is None:
                 raise ConfigError(f"the model's files lack {written}", remedy=_REMEDY)
-            wanted[name] = tensor, self._by_name[name]
-        for _, found in wanted.values():
-            if extra := [name for name in found.sources if name not in wanted]:
+            sources[name] = tensor, self._by_name[name]
+        for _, found in sources.values():
+            if extra := [name for name in found.sources if name not in sources]:
                 raise ConfigError(f"the model's files have {extra[0]}, which config.json does not know", remedy=_REMEDY)
-        return wanted
+        return sources
 
 
 class PartAssembly:
     """Builds a part from tensors that arrive one by one. Only placed tensors are allocated.
 
+    Args:
+        config: configuration of the whole model, without dropout (see ``compute.model.without_dropout``).
+        names: names of all tensors in the model's files.
+
     Attributes:
         wanted: shape of every tensor that the part owns, by its name in the model's files.
+
+    Raises:
+        ConfigError: the files lack a tensor, or the architecture cannot be split.
     """
 
     def __init__(
@@ -132,14 +135,6 @@ class PartAssembly:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """
-        Args:
-            config: configuration of the whole model, without dropout (see ``compute.model.without_dropout``).
-            names: names of all tensors in the model's files.
-
-        Raises:
-            ConfigError: the files lack a tensor, or the architecture cannot be split.
-        """
         self._config, self._part = config, part
         self._dtype, self._device = dtype, torch.device(device)
         self._whole = ModelLayout(config, dtype)
@@ -153,81 +148,53 @@ class PartAssembly:
         self._places: dict[str, list[str]] = {}  # by name in the whole model, of tied tensors the first that is stored
         for place, name in self._names.items():
             self._places.setdefault(tied[0] if tied and name in self._whole.tied else name, []).append(place)
-        self._conversions = stored.wanted({name: tensors[name] for name in self._places})
+        self._sources = stored.sources_of({name: tensors[name] for name in self._places})
         self.wanted: Mapping[str, tuple[int, ...]] = {
-            name: tuple(it[0].shape) for name, it in self._conversions.items()
+            name: tuple(tensor.shape) for name, (tensor, _) in self._sources.items()
         }
-        self._partial: dict[str, tuple[Tensor, int]] = {}  # with the bytes received so far
-        self._gathered: dict[str, dict[str, Tensor]] = {}  # by target, of conversions that lack other sources
+        self._incomplete: dict[str, dict[str, Tensor]] = {}  # by target, of conversions that lack other sources
         self._missing = set(self.wanted)
 
-    def place(self, name: str, tensor: Tensor) -> None:
-        """Place a copy of ``tensor``, converted to the computing dtype.
-
-        Raises:
-            ConfigError: the shape differs from the configuration's, or the dtype is not floating point.
-        """
-        expected = self._shape(name)
-        shape = tuple(tensor.shape)
+    def place_tensor(self, name: str, tensor: Tensor) -> None:
+        """Place a copy of ``tensor``, converted to the computing dtype. Raises ``ConfigError``: the shape differs from
+        the configuration's, or the dtype is not floating point."""
+        expected, shape = self._shape_of(name), tuple(tensor.shape)
         if shape != expected or not tensor.is_floating_point():
             raise ConfigError(
                 f"{name} has shape {shape} and {tensor.dtype}; config.json requires floats of shape {expected}",
                 remedy=_REMEDY,
             )
         # Always a copy: a view would keep its base, such as a whole file, alive or mapped.
-        self._adopt(name, tensor.detach().to(self._device, self._conversions[name][0].dtype, copy=True))
+        self._adopt(name, tensor.detach().to(self._device, self._sources[name][0].dtype, copy=True))
 
-    def place_bytes(self, name: str, dtype: str, data: memoryview, start: int = 0) -> None:
-        """Place bytes [start, ...) of a tensor in safetensors' ``dtype``. Pieces come in order, each of whole elements;
-        the last one completes the tensor.
-
-        Raises:
-            ConfigError: the part has no such tensor, the dtype is not usable, or the piece exceeds the tensor.
-            ValueError: the piece is out of order or cuts an element.
-        """
-        shape = self._shape(name)
+    def place(self, name: str, dtype: str, data: memoryview) -> None:
+        """Place a tensor from its bytes in safetensors' ``dtype``. Raises ``ConfigError``: the part has no such tensor,
+        the dtype is not usable, or the size is wrong."""
+        shape = self._shape_of(name)
         if dtype not in FILE_DTYPES:
             raise ConfigError(
                 f"{name} has dtype {dtype}; a part supports only {', '.join(FILE_DTYPES)}",
                 remedy="use the model's unquantized weights",
             )
-        source = FILE_DTYPES[dtype]
-        if start == 0:
-            self._partial[name] = torch.empty_like(self._conversions[name][0], device=self._device), 0
-        tensor, done = self._partial.get(name, (None, 0))
-        total = math.prod(shape) * source.itemsize
-        if start + data.nbytes > total:
-            raise ConfigError(
-                f"{name} as {dtype} has {start + data.nbytes} bytes or more; config.json requires {total}",
-                remedy=_REMEDY,
-            )
-        if tensor is None or start != done or data.nbytes % source.itemsize:
-            raise ValueError(f"invalid piece of {name}: {data.nbytes} bytes from byte {start}, after {done} of {total}")
-        fill(tensor.view(-1)[start // source.itemsize :], data, source)
-        self._partial[name] = tensor, start + data.nbytes
-        if start + data.nbytes == total:
-            del self._partial[name]
-            self._adopt(name, tensor)
+        size_bytes = math.prod(shape) * FILE_DTYPES[dtype].itemsize
+        if data.nbytes != size_bytes:
+            text = f"{name} as {dtype} has {data.nbytes} bytes; config.json requires {size_bytes}"
+            raise ConfigError(text, remedy=_REMEDY)
+        tensor = tensor_of(data, FILE_DTYPES[dtype], shape)
+        self._adopt(name, tensor.to(self._device, self._sources[name][0].dtype))
 
     def place_all(self, table: TensorTable, on_bytes: OnBytes = lambda done_bytes, total_bytes: None) -> None:
-        """Read the part's tensors, and no other bytes, from a model directory, in small pieces.
-
-        Raises:
-            ConfigError: a tensor has a wrong shape or dtype. StorageError: a file cannot be read.
-        """
+        """Read the part's tensors, and no other bytes, from a model directory. Raises ``ConfigError``: a tensor has a
+        wrong shape or dtype; ``StorageError``: a file cannot be read."""
         self._check_tied(table)
-        sizes = {name: table.entries[name].size_bytes for name in self.wanted}
-        done_bytes, total_bytes, piece_bytes = 0, sum(sizes.values()), 4 << 20
-        for name, size_bytes in sizes.items():
+        done_bytes, total_bytes = 0, sum(table.entries[name].size_bytes for name in self.wanted)
+        for name, shape in self.wanted.items():
             entry = table.entries[name]
-            if tuple(entry.shape) != self.wanted[name]:
-                text = f"{name} has shape {entry.shape}; config.json requires {self.wanted[name]}"
-                raise ConfigError(text, remedy=_REMEDY)
-            for start in range(0, max(1, size_bytes), piece_bytes):
-                data = table.read(name, start, min(size_bytes, start + piece_bytes))
-                self.place_bytes(name, entry.dtype, memoryview(data), start)
-                done_bytes += len(data)
-                on_bytes(done_bytes, total_bytes)
+            if tuple(entry.shape) != shape:
+                raise ConfigError(f"{name} has shape {entry.shape}; config.json requires {shape}", remedy=_REMEDY)
+            self.place(name, entry.dtype, memoryview(table.read(name)))
+            done_bytes += entry.size_bytes
+            on_bytes(done_bytes, total_bytes)
 
     def _check_tied(self, table: TensorTable) -> None:
         """Refuse files that hold both of two tied tensors with different values. transformers loads these as two
@@ -241,28 +208,28 @@ class PartAssembly:
                 remedy="set tie_word_embeddings to false in its config.json",
             )
 
-    def finish(self) -> PartModel:
-        """Return the part. Raises ``ConfigError`` if a tensor was not placed, or a buffer cannot be computed."""
+    def build_model(self) -> PartModel:
+        """The part. Raises ``ConfigError`` if a tensor was not placed, or a buffer cannot be computed."""
         if self._missing:
-            raise ConfigError(f"tensor {min(self._missing)} is missing or incomplete", remedy=_REMEDY)
-        self._make_computed_buffers()
+            raise ConfigError(f"tensor {min(self._missing)} is missing", remedy=_REMEDY)
+        self._compute_buffers()
         return PartModel(self._whole, self._config, self._part, self._names, self._dtype)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
+    def _shape_of(self, name: str) -> tuple[int, ...]:
         if name not in self.wanted:
             raise ConfigError(f"{name} is not part of layers {self._part.start} to {self._part.stop}", remedy=_REMEDY)
         return self.wanted[name]
 
     def _adopt(self, name: str, tensor: Tensor) -> None:
         """Take over a tensor of the files, which has no other owner; the last source of a conversion is converted."""
-        conversion = self._conversions[name][1]
-        gathered = self._gathered.setdefault(conversion.target, {})
-        gathered[name] = tensor
+        conversion = self._sources[name][1]
+        sources = self._incomplete.setdefault(conversion.target, {})
+        sources[name] = tensor
         self._missing.discard(name)
-        if len(gathered) == len(conversion.sources):
-            del self._gathered[conversion.target]
-            for target, made in conversion.convert(self._whole.model, gathered).items():
-                self._install(target, made)
+        if len(sources) == len(conversion.sources):
+            del self._incomplete[conversion.target]
+            for target, converted in conversion.convert(self._whole.model, sources).items():
+                self._install(target, converted)
 
     def _install(self, target: str, tensor: Tensor) -> None:
         parameter = nn.Parameter(tensor)
@@ -274,37 +241,44 @@ class PartAssembly:
             else:
                 owner._buffers[leaf] = tensor
 
-    def _make_computed_buffers(self) -> None:
+    def _compute_buffers(self) -> None:
         """Buffers that are in no file, such as rotary frequencies, as transformers makes them after it has loaded."""
         for tensor in self._whole.model.state_dict(keep_vars=True).values():
             tensor._is_hf_initialized = True
         for module in self._whole.model.modules():
-            lacking = {
-                name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta
+            buffers = {
+                name: torch.empty_like(buffer, device=self._device)
+                for name, buffer in module._buffers.items()
+                if buffer is not None and buffer.is_meta
             }
-            if not lacking:
+            if not buffers:
                 continue
-            made = {name: torch.empty_like(buffer, device=self._device) for name, buffer in lacking.items()}
-            for buffer in made.values():
+            for buffer in buffers.values():
                 if buffer.is_floating_point():
                     buffer.fill_(torch.nan)
-            module._buffers.update(made)
+            module._buffers.update(buffers)
             with DRAWING, torch.no_grad():
                 self._whole.model._init_weights(module)
-            if any(buffer.isnan().any() for buffer in made.values()):
-                raise refused(self._config, f"it is not known how its {type(module).__name__} makes {min(made)}")
+            if any(buffer.isnan().any() for buffer in buffers.values()):
+                raise split_refusal(
+                    self._config, f"it is not known how its {type(module).__name__} makes {min(buffers)}"
+                )
 
 
 def build_part(config: PretrainedConfig, part: LayerRange, weights: Mapping[str, Tensor]) -> PartModel:
     """The part with copies of a whole model's fp32 ``weights``. Raises ``ConfigError``."""
     assembly = PartAssembly(config, part, weights)
     for name in assembly.wanted:
-        assembly.place(name, weights[name])
-    return assembly.finish()
+        assembly.place_tensor(name, weights[name])
+    return assembly.build_model()
 
 
 class PartModel:
     """A part, ready to compute.
+
+    Args:
+        layout: cut to ``part``, with all tensors in place.
+        config: of the whole model.
 
     Attributes:
         module: transformers' model, reduced to the part.
@@ -312,8 +286,7 @@ class PartModel:
         width: elements of the hidden state of one position.
         tied_name: name in ``module`` of the matrix that the model's input and output share, if the first and the last
             stage each hold a copy and this is one of them; else "".
-        context: most positions; None: no limit is set.
-        switches: as in ``context_of``.
+        context, switches: see ``ContextLimit``.
     """
 
     def __init__(
@@ -324,18 +297,18 @@ class PartModel:
         names: Mapping[str, str],
         dtype: torch.dtype,
     ) -> None:
-        """``layout`` is cut to ``part``, with all tensors in place; ``config`` is of the whole model."""
         self.module: Any = layout.model.eval()
-        self.part = part
+        self.part, self.names = part, names
         self.config = cast(PretrainedConfig, self.module.config)
-        self.names = names
         self.tied_name = ""
         if layout.tied and part.first != part.last:
             ends = self.module.get_input_embeddings() if part.first else self.module.get_output_embeddings()
-            self.tied_name = next(name for name, it in self.module.named_parameters() if it is ends.weight)
+            named = self.module.named_parameters()
+            self.tied_name = next(name for name, parameter in named if parameter is ends.weight)
         self.width: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.context, self.switches = context_of(config, is_whole=part.first and part.last)
+        limit = ContextLimit.of(config, is_whole=part.first and part.last)
+        self.context, self.switches = limit.context, limit.switches
         stored = {id(tensor): tensor.nbytes for tensor in self.module.state_dict(keep_vars=True).values()}
         self.weights_bytes = sum(stored.values())
         self._cache_shapes = layout.cache_shapes[part.start : part.stop]
@@ -372,27 +345,22 @@ class PartModel:
             "use_cache": cache is not None,
             "return_dict": True,
         }
-        with self._hidden.of_pass(x):
+        self._hidden.entering = x
+        try:
             if self.part.last:
                 return cast(Tensor, self.module(**common, logits_to_keep=logits).logits)
             self._base(**common)
             return cast(Tensor, self._hidden.leaving)
+        finally:
+            self._hidden.entering = self._hidden.leaving = None  # they would keep the graph of the backward pass
 
 
 class _HiddenStates:
-    """What enters the first layer of a part, and what leaves the last one, during a pass. Hooks on the layers."""
+    """What enters the first layer of a part, and what leaves the last one, during a pass. The layers' hooks refer to it
+    and not to the part: that reference cycle would keep the part's memory."""
 
-    def __init__(self) -> None:
-        self.entering: Tensor | None = None
-        self.leaving: Tensor | None = None
-
-    @contextmanager
-    def of_pass(self, x: Tensor) -> Iterator[None]:
-        self.entering = x
-        try:
-            yield
-        finally:
-            self.entering = self.leaving = None  # they would keep the graph of the backward pass in memory
+    entering: Tensor | None = None
+    leaving: Tensor | None = None
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the first layer the hidden states as they came: some models scale them first, as they do embeddings."""
@@ -404,14 +372,26 @@ class _HiddenStates:
         self.leaving = output[0] if isinstance(output, tuple) else output
 
 
-def context_of(config: PretrainedConfig, *, is_whole: bool) -> tuple[int | None, list[int]]:
-    """The most positions, and the switches: numbers of positions beyond which ``longrope`` takes other frequencies, so
-    that cached keys must be computed again. Only a whole model has the token ids for that; a part ends there."""
-    rope = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
-    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # for all layers, or per kind of layer
-    changes = [each.get("original_max_position_embeddings") for each in ropes if each.get("rope_type") == "longrope"]
-    switches = sorted({each for each in changes if isinstance(each, int)})
-    most = getattr(config, "max_position_embeddings", None)
-    if is_whole:
-        return most, switches
-    return min([*([most] if isinstance(most, int) else []), *switches], default=None), []
+@dataclass(frozen=True, slots=True)
+class ContextLimit:
+    """How many positions a model has.
+
+    Attributes:
+        context: the most positions; None: no limit is set.
+        switches: numbers of positions beyond which ``longrope`` takes other frequencies, so that cached keys must be
+            computed again. Only a whole model has the token ids for that; a part ends there.
+    """
+
+    context: int | None
+    switches: list[int]
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, *, is_whole: bool) -> ContextLimit:
+        rope = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
+        tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]  # for all layers, or per kind
+        lengths = [t.get("original_max_position_embeddings") for t in tables if t.get("rope_type") == "longrope"]
+        switches = sorted({length for length in lengths if isinstance(length, int)})
+        context = getattr(config, "max_position_embeddings", None)
+        if is_whole:
+            return cls(context, switches)
+        return cls(min([*([context] if isinstance(context, int) else []), *switches], default=None), [])

@@ -17,8 +17,7 @@ nothing is computed twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +29,13 @@ from torch import Tensor
 
 from p2ptrain.compute.activations import decode_untrusted, encode
 from p2ptrain.compute.data import NO_TARGET
+from p2ptrain.compute.device import translate_out_of_memory
 from p2ptrain.compute.fsdp import translate_lost_members
 from p2ptrain.compute.micro_batches import DeviceBatch, MicroBatchReader
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
 from p2ptrain.compute.update import StepUpdate
 from p2ptrain.core.activations import activation_bytes
-from p2ptrain.core.errors import ResourceError
 from p2ptrain.core.training import OnFinal
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
@@ -82,13 +81,7 @@ class Passes:
         else:
             self._divisor = batches.targets(step, 0, spec.micro_batches)
 
-    def check_finished(self) -> None:
-        if self._flights:
-            raise ValueError(f"micro-batches {sorted(self._flights)} had no backward pass")
-
     def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
-        if index in self._flights:
-            raise ValueError(f"micro-batch {index} of step {step} already had its forward pass")
         if self.recompute:
             self._drop_graphs()
         flight = _Flight(step, index, None, None)
@@ -102,12 +95,8 @@ class Passes:
         self, index: int, gradient: Payload | None, on_final: OnFinal | None = None, *, counts: bool = True
     ) -> Payload | None:
         """The last stage adds its loss to the loss slot. ``counts``: whether it adds to the gradients and the loss."""
-        flight, stage = self._flights.get(index), self._recipe.stage
-        if flight is None:
-            raise ValueError(f"micro-batch {index} had no forward pass before its backward pass")
-        arrived = None if gradient is None else self._decoded(gradient, stage.gradients)
-        if (arrived is None) != self._recipe.part.last:
-            raise ValueError(f"backward pass of stage {stage.stage}: missing or unexpected gradient as input")
+        flight, stage = self._flights[index], self._recipe.stage
+        arrived = None if gradient is None else self._decode(gradient, stage.gradients)
         if flight.graph is None:
             self._drop_graphs()
             self._run(flight, flight.inputs)
@@ -118,12 +107,13 @@ class Passes:
         tokens, divisor = self._recipe.spec.micro_batch_tokens, self._divisor
         if self._update.mean_of_each_call:
             divisor = self._batches.targets(flight.step, first, number)
-        with self._recipe.arithmetic(), translate_out_of_memory(), self._buffer.filling(on_final):
+        with self._recipe.arithmetic(), _memory_errors(), self._buffer.filling(on_final):
             if arrived is not None:
                 outputs.backward(arrived.to(outputs.dtype))  # type: ignore[no-untyped-call]
             else:
                 if counts:
-                    self._add_loss(outputs.detach() / (tokens if self._update.mean_of_each_call else divisor))
+                    loss = outputs.detach() / (tokens if self._update.mean_of_each_call else divisor)
+                    self._built.flat.loss_sum.add_(loss.to(self._built.flat.loss_sum.device))  # with offload the host's
                 # Divided by infinity all gradients are 0.
                 (outputs / (divisor if counts else math.inf)).backward()  # type: ignore[no-untyped-call]
         self._update.after_backward(number, divisor / tokens)
@@ -133,14 +123,10 @@ class Passes:
         assert inputs.grad is not None
         return _payload(inputs.grad, stage.gradients)
 
-    def _add_loss(self, loss: Tensor) -> None:
-        loss_sum = self._built.flat.loss_sum
-        loss_sum.add_(loss.to(loss_sum.device))  # with offload: the host's
-
     def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float, int]:
         self._recipe.tuning.micro_batch = None
         lost = translate_lost_members() if self._recipe.shard is not None else nullcontext()
-        with torch.no_grad(), self._recipe.arithmetic(), translate_out_of_memory(), lost:
+        with torch.no_grad(), self._recipe.arithmetic(), _memory_errors(), lost:
             batch = self._batches.validation_batch(index)
             outputs = self.compute(self._entering(batch, inputs), batch)
         if not self._recipe.part.last:
@@ -154,7 +140,7 @@ class Passes:
         return self._buffer.tied_gradient()
 
     def _run(self, flight: _Flight, inputs: Payload | None) -> Tensor:
-        with self._recipe.arithmetic(), translate_out_of_memory():
+        with self._recipe.arithmetic(), _memory_errors():
             self._recipe.tuning.micro_batch = flight.step, flight.index
             batch = self._batches.training_batch(flight.step, flight.index)
             x = self._entering(batch, inputs)
@@ -165,10 +151,7 @@ class Passes:
 
     def _entering(self, batch: DeviceBatch, inputs: Payload | None) -> Tensor:
         """Inputs of the part: token ids (B, T) on the first stage, else hidden states (B, T, width)."""
-        stage = self._recipe.stage
-        if (inputs is None) != self._recipe.part.first:
-            raise ValueError(f"forward pass of stage {stage.stage}: missing or unexpected activations as input")
-        return batch.inputs if inputs is None else self._decoded(inputs, stage.activations)
+        return batch.inputs if inputs is None else self._decode(inputs, self._recipe.stage.activations)
 
     def compute(self, x: Tensor, batch: DeviceBatch) -> Tensor:
         """Compute the part's layers of ``x``: hidden states (B, T, width); on the last stage the sum of the losses in
@@ -192,7 +175,7 @@ class Passes:
         for flight in self._flights.values():
             flight.graph = None
 
-    def _decoded(self, payload: Payload, encoding: str) -> Tensor:
+    def _decode(self, payload: Payload, encoding: str) -> Tensor:
         spec = self._recipe.spec
         hidden = decode_untrusted(payload.data, encoding, spec.micro_batch_tokens, self._recipe.config.hidden_size)
         shaped = hidden.view(spec.micro_batch_sequences, spec.data.sequence_tokens, -1)
@@ -204,12 +187,6 @@ def _payload(hidden: Tensor, encoding: str) -> Payload:
     return np.frombuffer(encode(hidden.flatten(0, 1), encoding), np.uint8)
 
 
-@contextmanager
-def translate_out_of_memory() -> Iterator[None]:
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise ResourceError(
-            f"a micro-batch does not fit into memory: {str(error).splitlines()[0]}",
-            remedy="lower batch.micro_batch_sequences (raise batch.micro_batches), or use device.precision = 'bf16'",
-        ) from error
+def _memory_errors() -> AbstractContextManager[None]:
+    remedy = "lower batch.micro_batch_sequences (raise batch.micro_batches), or use device.precision = 'bf16'"
+    return translate_out_of_memory("a micro-batch", remedy)

@@ -26,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import AllgatherOptions, BuiltinCommHookType
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError
@@ -152,7 +151,7 @@ class RingWork(dist.Work):
     def _error(self) -> Exception | None:
         error = next((problem for item in self._pending if (problem := item.exception()) is not None), None)
         if isinstance(error, P2PTrainError):
-            return _translated(error)
+            return _translate(error)
         return error if error is None or isinstance(error, Exception) else RuntimeError(str(error))
 
 
@@ -217,15 +216,15 @@ class RingProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Any, opts: Any = None) -> RingWork:
-        return self._reduced(_listed(tensors), opts or c10d.AllreduceOptions())
+        return self._reduce_all(_single(tensors), opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> RingWork:
-        return self._reduced(tensors, opts or c10d.AllreduceCoalescedOptions())
+        return self._reduce_all(tensors, opts)
 
-    def _reduced(self, tensors: list[torch.Tensor], opts: Any) -> RingWork:
-        reduction, timeout_s = _reduction(opts.reduceOp), self._seconds(opts)
+    def _reduce_all(self, tensors: list[torch.Tensor], opts: Any) -> RingWork:
+        reduction, timeout_s = _reduction(opts), self._seconds(opts)
         if any(tensor.is_sparse for tensor in tensors):
-            return _joined([self._sparse_sum(tensor, reduction, timeout_s) for tensor in tensors])
+            return _join([self._sparse_sum(tensor, reduction, timeout_s) for tensor in tensors])
         pending = []
         for tensor in tensors:
             array, put_back = _flat(tensor)
@@ -265,21 +264,20 @@ class RingProcessGroup(dist.ProcessGroup):
         return RingWork(pending, [tensor])
 
     def reduce(self, tensors: Any, opts: Any = None) -> RingWork:
-        [tensor] = _listed(tensors)
-        opts = opts or c10d.ReduceOptions()
+        [tensor] = _single(tensors)
         array, put_back = _flat(tensor)
-        if self._own_rank != opts.rootRank:
+        if self._own_rank != _root(opts):
             array, put_back = array.copy(), _nothing  # only the root's tensor changes
-        reduction, timeout_s = _reduction(opts.reduceOp), self._seconds(opts)
+        reduction, timeout_s = _reduction(opts), self._seconds(opts)
         pending = self.operations.all_reduce(array, _dtype(tensor), reduction, timeout_s, put_back)
         return RingWork([pending], [tensor])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
-        [output] = _listed(outputs)
+        [output] = _single(outputs)
         parts = inputs[0]
         _check_parts(parts, self._own_size, output)
         source = np.concatenate([_flat(part)[0] for part in parts])
-        return self._scattered(output, source, opts)
+        return self._scatter_sum(output, source, opts)
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> RingWork:
         if source.numel() != self._own_size * output.numel() or source.dtype != output.dtype:
@@ -287,13 +285,12 @@ class RingProcessGroup(dist.ProcessGroup):
                 f"reduce_scatter: {source.numel()} elements of {source.dtype} for {self._own_size} outputs of "
                 f"{output.numel()} of {output.dtype}"
             )
-        return self._scattered(output, _flat(source)[0], opts)
+        return self._scatter_sum(output, _flat(source)[0], opts)
 
     reduce_scatter_single = reduce_scatter_tensor = _reduce_scatter_base
 
-    def _scattered(self, output: torch.Tensor, source: Array, opts: Any) -> RingWork:
-        opts = opts or c10d.ReduceScatterOptions()
-        reduction, timeout_s = _reduction(opts.reduceOp), self._seconds(opts)
+    def _scatter_sum(self, output: torch.Tensor, source: Array, opts: Any) -> RingWork:
+        reduction, timeout_s = _reduction(opts), self._seconds(opts)
         into, put_back = _flat(output, read=False)
         pending = self.operations.reduce_scatter(source, into, _dtype(output), reduction, timeout_s, put_back)
         return RingWork([pending], [output])
@@ -301,15 +298,14 @@ class RingProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
     ) -> RingWork:
-        operations = [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, sources, strict=True)]
-        return _joined(operations)
+        return _join([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, sources, strict=True)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # ------------------------------------------------------------------------------------------------ copies
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
-        [tensor] = _listed(inputs)
+        [tensor] = _single(inputs)
         parts = outputs[0]
         _check_parts(parts, self._own_size, tensor)
         own = _flat(tensor)[0]
@@ -322,7 +318,6 @@ class RingProcessGroup(dist.ProcessGroup):
                 target[:] = row
                 put_back()
 
-        opts = opts or AllgatherOptions()
         pending = self.operations.all_gather(gathered.reshape(-1), self._seconds(opts), done)
         return RingWork([pending], list(parts))
 
@@ -330,8 +325,7 @@ class RingProcessGroup(dist.ProcessGroup):
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> RingWork:
         """``outputs[r]`` has rank r's tensor for each of ``inputs``."""
-        operations = [self.allgather([[*parts]], [own], opts) for *parts, own in zip(*outputs, inputs, strict=True)]
-        return _joined(operations)
+        return _join([self.allgather([[*parts]], [own], opts) for *parts, own in zip(*outputs, inputs, strict=True)])
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> RingWork:
         if output.numel() != self._own_size * source.numel() or source.dtype != output.dtype:
@@ -345,7 +339,7 @@ class RingProcessGroup(dist.ProcessGroup):
         on_host = output.device.type == "cpu"
         if not on_host or output.data_ptr() + start * output.element_size() != source.data_ptr():
             place[:] = own
-        pending = self.operations.all_gather(array, self._seconds(opts or AllgatherOptions()), put_back)
+        pending = self.operations.all_gather(array, self._seconds(opts), put_back)
         return RingWork([pending], [output])
 
     all_gather_single = _allgather_base
@@ -353,20 +347,18 @@ class RingProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
     ) -> RingWork:
-        operations = [self._allgather_base(*pair, opts) for pair in zip(outputs, sources, strict=True)]
-        return _joined(operations)
+        return _join([self._allgather_base(*pair, opts) for pair in zip(outputs, sources, strict=True)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def broadcast(self, tensors: Any, opts: Any = None) -> RingWork:
-        [tensor] = _listed(tensors)
-        opts = opts or c10d.BroadcastOptions()
+        [tensor] = _single(tensors)
         array, put_back = _flat(tensor)
-        pending = self.operations.broadcast(array, opts.rootRank, self._seconds(opts), put_back)
+        pending = self.operations.broadcast(array, _root(opts), self._seconds(opts), put_back)
         return RingWork([pending], [tensor])
 
     def barrier(self, opts: Any = None) -> RingWork:
-        timeout_s = self._seconds(opts or c10d.BarrierOptions())
+        timeout_s = self._seconds(opts)
         return RingWork([self.operations.all_gather(np.zeros(self._own_size, np.uint8), timeout_s, _nothing)], [])
 
     # ---------------------------------------------------------------------------------------------------- messages
@@ -386,20 +378,18 @@ class RingProcessGroup(dist.ProcessGroup):
         return self.recv(tensors, None, tag)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
-        [tensor] = _listed(inputs)
-        opts = opts or c10d.GatherOptions()
-        parts = outputs[0] if self._own_rank == opts.rootRank else []
+        [tensor] = _single(inputs)
+        parts = outputs[0] if self._own_rank == _root(opts) else []
         if parts:
             _check_parts(parts, self._own_size, tensor)
-        return self._exchanged(parts, self._only(opts.rootRank, tensor), opts)
+        return self._exchanged(parts, self._only(_root(opts), tensor), opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
-        [tensor] = _listed(outputs)
-        opts = opts or c10d.ScatterOptions()
-        parts = inputs[0] if self._own_rank == opts.rootRank else []
+        [tensor] = _single(outputs)
+        parts = inputs[0] if self._own_rank == _root(opts) else []
         if parts:
             _check_parts(parts, self._own_size, tensor)
-        return self._exchanged(self._only(opts.rootRank, tensor), parts, opts)
+        return self._exchanged(self._only(_root(opts), tensor), parts, opts)
 
     def _only(self, root: int, tensor: torch.Tensor) -> list[torch.Tensor | None]:
         return [tensor if rank == root else None for rank in range(self._own_size)]
@@ -407,7 +397,7 @@ class RingProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> RingWork:
         if not len(outputs) == len(inputs) == self._own_size:
             raise ValueError(f"all_to_all: {len(inputs)} inputs and {len(outputs)} outputs for {self._own_size} ranks")
-        return self._exchanged(outputs, inputs, opts or c10d.AllToAllOptions())
+        return self._exchanged(outputs, inputs, opts)
 
     def alltoall_base(
         self,
@@ -420,7 +410,7 @@ class RingProcessGroup(dist.ProcessGroup):
         into, put_back = _flat(output, read=False)
         parts = _split(into, output, output_sizes, self._own_size)
         sends = _split(_flat(source)[0], source, input_sizes, self._own_size)
-        return self._exchange(parts, sends, opts or c10d.AllToAllOptions(), put_back, [output])
+        return self._exchange(parts, sends, opts, put_back, [output])
 
     all_to_all_single = alltoall_base
 
@@ -461,7 +451,7 @@ class RingProcessGroup(dist.ProcessGroup):
         return RingWork([pending], results)
 
     def _seconds(self, opts: Any) -> float:
-        return (opts.timeout if opts.timeout > timedelta(0) else self._timeout).total_seconds()
+        return (opts.timeout if opts is not None and opts.timeout > timedelta(0) else self._timeout).total_seconds()
 
 
 def group_of(options: Any, join: Callable[..., Operations]) -> RingProcessGroup:
@@ -479,7 +469,7 @@ def group_of(options: Any, join: Callable[..., Operations]) -> RingProcessGroup:
     try:
         operations = join(options.store, options.group_id, rank, size, names, options.timeout.total_seconds())
     except P2PTrainError as error:
-        raise _translated(error) from error
+        raise _translate(error) from error
     return RingProcessGroup(rank, size, operations, timeout=options.timeout, group_name=options.group_id)
 
 
@@ -500,7 +490,7 @@ def _replace_builtin_fp16_hook() -> None:
     ddp._register_builtin_comm_hook = register
 
 
-def _translated(error: P2PTrainError) -> Exception:
+def _translate(error: P2PTrainError) -> Exception:
     remedy = f" ({error.remedy})" if error.remedy else ""
     if isinstance(error, ProtocolError):
         remedy = " (do all members call the same operations in the same order, with equal shapes and types?)"
@@ -508,7 +498,7 @@ def _translated(error: P2PTrainError) -> Exception:
     return dist.DistBackendError(f"backend {NAME}: {late}{error.message}{remedy}")
 
 
-def _listed(tensors: Any) -> list[torch.Tensor]:
+def _single(tensors: Any) -> list[torch.Tensor]:
     """The only tensor, in a list."""
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if len(listed) != 1:
@@ -516,15 +506,20 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
     return listed
 
 
-def _joined(operations: Sequence[RingWork]) -> RingWork:
+def _join(operations: Sequence[RingWork]) -> RingWork:
     return RingWork(
         [item for work in operations for item in work._pending],
         [tensor for work in operations for tensor in work._tensors],
     )
 
 
-def _reduction(operation: Any) -> str:
+def _root(opts: Any) -> int:
+    return 0 if opts is None else int(opts.rootRank)
+
+
+def _reduction(opts: Any) -> str:
     """Read torch's option now: it is freed when the call returns."""
+    operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     kind = operation if isinstance(operation, dist.ReduceOp.RedOpType) else operation.op
     if kind not in _REDUCTIONS:
         raise ValueError(f"the backend {NAME} has no reduction {kind}; it has {', '.join(_NAMES)}")

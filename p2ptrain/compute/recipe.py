@@ -18,8 +18,8 @@ from transformers import PretrainedConfig
 
 from p2ptrain.compute.data import Corpus, DataSpec
 from p2ptrain.compute.device import ComputeDevice, arithmetic, prepare_device
-from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, trained
-from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, build_rows, check_shard_memory
+from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, trained_parameters
+from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, assemble_rows, check_shard_memory
 from p2ptrain.compute.layout import LayerRange
 from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
@@ -165,16 +165,17 @@ class ModelRecipe:
     # ------------------------------------------------------------------------------------------------------ building
 
     def build(self) -> BuiltPart:
-        """Build the part, with the weights of step 0.
-
-        Raises:
-            ConfigError, StorageError, ResourceError: see ``build_model``, ``build_training_part``, ``build_rows``.
-        """
+        """Build the part, with the weights of step 0. Raises ``ConfigError``, ``StorageError``, ``ResourceError``: see
+        ``build_model``, ``build_training_part``, ``assemble_rows``."""
         if self.spec.exact:
             prepare_device(self.device.kind)
         with self.arithmetic():  # kernel threads start here and inherit that denormals are flushed
             if self.shard is not None:
-                return BuiltPart(self._build_shard(self.shard), None, None)
+                assembly = assemble_rows(self.config, self.shard, self.spec.model.path, self.spec.seed)
+                module = assembly.build_module()
+                self._checkpoint_activations(module)
+                bf16, device = self.spec.precision == "bf16", self.device.torch_device
+                return BuiltPart(ShardedModel(assembly, module, self.shard, device, bf16=bf16), None, None)
             module, stage = self._build_module()
             flat = FlatModel(module, self.device.torch_device)
         name = stage.tied_name if stage is not None else ""
@@ -186,8 +187,8 @@ class ModelRecipe:
             if self.tuning.adapters:
                 return self.tuning.initial({name: tuple(shape) for name, shape in shapes.items()})
             if self.shard is not None:
-                return build_rows(self.config, self.shard, self.spec.model.path, self.spec.seed)[2]
-            return trained(self._build_module()[0])
+                return assemble_rows(self.config, self.shard, self.spec.model.path, self.spec.seed).rows
+            return trained_parameters(self._build_module()[0])
 
     def initial_module(self) -> nn.Module:
         """The model as it was before any step."""
@@ -209,12 +210,6 @@ class ModelRecipe:
         self.tuning.prepare(module, names)
         return cast(nn.Module, module), stage
 
-    def _build_shard(self, shard: ShardSpec) -> ShardedModel:
-        module, layers, rows = build_rows(self.config, shard, self.spec.model.path, self.spec.seed)
-        self._checkpoint_activations(module)
-        bf16 = self.spec.precision == "bf16"
-        return ShardedModel(module, layers, rows, shard, self.device.torch_device, bf16=bf16)
-
     def _checkpoint_activations(self, module: Any) -> None:
         if not self.spec.gradient_checkpointing:
             return
@@ -228,10 +223,7 @@ class ModelRecipe:
 
 def stage_bounds(model: ModelSpec, stages: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
     """Bounds (``StageSpec``) of a model that is not built yet: ``cuts``, or about equally many layers for each stage.
-
-    Raises:
-        ConfigError: the model has fewer layers than stages; see also ``model_config``.
-    """
+    Raises ``ConfigError``: the model has fewer layers than stages; see also ``model_config``."""
     layers = tokenizer_and_config(model)[1].num_hidden_layers
     if not 1 <= stages <= layers:
         raise ConfigError(f"{layers} layers cannot make {stages} parts", remedy=f"use 1 to {layers} pipeline.stages")

@@ -61,10 +61,6 @@ class ReduceBuffer:
     def scalars(self) -> int:
         return len(self._update.contribution) - self._update.numel
 
-    @property
-    def exact(self) -> bool:
-        return self._fixed is not None
-
     def begin_step(self) -> None:
         if self._fixed is not None:
             self._fixed.begin()
@@ -107,13 +103,12 @@ class ReduceBuffer:
     def contributed_square_sum(self, start: int, stop: int) -> float:
         """See ``roles.engine``. Also NaN if a number before the loss slot cannot be."""
         numel = len(self.array) - self.scalars
-        if stop > numel and not (self._fixed.fits if self._fixed else self._is_plausible()):
-            return math.nan
-        return square_sum(self.array[start : min(stop, numel)]) * (UNIT**2 if self.exact else 1.0)
-
-    def _is_plausible(self) -> bool:
-        *counts, loss = self.array[-self.scalars :].tolist()
-        return math.isfinite(loss) and all(0 <= each <= self._update.max_scalar for each in counts)
+        if stop > numel:
+            *counts, loss = self.array[numel:].tolist()
+            is_plausible = math.isfinite(loss) and all(0 <= count <= self._update.max_scalar for count in counts)
+            if not (self._fixed.fits if self._fixed else is_plausible):
+                return math.nan
+        return square_sum(self.array[start : min(stop, numel)]) * (UNIT**2 if self._fixed else 1.0)
 
     def partial_square_sum(self, start: int, stop: int) -> float:
         """``contributed_square_sum`` for the global norm: only the first stage counts the tied matrix."""
@@ -270,11 +265,8 @@ class BackwardProgress:
             self._on_final = None
 
     def gradient_final(self, index: int, parameter: object) -> None:
-        """Autograd's hook: this pass has added everything to the gradient of parameter ``index``.
-
-        Raises:
-            ValueError: the gradient was already final, so it changed after the ring may have read it.
-        """
+        """Autograd's hook: this pass has added everything to the gradient of parameter ``index``. Raises
+        ``ValueError``: the gradient was already final, so it changed after the ring may have read it."""
         if self._on_final is None:
             return
         if self._final[index]:

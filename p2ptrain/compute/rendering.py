@@ -45,13 +45,9 @@ class TemplateProcess:
 
     def render(self, template: str, chats: Sequence[Chat], whose: str, date: str = "") -> list[str]:
         """The texts of conversations. ``whose``: the name of the template's model, for messages. ``date``: that the
-        template prints, as ``2026-11-28``; empty: today's, in UTC.
-
-        Raises:
-            ConfigError: the template reached a limit, or ended its process.
-            UserError: the template fails for a conversation.
-            ResourceError: this one waited while the template reached a limit for another.
-        """
+        template prints, as ``2026-11-28``; empty: today's, in UTC. Raises ``ConfigError``: the template reached a
+        limit, or ended its process; ``UserError``: the template fails for a conversation; ``ResourceError``: this one
+        waited while the template reached a limit for another."""
         ended = self._ended.get(template, 0)
         with self._lock:
             if self._ended.get(template, 0) > ended:

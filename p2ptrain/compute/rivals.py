@@ -27,7 +27,7 @@ from p2ptrain.compute.gloo import GlooGroup, line_of
 from p2ptrain.compute.micro_batches import MicroBatchReader
 from p2ptrain.compute.model import ModelSpec, load_model, model_config, parameter_count
 from p2ptrain.compute.recipe import ModelRecipe, TrainingSpec
-from p2ptrain.compute.served_part import dtype_of
+from p2ptrain.compute.served_part import choose_dtype
 from p2ptrain.compute.text import ModelText
 from p2ptrain.core.errors import ConfigError, ConnectionLost, JobFailed
 from p2ptrain.core.serving import COLDEST, Sampling
@@ -71,12 +71,8 @@ class DdpTrainer:
         self._losses: list[torch.Tensor] = []
 
     def step(self, step: int, first: int, count: int) -> None:
-        """Run one step; this member computes micro-batches ``range(first, first + count)``.
-
-        Raises:
-            ConnectionLost: Gloo lost another member.
-            JobFailed: this member has no micro-batch; DDP needs at least one.
-        """
+        """Run one step; this member computes micro-batches ``range(first, first + count)``. Raises ``ConnectionLost``:
+        Gloo lost another member; ``JobFailed``: this member has no micro-batch; DDP needs at least one."""
         if not count:
             raise JobFailed("DistributedDataParallel needs a micro-batch for every member")
         try:
@@ -154,7 +150,7 @@ class AssistedPair:
 
     def _loaded(self, directory: Path, text: ModelText) -> Any:
         config = model_config(ModelSpec(path=directory), text.tokenizer.vocab_size)
-        dtype = dtype_of(config)
+        dtype = choose_dtype(config)
         what = f"the model in {directory}"
         check_memory(parameter_count(config) * dtype.itemsize, self._place, what, "choose a smaller one")
         model: Any = load_model(directory, dtype, config=config)

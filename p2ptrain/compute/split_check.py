@@ -12,16 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers import AutoConfig, DynamicCache, PretrainedConfig
 
 from p2ptrain.compute.device import one_thread
 from p2ptrain.compute.key_value_cache import LAYER_CACHES
-from p2ptrain.compute.layout import LayerRange, ModelLayout, per_layer_lists, refused
-from p2ptrain.compute.model import first_line
+from p2ptrain.compute.layout import LayerRange, ModelLayout, per_layer_lists, split_refusal
+from p2ptrain.compute.model import Auto, first_line
 from p2ptrain.compute.part import PartModel, build_part
 from p2ptrain.core.errors import ConfigError
-
-_Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
 _SMALL = {
     "vocab_size": 97,
@@ -49,20 +47,17 @@ def check_splits(config: PretrainedConfig) -> None:
     """Compare parts and whole, bit by bit, on a small model with random weights that otherwise follows ``config``.
 
     The test runs a training batch, a prompt, single tokens, several tokens at once, and other tokens after a rollback.
-    It takes about 0.2 s, once per configuration and process.
-
-    Raises:
-        ConfigError: this architecture cannot be split.
-    """
+    It takes about 0.2 s, once per configuration and process. Raises ``ConfigError``: this architecture cannot be
+    split."""
     heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and kv_heads and heads % kv_heads:  # the small model would hide this
-        raise refused(config, f"its {heads} query heads are not a multiple of its {kv_heads} key-value heads")
+        raise split_refusal(config, f"its {heads} query heads are not a multiple of its {kv_heads} key-value heads")
     try:
         kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     except Exception as error:  # an architecture may fail in any way
-        raise refused(config, first_line(error)) from error
+        raise split_refusal(config, first_line(error)) from error
     if strange := kinds - LAYER_CACHES:
-        raise refused(config, f"its layers keep a state ({strange.pop().__name__}) that cannot be rolled back")
+        raise split_refusal(config, f"its layers keep a state ({strange.pop().__name__}) that cannot be rolled back")
     _check_splits_cached(config.model_type, config.to_json_string(use_diff=False))
 
 
@@ -72,15 +67,15 @@ def _check_splits_cached(model_type: str, text: str) -> None:
     try:
         tiny = _small_config(config)
         if sum(weight.numel() for weight in ModelLayout(tiny, torch.float32).model.parameters()) > 1 << 26:
-            raise refused(config, "its heads or its position table are too large for the test of a split")
+            raise split_refusal(config, "its heads or its position table are too large for the test of a split")
         with one_thread():  # more do not speed up such small tensors, and slow down a busy machine
             matches = _parts_match_whole(tiny)
     except ConfigError:
         raise
     except Exception as error:  # an architecture may fail in any way
-        raise refused(config, first_line(error)) from error
+        raise split_refusal(config, first_line(error)) from error
     if not matches:
-        raise refused(config, "its parts compute other results than the whole model")
+        raise split_refusal(config, "its parts compute other results than the whole model")
 
 
 def check_packs(config: PretrainedConfig, *, split: bool) -> None:
@@ -153,7 +148,9 @@ def _cached_results_match(whole: Any, parts: Sequence[Any], ids: Tensor, vocab_s
     caches = [part.new_cache(ids.shape[1]) for part in parts]
     common = [9, 1, 1]  # positions of the calls before the rollback; the first exceeds a window
     kept = sum(common)
-    for text, counts in zip(_continuations(ids, kept, vocab_size), ([*common, 3, 1], [*common, 2, 1]), strict=True):
+    # After the rollback all tokens differ, so a cache that keeps what was cut is noticed.
+    other = torch.cat([ids[:, :kept], (ids[:, kept:] + 13) % vocab_size], dim=1)
+    for text, counts in ((ids, [*common, 3, 1]), (other, [*common, 2, 1])):
         reference, done = DynamicCache(config=whole.config), 0
         for count in counts:
             new = text[:, done : done + count]
@@ -170,11 +167,6 @@ def _cached_results_match(whole: Any, parts: Sequence[Any], ids: Tensor, vocab_s
     return True
 
 
-def _continuations(ids: Tensor, kept: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Two texts of the same first ``kept`` tokens. All others differ, so a cache that keeps what was cut is noticed."""
-    return ids, torch.cat([ids[:, :kept], (ids[:, kept:] + 13) % vocab_size], dim=1)
-
-
 def _small_config(config: PretrainedConfig) -> PretrainedConfig:
     tiny = copy.deepcopy(config)
     lists = per_layer_lists(config)
@@ -184,7 +176,7 @@ def _small_config(config: PretrainedConfig) -> PretrainedConfig:
     tiny.num_hidden_layers = len(chosen)
     heads, known = getattr(config, "num_attention_heads", None), set(config.to_dict()) | set(config.attribute_map)
     if not isinstance(heads, int):
-        raise refused(config, "its layers have no attention heads")
+        raise split_refusal(config, "its layers have no attention heads")
     head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
     tiny.num_attention_heads = 2
     for key in ("num_key_value_heads", "num_kv_heads"):
@@ -210,7 +202,7 @@ def _chosen_layers(kinds: Sequence[str]) -> list[int]:
 def _random_model(config: PretrainedConfig) -> Any:
     """All weights are random, norms and biases too, so that a swapped tensor changes the result."""
     with torch.random.fork_rng(devices=[]):
-        model = _Auto.from_config(config, dtype=torch.float32).eval()
+        model = Auto.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from p2ptrain.compute.device import HOST, SMALLER, ComputeDevice, available_bytes, check_memory
-from p2ptrain.compute.layout import LayerRange, ModelLayout, part_bytes, refused
+from p2ptrain.compute.activations import bytes_of
+from p2ptrain.compute.device import HOST, SMALLER, ComputeDevice, available_bytes, check_limit, check_memory
+from p2ptrain.compute.layout import LayerRange, ModelLayout, layer_sizes, split_refusal
 from p2ptrain.compute.model import initialize, parameter_count
 from p2ptrain.compute.part import PartAssembly, PartModel
 from p2ptrain.core.activations import activation_bytes
-from p2ptrain.core.errors import ConfigError, ResourceError
+from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import (
     copies,
     head_kept_bytes,
@@ -29,7 +30,6 @@ from p2ptrain.core.footprint import (
     part_training_bytes,
 )
 from p2ptrain.core.tensor_files import TensorTable
-from p2ptrain.core.texts import human_bytes
 
 A = TypeVar("A", bound=PartAssembly)
 
@@ -80,12 +80,9 @@ class StageSpec:
 
 
 def build_training_part(config: PretrainedConfig, part: LayerRange, directory: Path | None, seed: int) -> PartModel:
-    """The part on the CPU, in training mode, with the weights that ``build_model`` gives the whole model.
-
-    Raises:
-        ConfigError, StorageError: see ``first_weights``.
-    """
-    built = first_weights(lambda names: PartAssembly(config, part, names), config, directory, seed).finish()
+    """The part on the CPU, in training mode, with the weights that ``build_model`` gives the whole model. Raises
+    ``ConfigError``, ``StorageError``: see ``first_weights``."""
+    built = first_weights(lambda names: PartAssembly(config, part, names), config, directory, seed).build_model()
     built.module.train()
     return built
 
@@ -103,7 +100,7 @@ def first_weights(
     whole = ModelLayout(config, torch.float32)
     assembly = make([f"{name}.{leaf}" for name, unit in whole.units.items() for leaf in unit.state_dict()])
     for name, tensor in initial_tensors(whole, seed, set(assembly.wanted)):
-        assembly.place(name, tensor)
+        assembly.place_tensor(name, tensor)
     return assembly
 
 
@@ -129,7 +126,7 @@ def initial_tensors(whole: ModelLayout, seed: int, wanted: set[str] | None = Non
             initialize(whole.model, unit, seed, name)
         for leaf, tensor in unit.state_dict().items():
             if tensor.is_floating_point() and tensor.isnan().any():
-                raise refused(whole.model.config, f"its initialization does not set {name}.{leaf}")
+                raise split_refusal(whole.model.config, f"its initialization does not set {name}.{leaf}")
             if wanted is None or f"{name}.{leaf}" in wanted:
                 yield f"{name}.{leaf}", tensor
         unit.to(device="meta")
@@ -137,11 +134,8 @@ def initial_tensors(whole: ModelLayout, seed: int, wanted: set[str] | None = Non
 
 def initial_digest(config: PretrainedConfig, directory: Path | None, seed: int, bounds: tuple[int, ...]) -> bytes:
     """Digest of the whole initial model and of ``bounds``, 16 bytes. Stages with different digests do not train
-    together. This initializes or reads the whole model, piece by piece.
-
-    Raises:
-        ConfigError, StorageError, ResourceError: see ``TensorTable.read``, ``initial_tensors``.
-    """
+    together. This initializes or reads the whole model, piece by piece. Raises ``ConfigError``, ``StorageError``,
+    ``ResourceError``: see ``TensorTable.read``, ``initial_tensors``."""
     total = hashlib.blake2b(",".join(map(str, bounds)).encode(), digest_size=16)
 
     def add(name: str, data: bytes | bytearray | memoryview) -> None:
@@ -150,7 +144,7 @@ def initial_digest(config: PretrainedConfig, directory: Path | None, seed: int, 
 
     if directory is None:
         for name, tensor in initial_tensors(ModelLayout(config, torch.float32), seed):
-            add(name, tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            add(name, bytes_of(tensor))
     else:
         table = TensorTable(directory)
         for name in sorted(table.entries):
@@ -182,7 +176,7 @@ class TrainingMemory:
         layers_kept: see ``kept_bytes``.
 
     Raises:
-        ConfigError: see ``parameter_count``, ``part_bytes``.
+        ConfigError: see ``parameter_count``, ``layer_sizes``.
     """
 
     def __init__(
@@ -199,7 +193,10 @@ class TrainingMemory:
     ) -> None:
         part, tokens = spec.parts[spec.stage], micro_batch_tokens
         self._spec, self._device, self._part, self._tokens = spec, device, part, tokens
-        self._weights_bytes = 4 * parameter_count(config) if spec.is_whole else part_bytes(config, part, torch.float32)
+        if spec.is_whole:
+            self._weights_bytes = 4 * parameter_count(config)
+        else:
+            self._weights_bytes = layer_sizes(config).weights_bytes(part.start, part.stop)
         copied = copies(on_host=device.kind == "cpu", trained=trained, held=held)
         self._copies_bytes = int(copied * self._weights_bytes)
         self._kept_bytes = kept_bytes(config, tokens, part, layers_kept=layers_kept)
@@ -219,12 +216,8 @@ class TrainingMemory:
             f"training layers {part.start} to {part.stop} ({self._weights_bytes / 4e6:.2f} M parameters) with "
             f"{spec.in_flight} micro-batches of {self._tokens:,} tokens in flight"
         )
-        if spec.memory_bytes and need > spec.memory_bytes:  # placement used no sizes, or wrong ones
-            raise ResourceError(
-                f"{what} needs about {human_bytes(need)}, but this worker offers {human_bytes(spec.memory_bytes)}",
-                remedy="give it more (--memory), smaller parts (pipeline.cuts, pipeline.stages) or "
-                "pipeline.recompute=true",
-            )
+        remedy = "give it more (--memory), smaller parts (pipeline.cuts, pipeline.stages) or pipeline.recompute=true"
+        check_limit(need, spec.memory_bytes, what, remedy)  # placement may have used no sizes, or wrong ones
         check_memory(need, self._device, what, SMALLER)
         if self._host_bytes:
             check_memory(self._host_bytes, HOST, what, SMALLER)

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from p2ptrain.compute.rendering import TEMPLATES
 from p2ptrain.compute.tokenizer import PLAIN_CHAT, TOKENIZER_FILES, Tokenizer, library_errors
@@ -43,36 +43,15 @@ TEXT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _CHATS_AT_ONCE = 8
 _PROMPT_IDS = 8  # ids of the prompt to decode with the first new one
-_SHAPING = {
-    "repetition_penalty": 1,
-    "encoder_repetition_penalty": 1,
-    "typical_p": 1,
-    "no_repeat_ngram_size": 0,
-    "min_p": 0,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-    "exponential_decay_length_penalty": None,
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "diversity_penalty": 0,
-    "penalty_alpha": 0,
-    "guidance_scale": 1,
-    "top_h": None,
-    "dola_layers": None,
-    "stop_strings": None,
-    "token_healing": False,
-    "watermarking_config": None,
-}
-"""Unsupported settings of ``generation_config.json`` that would change sampling, with their neutral values (beside
-None)."""
+_UNSUPPORTED = (
+    "repetition_penalty", "encoder_repetition_penalty", "typical_p", "no_repeat_ngram_size", "min_p", "epsilon_cutoff",
+    "eta_cutoff", "min_length", "min_new_tokens", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
+    "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty", "num_beams",
+    "num_beam_groups", "diversity_penalty", "penalty_alpha", "guidance_scale", "top_h", "dola_layers", "stop_strings",
+    "token_healing", "watermarking_config",
+)  # fmt: skip
+"""Settings of ``generation_config.json`` that would change sampling."""
+_NEUTRAL = (None, 0, 1)
 
 
 class ModelText:
@@ -103,22 +82,17 @@ class ModelText:
             return [int(token) for token in self.tokenizer.encode([text])]
         return list(self.tokenizer.encodings([text], add_special_tokens=True)[0].ids)
 
-    def checked(self, ids: list[int], max_new_tokens: int) -> list[int]:
-        """Return ``ids`` if they and ``max_new_tokens`` fit into the context. Raises ``UserError``."""
-        if not ids:
+    def check_length(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Raise ``UserError`` if the prompt is empty, or does not fit into the context with the new tokens."""
+        if not prompt_tokens:
             raise UserError("the prompt is empty", remedy="enter some text for the model to continue")
-        if self.context is not None and len(ids) + max_new_tokens > self.context:
-            room = self.context - len(ids)
+        if self.context is not None and prompt_tokens + max_new_tokens > self.context:
+            room = self.context - prompt_tokens
             raise TooLong(
-                f"{len(ids)} tokens of prompt and {max_new_tokens} new ones are more than the context of "
+                f"{prompt_tokens} tokens of prompt and {max_new_tokens} new ones are more than the context of "
                 f"{self.context}",
                 remedy=(f"ask for at most {room} new tokens, or " if room > 0 else "") + "shorten the prompt",
             )
-        return ids
-
-    def until_end(self, tokens: Sequence[int]) -> list[int]:
-        """``tokens`` up to and including the first end token."""
-        return list(tokens[: next((at for at, token in enumerate(tokens, 1) if token in self.end_tokens), len(tokens))])
 
     def writer(
         self, prompt: Sequence[int] = (), *, stop: Iterable[str] = (), end_tokens: frozenset[int] | None = None
@@ -135,9 +109,7 @@ class ModelText:
         """A sentence about the unsupported settings in ``generation_config.json`` that are not neutral; empty if there
         are none."""
         settings = self._generation or {}
-        unused = [
-            f"{key} = {settings[key]}" for key, usual in _SHAPING.items() if settings.get(key) not in (None, usual)
-        ]
+        unused = [f"{key} = {settings[key]}" for key in _UNSUPPORTED if settings.get(key) not in _NEUTRAL]
         file = f"{self.directory.name}/generation_config.json"
         return shortened(f"{file} also says {', '.join(unused)}: not applied") if unused else ""
 
@@ -197,14 +169,14 @@ class TextWriter:
         if token in self.end_tokens:
             return self._close("stop" if token in self._stop_tokens else "end")
         self._ids.append(token)
-        return self._give(self._stops.feed(self._decoded(whole_characters=True)))
+        return self._give(self._stops.feed(self._decode(whole_characters=True)))
 
     def finish(self) -> str:
         """End the text. Returns the held-back rest: an incomplete character, or the start of a stop string."""
         return "" if self.ended else self._close("length")
 
     def _close(self, why: str) -> str:
-        rest = self._give(self._stops.feed(self._decoded(whole_characters=False)))
+        rest = self._give(self._stops.feed(self._decode(whole_characters=False)))
         if not self.ended:
             self.ended = why
             rest += self._give(self._stops.finish())
@@ -216,7 +188,7 @@ class TextWriter:
         self.text += piece
         return piece
 
-    def _decoded(self, *, whole_characters: bool) -> str:
+    def _decode(self, *, whole_characters: bool) -> str:
         """Text of the new ids; empty while the last character is incomplete. The previous piece's ids are decoded with
         them, because an id's text depends on the ids before it."""
         with library_errors("the tokenizer"):
@@ -255,6 +227,13 @@ class Turn:
     text: str
 
 
+class TrainingText(NamedTuple):
+    """A text, and the bounds of the answers in it that are learned, in characters: start, stop, start, ..."""
+
+    text: str
+    bounds: list[int]
+
+
 class ChatFormat:
     """Converts conversations to token ids, for a model's next answer and for training, with its chat template.
 
@@ -286,51 +265,56 @@ class ChatFormat:
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
         """Prompt ids for the model's next answer. Raises ``UserError`` if the template refuses the turns."""
-        (text,) = self._written([([{"role": turn.role, "content": turn.text} for turn in turns], True)])
+        (text,) = self._render([([{"role": turn.role, "content": turn.text} for turn in turns], True)])
         ids = list(self.tokenizer.encodings([text], add_special_tokens=False)[0].ids)
         return [*self.tokenizer.begin, *ids] if self.is_plain else ids
 
-    def encoded(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+    def encode(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """Ids of texts that a template wrote; each text's special tokens are in it, except in the plain format."""
         return self.tokenizer.encodings(texts, add_special_tokens=self.is_plain)
 
-    def learned(self, messages: Sequence[dict[str, Any]]) -> list[tuple[str, list[int]]]:
-        """The texts from which a conversation's answers are learned. Each has the bounds of its answers: start, stop,
-        start, ... An answer is what the template adds to the prompt for it, so it includes what ends the answer. One of
-        weight 0 is not learned.
+    def training_texts(self, messages: Sequence[dict[str, Any]]) -> list[TrainingText]:
+        """The texts from which a conversation's answers are learned. An answer is what the template adds to the prompt
+        for it, so it includes what ends the answer. One of weight 0 is not learned.
 
         Most templates only add to what they wrote, so one text has all answers. Others change earlier turns, such as
         Qwen3's, which drops earlier thoughts. There an answer is in a text of its own, which ends with it, as the model
-        would write it.
-
-        Raises:
-            UserError: the template refuses the messages, or does not write an answer as it prompts for it.
-        """
-        found: list[tuple[str, list[int]]] = []
-        answers = [at for at, it in enumerate(messages) if it["role"] == ASSISTANT and it.get("weight") != 0]
-        written = self._written(
+        would write it. Raises ``UserError``: the template refuses the messages, or does not write an answer as it
+        prompts for it."""
+        texts: list[TrainingText] = []
+        roles = [(message["role"], message.get("weight")) for message in messages]
+        answers = [index for index, (role, weight) in enumerate(roles) if role == ASSISTANT and weight != 0]
+        rendered = self._render(
             chat for index in answers for chat in ((messages[:index], True), (messages[: index + 1], False))
         )
-        for prompt, answered in zip(written, written, strict=True):
+        for prompt, answered in zip(rendered, rendered, strict=True):
             if not answered.startswith(prompt):
                 raise UserError(
-                    f"the chat template of {self._named} does not write an answer behind the prompt for it",
+                    f"the chat template of {self._owner} does not write an answer behind the prompt for it",
                     remedy="change the template in the model's directory so that an answer follows the prompt for it",
                 )
-            bounds = found.pop()[1] if found and prompt.startswith(found[-1][0]) else []
-            found.append((answered, [*bounds, len(prompt), len(answered)]))
-        return found
+            bounds = texts.pop().bounds if texts and prompt.startswith(texts[-1].text) else []
+            texts.append(TrainingText(answered, [*bounds, len(prompt), len(answered)]))
+        return texts
 
-    def _written(self, chats: Iterable[tuple[Sequence[dict[str, Any]], bool]]) -> Iterator[str]:
-        """The texts of conversations, each of its messages, and whether an answer is to follow. A few are made at once:
+    def _render(self, chats: Iterable[tuple[Sequence[dict[str, Any]], bool]]) -> Iterator[str]:
+        """The texts of conversations: the messages of each, and whether an answer is to follow. A few are made at once:
         those of all turns of a long conversation would not fit into an answer of the process."""
         tasks = ((messages, self._special | {"add_generation_prompt": answer}) for messages, answer in chats)
-        while some := list(islice(tasks, _CHATS_AT_ONCE)):
-            yield from TEMPLATES.render(self._template, some, self._named, self._date)
+        while batch := list(islice(tasks, _CHATS_AT_ONCE)):
+            yield from TEMPLATES.render(self._template, batch, self._owner, self._date)
 
     @property
-    def _named(self) -> str:
+    def _owner(self) -> str:
         return str(self.tokenizer.directory or "a new model")
+
+
+class FittedPrompt(NamedTuple):
+    """The prompt of a conversation. ``dropped``: number of turns that are left out from now on."""
+
+    ids: list[int]
+    max_answer_tokens: int
+    dropped: int
 
 
 class Conversation:
@@ -358,16 +342,13 @@ class Conversation:
         assert self.turns[-1].role == USER
         self.turns.pop()
 
-    def fit(self, form: ChatFormat, context: int | None, answer_tokens: int | None) -> tuple[list[int], int, int]:
-        """Return the prompt's ids, the most tokens of the answer, and the number of turns dropped now.
+    def fit(self, form: ChatFormat, context: int | None, answer_tokens: int | None) -> FittedPrompt:
+        """Make the prompt.
 
         The oldest questions and their answers are dropped until the answer has room for ``answer_tokens``, or for a
         quarter of the context if that is less. Dropped turns stay dropped. None, if there is a context: as many as fit;
-        the last question may then leave room for one.
-
-        Raises:
-            UserError: the last question alone is too long; or as ``ChatFormat.ids``.
-        """
+        the last question may then leave room for one. Raises ``UserError``: the last question alone is too long; or as
+        ``ChatFormat.ids``."""
         system = self.turns[: 1 if self._system else 0]
 
         def ids_from(first: int) -> list[int]:
@@ -376,7 +357,7 @@ class Conversation:
         ids = ids_from(self._first)
         if context is None:
             assert answer_tokens is not None
-            return ids, answer_tokens, 0
+            return FittedPrompt(ids, answer_tokens, 0)
         room, dropped = min(answer_tokens or context, max(1, context // 4)), 0
         if len(ids) + room > context:
             # A binary search: there may be thousands of turns, and each try tokenizes all of them.
@@ -393,4 +374,4 @@ class Conversation:
                     remedy="shorten the question",
                 )
             dropped, self._first = first - self._first, first
-        return ids, min(answer_tokens or context, context - len(ids)), dropped
+        return FittedPrompt(ids, min(answer_tokens or context, context - len(ids)), dropped)

@@ -14,6 +14,7 @@ import shutil
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,15 +80,13 @@ class Tokenizer:
         self.backend, self.directory, self.library = backend, directory, library
         self.has_template = library is not None and bool(library.chat_template)
         self.vocab_size = 1 + max(backend.get_vocab().values())
-        encoding, end = backend.encode("a"), None if library is None else library.eos_token_id
-        mask = [*encoding.special_tokens_mask, 0]
-        self.begin = encoding.ids[: mask.index(0)]
-        self.end = encoding.ids[len(mask) - mask[-2::-1].index(0) - 1 :] if 0 in mask[:-1] else []
-        if not self.end and end is not None:
-            self.end = [end]
+        encoding, mask = backend.encode("a"), backend.encode("a").special_tokens_mask
+        self.begin = encoding.ids[: [*mask, 0].index(0)]
+        self.end = encoding.ids[len(mask) - mask[::-1].index(0) :] if 0 in mask else []
+        if not self.end and library is not None and library.eos_token_id is not None:
+            self.end = [library.eos_token_id]
         is_plain = backend.encode(_PROBE).ids == list(_PROBE.encode())
         self.is_bytes = is_plain and backend.get_vocab() == _byte_vocabulary()
-        self._digest: str | None = None
 
     @classmethod
     def of_bytes(cls) -> Tokenizer:
@@ -122,20 +121,18 @@ class Tokenizer:
             library = _library(path, is_bytes=document["model"].get("vocab") == _byte_vocabulary())
             return cls(library.backend_tokenizer, path.parent, library)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Digest of the map from ids to tokens, hex.
 
         It ignores how text is split into tokens, because a drafter gets only ids. So files that differ in the chat
         template, or in the format of merges, have equal digests.
         """
-        if self._digest is None:
-            found = hashlib.blake2b(digest_size=16)
-            for token, number in sorted(self.backend.get_vocab().items(), key=lambda item: (item[1], item[0])):
-                name = token.encode("utf-8", "surrogatepass")
-                found.update(struct.pack("<II", number, len(name)) + name)
-            self._digest = found.hexdigest()
-        return self._digest
+        digest = hashlib.blake2b(digest_size=16)
+        for token, number in sorted(self.backend.get_vocab().items(), key=lambda item: (item[1], item[0])):
+            name = token.encode("utf-8", "surrogatepass")
+            digest.update(struct.pack("<II", number, len(name)) + name)
+        return digest.hexdigest()
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -163,7 +160,11 @@ class Tokenizer:
         conversations, so its chat template is among them, be it the plain one. Raises ``StorageError``."""
         try:
             if self.directory is None:
-                self.with_plain_chat().save_pretrained(directory)
+                from transformers import PreTrainedTokenizerFast  # slow to import, and only needed here
+
+                fast: Any = PreTrainedTokenizerFast  # its annotations are partial
+                options = {"clean_up_tokenization_spaces": False, "chat_template": PLAIN_CHAT}
+                fast(tokenizer_object=self.backend, **options).save_pretrained(directory)
                 return
             for name in TOKENIZER_FILES:
                 if (self.directory / name).is_file():
@@ -172,13 +173,6 @@ class Tokenizer:
                 (directory / TEMPLATE_FILE).write_text(PLAIN_CHAT, "utf-8")
         except OSError as error:
             raise StorageError(f"cannot write the tokenizer to {directory}: {error.strerror or error}") from error
-
-    def with_plain_chat(self) -> Any:
-        """Transformers' equivalent of this tokenizer, with the plain chat template."""
-        from transformers import PreTrainedTokenizerFast  # slow to import, and only needed here
-
-        fast: Any = PreTrainedTokenizerFast  # its annotations are partial
-        return fast(tokenizer_object=self.backend, clean_up_tokenization_spaces=False, chat_template=PLAIN_CHAT)
 
     def encodings(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tokenizers.Encoding]:
         """Raises ``ConfigError`` if the tokenizer fails."""

@@ -9,7 +9,7 @@ A ``Trainer`` is made of objects that each do one thing:
 - ``Passes`` computes the forward and backward passes;
 - ``TrainingState`` gives the state to checkpoints and to members that heal.
 
-Memory. Weights, gradients and moments are flat arrays (``compute.flat``).
+Weights, gradients and moments are flat arrays (``compute.flat``).
 """
 
 from __future__ import annotations
@@ -43,27 +43,23 @@ from p2ptrain.core.training import Applied, Blob, FilePlan, OnFinal, TrainingDat
 def make_update(spec: TrainingSpec, flat: FlatModel) -> StepUpdate:
     """What the job's strategy contributes and applies."""
     if spec.clip_norm:
-        number, norm = spec.micro_batches, spec.clip_norm
-        return ClippedGradients(flat, spec.optimizer, steps=spec.steps, micro_batches=number, clip_norm=norm)
+        return ClippedGradients(flat, spec.optimizer, spec.steps, spec.micro_batches, spec.clip_norm)
     if spec.local is None:
-        summed = PlainGradients if spec.sgd else SummedGradients
-        unit = UNIT if spec.exact else 1.0
-        return summed(flat, spec.optimizer, steps=spec.steps, unit=unit, is_weighted=spec.private)
-    kind = ExactAverage if spec.local.slots else LocalSteps
-    update = kind(flat, spec.optimizer, spec.local, steps=spec.steps)
+        kind = PlainGradients if spec.sgd else SummedGradients
+        return kind(flat, spec.optimizer, spec.steps, unit=UNIT if spec.exact else 1.0, is_weighted=spec.private)
+    local_kind = ExactAverage if spec.local.slots else LocalSteps
+    update = local_kind(flat, spec.optimizer, spec.local, spec.steps)
     if spec.local.fragments == 1 and not spec.local.overlap:  # else it has inner steps of several steps
         update.max_scalar = 1.001 * spec.micro_batches  # of the weights, and of the targets in full micro-batches
     return update
 
 
 class TrainingState:
-    """Implements ``roles.engine.EngineState``, which documents the methods.
+    """The state of a part, in memory and in the files of a checkpoint. Implements ``roles.engine.EngineState``,
+    which documents the methods.
 
     Args:
         corpus: digest of the corpus; empty if the text is private.
-
-    Attributes:
-        changes: how often the state has changed.
     """
 
     def __init__(self, recipe: ModelRecipe, built: BuiltPart, update: StepUpdate, corpus: str) -> None:
@@ -73,14 +69,13 @@ class TrainingState:
         self._reader = CheckpointReader(recipe, built)
         self._mirrors: list[tuple[Tensor, Tensor]] = []  # (array on a GPU, its copy from blobs())
         self._is_initial = True
-        self.changes = 0
 
     def arrays(self) -> dict[str, Tensor]:
         """The parameters that train, and what else the update shares, such as AdamW's moments."""
         return {PARAMETERS: self._built.flat.parameters, **self._update.shared}
 
     def blobs(self) -> list[Blob]:
-        """On a GPU these are fresh host copies; ``refresh`` copies them back."""
+        """As in ``EngineState``. On a GPU these are fresh host copies; ``refresh`` copies them back."""
         arrays = self.arrays()
         if self._recipe.is_on_host:
             return [blob_of(name, array) for name, array in arrays.items()]
@@ -105,24 +100,17 @@ class TrainingState:
         return self._recipe.initial_digest
 
     def checkpoint_files(self, step: int) -> list[FilePlan]:
-        """Plan a Hugging Face model directory, or this part's files of it, and the optimizer's file, from ranges of the
-        blobs. Raises ``StorageError`` if there is no room for temporary files."""
         return self._planner.files_of(step, {name: array.numel() for name, array in self._update.shared.items()})
 
     def load(self, directory: Path) -> None:
         """Restore this part from its own files in ``directory``; a shard also from those of a whole model. Other files
-        are ignored.
-
-        Raises:
-            StorageError: the checkpoint does not fit this part, or cannot be read. The state is unchanged.
-        """
+        are ignored. Raises ``StorageError``: the checkpoint does not fit this part, or cannot be read. The state is
+        unchanged."""
         self._reader.read(directory, self.arrays())
         self._forget_derived()
 
     def changed(self) -> None:
-        """Note that an update has changed the arrays."""
         self._is_initial, self._mirrors = False, []
-        self.changes += 1
 
     def _forget_derived(self) -> None:
         self._update.on_state_replaced()
@@ -168,6 +156,8 @@ class Trainer:
         self._passes = Passes(recipe, self.built, self.batches, update, self._buffer)
         self.state = make_state(recipe, self.built, update, self.batches.digest)
         self.pipeline = self._passes if self._sharded is None else None
+        self.reduce_buffer: npt.NDArray[Any] = self._buffer.array
+        self.scalars, self.exact_from, self.exact = self._buffer.scalars, self._buffer.exact_from, recipe.spec.exact
         self.noise = update if isinstance(update, LocalSteps | ClippedGradients) else None
         self.slots = update if isinstance(update, ExactAverage) else None
         self.device = recipe.device.label
@@ -185,22 +175,6 @@ class Trainer:
     @property
     def shards(self) -> Trainer | None:
         return None if self._sharded is None else self
-
-    @property
-    def reduce_buffer(self) -> npt.NDArray[Any]:
-        return self._buffer.array
-
-    @property
-    def scalars(self) -> int:
-        return self._buffer.scalars
-
-    @property
-    def exact_from(self) -> int:
-        return self._buffer.exact_from
-
-    @property
-    def exact(self) -> bool:
-        return self._buffer.exact
 
     def share_cores(self, workers: int) -> None:
         share_cores(self._recipe.device, workers)
@@ -225,12 +199,11 @@ class Trainer:
     def micro_batch(self, step: int, index: int, on_final: OnFinal | None = None, *, counts: bool = True) -> None:
         if self._spec.clip_norm and self.batches.draws_again(step, index):
             return
-        with self._sharded.one_pass() if self._sharded is not None else nullcontext():
+        with self._sharded.during_pass() if self._sharded is not None else nullcontext():
             self._passes.forward(step, index, None)
             self._passes.backward(index, None, on_final, counts=counts)
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
-        self._passes.check_finished()
         self._buffer.finish(on_final)
 
     def exchanged(self, step: int) -> Sequence[tuple[int, int]]:

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from p2ptrain.compute.flat import trained
+from p2ptrain.compute.activations import bytes_of
+from p2ptrain.compute.flat import trained_parameters
 from p2ptrain.compute.model import DRAWING, outline, seed_of
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.extras import install_command
@@ -119,7 +120,7 @@ class Tuning:
         for whole_name, parameter in sorted(named.values(), key=lambda item: item[0]):
             if not parameter.requires_grad:
                 digest.update(f"{whole_name} {tuple(parameter.shape)} ".encode())
-                digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+                digest.update(bytes_of(parameter))
         self.frozen_digest = digest.hexdigest()
         if self._adapted:
             self._adapt(module, {name: whole_name for name, (whole_name, _) in named.items()})
@@ -185,7 +186,7 @@ class Tuning:
                 self.adapters[f"{place}.{factor}.{ADAPTER_NAME}.weight"] = f"base_model.model.{whole}.{factor}.weight"
             if self._spec.dropout:
                 layer.lora_dropout[ADAPTER_NAME] = _Dropout(self, whole)
-        shapes = {name: tuple(parameter.shape) for name, parameter in trained(module).items()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in trained_parameters(module).items()}
         with torch.no_grad():
             for name, tensor in self.initial(shapes).items():
                 module.get_parameter(name).copy_(tensor)

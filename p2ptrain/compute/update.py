@@ -90,14 +90,14 @@ class SummedGradients:
     max_scalar = 1.001  # rounded
 
     def __init__(
-        self, flat: FlatModel, optimizer: OptimizerSpec, *, steps: int, unit: float = 1.0, is_weighted: bool = False
+        self, flat: FlatModel, optimizer: OptimizerSpec, steps: int, *, unit: float = 1.0, is_weighted: bool = False
     ) -> None:
         self._flat, self._spec, self._steps, self._unit = flat, optimizer, steps, unit
         self._is_weighted = is_weighted
         self.contribution, self.numel = flat.gradients, flat.numel
-        self.shared = self._prepared()
+        self.shared = self._make_moments()
 
-    def _prepared(self) -> dict[str, Tensor]:
+    def _make_moments(self) -> dict[str, Tensor]:
         self._adamw = FlatAdamW(self._flat, self._spec)
         return {"exp_avg": self._adamw.exp_avg, "exp_avg_sq": self._adamw.exp_avg_sq}
 
@@ -141,7 +141,7 @@ class SummedGradients:
 class PlainGradients(SummedGradients):
     """The same with SGD, without moments. The weights of matrices decay as with AdamW."""
 
-    def _prepared(self) -> dict[str, Tensor]:
+    def _make_moments(self) -> dict[str, Tensor]:
         return {}
 
     def _take(self, gradients: Tensor, step: int, lr: float, scale: float) -> None:
@@ -162,11 +162,11 @@ class ClippedGradients(SummedGradients):
     mean_of_each_call = True
 
     def __init__(
-        self, flat: FlatModel, optimizer: OptimizerSpec, *, steps: int, micro_batches: int, clip_norm: float
+        self, flat: FlatModel, optimizer: OptimizerSpec, steps: int, micro_batches: int, clip_norm: float
     ) -> None:
-        super().__init__(flat, optimizer, steps=steps)
+        super().__init__(flat, optimizer, steps)
         self.contribution = torch.zeros_like(flat.gradients)
-        self._number, self._clip_norm = micro_batches, clip_norm
+        self._micro_batches, self._clip_norm = micro_batches, clip_norm
         self._noise = NO_NOISE
 
     def begin_step(self, step: int, count: int) -> bool:
@@ -176,7 +176,7 @@ class ClippedGradients(SummedGradients):
     def after_backward(self, micro_batches: int, targets: float) -> None:
         gradient = self._flat.gradients[: self.numel]
         clip(gradient, self._clip_norm)
-        self.contribution[: self.numel].add_(gradient, alpha=1 / self._number)
+        self.contribution[: self.numel].add_(gradient, alpha=1 / self._micro_batches)
         self._flat.gradients.zero_()
 
     def use_noise(self, std: float, key: bytes) -> None:
@@ -186,7 +186,7 @@ class ClippedGradients(SummedGradients):
     def finish(self) -> None:
         (std, key), self._noise = self._noise, NO_NOISE
         if key:
-            add_noise(self.contribution[: self.numel], std / self._number, key)
+            add_noise(self.contribution[: self.numel], std / self._micro_batches, key)
         else:
             self.contribution.zero_()
 

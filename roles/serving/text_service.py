@@ -217,7 +217,7 @@ class ModelTextService:
         if not request.turns:
             ids = self._checked_ids(text.prompt_ids(request.prompt))
             most = self._most(len(ids)) if request.max_new_tokens is None else request.max_new_tokens
-            text.checked(ids, most)
+            text.check_length(len(ids), most)
             return PreparedText(ids, most, 0, text.writer(ids, stop=request.stop), sampling, grows=False)
         if request.prompt:
             raise UserError("the request has both a prompt and a conversation", remedy="send one of them")

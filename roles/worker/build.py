@@ -195,9 +195,9 @@ def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
         return measured(device or "auto", threads)
 
     def measure(config: str, dtype: str) -> dict[str, Any]:
-        from p2ptrain.compute.served_part import measured
+        from p2ptrain.compute.served_part import measure_model
 
-        return measured(config, dtype)
+        return measure_model(config, dtype)
 
     return Holding(
         compute_flops=compute_flops,

@@ -145,7 +145,7 @@ def load_part(
 ) -> PartModel:
     assembly = PartAssembly(config, part, table.entries, dtype=dtype)
     assembly.place_all(table)
-    return assembly.finish()
+    return assembly.build_model()
 
 
 def load_parts(directory: Path, *cuts: int, dtype: torch.dtype = torch.float32) -> list[PartModel]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, fill, ids_untrusted
+from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, ids_untrusted
 from p2ptrain.core.activations import ENCODINGS, activation_bytes, encode_ids
 from p2ptrain.core.errors import ProtocolError
 
@@ -44,17 +44,6 @@ def test_int8_errs_by_half_a_scale(values: np.ndarray) -> None:  # type: ignore[
     assert bool(((back - hidden).double().abs() <= scale * 0.5001 + 1.5e-43).all())
 
 
-def test_what_was_encoded_and_decoded_has_memory_of_its_own() -> None:
-    hidden = torch.ones(2, 3)
-    for encoding in ENCODINGS:
-        payload = bytearray(encode(hidden, encoding))
-        back = decode_untrusted(memoryview(payload), encoding, 2, 3)
-        payload[:] = bytes(len(payload))
-        assert torch.equal(back, hidden)
-    strided = torch.arange(12.0).view(3, 4).T.requires_grad_()
-    assert torch.equal(decode_untrusted(encode(strided, "fp32"), "fp32", 4, 3), strided)
-
-
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("change", [-1, 1])
 def test_another_size_is_refused(encoding: str, change: int) -> None:
@@ -79,15 +68,3 @@ def test_token_ids() -> None:
             ids_untrusted(encode_ids(wrong), 2, 10)
     with pytest.raises(ProtocolError, match="2 positions as ids"):
         ids_untrusted(payload, 2, 10)
-
-
-@pytest.mark.parametrize("source", DTYPES.values(), ids=str)
-@pytest.mark.parametrize("target", DTYPES.values(), ids=str)
-def test_filling_with_pieces(source: torch.dtype, target: torch.dtype) -> None:
-    values = torch.randn(7, 9, generator=torch.Generator().manual_seed(2)).to(source)
-    filled = torch.zeros(70, dtype=target)
-    data = values.view(torch.uint8).numpy().tobytes()
-    fill(filled, data[: 40 * source.itemsize], source)
-    fill(filled[40:], memoryview(data)[40 * source.itemsize :], source)
-    assert torch.equal(filled[:63], values.to(target).flatten())
-    assert not filled[63:].any()

@@ -69,22 +69,6 @@ def test_files_of_all_stages_are_one_model_with_the_first_weights(
     assert states(again.stages) == states(pipeline.stages)
 
 
-def test_stages_write_the_small_files_of_the_whole_model(text_file: Path, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir()
-    parts.mkdir()
-    save(tiny_trainer(text_file, model=MODEL), whole)
-    save_all(Pipeline(text_file, (0, 2, 4)).stages, parts)
-    for path in whole.iterdir():
-        if path.name not in ("model.safetensors", "optimizer.safetensors", "training.json"):
-            assert (parts / path.name).read_bytes() == path.read_bytes(), path.name
-    assert {path.name for path in parts.iterdir()} - {path.name for path in whole.iterdir()} == {
-        INDEX_FILE,
-        *(f"{kind}-0000{stage}-of-00002.safetensors" for kind in ("model", "optimizer") for stage in (1, 2)),
-        *(f"training-0000{stage}-of-00002.json" for stage in (1, 2)),
-    }
-
-
 @pytest.mark.parametrize("spec", [MODEL, tiny(layers=4, tie_embeddings=False)], ids=name_of)
 def test_each_stage_continues_from_its_own_files(text_file: Path, tmp_path: Path, spec: ModelSpec) -> None:
     pipeline = Pipeline(text_file, (0, 1, 4), model=spec)
@@ -155,16 +139,6 @@ def test_adapters_and_merged_models_keep_settings_of_the_base_model(
         assert not (merged / INDEX_FILE).exists()
         (given / INDEX_FILE).unlink()
         check_kept(given, merged)
-
-
-def test_load_initial_restores_the_state_of_step_0(text_file: Path) -> None:
-    pipeline = Pipeline(text_file, (0, 2, 4))
-    before = states(pipeline.stages)
-    expected = [pipeline.run(step).loss for step in range(2)]
-    for stage in pipeline.stages:
-        stage.state.load_initial()
-    assert states(pipeline.stages) == before
-    assert [pipeline.run(step).loss for step in range(2)] == expected
 
 
 @pytest.mark.parametrize(

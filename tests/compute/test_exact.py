@@ -1,7 +1,4 @@
-"""Exact mode of the real engine: a micro-batch's bits depend on nothing but itself, and a run's on nothing but the job.
-
-The reference is a loop of this file's own: a plain model's gradients, summed as Python's integers.
-"""
+"""Exact mode of the real engine: a micro-batch's bits depend on nothing but itself."""
 
 from __future__ import annotations
 
@@ -9,27 +6,22 @@ import hashlib
 import math
 import multiprocessing
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 
-from p2ptrain.compute.data import DataSpec, load_corpus
-from p2ptrain.compute.device import ComputeDevice, constant_arithmetic, flushed_denormals, pick_device
-from p2ptrain.compute.gradients import FRACTION_BITS, UNIT, HostCopier, bucket_bounds
-from p2ptrain.compute.model import ModelSpec, build_model
-from p2ptrain.compute.sampling import WindowSampler
-from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.compute.device import ComputeDevice, constant_arithmetic, pick_device
+from p2ptrain.compute.gradients import bucket_bounds
+from p2ptrain.compute.model import ModelSpec
+from p2ptrain.compute.reduce_buffer import HostCopier
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed
 from tests.compute.contribution import contribution, in_another_process
-from tests.compute.saving import save
-from tests.compute.test_trainer import APART, Follower
-from tests.compute.tiny_trainer import MICRO_BATCHES, OPTIMIZER, TINY, run_step, state_bytes, tiny
+from tests.compute.test_trainer import Follower
+from tests.compute.tiny_trainer import APART, TINY, run_step, state_bytes, tiny
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -112,102 +104,6 @@ def test_an_operation_without_a_deterministic_algorithm_is_refused() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- a run
-
-
-class Plain:
-    """The same job as a loop: transformers' model, one AdamW for each parameter, Python's integers."""
-
-    def __init__(self, text: Path, model: ModelSpec) -> None:
-        self.model = build_model(model, 256, seed=3)
-        self._corpus = load_corpus(DataSpec(path=str(text), sequence_tokens=16), Tokenizer.of_bytes())
-        self._sampler = WindowSampler(len(self._corpus.training), 3, MICRO_BATCHES, 2)
-        named = dict(self.model.named_parameters())
-        groups = [
-            {"params": [item for item in named.values() if item.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
-            {"params": [item for item in named.values() if item.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(groups, lr=1.0, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
-
-    def sums(self, step: int, order: list[int]) -> tuple[dict[str, list[int]], int]:
-        """The integers of every parameter's gradient, and of the mean loss."""
-        totals: dict[str, list[int]] = {}
-        losses = 0
-        for index in order:
-            windows = self._corpus.training[self._sampler.sample(step, index)]
-            tokens = torch.from_numpy(self._corpus.window_tokens(windows))
-            for parameter in self.model.parameters():
-                parameter.grad = None
-            with flushed_denormals():
-                logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-                (loss / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
-            losses += _fixed((loss.detach() / MICRO_BATCHES).item())
-            for name, parameter in self.model.named_parameters():
-                assert parameter.grad is not None
-                integers = [_fixed(value) for value in parameter.grad.flatten().tolist()]
-                totals[name] = [a + b for a, b in zip(totals.get(name, [0] * len(integers)), integers, strict=True)]
-        return totals, losses
-
-    def apply(self, step: int, totals: dict[str, list[int]]) -> float:
-        """One step; the squared norm."""
-        squares = sum(integer * integer for integers in totals.values() for integer in integers)
-        norm = math.sqrt(Fraction(squares, 4**FRACTION_BITS))
-        scale = min(1.0, OPTIMIZER.clip_norm / (norm + 1e-6))
-        for name, parameter in self.model.named_parameters():
-            gradient = torch.tensor([float(integer) * UNIT for integer in totals[name]], dtype=torch.float64)
-            parameter.grad = (gradient * scale).float().view(parameter.shape)
-        for group in self.adamw.param_groups:
-            group["lr"] = OPTIMIZER.lr_at(step, 30)
-        self.adamw.step()
-        return norm
-
-
-def _fixed(value: float) -> int:
-    integer: int = round(Fraction(value) * 2**FRACTION_BITS)
-    return integer
-
-
-def test_steps_are_those_of_a_loop_over_pythons_integers(make_trainer: MakeTrainer, text_file: Path) -> None:
-    """The sums bit for bit, while both models hold the same bits; then AdamW within a few bits of its own loop."""
-    model = tiny(layers=1)
-    trainer, plain = make_trainer(model=model, exact=True), Plain(text_file, model)
-    for step in range(2):
-        totals, losses = plain.sums(step, [3, 1, 0, 2])
-        trainer.begin_step(step)
-        for index in range(MICRO_BATCHES):
-            trainer.micro_batch(step, index)
-        trainer.finish_gradients()
-        for segment in trainer.built.flat.segments:
-            ours = trainer.reduce_buffer[segment.offset : segment.offset + segment.numel]
-            assert ours.tolist() == totals[segment.name], segment.name
-        assert trainer.reduce_buffer[-1] == losses
-        applied = trainer.apply(step, trainer.partial_square_sum(0, len(trainer.reduce_buffer)))
-        assert applied.grad_norm == pytest.approx(plain.apply(step, totals), rel=1e-12)
-        assert applied.loss == losses * UNIT
-        for name, parameter in trainer.built.flat.model.named_parameters():
-            theirs = plain.model.get_parameter(name)
-            torch.testing.assert_close(theirs, parameter, rtol=2e-6, atol=1e-7)
-            theirs.data.copy_(parameter.data)  # the next step begins with equal bits
-
-
-def test_copied_and_loaded_states_continue_with_the_same_bits(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    whole, donor, newcomer, resumed = (make_trainer(exact=True, seed=3) for _ in range(4))
-    run_step(newcomer, 0)
-    for step in range(3):
-        run_step(whole, step)
-        run_step(donor, step)
-    for source, target in zip(donor.state.blobs(), newcomer.state.blobs(), strict=True):
-        target.view[:] = source.view
-    newcomer.state.refresh(3)
-    save(donor, tmp_path)
-    resumed.state.load(tmp_path)
-    for step in range(3, 6):
-        buffers = []
-        for trainer in (whole, newcomer, resumed):
-            run_step(trainer, step)
-            buffers.append(trainer.reduce_buffer.tobytes())
-        assert len(set(buffers)) == 1
-    assert sha256(whole) == sha256(newcomer) == sha256(resumed)
 
 
 def test_a_step_can_be_applied_again_from_the_kept_sum(make_trainer: MakeTrainer) -> None:

@@ -22,41 +22,6 @@ def flat_model(**changes: Any) -> FlatModel:
     return FlatModel(build_model(tiny(**changes), 256, seed=1), CPU)
 
 
-@pytest.mark.parametrize("tie", [True, False])
-def test_parameters_and_gradients_are_views(tie: bool) -> None:
-    original = build_model(tiny(tie_embeddings=tie), 256, seed=1)
-    expected = {name: parameter.detach().clone() for name, parameter in original.named_parameters()}
-    flat = FlatModel(original, CPU)
-    assert flat.numel % 16 == 0
-    assert flat.gradients.shape == (flat.numel + 2,)
-    for name, parameter in flat.model.named_parameters():
-        assert torch.equal(parameter, expected[name])
-        assert parameter.data_ptr() % 64 == flat.parameters.data_ptr() % 64
-        assert parameter.untyped_storage().data_ptr() == flat.parameters.untyped_storage().data_ptr()
-        assert parameter.grad is not None
-        assert parameter.grad.untyped_storage().data_ptr() == flat.gradients.untyped_storage().data_ptr()
-    flat.parameters.zero_()
-    assert all(parameter.count_nonzero() == 0 for parameter in flat.model.parameters())
-
-
-def test_matrices_come_first_and_vectors_last() -> None:
-    flat = flat_model(architecture="qwen2")  # which has biases
-    for segment in flat.segments:
-        assert (segment.offset < flat.decayed_numel) == (len(segment.shape) >= 2), segment
-    assert {len(segment.shape) for segment in flat.segments} == {1, 2}
-
-
-@pytest.mark.parametrize("tie", [True, False])
-def test_the_last_layer_comes_first_and_the_embedding_last(tie: bool) -> None:
-    flat = flat_model(tie_embeddings=tie)
-    matrices = [segment.name for segment in flat.segments if segment.offset < flat.decayed_numel]
-    assert (matrices[0] == "lm_head.weight") is not tie
-    assert matrices[-1] == "model.embed_tokens.weight"
-    layers = [int(name.split(".")[2]) for name in matrices if ".layers." in name]
-    assert layers == sorted(layers, reverse=True)
-    assert flat.stops == [*(segment.offset for segment in flat.segments[1:]), flat.numel]
-
-
 def test_layout_tells_models_apart() -> None:
     assert flat_model().layout == flat_model().layout
     assert len({flat_model().layout, flat_model(layers=3).layout, flat_model(tie_embeddings=False).layout}) == 3
@@ -80,17 +45,6 @@ def _updated(threads: int, numel: int) -> bytes:
 
 def test_the_update_has_the_same_bits_at_every_thread_count() -> None:
     assert _updated(1, 100_003) == _updated(2, 100_003) == _updated(3, 100_003)
-
-
-def test_the_update_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that happen to be stable here need not be so elsewhere."""
-    seen: list[int] = []
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: seen.append(torch.get_num_threads()))
-    torch.set_num_threads(2)
-    flat = flat_model()
-    FlatAdamW(flat, OptimizerSpec()).apply(flat.gradients[: flat.numel], step=0, lr=0.1, scale=1.0)
-    assert seen == [1]
-    assert torch.get_num_threads() == 2
 
 
 def test_the_update_is_that_of_adamw_and_leaves_the_gradients() -> None:

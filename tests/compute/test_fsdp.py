@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from p2ptrain.compute.device import pick_device
-from p2ptrain.compute.fsdp import ShardSpec, rows_of
+from p2ptrain.compute.fsdp import ShardSpec, shard_rows
 from p2ptrain.compute.process_group import Array
 from p2ptrain.compute.recipe import ModelRecipe
 from p2ptrain.compute.trainer import Trainer
@@ -74,10 +74,10 @@ def test_the_first_weights_are_those_of_the_whole_model_bit_for_bit(text_file: P
         for rank, trainer in enumerate(Shards(text_file, 3, model=model).trainers):
             shard = trainer.built.flat
             for segment in shard.segments:
-                start, stop = rows_of(len(flat.view(flat.parameters, segment.name)), rank, 3)
+                rows = shard_rows(len(flat.view(flat.parameters, segment.name)), rank, 3)
                 ours = shard.view(shard.parameters, segment.name)
-                assert torch.equal(ours[: stop - start], flat.view(flat.parameters, segment.name)[start:stop])
-                assert not ours[stop - start :].any()
+                assert torch.equal(ours[: len(rows)], flat.view(flat.parameters, segment.name)[rows.start : rows.stop])
+                assert not ours[len(rows) :].any()
 
 
 @pytest.mark.parametrize(("accumulate", "precision"), [(True, "fp32"), (False, "fp32"), (True, "bf16")])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,14 +14,12 @@ from hypothesis import strategies as st
 
 from p2ptrain.compute.gradients import (
     FRACTION_BITS,
-    BackwardProgress,
-    HostCopier,
     bucket_bounds,
     largest,
     to_fixed,
     to_float,
 )
-from p2ptrain.compute.reduce_buffer import FixedSum
+from p2ptrain.compute.reduce_buffer import BackwardProgress, FixedSum
 
 
 @given(
@@ -60,64 +57,6 @@ def test_the_front_ends_at_the_first_gradient_that_is_not_final(sizes: list[int]
             with watch.reporting_to(told.append):
                 watch.gradient_final(index, None)
             assert told[-1] == (stops[missing - 1] if missing else 0)
-
-
-class Stream:
-    """Stands for a side stream: copies land when the test says so, in order."""
-
-    def __init__(self) -> None:
-        self.story: list[str] = []
-        self.landed = 0
-        self.started = 0
-
-    def copy(self, start: int, stop: int) -> PendingCopy:
-        self.story.append(f"copy {start}-{stop}")
-        self.started += 1
-        return PendingCopy(self, self.started)
-
-
-class PendingCopy:
-    def __init__(self, stream: Stream, number: int) -> None:
-        self._stream, self._number = stream, number
-
-    def query(self) -> bool:
-        return self._stream.landed >= self._number
-
-    def synchronize(self) -> None:
-        self._stream.story.append(f"wait {self._number}")
-        self._stream.landed = max(self._stream.landed, self._number)
-
-
-def test_the_host_copier_copies_final_pieces_and_reports_arrivals() -> None:
-    stream = Stream()
-    host_copier = HostCopier(stream.copy, [10, 20, 30, 41])
-    assert host_copier.final(9) == 0
-    assert stream.story == []
-    assert host_copier.final(25) == 0
-    assert stream.story == ["copy 0-10", "copy 10-20"], "it waits for nothing"
-    stream.landed = 1
-    assert host_copier.final(25) == 10
-    stream.landed = 2
-    told: list[int] = []
-    host_copier.finish(told.append)
-    assert stream.story[2:] == ["copy 20-30", "copy 30-41", "wait 3", "wait 4"]
-    assert told == [20, 30, 41]
-
-
-def test_progress_is_reported_for_the_last_pass_only() -> None:
-    watch = BackwardProgress([5, 9], None)
-    told: list[int] = []
-    for _ in range(2):
-        watch.begin()
-        with watch.reporting_to(None):
-            watch.gradient_final(1, None)
-            watch.gradient_final(0, None)
-        with watch.reporting_to(told.append):
-            watch.gradient_final(1, None)
-            watch.gradient_final(0, None)
-        watch.gradient_final(0, None)  # validation, say: nobody is told
-    assert told == [0, 9, 0, 9]
-    assert all(before <= after for before, after in pairwise(told[:2]))
 
 
 fp32 = st.floats(-(2.0**15), 2.0**15, width=32)  # such as fit into one of eight

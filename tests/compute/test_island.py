@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -158,17 +155,11 @@ def test_a_sum_of_the_ring_gives_the_bits_that_a_worker_of_one_process_has(local
             assert state_bytes(together) == state_bytes(alone)
 
 
-def test_idle_processes_hear_the_leader_and_free_the_model_of_a_job_that_is_over(monkeypatch: Any) -> None:
+def test_idle_processes_hear_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2ptrain.compute.island.BEAT_S", 0.0)
-    freed, losses = threading.Event(), [run_step(tiny_trainer(WINDOWS), 0)]
+    loss = run_step(tiny_trainer(WINDOWS), 0)
     with islanders() as made:
-        together = made.build(tiny_spec(WINDOWS))
-        assert [run_step(together, 0)] == pytest.approx(losses, abs=1e-5)
-        weakref.finalize(made.trainers[1], freed.set)
-        made.trainers.clear()
-        del together
-        gc.collect()
-        assert freed.wait(30)
+        assert run_step(made.build(tiny_spec(WINDOWS)), 0) == pytest.approx(loss, abs=1e-5)
 
 
 def test_a_model_that_one_process_cannot_build_is_refused_by_all() -> None:

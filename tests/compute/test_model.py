@@ -31,16 +31,6 @@ def same(first: nn.Module, second: nn.Module) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_architectures_with_grouped_heads(architecture: str) -> None:
-    model: Any = build_model(tiny(architecture=architecture), 256, seed=1)
-    assert model.config.model_type == architecture
-    attention = model.model.layers[0].self_attn
-    assert (attention.q_proj.out_features, attention.k_proj.out_features) == (32, 16)
-    assert model(input_ids=torch.zeros(1, 5, dtype=torch.int64)).logits.shape == (1, 5, 256)
-    assert parameter_count(model.config) == sum(parameter.numel() for parameter in model.parameters())
-
-
 def test_gpt2() -> None:
     model: Any = build_model(tiny(architecture="gpt2", kv_heads=4), 256, seed=1)
     assert model.transformer.h[0].mlp.c_fc.weight.shape == (32, 48)
@@ -49,14 +39,6 @@ def test_gpt2() -> None:
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits), "no dropout in training mode"
     with pytest.raises(ConfigError, match=r"no model\.kv_heads"):
         build_model(tiny(architecture="gpt2"), 256, seed=1)
-
-
-def test_tied_and_untied() -> None:
-    tied: Any = build_model(TINY, 256, seed=1)
-    untied: Any = build_model(tiny(tie_embeddings=False), 256, seed=1)
-    assert tied.lm_head.weight is tied.model.embed_tokens.weight
-    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
-    assert parameter_count(untied.config) - parameter_count(tied.config) == 256 * 32
 
 
 def test_equal_seeds_give_equal_bits_and_leave_the_global_state_alone() -> None:

@@ -287,8 +287,8 @@ def test_the_plain_format_is_prompted_as_it_is_trained(tmp_path: Path) -> None:
     tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
     form = ChatFormat(Tokenizer.of_directory(tmp_path))
     assert form.is_plain
-    [(text, bounds)] = form.learned([{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}])
-    trained = form.encoded([text])[0].ids
+    [(text, bounds)] = form.training_texts([{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}])
+    trained = form.encode([text])[0].ids
     prompt = form.ids([Turn("user", "q")])
     assert trained[: len(prompt)] == prompt
     assert form.tokenizer.backend.decode(prompt, skip_special_tokens=False) == "<|im_start|>User: q\nAssistant:"
@@ -335,7 +335,7 @@ def test_a_checkpoint_brings_the_plain_template(tmp_path: Path) -> None:
     assert bytes(ids) == b"s\n\nUser: q\nAssistant: a\nUser: q2\nAssistant:"
     form = ChatFormat(ModelText(tmp_path).tokenizer)
     assert form.ids(turns) == list(ids)
-    trained, bounds = form.learned([*messages, {"role": "assistant", "content": "b"}])[0]
+    trained, bounds = form.training_texts([*messages, {"role": "assistant", "content": "b"}])[0]
     assert trained.encode().startswith(bytes(ids))
     assert trained[bounds[2] :] == " b" + form.stop[0], "what ends an answer is learned"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -197,21 +196,6 @@ def test_the_last_stage_counts_its_own_gradient_of_a_tied_matrix(text_file: Path
         assert stage.pipeline.contributed_square_sum(0, len(stage.reduce_buffer)) == pytest.approx(expected, rel=1e-9)
 
 
-def test_replicas_add_up_to_one_process(text_file: Path) -> None:
-    """Two replicas of two stages, each with a part of the micro-batches; M is the number of all."""
-    whole, loss = reference(text_file, MODEL, 4, step=0)
-    replicas = [Pipeline(text_file, (0, 2, 4)) for _ in range(2)]
-    for replica, share in zip(replicas, ([0, 1, 2], [3]), strict=True):
-        replica.set_weights(whole.state_dict())
-        replica.exchange = lambda: None  # type: ignore[method-assign]
-        replica.gradients(0, [1, 0], share)
-        del replica.exchange
-    for one, other in zip(replicas[0].stages, replicas[1].stages, strict=True):
-        np.add(one.reduce_buffer, other.reduce_buffer, out=one.reduce_buffer)
-    replicas[0].exchange()
-    check_gradients(replicas[0], whole, loss)
-
-
 def test_a_single_part_gives_the_bits_of_the_whole_model(text_file: Path) -> None:
     pipeline, alone = Pipeline(text_file, (0, 4)), tiny_trainer(text_file, model=MODEL)
     assert pipeline.stages[0].pipeline.tied_gradient() is None
@@ -221,24 +205,6 @@ def test_a_single_part_gives_the_bits_of_the_whole_model(text_file: Path) -> Non
 
 
 # ---------------------------------------------------------------------------------------------- what is kept, and turns
-
-
-def test_recomputing_keeps_one_graph_and_skips_passes_that_are_not_needed(text_file: Path) -> None:
-    pipeline = Pipeline(text_file, (0, 2, 4), {"recompute": True}, micro_batches=6)
-    counts = [0, 0]
-    for number, stage in enumerate(pipeline.stages):
-        plain = stage.pipeline._run
-
-        def counted(*args: Any, number: int = number, plain: Callable[..., Any] = plain) -> Any:
-            counts[number] += 1
-            result = plain(*args)
-            flights = pipeline.stages[number].pipeline._flights.values()
-            assert sum(flight.graph is not None for flight in flights if flight is not args[0]) == 0
-            return result
-
-        stage.pipeline._run = counted  # type: ignore[method-assign]
-    pipeline.gradients(0, [1, 0])
-    assert counts == [12, 6]
 
 
 def test_a_backward_pass_frees_the_graph(text_file: Path) -> None:
@@ -256,25 +222,6 @@ def test_a_backward_pass_frees_the_graph(text_file: Path) -> None:
     assert not last.pipeline._flights
 
 
-def test_passes_out_of_turn_are_refused(text_file: Path) -> None:
-    first, last = Pipeline(text_file, (0, 2, 4)).stages
-    first.begin_step(0)
-    last.begin_step(0)
-    made = first.pipeline.forward(0, 0, None)
-    with pytest.raises(ValueError, match="already had its forward pass"):
-        first.pipeline.forward(0, 0, None)
-    with pytest.raises(ValueError, match="had no forward pass"):
-        first.pipeline.backward(1, None)
-    with pytest.raises(ValueError, match="backward pass of stage 0: missing or unexpected"):
-        first.pipeline.backward(0, None)
-    with pytest.raises(ValueError, match="forward pass of stage 1: missing or unexpected"):
-        last.pipeline.forward(0, 0, None)
-    with pytest.raises(ValueError, match="forward pass of stage 0: missing or unexpected"):
-        first.pipeline.forward(0, 1, made)
-    with pytest.raises(ValueError, match=r"micro-batches \[0\] had no backward pass"):
-        first.finish_gradients()
-
-
 def test_a_payload_of_the_wrong_size_is_a_protocol_error(text_file: Path) -> None:
     first, last = Pipeline(text_file, (0, 2, 4)).stages
     first.begin_step(0)
@@ -289,27 +236,6 @@ def test_a_payload_of_the_wrong_size_is_a_protocol_error(text_file: Path) -> Non
             first.pipeline.backward(0, payload)
     last.pipeline.forward(0, 0, made)  # neither is spoilt by it
     first.pipeline.backward(0, last.pipeline.backward(0, None))
-
-
-def test_inputs_may_change_after_the_call(text_file: Path) -> None:
-    for recompute in (False, True):
-        first, last = Pipeline(text_file, (0, 2, 4), {"recompute": recompute}).stages
-        gradients = []
-        for spoil in (False, True):
-            first.begin_step(0)
-            last.begin_step(0)
-            for index in (0, 1):
-                made = first.pipeline.forward(0, index, None)
-                assert made is not None
-                arrived = made.copy()
-                last.pipeline.forward(0, index, arrived)
-                if spoil:
-                    arrived.fill(0x7F)
-            back = [last.pipeline.backward(index, None) for index in (0, 1)]
-            for index in (0, 1):
-                first.pipeline.backward(index, back[index])
-            gradients.append((first.reduce_buffer.tobytes(), last.reduce_buffer.tobytes()))
-        assert gradients[0] == gradients[1]
 
 
 def test_an_abandoned_pipeline_step_changes_no_later_step(text_file: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from p2ptrain.compute import picking
-from p2ptrain.compute.picking import _NO_IDS, NOISE_BYTES, REMEMBERED, Picker, _exponential, _nucleus, _warpers
+from p2ptrain.compute.picking import _NO_IDS, MAX_STATES, Picker, _exponential, _remove_tail, make_warpers
 from p2ptrain.core.serving import Sampling
 
 SAMPLINGS = [
@@ -28,7 +28,7 @@ def one_by_one(logits: torch.Tensor, sampling: Sampling) -> list[int]:
     generator = torch.Generator("cpu").manual_seed(sampling.seed)
     made = []
     for row in logits.float():
-        probabilities = _warpers(sampling)(_NO_IDS, row[None].clone()).softmax(-1)  # type: ignore[arg-type]
+        probabilities = make_warpers(sampling)(_NO_IDS, row[None].clone()).softmax(-1)  # type: ignore[arg-type]
         made.append(int(torch.multinomial(probabilities, num_samples=1, generator=generator)))
     return made
 
@@ -43,20 +43,19 @@ def test_rows_at_once_are_rows_one_by_one(vocab_size: int, sampling: Sampling) -
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[1:3], ids=str)
-@pytest.mark.parametrize(("remembered", "noise_bytes"), [(REMEMBERED, NOISE_BYTES), (64, 0), (1, 0), (3, 3_000)])
-def test_going_back_in_draws_is_exact(sampling: Sampling, remembered: int, noise_bytes: int) -> None:
-    """As a verifier does: k + 1 rows, of which only the first few count; whatever is kept of draws made before."""
+@pytest.mark.parametrize("max_states", [MAX_STATES, 3, 1])
+def test_going_back_in_draws_is_exact(sampling: Sampling, max_states: int) -> None:
+    """As a verifier does: k + 1 rows, of which only the first few count."""
     logits = 3 * torch.randn(150, 211, generator=torch.Generator().manual_seed(9))
     wanted = one_by_one(logits, sampling)
-    rng = random.Random(remembered)
-    picker = Picker(sampling, remembered=remembered, noise_bytes=noise_bytes)
+    rng = random.Random(max_states)
+    picker = Picker(sampling, max_states=max_states)
     sample_index = 0
     while sample_index < len(wanted):
         rows = logits[sample_index : sample_index + rng.choice([1, 5, 17])]
         assert list(picker.pick(rows, sample_index)) == wanted[sample_index : sample_index + len(rows)]
         sample_index += rng.randrange(1, len(rows) + 1)
-        assert len(picker._states) <= remembered
-        assert sum(each.nbytes for each in picker._noise.values()) <= max(noise_bytes, 4 * 211)
+        assert len(picker._states) <= max_states
     for sample_index in [149, 86, 0, 64, 1]:
         assert picker.pick(logits[sample_index : sample_index + 1], sample_index) == (wanted[sample_index],)
 
@@ -68,9 +67,9 @@ def test_the_nucleus_of_a_few_is_that_of_all(dtype: torch.dtype, top_p: float) -
     generator = torch.Generator().manual_seed(4)
     for scale in (0.0, 0.1, 2.0, 20.0):
         scores = (scale * torch.randn(12, 1_000, generator=generator)).to(dtype).float()
-        left = _warpers(Sampling(top_k=50))(_NO_IDS, scores)  # type: ignore[arg-type]
+        left = make_warpers(Sampling(top_k=50))(_NO_IDS, scores)  # type: ignore[arg-type]
         wanted = TopPLogitsWarper(top_p)(_NO_IDS, left.clone())  # type: ignore[arg-type]
-        assert torch.equal(_nucleus(left.clone(), top_p), wanted)
+        assert torch.equal(_remove_tail(left.clone(), top_p), wanted)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), *SAMPLINGS], ids=str)
@@ -90,12 +89,12 @@ def test_a_vocabulary_of_another_size_has_the_same_draws(sampling: Sampling) -> 
 @pytest.mark.parametrize("entries", [4096, 4097, 151_936])
 def test_numbers_that_are_drawn_at_once_are_those_of_torch(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, the generator's state behind them, too; and where a build of torch draws otherwise, as it does."""
-    assert picking._same_at_once(), "this build draws otherwise: drawing is slow, and as exact"
+    assert picking._is_uniform_equal(), "this build draws otherwise: drawing is slow, and as exact"
     ours, theirs, slowly = (torch.Generator().manual_seed(entries) for _ in range(3))
     for _ in range(5):
         wanted = torch.empty(entries).exponential_(1, generator=theirs)
         assert torch.equal(_exponential(entries, ours), wanted)
         assert torch.equal(ours.get_state(), theirs.get_state())
         with monkeypatch.context() as patched:
-            patched.setattr(picking, "_same_at_once", lambda: False)
+            patched.setattr(picking, "_is_uniform_equal", lambda: False)
             assert torch.equal(_exponential(entries, slowly), wanted)

@@ -131,10 +131,6 @@ def test_a_wrong_byte_costs_its_row(tmp_path: Path) -> None:
         assert "not UTF-8" in corpus.note or name == "x.tsv"
         (tmp_path / "good.jsonl").write_bytes(good)
         assert corpus.digest == corpus_of(tmp_path / "good.jsonl").digest
-    for data in ("hello".encode("utf-16"), b"\xfe\xff\0h\0e"):
-        (tmp_path / "x.jsonl").write_bytes(data * 99)
-        with pytest.raises(UserError, match="is not UTF-8 text"):
-            corpus_of(tmp_path / "x.jsonl")
 
 
 def test_an_array_that_is_broken_is_refused(tmp_path: Path) -> None:
@@ -169,16 +165,9 @@ def test_bad_rows_are_left_out_counted_and_named(tmp_path: Path) -> None:
         f"6 of 26 rows of the data are left out: {path}:8 is not JSON; {path}:9 has no text under 'text'; "
         f"{path}:10 has no text under 'text'; and 3 more"
     )
-    with pytest.raises(UserError, match=r"x\.jsonl:8 is not JSON; 6 of the first 26 rows .* 0.2 allows 5$") as caught:
+    with pytest.raises(UserError, match=r"x\.jsonl:8 is not JSON; 6 of 26 rows .* 0.2 allows 5$") as caught:
         corpus_of(path, bad_rows=0.2)
     assert "data.bad_rows" in caught.value.remedy
-
-
-def test_a_file_of_bad_rows_is_refused_before_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text("no\n" * 5000)
-    with pytest.raises(UserError, match="100 of the first 100 rows"):
-        corpus_of(path)
 
 
 def test_hostile_csv(tmp_path: Path) -> None:
@@ -210,7 +199,7 @@ def test_hostile_parquet(tmp_path: Path) -> None:
     assert bytes(corpus.tokens) == b"good good good good\n" * 2
     assert f"{path}:2 holds a value that cannot be read, perhaps not UTF-8; {path}:3 has no text" in corpus.note
     as_parquet(path, [1, 2, 3])
-    with pytest.raises(UserError, match="3 of the first 3 rows"):
+    with pytest.raises(UserError, match="3 of 3 rows"):
         corpus_of(path)
     as_parquet(path, TEXTS)
     whole = path.read_bytes()

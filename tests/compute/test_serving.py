@@ -38,22 +38,19 @@ def test_zero_is_the_likeliest_whatever_else_is_said() -> None:
     assert SamplingOptions(temperature=0, top_k=5).of({"do_sample": True}) == Sampling(0.0)
 
 
-@pytest.mark.parametrize("said", [{"temperature": "hot"}, {"top_p": 0}, {"top_k": -1}, {"top_k": True}])
-def test_what_cannot_be_names_who_said_it(said: dict[str, Any]) -> None:
+@pytest.mark.parametrize("key", ["temperature", "top_k", "top_p"])
+@pytest.mark.parametrize("value", ['"hot"', "-1", "true", "1e999", "1" + 400 * "0"])
+def test_what_cannot_be_names_the_file(key: str, value: str) -> None:
+    numbers = json.loads(f'{{"{key}": {value}}}')
     with pytest.raises(ConfigError, match=r"generation_config\.json is invalid") as caught:
-        SamplingOptions().of({"do_sample": True, **said})
-    assert "--" in caught.value.remedy
-    name, value = next(iter(said.items()))
-    if not isinstance(value, str | bool):
-        with pytest.raises(UserError, match=name):
-            SamplingOptions(**said)
-
-
-@pytest.mark.parametrize("said", ['{"top_k": 1e999}', '{"top_k": 2.5}', '{"temperature": 1%s}', '{"top_k": 1%s}'])
-def test_numbers_of_a_file_that_no_machine_has_are_refused(said: str) -> None:
-    numbers = json.loads(said.replace("%s", 400 * "0"))
-    with pytest.raises(ConfigError, match=r"generation_config\.json is invalid"):
         SamplingOptions().of({"do_sample": True, **numbers})
+    assert "--" in caught.value.remedy
+
+
+@pytest.mark.parametrize("asked", [{"top_p": 0}, {"top_k": -1}])
+def test_what_cannot_be_names_the_option(asked: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(asked))):
+        SamplingOptions(**asked)
 
 
 def test_more_tokens_than_a_message_can_tell_of_are_refused_at_once() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from p2ptrain.compute.layout import LayerRange, layer_sizes, part_bytes
-from p2ptrain.compute.part import PartAssembly, PartModel, build_part
+from p2ptrain.compute.layout import LayerRange, layer_sizes
+from p2ptrain.compute.part import PartModel, build_part
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
 
@@ -91,25 +91,6 @@ def test_parts_compute_the_same_bits_as_the_whole(saved: Callable[[str], Saved],
     chain.check([9])
 
 
-@pytest.mark.parametrize("family", ["qwen2-window", "mistral-window"])
-def test_taking_back_twice_beyond_the_window(saved: Callable[[str], Saved], family: str) -> None:
-    """As many calls anew, without what was taken back, are the reference: no rollback is in it."""
-    directory, whole = saved(family)
-    parts = load_parts(directory, 2, 4)
-    chain = Chain(whole, parts)
-    chain.check(tokens(20))
-    chain.check(tokens(3, 30))
-    chain.check(tokens(4, 40))
-    for keep in (23, 20):
-        for cache in chain.caches:
-            cache.cut(keep)
-    again = Chain(whole, parts)
-    again.check(tokens(20))
-    again.caches, again.length = chain.caches, 20
-    again.check(tokens(5, 70))
-    again.check([3])
-
-
 @pytest.mark.parametrize("family", ["llama-tied", "mistral-window"])
 def test_bf16_parts_equal_a_bf16_whole(tmp_path: Path, family: str) -> None:
     whole = make(family, tmp_path, dtype=torch.bfloat16)
@@ -170,24 +151,7 @@ def test_a_part_reads_its_own_bytes_only(tmp_path: Path, family: str) -> None:
         own = sum(parameter.numel() * 4 for parameter in built.module.parameters())
         assert own <= table.bytes_read <= 1.01 * own
         assert table.bytes_read <= by_system <= 1.01 * own
-        assert own == part_bytes(config, part, torch.float32) == built.weights_bytes
-
-
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2-window", "gpt2"])
-def test_sizes_without_building(saved: Callable[[str], Saved], family: str) -> None:
-    directory, whole = saved(family)
-    config = config_of(directory)
-    sizes = layer_sizes(config, torch.float32)
-    for part in [*cut_at(6, 1, 4), LayerRange(0, 6, 6)]:
-        built = load_part(config, part, TensorTable(directory))
-        assert sizes.weights_bytes(part.start, part.stop) == built.weights_bytes
-        cache = built.new_cache(5)
-        x = torch.tensor([tokens(5)]) if part.first else torch.randn(1, 5, built.width)
-        with torch.no_grad():
-            built.forward(x, torch.arange(5), cache)
-        assert sum(sizes.cache_bytes[part.start : part.stop]) * 5 == cache.nbytes
-    assert sizes.weights_bytes(0, 6) == sum(parameter.numel() * 4 for parameter in whole.parameters())
-    assert layer_sizes(config, torch.bfloat16).layers_bytes[0] * 2 == sizes.layers_bytes[0]
+        assert own == layer_sizes(config).weights_bytes(part.start, part.stop) == built.weights_bytes
 
 
 def test_a_model_far_larger_than_memory() -> None:
@@ -248,45 +212,3 @@ def test_what_does_not_fit_is_refused_by_name(saved: Callable[[str], Saved]) -> 
         with pytest.raises(ConfigError, match=rf"{norm} has shape .*\(64,\)") as caught:
             build_part(config, LayerRange(1, 2, 6), changed)
         assert "config.json" in caught.value.remedy
-
-
-def test_tensors_in_pieces(saved: Callable[[str], Saved]) -> None:
-    directory, whole = saved("llama")
-    table = TensorTable(directory)
-    assembly = PartAssembly(config_of(directory), LayerRange(1, 2, 6), table.entries, dtype=torch.bfloat16)
-    norm = "model.layers.1.input_layernorm.weight"
-    for name in assembly.wanted:
-        data = memoryview(table.read(name))
-        if name == norm:
-            continue
-        for start in range(0, len(data), 1000):
-            assembly.place_bytes(name, "F32", data[start : start + 1000], start)
-    data = memoryview(table.read(norm))
-    with pytest.raises(ValueError, match="from byte 8"):
-        assembly.place_bytes(norm, "F32", data[8:16], 8)
-    assembly.place_bytes(norm, "F32", data[:8])
-    for piece, start in ((data[4:12], 4), (data[12:20], 12), (data[8:15], 8)):
-        with pytest.raises(ValueError, match=f"from byte {start}, after 8 of 256"):
-            assembly.place_bytes(norm, "F32", piece, start)
-    with pytest.raises(ConfigError, match=r"has 264 bytes or more; config\.json requires 256"):
-        assembly.place_bytes(norm, "F32", data, 8)
-    with pytest.raises(ConfigError, match=f"tensor {norm} is missing or incomplete"):
-        assembly.finish()
-    assembly.place_bytes(norm, "F32", data[8:], 8)
-    part = assembly.finish()
-    for name, parameter in part.module.named_parameters():
-        assert torch.equal(parameter, whole.state_dict()[part.names[name]].bfloat16())
-
-
-def test_taking_back_what_is_not_there(saved: Callable[[str], Saved]) -> None:
-    directory, whole = saved("mistral-window")
-    chain = Chain(whole, load_parts(directory, 3))
-    chain.check(tokens(4))
-    for keep in (-1, 5):
-        with pytest.raises(ValueError, match=f"keep {keep} of 4"):
-            chain.caches[0].cut(keep)
-    assert chain.caches[0].length == 4
-    chain.caches = [part.new_cache(5) for part in chain.parts]
-    chain.length = 0
-    with pytest.raises(ValueError, match="of 5 positions cannot hold 6"):
-        chain.both(tokens(6))

@@ -220,9 +220,8 @@ def test_a_base_in_bf16_gives_the_bits_of_one_in_fp32(text_file: Path, base: Pat
     assert halved.built.flat.model.get_submodule("model.layers.0.mlp.up_proj.base_layer").weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("guarded", [True, False])
 def test_a_base_in_4_bits_trains_after_a_validation(
-    text_file: Path, base: Path, monkeypatch: pytest.MonkeyPatch, guarded: bool
+    text_file: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a processor with AVX512-BF16, for which bitsandbytes packs the weights for inference."""
     from bitsandbytes.nn import modules
@@ -240,8 +239,6 @@ def test_a_base_in_4_bits_trains_after_a_validation(
     layers = [it for it in trainer.built.flat.model.modules() if isinstance(it, modules.Linear4bit)]
     assert len(layers) == 4 * 7
     assert all(layer.weight.dtype == torch.uint8 for layer in layers)
-    for layer in layers if not guarded else []:
-        layer.support_avx512bf16_for_cpu = True
     losses = [run_step(trainer, step) for step in range(3)]
     assert losses[2] < losses[0]
     trainer.built.flat.model.eval()
@@ -249,12 +246,11 @@ def test_a_base_in_4_bits_trains_after_a_validation(
         layers[0](torch.zeros(1, 1, layers[0].in_features))
     trainer.built.flat.model.train()
     trainer.validate(0, 1)
-    assert bool(packed) is not guarded
-    if guarded:
-        trainer.begin_step(3)
-        trainer.micro_batch(3, 0)
-        parameters = trainer.built.flat.model.parameters()
-        assert all(parameter.grad.any() for parameter in parameters if parameter.grad is not None)
+    assert not packed
+    trainer.begin_step(3)
+    trainer.micro_batch(3, 0)
+    parameters = trainer.built.flat.model.parameters()
+    assert all(parameter.grad.any() for parameter in parameters if parameter.grad is not None)
 
 
 def test_a_transposed_layer_is_held_in_4_bits(text_file: Path, tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from p2ptrain.compute.data import DataSpec
-from p2ptrain.compute.device import pick_device
+from p2ptrain.compute.device import ComputeDevice, pick_device
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec
 from p2ptrain.compute.recipe import ModelRecipe, TrainingSpec
@@ -17,6 +19,17 @@ from p2ptrain.core.training import Applied
 TINY = ModelSpec(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=48, context=64)
 OPTIMIZER = OptimizerSpec(lr=1e-2, warmup_steps=5, weight_decay=0.1, clip_norm=0.5)
 MICRO_BATCHES = 4
+
+
+class Apart(ComputeDevice):
+    """A device with memory of its own, as far as the trainer can tell: its tensors are on the CPU all the same."""
+
+    @property
+    def kind(self) -> str:
+        return "mps"
+
+
+APART = Apart(torch.device("cpu"), "a device apart")
 
 
 def tiny(**changes: Any) -> ModelSpec:

@@ -311,7 +311,7 @@ def _by_transformers(verifier: Path, drafter: str, texts: int, tokens: int, thre
         for name, found in rival.items():
             made, seconds = pair.write(ids, tokens, sampling, assisted=name == "assisted")
             writer = pair.text.writer(ids)
-            text = "".join([writer.take(token) for token in pair.text.until_end(made)] + [writer.finish()])
+            text = "".join([writer.take(token) for token in made] + [writer.finish()])
             if number >= 0:
                 found.append({"text": text, "token_s": seconds / max(1, len(made))})
     return {"torch": TORCH_VERSION, "rival": rival}
