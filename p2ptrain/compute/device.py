@@ -213,16 +213,13 @@ def compute_flops(kind: str, threads: int = 0) -> float:
     by the clock would depend on other processes. Raises ``UserError``: this machine does not have the device;
     ``RuntimeError``: torch's, for too little memory."""
     device = pick_device(kind, threads).torch_device
-    if device.type != "cpu":  # 4096 rows keep an accelerator busy
-        return _flops(device, 4096, time.perf_counter)
-    threads = torch.get_num_threads()
-    with one_thread():  # 384: the width of a small model
-        return threads * _flops(device, 384, time.thread_time)
-
-
-def _flops(device: torch.device, rows: int, clock: Callable[[], float]) -> float:
-    one = torch.ones(rows, rows, dtype=torch.float32, device=device)
-    return 2 * rows**3 / _best_s(lambda: (one @ one)[0, 0], clock, least_s=0.1)
+    on_cpu, threads = device.type == "cpu", torch.get_num_threads()
+    rows = 384 if on_cpu else 4096  # the width of a small model; what keeps an accelerator busy
+    matrix = torch.ones(rows, rows, dtype=torch.float32, device=device)
+    with one_thread():
+        clock = time.thread_time if on_cpu else time.perf_counter
+        best_s = _best_s(lambda: (matrix @ matrix)[0, 0], clock, least_s=0.1)
+    return 2 * rows**3 / best_s * (threads if on_cpu else 1)
 
 
 def stream_bps(kind: str, *, size_bytes: int = 256 << 20) -> float:

@@ -63,15 +63,11 @@ class GlooGroup:
     def all_reduce(self, buffer: npt.NDArray[np.generic], dtype: str, backend: str = "gloo") -> None:
         """Sum over all members, in place; ``dtype`` as in ``ring.dtypes``. Raises ``ConnectionLost``."""
         try:
-            dist.all_reduce(_tensor(buffer, dtype), group=self.groups[backend])
+            tensor = torch.from_numpy(buffer.view(np.int16) if dtype == "bfloat16" else buffer)
+            tensor = tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+            dist.all_reduce(tensor, group=self.groups[backend])
         except RuntimeError as error:
             raise ConnectionLost(f"the all-reduce of {backend} failed: {line_of(error)}") from error
-
-
-def _tensor(buffer: npt.NDArray[np.generic], dtype: str) -> torch.Tensor:
-    if dtype == "bfloat16":
-        return torch.from_numpy(buffer.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(buffer)
 
 
 def line_of(error: RuntimeError) -> str:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -216,55 +215,21 @@ class RingProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Any, opts: Any = None) -> RingWork:
-        return self._reduce_all(_single(tensors), opts)
+        return self._reduce_all([_single(tensors)], opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> RingWork:
         return self._reduce_all(tensors, opts)
 
     def _reduce_all(self, tensors: list[torch.Tensor], opts: Any) -> RingWork:
         reduction, timeout_s = _reduction(opts), self._seconds(opts)
-        if any(tensor.is_sparse for tensor in tensors):
-            return _join([self._sparse_sum(tensor, reduction, timeout_s) for tensor in tensors])
         pending = []
         for tensor in tensors:
             array, put_back = _flat(tensor)
             pending.append(self.operations.all_reduce(array, _dtype(tensor), reduction, timeout_s, put_back))
         return RingWork(pending, tensors)
 
-    def _sparse_sum(self, tensor: torch.Tensor, reduction: str, timeout_s: float) -> RingWork:
-        """Sum tensors that hold a few rows each, such as gradients of an embedding: gather all rows. It waits once, for
-        their numbers."""
-        if reduction != "sum":
-            raise ValueError(f"the backend {NAME} only sums sparse tensors, it has no {reduction} of them")
-        own, size = tensor.coalesce(), self._own_size
-        counts = np.zeros(size, np.int64)
-        counts[self._own_rank] = own._nnz()
-        RingWork([self.operations.all_gather(counts, timeout_s, _nothing)], []).wait()
-        most, limit = int(counts.max()), math.prod(tensor.shape[: tensor.sparse_dim()])
-        if counts.min() < 0 or most > limit:
-            raise ValueError(f"a member has {most} rows of a sparse tensor that has {limit} at most")
-        indices = torch.zeros(size, tensor.sparse_dim(), most, dtype=torch.int64)
-        values = torch.zeros(size, most, *own.values().shape[1:], dtype=own.dtype)
-        indices[self._own_rank, :, : own._nnz()] = own.indices()
-        values[self._own_rank, : own._nnz()] = own.values()
-
-        def add_up() -> None:
-            parts = (
-                torch.sparse_coo_tensor(
-                    indices[rank, :, :count], values[rank, :count], tensor.shape, check_invariants=True
-                )
-                for rank, count in enumerate(counts.tolist())
-            )
-            tensor.copy_(sum(parts, start=torch.zeros_like(tensor)).coalesce())
-
-        pending = [
-            self.operations.all_gather(_flat(part)[0], timeout_s, done)
-            for part, done in ((indices, _nothing), (values, add_up))
-        ]
-        return RingWork(pending, [tensor])
-
     def reduce(self, tensors: Any, opts: Any = None) -> RingWork:
-        [tensor] = _single(tensors)
+        tensor = _single(tensors)
         array, put_back = _flat(tensor)
         if self._own_rank != _root(opts):
             array, put_back = array.copy(), _nothing  # only the root's tensor changes
@@ -273,7 +238,7 @@ class RingProcessGroup(dist.ProcessGroup):
         return RingWork([pending], [tensor])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
-        [output] = _single(outputs)
+        output = _single(outputs)
         parts = inputs[0]
         _check_parts(parts, self._own_size, output)
         source = np.concatenate([_flat(part)[0] for part in parts])
@@ -305,7 +270,7 @@ class RingProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------------------------------------ copies
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
-        [tensor] = _single(inputs)
+        tensor = _single(inputs)
         parts = outputs[0]
         _check_parts(parts, self._own_size, tensor)
         own = _flat(tensor)[0]
@@ -352,7 +317,7 @@ class RingProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def broadcast(self, tensors: Any, opts: Any = None) -> RingWork:
-        [tensor] = _single(tensors)
+        tensor = _single(tensors)
         array, put_back = _flat(tensor)
         pending = self.operations.broadcast(array, _root(opts), self._seconds(opts), put_back)
         return RingWork([pending], [tensor])
@@ -378,14 +343,14 @@ class RingProcessGroup(dist.ProcessGroup):
         return self.recv(tensors, None, tag)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
-        [tensor] = _single(inputs)
+        tensor = _single(inputs)
         parts = outputs[0] if self._own_rank == _root(opts) else []
         if parts:
             _check_parts(parts, self._own_size, tensor)
         return self._exchanged(parts, self._only(_root(opts), tensor), opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
-        [tensor] = _single(outputs)
+        tensor = _single(outputs)
         parts = inputs[0] if self._own_rank == _root(opts) else []
         if parts:
             _check_parts(parts, self._own_size, tensor)
@@ -498,12 +463,12 @@ def _translate(error: P2PTrainError) -> Exception:
     return dist.DistBackendError(f"backend {NAME}: {late}{error.message}{remedy}")
 
 
-def _single(tensors: Any) -> list[torch.Tensor]:
-    """The only tensor, in a list."""
-    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if len(listed) != 1:
-        raise ValueError(f"{len(listed)} tensors where one is expected: the backend {NAME} has one device per process")
-    return listed
+def _single(tensors: Any) -> torch.Tensor:
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"{len(tensors)} tensors where one is expected: the backend {NAME} has one device per process")
+    return cast(torch.Tensor, tensors[0])
 
 
 def _join(operations: Sequence[RingWork]) -> RingWork:
@@ -546,7 +511,7 @@ def _flat(tensor: torch.Tensor, *, read: bool = True) -> tuple[Array, Done]:
     ``read``: False if the old elements do not count.
     """
     if tensor.layout != torch.strided:
-        raise ValueError(f"the backend {NAME} takes dense tensors, not {tensor.layout}")
+        raise ValueError(f"the backend {NAME} takes dense tensors, not {tensor.layout}: use sparse=False")
     if tensor.device.type != "cpu":
         return _on_host(tensor, read=read)
     stored = _stored(tensor)

@@ -72,11 +72,12 @@ class DdpTrainer:
 
     def step(self, step: int, first: int, count: int) -> None:
         """Run one step; this member computes micro-batches ``range(first, first + count)``. Raises ``ConnectionLost``:
-        Gloo lost another member; ``JobFailed``: this member has no micro-batch; DDP needs at least one."""
+        Gloo lost another member; ``JobFailed``: this member has no micro-batch, and DDP needs at least one."""
         if not count:
             raise JobFailed("DistributedDataParallel needs a micro-batch for every member")
         try:
-            self._step(step, first, count)
+            with flushed_denormals():
+                self._step(step, first, count)
         except RuntimeError as error:
             raise ConnectionLost(f"the step of torch failed: {line_of(error)}") from error
 
@@ -90,32 +91,31 @@ class DdpTrainer:
         return total.tolist()
 
     def _step(self, step: int, first: int, count: int) -> None:
+        optimizer, loss_sum = self._spec.optimizer, torch.zeros(())
         self._adamw.zero_grad(set_to_none=True)
-        loss_sum = torch.zeros(())
         targets_of_step = self._batches.targets(step, 0, self._spec.micro_batches)
-        with flushed_denormals():
-            for index in range(first, first + count):
-                batch = self._batches.training_batch(step, index)
-                placed = {} if batch.positions is None else {"position_ids": batch.positions}
-                with self._exchanged(last=index == first + count - 1):
-                    logits = self._ddp(input_ids=batch.inputs, use_cache=False, **placed).logits
-                    loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
-                    loss = loss / targets_of_step
-                    (loss * self._group.size).backward()  # type: ignore[no-untyped-call]  # DDP averages over members
-                loss_sum += loss.detach()
-            if self._spec.optimizer.clip_norm:
-                torch.nn.utils.clip_grad_norm_(self._ddp.parameters(), self._spec.optimizer.clip_norm)
-            for group in self._adamw.param_groups:
-                group["lr"] = self._spec.optimizer.lr_at(step, self._spec.steps)
-            self._adamw.step()
+        for index in range(first, first + count):
+            batch = self._batches.training_batch(step, index)
+            placed = {} if batch.positions is None else {"position_ids": batch.positions}
+            with self._during_micro_batch(is_last=index == first + count - 1):
+                logits = self._ddp(input_ids=batch.inputs, use_cache=False, **placed).logits
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
+                loss = loss / targets_of_step
+                (loss * self._group.size).backward()  # type: ignore[no-untyped-call]  # DDP averages over members
+            loss_sum += loss.detach()
+        if optimizer.clip_norm:
+            torch.nn.utils.clip_grad_norm_(self._ddp.parameters(), optimizer.clip_norm)
+        for group in self._adamw.param_groups:
+            group["lr"] = optimizer.lr_at(step, self._spec.steps)
+        self._adamw.step()
         self._losses.append(loss_sum)
 
-    def _exchanged(self, *, last: bool) -> AbstractContextManager[None]:
+    def _during_micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Gradients are exchanged after the last micro-batch only."""
         if isinstance(self._ddp, FSDPModule):
-            self._ddp.set_requires_gradient_sync(last)
+            self._ddp.set_requires_gradient_sync(is_last)
             return nullcontext()
-        return nullcontext() if last else self._ddp.no_sync()
+        return nullcontext() if is_last else self._ddp.no_sync()
 
 
 class AssistedPair:
@@ -137,7 +137,7 @@ class AssistedPair:
     def __init__(self, verifier: Path, drafter: Path | None, *, threads: int) -> None:
         self._place = pick_device("cpu", threads)
         self.text = ModelText(verifier)
-        self._verifier, self._drafter = self._loaded(verifier, self.text), None
+        self._verifier, self._drafter = self._load(verifier, self.text), None
         self.can_assist = False
         if drafter is not None:
             own = ModelText(drafter)
@@ -145,10 +145,10 @@ class AssistedPair:
                 sizes = f"{self.text.tokenizer.vocab_size} and {own.tokenizer.vocab_size} tokens"
                 remedy = "use two models of one family, or train a pair: p2ptrain up --profile pair"
                 raise ConfigError(f"{verifier} and {drafter} have different vocabularies: {sizes}", remedy=remedy)
-            self._drafter = self._loaded(drafter, own)
+            self._drafter = self._load(drafter, own)
             self.can_assist = self._verifier.config.vocab_size == self._drafter.config.vocab_size
 
-    def _loaded(self, directory: Path, text: ModelText) -> Any:
+    def _load(self, directory: Path, text: ModelText) -> Any:
         config = model_config(ModelSpec(path=directory), text.tokenizer.vocab_size)
         dtype = choose_dtype(config)
         what = f"the model in {directory}"
