@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -114,16 +114,10 @@ def one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def arithmetic(exact_threads: int) -> Iterator[None]:
-    """Compute with flushed denormals; in exact mode, with ``exact_threads`` above 0, as ``constant_arithmetic``."""
-    with flushed_denormals(), constant_arithmetic(exact_threads) if exact_threads else nullcontext():
-        yield
-
-
-@contextmanager
 def constant_arithmetic(threads: int) -> Iterator[None]:
     """Compute with ``threads`` threads, and with deterministic algorithms only. Raises ``ConfigError``: an operation of
     the model has no deterministic algorithm on this device."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS does not sum in a fixed order
     before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.set_num_threads(threads)
@@ -143,12 +137,6 @@ def constant_arithmetic(threads: int) -> Iterator[None]:
         torch.set_num_threads(before[0])
         torch.set_deterministic_debug_mode(before[1])
         torch.utils.deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
-
-
-def prepare_device(kind: str) -> None:
-    """Call before the first use of a device: cuBLAS sums in a fixed order only with a fixed workspace."""
-    if kind == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 SMALLER = "lower batch.micro_batch_sequences and raise batch.micro_batches, or choose a smaller [model]"

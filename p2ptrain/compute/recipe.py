@@ -7,8 +7,8 @@ weights. The global norm counts the matrix once, on the first stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from p2ptrain.compute.data import Corpus, DataSpec
-from p2ptrain.compute.device import ComputeDevice, arithmetic, prepare_device
+from p2ptrain.compute.device import ComputeDevice, constant_arithmetic, flushed_denormals
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, trained_parameters
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, assemble_rows, check_shard_memory
 from p2ptrain.compute.layout import LayerRange
@@ -158,17 +158,18 @@ class ModelRecipe:
         """Whether parameters and gradients are in the host's memory."""
         return self.device.kind == "cpu" or (self.shard is not None and self.shard.offload)
 
-    def arithmetic(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
         """Compute inside the block: denormals are flushed, and in exact mode the arithmetic is constant."""
-        return arithmetic((self.device.threads or 1) if self.spec.exact else 0)
+        constant = constant_arithmetic(self.device.threads or 1) if self.spec.exact else nullcontext()
+        with flushed_denormals(), constant:
+            yield
 
     # ------------------------------------------------------------------------------------------------------ building
 
     def build(self) -> BuiltPart:
         """Build the part, with the weights of step 0. Raises ``ConfigError``, ``StorageError``, ``ResourceError``: see
         ``build_model``, ``build_training_part``, ``assemble_rows``."""
-        if self.spec.exact:
-            prepare_device(self.device.kind)
         with self.arithmetic():  # kernel threads start here and inherit that denormals are flushed
             if self.shard is not None:
                 assembly = assemble_rows(self.config, self.shard, self.spec.model.path, self.spec.seed)
