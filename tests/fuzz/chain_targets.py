@@ -43,7 +43,6 @@ RESUMED = Target(
     st.fixed_dictionaries({}, optional={"position": FREE | WHOLE}),
     lambda answer: _refused_or(lambda: _position_untrusted(answer)),
     ("roles.serving.chain_session._position_untrusted",),
-    peak_bytes=64 << 10,
 )
 
 
@@ -71,9 +70,7 @@ def _check_ended(message: Sampled) -> None:
     assert all(0 <= token < VOCAB for token in found.tokens)
 
 
-ENDED = Target(
-    "chain-works", _ENDED, _check_ended, ("roles.serving.chain_session.arrived_untrusted",), peak_bytes=256 << 10
-)
+ENDED = Target("chain-works", _ENDED, _check_ended, ("roles.serving.chain_session.arrived_untrusted",))
 
 # ------------------------------------------------------------------------------------------------------ a whole client
 

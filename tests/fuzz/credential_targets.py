@@ -183,14 +183,12 @@ CERTIFICATE = Target(
     st.deferred(lambda: certificates()) | _named(),
     _check_certificate,
     ("wire.credentials.identity_of_untrusted", "wire.credentials.certificate_of_untrusted"),
-    peak_bytes=256 << 10,
 )
 REQUEST = Target(
     "certificate-requests",
     st.deferred(lambda: requests()) | _named(),
     _check_request,
     ("wire.credentials.request_of_untrusted",),
-    peak_bytes=256 << 10,
 )
 _ANSWERS = st.dictionaries(st.just("certificate"), FREE | st.binary().map(lambda raw: base64.b64encode(raw).decode()))
 GRANTED = Target(
@@ -198,7 +196,6 @@ GRANTED = Target(
     st.tuples(st.deferred(lambda: mutated(st.sampled_from(_granted()[2:]), most=2) | certificates()), _ANSWERS),
     _check_granted,
     ("wire.credentials.granted_untrusted", "wire.enrol._certificate_untrusted"),
-    peak_bytes=256 << 10,
 )
 
 TARGETS = (CERTIFICATE, REQUEST, GRANTED)

@@ -1,4 +1,4 @@
-"""What a directory may hold that came from anywhere: model files, their index, a part's manifest; and activations."""
+"""Model directories from anywhere (headers, index, a part's manifest), activations, and the commands of an island."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import math
 from typing import Any
 
+import msgpack
 import torch
 from hypothesis import strategies as st
 
 from p2ptrain.compute.activations import decode_untrusted, ids_untrusted
+from p2ptrain.compute.island import COMMANDS, command_untrusted
 from p2ptrain.core.activations import ENCODINGS, IDS, activation_bytes
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
@@ -213,10 +215,29 @@ CONFIGS = Target(
     peak_bytes=8 << 20,  # a thousand levels of nesting, until it is refused
 )
 
-TARGETS = (
-    HEADERS,
-    INDEX,
-    OFFER,
-    PAYLOADS,
-    CONFIGS,
+# ------------------------------------------------------------------------------- what the leader of an island commands
+
+_WRONG = st.none() | st.booleans() | TEXT | st.binary(max_size=8) | st.floats() | st.integers(-(2**63), 2**63)
+
+_COMMAND_VALUES = {int: 7, float: 0.5, str: "{}"}
+_COMMANDS = [msgpack.packb([name, *(_COMMAND_VALUES[kind] for kind in kinds)]) for name, kinds in COMMANDS.items()]
+
+
+def _check_command(body: bytes) -> None:
+    name, *arguments = command_untrusted(body)
+    assert tuple(map(type, arguments)) == COMMANDS[name]
+
+
+ISLAND = Target(
+    "island-commands",
+    mutated(st.sampled_from(_COMMANDS))
+    | st.tuples(st.sampled_from(sorted(COMMANDS)), st.lists(_WRONG, max_size=4)).map(
+        lambda command: msgpack.packb([command[0], *command[1]])
+    )
+    | st.sampled_from([b"\xdd\xff\xff\xff\xff", b"\x91" * 5000, b"\x91\xdb\xff\xff\xff\xff"]),
+    _check_command,
+    ("p2ptrain.compute.island.command_untrusted",),
+    peak_bytes=1 << 20,
 )
+
+TARGETS = (HEADERS, INDEX, OFFER, PAYLOADS, CONFIGS, ISLAND)

@@ -41,7 +41,7 @@ class Target:
     cases: st.SearchStrategy[Any]
     check: Callable[[Any], None]
     parsers: tuple[str, ...]
-    peak_bytes: int
+    peak_bytes: int = 256 << 10
     weight: int = 200
 
 

@@ -24,14 +24,7 @@ from ring.chain import figures_untrusted
 from ring.codecs import CODECS, codec_named
 from ring.planning.measurements import LinkQuality
 from ring.planning.schedule import extended
-from ring.staleness import (
-    Accepted,
-    ContributionStatus,
-    PullReply,
-    PullRequest,
-    packed,
-    unpacked_untrusted,
-)
+from ring.staleness import Accepted, ContributionStatus, PullReply, PullRequest, packed, unpacked_untrusted
 from ring.token import TOKEN_BYTES, Flag, Token, check_untrusted
 from ring.view import View
 from roles.process_group import GroupPlace, _place_untrusted
@@ -100,13 +93,7 @@ def _check_view(message: ViewAnnounced) -> None:
     assert all(sum(member.count for member in ring.members) == sum(m.count for m in view.members) for ring in rings)
 
 
-VIEW = Target(
-    "views",
-    _announced() | made(ViewAnnounced),
-    _check_view,
-    ("wire.schema.instance_untrusted",),
-    peak_bytes=256 << 10,
-)
+VIEW = Target("views", _announced() | made(ViewAnnounced), _check_view, ("wire.schema.instance_untrusted",))
 
 
 _STAGE = st.fixed_dictionaries(
@@ -134,9 +121,8 @@ PLACE = Target(
     mutated(st.just(_PLACE)) | st.binary(max_size=100),
     _check_place,
     ("roles.process_group._place_untrusted",),
-    peak_bytes=64 << 10,
 )
-STAGE = Target("stages", _STAGE, _check_stage, ("wire.schema.instance_untrusted",), peak_bytes=64 << 10)
+STAGE = Target("stages", _STAGE, _check_stage, ("wire.schema.instance_untrusted",))
 
 # ------------------------------------------------------------------------------------------------------------- tokens
 
@@ -162,7 +148,6 @@ TOKEN = Target(
     mutated(st.just(_TOKEN)) | mutated(st.just(_TOKEN[:-4])).map(_signed) | st.binary(max_size=2 * TOKEN_BYTES),
     _check_token,
     ("ring.token.Token.decode_untrusted", "ring.token.check_untrusted"),
-    peak_bytes=64 << 10,
 )
 
 # ------------------------------------------------------------------------------------------------ a parameter server
@@ -191,7 +176,6 @@ PULLED = Target(
         "ring.staleness.PullReply.decode_untrusted",
         "ring.staleness.unpacked_untrusted",
     ),
-    peak_bytes=64 << 10,
 )
 
 # -------------------------------------------------------------------------------------------------------- validations
@@ -214,7 +198,6 @@ VALIDATIONS = Target(
     mutated(st.just(_KNOWN.message())) | st.binary(max_size=40),
     _check_validations,
     ("roles.worker.early_stop.EarlyStop.agree_untrusted", "roles.worker.boundary.mean_loss_untrusted"),
-    peak_bytes=64 << 10,
 )
 
 # -------------------------------------------------------------------------------------------------------------- masks
@@ -233,7 +216,6 @@ MASKS = Target(
     st.binary(min_size=32, max_size=32) | mutated(st.sampled_from([_PUBLIC, bytes(32)])),
     _check_key,
     ("roles.strategies.secure.pair_keys_untrusted", "roles.strategies.secure._shared_untrusted"),
-    peak_bytes=64 << 10,
 )
 
 # ------------------------------------------------------------------------------------------------------------- codecs
@@ -316,7 +298,6 @@ CODEC = Target(
         "ring.codecs.kinds.TopK._decode_add_untrusted",
         "ring.codecs.kinds.TopK._elements_untrusted",
     ),
-    peak_bytes=128 << 10,
 )
 
 # -------------------------------------------------------------------------------------------------------------- links
@@ -361,13 +342,7 @@ def _check_links(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
     assert all(isinstance(quality, LinkQuality) for quality in found.values())
 
 
-LINKS = Target(
-    "links",
-    st.tuples(_TO_MEASURE, _MEASURED),
-    _check_links,
-    ("roles.seed.links.measured_untrusted",),
-    peak_bytes=256 << 10,
-)
+LINKS = Target("links", st.tuples(_TO_MEASURE, _MEASURED), _check_links, ("roles.seed.links.measured_untrusted",))
 
 # ------------------------------------------------------------------------------------------------------ chain figures
 
@@ -390,9 +365,7 @@ def _check_figures(case: tuple[bytes, int]) -> None:
         extended(4, round_trips_s, 0.1, max_in_flight=[min(room or 4, 4) for room in rooms])
 
 
-FIGURES = Target(
-    "chain-figures", _packed_figures(), _check_figures, ("ring.chain.figures_untrusted",), peak_bytes=256 << 10
-)
+FIGURES = Target("chain-figures", _packed_figures(), _check_figures, ("ring.chain.figures_untrusted",))
 
 # ----------------------------------------------------------------------------------------------------------- profiles
 

@@ -105,12 +105,7 @@ TOLD = Target(
     "ledger-rows",
     _told() | made(LedgerRows),
     _check_told,
-    (
-        "ring.ledger.rows_untrusted",
-        "ring.ledger.counts_of_untrusted",
-        "roles.seed.ledger.JobLedger.take_untrusted",
-    ),
-    peak_bytes=256 << 10,
+    ("ring.ledger.rows_untrusted", "ring.ledger.counts_of_untrusted", "roles.seed.ledger.JobLedger.take_untrusted"),
 )
 
 
@@ -150,7 +145,6 @@ TARGETS = (
         _metrics() | mutated(_metrics()),
         _check_metrics,
         ("roles.worker.reports.StepReporter.loaded_untrusted",),
-        peak_bytes=256 << 10,
     ),
     Target(
         "ledger-files",
@@ -160,14 +154,16 @@ TARGETS = (
         peak_bytes=512 << 10,
     ),
     Target(
-        "model-shapes", _SHAPES | FREE, _check_shape, ("wire.schema.Record.from_map_untrusted",), peak_bytes=256 << 10
+        "model-shapes",
+        _SHAPES | FREE,
+        _check_shape,
+        ("wire.schema.Record.from_map_untrusted",),
     ),
     Target(
         "drafters-here",
         st.tuples(st.lists(_DRAFTERS, max_size=MAX_DRAFTERS + 2), st.sampled_from(["127.0.0.1", "10.0.0.9", "seed"])),
         _check_drafters,
         ("roles.member.drafters_untrusted",),
-        peak_bytes=256 << 10,
     ),
     TOLD,
 )

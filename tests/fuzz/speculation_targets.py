@@ -106,7 +106,6 @@ WORDS = Target(
         "roles.drafter.drafting.tokens_untrusted",
         "roles.drafter.drafting.refused_untrusted",
     ),
-    peak_bytes=256 << 10,
     weight=60,
 )
 

@@ -14,19 +14,8 @@ from p2ptrain.core.serving import PartSpec
 from roles.model_directory import FILE, TableReceiver, cached_untrusted, check_record_untrusted, is_file_name
 from roles.worker import stage_requests
 from roles.worker.model_loading import _owned_untrusted
-from tests.roles.stage_doubles import (
-    PORT,
-    open_params,
-    session_of,
-)
-from tests.roles.stage_stand_in import (
-    WIDTH,
-    StandInBuilder,
-    StandInStage,
-    shapes_of,
-    stand_in_config,
-    stand_in_part,
-)
+from tests.roles.stage_doubles import PORT, open_params, session_of
+from tests.roles.stage_stand_in import WIDTH, StandInBuilder, StandInStage, shapes_of, stand_in_config, stand_in_part
 from wire.chain_messages import CHUNK, ForwardRequest, TensorRecord, TensorsPage
 
 from .engine import Target, accepted
@@ -98,11 +87,7 @@ def _check_params(case: tuple[str, dict[str, Any]]) -> None:
 
 
 REQUESTS = Target(
-    "stage-requests",
-    _params(),
-    _check_params,
-    ("roles.worker.stage_requests.request_untrusted",),
-    peak_bytes=8 << 20,
+    "stage-requests", _params(), _check_params, ("roles.worker.stage_requests.request_untrusted",), peak_bytes=8 << 20
 )
 
 # --------------------------------------------------------------------------------------------------------------- works

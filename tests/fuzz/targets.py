@@ -11,7 +11,6 @@ from . import (
     credential_targets,
     directory_targets,
     door_targets,
-    island_targets,
     ring_targets,
     seed_targets,
     speculation_targets,
@@ -34,7 +33,6 @@ TARGETS: tuple[Target, ...] = (
     *chain_targets.TARGETS,
     *verifier_targets.TARGETS,
     *speculation_targets.TARGETS,
-    *island_targets.TARGETS,
 )
 
 

@@ -25,29 +25,10 @@ from wire.frame import (
     encode_control,
 )
 from wire.messages import BULK_KIND, PROTOCOL_VERSION, Hello, Message, Welcome
-from wire.records import (
-    JobInfo,
-    LedgerRun,
-    PartInfo,
-    Record,
-    ServingInfo,
-    StagePlanInfo,
-    TrainingPlanInfo,
-)
+from wire.records import JobInfo, LedgerRun, PartInfo, Record, ServingInfo, StagePlanInfo, TrainingPlanInfo
 
 from .engine import Target, accepted
-from .strategies import (
-    ANY_TEXT,
-    FREE,
-    PACKABLE,
-    TEXT,
-    conforms,
-    made,
-    mutated,
-    mutated_text,
-    nested,
-    packed,
-)
+from .strategies import ANY_TEXT, FREE, PACKABLE, TEXT, conforms, made, mutated, mutated_text, nested, packed
 
 # ------------------------------------------------------------------------------------------------------------- frames
 
@@ -290,11 +271,7 @@ def _check_ticket(text: str) -> None:
 
 
 TICKET = Target(
-    "tickets",
-    mutated_text(_TICKETS, _PIECES) | ANY_TEXT,
-    _check_ticket,
-    ("wire.address.Ticket.parse_untrusted",),
-    peak_bytes=256 << 10,
+    "tickets", mutated_text(_TICKETS, _PIECES) | ANY_TEXT, _check_ticket, ("wire.address.Ticket.parse_untrusted",)
 )
 
 TARGETS = (FRAMES, HANDSHAKE_MESSAGES, MESSAGES, BARE_MESSAGES, RECORD, TICKET)

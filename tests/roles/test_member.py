@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from p2ptrain.core.errors import JobFailed, ProtocolError, Refused
-from roles.member import ServingMember, drafters_untrusted
+from p2ptrain.core.errors import JobFailed, Refused
+from roles.member import ServingMember
 from tests.roles.in_process import DEADLINE_S, HOST, Cluster, Peer
 from tests.roles.test_cluster import done, small_profile
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, RefusalCode, Response
 from wire.records import PeerInfo, ServingInfo
-from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
-from wire.transport import TcpNetwork
+from wire.text_messages import DrafterAt, Serving
 
 SERVED = Serving("big", 50257, 1024, "ab12", "", 0)
 DRAFTS = Serving("small", 50257, 0, "ab12", "", 0)
@@ -249,58 +247,4 @@ async def test_a_verifier_may_ask_who_is_there_and_nothing_more(cluster: Cluster
 # ------------------------------------------------------------------------------------------------ what the seed tells
 
 
-@pytest.mark.parametrize(
-    "drafters",
-    [
-        [DrafterAt("a", "a", "h", 1, "m", 9, "")] * 2,
-        [DrafterAt("no id", "a", "h", 1, "m", 9, "")],
-        [DrafterAt("a", "a", "h", 0, "m", 9, "")],
-        [DrafterAt("a", "a", "h", 70000, "m", 9, "")],
-        [DrafterAt("a", "a", "h" * 256, 1, "m", 9, "")],
-        [DrafterAt("a", "a", "h", 1, "m", -1, "")],
-        [DrafterAt(f"a{index}", "a", "h", 1, "m", 9, "") for index in range(MAX_DRAFTERS + 1)],
-    ],
-)
-def test_drafters_that_cannot_be(drafters: list[DrafterAt]) -> None:
-    with pytest.raises(ProtocolError):
-        drafters_untrusted(DrafterList(drafters), "h")
-
-
 # -------------------------------------------------------------------------------------------------------- encrypted
-
-
-async def test_the_same_over_tls_where_each_may_do_what_its_ticket_says(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, TcpNetwork(), encrypted=True)
-    await cluster.start_seed()
-    try:
-        verifier, drafter = Program("verifier"), Program("drafter")
-        members = cluster.serve("verifier", verifier), cluster.serve("drafter", drafter)
-        await verifier.told(members[1])
-        assert verifier.member.drafters[0].port == members[1].address[1]
-        worker, operator, other = [
-            await cluster.member(cluster.ticket(role)) for role in ("worker", "operator", "verifier")
-        ]
-        for peer, purpose, role, caller, allowed in (
-            (members[1], "draft", "verifier", other, True),
-            (members[1], "draft", "verifier", worker, False),
-            (members[1], "draft", "worker", worker, False),
-            (members[1], "draft", "drafter", other, False),
-            (members[1], "draft", "operator", operator, False),
-            (members[1], "draft", "verifier", operator, False),
-            (members[0], "generate", "operator", operator, True),
-            (members[0], "generate", "verifier", other, False),
-            (members[0], "generate", "worker", worker, False),
-        ):
-            calling = call(peer, purpose, role, caller.network, caller.peer_id)
-            if allowed:
-                async with calling as connection:
-                    await connection.expect(Response, timeout_s=DEADLINE_S)
-                continue
-            with pytest.raises(Refused) as refusal:
-                async with calling:
-                    pass
-            assert (refusal.value.code, bool(refusal.value.remedy)) == (RefusalCode.NOT_PERMITTED, True)
-        await cluster.restart_seed()
-        await verifier.told(members[1])
-    finally:
-        await cluster.close()

@@ -7,17 +7,15 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import wire.enrol
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import ConnectionLost, NeighbourAway, Refused
+from p2ptrain.core.errors import ConnectionLost, Refused
 from p2ptrain.core.world import LoopClock
 from p2ptrain.lab.stand_in import StandInEngine
-from ring.links import dial_patiently
 from roles.seed.authority import ROLES
 from tests.roles.in_process import DEADLINE_S, HOST, Cluster, Peer
 from tests.roles.test_cluster import at, done, small_profile, state_of
@@ -27,7 +25,6 @@ from wire.connection import Connection
 from wire.credentials import CERTIFICATE_LIFETIME_S
 from wire.enrol import RunMembership, enrol
 from wire.handshake import dial, local_hello, local_welcome, serve
-from wire.job_messages import MemberRecord
 from wire.messages import (
     EnrolGranted,
     EnrolOffer,
@@ -127,28 +124,6 @@ async def test_an_evicted_worker_goes_and_the_job_goes_on_without_it(secure: Clu
 # ----------------------------------------------------------------------------------------------------------- enrolment
 
 
-async def test_every_reason_not_to_enrol(secure: Cluster) -> None:
-    open_one = await new_ticket(secure)
-    once = await new_ticket(secure, uses=1)
-    await secure.member(once)
-    revoked = await new_ticket(secure)
-    await secure.ask("tickets.revoke", id=revoked.id)
-    short = await new_ticket(secure, expires_s=1.0)
-    await asyncio.sleep(1.0)  # the seed's clock is the machine's
-    cases = {
-        "ticket-used": once,
-        "ticket-revoked": revoked,
-        "ticket-expired": short,
-        "ticket-unknown": dataclasses.replace(open_one, id="0" * 12),
-        "bad-proof": dataclasses.replace(open_one, secret=bytes(16)),
-        "wrong-pin": dataclasses.replace(open_one, pin=bytes(32)),
-    }
-    for code, ticket in cases.items():
-        assert await refusal(secure.member(ticket)) == code
-    assert any("is used up" in line for line in await event_log(secure)), "the first is told; the others are counted"
-    await secure.member(open_one)
-
-
 async def test_nobody_takes_the_name_of_another(secure: Cluster) -> None:
     ticket = await new_ticket(secure)
     await secure.member(ticket, "victim")
@@ -239,12 +214,6 @@ async def as_worker(member: RunMembership, cluster: Cluster) -> Connection:
         await server.close()
 
 
-async def test_an_operators_certificate_joins_no_ring(secure: Cluster) -> None:
-    member = await secure.member(secure.ticket("operator"))
-    hello = local_hello(peer_id=member.peer_id, name="x", roles=["worker"], purpose="peer", port=1)
-    assert await refusal(dial(member.network, *secure.address, hello, timeout_s=5)) == RefusalCode.NOT_PERMITTED
-
-
 async def test_a_revoked_ticket_ends_what_came_of_it_and_nothing_else(secure: Cluster) -> None:
     ticket = await new_ticket(secure, role="operator")
     mine, other = await secure.member(ticket), await secure.member(secure.ticket("operator"))
@@ -271,28 +240,6 @@ async def test_rotated_tickets_let_nobody_new_in_and_members_stay(secure: Cluste
 
 
 # ------------------------------------------------------------------------------------------------- neighbours, renewal
-
-
-async def test_only_the_neighbour_that_was_announced_is_dialled(secure: Cluster) -> None:
-    ticket = await new_ticket(secure)
-    peers = [secure.join() for _ in range(2)]
-    job = await secure.create(small_profile())
-    await secure.job_until(job, done)
-    info = {item["id"]: item["address"] for item in (await secure.ask("peers.list"))["peers"]}
-    address = info[peers[0].identity.peer_id]
-    caller = await secure.member(ticket)
-    record = MemberRecord(peers[1].identity.peer_id, "other", HOST, int(address.rpartition(":")[2]), 0, 1, True)
-    hello = local_hello(
-        peer_id=caller.peer_id, name="x", roles=["worker"], purpose="ring", job=job, generation=9,
-        capabilities={"channel": "bulk"},
-    )  # fmt: skip
-    me: Any = SimpleNamespace(world=secure.world(caller.network), seed_host=HOST)
-    deadline = asyncio.get_running_loop().time() + 1.0
-    with pytest.raises(NeighbourAway, match="the certificate names peer"):
-        await dial_patiently(me, record, hello, deadline=deadline, title="right neighbour")
-    assert any(
-        f"expected peer {record.peer_id!r}, but the certificate names" in text for _, _, text in peers[0].told
-    ), "both sides hear it"
 
 
 async def test_a_member_that_is_not_the_neighbour_is_refused_in_a_running_ring(secure: Cluster) -> None:

@@ -17,6 +17,7 @@ from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, Unreacha
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.seed_link import KnownSeeds, SeedLink, WaitS, may_pass, no_wait
+from tests.wire.doubles import on_virtual_time
 from wire.connection import Connection
 from wire.handshake import PeerServer, local_hello, local_welcome, serve
 from wire.job_messages import SaveNow, StepMetrics
@@ -127,119 +128,104 @@ async def linked(seed: FakeSeed, wait_s: WaitS = no_wait) -> AsyncIterator[Linke
     await asyncio.gather(running, return_exceptions=True)
 
 
+@asynccontextmanager
+async def running_seed() -> AsyncIterator[FakeSeed]:
+    seed = FakeSeed(world())
+    await seed.start()
+    yield seed
+    await seed.stop()
+
+
 def world(seed: int = 3) -> World:
     return World(LoopClock(), MemoryNetwork(), RealDisk(), random.Random(seed))
 
 
-def test_what_was_said_while_the_seed_was_away_arrives_and_so_does_what_may_have_been_lost() -> None:
-    async def scenario() -> None:
-        seed = FakeSeed(world())
-        await seed.start()
-        async with linked(seed) as here:
-            await seed.until(1, Heartbeat)
-            here.link.send(metrics(1))
-            await seed.until(1, StepMetrics)
-            await seed.stop()
-            await here.downs.until()
-            here.link.send(metrics(2))
-            here.link.send(SaveNow("job"))  # of no use later
-            here.link.send(EventNotice("warning", "hot", "the fan is loud"))
-            await asyncio.sleep(40)
-            seed.heard.clear()
-            await seed.start()
-            again = await seed.until(2, StepMetrics)
-            assert [message.step for message in again if isinstance(message, StepMetrics)] == [1, 2]
-            assert not any(isinstance(message, SaveNow) for message in seed.heard)
-            (notice,) = await seed.until(1, EventNotice)
-            assert isinstance(notice, EventNotice)
-            assert 40 <= notice.age_s < 60, "it tells when it was, and not when it came"
-            assert len(here.downs.items) == 1
-            seed.connections[-1].send(SaveNow("job"))
-            assert await here.messages.until() == [SaveNow("job")]
-            assert here.link.rtt_ms is not None
+@on_virtual_time
+async def test_what_was_said_while_the_seed_was_away_arrives_and_so_does_what_may_have_been_lost() -> None:
+    async with running_seed() as seed, linked(seed) as here:
+        await seed.until(1, Heartbeat)
+        here.link.send(metrics(1))
+        await seed.until(1, StepMetrics)
         await seed.stop()
-
-    run_virtual(scenario())
+        await here.downs.until()
+        here.link.send(metrics(2))
+        here.link.send(SaveNow("job"))  # of no use later
+        here.link.send(EventNotice("warning", "hot", "the fan is loud"))
+        await asyncio.sleep(40)
+        seed.heard.clear()
+        await seed.start()
+        again = await seed.until(2, StepMetrics)
+        assert [message.step for message in again if isinstance(message, StepMetrics)] == [1, 2]
+        assert not any(isinstance(message, SaveNow) for message in seed.heard)
+        (notice,) = await seed.until(1, EventNotice)
+        assert isinstance(notice, EventNotice)
+        assert 40 <= notice.age_s < 60, "it tells when it was, and not when it came"
+        assert len(here.downs.items) == 1
+        seed.connections[-1].send(SaveNow("job"))
+        assert await here.messages.until() == [SaveNow("job")]
+        assert here.link.rtt_ms is not None
 
 
 @pytest.mark.parametrize("code", [RefusalCode.UNREACHABLE, RefusalCode.BUSY, RefusalCode.DUPLICATE_PEER])
-def test_a_refusal_after_the_first_join_is_told_and_tried_again(code: RefusalCode) -> None:
-    async def scenario() -> None:
-        seed = FakeSeed(world())
+@on_virtual_time
+async def test_a_refusal_after_the_first_join_is_told_and_tried_again(code: RefusalCode) -> None:
+    async with running_seed() as seed, linked(seed) as here:
+        await seed.until(1, Heartbeat)
+        seed.refusals = [Refuse(code, "not now"), Refuse(code, "not now")]
+        seed.connections[-1].abort()
+        seed.heard.clear()
+        await seed.until(1, Heartbeat)
+        assert not here.running.done()
+        assert any(isinstance(problem, Refused) and problem.code == code for problem in here.downs.items)
+
+
+@on_virtual_time
+async def test_another_protocol_after_a_restart_ends_the_worker() -> None:
+    async with running_seed() as seed, linked(seed) as here:
+        await seed.until(1, Heartbeat)
+        seed.refusals = [Refuse(RefusalCode.VERSION, "another protocol")]
+        seed.connections[-1].abort()
+        with pytest.raises(Refused, match="another protocol"):
+            await here.running
+
+
+@on_virtual_time
+async def test_the_first_join_must_succeed() -> None:
+    seed = FakeSeed(world())
+    async with linked(seed) as here:
+        with pytest.raises(Unreachable):
+            await here.running
+    await seed.start()
+    seed.refusals = [Refuse(RefusalCode.UNREACHABLE, "cannot reach you")]
+    async with linked(seed) as here:
+        with pytest.raises(Refused, match="cannot reach you"):
+            await here.running
+
+
+@on_virtual_time
+async def test_a_newcomer_waits_for_a_seed_that_is_not_there_yet() -> None:
+    seed, told = FakeSeed(world()), Box[P2PTrainError]()
+
+    def wait_s(problem: P2PTrainError) -> float:
+        told.put(problem)
+        return math.inf
+
+    async with linked(seed, wait_s) as here:
+        assert all(isinstance(problem, Unreachable) for problem in await told.until(5))
+        seed.refusals = [Refuse(RefusalCode.SHUTTING_DOWN, "not now")]
         await seed.start()
-        async with linked(seed) as here:
-            await seed.until(1, Heartbeat)
-            seed.refusals = [Refuse(code, "not now"), Refuse(code, "not now")]
-            seed.connections[-1].abort()
-            seed.heard.clear()
-            await seed.until(1, Heartbeat)
-            assert not here.running.done()
-            assert any(isinstance(problem, Refused) and problem.code == code for problem in here.downs.items)
-        await seed.stop()
-
-    run_virtual(scenario())
+        await seed.until(1, Heartbeat)
+        assert isinstance(told.items[-1], Refused)
+        assert not here.downs.items
 
 
-def test_another_protocol_after_a_restart_ends_the_worker() -> None:
-    async def scenario() -> None:
-        seed = FakeSeed(world())
-        await seed.start()
-        async with linked(seed) as here:
-            await seed.until(1, Heartbeat)
-            seed.refusals = [Refuse(RefusalCode.VERSION, "another protocol")]
-            seed.connections[-1].abort()
-            with pytest.raises(Refused, match="another protocol"):
-                await here.running
-        await seed.stop()
-
-    run_virtual(scenario())
-
-
-def test_the_first_join_must_succeed() -> None:
-    async def scenario() -> None:
-        seed = FakeSeed(world())
-        async with linked(seed) as here:
-            with pytest.raises(Unreachable):
-                await here.running
-        await seed.start()
-        seed.refusals = [Refuse(RefusalCode.UNREACHABLE, "cannot reach you")]
-        async with linked(seed) as here:
-            with pytest.raises(Refused, match="cannot reach you"):
-                await here.running
-        await seed.stop()
-
-    run_virtual(scenario())
-
-
-def test_a_newcomer_waits_for_a_seed_that_is_not_there_yet() -> None:
-    async def scenario() -> None:
-        seed, told = FakeSeed(world()), Box[P2PTrainError]()
-
-        def wait_s(problem: P2PTrainError) -> float:
-            told.put(problem)
-            return math.inf
-
-        async with linked(seed, wait_s) as here:
-            assert all(isinstance(problem, Unreachable) for problem in await told.until(5))
-            seed.refusals = [Refuse(RefusalCode.SHUTTING_DOWN, "not now")]
-            await seed.start()
-            await seed.until(1, Heartbeat)
-            assert isinstance(told.items[-1], Refused)
-            assert not here.downs.items
-        await seed.stop()
-
-    run_virtual(scenario())
-
-
-def test_waiting_ends_in_time() -> None:
-    async def scenario() -> None:
-        now = asyncio.get_running_loop().time
-        async with linked(FakeSeed(world()), lambda _: 30 - now()) as here:
-            with pytest.raises(Unreachable):
-                await here.running
-            assert now() == pytest.approx(30)
-
-    run_virtual(scenario())
+@on_virtual_time
+async def test_waiting_ends_in_time() -> None:
+    now = asyncio.get_running_loop().time
+    async with linked(FakeSeed(world()), lambda _: 30 - now()) as here:
+        with pytest.raises(Unreachable):
+            await here.running
+        assert now() == pytest.approx(30)
 
 
 def test_most_refusals_are_not_waited_out() -> None:
@@ -249,19 +235,14 @@ def test_most_refusals_are_not_waited_out() -> None:
     assert not may_pass(ProtocolError("garbage"))
 
 
-def test_who_was_evicted_is_told_so_and_does_not_search() -> None:
-    async def scenario() -> None:
-        seed = FakeSeed(world())
-        await seed.start()
-        async with linked(seed) as here:
-            await seed.until(1, Heartbeat)
-            seed.connections[-1].send(Refuse(RefusalCode.EVICTED, "an operator evicted w"))
-            with pytest.raises(Refused, match="an operator evicted w"):
-                await here.running
-            assert not here.downs.items
-        await seed.stop()
-
-    run_virtual(scenario())
+@on_virtual_time
+async def test_who_was_evicted_is_told_so_and_does_not_search() -> None:
+    async with running_seed() as seed, linked(seed) as here:
+        await seed.until(1, Heartbeat)
+        seed.connections[-1].send(Refuse(RefusalCode.EVICTED, "an operator evicted w"))
+        with pytest.raises(Refused, match="an operator evicted w"):
+            await here.running
+        assert not here.downs.items
 
 
 @pytest.mark.parametrize("away_s", [1.0, 40.0, 3600.0])
@@ -286,34 +267,24 @@ def test_seed_that_comes_back_is_found_within_a_second_and_a_half(away_s: float)
         run_virtual(scenario(drawn))
 
 
-def test_a_seed_that_falls_silent_is_given_up_after_its_death_time() -> None:
-    async def scenario() -> None:
-        seed = FakeSeed(world())
-        await seed.start()
-        async with linked(seed) as here:
-            await seed.until(1, Heartbeat)
-            assert isinstance(seed.world.network, MemoryNetwork)
-            seed.world.network.silence("seed", "worker")
-            began = asyncio.get_running_loop().time()
-            await here.downs.until()
-            assert asyncio.get_running_loop().time() - began < 6
-        await seed.stop()
-
-    run_virtual(scenario())
+@on_virtual_time
+async def test_a_seed_that_falls_silent_is_given_up_after_its_death_time() -> None:
+    async with running_seed() as seed, linked(seed) as here:
+        await seed.until(1, Heartbeat)
+        assert isinstance(seed.world.network, MemoryNetwork)
+        seed.world.network.silence("seed", "worker")
+        began = asyncio.get_running_loop().time()
+        await here.downs.until()
+        assert asyncio.get_running_loop().time() - began < 6
 
 
-def test_a_worker_that_slept_itself_does_not_blame_the_seed() -> None:
-    async def scenario() -> None:
-        seed = FakeSeed(world())
-        await seed.start()
-        async with linked(seed) as here:
-            await seed.until(3, Heartbeat)
-            loop: Any = asyncio.get_running_loop()
-            for _ in range(20):
-                await asyncio.sleep(0.3)
-                loop._now += 20.0  # stopped: acknowledgements lie unread
-            await seed.until(30, Heartbeat)
-            assert not here.downs.items
-        await seed.stop()
-
-    run_virtual(scenario())
+@on_virtual_time
+async def test_a_worker_that_slept_itself_does_not_blame_the_seed() -> None:
+    async with running_seed() as seed, linked(seed) as here:
+        await seed.until(3, Heartbeat)
+        loop: Any = asyncio.get_running_loop()
+        for _ in range(20):
+            await asyncio.sleep(0.3)
+            loop._now += 20.0  # stopped: acknowledgements lie unread
+        await seed.until(30, Heartbeat)
+        assert not here.downs.items

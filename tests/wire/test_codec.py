@@ -1,8 +1,9 @@
-"""Messages there and back, and everything that is not one."""
+"""Messages there and back, everything that is not one, the reference that is made of them, and records."""
 
 from __future__ import annotations
 
 import importlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from wire.codec import (
 )
 from wire.job_messages import CheckpointSaved, LedgerRow, LedgerRows
 from wire.messages import BULK_KIND, PROTOCOL_VERSION, Heartbeat, Hello, Message, Refuse, Request, Update, Welcome
+from wire.protocol import document
+from wire.records import JobInfo
 from wire.schema import MAX_DEPTH
 from wire.text_messages import Drafts
 
@@ -52,6 +55,8 @@ def packed(**fields: Any) -> bytes:
     return msgpack.packb(fields)
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+JOB = JobInfo("j", "job", "tiny", "sync", "running", 0.0, 10, members=["a", "b", "c"])
 BEAT = {"seq": 1, "progress": 2, "step": 3, "state": "training", "stats": {"rtt_ms": 1.5}, "gpus": []}
 HELLO = {
     "version": PROTOCOL_VERSION,
@@ -173,3 +178,44 @@ def test_what_comes_by_the_thousand_is_its_bare_values():
     assert len(body) == 3 + 16
     assert decode_untrusted(Drafts.KIND, memoryview(body)) == drafts
     assert decode_untrusted(Drafts.KIND, body) == drafts
+
+
+# -------------------------------------------------------------------------------------------------------- the reference
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == document(), "make format writes it"
+
+
+def test_every_message_is_on_the_page() -> None:
+    page = document()
+    assert all(f"### {cls.__name__} (kind {cls.KIND}" in page for cls in MESSAGE_TYPES.values())
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+
+def with_edges(edge_ms: list[Any], edge_bps: list[Any]) -> JobInfo:
+    return JobInfo.from_map_untrusted(JOB.to_map() | {"edge_ms": edge_ms, "edge_bps": edge_bps})
+
+
+@pytest.mark.parametrize(
+    ("edge_ms", "edge_bps", "slowest"),
+    [
+        ([1.0, 2.0, 3.0], [1e6, 1e6, 1e6], 2),
+        ([1.0, 2.0, 3.0], [1e6, None, None], 0),
+        ([None, 2.0, 3.0], [1e6, None, None], 2),
+        ([1.0, 1.0, 1.0], [1e6, 1e6, 1e6], 0),
+        ([None, None, None], [None, None, None], None),
+        ([], [], None),
+        ([1.0], [1e6], None),
+    ],
+)
+def test_the_slowest_edge_has_least_bandwidth_then_most_latency(
+    edge_ms: list[Any], edge_bps: list[Any], slowest: int | None
+) -> None:
+    assert with_edges(edge_ms, edge_bps).slowest_edge() == slowest
+
+
+def test_what_is_no_figure_counts_as_unknown() -> None:
+    assert with_edges([math.nan, -1.0, 1.0], [1e6, 1e6, math.inf]).edges() == [(None, 1e6), (None, 1e6), (1.0, None)]

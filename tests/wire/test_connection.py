@@ -205,17 +205,6 @@ async def test_what_follows_the_last_handshake_frame_waits_for_the_handshakes_en
     await closed(near, far)
 
 
-@on_every_stage
-async def test_before_the_handshake_nothing_else_is_taken(network: Network) -> None:
-    near, far = await joined(network, large=False)
-    near.send(HeartbeatAck(1))
-    error = await failure(far.receive(timeout_s=5))
-    assert isinstance(error, ProtocolError)
-    assert "kind 17 before the handshake ended" in error.message
-    assert far.close_cause is error
-    await closed(near, far)
-
-
 # ---------------------------------------------------------------------------------------------------------------- fence
 
 

@@ -95,19 +95,6 @@ def test_a_destination_of_any_format_is_filled_as_bytes():
     assert into[0] == 1.0
 
 
-def test_posts_are_served_in_order_per_generation_and_stream():
-    core, order = decoder(), []
-    buffers = {
-        name: post(core, 1, generation, stream, lambda name=name: order.append(name))[0]
-        for name, generation, stream in [("a", 1, 1), ("b", 1, 1), ("other stream", 1, 2), ("other view", 2, 1)]
-    }
-    events, _ = feed(core, bulk(b"w", 2, 1) + bulk(b"x", 1, 1) + bulk(b"y", 1, 2) + bulk(b"z", 1, 1))
-    for event in events:
-        event.done()
-    assert order == ["other view", "a", "other stream", "b"]
-    assert buffers == {"a": b"x", "b": b"z", "other stream": b"y", "other view": b"w"}
-
-
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_bulk_without_a_post_waits_for_it(chunk: int):
     core = decoder()
@@ -125,15 +112,6 @@ def test_bulk_without_a_post_waits_for_it(chunk: int):
 
 
 # ---------------------------------------------------------------------------------------------------------------- fence
-
-
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_frames_of_an_old_generation_are_read_and_discarded(chunk: int):
-    core = decoder(fence=5)
-    stale = control(b"old", generation=4) + bulk(b"old" * 50_000, generation=4) + bulk(b"", generation=1)
-    events, rest = feed(core, stale + control(b"new", generation=5) + control(b"outside any view"), max(chunk, 20))
-    assert [event.body for event in events] == [b"new", b"outside any view"]
-    assert not rest
 
 
 def test_the_fence_takes_back_the_buffer_of_a_frame_half_read():
