@@ -88,8 +88,8 @@ def chat(
     options.check("chat")
 
     with Console(quiet=options.as_json).during(lambda: "starting"):
-        from p2ptrain.cli.split import conversation_positions
         from p2ptrain.cli.text import local_directory, text_source
+        from p2ptrain.cluster.split_model import conversation_positions
 
     def check(text: ModelText) -> int:
         text.sampling(options.sampling)

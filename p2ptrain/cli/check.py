@@ -25,7 +25,7 @@ from p2ptrain.cli.runtime import (
     option,
     run,
 )
-from p2ptrain.cluster.operator import CONNECT_TIMEOUT_S, connect_operator, operator_name
+from p2ptrain.cluster.access import CONNECT_TIMEOUT_S, connect_operator, operator_name
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.ids import new_id

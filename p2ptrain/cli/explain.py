@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.inputs import DownloadOption
-from p2ptrain.cli.model_sizes import shape_of
 from p2ptrain.cli.output import print_json, print_table
-from p2ptrain.cli.placement import print_plan, to_json
+from p2ptrain.cli.placement import plan_map, print_training_plan
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
+    DownloadOption,
     JsonOption,
     LinkOption,
     SeedOption,
@@ -28,6 +27,7 @@ from p2ptrain.cli.runtime import (
     run,
     seed_option,
 )
+from p2ptrain.cluster.models import shape_of
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
 from p2ptrain.core.texts import human_bytes, human_duration, printable
 from p2ptrain.lab.explain.predictions import (
@@ -85,10 +85,10 @@ def explain(
         _show_job(job, seed, workers, link, cluster, as_json=as_json)
         return
     from configs.loader import load
-    from p2ptrain.cli.inputs import checked
+    from p2ptrain.cluster.models import resolve_inputs
 
     usual = {"job.workers": (workers, f"--workers {workers}")} if workers else {}
-    own = checked(load(profile, os.environ, sets, usual).profile, download=download).alone()
+    own = resolve_inputs(load(profile, os.environ, sets, usual).profile, download=download, quiet=as_json).alone()
     sets = [*sets, f"model.path={own.model.path}"] if own.model.path else sets  # a model that was fetched
     if workers or not (cluster or seed):
         where: int | DescribedCluster = workers or own.job.workers
@@ -118,10 +118,10 @@ def show_one(profile: Profile, where: int | DescribedCluster, link: str = "", *,
     measured, members = calibrated(profile, where, [profile.job.strategy], link, quiet=as_json)
     one = predict_calibrated(method_of(profile, shape_here(profile), len(members.members)), members, measured)
     if as_json:
-        print_json(one.to_map() | (to_json(*one.plan) if one.plan else {}))
+        print_json(one.to_map() | (plan_map(*one.plan) if one.plan else {}))
         return
     if one.plan:
-        print_plan(*one.plan)
+        print_training_plan(*one.plan)
         typer.echo()
     _print_ways([one])
 
@@ -144,7 +144,7 @@ def cluster_of_seed(seed: str, among: Sequence[str] | None = None) -> DescribedC
 
 
 def shape_here(profile: Profile) -> ModelShape:
-    """Raises ``UserError`` if the model is not on this machine, and as ``model_sizes.shape_of``."""
+    """Raises ``UserError`` if the model is not on this machine, and as ``shape_of``."""
     if (shape := shape_of(profile)) is None:
         text = f"the sizes of the model at {profile.model.path} are not known here"
         raise UserError(text, remedy="run this on a machine that has it")

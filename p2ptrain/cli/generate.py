@@ -119,7 +119,7 @@ class GenerateRequest:
 
 async def _generate(request: GenerateRequest, directory: Path | None) -> None:
     from p2ptrain.cli.text import text_source
-    from p2ptrain.cluster.stopping import stop_on_signals, unless_stopped
+    from p2ptrain.cluster.console import stop_on_signals, unless_stopped
 
     console, stop, quiet = Console(quiet=request.options.as_json), asyncio.Event(), request.options.as_json
     printer = TextPrinter(quiet=quiet)

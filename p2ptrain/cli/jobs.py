@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.inputs import DownloadOption
 from p2ptrain.cli.output import human_time, number, print_json, print_pairs, print_table
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
+    DownloadOption,
     DryRunOption,
     JsonOption,
     ProfileOption,
@@ -22,13 +24,23 @@ from p2ptrain.cli.runtime import (
     ask,
     confirm,
     is_name,
-    newest_of,
     not_empty,
     option,
     run,
     seed_option,
-    short_of_warm_up,
 )
+from p2ptrain.cluster.access import operator
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.jobs import (
+    UNSAVED,
+    JobObserver,
+    JobSummary,
+    newest_of,
+    show_step,
+    summarize_job,
+    warm_up_problem,
+)
+from p2ptrain.core.errors import P2PTrainError, UserError
 from p2ptrain.core.texts import human_seconds, printable
 
 if TYPE_CHECKING:
@@ -83,76 +95,67 @@ def create(
     from configs.loader import load
 
     label = Path(profile).stem
-    known = _checked(load(profile, os.environ, sets).profile, seed, download=download)
-    loaded, other = _one_of_pair(known, label, drafter=drafter)
+    loaded = _resolve_inputs(load(profile, os.environ, sets).profile, seed, download=download, quiet=as_json)
     name = name or (f"{label}-drafter" if drafter else label)
-    shape, planned = None, None
+    has_pair = bool(loaded.drafter.layers)
+    if drafter and not has_pair:
+        remedy = "set drafter.layers and its sizes; `p2ptrain profiles show pair` has an example"
+        raise UserError(f"the profile {label} has no drafter (drafter.layers = 0)", remedy=remedy)
+    loaded = loaded.of_drafter() if drafter else loaded.alone()
+    shape, plan = None, None
     if dry_run and loaded.pipeline.stages < 2:
         from p2ptrain.cli.explain import cluster_of_seed, show_one
 
         show_one(loaded, cluster_of_seed(seed), as_json=as_json)
         return
     if loaded.pipeline.stages > 1:
-        from p2ptrain.cli import placement as plans
-        from p2ptrain.cli.model_sizes import shape_of
+        from p2ptrain.cli.placement import describe_plan, plan_map, print_training_plan
+        from p2ptrain.cluster.models import shape_if_known, shape_of
 
-        shape = shape_of(loaded, None if dry_run else lambda text: typer.echo(printable(text), err=True))
-        planned = _planned(seed, loaded, shape, dry_run=dry_run)
-        if dry_run and planned is not None:
-            print_json(plans.to_json(*planned)) if as_json else plans.print_plan(*planned)
+        shape = shape_of(loaded, quiet=as_json) if dry_run else shape_if_known(loaded, Console(quiet=as_json))
+        plan = _plan_stages(seed, loaded, shape, dry_run=dry_run)
+        if dry_run and plan is not None:
+            print_json(plan_map(*plan)) if as_json else print_training_plan(*plan)
             return
-        if planned is not None and not as_json:
-            typer.echo(plans.short(*planned), err=True)
-    typer.echo(f"{short}\n" if (short := short_of_warm_up(loaded)) else "", err=True, nl=False)
+        if plan is not None and not as_json:
+            typer.echo(describe_plan(*plan), err=True)
+    if problem := warm_up_problem(loaded):
+        typer.echo(problem, err=True)
     more = {} if shape is None else {"shape": shape.to_map()}
     job = ask(seed, lambda client: client.create_job(name, label, loaded.to_spec(), **more))
     if as_json:
-        print_json({"job": job} | ({} if planned is None else plans.to_json(*planned)))
+        print_json({"job": job} | ({} if plan is None else plan_map(*plan)))
         return
-    typer.echo(f"{other}\n" * bool(other), err=True, nl=False)
+    if has_pair and not drafter:
+        typer.echo("only the main model's job is created; for the drafter's job add --drafter", err=True)
     typer.echo(printable(job))
     typer.echo(f"watch it with: p2ptrain jobs watch {printable(job)}{seed_option(seed)}", err=True)
 
 
-def _checked(profile: Profile, seed: str, *, download: bool) -> Profile:
-    """Check data and model if all workers are on this machine. Raises ``P2PTrainError`` as ``inputs.checked``."""
-    from p2ptrain.cli.inputs import checked
-    from p2ptrain.core.errors import UserError
+def _resolve_inputs(profile: Profile, seed: str, *, download: bool, quiet: bool) -> Profile:
+    """Check data and model if all workers are on this machine. Raises ``P2PTrainError`` as ``resolve_inputs``."""
+    from p2ptrain.cluster.models import resolve_inputs
     from wire.address import is_loopback
 
-    def elsewhere() -> bool:
+    def is_elsewhere() -> bool:
         return not is_loopback(ask(seed, lambda client: client.cluster()).address.rpartition(":")[0].strip("[]"))
 
-    if download and elsewhere():
+    if download and is_elsewhere():
         text = "--download fetches to this machine, and other machines join this seed"
         raise UserError(text, remedy="have the model at the same path on each worker, and set model.path to it")
     try:
-        return checked(profile, download=download)
+        return resolve_inputs(profile, download=download, quiet=quiet)
     except UserError:
-        if elsewhere():  # each worker reads its own disk
+        if is_elsewhere():  # each worker reads its own disk
             return profile
         raise
 
 
-def _one_of_pair(profile: Profile, label: str, *, drafter: bool) -> tuple[Profile, str]:
-    """Settings of the requested model, and a note about the other model of a pair. Raises ``UserError``."""
-    from p2ptrain.core.errors import UserError
-
-    if drafter:
-        if not profile.drafter.layers:
-            remedy = "set drafter.layers and its sizes; `p2ptrain profiles show pair` has an example"
-            raise UserError(f"the profile {label} has no drafter (drafter.layers = 0)", remedy=remedy)
-        return profile.of_drafter(), ""
-    if not profile.drafter.layers:
-        return profile, ""
-    return profile.alone(), "only the main model's job is created; for the drafter's job add --drafter"
-
-
-def _planned(
+def _plan_stages(
     seed: str, profile: Profile, shape: ModelShape | None, *, dry_run: bool
 ) -> tuple[TrainingPlanInfo, list[StagePlanInfo]] | None:
     """The seed's plan for a split job; None, with a printed note, if there is none yet. A dry run needs one."""
-    from p2ptrain.core.errors import Refused, UserError
+    from p2ptrain.core.errors import Refused
 
     if shape is None:
         text = f"the sizes of {profile.model.path or 'the model'} are not known here"
@@ -256,13 +259,11 @@ def watch(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
       p2ptrain jobs watch 3f9a --json | jq .state
     """
     from p2ptrain.cli.up import print_summary
-    from p2ptrain.cli.watch import UNSAVED, watched
-    from p2ptrain.cluster.console import Console
     from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, StorageError
 
     console = Console(quiet=as_json)
     try:
-        summary = run(watched(seed, job, console))
+        summary = run(_watch(seed, job, console))
     except KeyboardInterrupt:
         console.finish()
         again = f"p2ptrain jobs watch {printable(job)}{seed_option(seed)}"
@@ -271,6 +272,31 @@ def watch(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
     print_json(summary) if as_json else print_summary(summary)
     if summary["state"] != "done":
         raise typer.Exit((StorageError if summary["state"] == UNSAVED else JobFailed).exit_code)
+
+
+async def _watch(seed: str, job: str, console: Console) -> JobSummary:
+    """Show the progress of a job until it ends; return its summary. Raises as ``JobObserver.run``."""
+
+    def on_step(row: MetricRow) -> None:
+        show_step(console, row, observer.info.steps_total if observer.info else 0)
+
+    def on_away(problem: P2PTrainError) -> None:
+        console.progress(f"waiting for the seed: {problem.message}")
+
+    observer, shown_state = JobObserver(job, on_step=on_step), ""
+    async with aclosing(observer.run(partial(operator, seed), on_away)) as updates:
+        async for client in updates:
+            info = observer.info
+            assert info is not None, "run finds the job first"
+            if observer.is_finished:
+                console.finish()
+                summary = summarize_job(info, newest_of(await client.checkpoints(info.id)))
+                return summary | ({"state": UNSAVED} if observer.is_lost else {})
+            if info.state != shown_state and not console.quiet:
+                shown_state, reason = info.state, f": {info.reason}" if info.reason else ""
+                level = "warning" if info.state == "saving" else "info"
+                console.event(level, f"job {info.name} ({info.id}) is {info.state}{reason}")
+    raise AssertionError("run does not end")
 
 
 @app.command()
@@ -292,9 +318,6 @@ def metrics(
     import csv
     import sys
     from collections import deque
-
-    from p2ptrain.cluster.operator import operator
-    from p2ptrain.core.errors import UserError
 
     if as_csv and as_json:
         raise UserError("--csv and --json exclude each other", remedy="leave one of them out")
@@ -453,8 +476,6 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
       p2ptrain jobs audit 3f9a --json | jq .fault
     """
     from configs.schema import Profile
-    from p2ptrain.cluster.console import Console
-    from p2ptrain.cluster.operator import operator
     from p2ptrain.lab.audit import audit as read_and_check
     from wire.records import FINISHED_STATES
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.join_options import JoinOptions
-from p2ptrain.cli.output import step_line
 from p2ptrain.cli.runtime import WithBareSplit, run, takes_options
+from p2ptrain.cluster.jobs import step_line
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from p2ptrain.cli.island import FormedIsland, IslandOptions
     from p2ptrain.cli.joining import MemberRun, ProcessContext, SeedRoute
+    from p2ptrain.cluster.island import FormedIsland, IslandOptions
     from roles.engine import Engine, Stage
     from roles.worker.context import BuildEngine
     from roles.worker.stages import Holding
@@ -50,7 +50,7 @@ def join(options: JoinOptions) -> None:
       p2ptrain join 192.168.1.20 --role verifier --model models/large --dtype fp32
       p2ptrain join 192.168.1.20 --role drafter --model models/small --threads 2
     """
-    from p2ptrain.cli.island import follow, island_options
+    from p2ptrain.cluster.island import follow, island_options
 
     # Workers on one machine share its cores. By default OpenMP's threads spin while they wait, which made a step take
     # ten times as long. This must be set before torch is loaded.
@@ -70,8 +70,8 @@ def join(options: JoinOptions) -> None:
 
 async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
     """Be a worker until Ctrl+C: this process alone, or the island that it leads. Raises ``P2PTrainError``."""
-    from p2ptrain.cli.island import LeadIsland
     from p2ptrain.cli.joining import run_member
+    from p2ptrain.cluster.island import LeadIsland
 
     factory = WorkerFactory(options)
     if island is None:
@@ -80,7 +80,9 @@ async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
     lead = LeadIsland(island, options.root / "logs")
 
     def make_island(context: ProcessContext, route: SeedRoute) -> MemberRun:
-        return partial(lead.run, context, partial(factory.make_in_island, context, route))
+        return partial(
+            lead.run, context.identity.name, context.console, partial(factory.make_in_island, context, route)
+        )
 
     try:
         await run_member(options, make_island)

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from p2ptrain.cli.inputs import DownloadOption
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
     HTTP_EXAMPLE,
@@ -18,6 +17,7 @@ from p2ptrain.cli.runtime import (
     SEED_VARIABLE,
     STATE_DEFAULT,
     ApiKeyOption,
+    DownloadOption,
     HttpOption,
     LinkOption,
     MemberPortOption,

@@ -64,8 +64,8 @@ async def run_member(options: JoinOptions, make: MakeMember) -> None:
         P2PTrainError: there is no seed in time, no slot or no ticket, or what ran raised it.
     """
     from p2ptrain.cluster.access import MENDED_BY_A_TICKET, Caller, place_of, reach_one
+    from p2ptrain.cluster.console import stoppable, unless_stopped
     from p2ptrain.cluster.running import default_state_dir
-    from p2ptrain.cluster.stopping import stoppable, unless_stopped
     from p2ptrain.core.disk import RealDisk
     from p2ptrain.core.errors import P2PTrainError, Refused
     from p2ptrain.core.texts import human_seconds

@@ -150,25 +150,3 @@ def human_time(wall: float) -> str:
 
 def number(value: float | None, form: str = ".4f") -> str:
     return "-" if value is None else format(value, form)
-
-
-def step_line(applied: int, total: int, values: dict[str, float]) -> str:
-    """One line about a step: number, losses, speed, and where the time goes."""
-    parts = [f"step {applied:>{len(str(total))}}/{total}"]
-    if (loss := values.get("loss")) is not None:
-        parts.append(f"loss {loss:.4f}")
-    if (val_loss := values.get("val_loss")) is not None:
-        parts.append(f"validation {val_loss:.4f}")
-    if (epsilon := values.get("epsilon")) is not None:
-        parts.append(f"epsilon {epsilon:.2f}")
-    if (rate := values.get("tokens_per_s")) is not None:
-        parts.append(f"{rate:,.0f} tokens/s")
-    if step_ms := values.get("step_ms"):
-        shares = (
-            f"{name} {100 * values.get(key, 0.0) / step_ms:.0f} %"
-            for name, key in (("compute", "compute_ms"), ("send", "communicate_ms"), ("wait", "wait_ms"))
-        )
-        parts.append(f"{step_ms:.0f} ms ({', '.join(shares)})")
-    if members := values.get("members"):
-        parts.append(f"{members:.0f} member{'s' if members != 1 else ''}")
-    return "  ".join(parts)

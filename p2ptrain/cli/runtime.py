@@ -6,9 +6,9 @@ import asyncio
 import inspect
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import MISSING, field, fields
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -16,14 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from p2ptrain.cluster.operator import operator
 from p2ptrain.cluster.running import default_state_dir
 
 if TYPE_CHECKING:
-    from configs.schema import Profile
-    from p2ptrain.cluster.console import Console
-    from wire.client import SeedClient, SeedRequests
-    from wire.records import CheckpointInfo
+    from wire.client import SeedClient
 
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import printable
@@ -40,6 +36,8 @@ SEED_HELP = (
     "The seed: its address, a ticket, @FILE that holds one, or @DIR, the --state of a seed that runs here; several "
     "with commas between. Default: the one that you run here."
 )
+HTTP_EXAMPLE = "such as 127.0.0.1:8000, where programs reach it"
+WEB_EXAMPLE = "such as 127.0.0.1:8080, where a browser reaches it"
 REQUEST_TIMEOUT_S = 20.0  # longer than the seed waits for a worker that it asks on our behalf
 
 
@@ -88,6 +86,9 @@ MemberPortOption = Annotated[int | None, option("--port PORT", _PORT_HELP, min=0
 SplitOption = Annotated[
     int | None, option("--split [N]", "Split the model over N workers; no number: the fastest number.", min=0)
 ]
+DownloadOption = Annotated[
+    bool, option("--download", "Fetch the model from the Hugging Face hub if its name is an id, OWNER/NAME.")
+]
 DryRunOption = Annotated[
     bool, option("--dry-run", "Only show what a step is predicted to cost, and the plan of a split model.")
 ]
@@ -123,6 +124,7 @@ def ask(seed: str, question: Callable[[SeedClient], Awaitable[T]]) -> T:
 
     Raises what ``SeedClient`` raises.
     """
+    from p2ptrain.cluster.access import operator
 
     async def once() -> T:
         async with operator(seed) as client:
@@ -140,36 +142,6 @@ def confirm(question: str, *, yes: bool) -> None:
         raise UserError(text, remedy="add --yes to do it without a question")
     if not typer.confirm(printable(question), err=True):
         raise UserError("nothing was done")
-
-
-def newest_of(checkpoints: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
-    """The newest one, preferably of a whole model."""
-    return max(checkpoints, key=lambda item: (item.stage is None, item.step), default=None)
-
-
-async def create_job(client: SeedRequests, name: str, label: str, profile: Profile, console: Console) -> str:
-    """Create a job, with what its placement needs to know of a split model, and say so."""
-    from p2ptrain.cli.model_sizes import shape_of
-
-    warn = partial(console.event, "warning")
-    if text := short_of_warm_up(profile):
-        warn(text)
-    shape = await asyncio.to_thread(shape_of, profile, warn) if profile.pipeline.stages > 1 else None
-    more = {} if shape is None else {"shape": shape.to_map()}
-    job = await client.create_job(name, label, profile.to_spec(), **more)
-    console.event("info", f"created job {name} ({job}) from profile {label}")
-    return job
-
-
-def short_of_warm_up(profile: Profile) -> str:
-    """Says that a job is over before its warm-up; empty if it is not."""
-    steps, warm_up = profile.job.steps, profile.optimizer.warmup_steps
-    if warm_up <= steps:
-        return ""
-    return (
-        f"optimizer.warmup_steps = {warm_up:,} is more than job.steps = {steps:,}: the learning rate ends at "
-        f"{100 * steps / warm_up:.3g} % of optimizer.lr; --set optimizer.warmup_steps={steps // 10} reaches all of it"
-    )
 
 
 def seed_option(seed: str) -> str:
@@ -212,9 +184,6 @@ def is_name(text: str) -> str:
 
 
 NameOption = Annotated[str, option("--name NAME", "Its name; default: that of the machine.", callback=is_name)]
-
-
-HTTP_EXAMPLE = "such as 127.0.0.1:8000, where programs reach it"
 
 
 def takes_options(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2ptrain.cli.runtime import DEFAULT_PORT, STATE_DEFAULT, NameOption, SetOption, create_job, option, run
-from p2ptrain.cluster.access import addresses_for_others, shown_host
+from p2ptrain.cli.runtime import DEFAULT_PORT, STATE_DEFAULT, NameOption, SetOption, option, run
+from p2ptrain.cluster.access import addresses_for_others, operator, operator_name, shown_host
 from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.operator import operator, operator_name
+from p2ptrain.cluster.jobs import create_job
 from p2ptrain.cluster.running import announced, default_state_dir
 from p2ptrain.core.errors import P2PTrainError, UserError
 from wire.address import EVERYWHERE, format_address, is_loopback, to_dial
@@ -98,9 +98,9 @@ def seed(
 
 def _web_options(http: str, files: list[Path | None]) -> WebOptions | None:
     """Raises ``UserError`` for a bad address, or a file without one."""
-    from p2ptrain.cli.runtime import host_and_port
+    from p2ptrain.cli.runtime import WEB_EXAMPLE, host_and_port
 
-    place = host_and_port("--http", http, "such as 127.0.0.1:8080, where a browser reaches it")
+    place = host_and_port("--http", http, WEB_EXAMPLE)
     if place is None:
         if any(files):
             text = "--http-cert, --http-cert-key, --http-read-key and --http-operator-key are for an HTTP address"
@@ -141,7 +141,7 @@ async def _serve(
     as_json: bool,
     with_parent: bool,
 ) -> None:
-    from p2ptrain.cluster.stopping import stoppable, unless_stopped
+    from p2ptrain.cluster.console import stoppable, unless_stopped
     from p2ptrain.core.world import real_world
     from roles.seed.run import run_seed
     from wire.transport import TcpNetwork
@@ -227,10 +227,10 @@ async def _create_checked(
     bound: str, console: Console, client: SeedRequests, name: str, label: str, profile: Profile
 ) -> str:
     """Create a job for the HTTP API of a seed that listens on ``bound``."""
-    from p2ptrain.cli.inputs import checked
+    from p2ptrain.cluster.models import resolve_inputs
 
     if is_loopback(bound):  # otherwise each worker reads its own disk
-        profile = await asyncio.to_thread(checked, profile)
+        profile = await asyncio.to_thread(resolve_inputs, profile)
     return await create_job(client, name, label, profile, console)
 
 

@@ -16,11 +16,17 @@ from pathlib import Path
 
 from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.cli.joining import MemberRun, ProcessContext, SeedRoute, member_options, run_member, world_of
-from p2ptrain.cli.model_sizes import config_text
-from p2ptrain.cli.split import TYPICAL_POSITIONS, conversation_positions, load, measured, plan_on, within
-from p2ptrain.cli.text_options import SplitOptions
 from p2ptrain.cluster.access import shown_host
 from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.models import SplitOptions, config_text
+from p2ptrain.cluster.split_model import (
+    TYPICAL_POSITIONS,
+    conversation_positions,
+    load,
+    measure_model,
+    plan_on,
+    within,
+)
 from p2ptrain.compute import first_import
 from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -272,7 +278,7 @@ async def _awaited_chain(
         try:
             if workers:
                 pool = await WorkerPool.connect(context, workers)
-                await measured(pool, config, stages)
+                await measure_model(pool, config, stages)
                 if model is None:
                     console.progress(f"reading the files of {directory}")  # the first time it hashes them
                     model = await model_of_directory(context, directory)

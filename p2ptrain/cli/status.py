@@ -21,8 +21,8 @@ from p2ptrain.cli.runtime import (
     option,
     run,
 )
+from p2ptrain.cluster.access import operator
 from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.operator import operator
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_seconds, printable
 from wire.address import how_to_join

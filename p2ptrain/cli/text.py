@@ -11,11 +11,11 @@ from typing import Any
 
 import typer
 
-from p2ptrain.cli.placement import placement_map
-from p2ptrain.cli.split import LEAVE_S, planned, print_split_facts, show_plan, split_facts, within
+from p2ptrain.cli.placement import placement_map, print_split_facts, show_split_plan, split_facts
 from p2ptrain.cli.text_options import TextOptions, newest_in, newest_of_job
+from p2ptrain.cluster.access import open_operator, operator_name
 from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.operator import open_operator, operator_name
+from p2ptrain.cluster.split_model import LEAVE_S, plan_split, within
 from p2ptrain.compute.text import ModelText
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.ids import new_id
@@ -143,10 +143,10 @@ async def _of_workers(
     options: TextOptions, check: Callable[[ModelText], int], console: Console, idle: int
 ) -> AsyncIterator[TextSource | None]:
     checkpoint = options.checkpoint and newest_in(options.checkpoint, download=options.download)
-    found = planned(options.split_options, checkpoint, options.job, options.seed, check, console)
+    found = plan_split(options.split_options, checkpoint, options.job, options.seed, check, console)
     async with found as plan:
         if options.dry_run:
-            show_plan(plan, as_json=options.as_json)
+            show_split_plan(plan, as_json=options.as_json)
             yield None
             return
         show_unused_settings(plan.text)

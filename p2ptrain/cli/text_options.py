@@ -9,20 +9,21 @@ from typing import Annotated
 
 import typer
 
-from p2ptrain.cli.inputs import DownloadOption, model_directory
 from p2ptrain.cli.output import json_output
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
+    DownloadOption,
     DryRunOption,
     JsonOption,
     SeedOption,
     SplitOption,
     ask,
-    newest_of,
     option,
     option_field,
 )
 from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.jobs import newest_of
+from p2ptrain.cluster.models import SplitOptions, model_directory
 from p2ptrain.core.adapters import is_model
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.serving import SamplingOptions
@@ -41,26 +42,6 @@ TokensOption = Annotated[int, option("--tokens -n N", "Most tokens to write.", m
 
 _JOINERS = "\u200c\u200d"  # zero-width joiners of compound letters and emoji
 _ESCAPED = {"n": "\n", "t": "\t", "\\": "\\"}
-
-
-@dataclass(frozen=True, slots=True)
-class SplitOptions:
-    """How to split a model over workers.
-
-    Attributes:
-        stages: number of stages; None: the best number.
-        positions: cache positions of all sessions together; 0: as many as are needed.
-    """
-
-    stages: int | None
-    dtype: str = ""
-    wire: str = ""
-    positions: int = 0
-
-    @property
-    def encodings(self) -> tuple[str, str]:
-        """Encoding of hidden states while decoding, and of those of prompts; empty: as computed."""
-        return ("", "int8") if self.wire == "int8" else (self.wire, self.wire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +163,13 @@ def on_terminal(text: str) -> str:
 def newest_in(directory: Path, *, download: bool = False) -> Path:
     """``directory`` if it is a model, else the newest model in it or checkpoint below it, which is said.
 
-    Raises ``UserError``, and as ``inputs.model_directory``.
+    Raises ``UserError``, and as ``model_directory``.
     """
-    directory, console = model_directory(str(directory), download=download), Console(quiet=json_output.wanted)
+    quiet = json_output.wanted
+    directory = model_directory(str(directory), download=download, quiet=quiet)
     if is_model(directory):
         return _whole(directory)
-    with console.during(lambda: f"looking for checkpoints in {directory}"):
+    with Console(quiet=quiet).during(lambda: f"looking for checkpoints in {directory}"):
         found = [path for path in directory.rglob("step-*/manifest.json") if path.parent.name[5:].isdigit()]
         configs = (*directory.glob("*/config.json"), *directory.glob(f"*/{ADAPTER_CONFIG}"))
         found += [path for path in configs if not (path.parent / "manifest.json").is_file()]

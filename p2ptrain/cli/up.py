@@ -1,17 +1,25 @@
-"""``p2ptrain up``: starts a seed and workers as processes on this machine, and shows them."""
+"""``p2ptrain up``: a whole cluster on this machine, which trains or holds a model.
+
+This module has the options and what is printed. The processes are those of ``p2ptrain.cluster``: ``training_run``
+trains, and serves a pair; ``split_model`` holds a model that is split over workers.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from p2ptrain.cli.inputs import DownloadOption, checked
+from p2ptrain.cli.output import number, print_json, print_pairs
 from p2ptrain.cli.runtime import (
+    HTTP_EXAMPLE,
     STATE_DEFAULT,
+    WEB_EXAMPLE,
     ApiKeyOption,
+    DownloadOption,
     DryRunOption,
     HttpOption,
     JsonOption,
@@ -21,58 +29,75 @@ from p2ptrain.cli.runtime import (
     StragglerOption,
     WorkersOption,
     at_terminal,
-    option,
+    check_http,
+    host_and_port,
+    option_field,
     run,
+    takes_options,
 )
 from p2ptrain.cli.text_options import CheckpointOption, DtypeOption, check_dtype, newest_in
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.jobs import UNSAVED, JobSummary
 from p2ptrain.cluster.local_cluster import own_texts
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, StorageError, UserError
-from p2ptrain.core.texts import size_of
+from p2ptrain.core.texts import human_seconds, size_of
+from wire.address import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from configs.schema import Profile
+    from p2ptrain.cluster.split_model import SplitPlan
+    from p2ptrain.cluster.training_run import ServedPair, TrainingPlan
+    from roles.serving.chain import StageChain
 
 
-def up(
-    profile: ProfileOption = "tiny",
-    workers: WorkersOption = 2,
-    state: Annotated[Path | None, option("--state DIR", f"Where everything is kept. {STATE_DEFAULT}{os.sep}up")] = None,
-    port: Annotated[
-        int, option("--port PORT", "Port of the seed; 0: 7337 if it is free, else any.", min=0, max=65535)
-    ] = 0,
-    sets: SetOption = [],  # noqa: B006 - Typer copies it
-    new: Annotated[
-        bool, option("--new", "Start over: cancel an unfinished job of other settings; train a finished one again.")
-    ] = False,
-    plain: Annotated[bool, option("--plain", "Plain progress lines instead of the full-screen view.")] = False,
-    link: LinkOption = "",
-    straggler: StragglerOption = 1.0,
-    data: Annotated[
-        list[str], option("--data PATH", "The text of one worker, for each worker once, with data.private = true.")
-    ] = [],  # noqa: B006 - Typer copies it
-    split: Annotated[
-        int | None,
-        option(
-            "--split N",
-            "Do not train: split the model of --checkpoint over N workers, and keep them running.",
-            min=1,
-            max=63,
-        ),
-    ] = None,
-    checkpoint: CheckpointOption = None,
-    spare: Annotated[
-        int, option("--spare K", "With --split: spare workers that replace dead ones.", min=0, max=32)
-    ] = 0,
-    memory: Annotated[str, option("--memory SIZE", "With --split: memory limit of each worker, such as 2GiB.")] = "",
-    dtype: DtypeOption = "",
-    web: Annotated[str, option("--web HOST:PORT", "Address of the web page and the HTTP API; default: none.")] = "",
-    http: HttpOption = "",
-    api_keys: ApiKeyOption = None,
-    dry_run: DryRunOption = False,
-    download: DownloadOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What a person gives ``up``. Each field is an option, and its help describes it."""
+
+    profile: ProfileOption = "tiny"
+    workers: WorkersOption = 2
+    state: Path | None = option_field("--state DIR", f"Where everything is kept. {STATE_DEFAULT}{os.sep}up", None)
+    port: int = option_field("--port PORT", "Port of the seed; 0: 7337 if it is free, else any.", 0, min=0, max=65535)
+    sets: SetOption = field(default_factory=list)
+    new: bool = option_field(
+        "--new", "Start over: cancel an unfinished job of other settings; train a finished one again.", False
+    )
+    plain: bool = option_field("--plain", "Plain progress lines instead of the full-screen view.", False)
+    link: LinkOption = ""
+    straggler: StragglerOption = 1.0
+    data: list[str] = option_field(
+        "--data PATH", "The text of one worker, for each worker once, with data.private = true.", []
+    )
+    split: int | None = option_field(
+        "--split N",
+        "Do not train: split the model of --checkpoint over N workers, and keep them running.",
+        None,
+        min=1,
+        max=63,
+    )
+    checkpoint: CheckpointOption = None
+    spare: int = option_field("--spare K", "With --split: spare workers that replace dead ones.", 0, min=0, max=32)
+    memory: str = option_field("--memory SIZE", "With --split: memory limit of each worker, such as 2GiB.", "")
+    dtype: DtypeOption = ""
+    web: str = option_field("--web HOST:PORT", "Address of the web page and the HTTP API; default: none.", "")
+    http: HttpOption = ""
+    api_keys: ApiKeyOption = None
+    dry_run: DryRunOption = False
+    download: DownloadOption = False
+    as_json: JsonOption = False
+
+    @property
+    def root(self) -> Path:
+        return (self.state or default_state_dir() / "up").absolute()
+
+    @property
+    def web_place(self) -> tuple[str, int] | None:
+        return host_and_port("--web", self.web, WEB_EXAMPLE)
+
+
+@takes_options(UpOptions)
+def up(options: UpOptions) -> None:
     """Start a whole cluster on this machine and train: a seed, and workers that form a ring.
 
     An unfinished job in the same --state continues where it stopped. Ctrl+C stops everything; nothing is lost.
@@ -96,74 +121,74 @@ def up(
       p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
-    from p2ptrain.cli.model_sizes import config_text
-    from p2ptrain.cli.runtime import host_and_port
-    from p2ptrain.cli.up_cluster import SplitPlan, TrainingPlan, hold, http_place, train
     from wire.emulate import preset_named
 
-    if link:
-        preset_named(link)  # fail here, not in each worker
-    host_and_port("--web", web, "such as 127.0.0.1:8080, where a browser reaches it")
-    root = (state or default_state_dir() / "up").absolute()
-    if split is not None:
-        if http or api_keys is not None:
-            raise UserError("--http needs a verifier, and --split starts none", remedy="leave one of them out")
-        if checkpoint is None:
-            raise UserError("up --split needs a model", remedy="name its directory: --checkpoint DIR")
-        if dry_run:
-            remedy = "see p2ptrain generate --split --dry-run for --split"
-            raise UserError("--dry-run works only for training", remedy=remedy)
-        if straggler > 1:
-            raise UserError("--straggler works only for training", remedy="leave it out")
-        if memory:
-            size_of(memory)  # fail here, not in each worker
-        check_dtype(dtype)
-        checkpoint = newest_in(checkpoint, download=download).absolute()
-        config_text(checkpoint, split)  # fail here
-        split_plan = SplitPlan(split, spare, checkpoint, memory, dtype, root, port, link, web)
-        run(hold(split_plan, as_json=as_json), children=True)
-        return
-    split_options = {
-        "checkpoint": checkpoint is not None,
-        "spare": spare > 0,
-        "memory": bool(memory),
-        "dtype": bool(dtype),
-    }
-    if extra := next((name for name, value in split_options.items() if value), None):
+    if options.link:
+        preset_named(options.link)  # fail here, not in each worker
+    _ = options.web_place
+    if options.split is not None:
+        _hold(options, options.split)
+    else:
+        _train(options)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def _train(options: UpOptions) -> None:
+    from p2ptrain.cluster.console import stoppable
+    from p2ptrain.cluster.models import resolve_inputs
+    from p2ptrain.cluster.training_run import TrainingPlan, train
+
+    of_split = {"checkpoint": options.checkpoint, "spare": options.spare, "memory": options.memory}
+    of_split["dtype"] = options.dtype
+    if extra := next((name for name, value in of_split.items() if value), None):
         raise UserError(f"--{extra} works only with --split", remedy="add --split N, or leave it out")
-    loaded = checked(_profile(profile, sets, workers), download=download)
-    place, keys = http_place(http, api_keys, loaded), None if api_keys is None else api_keys.absolute()
-    if dry_run:
+    profile = _load_profile(options.profile, options.sets, options.workers)
+    profile = resolve_inputs(profile, download=options.download, quiet=options.as_json)
+    http = host_and_port("--http", options.http, HTTP_EXAMPLE)
+    check_http(http, options.api_keys)
+    if http is not None and not profile.drafter.layers:
+        remedy = "choose a profile with a [drafter], such as pair, or leave it out"
+        raise UserError("--http needs a verifier, and this profile trains none", remedy=remedy)
+    link = options.link or profile.link.preset
+    if options.dry_run:
         from p2ptrain.cli.explain import show_one
 
-        show_one(loaded, workers, link or loaded.link.preset, as_json=as_json)
+        show_one(profile, options.workers, link, as_json=options.as_json)
         return
-    if loaded.stages > 1:
-        _check_fits(loaded, workers)
-    texts = own_texts(loaded, workers, data)
+    if profile.stages > 1:
+        _check_fits(profile, options)
     plan = TrainingPlan(
-        profile, loaded, workers, root, port, new, link or loaded.link.preset, place, keys, texts, straggler, web
+        options.profile,
+        profile,
+        options.workers,
+        options.root,
+        options.port,
+        options.new,
+        link,
+        http,
+        None if options.api_keys is None else options.api_keys.absolute(),
+        own_texts(profile, options.workers, options.data),
+        options.straggler,
+        options.web_place,
     )
-    full_screen = not plain and not as_json and at_terminal()
-    from p2ptrain.cli.output import print_json
-    from p2ptrain.cli.watch import UNSAVED
 
-    outcome = run(train(plan, full_screen=full_screen, as_json=as_json), children=True)
-    if outcome is None:
-        return
-    if as_json:
-        print_json(outcome)
-    elif plan.is_pair:
-        _print_pair(outcome)
-    else:
-        print_summary(outcome)
-        _print_next(outcome, loaded)
-    if outcome["state"] != "done":
+    async def work() -> JobSummary | None:
+        console, stop = stoppable()
+        console.quiet = options.as_json
+        full_screen = not options.plain and not options.as_json and at_terminal()
+        return await train(plan, console, stop, lambda pair: _print_pair(pair, plan, options), full_screen=full_screen)
+
+    outcome = run(work(), children=True)
+    if outcome is not None:
+        _print_outcome(outcome, plan, as_json=options.as_json)
+    if outcome is not None and outcome["state"] != "done":
         codes = {"interrupted": EXIT_INTERRUPTED, UNSAVED: StorageError.exit_code}
         raise typer.Exit(codes.get(outcome["state"], JobFailed.exit_code))
 
 
-def _profile(name: str, sets: list[str], workers: int) -> Profile:
+def _load_profile(name: str, sets: list[str], workers: int) -> Profile:
     """Load the profile for this number of workers: the job begins with all of them, unless the user's own settings say
     that fewer are enough. A job that needs more of them would wait for ever."""
     from configs.loader import load
@@ -178,48 +203,66 @@ def _profile(name: str, sets: list[str], workers: int) -> Profile:
     )
 
 
-def _check_fits(profile: Profile, workers: int) -> None:
+def _check_fits(profile: Profile, options: UpOptions) -> None:
     """Refuse a split model that does not fit into this machine's memory. Raises ``ResourceError``."""
-    from p2ptrain.cli.model_sizes import shape_of
     from p2ptrain.cluster.local_cluster import part_bytes
+    from p2ptrain.cluster.models import shape_if_known
     from p2ptrain.lab.explain.predictions import equal_members, method_of
     from ring.planning.prediction import Calibration, predict
 
-    shape = shape_of(profile, lambda _: None)
-    if shape is not None:  # else ``create_job`` says why
-        cluster = equal_members(workers, part_bytes(profile.device.kind) // workers)
-        predict(method_of(profile, shape, workers), cluster, Calibration(1.0, 0.0, 0.0))
+    shape = shape_if_known(profile, Console(quiet=options.as_json))
+    if shape is not None:
+        cluster = equal_members(options.workers, part_bytes(profile.device.kind) // options.workers)
+        predict(method_of(profile, shape, options.workers), cluster, Calibration(1.0, 0.0, 0.0))
 
 
-def _print_pair(outcome: dict[str, Any]) -> None:
-    from p2ptrain.cli.output import print_pairs
-    from p2ptrain.cli.up_cluster import DRAFTER, VERIFIER
+def _print_pair(pair: ServedPair, plan: TrainingPlan, options: UpOptions) -> None:
+    if options.as_json:
+        where = {"state": "serving", "seed": pair.seed, "directory": str(plan.root), "http": pair.http}
+        print_json({**where, **pair.models})
+        return
+    rows = []
+    for role, summary in sorted(pair.models.items(), reverse=True):
+        loss = f"validation {number(summary['val_loss'])} nats/token"
+        rows.append((role, f"job {summary['job']}, {summary['step']} steps, {loss}; {summary['checkpoint']}"))
+    print_pairs(rows)
+    typer.echo("\nThe models are served. From another terminal:\n")
+    for command in [*pair.commands, f"p2ptrain tui {pair.seed}"]:
+        typer.echo(f"  {command}")
+    typer.echo("\nCtrl+C stops everything; the same command serves them again at once.")
 
+
+def _print_outcome(outcome: JobSummary, plan: TrainingPlan, *, as_json: bool) -> None:
+    if as_json:
+        print_json(outcome)
+        return
+    if not plan.is_pair:
+        print_summary(outcome)
+        _print_next(outcome, plan.profile)
+        return
     rows = [("state", outcome["state"])]
-    for role in (DRAFTER, VERIFIER):
-        if (summary := outcome.get(role)) is not None:
+    for role, summary in outcome.items():
+        if role != "state":
             reason = f": {summary['reason']}" if summary["reason"] else ""
             steps = f"step {summary['step']} of {summary['steps']}"
             rows.append((role, f"{summary['state']}{reason}; {steps}; {summary['checkpoint'] or 'no checkpoint'}"))
     print_pairs(rows)
 
 
-def print_summary(summary: dict[str, Any]) -> None:
-    from p2ptrain.cli.output import number, print_pairs
-    from p2ptrain.core.texts import human_seconds
-
-    pairs = [
-        ("state", f"{summary['state']}{': ' + summary['reason'] if summary['reason'] else ''}"),
-        ("step", f"{summary['step']} of {summary['steps']}"),
-        ("loss", f"{number(summary['loss'])} nats/token"),
-        ("validation", f"{number(summary['val_loss'])} nats/token"),
-        ("training time", human_seconds(summary["seconds"])),
-        ("checkpoint", summary["checkpoint"] or "none"),
-    ]
-    print_pairs(pairs)
+def print_summary(summary: JobSummary) -> None:
+    print_pairs(
+        [
+            ("state", f"{summary['state']}{': ' + summary['reason'] if summary['reason'] else ''}"),
+            ("step", f"{summary['step']} of {summary['steps']}"),
+            ("loss", f"{number(summary['loss'])} nats/token"),
+            ("validation", f"{number(summary['val_loss'])} nats/token"),
+            ("training time", human_seconds(summary["seconds"])),
+            ("checkpoint", summary["checkpoint"] or "none"),
+        ]
+    )
 
 
-def _print_next(summary: dict[str, Any], profile: Profile) -> None:
+def _print_next(summary: JobSummary, profile: Profile) -> None:
     if summary["state"] == "interrupted":
         typer.echo("\nto go on, run the same command again")
     if not summary["checkpoint"]:
@@ -231,3 +274,62 @@ def _print_next(summary: dict[str, Any], profile: Profile) -> None:
         typer.echo(f"\ntry it:  p2ptrain {command} --checkpoint {summary['checkpoint']}")
         if not profile.lora.rank:
             typer.echo(f"fine-tune it:  p2ptrain up --profile lora --set model.path={summary['checkpoint']}")
+
+
+# ------------------------------------------------------------------------------------------------------- a split model
+
+
+def _hold(options: UpOptions, stages: int) -> None:
+    from p2ptrain.cluster.console import stoppable
+    from p2ptrain.cluster.models import config_text
+    from p2ptrain.cluster.split_model import SplitPlan, hold_model
+
+    if options.http or options.api_keys is not None:
+        raise UserError("--http needs a verifier, and --split starts none", remedy="leave one of them out")
+    if options.checkpoint is None:
+        raise UserError("up --split needs a model", remedy="name its directory: --checkpoint DIR")
+    if options.dry_run:
+        remedy = "see p2ptrain generate --split --dry-run for --split"
+        raise UserError("--dry-run works only for training", remedy=remedy)
+    if options.straggler > 1:
+        raise UserError("--straggler works only for training", remedy="leave it out")
+    if options.memory:
+        size_of(options.memory)  # fail here, not in each worker
+    check_dtype(options.dtype)
+    checkpoint = newest_in(options.checkpoint, download=options.download).absolute()
+    config_text(checkpoint, stages)
+    plan = SplitPlan(
+        stages,
+        options.spare,
+        checkpoint,
+        options.memory,
+        options.dtype,
+        options.root,
+        options.port,
+        options.link,
+        options.web_place,
+    )
+
+    async def work() -> None:
+        console, stop = stoppable()
+        await hold_model(plan, console, stop, lambda chain, seed: _print_held(chain, seed, plan, options))
+
+    run(work(), children=True)
+
+
+def _print_held(chain: StageChain, seed: str, plan: SplitPlan, options: UpOptions) -> None:
+    from p2ptrain.cli.placement import placement_map, print_prediction, print_split_facts, split_facts
+
+    placement, facts = chain.plan.placement, split_facts(chain)
+    if options.as_json:
+        where = {"seed": seed, "state": str(plan.root), "checkpoint": str(plan.checkpoint), "workers": plan.workers}
+        print_json({**where, "split": facts, "plan": placement_map(placement)})
+        return
+    print_split_facts(facts)
+    print_prediction(placement)
+    words = f"--split {plan.stages} -c {plan.checkpoint}" + f" --dtype {plan.dtype}" * bool(plan.dtype)
+    words += f" --seed {seed}" * (not seed.endswith(f":{DEFAULT_PORT}"))
+    typer.echo("\nThe model is loaded and stays loaded. From another terminal:\n")
+    typer.echo(f'  p2ptrain generate "Once upon a time" {words}')
+    typer.echo(f"  p2ptrain chat {words}")
+    typer.echo(f"  p2ptrain tui {seed}\n\nCtrl+C stops everything.")

@@ -1,4 +1,4 @@
-"""The processes that a command starts on this machine, and how a command reaches a seed.
+"""What commands run and hold: processes of this machine, observed jobs, models of a person, and ways to a seed.
 
-Begin with ``local_cluster``.
+Begin with ``local_cluster`` (processes), ``jobs`` (one job, observed) and ``access`` (ways to a seed).
 """

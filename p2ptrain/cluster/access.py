@@ -15,12 +15,13 @@ import asyncio
 import dataclasses
 import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from p2ptrain.cluster.running import default_state_dir, running_seeds, the_running_seed
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, StorageError, UserError
 from p2ptrain.core.ids import new_id
@@ -31,6 +32,7 @@ from wire.transport import resolve, unreachable
 if TYPE_CHECKING:
     from p2ptrain.core.world import Network
     from wire.address import Ticket
+    from wire.client import SeedClient
     from wire.credentials import Credentials
     from wire.enrol import Ask, RunMembership
 
@@ -123,7 +125,6 @@ def read_target(text: str) -> Ticket | tuple[str, int]:
     Raises:
         UserError: it is neither, or there is no such seed.
     """
-    from p2ptrain.cluster.running import the_running_seed
     from wire.address import Ticket, is_ticket, parse_address
 
     if not text or (text.startswith("@") and _is(Path.is_dir, text[1:])):
@@ -243,7 +244,6 @@ def _encrypted(host: str, port: int, credentials: Credentials, base: Network) ->
 
 
 def _local_ticket(caller: Caller, port: int) -> Ticket | None:
-    from p2ptrain.cluster.running import running_seeds
     from wire.address import Ticket, local_ticket_path
 
     for state in [*caller.states, *(seed.state for seed in running_seeds())]:
@@ -350,3 +350,77 @@ async def _plain_host(host: str, port: int, base: Network) -> str:
     await connection.close()
     found = connection.ends.remote[0]
     return found if is_loopback(found) else ""
+
+
+# ------------------------------------------------------------------------------------------- an operator's connection
+
+
+async def connect_operator(access: Access, others: Sequence[tuple[str, int]] = ()) -> SeedClient:
+    """Dial the seed; if it is unreachable, dial the others. Raises the first error of ``SeedClient.connect``."""
+    from wire.client import SeedClient
+
+    problem: P2PTrainError | None = None
+    for place in dict.fromkeys([(access.host, access.port), *others]):
+        try:
+            return await SeedClient.connect(
+                access.network, *place, name=operator_name(), peer_id=access.peer_id, timeout_s=CONNECT_TIMEOUT_S
+            )
+        except NetworkError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+async def open_operator(
+    seed: str | tuple[str, int], *, state: Path | None = None, afresh: bool = False
+) -> tuple[Access, SeedClient]:
+    """Reach and dial the seed. If it no longer honours the stored credentials, spend a new ticket.
+
+    Args:
+        seed: an address, or what the user gave.
+        state: state directory of this operator, and of a seed on this machine; default: the usual place.
+        afresh: as in ``reach``.
+
+    Raises:
+        UserError: it is no address and no ticket, or a ticket is needed; else as ``reach`` and
+            ``connect_operator``.
+    """
+    from wire.transport import TcpNetwork
+
+    root = state or default_state_dir()
+    targets = read_targets(seed) if isinstance(seed, str) else [seed]
+    access = await reach_one(targets, Caller("operator", root / "operator", [root]), TcpNetwork(), afresh=afresh)
+    try:
+        return access, await connect_operator(access, [place_of(target) for target in targets])
+    except Refused as refusal:
+        if afresh or access.member is None or refusal.code not in MENDED_BY_A_TICKET:
+            raise
+    return await open_operator(seed, state=state, afresh=True)
+
+
+@asynccontextmanager
+async def operator(seed: str | tuple[str, int], *, state: Path | None = None) -> AsyncIterator[SeedClient]:
+    """An operator's connection to the seed; the end of the block closes it. Within the block the operator's certificate
+    is renewed in time."""
+    access, client = await open_operator(seed, state=state)
+    renewing = asyncio.create_task(_keep_fresh(access, client), name="renew")
+    try:
+        await access.freshen(client.request)
+        yield client
+    finally:
+        renewing.cancel()
+        await asyncio.wait({renewing})
+        await client.close()
+
+
+async def _keep_fresh(access: Access, client: SeedClient) -> None:
+
+    try:
+        await access.keep_fresh(client.request)
+    except P2PTrainError as problem:  # the next connection tries again
+        client.connection.abort(problem)
+
+
+def operator_name() -> str:
+    """The name that this command line sends to peers."""
+    return f"cli@{socket.gethostname()}"

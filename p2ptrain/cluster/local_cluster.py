@@ -13,7 +13,6 @@ import random
 import signal
 import socket
 import sys
-import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
@@ -21,30 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from p2ptrain.cluster.operator import open_operator, operator
+from p2ptrain.cluster.access import open_operator, operator
 from p2ptrain.cluster.running import announced
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import (
     ConnectionLost,
     JobFailed,
     NetworkError,
-    P2PTrainError,
     StorageError,
     UserError,
 )
 from p2ptrain.core.text_files import STDLIB, STDLIB_PARTS, find_files
-from wire.address import DEFAULT_PORT
+from wire.address import DEFAULT_PORT, format_address
 from wire.records import (
     ABSENT_STATES,
-    FINISHED_STATES,
-    CheckpointInfo,
-    EventInfo,
-    JobInfo,
-    MetricRow,
     PeerInfo,
     ServingInfo,
 )
-from wire.schema import Record
+from wire.transport import TcpNetwork
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -176,7 +169,7 @@ class LocalCluster:
 
     Args:
         port: of the seed; 0: a free one, or, of a ``shown`` cluster, the usual one if it is free when the seed starts.
-        web: where the seed answers HTTP; empty: nowhere.
+        web: where the seed answers HTTP, as ``up --web`` says; None: nowhere.
         shown: commands of this user find the seed.
 
     Attributes:
@@ -184,7 +177,15 @@ class LocalCluster:
         url: of the seed's page, once it is started.
     """
 
-    def __init__(self, root: Path, port: int = 0, *, tls: bool = False, web: str = "", shown: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        port: int = 0,
+        *,
+        tls: bool = False,
+        web: tuple[str, int] | None = None,
+        shown: bool = False,
+    ) -> None:
         self.root, self.tls, self.web, self.url = root, tls, web, ""
         self.port = port or (0 if shown else free_port())
         self._shown, self._announced = shown, ExitStack()
@@ -208,9 +209,12 @@ class LocalCluster:
         return self._seed
 
     async def start_seed(self) -> PeerProcess:
-        """Start a seed without a job and wait until it listens. Raises ``JobFailed``, ``StorageError``."""
+        """Start a seed without a job and wait until it listens. Raises ``UserError`` if the address of ``web`` is in
+        use, ``JobFailed``, ``StorageError``."""
+        if self.web is not None:
+            (await TcpNetwork().bound(*self.web, option="--web")).close()
         arguments = ["seed", "--no-job", "--json", "--host", LOOPBACK, "--state", str(self.root)]
-        arguments += [*["--tls"] * self.tls, *(["--http", self.web] if self.web else [])]
+        arguments += [*["--tls"] * self.tls, *(["--http", format_address(*self.web)] if self.web else [])]
         for port in [self.port] if self.port else [DEFAULT_PORT, 0]:
             place = ["--port", str(port)]
             seed = self._seed = await PeerProcess.start(
@@ -226,7 +230,6 @@ class LocalCluster:
                 break
             await end_all([seed])  # it said nothing, or the document of an error, which the log has too
             problem = seed.failed("the seed did not start")
-            problem.remedy = problem.remedy.replace("--http", "--web")  # what the option of `up` is called
             if port == self.port or problem.exit_code != UserError.exit_code:  # else that port may be in use
                 raise problem
         announcement = json.loads(ready)
@@ -345,124 +348,6 @@ class LocalCluster:
         await end_all(list(self.peers.values()))
         await end_all([self._seed] if self._seed is not None else [])
         self._announced.close()
-
-
-# ----------------------------------------------------------------------------------------------- what the seed reports
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedStep:
-    """A committed step. ``at_s``: monotonic time of its arrival here."""
-
-    at_s: float
-    step: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedView:
-    """The members of a running view. ``at_s``: monotonic time of their arrival here."""
-
-    at_s: float
-    generation: int
-    members: tuple[str, ...]
-
-
-class JobObserver:
-    """Follows a job across restarts of the seed, and keeps what the seed reports with the time of its arrival.
-
-    Args:
-        operator: opens an operator's connection.
-
-    Attributes:
-        rows, views, events: in order of arrival; a repeated row is kept once.
-        saved: checkpoints by id.
-        joined_rtt_ms: the first reported round trip of each worker's connection. Most likely the seed derived the
-            worker's deadlines from it.
-    """
-
-    def __init__(self, operator: Callable[[], AbstractAsyncContextManager[SeedClient]]) -> None:
-        self.job: JobInfo | None = None
-        self.rows: list[ObservedStep] = []
-        self.views: list[ObservedView] = []
-        self.events: list[tuple[float, EventInfo]] = []
-        self.saved: dict[str, CheckpointInfo] = {}
-        self.names: dict[str, str] = {}
-        self.joined_rtt_ms: dict[tuple[str, float], float] = {}
-        self._operator = operator
-        self._row_keys: set[tuple[int, int]] = set()
-        self._last_event = 0
-        self._news = asyncio.Event()
-
-    @property
-    def step(self) -> int:
-        return self.rows[-1].step if self.rows else 0
-
-    @property
-    def generation(self) -> int:
-        return self.job.generation if self.job else 0
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        return tuple(self.job.members) if self.job and self.job.state == "running" else ()
-
-    @property
-    def finished(self) -> bool:
-        return self.job is not None and self.job.state in FINISHED_STATES
-
-    def id_of(self, name: str) -> str:
-        return next((peer for peer, known in self.names.items() if known == name), "")
-
-    def holders(self, step: int) -> set[str]:
-        return {info.peer_name for info in self.saved.values() if info.step == step}
-
-    async def until(self, test: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``test`` is true; return False after ``timeout_s``. It runs after each report and ``wake``."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not test():
-                    await self._news.wait()
-        except TimeoutError:
-            return test()
-        return True
-
-    def wake(self) -> None:
-        """Make every ``until`` run its test again."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
-    async def run(self, job: str) -> None:
-        while True:
-            try:
-                async with self._operator() as client:
-                    async for records in client.news():
-                        for item in records:
-                            self.take(job, item, time.monotonic())
-                        self.wake()
-            except P2PTrainError:
-                await asyncio.sleep(AGAIN_S)
-
-    def take(self, job: str, item: Record, now: float) -> None:
-        match item:
-            case JobInfo() if item.id == job:
-                self.job = item
-                view = self.job.generation, tuple(self.job.members)
-                if self.members and (not self.views or (self.views[-1].generation, self.views[-1].members) != view):
-                    self.views.append(ObservedView(now, *view))
-            case MetricRow() if item.job == job:
-                key = (item.step, item.generation or 0)
-                if key not in self._row_keys:
-                    self._row_keys.add(key)
-                    self.rows.append(ObservedStep(now, *key))
-            case EventInfo():
-                if item.id > self._last_event:
-                    self._last_event = item.id
-                    self.events.append((now, item))
-            case PeerInfo():
-                self.names[item.id] = item.name
-                self.joined_rtt_ms.setdefault((item.id, item.joined_at), item.rtt_ms or 0.0)
-            case CheckpointInfo() if item.job == job:
-                self.saved.setdefault(item.id, item)  # keep the first report
 
 
 def own_texts(profile: Profile, workers: int, data: list[str]) -> tuple[str, ...]:

@@ -17,10 +17,10 @@ from safetensors.numpy import save_file
 
 from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining, serving
-from p2ptrain.cli.island import IslandOptions
 from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.cli.joining import MemberRun, ProcessContext, SeedRoute
 from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.island import IslandOptions
 from p2ptrain.core.errors import ResourceError, Unreachable, UserError
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve

@@ -6,11 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from p2ptrain.cli.split import LoadingLine, print_split_facts, split_facts
-from p2ptrain.cluster.console import Console
+from p2ptrain.cli.placement import print_split_facts, split_facts
 from ring.planning.measurements import CandidateWorker
 from ring.planning.serving import PlacedStage, Placement
-from roles.serving.chain import LoadProgress
 from roles.serving.chain_session import ChainTimes
 from roles.serving.model import PassResult
 
@@ -74,17 +72,3 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[1] == ["box0", "0–1", "900", "B", "100", "B", "1000", "B", "5.0", "MiB", "2.00", "32", "B"]
     assert "a token took 9.00 ms: 5.00 computing + 3.00 on the way + 1.00 the rest; a prompt 9.00 ms" in out
     assert "box1 was lost; the text went on 0.50 s later" in out
-
-
-def test_progress_of_all_stages_is_one_line_and_none_if_it_is_short(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = [0.0]
-    line = LoadingLine(StandIn("").plan, Console(lambda: clock[0]))  # type: ignore[arg-type]
-    line.show(LoadProgress(0, "box0", 500, 1000))
-    clock[0] = 2.0
-    line.show(LoadProgress(1, "box9", 1000, 1000))
-    line.show(LoadProgress(1, "box9", 1000, 1000, ready=True))
-    line.show(LoadProgress(0, "box0", 1000, 1000, ready=True))
-    assert capsys.readouterr().err.splitlines() == [
-        "loading  1.5 KiB of 2.0 KiB  box0 50 %  box9 100 %",
-        "loading  2.0 KiB of 2.0 KiB  box0 ready  box9 ready",
-    ]

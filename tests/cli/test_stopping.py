@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.stopping import stop_on_signals, stoppable
+from p2ptrain.cluster.console import Console, stop_on_signals, stoppable
 
 
 class Unread(io.StringIO):

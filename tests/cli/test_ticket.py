@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cluster.access import Caller, reach, read_target, shown_address
-from p2ptrain.cluster.operator import open_operator
+from p2ptrain.cluster.access import Caller, open_operator, reach, read_target, shown_address
 from p2ptrain.core.errors import Refused, UserError
 from p2ptrain.core.world import ProtocolFactory
 from roles.seed.authority import ROLES

@@ -8,7 +8,7 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.cli.explain import shape_here
-from p2ptrain.cli.placement import prediction, short
+from p2ptrain.cli.placement import describe_plan, describe_prediction
 from p2ptrain.cluster import local_cluster
 from p2ptrain.core.errors import Refused, ResourceError
 from p2ptrain.lab.explain.predictions import equal_members, method_of
@@ -118,7 +118,7 @@ def test_up_divides_this_machine_and_starts_nothing(command: Command, monkeypatc
 
 def test_without_speeds_nothing_is_predicted() -> None:
     made = plan_pipeline(method_of(PROFILE, shape_here(PROFILE), 2).training, equal_members(2, 0).members)
-    assert prediction(made[0]) == [
+    assert describe_prediction(made[0]) == [
         "1 replica of 2 stages, 1f1b: no worker has reported its speed, so nothing is predicted"
     ]
-    assert short(*made) == "plan: layers 0–1 worker-1, layers 2–3 worker-2"
+    assert describe_plan(*made) == "plan: layers 0–1 worker-1, layers 2–3 worker-2"

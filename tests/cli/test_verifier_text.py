@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import typer
 
-from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.stopping import LEAVING
+from p2ptrain.cluster.console import LEAVING, Console
 from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
 from roles.serving.texts import TextRequest

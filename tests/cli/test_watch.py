@@ -78,8 +78,8 @@ class Seed:
 def seed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seed]:
     def made(*parts: Any) -> Seed:
         seed = Seed(*parts)
-        monkeypatch.setattr("p2ptrain.cli.watch.operator", seed.operator)
-        monkeypatch.setattr("p2ptrain.cli.watch.AGAIN_S", 0.0)
+        monkeypatch.setattr("p2ptrain.cli.jobs.operator", seed.operator)
+        monkeypatch.setattr("p2ptrain.cluster.jobs.AGAIN_S", 0.0)
         return seed
 
     return made

@@ -16,7 +16,7 @@ import pytest
 from p2ptrain.cluster import local_cluster
 from p2ptrain.cluster.local_cluster import LocalCluster, PeerProcess
 from p2ptrain.cluster.running import running_seeds
-from p2ptrain.core.errors import ConnectionLost, JobFailed
+from p2ptrain.core.errors import ConnectionLost, JobFailed, UserError
 from wire.records import PeerInfo
 from wire.schema import Record
 
@@ -77,8 +77,8 @@ async def test_a_port_that_is_taken_when_the_seed_starts_is_no_obstacle_if_nobod
 
 async def test_taken_web_address_is_named_by_the_option_of_up(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        cluster = LocalCluster(tmp_path, web="{}:{}".format(*taken.getsockname()))
-        with pytest.raises(JobFailed, match="in use") as caught:
+        cluster = LocalCluster(tmp_path, web=taken.getsockname())
+        with pytest.raises(UserError, match="in use") as caught:
             await cluster.start_seed()
     assert "--web" in caught.value.remedy
     assert "--http" not in caught.value.remedy

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 from hypothesis import strategies as st
 
-from p2ptrain.cli.placement import prediction
+from p2ptrain.cli.placement import describe_prediction
 from wire.address import ROLES, Ticket, is_ticket
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
 from wire.frame import (
@@ -240,7 +240,7 @@ def _check_record(case: tuple[type[Record], Any]) -> None:
         assert 0 <= record.start < record.stop
         assert all(value is None or math.isfinite(value) for value in (record.compute_s, record.hop_s))
     if isinstance(record, TrainingPlanInfo):
-        assert prediction(record)
+        assert describe_prediction(record)
 
 
 RECORD = Target(

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.local_cluster import PeerProcess
-from p2ptrain.cluster.stopping import stoppable, unless_stopped
 from p2ptrain.core.errors import DeadlineExceeded, JobFailed, ResourceError, UserError
 from p2ptrain.lab.bench.report import BenchReport, Case
 from roles.gauges import free_memory_bytes

@@ -21,23 +21,15 @@ from pathlib import Path
 import psutil
 
 from configs.schema import Profile
-from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.local_cluster import (
-    LOOPBACK,
-    JobObserver,
-    LocalCluster,
-    ObservedStep,
-    PeerProcess,
-    free_port,
-    threads_each,
-)
-from p2ptrain.cluster.stopping import stop_on_signals, unless_stopped
+from p2ptrain.cluster.console import Console, stop_on_signals, unless_stopped
+from p2ptrain.cluster.jobs import JobObserver
+from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, free_port, threads_each
 from p2ptrain.core.checkpoints import CheckpointStore, verify_checkpoint
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError
 from p2ptrain.lab.audit import audit
 from p2ptrain.lab.chaos import judge
-from p2ptrain.lab.chaos.judge import Action, ChaosReport, InjectedFault, InvariantResult
+from p2ptrain.lab.chaos.judge import Action, ChaosReport, InjectedFault, InvariantResult, JobHistory, ObservedStep
 from p2ptrain.lab.chaos.proxy import Proxy
 from ring.detector import beat_defaults
 from roles.seed.events import INTERVAL_S
@@ -256,6 +248,7 @@ class FaultInjector:
 
     cluster: ProxiedCluster
     observer: JobObserver
+    history: JobHistory
     console: Console
     done: list[InjectedFault] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
@@ -298,7 +291,7 @@ class FaultInjector:
 
     @property
     def _over(self) -> bool:
-        return self.observer.finished or bool(self.stuck)
+        return self.observer.is_finished or bool(self.stuck)
 
     async def _pause(self, seconds: float) -> None:
         await self.observer.until(lambda: self._over, max(seconds, 0.0))
@@ -324,8 +317,8 @@ class FaultInjector:
 
         Without such a worker the others would rightly wait for one to come back.
         """
-        rows, views = self.observer.rows, self.observer.views
-        newest = rows[-1].generation if rows else 0
+        steps, views = self.history.steps, self.history.views
+        newest = steps[-1].generation if steps else 0
         members = next((view.members for view in reversed(views) if view.generation == newest), ())
         return bool({self.observer.id_of(place.name) for place in self._whole(action)[1:]} & set(members))
 
@@ -339,13 +332,14 @@ class FaultInjector:
         elif place is not None and kind in ("kill", "freeze"):
             excused = frozenset({observer.id_of(place.name)})
         name = place.name if place is not None else "seed"
-        injected = InjectedFault(action.number, kind, now(), observer.generation, observer.step, (name,), excused)
+        generation = observer.info.generation if observer.info else 0
+        injected = InjectedFault(action.number, kind, now(), generation, observer.step, (name,), excused)
         self.done.append(injected)
-        first_row = len(observer.rows)
+        first_step = len(self.history.steps)
         try:
             await (self._hurt_seed(action, injected) if place is None else self._hurt(action, place, injected))
             injected.until_s = now()
-            await self._recovery(injected, first_row)
+            await self._recovery(injected, first_step)
             whole = place is None or await observer.until(
                 lambda: self._over or observer.id_of(name) in observer.members, PATIENCE_S
             )
@@ -410,13 +404,11 @@ class FaultInjector:
     async def _save(self) -> None:
         with suppress(P2PTrainError):
             async with self.cluster.local.operator() as client:
-                await client.tell_job(self.observer.job.id if self.observer.job else "", "save")
+                await client.tell_job(self.observer.job, "save")
 
-    async def _recovery(self, injected: InjectedFault, first_row: int) -> None:
-        rows = self.observer.rows
-
+    async def _recovery(self, injected: InjectedFault, first_step: int) -> None:
         def back() -> ObservedStep | None:
-            return judge.recovered(injected, rows[first_row:], INTERVAL_S)
+            return judge.recovered(injected, self.history.steps[first_step:], INTERVAL_S)
 
         await self.observer.until(lambda: self._over or back() is not None, PATIENCE_S)
         if (row := back()) is not None:
@@ -525,37 +517,43 @@ class ChaosRun:
 
     async def all(self) -> None:
         plan, report = self.plan, self.report
-        async with self._cluster(plan.root) as (cluster, observer, job):
+        async with self._cluster(plan.root) as (cluster, observer, history):
             if not plan.attack:  # else each step is attacked, and the job may be short
-                await self._undisturbed(observer)
-            faults = FaultInjector(cluster, observer, self._console)
+                await self._undisturbed(observer, history)
+            faults = FaultInjector(cluster, observer, history, self._console)
             begin_s = now()
             actions = judge.schedule(plan.seed, workers=plan.workers, kinds=plan.kinds)
             try:
                 await faults.run(actions, count=plan.count, duration_s=plan.duration_s)
             finally:
                 report.injected_faults, report.seconds, report.steps = faults.done, now() - begin_s, observer.step
-                report.steps_per_s = judge.steps_per_s(observer.rows, begin_s, now())
-            step = await self._common_checkpoint(cluster, observer, faults)
-            recorded = await self._recorded(cluster, observer, job)
-        if plan.attack and observer.job is not None:
+                report.steps_per_s = judge.steps_per_s(history.steps, begin_s, now())
+            step = await self._common_checkpoint(cluster, faults)
+            recorded = await self._recorded(cluster, observer)
+        if plan.attack and observer.info is not None:
             wrong = [observer.id_of(place.name) for place in cluster.places.values() if plan.attack_of(place.number)]
-            report.attack = judge.Attack.of(plan.attack, observer.job, observer.names, wrong)
-        await self._judged(cluster, observer, faults, recorded, job, step)
+            report.attack = judge.Attack.of(plan.attack, observer.info, observer.names, wrong)
+        await self._judged(cluster, faults, recorded, step)
         report.complete = True
 
     @asynccontextmanager
-    async def _cluster(self, root: Path) -> AsyncIterator[tuple[ProxiedCluster, JobObserver, str]]:
+    async def _cluster(self, root: Path) -> AsyncIterator[tuple[ProxiedCluster, JobObserver, JobHistory]]:
         plan = self.plan
         local, threads = LocalCluster(root, tls=plan.tls), plan.profile.device.threads or threads_each(plan.workers)
-        observer = JobObserver(local.operator)
-        cluster = ProxiedCluster(local, plan.workers, threads, observer.wake, plan.attack_of)
+        cluster = ProxiedCluster(local, plan.workers, threads, lambda: observer.wake(), plan.attack_of)
         self.clusters.append(cluster)
         await cluster.start_seed()
         name = Path(plan.profile_name).stem
         async with local.operator() as client:
             job = await client.create_job(name, name, plan.profile.to_spec())
-        observing = asyncio.create_task(observer.run(job))
+        history = JobHistory(job)
+        observer = JobObserver(job, on_record=lambda record: history.take(record, now()))
+
+        async def observe() -> None:
+            async for _ in observer.run(local.operator):
+                pass
+
+        observing = asyncio.create_task(observe())
         try:
             for number in range(1, plan.workers + 1):
                 await cluster.start_worker(number)
@@ -565,76 +563,76 @@ class ChaosRun:
                 raise JobFailed("the workers did not form a ring", remedy=remedy)
             if cluster.exits:
                 raise JobFailed(cluster.exits[0], remedy=remedy)
-            yield cluster, observer, job
+            yield cluster, observer, history
         finally:
             observing.cancel()
             await asyncio.wait({observing})
             await cluster.end()
 
-    async def _undisturbed(self, observer: JobObserver) -> None:
+    async def _undisturbed(self, observer: JobObserver, history: JobHistory) -> None:
         """Measure the speed without faults. Raises ``JobFailed``."""
         first = observer.step + 3  # the first steps load kernels and pages
         await observer.until(lambda: observer.step >= first, PATIENCE_S)
         begin_s, step = now(), observer.step
         self._console.event("info", "all workers are in the ring; measuring steps without faults first")
-        await observer.until(lambda: observer.finished or observer.step >= step + BASELINE_STEPS, PATIENCE_S)
+        await observer.until(lambda: observer.is_finished or observer.step >= step + BASELINE_STEPS, PATIENCE_S)
         await asyncio.sleep(max(0.0, BASELINE_S - (now() - begin_s)))
         if observer.step <= step:
             raise JobFailed(f"no step was committed within {PATIENCE_S:.0f} s before the first fault")
-        rate = self.report.baseline_steps_per_s = judge.steps_per_s(observer.rows, begin_s, observer.rows[-1].at_s)
+        rate = self.report.baseline_steps_per_s = judge.steps_per_s(history.steps, begin_s, history.steps[-1].at_s)
         self._console.event("info", f"undisturbed: {rate:.2f} steps/s; injecting faults now")
 
-    async def _common_checkpoint(self, cluster: ProxiedCluster, observer: JobObserver, faults: FaultInjector) -> int:
+    async def _common_checkpoint(self, cluster: ProxiedCluster, faults: FaultInjector) -> int:
+        observer, history = faults.observer, faults.history
         self._console.event("info", "no more faults; waiting for all workers and for a checkpoint from each of them")
-        if not await observer.until(lambda: observer.finished or _whole(cluster, observer), PATIENCE_S):
+        if not await observer.until(lambda: observer.is_finished or _whole(cluster, observer), PATIENCE_S):
             faults.stuck.append(f"some workers were not members {PATIENCE_S:.0f} s after the last fault")
             return 0
         after, names = observer.step, {place.name for place in cluster.places.values()}
 
         def common() -> int:
-            steps = {info.step for info in observer.saved.values() if info.step > after}
-            done = observer.job.steps_total if observer.finished and observer.job else 0
-            return max((step for step in steps if names <= observer.holders(step)), default=done)
+            steps = {info.step for info in history.saved.values() if info.step > after}
+            done = observer.info.steps_total if observer.is_finished and observer.info else 0
+            return max((step for step in steps if names <= history.holders(step)), default=done)
 
         if not await observer.until(lambda: common() > 0, PATIENCE_S):
             faults.stuck.append(f"no checkpoint from all workers within {PATIENCE_S:.0f} s after step {after}")
         return common()
 
-    async def _recorded(self, cluster: ProxiedCluster, observer: JobObserver, job: str) -> list[InvariantResult]:
+    async def _recorded(self, cluster: ProxiedCluster, observer: JobObserver) -> list[InvariantResult]:
         """Judge what the seed has on record of the job."""
         try:
             async with cluster.local.operator() as client:
-                found = await audit(client, job, self.plan.profile, lambda step, of: None)
+                found = await audit(client, observer.job, self.plan.profile, lambda step, of: None)
                 last = observer.step  # the job continues while its record is read
-                steps = [row.step async for row in client.all_metrics(job)]
+                steps = [row.step async for row in client.all_metrics(observer.job)]
         except P2PTrainError as problem:
             return [InvariantResult("the seed's record can be read", False, problem.message)]
         faults = [f"step {found.fault.step}: {found.fault.text}"] if found.fault else []
-        faults += ["steps are missing"] if observer.finished and found.steps < last else []
+        faults += ["steps are missing"] if observer.is_finished and found.steps < last else []
         return [judge.every_step_once(steps, last), judge.none_of("the ledger covers every sample once", faults)]
 
     async def _judged(
         self,
         cluster: ProxiedCluster,
-        observer: JobObserver,
         faults: FaultInjector,
         recorded: list[InvariantResult],
-        job: str,
         step: int,
     ) -> None:
-        plan, report = self.plan, self.report
-        rtt_ms = max(observer.joined_rtt_ms.values(), default=0.0)
+        plan, report, observer, history = self.plan, self.report, faults.observer, faults.history
+        rtt_ms = max(history.joined_rtt_ms.values(), default=0.0)
         grace_s = 2 * (plan.profile.membership.death_s or beat_defaults(rtt_ms)[1])
         lost = [
             event.text
-            for at_s, event in observer.events
+            for at_s, event in history.events
             if event.kind == "lost" and not judge.excuse(event.peer, at_s, faults.done, grace_s)
         ]
-        dropped = judge.evictions(observer.views, faults.done, observer.names, grace_s)
-        drift = [event.text for _, event in observer.events if event.kind == "drift"]
+        dropped = judge.evictions(history.views, faults.done, observer.names, grace_s)
+        drift = [event.text for _, event in history.events if event.kind == "drift"]
         damaging = any(injected.kind == "corrupt" for injected in faults.done) and not plan.tls
-        found = await asyncio.to_thread(saved, plan.root, job, step, [it.name for it in cluster.places.values()])
-        failed = [observer.job.reason] if observer.job and observer.job.state in ("failed", "cancelled") else []
+        names = [place.name for place in cluster.places.values()]
+        found = await asyncio.to_thread(saved, plan.root, observer.job, step, names)
+        failed = [observer.info.reason] if observer.info and observer.state in ("failed", "cancelled") else []
         equal = judge.same("the state is equal on all members", found.states)
         if not step or len(found.states) < plan.workers:
             text = f"{len(found.states)} of {plan.workers} hold a whole checkpoint of step {step}"

@@ -18,10 +18,10 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from p2ptrain.cluster.local_cluster import ObservedStep, ObservedView
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import check_one_of
-from wire.records import JobInfo, MemberScore, percentile
+from wire.records import CheckpointInfo, EventInfo, JobInfo, MemberScore, MetricRow, PeerInfo, percentile
+from wire.schema import Record
 
 LASTS_S: dict[str, tuple[float, float]] = {
     "kill": (0.5, 3.0),
@@ -116,6 +116,71 @@ def kinds_of(text: str, *, tls: bool, here: Sequence[str]) -> tuple[str, ...]:
         if kind not in here:
             raise UserError(f"this operating system does not support the fault {kind!r}", remedy="leave it out")
     return named
+
+
+# ----------------------------------------------------------------------------------------------- what the seed reports
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedStep:
+    """A committed step. ``at_s``: monotonic time of its arrival here."""
+
+    at_s: float
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedView:
+    """The members of a running view. ``at_s``: monotonic time of their arrival here."""
+
+    at_s: float
+    generation: int
+    members: tuple[str, ...]
+
+
+class JobHistory:
+    """What the seed reported of a job, in order of arrival.
+
+    Attributes:
+        steps: a repeated row is kept once. events: with their times.
+        saved: checkpoints by id, as they were reported first.
+        joined_rtt_ms: the first reported round trip of each worker's connection. Most likely the seed derived the
+            worker's deadlines from it.
+    """
+
+    def __init__(self, job: str) -> None:
+        self.steps: list[ObservedStep] = []
+        self.views: list[ObservedView] = []
+        self.events: list[tuple[float, EventInfo]] = []
+        self.saved: dict[str, CheckpointInfo] = {}
+        self.joined_rtt_ms: dict[tuple[str, float], float] = {}
+        self._job = job
+        self._step_keys: set[tuple[int, int]] = set()
+        self._last_event = 0
+
+    def holders(self, step: int) -> set[str]:
+        """Names of the workers that have saved this step."""
+        return {info.peer_name for info in self.saved.values() if info.step == step}
+
+    def take(self, record: Record, now: float) -> None:
+        match record:
+            case JobInfo() if record.id == self._job and record.state == "running" and record.members:
+                view = record.generation, tuple(record.members)
+                if not self.views or (self.views[-1].generation, self.views[-1].members) != view:
+                    self.views.append(ObservedView(now, *view))
+            case MetricRow() if record.job == self._job:
+                key = (record.step, record.generation or 0)
+                if key not in self._step_keys:
+                    self._step_keys.add(key)
+                    self.steps.append(ObservedStep(now, *key))
+            case EventInfo() if record.id > self._last_event:
+                self._last_event = record.id
+                self.events.append((now, record))
+            case PeerInfo() if record.rtt_ms is not None:
+                self.joined_rtt_ms.setdefault((record.id, record.joined_at), record.rtt_ms)
+            case CheckpointInfo() if record.job == self._job:
+                self.saved.setdefault(record.id, record)
 
 
 # ----------------------------------------------------------------------------------------------------- injected faults

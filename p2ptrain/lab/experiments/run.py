@@ -15,6 +15,7 @@ from statistics import mean, median
 
 import numpy as np
 
+from p2ptrain.cluster.jobs import JobObserver
 from p2ptrain.core.errors import P2PTrainError, Refused, UserError
 from p2ptrain.lab.experiments.grid import GridPlan, GridRun
 from p2ptrain.lab.experiments.results import ALONE, DONE, Result, Results, Row, bytes_to, time_to
@@ -67,24 +68,25 @@ async def measure(client: SeedClient, run: GridRun, plan: GridPlan, show: Show) 
     for job in await client.jobs():
         if job.name == name and job.state not in FINISHED_STATES:  # of a run that was interrupted
             await client.tell_job(job.id, "cancel")
-    followed = _FollowedJob(client, run, show)
+    workers = JobWorkers()
     for peer in await client.peers():
-        followed.take(peer)
+        workers.take(peer, "", 0)
     try:
-        followed.job = await client.create_job(name, "experiment", run.profile.to_spec())
+        job_id = await client.create_job(name, "experiment", run.profile.to_spec())
     except Refused as refusal:
         return Result("refused", refusal.message)
-    await followed.until(_WAITING, None)
-    has_begun = await followed.until(_BEGUN, START_S)
-    in_time = has_begun and await followed.until(_OVER, plan.limit_s)
-    late = f"it was {followed.state}"
+    followed = RunJob(job_id, workers, show)
+    await followed.until(client, _WAITING, None)
+    has_begun = await followed.until(client, _BEGUN, START_S)
+    in_time = has_begun and await followed.until(client, _OVER, plan.limit_s)
+    late = f"it was {followed.description}"
     with suppress(Refused):  # it has ended
-        await client.tell_job(followed.job, "cancel")
+        await client.tell_job(job_id, "cancel")
     if not has_begun:
         text = f"{run}: its job did not begin within {START_S:g} s: {late}"
         raise UserError(text, remedy="start the workers that are missing, and then the experiment again")
-    await followed.until(_SETTLED, SETTLE_S)
-    info, _ = await client.job(followed.job)
+    await followed.until(client, _SETTLED, SETTLE_S)
+    info, _ = await client.job(job_id)
     rows = [row async for row in client.all_metrics(info.id)]
     recoveries = len(await client.recoveries(info.id, RECOVERIES))
     for saved in await client.checkpoints(info.id):
@@ -97,7 +99,7 @@ async def measure(client: SeedClient, run: GridRun, plan: GridPlan, show: Show) 
     step_tokens = batch.micro_batches * batch.micro_batch_sequences * run.profile.data.sequence_tokens
     tokens = [step * step_tokens for step in steps]
     # Between two reports of a worker, which are half a second or more apart, its bytes grow evenly.
-    reports = followed.workers.sent_bytes
+    reports = workers.sent_bytes
     sent_bytes = [round(total) for total in np.interp(steps, list(reports), list(reports.values()))]
     losses, val_losses = [row.loss for row in rows], [row.val_loss for row in rows]
     known, val_known = ([loss for loss in it if loss is not None] for it in (losses, val_losses))
@@ -111,17 +113,17 @@ async def measure(client: SeedClient, run: GridRun, plan: GridPlan, show: Show) 
         "tokens_per_s": round(tokens[-1] / times_s[-1], 1) if rows and times_s[-1] else None,
         "step_ms": round(median(steps_ms), 2) if steps_ms else None,
         "compute_ms": round(median(computed_ms), 2) if computed_ms else None,
-        "sent_bytes": max(followed.workers.sent_bytes.values()),
+        "sent_bytes": max(workers.sent_bytes.values()),
         "loss": known[-1] if known else None,
         "best_loss": min(known, default=None),
         "val_loss": val_known[-1] if val_known else None,
         "best_val_loss": min(val_known, default=None),
-        "memory_bytes": followed.workers.memory_bytes or None,
+        "memory_bytes": workers.memory_bytes or None,
         "members_mean": round(mean(members), 3) if members else None,
         "members_min": min(members, default=None),
         "generation_changes": max(len({row.generation for row in rows}) - 1, 0),
         "recoveries": recoveries,
-        "rejected": sum(followed.workers.refused.values()) + sum(score.excluded for score in info.scores),
+        "rejected": sum(workers.refused.values()) + sum(score.excluded for score in info.scores),
         "epsilon": info.epsilon,
     }
     for target in plan.grid.loss_targets:
@@ -201,60 +203,61 @@ class JobWorkers:
         return were_active and {self.states[it] for it in self.ids if it in self.states} <= {"idle", *ABSENT_STATES}
 
 
-class _FollowedJob:
-    """What the seed reported of a job.
+class RunJob:
+    """The job of a run: what the seed reports of it, and what that means for the run.
 
     Attributes:
-        trouble: why a worker cannot go on; empty: all can. state: of the job, and why.
+        trouble: why a worker cannot go on; empty: all can.
     """
 
-    def __init__(self, client: SeedClient, run: GridRun, show: Show) -> None:
-        self.job, self.trouble, self.state = "", "", "waiting"
-        self.workers = JobWorkers()
-        self._client, self._run, self._show = client, run, show
-        self._info: JobInfo | None = None
-        self._step, self._unsaved = 0, dict[str, str]()
+    def __init__(self, job: str, workers: JobWorkers, show: Show) -> None:
+        self.observer = JobObserver(job, on_step=self._show_step, on_record=self._take)
+        self.trouble = ""
+        self._workers, self._show, self._unsaved = workers, show, dict[str, str]()
+
+    @property
+    def description(self) -> str:
+        """Its state, and why."""
+        reason = self.observer.info.reason if self.observer.info else ""
+        return f"{self.observer.state or 'waiting'}{': ' * bool(reason)}{reason}"
 
     @property
     def phase(self) -> int:
-        info = self._info
+        info = self.observer.info
         if info is None or info.state == "queued":
             return _QUEUED
         if info.state in FINISHED_STATES:
-            return _SETTLED if self.workers.is_settled(info) else _OVER
+            return _SETTLED if self._workers.is_settled(info) else _OVER
         return _OVER if self.trouble else _WAITING if info.started_at is None else _BEGUN
 
-    async def until(self, phase: int, seconds: float | None) -> bool:
+    async def until(self, client: SeedClient, phase: int, seconds: float | None) -> bool:
         """Wait for a phase or a later one, so long at most; return whether it came. Raises ``NetworkError``."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 if self.phase < phase:
-                    async for records in self._client.news():
-                        for record in records:
-                            self.take(record)
+                    async for _ in self.observer.follow(client):
                         if self.phase >= phase:
                             break
         return self.phase >= phase
 
-    def take(self, item: Record) -> None:
-        match item:
-            case JobInfo() if item.id == self.job:
-                self._info = item
-                self.workers.ids.update(item.members)
-                self.state = f"{item.state}{': ' * bool(item.reason)}{item.reason}"
-                if not item.step:
-                    self._show(self.state)
-            case MetricRow() if item.job == self.job:
-                self._step = max(self._step, item.step)
-                loss = "" if item.loss is None else f"  loss {item.loss:.3f}"
-                self._show(f"step {item.step}/{self._run.profile.job.steps}{loss}")
-            case EventInfo() if item.job == self.job and item.kind == "member-failed":
-                self.trouble = self.trouble or item.text
-            case EventInfo() if item.job == self.job and item.kind == "checkpoint-failed":
-                self._unsaved[item.peer] = item.text
+    def _show_step(self, row: MetricRow) -> None:
+        total = self.observer.info.steps_total if self.observer.info else 0
+        self._show(f"step {row.step}/{total}" + ("" if row.loss is None else f"  loss {row.loss:.3f}"))
+
+    def _take(self, record: Record) -> None:
+        job, info = self.observer.job, self.observer.info
+        match record:
+            case JobInfo() if record.id == job:
+                self._workers.ids.update(record.members)
+                if not record.step:
+                    self._show(self.description)
+            case EventInfo() if record.job == job and record.kind == "member-failed":
+                self.trouble = self.trouble or record.text
+            case EventInfo() if record.job == job and record.kind == "checkpoint-failed":
+                self._unsaved[record.peer] = record.text
             case PeerInfo():
-                self.workers.take(item, self.job, self._step)
-        if self._info is not None and self._info.state == "saving":
-            there = [peer for peer in self.workers.ids if self.workers.states.get(peer) not in ABSENT_STATES]
-            if there and all(f"step {self._info.step}:" in self._unsaved.get(peer, "") for peer in there):
+                self._workers.take(record, job, self.observer.step)
+        if info is not None and info.state == "saving":
+            there = [peer for peer in self._workers.ids if self._workers.states.get(peer) not in ABSENT_STATES]
+            if there and all(f"step {info.step}:" in self._unsaved.get(peer, "") for peer in there):
                 self.trouble = self.trouble or self._unsaved[there[0]]  # each has tried to save the result

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from p2ptrain.cluster.console import stoppable, unless_stopped
 from p2ptrain.cluster.local_cluster import LocalCluster, threads_each
-from p2ptrain.cluster.stopping import stoppable, unless_stopped
 from p2ptrain.core.errors import JobFailed
 
 if TYPE_CHECKING:

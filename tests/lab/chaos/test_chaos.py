@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.chaos import print_report
-from p2ptrain.cluster.local_cluster import JobObserver, LocalCluster, ObservedStep, ObservedView, PeerProcess
+from p2ptrain.cluster.local_cluster import LocalCluster, PeerProcess
 from p2ptrain.core.errors import UserError
 from p2ptrain.lab.chaos.conduct import ProxiedCluster, WorkerSlot
 from p2ptrain.lab.chaos.judge import (
@@ -25,6 +25,9 @@ from p2ptrain.lab.chaos.judge import (
     ChaosReport,
     InjectedFault,
     InvariantResult,
+    JobHistory,
+    ObservedStep,
+    ObservedView,
     every_step_once,
     evictions,
     kinds_of,
@@ -34,8 +37,7 @@ from p2ptrain.lab.chaos.judge import (
     steps_per_s,
 )
 from p2ptrain.lab.chaos.proxy import Proxy
-from wire.records import EventInfo, JobInfo, MemberScore, MetricRow
-from wire.schema import Record
+from wire.records import EventInfo, JobInfo, MemberScore, MetricRow, PeerInfo
 
 Command = Callable[..., Any]
 
@@ -214,45 +216,37 @@ async def test_whoever_is_frozen_goes_on_when_a_run_is_left(tmp_path: Path) -> N
         await process.wait()
 
 
-# ---------------------------------------------------------------------------------------------------------- observer
+# ----------------------------------------------------------------------------------------------------------- history
 
 
-def told(observer: JobObserver, topic: str, at_s: float, **item: Any) -> None:
-    kinds: dict[str, type[Record]] = {"jobs": JobInfo, "metrics": MetricRow, "events": EventInfo}
-    observer.take("j", kinds[topic].from_map_untrusted(item), at_s)
-
-
-def job(generation: int, members: list[str], state: str = "running") -> dict[str, Any]:
-    known = {"name": "n", "profile": "p", "strategy": "sync", "created_at": 0.0, "steps_total": 9}
-    return known | {"id": "j", "state": state, "generation": generation, "members": members}
-
-
-def nobody() -> Any:
-    raise AssertionError("no seed in this test")
+def job(generation: int, members: list[str], state: str = "running") -> JobInfo:
+    return JobInfo("j", "n", "p", "sync", state, 0.0, 9, generation=generation, members=members)
 
 
 def test_what_a_seed_tells_again_is_kept_once_and_at_its_first_time() -> None:
-    observer = JobObserver(nobody)
+    history = JobHistory("j")
     for at_s in (1.0, 2.0):
-        told(observer, "metrics", at_s, job="j", step=7, wall=0.0, generation=2)
-        told(observer, "events", at_s, id=3, wall=0.0, level="info", kind="lost", text="x")
-    told(observer, "metrics", 3.0, job="j", step=7, wall=0.0, generation=3)
-    told(observer, "metrics", 3.0, job="another", step=8, wall=0.0, generation=3)
-    assert observer.rows == [ObservedStep(1.0, 7, 2), ObservedStep(3.0, 7, 3)]
-    assert [at_s for at_s, _ in observer.events] == [1.0]
+        history.take(MetricRow("j", 7, 0.0, generation=2), at_s)
+        history.take(EventInfo(3, 0.0, "info", "lost", "x"), at_s)
+    history.take(MetricRow("j", 7, 0.0, generation=3), 3.0)
+    history.take(MetricRow("another", 8, 0.0, generation=3), 3.0)
+    assert history.steps == [ObservedStep(1.0, 7, 2), ObservedStep(3.0, 7, 3)]
+    assert [at_s for at_s, _ in history.events] == [1.0]
 
 
 def test_views_are_those_of_a_running_ring() -> None:
-    observer = JobObserver(nobody)
-    told(observer, "jobs", 1.0, **job(1, ["a", "b"]))
-    told(observer, "jobs", 2.0, **job(1, ["a", "b"]))
-    told(observer, "jobs", 3.0, **job(1, [], state="waiting"))
-    assert observer.members == ()
-    told(observer, "jobs", 4.0, **job(2, ["a"]))
-    assert observer.views == [ObservedView(1.0, 1, ("a", "b")), ObservedView(4.0, 2, ("a",))]
-    assert observer.members == ("a",)
-    told(observer, "jobs", 5.0, **job(2, ["a"], state="done"))
-    assert observer.finished
+    history = JobHistory("j")
+    reports = (job(1, ["a", "b"]), job(1, ["a", "b"]), job(1, [], "waiting"), job(2, ["a"]), job(2, ["a"], "done"))
+    for at_s, info in enumerate(reports, start=1):
+        history.take(info, float(at_s))
+    assert history.views == [ObservedView(1.0, 1, ("a", "b")), ObservedView(4.0, 2, ("a",))]
+
+
+def test_unmeasured_round_trip_is_not_taken_for_none() -> None:
+    history, peer = JobHistory("j"), PeerInfo("a", "a", ["worker"], "cpu", "idle", "", 5.0)
+    for rtt_ms in (None, 80.0, 90.0):
+        history.take(dataclasses.replace(peer, rtt_ms=rtt_ms), 1.0)
+    assert history.joined_rtt_ms == {("a", 5.0): 80.0}
 
 
 # ------------------------------------------------------------------------------------------------------------ attacks

@@ -10,25 +10,26 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from p2ptrain.cluster.local_cluster import LocalCluster, PeerProcess, end_all
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, UserError
 from p2ptrain.core.island import MOST_PROCESSES, IslandPlace, place_in
 from p2ptrain.core.threads import RealThreads
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.joining import MemberRun, ProcessContext
-    from p2ptrain.cluster.local_cluster import PeerProcess
+    from p2ptrain.cluster.console import Console
     from p2ptrain.compute.device import ComputeDevice
     from p2ptrain.compute.island import Island
 
 FormedIsland: TypeAlias = "tuple[Island, ComputeDevice]"
 """An island, and the device of this process in it."""
-MakeIslandWorker: TypeAlias = "Callable[[FormedIsland], MemberRun]"
+MakeIslandWorker: TypeAlias = "Callable[[FormedIsland], Callable[[asyncio.Event], Coroutine[Any, Any, None]]]"
+"""Makes what runs the worker until the event is set."""
 
 LOOPBACK = "127.0.0.1"
 FOLLOW_S = 8.0
@@ -92,14 +93,13 @@ class LeadIsland:
         self._formed: FormedIsland | None = None
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def run(self, here: ProcessContext, make: MakeIslandWorker, stop: asyncio.Event) -> None:
-        """Be the worker of ``make`` until ``stop`` is set, as long as all processes live. Raises ``P2PTrainError``."""
-        from p2ptrain.cluster.local_cluster import LocalCluster
-        from p2ptrain.cluster.stopping import unless_stopped
+    async def run(self, name: str, console: Console, make: MakeIslandWorker, stop: asyncio.Event) -> None:
+        """Be the worker of ``make`` until ``stop`` is set, while all processes live. Raises ``P2PTrainError``."""
+        from p2ptrain.cluster.console import unless_stopped
 
         form: Callable[[], FormedIsland] = partial(self._form, self._options.place, None)
         if self._options.ours and not self._children:
-            form = await self._start(here)
+            form = await self._start(name, console)
 
         async def work() -> None:
             self._formed = self._formed or await unless_stopped(stop, RealThreads().start("island").submit(form))
@@ -121,10 +121,8 @@ class LeadIsland:
             ended.message = f"this worker leaves, because it is not complete: {ended.message}"
             raise
 
-    async def _start(self, here: ProcessContext) -> Callable[[], FormedIsland]:
+    async def _start(self, worker: str, console: Console) -> Callable[[], FormedIsland]:
         """Start the other processes. They meet where no other machine can."""
-        from p2ptrain.cluster.local_cluster import PeerProcess
-
         options, size = self._options, self._options.place.size
         listener = socket.create_server((LOOPBACK, 0))
         place = IslandPlace(0, size, 0, size, LOOPBACK, listener.getsockname()[1])
@@ -134,11 +132,11 @@ class LeadIsland:
         arguments = ["join", "--devices", str(size), "--threads", str(options.threads)]
         arguments += ["--device", options.kind] if options.kind else []
         for rank in range(1, size):
-            log = self._logs / f"{here.identity.name}-process-{rank}.log"
+            log = self._logs / f"{worker}-process-{rank}.log"
             environment = os.environ | place.environment(rank)
             name = f"process {rank} of this worker"
             self._children.append(await PeerProcess.start(name, arguments, log, environment=environment))
-        here.console.event("info", f"{size - 1} more process{'es' * (size > 2)} of this worker; logs: {self._logs}")
+        console.event("info", f"{size - 1} more process{'es' * (size > 2)} of this worker; logs: {self._logs}")
         return partial(self._form, place, listener)
 
     def _form(self, place: IslandPlace, listener: socket.socket | None) -> FormedIsland:
@@ -155,8 +153,6 @@ class LeadIsland:
         self._lost.get_loop().call_soon_threadsafe(tell)
 
     async def close(self) -> None:
-        from p2ptrain.cluster.local_cluster import end_all
-
         if self._formed is not None and not self._lost.done():
             await RealThreads().start("island").submit(self._formed[0].end)
         await end_all(self._children)
@@ -164,7 +160,7 @@ class LeadIsland:
 
 async def follow(options: IslandOptions, *, with_parent: bool) -> None:
     """Be a process of an island that another process leads, until it ends. Raises ``P2PTrainError``."""
-    from p2ptrain.cluster.stopping import stoppable
+    from p2ptrain.cluster.console import stoppable
 
     console, stop = stoppable(with_parent=with_parent)
     place = options.place

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.up_cluster import FullScreenView
+from p2ptrain.cluster.training_run import FullScreenView
 from p2ptrain.core.errors import JobFailed
 from tests.tui.demo import DemoSource
 from tui.app import SERVING
@@ -87,7 +87,7 @@ async def test_what_is_served_is_shown_with_how_to_ask(monkeypatch: pytest.Monke
 
     async def serves() -> None:
         await standing.wait()
-        view.serves("p2ptrain chat")
+        view.show_served("p2ptrain chat")
 
     found = await seen(view, serves(), monkeypatch, standing)
     assert ("information", "The models are served: p2ptrain chat") in found

@@ -1,4 +1,4 @@
-"""A model whose layers are on several workers, for commands: find the workers, plan, load, and report figures."""
+"""A model whose layers are on several workers, for commands: find the workers, plan who holds what, and load."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from p2ptrain.cli.model_sizes import check_stages, config_text
-from p2ptrain.cli.output import print_json, print_table
-from p2ptrain.cli.placement import placement_map, print_placement
-from p2ptrain.cli.text_options import SplitOptions
-from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.operator import open_operator, operator_name
+from p2ptrain.cluster.access import open_operator, operator_name
+from p2ptrain.cluster.console import Console, unless_stopped
+from p2ptrain.cluster.local_cluster import LocalCluster, threads_each
+from p2ptrain.cluster.models import SplitOptions, check_stages, config_text
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.compute.text import TEXT_FILES, ModelText
-from p2ptrain.core.activations import IDS, activation_bytes
+from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.texts import human_bytes, layers_text
 from p2ptrain.core.world import real_world
 from roles.serving.chain import LoadProgress, StageChain
 from roles.serving.worker_peer import ClientContext
@@ -60,19 +55,19 @@ class PlannedSplit:
 
 
 @asynccontextmanager
-async def planned(
+async def plan_split(
     options: SplitOptions,
     checkpoint: Path | None,
     job: str,
     seed: str,
-    needs: Callable[[ModelText], int],
+    positions_of: Callable[[ModelText], int],
     console: Console,
 ) -> AsyncIterator[PlannedSplit]:
     """Plan which worker holds which layers. At the end the workers are disconnected and keep what they loaded.
 
     Args:
         checkpoint: a model on this machine; None: the newest one of ``job``, which may be on any worker.
-        needs: returns the cache positions of all sessions together.
+        positions_of: returns the cache positions of all sessions together.
 
     Raises:
         P2PTrainError: there is no seed, worker or model, or too little memory; it has the numbers and the remedy.
@@ -104,14 +99,14 @@ async def planned(
     try:
         with tempfile.TemporaryDirectory(prefix="p2ptrain-text-") as directory_of_text:
             if directory is not None:
-                await measured(pool, config, options)  # fail before hashing
+                await measure_model(pool, config, options)  # fail before hashing
                 console.progress(f"reading the files of {directory}")  # the first time it hashes them
                 model = await model_of_directory(context, directory)
             else:
                 model = await _model_of_worker(pool, held)
                 text = await _text_of(pool, model, Path(directory_of_text))
             assert text is not None
-            plan = await plan_on(pool, model, options, options.positions or needs(text))
+            plan = await plan_on(pool, model, options, options.positions or positions_of(text))
             console.clear()
             label = str(directory) if directory is not None else model.name
             yield PlannedSplit(label, text, model, plan, options, pool, console)
@@ -120,7 +115,7 @@ async def planned(
         await within(LEAVE_S, pool.close())
 
 
-async def measured(pool: WorkerPool, config: str, options: SplitOptions) -> ModelMeasurement:
+async def measure_model(pool: WorkerPool, config: str, options: SplitOptions) -> ModelMeasurement:
     """Raises as ``WorkerPool.measured``; ``ConfigError`` for more stages than layers."""
     found = await pool.measured(config, options.dtype)
     check_stages(found.sizes.layers, options.stages)
@@ -128,8 +123,8 @@ async def measured(pool: WorkerPool, config: str, options: SplitOptions) -> Mode
 
 
 async def plan_on(pool: WorkerPool, model: ModelReference, options: SplitOptions, positions: int) -> ChainPlan:
-    """Raises as ``measured`` and ``WorkerPool.plan``."""
-    found = await measured(pool, model.config, options)
+    """Raises as ``measure_model`` and ``WorkerPool.plan``."""
+    found = await measure_model(pool, model.config, options)
     return await pool.plan(
         model,
         found.sizes,
@@ -149,7 +144,13 @@ async def load(
     encodings: tuple[str, str],
 ) -> StageChain:
     """Have the workers load their parts, and show the progress. Raises as ``StageChain.load``."""
-    show = (lambda _: None) if plan.loaded else LoadingLine(plan, console).show
+    stages = [LoadProgress(index, "", 0, stage.weights_bytes) for index, stage in enumerate(plan.placement.stages)]
+
+    def show(progress: LoadProgress) -> None:
+        stages[progress.index] = progress
+        if not plan.loaded:
+            console.loading(sum(stage.done_bytes for stage in stages), sum(stage.total_bytes for stage in stages))
+
     try:
         return await StageChain.load(pool, model, plan, context=context, encodings=encodings, on_progress=show)
     finally:
@@ -196,110 +197,69 @@ async def _text_of(pool: WorkerPool, model: ModelReference, directory: Path) -> 
     return ModelText(directory)
 
 
-class LoadingLine:
-    """The loading progress of all stages, in one line."""
-
-    def __init__(self, plan: ChainPlan, console: Console) -> None:
-        self._console = console
-        self._of = {
-            index: LoadProgress(index, stage.peer.name, 0, stage.weights_bytes)
-            for index, stage in enumerate(plan.placement.stages)
-        }
-
-    def show(self, progress: LoadProgress) -> None:
-        self._of[progress.index] = progress
-        done = sum(each.done_bytes for each in self._of.values())
-        total = sum(each.total_bytes for each in self._of.values())
-        stages = "  ".join(
-            f"{each.name} {'ready' if each.ready else f'{100 * each.done_bytes // max(1, each.total_bytes)} %'}"
-            for each in self._of.values()
-        )
-        last = all(each.ready for each in self._of.values())
-        self._console.loading(done, total, f"  {stages}", last=last)
+# ------------------------------------------------------------------------------------------- workers of this machine
 
 
-def show_plan(plan: PlannedSplit, *, as_json: bool) -> None:
-    """Print the plan, for ``--dry-run``."""
-    placement, is_loaded = plan.plan.placement, plan.plan.loaded
-    if as_json:
-        print_json({"checkpoint": plan.label, "loaded": is_loaded, "plan": placement_map(placement)})
-        return
-    print_placement(placement)
-    if is_loaded:
-        typer.echo("The workers have these parts loaded already.")
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """Workers of this machine that hold a split model. ``spares``: additional workers, which replace workers that
+    die."""
+
+    stages: int
+    spares: int
+    checkpoint: Path
+    memory: str
+    dtype: str
+    root: Path
+    port: int
+    link: str
+    web: tuple[str, int] | None = None
+
+    @property
+    def workers(self) -> int:
+        return self.stages + self.spares
+
+    def options(self) -> list[str]:
+        """Options of each worker. Stages compute at once and share the cores; a spare computes only in place of a lost
+        stage."""
+        memory = ["--memory", self.memory] * bool(self.memory)
+        return ["--threads", str(threads_each(self.stages)), *memory, *["--link", self.link] * bool(self.link)]
 
 
-# ------------------------------------------------------------------------------------------------------ the figures
+async def hold_model(
+    plan: SplitPlan, console: Console, stop: asyncio.Event, on_loaded: Callable[[StageChain, str], object]
+) -> None:
+    """Start a seed and workers, load the model, and wait until ``stop`` is set. Raises ``P2PTrainError``.
 
-
-def split_facts(chain: StageChain) -> dict[str, Any]:
-    """What each stage holds, and where a token's time goes, for programs. Times are per token; None before the first
-    token.
-
-    ``rest_ms`` is neither computing nor measured links: it is queueing, event loops of the stages, and this program.
+    ``on_loaded``: called with the model, and the seed's address.
     """
-    times = chain.times
-    tokens = times.tokens
-    compute_ms = sum(times.stages_us) / 1e3 / tokens if tokens else None
-    token_ms = 1e3 * times.took_s / tokens if tokens else None
-    placement = chain.plan.placement
-    link_ms = 1e3 * (placement.client_hop_s + sum(stage.hop_s for stage in placement.stages))
-    stages = []
-    for index, (stage, loaded) in enumerate(zip(chain.plan.stages, chain.loaded, strict=True)):
-        is_last = index == len(chain.plan.stages) - 1
-        stages.append(
-            {
-                "stage": index,
-                "peer": stage.peer.id,
-                "name": stage.peer.name,
-                "device": loaded.device,
-                "start": stage.start,
-                "stop": stage.stop,
-                "read_bytes": loaded.read_bytes,
-                "received_bytes": loaded.received_bytes,
-                "weights_bytes": loaded.weights_bytes,
-                "resident_bytes": loaded.resident_bytes,
-                "compute_ms": times.stages_us[index] / 1e3 / tokens if tokens else None,
-                "wire_bytes": activation_bytes(IDS if is_last else chain.encodings[0] or chain.dtype, 1, loaded.width),
-            }
-        )
-    return {
-        "stages": stages,
-        "token_ms": token_ms,
-        "compute_ms": compute_ms,
-        "link_ms": link_ms,
-        "rest_ms": None if token_ms is None or compute_ms is None else token_ms - compute_ms - link_ms,
-        "prompt_ms": 1e3 * times.prompt_s / times.prompts if times.prompts else None,
-        "mendings": [{"lost": name, "seconds": seconds} for name, seconds in times.mendings],
-    }
+    cluster = LocalCluster(plan.root, plan.port, web=plan.web, shown=True)
 
+    async def work() -> None:
+        await cluster.start_seed()
+        if cluster.url:
+            console.event("info", f"watch in a browser: {cluster.url}")
+        await cluster.start_workers(plan.workers, *plan.options())
+        console.event("info", cluster.workers_start(plan.workers))
+        await cluster.joined(list(cluster.peers))
+        workers, options = list(cluster.peers.values()), SplitOptions(plan.stages, plan.dtype)
+        found = plan_split(options, plan.checkpoint, "", cluster.address, conversation_positions, console)
+        async with found as split:
+            chain = await cluster.while_alive(split.load(), needed=[cluster.seed, *workers])
+            try:
+                on_loaded(chain, cluster.address)
+                await cluster.while_alive(
+                    asyncio.Event().wait(),
+                    needed=[cluster.seed],
+                    others=workers,
+                    least=1,
+                    on_end=lambda child: console.event("warning", child.failed().message),
+                )
+            finally:
+                await within(LEAVE_S, chain.close())
 
-def print_split_facts(facts: dict[str, Any]) -> None:
-    """Print these facts: a table of 80 columns, and a line. ``WIRE``: bytes of one token's hop."""
-    columns = ["PEER", "LAYERS", "READ", "RECEIVED", "WEIGHTS", "MEMORY", "MS/TOKEN", "WIRE"]
-    rows = [
-        [
-            stage["name"],
-            layers_text(stage["start"], stage["stop"]),
-            *(human_bytes(stage[f"{kind}_bytes"]) for kind in ("read", "received", "weights", "resident")),
-            _ms(stage["compute_ms"]),
-            human_bytes(stage["wire_bytes"]),
-        ]
-        for stage in facts["stages"]
-    ]
-    if facts["compute_ms"] is None:
-        columns.remove("MS/TOKEN")
-        rows = [[*row[:6], row[7]] for row in rows]
-    print_table(columns, rows, right=columns[2:])
-    if facts["token_ms"] is not None:
-        typer.echo(
-            f"a token took {_ms(facts['token_ms'])} ms: {_ms(facts['compute_ms'])} computing"
-            f" + {_ms(facts['link_ms'])} on the way + {_ms(facts['rest_ms'])} the rest;"
-            f" a prompt {_ms(facts['prompt_ms'])} ms"
-        )
-    for mending in facts["mendings"]:
-        typer.echo(f"{mending['lost']} was lost; the text went on {mending['seconds']:.2f} s later")
-
-
-def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+    try:
+        await unless_stopped(stop, work())
+    finally:
+        console.finish()
+        await cluster.end()

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from configs.schema import Profile
-from p2ptrain.cli import model_sizes
-from p2ptrain.cli.model_sizes import _measured, shape_of
+from p2ptrain.cluster import models
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.models import _measure, shape_if_known, shape_of
 from p2ptrain.compute.device import ComputeDevice
 from p2ptrain.compute.layout import LayerRange, layer_sizes
 from p2ptrain.compute.model import model_config
@@ -47,10 +48,10 @@ def check_alike(profile: Profile, found: ModelShape | None) -> None:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> ModelShape:
+    def refuse(*_: Any, **more: Any) -> ModelShape:
         raise ResourceError("it was killed")
 
-    monkeypatch.setattr(model_sizes, "_measured_apart", refuse)
+    monkeypatch.setattr(models, "_measure_apart", refuse)
 
 
 @pytest.mark.usefixtures("broken")
@@ -66,14 +67,14 @@ def test_the_table_tells_what_the_built_model_tells(architecture: str, tied: boo
 def test_a_model_in_a_directory_is_measured(tmp_path: Path) -> None:
     make("gpt2", tmp_path)
     profile = profile_of(model={"path": str(tmp_path)})
-    check_alike(profile, _measured(profile))
+    check_alike(profile, _measure(profile))
 
 
 @pytest.mark.usefixtures("broken")
-def test_without_its_sizes_a_job_is_possible_and_a_plan_is_not() -> None:
-    profile, said = profile_of(model={"architecture": "gpt2"}), list[str]()
-    assert shape_of(profile, said.append) is None
-    assert "it was killed" in said[0]
+def test_without_its_sizes_a_job_is_possible_and_a_plan_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = profile_of(model={"architecture": "gpt2"})
+    assert shape_if_known(profile, Console()) is None
+    assert "it was killed" in capsys.readouterr().err
     with pytest.raises(ResourceError):
         shape_of(profile)
     assert shape_of(profile_of(model={"path": "/nowhere"})) is None
@@ -86,7 +87,7 @@ def test_a_worker_checks_the_memory_that_the_seed_placed_it_by(
     pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = profile_of(pipeline={"stages": 2, **pipeline})
-    found = _measured(profile)
+    found = _measure(profile)
     training = training_of(profile, found.to_map())
     assert training is not None
     config = model_config(training_spec(profile).model, 256)
