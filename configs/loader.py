@@ -28,6 +28,7 @@ PROFILES_DIR = Path(__file__).parent / "profiles"
 ENVIRONMENT_PREFIX = "P2PTRAIN__"
 DEFAULT_SOURCE = "default"
 _SHIPPED_SOURCE = "profile "
+_VARIABLE = "the variable "
 _FILE_LIMIT_BYTES = 1024 * 1024
 _SYNTAX = "see https://toml.io for the syntax"
 
@@ -43,24 +44,15 @@ _DEEP_KEY = re.compile(rf"""(?<![\w"'\\-])(?:{_KEY_PART}[ \t]*+\.[ \t]*+){{{_MOS
 
 @dataclass(frozen=True, slots=True)
 class LoadedProfile:
-    """An effective profile.
-
-    Attributes:
-        sources: source of every dotted key's value: ``default``, ``profile tiny``, a path with a line, the name of a
-            variable, or the override.
-    """
+    """An effective profile. ``sources``: source of every dotted key's value: ``default``, ``profile tiny``, a path with
+    a line, the name of a variable, or the override."""
 
     profile: Profile
     sources: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """One value of a layer, its place for error messages, and its source for ``LoadedProfile.sources``."""
-
-    value: object
-    place: str
-    source: str
+_Layer = Iterator[tuple[str, object, str]]
+"""Settings of one layer: dotted key, value, and its place for error messages, which also tells its source."""
 
 
 def shipped() -> dict[str, Path]:
@@ -92,9 +84,9 @@ def load(
     Raises:
         ConfigError: unknown profile, unreadable file, unknown key, bad value, or values that contradict each other.
     """
-    beneath = [(key, _Setting(value, place, place)) for key, (value, place) in (usual or {}).items()]
-    layers = chain(beneath, _profile_layers(profile), _environment_layer(environ), _override_layer(sets))
-    return _merged(sorted(layers, key=lambda layer: not is_shipped(layer[1].source)))  # what ships comes first
+    beneath = ((key, value, place) for key, (value, place) in (usual or {}).items())
+    layers = chain(beneath, _profile_layer(profile), _environment_layer(environ), _override_layer(sets))
+    return _merge(sorted(layers, key=lambda setting: not is_shipped(setting[2])))  # what ships comes first
 
 
 def load_settings(profile: str | Mapping[str, Any], sets: Mapping[str, Any]) -> Profile:
@@ -103,84 +95,71 @@ def load_settings(profile: str | Mapping[str, Any], sets: Mapping[str, Any]) -> 
     No file that the caller names is read. Raises ``ConfigError`` as ``load``.
     """
     if isinstance(profile, str):
-        layers = _base_layers(profile, "profile")
+        layer = _shipped_layer(profile, "profile")
     else:
-        layers = _document_layers(dict(profile), lambda key: "the settings", "")
-    return _merged(chain(layers, _document_layers(dict(sets), lambda key: f"set {key}", ""))).profile
+        layer = _document_layer(dict(profile), lambda key: "the settings")
+    return _merge(chain(layer, _document_layer(dict(sets), lambda key: f"set {key}"))).profile
 
 
-def _merged(layers: Iterable[tuple[str, _Setting]]) -> LoadedProfile:
-    settings: dict[str, _Setting] = {}
-    for key, setting in layers:
-        settings.pop(key, None)  # reinsert, so that the map stays in order of precedence
-        settings[key] = setting
-    sources = {key: settings[key].source if key in settings else DEFAULT_SOURCE for key in _FIELDS}
-    return LoadedProfile(_validated(settings), sources)
+def _merge(settings: Iterable[tuple[str, object, str]]) -> LoadedProfile:
+    values: dict[str, object] = {}
+    places: dict[str, str] = {}
+    for key, value, place in settings:
+        places.pop(key, None)  # reinsert, so that the map stays in order of precedence
+        values[key], places[key] = value, place
+    sources = {key: places.get(key, DEFAULT_SOURCE).removeprefix(_VARIABLE) for key in _FIELDS}
+    return LoadedProfile(_validate(values, places), sources)
 
 
 # ------------------------------------------------------------------------------------------------------------- layers
 
 
-def _profile_layers(profile: str) -> Iterator[tuple[str, _Setting]]:
-    names = shipped()
-    if profile in names:
-        yield from _file_layers(names[profile], f"{_SHIPPED_SOURCE}{profile}")
+def _profile_layer(profile: str) -> _Layer:
+    if profile in (names := shipped()):
+        yield from _shipped_layer(profile, "")
     elif profile.endswith(".toml") or "/" in profile or "\\" in profile:
-        yield from _file_layers(Path(profile), "")
+        text, document = read_toml(Path(profile))
+        lines = _key_lines(text)
+        place_of = lambda key: f"{profile}:{lines.get(key, lines.get(key.partition('.')[0], 1))}"  # noqa: E731
+        yield from _document_layer(document, place_of)
     else:
-        raise ConfigError(
-            f"no profile named {profile!r} ships with p2ptrain",
-            remedy=_remedy(profile, names, "these ship") + "; a file of your own is given as a path, such as ./my.toml",
-        )
+        remedy = _remedy(profile, names, "these ship") + "; a file of your own is given as a path, such as ./my.toml"
+        raise ConfigError(f"no profile named {profile!r} ships with p2ptrain", remedy=remedy)
 
 
-def _file_layers(path: Path, source: str) -> Iterator[tuple[str, _Setting]]:
-    """Settings of the file's base, then of the file. An empty ``source`` means: use each setting's line."""
-    text, document = read_toml(path)
-    lines = _key_lines(text)
-    yield from _document_layers(
-        document, lambda key: f"{path}:{lines.get(key, lines.get(key.partition('.')[0], 1))}", source
-    )
-
-
-def _document_layers(
-    document: dict[str, Any], place_of: Callable[[str], str], source: str
-) -> Iterator[tuple[str, _Setting]]:
-    if "base" in document:
-        yield from _base_layers(document.pop("base"), place_of("base"))
-    for key, value in flatten(document):
-        place = place_of(key)
-        _check_key(key, place)
-        yield key, _Setting(value, place, source or place)
-
-
-def _base_layers(base: object, place: str) -> Iterator[tuple[str, _Setting]]:
+def _shipped_layer(base: object, place: str) -> _Layer:
     names = shipped()
     if not isinstance(base, str) or base not in names:
-        raise ConfigError(
-            f"{place}: base = {_shown(base)} is not a shipped profile", remedy=_remedy(str(base), names, "these ship")
-        )
-    yield from _file_layers(names[base], f"{_SHIPPED_SOURCE}{base}")
+        text = f"{place}: base = {_shown(base)} is not a shipped profile"
+        raise ConfigError(text, remedy=_remedy(str(base), names, "these ship"))
+    yield from _document_layer(read_toml(names[base])[1], lambda key: f"{_SHIPPED_SOURCE}{base}")
 
 
-def _environment_layer(environ: Mapping[str, str]) -> Iterator[tuple[str, _Setting]]:
+def _document_layer(document: dict[str, Any], place_of: Callable[[str], str]) -> _Layer:
+    if "base" in document:
+        yield from _shipped_layer(document.pop("base"), place_of("base"))
+    for key, value in flatten(document):
+        _check_key(key, place_of(key))
+        yield key, value, place_of(key)
+
+
+def _environment_layer(environ: Mapping[str, str]) -> _Layer:
     for name in sorted(environ):
         if name.startswith(ENVIRONMENT_PREFIX):
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             _check_key(key, name, spell=lambda near: ENVIRONMENT_PREFIX + near.upper().replace(".", "__"))
-            yield key, _Setting(_parsed(key, environ[name]), f"the variable {name}", name)
+            yield key, _parsed(key, environ[name]), f"{_VARIABLE}{name}"
 
 
-def _override_layer(sets: Sequence[str]) -> Iterator[tuple[str, _Setting]]:
+def _override_layer(sets: Sequence[str]) -> _Layer:
     for override in sets:
         key, equals, text = override.partition("=")
         key, place = key.strip(), f"--set {override}"
         if not equals:
-            raise ConfigError(
-                f"{place}: no value", remedy="write --set table.key=value, such as --set optimizer.lr=3e-3"
-            )
+            remedy = "write --set table.key=value, such as --set optimizer.lr=3e-3"
+            raise ConfigError(f"{place}: no value", remedy=remedy)
         _check_key(key, place)
-        yield key, _Setting(_parsed(key, text.strip()), place, place)
+        yield key, _parsed(key, text.strip()), place
 
 
 def read_toml(path: Path, what: str = "profile") -> tuple[str, dict[str, Any]]:
@@ -203,11 +182,8 @@ def read_toml(path: Path, what: str = "profile") -> tuple[str, dict[str, Any]]:
 
 
 def parse_toml(text: str, place: str) -> dict[str, Any]:
-    """Parse TOML that may be hostile: a megabyte takes a few seconds. ``place``: its path or name, for messages.
-
-    Raises:
-        ConfigError: it is not TOML, it is nested too deeply, or a number has more than 64 bits.
-    """
+    """Parse TOML that may be hostile: a megabyte takes a few seconds. ``place``: its path or name, for messages. Raises
+    ``ConfigError``: it is not TOML, it is nested too deeply, or a number has more than 64 bits."""
     problem = f"{place}: more than {_MOST_DEPTH} tables or lists are nested"
     if deep := _DEEP_KEY.search(text):
         line = text.count("\n", 0, deep.start()) + 1
@@ -242,10 +218,8 @@ def flatten(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _key_lines(text: str) -> dict[str, int]:
-    """Number of the first line, from 1, of each key or table in a TOML text.
-
-    The parser keeps no positions. This scan handles tables, dotted keys and the first line of inline tables.
-    """
+    """Number of the first line, from 1, of each key or table in a TOML text. The parser keeps no positions. This scan
+    handles tables, dotted keys and the first line of inline tables."""
     found: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):
@@ -311,23 +285,23 @@ def _check_key(key: str, place: str, spell: Callable[[str], str] = str) -> None:
     raise ConfigError(f"{place}: unknown key {key}", remedy=remedy)
 
 
-def _validated(settings: dict[str, _Setting]) -> Profile:
+def _validate(values: dict[str, object], places: dict[str, str]) -> Profile:
     document: dict[str, dict[str, object]] = {}
-    for key, setting in settings.items():
+    for key, value in values.items():
         table, _, name = key.partition(".")
-        document.setdefault(table, {})[name] = setting.value
+        document.setdefault(table, {})[name] = value
     try:
         return Profile.model_validate(document)
     except ValidationError as error:
         details: Any = error.errors(include_url=False)[0]
     conflict = details.get("ctx", {}).get("error")
     if isinstance(conflict, Conflict):
-        place = next((settings[key].place for key in reversed(settings) if key in conflict.keys), "the profile")
+        place = next((places[key] for key in reversed(places) if key in conflict.keys), "the profile")
         raise ConfigError(f"{place}: {conflict.problem}", remedy=conflict.remedy)
     key = ".".join(str(part) for part in details["loc"][:2])
     problem = f"{key} = {_shown(details['input'])} {complaint(details)}"
     description = " ".join((_FIELDS[key].description or "").split())
-    raise ConfigError(f"{settings[key].place}: {problem}", remedy=f"{key}: {description}")
+    raise ConfigError(f"{places[key]}: {problem}", remedy=f"{key}: {description}")
 
 
 _COMPLAINTS = {

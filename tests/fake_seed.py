@@ -56,7 +56,7 @@ class FakeSeed:
             except ConnectionLost:
                 return
             if not isinstance(message, Request):
-                self.take(message)
+                self.take(connection, message)
                 continue
             self.asked.append((message.method, message.params))
             if message.method in self.silent:
@@ -76,7 +76,7 @@ class FakeSeed:
     def answer_for(self, request: Request) -> dict[str, Any] | Refused:
         return Refused("unknown-method", f"no answer for {request.method}")
 
-    def take(self, message: Message) -> None:
+    def take(self, connection: Connection, message: Message) -> None:
         """Any message but requests."""
 
     def subscribed(self, connection: Connection) -> None: ...

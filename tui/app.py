@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from rich.text import Text
 from textual import events
@@ -23,7 +23,7 @@ from tui.format import ABSENT, SLOWEST, SPENT_LOOKS, Span
 from tui.model import LinkPhase, SeedConnection
 from tui.panels import Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
 from tui.serving import ServingPanel
-from tui.source import Connect, RecordSource, SeedSource
+from tui.source import Connect, SeedSource
 from tui.tables import CheckpointsPanel, EventsPanel, JobsPanel, PeersPanel
 from tui.theme import DARK, THEMES, Palette
 from wire.records import JobInfo
@@ -102,9 +102,12 @@ class HelpScreen(ModalScreen[None]):
         return [*rows, [], [Span(f"{SLOWEST.symbol} ", SLOWEST.role), slowest]]
 
 
-def _legend(looks: dict[str, fmt.Look], columns: int = 3) -> list[list[Span]]:
-    cells = [(Span(f"  {look.symbol} ", look.role), Span(f"{state:<11}")) for state, look in looks.items()]
-    return [[span for cell in cells[at : at + columns] for span in cell] for at in range(0, len(cells), columns)]
+def _legend(looks: dict[str, fmt.Look]) -> list[list[Span]]:
+    """The looks in rows of three."""
+    spans = [
+        span for state, look in looks.items() for span in (Span(f"  {look.symbol} ", look.role), Span(f"{state:<11}"))
+    ]
+    return [spans[start : start + 6] for start in range(0, len(spans), 6)]
 
 
 class ConfirmScreen(ModalScreen[bool]):
@@ -139,14 +142,6 @@ class ConfirmScreen(ModalScreen[bool]):
         self.dismiss(answer)
 
 
-class _Drawn(NamedTuple):
-    """The state in which a panel was last drawn. A change of ``manner`` (size, theme, job) is drawn at once."""
-
-    manner: tuple[object, ...]
-    news: tuple[int, ...]
-    at: float
-
-
 class P2PTrainApp(App[bool]):
     """The app. Its result is true if the user left with Ctrl+C. ``refresh_hz``: redraws per second; 0: none, for
     tests."""
@@ -168,7 +163,7 @@ class P2PTrainApp(App[bool]):
         Binding("ctrl+c", "interrupt", show=False),
     ]
 
-    def __init__(self, source: RecordSource, *, clock: Clock | None = None, refresh_hz: float = 10.0) -> None:
+    def __init__(self, source: SeedSource, *, clock: Clock | None = None, refresh_hz: float = 10.0) -> None:
         super().__init__()
         for theme, _ in THEMES.values():
             self.register_theme(theme)
@@ -179,7 +174,7 @@ class P2PTrainApp(App[bool]):
         self.view = 1
         self.wide = False
         self._refresh_hz = refresh_hz
-        self._drawn: dict[type[Any], _Drawn] = {}
+        self._drawn: dict[type[Any], tuple[object, object, float]] = {}  # panel → manner, news, time of the drawing
         self._asked: set[str] = set()
         self._phase = LinkPhase.CONNECTING
 
@@ -237,11 +232,11 @@ class P2PTrainApp(App[bool]):
             if not panel.display or panel.size.width == 0:
                 continue
             shape = (panel.size, *(child.size for child in panel.children))
-            manner = (job.id if job else "", self.theme, shape)
+            manner = (job.id if job else "", self.theme, shape)  # a change of it is drawn at once
             news = (*(store.versions[topic] for topic in sorted(kind.TOPICS)), int(now) if kind.TIMED else 0)
-            drawn = self._drawn.get(kind)
-            if drawn is None or drawn.manner != manner or (drawn.news != news and now - drawn.at >= kind.EVERY_S):
-                self._drawn[kind] = _Drawn(manner, news, now)
+            old_manner, old_news, drawn_at = self._drawn.get(kind, (None, None, 0.0))
+            if old_manner != manner or (old_news != news and now - drawn_at >= kind.EVERY_S):
+                self._drawn[kind] = manner, news, now
                 panel.show(frame)
 
     def _choose_drawing(self, job: JobInfo | None) -> None:
@@ -349,9 +344,8 @@ class P2PTrainApp(App[bool]):
     def action_ask(self, verb: str) -> None:
         job = self.job
         if job is None:
-            self.notify(
-                "create one with p2ptrain jobs create --profile tiny", title="There is no job yet", severity="warning"
-            )
+            text = "create one with p2ptrain jobs create --profile tiny"
+            self.notify(text, title="There is no job yet", severity="warning")
             return
         asked = f"{verb} {job.id}"
         if asked not in self._asked:  # a repeating key sends one request
@@ -375,19 +369,13 @@ class P2PTrainApp(App[bool]):
             self.action_ask("cancel")  # reports why it cannot
             return
 
-        def decided(yes: bool | None) -> None:
+        def cancel_if(yes: bool | None) -> None:
             if yes:
                 self.run_worker(self._ask("cancel", job))
 
-        self.push_screen(
-            ConfirmScreen(
-                f"Cancel {job.name}?",
-                f"It stops for good at step {job.step:,} of {job.steps_total:,}. Its checkpoints stay.\n"
-                "To stop for a while only, pause it with p.",
-                "Cancel the job",
-            ),
-            decided,
-        )
+        end = f"It stops for good at step {job.step:,} of {job.steps_total:,}. Its checkpoints stay."
+        text = f"{end}\nTo stop for a while only, pause it with p."
+        self.push_screen(ConfirmScreen(f"Cancel {job.name}?", text, "Cancel the job"), cancel_if)
 
 
 _DONE = {

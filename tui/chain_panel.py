@@ -39,12 +39,8 @@ def draw_chain(chain: ShownChain, look_of: LookOf, width: int) -> list[Row]:
     for row, stage in zip(rows[1:], chain.stages, strict=True):
         if isinstance(stage, Gap):
             why = "no part fits from here" if stage.held else "nobody holds these layers"
-            row[:] = [
-                Span(
-                    fit(f"{layers_text(stage.start, stage.stop):<{ranges + 2}} {ABSENT.symbol} {why}", width),
-                    ABSENT.role,
-                )
-            ]
+            text = f"{layers_text(stage.start, stage.stop):<{ranges + 2}} {ABSENT.symbol} {why}"
+            row[:] = [Span(fit(text, width), ABSENT.role)]
     rows = [_title(chain, width), *rows]
     unchained = [
         (look_of(part.peer), f"{fit(part.peer_name or part.peer, 18)} {layers_text(part.start, part.stop)}  ")
@@ -77,9 +73,8 @@ def _title(chain: ShownChain, width: int) -> Row:
     name = f"{chain.name} #{chain.number + 1}" if chain.number else chain.name
     found = [Span(fit(name, width), "strong")]
     if chain.missing:
-        found.append(
-            Span(f"  {ABSENT.symbol} {chain.missing} of {fmt.plural(chain.layers, 'layer')} missing", ABSENT.role)
-        )
+        text = f"  {ABSENT.symbol} {chain.missing} of {fmt.plural(chain.layers, 'layer')} missing"
+        found.append(Span(text, ABSENT.role))
     kind = " · ".join(sorted({part.dtype for part in parts} - {""}))
     pace = f" · {fmt.count(chain.tokens_per_s)} tok/s"
     use = "in training" if chain.trains else fmt.plural(chain.sessions, "session")
@@ -105,28 +100,14 @@ class ChainsPanel(TextPanel):
     NAME = "chains"
     TOPICS = frozenset({"parts", "peers", "link"})
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: tuple[int, list[ShownChain]] = (-1, [])
-
     def show(self, frame: Frame) -> None:
-        version = frame.store.versions["parts"]
-        if self._found[0] != version:  # parts change far less often than peers
-            jobs = {job.id: job.name for job in frame.store.jobs.values()}
-            self._found = (version, chains_of(frame.store.parts.values(), jobs))
-        chains = self._found[1]
+        chains = chains_of(frame.store.parts.values(), {job.id: job.name for job in frame.store.jobs.values()})
         back = ("1: ring and training",) if self.size.width >= ROOMY else ()
-        rows = chain_rows(frame, chains, self.size.width - 2) if chains else no_chains(frame)
-        legend = "  │  ".join((*LEGEND, *back) if chains else back)
-        self.set_title(len(chains), legend)
-        self.draw(rows, frame)
-
-
-def chain_rows(frame: Frame, chains: list[ShownChain], width: int) -> list[Row]:
-    rows: list[Row] = []
-    for chain in chains:
-        rows += [*([[]] if rows else []), *draw_chain(chain, frame.look_of, width)]
-    return rows
+        rows: list[Row] = []
+        for chain in chains:
+            rows += [*([[]] if rows else []), *draw_chain(chain, frame.look_of, self.size.width - 2)]
+        self.set_title(len(chains), "  │  ".join((*LEGEND, *back) if chains else back))
+        self.draw(rows or no_chains(frame), frame)
 
 
 def no_chains(frame: Frame) -> list[Row]:

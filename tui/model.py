@@ -101,7 +101,7 @@ class Series:
 
     def __init__(self) -> None:
         self.rows: list[MetricRow] = []
-        self.validations: list[tuple[int, float]] = []
+        self.validations: dict[int, float] = {}  # step → loss
         self._stride = 1
 
     def add(self, row: MetricRow) -> bool:
@@ -115,24 +115,16 @@ class Series:
         stop = at
         while stop < len(rows) and (rows[stop].step == row.step or (rows[stop].generation or 0) < generation):
             stop += 1
-        rewound = stop > at and rows[stop - 1].step > row.step
+        if stop > at and rows[stop - 1].step > row.step:  # the job went back
+            self.validations = {step: loss for step, loss in self.validations.items() if step <= row.step}
         rows[at:stop] = [row]
-        self._add_validation(row, rewound)
+        if row.val_loss is not None:
+            self.validations[row.step] = row.val_loss
+            if len(self.validations) > MAX_VALIDATIONS:
+                self.validations = dict(sorted(self.validations.items())[::2])
         if len(rows) > MAX_ROWS:
             self._thin()
         return True
-
-    def _add_validation(self, row: MetricRow, rewound: bool) -> None:
-        points = self.validations
-        if rewound:
-            points[:] = [point for point in points if point[0] <= row.step]
-        if row.val_loss is None:
-            return
-        at = bisect_left(points, row.step, key=lambda point: point[0])
-        known = at < len(points) and points[at][0] == row.step
-        points[at : at + known] = [(row.step, row.val_loss)]
-        if len(points) > MAX_VALIDATIONS:
-            del points[1::2]
 
     def _thin(self) -> None:
         """Keep every ``_stride``-th of the old rows, and double the stride until three quarters of the limit are left.
@@ -149,7 +141,7 @@ class Series:
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     def validation_curve(self) -> tuple[list[int], list[float]]:
-        pairs = [pair for pair in self.validations if is_finite(pair[1])]
+        pairs = [pair for pair in sorted(self.validations.items()) if is_finite(pair[1])]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     def recent(self, count: int) -> Sequence[MetricRow]:
@@ -277,14 +269,13 @@ class RecordStore:
 
     def paces(self, id_: str, now: float, seconds: int) -> list[float | None]:
         """Tokens per second of a serving peer for each of the last ``seconds``; shorter if they are not all known."""
-        known, at = [*self._paces.get(id_, ())], len(self._paces.get(id_, ())) - 1
-        found: list[float | None] = []
+        reports, found = [*self._paces.get(id_, ())], list[float | None]()
         for ago in range(seconds):
-            while at >= 0 and known[at][0] > now - ago:
-                at -= 1
-            if at < 0:
+            while reports and reports[-1][0] > now - ago:
+                reports.pop()
+            if not reports:
                 break
-            found.append(known[at][1])
+            found.append(reports[-1][1])
         return found[::-1]
 
     def peers_in_order(self) -> list[PeerInfo]:
@@ -300,7 +291,7 @@ class RecordStore:
         return min(self.jobs_in_order(), key=lambda job: urgency.get(job.state, 6), default=None)
 
     def events_in_order(self) -> list[EventInfo]:
-        return [self.events[id_] for id_ in sorted(self.events, reverse=True)]
+        return [self.events[event_id] for event_id in sorted(self.events, reverse=True)]
 
     def checkpoints_in_order(self, job: str = "") -> list[CheckpointInfo]:
         """The newest first; only those of ``job`` if it is given."""
@@ -336,13 +327,12 @@ def eta_s(job: JobInfo, recent: Sequence[MetricRow]) -> float | None:
 
 def split(rows: Sequence[MetricRow]) -> dict[str, float] | None:
     """Mean milliseconds of a step by activity, over the rows that report it; None if none does."""
-    found = [(row.compute_ms, row.communicate_ms, row.wait_ms) for row in rows]
-    parts = [
-        [max(0.0, value or 0.0) for value in times]
-        for times in found
-        if any(map(is_finite, times)) and all(value is None or is_finite(value) for value in times)
-    ]
-    if not parts or sum(map(sum, parts)) <= 0:
-        return None
-    means = (sum(column) / len(parts) for column in zip(*parts, strict=True))
-    return dict(zip(("compute", "communicate", "wait"), means, strict=True))
+    sums, reports = {"compute": 0.0, "communicate": 0.0, "wait": 0.0}, 0
+    for row in rows:
+        times = {name: getattr(row, f"{name}_ms") for name in sums}
+        known = {name: value for name, value in times.items() if value is not None}
+        if known and all(map(is_finite, known.values())):
+            reports += 1
+            for name, value in known.items():
+                sums[name] += max(0.0, value)
+    return {name: total / reports for name, total in sums.items()} if sum(sums.values()) > 0 else None

@@ -54,19 +54,15 @@ class Frame:
         return list(series.recent(count)) if series else []
 
 
-def lines(rows: list[list[Span]], palette: Palette) -> Text:
-    text = Text("\n", no_wrap=True, overflow="ellipsis").join(palette.text(row) for row in rows)
-    text.no_wrap = True
-    return text
-
-
 class Lines(Static):
     """Rows of spans, drawn again only if they changed."""
 
     _drawn: Text | None = None
 
     def draw(self, rows: list[Row], palette: Palette, *, layout: bool = True) -> None:
-        if (text := lines(rows, palette)) != self._drawn:
+        text = Text("\n", no_wrap=True, overflow="ellipsis").join(palette.text(row) for row in rows)
+        text.no_wrap = True
+        if text != self._drawn:
             self._drawn = text
             self.update(text, layout=layout)
 
@@ -93,9 +89,8 @@ class HeaderBar(Lines):
             return spans
         spans.append(Span(f" {fmt.fit(cluster.name, 24)}", "strong"))
         spans.append(Span(f"  {cluster.address or frame.address}", "dim"))
-        spans.append(
-            Span(f"  {fmt.plural(len(frame.store.peers), 'peer')} · {fmt.plural(len(frame.store.jobs), 'job')}", "dim")
-        )
+        peers, jobs = fmt.plural(len(frame.store.peers), "peer"), fmt.plural(len(frame.store.jobs), "job")
+        spans.append(Span(f"  {peers} · {jobs}", "dim"))
         spans.append(Span(f"  up {fmt.duration(frame.wall - cluster.started_at)}", "dim"))
         if models := len({part.model for part in frame.store.parts.values()}):
             spans.append(Span(f"  {fmt.plural(models, 'model')} split", "dim"))
@@ -112,11 +107,8 @@ class HeaderBar(Lines):
         if link.phase is LinkPhase.CONNECTING:
             return [*spans, Span(f"◌ connecting to {frame.address}", "busy")]
         what = f"seed away {fmt.duration(frame.now - link.since)}" if store.cluster else fmt.fit(link.problem, 48)
-        soon = (
-            "dialling"
-            if link.retry_at is None
-            else f"retry in {fmt.duration(max(0.0, link.retry_at - frame.now) + 0.5)}"
-        )
+        wait_s = None if link.retry_at is None else max(0.0, link.retry_at - frame.now) + 0.5
+        soon = "dialling" if wait_s is None else f"retry in {fmt.duration(wait_s)}"
         return [*spans, Span(f"✗ {what}", "bad"), Span(f" · {soon}", "dim")]
 
 
@@ -177,24 +169,15 @@ def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
         state = "gone" if peer is None else f"{peer.state} ×{peer.share}" if peer.share else peer.state
         way = next((text for text in fmt.ways(*edges[rank]) if len(text) + 4 <= room), "")
         mark = SLOWEST if rank == slowest else None
-        score = scores.get(id_)
-        rows.append(
-            [
-                [
-                    Span(f"{rank:>2} ", "dim"),
-                    Span(f"{look.symbol} ", look.role),
-                    Span(name, "strong"),
-                ],
-                [Span(state, look.role)],
-                *([_score_cell(score)] if scores else []),
-                [Span(f"{fmt.count(peer.tokens_per_s) if peer else fmt.UNKNOWN:>6}")],
-                [Span("→ " if rank + 1 < len(peers) else "↩ ", "dim"), Span(way, mark.role if mark else "")]
-                + ([Span(f" {mark.symbol}", mark.role)] if mark else []),
-            ]
-        )
+        member = [Span(f"{rank:>2} ", "dim"), Span(f"{look.symbol} ", look.role), Span(name, "strong")]
+        pace = [Span(f"{fmt.count(peer.tokens_per_s) if peer else fmt.UNKNOWN:>6}")]
+        edge = [Span("→ " if rank + 1 < len(peers) else "↩ ", "dim"), Span(way, mark.role if mark else "")]
+        edge += [Span(f" {mark.symbol}", mark.role)] if mark else []
+        off = [_score_cell(scores.get(id_))] if scores else []
+        rows.append([member, [Span(state, look.role)], *off, pace, edge])
     title = [Span(f"generation {job.generation}", "accent"), Span(f" · step {job.step:,}", "dim")]
-    off = [("off   left out", OFF)] if scores else []
-    columns = [(" # member", 5 + names), ("state", 12), *off, (" tok/s", 6), ("to the next", room)]
+    columns = [(" # member", 5 + names), ("state", 12), (" tok/s", 6), ("to the next", room)]
+    columns[2:2] = [("off   left out", OFF)] if scores else []
     others = [peer for peer in frame.store.peers_in_order() if peer.id not in job.members and _trains(peer)]
     parts = [(frame.look_of(peer.id), f"{fmt.fit(peer.name, 18)} ({fmt.fit(peer.state, 10)})  ") for peer in others]
     outside = [fmt.listed("not in the ring: ", parts, width)] if parts else []
@@ -248,11 +231,10 @@ def seed_address(frame: Frame) -> str:
 
 def not_connected(frame: Frame) -> list[list[Span]]:
     link = frame.store.link
-    rows = [[Span(f"no connection to the seed at {frame.address} yet", "strong")], []]
-    if link.problem:
-        rows += [[Span(link.problem, "bad")]]
-    rows += [[Span(link.remedy or "It is dialled again until it answers. Is the seed running?  p2ptrain seed", "dim")]]
-    return rows
+    title = Span(f"no connection to the seed at {frame.address} yet", "strong")
+    problem = [[Span(link.problem, "bad")]] if link.problem else []
+    remedy = link.remedy or "It is dialled again until it answers. Is the seed running?  p2ptrain seed"
+    return [[title], [], *problem, [Span(remedy, "dim")]]
 
 
 class LossPlot(PlotextPlot):
@@ -292,11 +274,8 @@ class TrainingPanel(Panel, can_focus=True):
         self.set_title(f"{fmt.fit(job.name, 30)}{rests}" if job else "", "loss: ─ training  ◆ validation" * drawn)
         self.set_class(not drawn, "-empty")
         if not drawn or job is None:
-            empty = [
-                [Span("no steps yet", "strong")],
-                [],
-                [Span("The loss is drawn from the first committed step on.", "dim")],
-            ]
+            why = Span("The loss is drawn from the first committed step on.", "dim")
+            empty = [[Span("no steps yet", "strong")], [], [why]]
             rows = not_connected(frame) if frame.unconnected else empty
             self.query_one("#training-empty", Lines).draw(rows, frame.palette)
             return

@@ -25,12 +25,9 @@ SPENT = tuple(fmt.SPENT_LOOKS)
 
 @dataclass(frozen=True, slots=True)
 class ShownDrafter:
-    """A drafter of one verifier.
-
-    Attributes:
-        alpha: fraction of its drafts that are right, given that the previous ones are. latency_ms: one way.
-        share: fraction of the right drafts that came from it. pace: drafts per second, for all its verifiers.
-    """
+    """A drafter of one verifier. ``alpha``: fraction of its drafts that are right, given that the previous ones are.
+    ``latency_ms``: one way. ``share``: fraction of the right drafts that came from it. ``pace``: drafts per second, for
+    all its verifiers."""
 
     peer: str
     name: str
@@ -67,10 +64,9 @@ class Verifier:
     def right_at(self) -> list[float]:
         found: list[float] = []
         for place in range(1, MOST_PLACES + 1):
-            value = self.figure(f"right_at_{place}")
-            if value is None:
+            if (share := self.figure(f"right_at_{place}")) is None:
                 break
-            found.append(min(1.0, max(0.0, value)))
+            found.append(min(1.0, max(0.0, share)))
         return found
 
 
@@ -95,9 +91,6 @@ def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[Sh
         name, model, pace = (known.name, known.model, known.stats.get("tokens_per_s")) if known else (peer, "", None)
         found.append(ShownDrafter(peer, name, model, alpha, latency_ms, share, pace))
     return tuple(sorted(found, key=lambda each: (-(each.share or 0.0), each.name, each.peer)))
-
-
-# ------------------------------------------------------------------------------------------------------------ drawing
 
 
 def draw_verifier(
@@ -145,13 +138,10 @@ def _token(verifier: Verifier, width: int) -> list[Row]:
     if (speed_up := verifier.figure("speed_up")) is not None:
         role = "bad" if speed_up < 0.97 else "good" if speed_up > 1.03 else "strong"
         alone = verifier.figure("alone_ms")
-        row += [
-            Span(f" · {speed_up:.2f}×", role),
-            Span(" as fast as alone" + f" ({fmt.millis(alone)})" * (alone is not None), "dim"),
-        ]
-    bar = fmt.stacked_bar(
-        [(fmt.SPENT_LOOKS[name], spent) for name, spent in parts], whole, max(4, width - LABEL - fmt.cells(row))
-    )
+        beside = f" ({fmt.millis(alone)})" if alone is not None else ""
+        row += [Span(f" · {speed_up:.2f}×", role), Span(f" as fast as alone{beside}", "dim")]
+    looks = [(fmt.SPENT_LOOKS[name], spent) for name, spent in parts]
+    bar = fmt.stacked_bar(looks, whole, max(4, width - LABEL - fmt.cells(row)))
     legend: Row = [Span(" " * LABEL)]
     for name, spent in parts:
         if whole > 0 and spent >= 0.005 * whole:
@@ -188,15 +178,9 @@ def _drafter_rows(verifier: Verifier, look_of: Callable[[str], Look], width: int
     rows = []
     for each in verifier.drafters:
         look = look_of(each.peer)
-        rows.append(
-            [
-                [Span(f"{look.symbol} ", look.role), Span(fit(each.name, 18)), Span(f"  {fit(each.model, 20)}", "dim")],
-                _share_bar(each.alpha, 7, "good"),
-                [Span(f"{fmt.millis(each.latency_ms):>8}")],
-                _share_bar(each.share, 6, "accent"),
-                [Span(f"{fmt.count(each.pace):>9}", "dim")],
-            ]
-        )
+        name = [Span(f"{look.symbol} ", look.role), Span(fit(each.name, 18)), Span(f"  {fit(each.model, 20)}", "dim")]
+        away, pace = Span(f"{fmt.millis(each.latency_ms):>8}"), Span(f"{fmt.count(each.pace):>9}", "dim")
+        rows.append([name, _share_bar(each.alpha, 7, "good"), [away], _share_bar(each.share, 6, "accent"), [pace]])
     return fmt.table(columns, rows, width)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.texts import printable
@@ -28,26 +28,12 @@ Connect = Callable[[], AbstractAsyncContextManager[SeedClient]]
 """Opens an operator's connection to the seed. Raises ``P2PTrainError``."""
 
 
-class RecordSource(Protocol):
-    store: RecordStore
-    address: str
-
-    async def run(self) -> None:
-        """Feed the store until cancelled."""
-
-    async def request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
-        """Ask the seed to do something. Raises ``Refused``, ``ConnectionLost`` or ``DeadlineExceeded``."""
-
-    def watch(self, job: str) -> None:
-        """Fetch the history of this job."""
-
-
 def backoff_s(attempt: int) -> float:
     return float(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempt, 16)))
 
 
 class SeedSource:
-    """The real source, owned by the task that calls ``run``. ``address``: of the seed, for messages."""
+    """Owned by the task that calls ``run``. ``address``: of the seed, for messages."""
 
     def __init__(self, connect: Connect, address: str) -> None:
         self.store = RecordStore()
@@ -60,6 +46,7 @@ class SeedSource:
         self._synced: set[str] = set()  # jobs whose history this connection has fetched
 
     def watch(self, job: str) -> None:
+        """Fetch the history of this job."""
         if job == self._watched:
             return
         if job not in self.store.series:  # never fetched, or dropped to make room for others
@@ -68,6 +55,7 @@ class SeedSource:
         self._watch_changed.set()
 
     async def request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        """Ask the seed to do something. Raises ``Refused``, ``ConnectionLost`` or ``DeadlineExceeded``."""
         if self._client is None or self.store.link.phase is not LinkPhase.LIVE:
             raise ConnectionLost(
                 f"there is no connection to the seed at {self.address}",
@@ -76,20 +64,19 @@ class SeedSource:
         return await self._client.request(method, params, timeout_s=REQUEST_TIMEOUT_S)
 
     async def run(self) -> None:
+        """Feed the store until cancelled."""
         self.store.set_link(SeedConnection(LinkPhase.CONNECTING, since=self._clock.now()))
         attempt = 0
         while True:
-            problem = await self._one_connection()
-            now = self._clock.now()
-            if self.store.link.phase is LinkPhase.LIVE:
-                attempt = 0
-            delay_s = backoff_s(attempt)
+            problem = await self._watch_until_lost()
+            attempt = 0 if self.store.link.phase is LinkPhase.LIVE else attempt
+            delay_s, now = backoff_s(attempt), self._clock.now()
             attempt += 1
             self.store.lost(problem, now, now + delay_s)
             await asyncio.sleep(delay_s)
             self.store.set_link(dataclasses.replace(self.store.link, retry_at=None))
 
-    async def _one_connection(self) -> P2PTrainError:
+    async def _watch_until_lost(self) -> P2PTrainError:
         problem: P2PTrainError = ConnectionLost(f"the seed at {self.address} ended the connection")
         known = max(self.store.events, default=0)
         try:
@@ -117,9 +104,8 @@ class SeedSource:
                 self._note(error)
             if update.topic == "events" and self.store.link.phase is not LinkPhase.LIVE:
                 self.store.settle()
-                self.store.set_link(
-                    SeedConnection(LinkPhase.LIVE, since=self._clock.now(), rtt_ms=self.store.link.rtt_ms)
-                )
+                rtt_ms = self.store.link.rtt_ms
+                self.store.set_link(SeedConnection(LinkPhase.LIVE, since=self._clock.now(), rtt_ms=rtt_ms))
 
     def _note(self, error: P2PTrainError) -> None:
         link = dataclasses.replace(self.store.link, problem=printable(error.message), remedy=printable(error.remedy))
@@ -132,8 +118,6 @@ class SeedSource:
             rtt_ms = (self._clock.now() - asked_at) * 1000
             self.store.set_link(dataclasses.replace(self.store.link, rtt_ms=rtt_ms))
             await asyncio.sleep(PING_S)
-
-    # ------------------------------------------------------------------------------------------------------ histories
 
     async def _load_events(self, client: SeedClient, known: int) -> None:
         newest = max([event.id for event in await client.events(-1, 1)], default=0)

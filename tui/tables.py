@@ -30,13 +30,8 @@ Cell = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a live table.
-
-    Attributes:
-        width: cells of its content, without padding.
-        order: columns of higher order are dropped first if room is scarce; 0 is always shown.
-        most: width to which it may grow; 0: fixed width.
-    """
+    """A column of a live table. ``width``: cells of its content. ``order``: columns of higher order are dropped first
+    if room is scarce; 0 is always shown. ``most``: width to which it may grow; 0: fixed width."""
 
     key: str
     label: str
@@ -333,10 +328,8 @@ class CheckpointsPanel(TablePanel):
     )
 
     def rows(self, frame: Frame) -> dict[str, dict[str, Cell]]:
-        return {
-            item.id: self._row(item, frame)
-            for item in frame.store.checkpoints_in_order(frame.job.id if frame.job else "")
-        }
+        found = frame.store.checkpoints_in_order(frame.job.id if frame.job else "")
+        return {item.id: self._row(item, frame) for item in found}
 
     def _row(self, item: CheckpointInfo, frame: Frame) -> dict[str, Cell]:
         job = frame.store.jobs.get(item.job)
@@ -351,11 +344,7 @@ class CheckpointsPanel(TablePanel):
         }
 
     def empty(self, frame: Frame) -> list[list[Span]]:
-        return [
-            [Span("no checkpoints yet", "strong")],
-            [],
-            [Span("s", "accent"), Span(" saves one", "dim")],
-        ]
+        return [[Span("no checkpoints yet", "strong")], [], [Span("s", "accent"), Span(" saves one", "dim")]]
 
     def detail(self, frame: Frame, key: str) -> list[Row]:
         item = frame.store.checkpoints.get(key)

@@ -23,14 +23,8 @@ MAKE_KEY = "make one: python3 -c 'import secrets; print(secrets.token_urlsafe(32
 
 
 def read_key(path: Path, warn: Callable[[str], None]) -> str:
-    """Read the API key, the only line of the file ``path``.
-
-    Args:
-        warn: called if other users of this machine may read the file.
-
-    Raises:
-        UserError: the file cannot be read or holds no key.
-    """
+    """Read the API key, the only line of the file ``path``. ``warn`` is called if other users of this machine may read
+    the file. Raises ``UserError`` if it cannot be read or holds no key."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -92,12 +86,8 @@ def _digest(key: bytes) -> bytes:
 def _names_here(text: str, names: Collection[str]) -> bool:
     with suppress(P2PTrainError):
         host = parse_address(text.lower())[0]
-        named = host in names or f"*.{host.partition('.')[2]}" in names or _is_ip(host)
-        return is_loopback(host) or (bool(names) and named)
-    return False
-
-
-def _is_ip(host: str) -> bool:
-    with suppress(ValueError):
-        return bool(ipaddress.ip_address(host))
+        if is_loopback(host) or host in names or f"*.{host.partition('.')[2]}" in names:
+            return True
+        with suppress(ValueError):
+            return bool(names) and bool(ipaddress.ip_address(host))
     return False

@@ -57,10 +57,8 @@ class Problem(Exception):
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """Encode ``document`` as JSON in ASCII.
-
-    Half a surrogate pair has no UTF-8, and some clients take U+2028 for a line end, which would end an event.
-    """
+    """JSON in ASCII: half a surrogate pair has no UTF-8, and some clients take U+2028 for a line end, which would end
+    an event."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -106,8 +104,8 @@ def invalid(error: ValidationError) -> Problem:
     # For a union pydantic names the type that it tried, which is not in the request. The type that came furthest is
     # the one that was meant.
     field = list(itertools.takewhile(_is_in_body, errors[0]["loc"]))
-    rivals = [each for each in errors if [*each["loc"][: len(field)]] == field]
-    first = max(rivals, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
+    rivals = [rival for rival in errors if [*rival["loc"][: len(field)]] == field]
+    first = max(rivals, key=lambda rival: (len(rival["loc"]), not rival["type"].endswith("_type")))
     where = ".".join(str(part) for part in first["loc"] if _is_in_body(part))
     if first["type"] == "json_invalid":
         return Problem(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
@@ -131,12 +129,12 @@ def shutting_down() -> Problem:
 async def while_wanted(receive: Receive, work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> None:
     """Run ``work``; cancel it if its client leaves. Raises what it raises, and ``Problem`` if the endpoint stops."""
     task = asyncio.create_task(work, name="answer a client")
-    tasks = [task, asyncio.create_task(_left(receive)), asyncio.create_task(stopping.wait())]
+    tasks = [task, asyncio.create_task(_await_leaving(receive)), asyncio.create_task(stopping.wait())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for one in tasks:
-            one.cancel()
+        for started in tasks:
+            started.cancel()
         await asyncio.wait(tasks)
     if not task.cancelled():
         task.result()
@@ -144,7 +142,7 @@ async def while_wanted(receive: Receive, work: Coroutine[Any, Any, None], stoppi
         raise shutting_down()
 
 
-async def _left(receive: Receive) -> None:
+async def _await_leaving(receive: Receive) -> None:
     while not (await receive())["type"].endswith(".disconnect"):
         pass
 

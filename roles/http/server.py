@@ -151,12 +151,10 @@ class _Connection(H11Protocol):
         self._patience = None if time_s is None else wait(time_s, self.transport.abort)
 
 
-_BUSY = Problem(
-    503, f"{MOST_CONNECTIONS} clients are connected, the limit: try again later", code="overloaded", headers=CLOSE
-)
-
-
 def _timed(app: ASGIApp) -> ASGIApp:
+    text = f"{MOST_CONNECTIONS} clients are connected, the limit: try again later"
+    busy = Problem(503, text, code="overloaded", headers=CLOSE)
+
     async def timed(scope: Scope, receive: Receive, send: Send) -> None:
         connection: _Connection = scope["state"]["connection"]
 
@@ -172,7 +170,7 @@ def _timed(app: ASGIApp) -> ASGIApp:
         connection.limit(None)
         cycle = connection.cycle
         try:
-            await (_BUSY.response() if len(connection.connections) >= MOST_CONNECTIONS else app)(scope, receive, sent)
+            await (busy.response() if len(connection.connections) >= MOST_CONNECTIONS else app)(scope, receive, sent)
         finally:
             if connection.cycle is cycle and not connection.transport.is_closing():  # no next request is under way
                 connection.limit(KEEP_ALIVE_S + HEADERS_S)

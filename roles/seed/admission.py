@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import secrets
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused, UserError
-from p2ptrain.core.world import Clock, World
+from p2ptrain.core.world import World
 from ring.detector import beat_defaults
 from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, MAX_USES, ROLES, Authority, TicketRecord
 from roles.seed.overview import SeedIdentity
@@ -54,9 +53,9 @@ class EnrolmentPolicy:
     """
 
     def __init__(
-        self, authority: Authority | None, clock: Clock, host: str, note: Callable[[str, str, str], None]
+        self, authority: Authority | None, world: World, host: str, note: Callable[[str, str, str], None]
     ) -> None:
-        self._authority, self._clock, self._note = authority, clock, note
+        self._authority, self._world, self._note = authority, world, note
         self.host, self._local_host, self._port = host, host, 0
 
     @property
@@ -64,18 +63,16 @@ class EnrolmentPolicy:
         return self._authority is not None
 
     async def open_at(self, address: tuple[str, int]) -> Ticket | None:
-        """Write the local tickets, now that the seed listens on ``address``. Raises ``StorageError``.
-
-        Returns the ticket to show; None on a plain seed.
-        """
+        """Write the local tickets, now that the seed listens on ``address``. Returns the ticket to show; None on a
+        plain seed. Raises ``StorageError``."""
         if self._authority is None:
             return None
         self._local_host, self._port = to_dial(address[0]), address[1]
-        record = await self._make_start_tickets(self._authority)
-        return self._authority.ticket(record, self._port)
+        return self._authority.ticket(await self._make_start_tickets(self._authority), self._port)
 
     async def _make_start_tickets(self, authority: Authority) -> TicketRecord:
-        now = self._clock.wall()
+        """Write the local tickets, and return the one to show."""
+        now = self._world.clock.wall()
         await authority.write_local_tickets(host=self._local_host, port=self._port, now=now)
         return await authority.first_ticket(host=self.host, now=now)
 
@@ -92,12 +89,10 @@ class EnrolmentPolicy:
         await self._authority_for("evicting a peer").change(lambda records: records.evict(peer_id, name))
         self._note("warning", "evicted", f"an operator evicted {name} ({peer_id})")
 
-    # -------------------------------------------------------------------------------------------------------- enrolment
-
     async def enrol(self, connection: Connection, hello: Hello) -> None:
         """Enrol a peer within ``HANDSHAKE_TIMEOUT_S``. Refusals are sent to it, and raised as ``P2PTrainError``."""
         authority = self._authority_for("enrolment")
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = self._world.entropy(NONCE_BYTES)
         connection.send(EnrolOffer(authority.ca_der, nonce))
         try:
             message = (await connection.receive(timeout_s=HANDSHAKE_TIMEOUT_S)).message
@@ -112,9 +107,8 @@ class EnrolmentPolicy:
                 case _:
                     raise ProtocolError(f"unexpected message {type(message).__name__} during enrolment")
         except P2PTrainError as problem:
-            send_if_open(
-                connection, last_word(problem.code if isinstance(problem, Refused) else RefusalCode.PROTOCOL, problem)
-            )
+            code = problem.code if isinstance(problem, Refused) else RefusalCode.PROTOCOL
+            send_if_open(connection, last_word(code, problem))
             raise
 
     async def _enrol(
@@ -124,7 +118,7 @@ class EnrolmentPolicy:
         if not verify_proof(request.mac, secret=ticket.secret, nonce=nonce, csr_der=request.csr_der):
             text = f"the proof for ticket {ticket.id} is wrong: the secret does not match"
             raise Refused(RefusalCode.BAD_PROOF, text, remedy="copy the whole ticket again, or ask for a new one")
-        now = self._clock.wall()
+        now = self._world.clock.wall()
         certificate_der = await authority.enrol(ticket.id, hello.peer_id, request.csr_der, now)
         self._note("info", "enrolled", f"{hello.peer_id} enrolled as {ticket.role} with ticket {ticket.id}")
         connection.send(EnrolGranted(certificate_der))
@@ -138,15 +132,13 @@ class EnrolmentPolicy:
             csr_der = base64.b64decode(str(params.get("csr")), validate=True)
         except (ValueError, binascii.Error):
             raise ProtocolError("the certificate request is not valid base64") from None
-        certificate_der = await authority.renew(identity, csr_der, self._clock.wall())
+        certificate_der = await authority.renew(identity, csr_der, self._world.clock.wall())
         return {"certificate": base64.b64encode(certificate_der).decode()}
-
-    # ---------------------------------------------------------------------------------------- what operators may ask
 
     async def tickets_new(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
         authority = self._authority_for("a ticket")
-        role = next((known for known in ROLES if known == params.get("role", ROLES[0])), None)
-        if role is None:
+        role = params.get("role", ROLES[0])
+        if role not in ROLES:
             raise Refused("bad-parameter", f"role must be one of {', '.join(ROLES)}")
         expires_s = params.get("expires_s", FIRST_TICKET_S)
         if type(expires_s) not in (int, float) or not SHORTEST_TICKET_S <= expires_s <= LONGEST_TICKET_S:
@@ -155,14 +147,14 @@ class EnrolmentPolicy:
         uses = params.get("uses")
         if uses is not None and (type(uses) is not int or not 1 <= uses <= MAX_USES):
             raise Refused("bad-parameter", f"a ticket is for 1 to {MAX_USES} uses", remedy="choose another --uses")
-        host, now = _check_host(params.get("host") or self.host), self._clock.wall()
+        host, now = _check_host(params.get("host") or self.host), self._world.clock.wall()
         record = await authority.new_ticket(role, host=host, now=now, expires_s=float(expires_s), uses=uses)
         self._note("info", "ticket", f"an operator made ticket {record.id}, role {role}")
         return self._ticket_answer(authority, record)
 
     async def tickets_list(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
-        now = self._clock.wall()
-        records = self._authority_for("a ticket").records.pruned(now)
+        now = self._world.clock.wall()
+        records = self._authority_for("a ticket").records.prune(now)
         return {"tickets": [record.to_map(now) for record in records.tickets.values()]}
 
     async def tickets_revoke(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
@@ -171,23 +163,23 @@ class EnrolmentPolicy:
         if not begun or len(found) != 1:
             text = f"{len(found) or 'no'} tickets begin with {str(begun)[:40]!r}"
             raise Refused("unknown-ticket", text, remedy="see p2ptrain ticket list")
-        await authority.change(lambda records: records.revoke(found[0], self._clock.wall()))
+        await authority.change(lambda records: records.revoke(found[0], self._world.clock.wall()))
         self._note("warning", "ticket", f"an operator revoked ticket {found[0]} and its certificates")
         record = authority.records.ticket(found[0])
         if record.kind == "local":  # programs of this machine need a new one
             await self._make_start_tickets(authority)
-        return {"ticket": record.to_map(self._clock.wall())}
+        return {"ticket": record.to_map(self._world.clock.wall())}
 
     async def tickets_rotate(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
         """Close all open tickets and make new ones to show and for this machine. Members stay."""
         authority = self._authority_for("a ticket")
-        await authority.change(lambda records: records.rotate(self._clock.wall()))
+        await authority.change(lambda records: records.rotate(self._world.clock.wall()))
         self._note("warning", "ticket", "an operator replaced all tickets; members stay")
         return self._ticket_answer(authority, await self._make_start_tickets(authority))
 
     def _ticket_answer(self, authority: Authority, record: TicketRecord) -> dict[str, Any]:
         """The answer to the operator who requested a ticket. Only here a secret leaves the seed over the network."""
-        return {"ticket": record.to_map(self._clock.wall()), "text": str(authority.ticket(record, self._port))}
+        return {"ticket": record.to_map(self._world.clock.wall()), "text": str(authority.ticket(record, self._port))}
 
     def _authority_for(self, what: str) -> Authority:
         if self._authority is None:

@@ -25,7 +25,7 @@ import binascii
 import hashlib
 import json
 import math
-import secrets
+import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -156,10 +156,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class AuthorityState:
-    """All tickets, members and evictions. Immutable: every change makes a new state.
-
-    ``evicted``: peer id → the name that the peer had.
-    """
+    """All tickets, members and evictions (peer id → its name). Immutable: every change makes a new state."""
 
     tickets: Mapping[str, TicketRecord] = field(default_factory=dict)
     members: Mapping[str, Member] = field(default_factory=dict)
@@ -182,13 +179,11 @@ class AuthorityState:
         if member is not None and member.key != key and holder is not None and not holder.revoked:
             left_h = (member.not_after - now) / 3600
             text = f"the peer id {peer_id} belongs to another key, whose certificate is valid for {left_h:.1f} h more"
-            raise Refused(
-                RefusalCode.DUPLICATE_PEER, text, remedy="use the state directory that joined first, or another --state"
-            )
+            remedy = "use the state directory that joined first, or another --state"
+            raise Refused(RefusalCode.DUPLICATE_PEER, text, remedy=remedy)
         if member is None and len(valid) >= MAX_MEMBERS:
-            raise Refused(
-                RefusalCode.FULL, f"all {MAX_MEMBERS} certificates are in use", remedy="revoke tickets that leaked"
-            )
+            text = f"all {MAX_MEMBERS} certificates are in use"
+            raise Refused(RefusalCode.FULL, text, remedy="revoke tickets that leaked")
         return ticket
 
     def judge_certificate(self, ticket_id: str, peer_id: str) -> None:
@@ -209,15 +204,14 @@ class AuthorityState:
     def _judge_peer(self, peer_id: str) -> None:
         if peer_id in self.evicted:
             text = f"the peer {self.evicted[peer_id]} ({peer_id}) was evicted from this cluster"
-            raise Refused(
-                RefusalCode.EVICTED, text, remedy="ask the seed's operator, or join as a new peer with another --state"
-            )
+            remedy = "ask the seed's operator, or join as a new peer with another --state"
+            raise Refused(RefusalCode.EVICTED, text, remedy=remedy)
 
     def _valid(self, now: float) -> dict[str, Member]:
         """Members whose certificate is valid on machines whose clock is up to ``SKEW_S`` fast, too."""
         return {peer_id: member for peer_id, member in self.members.items() if now < member.not_after - SKEW_S}
 
-    def of_kind(self, kind: Kind, role: Role, now: float) -> TicketRecord | None:
+    def open_ticket(self, kind: Kind, role: Role, now: float) -> TicketRecord | None:
         found = [item for item in self.tickets.values() if (item.kind, item.role) == (kind, role)]
         return next((item for item in reversed(found) if item.state(now) == "open"), None)
 
@@ -225,16 +219,16 @@ class AuthorityState:
 
     def with_ticket(self, ticket: TicketRecord, now: float) -> AuthorityState:
         """Add a ticket. Raises ``Refused`` if there are too many."""
-        kept = self.pruned(now)
+        kept = self.prune(now)
         if len(kept.tickets) >= MAX_TICKETS:
-            kept = self.pruned(now, removed_after_s=0.0)
+            kept = self.prune(now, removed_after_s=0.0)
         if len(kept.tickets) >= MAX_TICKETS:
             remedy = "wait: a ticket that has ended is removed when all its certificates have expired"
             raise Refused(RefusalCode.FULL, f"the seed keeps {len(kept.tickets)} tickets, the limit", remedy=remedy)
         return replace(kept, tickets={**kept.tickets, ticket.id: ticket})
 
     def with_member(self, ticket_id: str, peer_id: str, key: str, not_after: float, now: float) -> AuthorityState:
-        kept, ticket = self.pruned(now), self.ticket(ticket_id)
+        kept, ticket = self.prune(now), self.ticket(ticket_id)
         old = kept.members.get(peer_id)
         new = old is None or old.ticket != ticket_id
         lapses_at = max(ticket.lapses_at, not_after)
@@ -260,7 +254,7 @@ class AuthorityState:
             raise Refused(RefusalCode.FULL, text, remedy="revoke the tickets that these peers join with")
         return replace(self, evicted={**self.evicted, peer_id: name})
 
-    def pruned(self, now: float, *, removed_after_s: float = REMOVED_AFTER_S) -> AuthorityState:
+    def prune(self, now: float, *, removed_after_s: float = REMOVED_AFTER_S) -> AuthorityState:
         """Remove expired members, and the tickets that ``TicketRecord.removable_at`` no longer keeps."""
         tickets = {key: item for key, item in self.tickets.items() if now < item.removable_at(now, removed_after_s)}
         return replace(self, tickets=tickets, members=self._valid(now))
@@ -296,15 +290,19 @@ class AuthorityState:
 
 
 class Authority:
-    """The authority, created by ``open``. ``now`` is always Unix seconds.
+    """The authority, created by ``open``. ``now`` is always Unix seconds. ``pin``: SHA-256 of ``ca_der``, as tickets
+    carry it. ``records``: the current state, which is replaced as a whole."""
 
-    Attributes:
-        pin: SHA-256 of ``ca_der``, as tickets carry it.
-        records: the current state; replaced as a whole.
-    """
-
-    def __init__(self, disk: Disk, directory: Path, key_pem: bytes, ca_pem: bytes, records: AuthorityState) -> None:
-        self.records = records
+    def __init__(
+        self,
+        disk: Disk,
+        directory: Path,
+        key_pem: bytes,
+        ca_pem: bytes,
+        records: AuthorityState,
+        entropy: Callable[[int], bytes],
+    ) -> None:
+        self.records, self._entropy = records, entropy
         self.ca_der = der_of(ca_pem)
         self.pin = hashlib.sha256(self.ca_der).digest()
         self._disk, self._directory = disk, directory
@@ -313,8 +311,13 @@ class Authority:
         self._changing = asyncio.Lock()
 
     @classmethod
-    def open(cls, disk: Disk, directory: Path, *, name: str, now: float) -> Authority:
-        """Open the authority in ``directory``, or create it. Blocking. Raises ``StorageError``."""
+    def open(
+        cls, disk: Disk, directory: Path, *, name: str, now: float, entropy: Callable[[int], bytes] = os.urandom
+    ) -> Authority:
+        """Open the authority in ``directory``, or create it. Blocking. Raises ``StorageError``.
+
+        ``entropy``: as of a ``World``; for tickets and serial numbers. Keys are always the operating system's.
+        """
         disk.make_dir(directory)
         disk.set_mode(directory, 0o700)  # the directory may have existed before
         if CA_FILE not in disk.list_dir(directory):
@@ -333,8 +336,12 @@ class Authority:
             key = serialization.load_pem_private_key(key_pem, password=None)
             if key.public_key() != x509.load_pem_x509_certificate(ca_pem).public_key():
                 raise ValueError("ca.key is not the key of ca.pem")
-            _check_validity(ca_pem, directory, now)
-            return cls(disk, directory, key_pem, ca_pem, records)
+            begins = x509.load_pem_x509_certificate(ca_pem).not_valid_before_utc
+            if begins.timestamp() > now:  # every peer would report it as its own problem
+                text = f"the seed's authority is valid only from {begins:%Y-%m-%d %H:%M} UTC"
+                new = f"move {directory} away: a new authority is made, and every machine must join with a new ticket"
+                raise StorageError(text, remedy=f"check this machine's clock; if it is right, {new}")
+            return cls(disk, directory, key_pem, ca_pem, records, entropy)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             remedy = f"restore it from a backup, or move {directory} away: then every member needs a new ticket"
             raise StorageError(f"the authority in {directory} is damaged: {error}", remedy=remedy) from error
@@ -356,10 +363,8 @@ class Authority:
         return credentials
 
     def http_credentials(self, names: Collection[str], now: float) -> Path:
-        """Make a certificate for the HTTPS server of these names; return the file with it and its key. Blocking.
-
-        Raises ``StorageError``.
-        """
+        """Make a certificate for the HTTPS server of these names; return the file with it and its key. Blocking. Raises
+        ``StorageError``."""
         path = self._directory / "https.pem"
         write_atomic(self._disk, path, server_certificate(self._key_pem, self._ca_pem, names, now=now), private=True)
         return path
@@ -407,10 +412,9 @@ class Authority:
             self.records.judge_certificate(ticket_of(identity), identity.peer_id)
 
     def _sign(self, key: ec.EllipticCurvePublicKey, peer_id: str, role: str, ticket_id: bytes, now: float) -> bytes:
-        serial = int.from_bytes(_SERIAL_LEAD + ticket_id + secrets.token_bytes(_SERIAL_RANDOM_BYTES))
-        return sign_certificate(
-            self._key_pem, self._ca_pem, key, peer_id=peer_id, roles=(role,), now=now, serial=serial
-        )
+        serial = int.from_bytes(_SERIAL_LEAD + ticket_id + self._entropy(_SERIAL_RANDOM_BYTES))
+        ca = self._key_pem, self._ca_pem
+        return sign_certificate(*ca, key, peer_id=peer_id, roles=(role,), now=now, serial=serial)
 
     # ---------------------------------------------------------------------------------------------------------- tickets
 
@@ -422,9 +426,9 @@ class Authority:
     ) -> TicketRecord:
         """Create a ticket. Raises ``Refused`` if there are too many, ``StorageError``."""
         record = TicketRecord(
-            id=secrets.token_hex(ID_BYTES),
+            id=self._entropy(ID_BYTES).hex(),
             role=role,
-            secret=secrets.token_bytes(SECRET_BYTES),
+            secret=self._entropy(SECRET_BYTES),
             host=host,
             created_at=now,
             expires_at=None if expires_s is None else now + expires_s,
@@ -436,7 +440,7 @@ class Authority:
 
     async def first_ticket(self, *, host: str, now: float) -> TicketRecord:
         """The worker ticket that a seed shows when it starts. It stays the same until its end."""
-        found = self.records.of_kind("first", "worker", now)
+        found = self.records.open_ticket("first", "worker", now)
         if found is not None and found.host == host:
             return found
         return await self.new_ticket("worker", host=host, now=now, expires_s=FIRST_TICKET_S, kind="first")
@@ -444,7 +448,7 @@ class Authority:
     async def write_local_tickets(self, *, host: str, port: int, now: float) -> None:
         """Write a ticket of each role for this machine's own programs. Raises ``Refused``, ``StorageError``."""
         for role in ROLES:
-            record = self.records.of_kind("local", role, now)
+            record = self.records.open_ticket("local", role, now)
             if record is None:
                 record = await self.new_ticket(role, host=host, now=now, expires_s=None, kind="local")
             ticket = Ticket(host, port, role, record.id, record.secret, self.pin)
@@ -466,22 +470,9 @@ class Authority:
         await asyncio.shield(task)  # if the caller is cancelled, the disk and the memory must still agree
 
 
-def _check_validity(ca_pem: bytes, directory: Path, now: float) -> None:
-    """Raise ``StorageError`` if no member would accept the CA yet. Every peer would report it as its own problem."""
-    begins = x509.load_pem_x509_certificate(ca_pem).not_valid_before_utc
-    if begins.timestamp() > now:
-        remedy = (
-            f"check this machine's clock; if it is right, move {directory} away: a new authority is made, and every"
-        )
-        text = f"the seed's authority is valid only from {begins:%Y-%m-%d %H:%M} UTC"
-        raise StorageError(text, remedy=f"{remedy} machine must join with a new ticket")
-
-
 def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write the result of ``Authority.files``. The key is written before the CA. Blocking.
-
-    Raises ``ProtocolError`` if a file is none of an authority's, and ``StorageError``.
-    """
+    """Write the result of ``Authority.files``, the key before the CA. Blocking. Raises ``ProtocolError`` if a file is
+    none of an authority's, and ``StorageError``."""
     if unknown := files.keys() - {KEY_FILE, BOOK_FILE, CA_FILE}:
         raise ProtocolError(f"unknown file {min(unknown)[:40]!r} among the authority's files")
     disk.make_dir(directory)

@@ -23,14 +23,8 @@ from wire.records import CheckpointInfo
 
 
 class CheckpointCatalogue:
-    """All known checkpoints.
-
-    Args:
-        on_change: called with the id of a job whose checkpoints changed.
-
-    Attributes:
-        known: checkpoint id → record.
-    """
+    """All known checkpoints. ``known``: checkpoint id → record. ``on_change`` is called with the id of a job whose
+    checkpoints changed."""
 
     def __init__(
         self,
@@ -125,8 +119,6 @@ class CheckpointCatalogue:
     def of_job(self, job: str) -> list[CheckpointInfo]:
         return [item for item in self.known.values() if item.job == job]
 
-    # --------------------------------------------------------------------------------------------------- going back
-
     def find(self, checkpoint_id: str) -> CheckpointInfo:
         """The checkpoint with this id. Raises ``Refused``."""
         found = self.known.get(checkpoint_id)
@@ -183,10 +175,8 @@ class CheckpointCatalogue:
         return lineage
 
     async def delete(self, checkpoint: CheckpointInfo, stages: int) -> bool:
-        """Delete it at its holder, and its record. Returns whether the holder still had it.
-
-        Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost`` if the holder does not do it, ``StorageError``.
-        """
+        """Delete it at its holder, and its record. Returns whether the holder still had it. Raises ``Refused``,
+        ``DeadlineExceeded`` or ``ConnectionLost`` if the holder does not do it, ``StorageError``."""
         holder, was_there = self.find_holder(checkpoint), True
         try:
             await holder.ask("checkpoint.delete", _request_for(checkpoint, stages), timeout_s=10.0)

@@ -19,7 +19,6 @@ from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError
 from p2ptrain.core.world import Clock
 from roles.seed.peers import clipped
 from roles.seed.store import Records, SeedStore
-from wire.connection import Connection
 from wire.messages import Update
 from wire.records import EventInfo, MetricRow, RecoveryInfo
 
@@ -64,15 +63,9 @@ class Subscription:
         self._problem = problem
         self._news.set()
 
-    async def run(self, connection: Connection) -> None:
-        """Send updates until cancelled. Raises ``DeadlineExceeded`` if the reader is too slow, ``ConnectionLost``."""
-        async for updates in self.rounds():
-            for update in updates:
-                connection.send(update)
-                await connection.flush(timeout_s=PATIENCE_S)
-
     async def rounds(self) -> AsyncIterator[Iterator[Update]]:
-        """Yield what is new, once there is something. Raises ``DeadlineExceeded`` as ``run``, and as ``end`` says."""
+        """Yield what is new, once there is something. Raises ``DeadlineExceeded`` if the reader is too slow, and what
+        ``end`` was given."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -83,25 +76,21 @@ class Subscription:
 
     def drain(self) -> Iterator[Update]:
         """What is new. All that led to a state comes before it: who waits for a job's end reads why."""
-        states = [update for topic in STATE_TOPICS for update in self._states(topic)]
+        states = list[Update]()
+        for topic, ids in self._dirty.items():
+            found = {item_id: self._render(topic, item_id) for item_id in ids}
+            states += _updates(topic, (item for item in found.values() if item is not None))
+            states += _updates(f"{topic}-gone", ({"id": item_id} for item_id in ids if found[item_id] is None))
+            ids.clear()
         for topic, queue in self._rows.items():
             rows = list(queue)
             queue.clear()
             yield from _updates(topic, rows)
         yield from states
 
-    def _states(self, topic: str) -> Iterator[Update]:
-        ids, self._dirty[topic] = self._dirty[topic], {}
-        found = {item_id: self._render(topic, item_id) for item_id in ids}
-        yield from _updates(topic, (item for item in found.values() if item is not None))
-        yield from _updates(f"{topic}-gone", ({"id": item_id} for item_id in ids if found[item_id] is None))
-
 
 class Announcements:
-    """Tells all subscribers what changed, and stores the rows that are announced.
-
-    ``recent``: the newest events, for new subscribers.
-    """
+    """Tells all subscribers what changed, and stores the rows that are announced. ``recent``: the newest events."""
 
     def __init__(self, clock: Clock, store: SeedStore, render: Render) -> None:
         self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
@@ -116,13 +105,13 @@ class Announcements:
 
     def touch(self, topic: str, *ids: str) -> None:
         """Announce that these records of a topic are new, changed or deleted."""
-        for each in self._subscriptions:
-            each.touch(topic, ids)
+        for subscription in self._subscriptions:
+            subscription.touch(topic, ids)
 
     def add(self, row: AnnouncedRow) -> None:
         self._store.add(row)
-        for each in self._subscriptions:
-            each.add((row,))
+        for subscription in self._subscriptions:
+            subscription.add((row,))
 
     def note(self, level: str, kind: str, text: str, peer: str = "", job: str = "", *, age_s: float = 0.0) -> None:
         """Add an event, which happened ``age_s`` ago."""
@@ -133,8 +122,8 @@ class Announcements:
         self.add(event)
 
     def end(self, problem: P2PTrainError) -> None:
-        for each in self._subscriptions:
-            each.end(problem)
+        for subscription in self._subscriptions:
+            subscription.end(problem)
 
     @contextmanager
     def subscribe(self) -> Iterator[Subscription]:

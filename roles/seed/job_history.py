@@ -205,10 +205,8 @@ class ViewCensus:
         self.changed.set()
 
     async def wait(self, known: View | None) -> View | None:
-        """Wait until all members of the newest view are here, for ``SETTLE_S`` at most.
-
-        Returns the newest view that the members reported; None if none is newer than ``known``, which is stored.
-        """
+        """Wait until all members of the newest view are here, for ``SETTLE_S`` at most. Returns the newest view that
+        they reported; None if none is newer than ``known``, which is stored."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 while not self._is_complete(known):

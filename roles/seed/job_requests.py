@@ -58,10 +58,8 @@ def checked_shape(params: Mapping[str, Any], profile: Profile, remedy: str) -> M
 
 
 async def plan_job(profile: Profile, shape: ModelShape, peers: PeerTable, survey: Survey) -> dict[str, Any]:
-    """Plan a new job on the workers that are free now: ``{"plan": ..., "stages": [...]}``, maps of records.
-
-    Raises ``Refused``, with the numbers, if too few workers are free or the model does not fit.
-    """
+    """Plan a new job on the workers that are free now: ``{"plan": ..., "stages": [...]}``, maps of records. Raises
+    ``Refused``, with the numbers, if too few workers are free or the model does not fit."""
     from ring.planning.pipeline import plan_pipeline
 
     training, device = training_of(profile, shape.to_map()), profile.device.kind
@@ -88,10 +86,8 @@ async def plan_job(profile: Profile, shape: ModelShape, peers: PeerTable, survey
 
 
 class JobRequests:
-    """Args:
-    callers: each operator's connection → its software.
-    check_profile: raises ``Refused`` if the seed cannot run a new job with this profile.
-    """
+    """The requests that change jobs and checkpoints. ``callers``: each operator's connection → its software.
+    ``check_profile`` raises ``Refused`` if the seed cannot run a new job with this profile."""
 
     def __init__(
         self,
@@ -208,8 +204,6 @@ class JobRequests:
         self._note(controller, "was forgotten")
         await self._jobs.forget(controller)
         return {"job": controller.id}
-
-    # ------------------------------------------------------------------------------------------------------ checkpoints
 
     async def _checkpoints_list(self, params: Params, connection: Connection) -> Result:
         job = self._find(params).id if "job" in params else ""

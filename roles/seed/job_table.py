@@ -64,16 +64,16 @@ class JobTable:
         """Find a job by id, by the beginning of its id, or by name (the newest of that name). Raises ``Refused``."""
         if text in self.controllers:
             return self.controllers[text]
-        named = [each for each in self.controllers.values() if each.record.name == text]
-        if named:
+        controllers = list(self.controllers.values())
+        if named := [controller for controller in controllers if controller.record.name == text]:
             return named[-1]
-        begun = [each for each in self.controllers.values() if each.id.startswith(text)]
+        begun = [controller for controller in controllers if controller.id.startswith(text)]
         if len(begun) == 1:
             return begun[0]
         if begun:
-            ids = ", ".join(each.id for each in begun[:4])
+            ids = ", ".join(controller.id for controller in begun[:4])
             raise Refused("ambiguous", f"several jobs begin with {text!r}: {ids}", remedy="give more of the id")
-        hint = did_you_mean(text, [*self.controllers, *(each.record.name for each in self.controllers.values())])
+        hint = did_you_mean(text, [*self.controllers, *(controller.record.name for controller in controllers)])
         raise Refused("unknown-job", f"there is no job {clipped(text, 80)!r}{hint}", remedy="see p2ptrain jobs list")
 
     def trained_by(self, peer: ConnectedPeer, job: str) -> JobController | None:
@@ -90,8 +90,6 @@ class JobTable:
         queued = is_waiting and any(other.live and other.core.peer_ids for other in self.controllers.values())
         return controller.info(queued=queued)
 
-    # -------------------------------------------------------------------------------------------------------- workers
-
     def return_worker(self, peer: ConnectedPeer) -> None:
         """Give a worker that connected again to the job that it still holds, or tell it to drop that job."""
         controller = self.controllers.get(peer.hello.job)
@@ -106,26 +104,26 @@ class JobTable:
 
     def assign_workers(self) -> None:
         """Give free workers to the oldest job that wants them. If a job still lacks some, paused jobs yield theirs."""
-        controllers, announcements = self.controllers.values(), self._ports.announcements
+        controllers = self.controllers.values()
         for peer in self._ports.peers.connected.values():
             if peer.job or not peer.trains:
                 continue
-            takers = (each for each in controllers if each.census.settled.is_set() and not each.core.refusal(peer.id))
-            if (taker := next(takers, None)) is None:
+            settled = (controller for controller in controllers if controller.census.settled.is_set())
+            taker = next((controller for controller in settled if not controller.core.refusal(peer.id)), None)
+            if taker is None:
                 self._notify_idle(peer)
             else:
                 peer.job, peer.idle_reason = taker.id, ""
                 taker.post(co.PeerOffered(taker.offer_of(peer)))
-        waiting = [each for each in controllers if each.core.phase is co.JobPhase.WAITING]
-        if any(each.core.short for each in waiting):
-            for each in controllers:
-                if self.may_yield(each):
-                    each.post(co.Signal.YIELD)
-        announcements.touch("jobs", *(each.id for each in waiting))
+        waiting = [controller for controller in controllers if controller.core.phase is co.JobPhase.WAITING]
+        if any(controller.core.short for controller in waiting):
+            for controller in filter(self.may_yield, controllers):
+                controller.post(co.Signal.YIELD)
+        self._ports.announcements.touch("jobs", *(controller.id for controller in waiting))
 
     def _notify_idle(self, peer: ConnectedPeer) -> None:
-        jobs = [each for each in self.controllers.values() if each.live]
-        reasons = (f"job {each.record.name} {each.core.refusal(peer.id) or 'is being restored'}" for each in jobs)
+        live = [(item.record.name, item.core.refusal(peer.id)) for item in self.controllers.values() if item.live]
+        reasons = (f"job {name} {refusal or 'is being restored'}" for name, refusal in live)
         text = clipped("idle: " + ("; ".join(reasons) or "`p2ptrain jobs create` starts a job"))
         if text != peer.idle_reason:
             peer.idle_reason = text
@@ -135,14 +133,10 @@ class JobTable:
         """Whether a paused job can release its workers, because its state is in a checkpoint on their disks."""
         if not controller.census.settled.is_set():
             return False
-        survivors = controller.core.paused_survivors()
+        survivors, known = controller.core.paused_survivors(), self._ports.checkpoints.known
         if not survivors:
             return survivors is not None
         step = max(report.applied for report in survivors.values())
         at_step = [peer_id for peer_id, report in survivors.items() if report.applied == step]
-        return controller.whole(
-            peer_id
-            for peer_id in at_step
-            if checkpoint_id(controller.id, step, peer_id, controller.stage_of(peer_id))
-            in self._ports.checkpoints.known
-        )
+        ids = {peer: checkpoint_id(controller.id, step, peer, controller.stage_of(peer)) for peer in at_step}
+        return controller.has_whole_model(peer for peer in at_step if ids[peer] in known)

@@ -86,12 +86,8 @@ class JobPorts:
 
 
 class JobController:
-    """One job.
-
-    Attributes:
-        rows: what is recorded of its steps.
-        census: which view its members are in after a restore of the seed.
-    """
+    """One job. ``rows``: what is recorded of its steps. ``census``: which view its members are in after a restore of
+    the seed."""
 
     def __init__(self, ports: JobPorts, record: JobRecord, spec: str, history: JobHistory) -> None:
         self.record = record
@@ -152,7 +148,7 @@ class JobController:
     def stage_of(self, peer_id: str) -> int | None:
         return self.core.part_of(peer_id) if self.stages > 1 else None
 
-    def whole(self, peer_ids: Iterable[str]) -> bool:
+    def has_whole_model(self, peer_ids: Iterable[str]) -> bool:
         """Whether these workers together hold a whole model: for a split model, every stage of it."""
         stages = {self.stage_of(peer_id) for peer_id in peer_ids}
         return len(stages - {None}) == self.stages if self.stages > 1 else bool(stages)
@@ -361,7 +357,7 @@ class JobController:
         ledger_step = rows.view_began(view)  # read now: rows that arrive later are not stored with the view
         self.record = replace(self.record, branch=sorted(branch) if branch is not None else None, restoring=None)
         if await ports.store.call(Records.add_view, view, self.record):
-            rows.ledger.began_anew(view)
+            rows.ledger.restart(view)
             text = f"the members' state at step {view.step} does not follow from the recorded steps; the"
             self._note("warning", "ledger", f"{text} record restarts there, without earlier steps")
         ports.request_backup()

@@ -71,7 +71,7 @@ class JobLedger:
         self._ahead = {step: row for step, row in self._ahead.items() if step <= view.step}
         self._undecided = {}
 
-    def began_anew(self, view: View) -> None:
+    def restart(self, view: View) -> None:
         self.head = anew(view)
         self._ahead = {}
         self._undecided = {}
@@ -88,14 +88,14 @@ class JobLedger:
         rows = rows_untrusted(message, micro_batches=micro_batches, steps_total=steps_total)
         if self.head is None:
             return [], ""
-        placed = self._with_decided(*counting(view, self.begins, message.lineage, rows))
-        entries, problem = self._fitted(view, placed)
+        placed = self._join_undecided(*counting(view, self.begins, message.lineage, rows))
+        entries, problem = self._append(view, placed)
         if not problem:
             self._ahead |= {row.step: (lineage, row) for lineage, row in placed if row.step > self.step + 1}
         gap = self._give_up_gap(held)
         found: Placed | None
         while found := self._ahead.pop(self.step + 1, None):
-            more, contradiction = self._fitted(view, [found])
+            more, contradiction = self._append(view, [found])
             entries, problem = entries + more, problem or contradiction
         if entries:
             newest = entries[-1].row
@@ -103,7 +103,7 @@ class JobLedger:
         problem, self._contradicted = "" if self._contradicted else problem, self._contradicted or problem
         return entries, gap or problem
 
-    def _with_decided(self, placed: list[Placed], undecided: list[Placed]) -> list[Placed]:
+    def _join_undecided(self, placed: list[Placed], undecided: list[Placed]) -> list[Placed]:
         for lineage, row in undecided[-ROWS_AHEAD:]:
             self._undecided[row.step] = lineage, row
         for step in list(self._undecided)[: max(len(self._undecided) - ROWS_AHEAD, 0)]:
@@ -116,7 +116,7 @@ class JobLedger:
             wanted, step = earlier[0], step - 1
         return before[::-1] + placed
 
-    def _fitted(self, view: View, placed: Sequence[Placed]) -> tuple[list[LedgerEntry], str]:
+    def _append(self, view: View, placed: Sequence[Placed]) -> tuple[list[LedgerEntry], str]:
         assert self.head is not None
         head, entries = self.head, []
         self.head, taken, problem = continuing(self.head, view, self.begins, placed)
@@ -129,8 +129,8 @@ class JobLedger:
     def _give_up_gap(self, held: Sequence[range]) -> str:
         """Restart the ledger after a gap that no member can fill any more. Returns the event in words, or ""."""
         wanted = self.step + 1
-        there = min((max(steps.start, wanted) for steps in held if steps.stop > wanted), default=wanted)
-        while (first := min(self._ahead) if len(self._ahead) >= ROWS_AHEAD else there) in self._ahead:
+        next_known = min((max(steps.start, wanted) for steps in held if steps.stop > wanted), default=wanted)
+        while (first := min(self._ahead) if len(self._ahead) >= ROWS_AHEAD else next_known) in self._ahead:
             if first == wanted:
                 return ""
             lineage = self._ahead[first][0]
@@ -158,10 +158,8 @@ def rows(db: sqlite3.Connection, job: str, after_step: int, limit: int) -> list[
 
 
 def view_began(db: sqlite3.Connection, view: View) -> bool:
-    """Delete the rows of steps that a view takes back.
-
-    Returns whether the ledger begins anew with the view, because the view's lineage contradicts the rows.
-    """
+    """Delete the rows of steps that a view takes back. Returns whether the ledger begins anew with the view, because
+    the view's lineage contradicts the rows."""
     before = head(db, view.job)
     departs = (
         before is not None
@@ -197,10 +195,10 @@ def add(db: sqlite3.Connection, entries: Sequence[LedgerEntry]) -> None:
             db.execute("DELETE FROM ledger WHERE job = ? AND step <= ?", (job, found.base_step))
         before = first.get(job) or head(db, job) or found  # the stored base may be newer, after folding
         whole = LedgerHead(before.base_step, before.base_lineage, found.step, found.lineage)
-        _set_head(db, job, _folded(db, job, whole))
+        _set_head(db, job, _fold_oldest(db, job, whole))
 
 
-def _folded(db: sqlite3.Connection, job: str, whole: LedgerHead) -> LedgerHead:
+def _fold_oldest(db: sqlite3.Connection, job: str, whole: LedgerHead) -> LedgerHead:
     spare = ROWS_KEPT // 16
     if whole.step - whole.base_step <= ROWS_KEPT + spare:
         return whole

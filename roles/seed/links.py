@@ -38,12 +38,8 @@ CAPABILITY = "measures"
 
 
 class LinkTable:
-    """The newest measurement of each link, for ``MAX_PAIRS`` pairs at most. Pure; ``now`` is passed in.
-
-    Attributes:
-        known: (from, to) → quality. Replaced on a change, never mutated.
-        changes: grows whenever ``known`` is replaced.
-    """
+    """The newest measurement of each link, for ``MAX_PAIRS`` pairs at most. Pure. ``known``: (from, to) → quality;
+    replaced on a change, never mutated. ``changes`` grows whenever it is replaced."""
 
     def __init__(self) -> None:
         self.known: Links = {}

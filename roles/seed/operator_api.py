@@ -16,6 +16,7 @@ from typing import Any
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
 from p2ptrain.core.world import Clock
 from ring.planning.measurements import known_link
+from roles.seed import events
 from roles.seed.admission import EnrolmentPolicy
 from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.job_table import JobTable
@@ -70,12 +71,8 @@ def whole_of(params: Params, name: str, default: int | None, least: int, most: i
 
 
 class OperatorApi:
-    """Answers operators.
-
-    Args:
-        methods: by the names of the requests.
-        watch: sends updates over a connection until cancelled.
-    """
+    """Answers operators. ``methods``: by the names of the requests. ``watch`` sends updates over a connection until
+    cancelled."""
 
     def __init__(self, methods: Mapping[str, Method], watch: Callable[[Connection], Coroutine[Any, Any, None]]) -> None:
         self._methods, self._watch = methods, watch
@@ -136,11 +133,8 @@ async def measure_workers(workers: Sequence[ConnectedPeer], survey: Survey) -> N
 
 
 class ClusterRequests:
-    """The requests about members, tickets and what was recorded.
-
-    Args:
-        drop_unwelcome: closes the connections whose certificate is no longer honoured.
-    """
+    """The requests about members, tickets and what was recorded. ``drop_unwelcome`` closes the connections whose
+    certificate is no longer honoured."""
 
     def __init__(
         self,
@@ -180,15 +174,17 @@ class ClusterRequests:
 
     async def watch(self, connection: Connection) -> None:
         """Send updates until cancelled, after the newest rows of jobs that are not over."""
-        with self._overview.watching() as updates:
-            updates.add(self._overview.recent_events())
+        with self._overview.watching(with_events=True) as updates:
             controllers = self._jobs.controllers
             live = [controller.id for controller in controllers.values() if controller.live]
             for job in (live or list(controllers)[-1:])[:4]:
                 updates.add(await self._store.call(Records.last_metrics, job, 300))
                 updates.add(await self._store.call(Records.recoveries, job, 100))
             try:
-                await updates.run(connection)
+                async for some in updates.rounds():
+                    for update in some:
+                        connection.send(update)
+                        await connection.flush(timeout_s=events.PATIENCE_S)
             except DeadlineExceeded as slow:
                 connection.abort(DeadlineExceeded(f"a subscriber was dropped: {slow.message}", remedy=slow.remedy))
             except ConnectionLost:
@@ -280,7 +276,7 @@ class ClusterRequests:
         limit = whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
         if after < 0:  # so many of the newest ones
             last = await self._store.call(Records.last_event_id)
-            events = await self._store.call(Records.events, last + after, limit)
-            return {"events": newest_that_fit(event.to_map() for event in events)}
-        events = await self._store.call(Records.events, after, limit)
-        return {"events": first_that_fit(event.to_map() for event in events)}
+            found = await self._store.call(Records.events, last + after, limit)
+            return {"events": newest_that_fit(event.to_map() for event in found)}
+        found = await self._store.call(Records.events, after, limit)
+        return {"events": first_that_fit(event.to_map() for event in found)}

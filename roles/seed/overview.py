@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from roles.seed.checkpoints import CheckpointCatalogue
 from roles.seed.events import Announcements, Map, Subscription
 from roles.seed.job_table import JobTable
 from roles.seed.peers import ConnectedPeer, PeerTable, part_infos, serving_infos
-from wire.records import CheckpointInfo, ClusterInfo, EventInfo, JobInfo, PeerInfo, ServingInfo
+from wire.records import CheckpointInfo, ClusterInfo, JobInfo, PeerInfo, ServingInfo
 
 LOST_SHOWN_S = 60.0
 """How long people see a lost peer."""
@@ -66,9 +66,6 @@ class Overview:
     def checkpoint_infos(self) -> list[CheckpointInfo]:
         return list(self._checkpoints.known.values())
 
-    def recent_events(self) -> Sequence[EventInfo]:
-        return self._announcements.recent
-
     def _peer_info(self, peer: ConnectedPeer) -> PeerInfo:
         controllers, now = self._jobs.controllers, self._clock.now()
         controller = controllers.get(peer.job)
@@ -84,9 +81,11 @@ class Overview:
         return peer.info(now, view, edge, shares, stage, controller.stages, job_state=state)
 
     @contextmanager
-    def watching(self) -> Iterator[Subscription]:
-        """A subscription to all records of state, and to all changes within the block."""
+    def watching(self, *, with_events: bool = False) -> Iterator[Subscription]:
+        """A subscription to all records of state, and to all changes within the block; ``with_events``: also to the
+        newest events."""
         with self._announcements.subscribe() as updates:
+            updates.add(self._announcements.recent if with_events else ())
             updates.touch("cluster", [""])
             updates.touch("peers", [*self._peers.connected, *self._peers.lost])
             updates.touch("jobs", self._jobs.controllers)
@@ -117,5 +116,8 @@ class Overview:
         """Once a second, update the ages that people see, and forget peers lost ``LOST_SHOWN_S`` ago."""
         while True:
             await asyncio.sleep(1.0)
-            forgotten = self._peers.forget_lost(self._clock.now() - LOST_SHOWN_S)
+            lost, oldest = self._peers.lost, self._clock.now() - LOST_SHOWN_S
+            forgotten = [peer.id for peer in lost.values() if (peer.lost_at or 0.0) < oldest]
+            for peer_id in forgotten:
+                del lost[peer_id]
             self._announcements.touch("peers", *forgotten, *self._peers.connected)

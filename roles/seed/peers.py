@@ -178,12 +178,8 @@ class ConnectedPeer:
         *,
         job_state: str = "",
     ) -> PeerInfo:
-        """The record that people see.
-
-        Args:
-            shares: the members' shares in the newest step, in rank order. A stage has the share of its replica's first.
-            stage: its stage of a split model with ``stages`` stages.
-        """
+        """The record that people see. ``shares``: the members' shares in the newest step, in rank order; a stage has
+        the share of its replica's first. ``stage``: its stage of a split model with ``stages`` stages."""
         heartbeat, is_lost = self.heartbeat, self.lost_at is not None
         current = heartbeat if heartbeat and not is_lost else None
         stats = {name: value for name, value in current.stats.items() if math.isfinite(value)} if current else {}
@@ -268,13 +264,6 @@ class PeerTable:
         del self.connected[peer.id]
         peer.lost(now, end)
         self.lost[peer.id] = peer
-
-    def forget_lost(self, before: float) -> list[str]:
-        """Forget the peers lost before that time. Returns their ids."""
-        forgotten = [peer.id for peer in self.lost.values() if (peer.lost_at or 0.0) < before]
-        for peer_id in forgotten:
-            del self.lost[peer_id]
-        return forgotten
 
 
 def ring_beats(peers: Sequence[ConnectedPeer], latencies_s: Sequence[float | None]) -> tuple[float, float]:
@@ -396,10 +385,8 @@ only renew their certificate."""
 
 
 class Services:
-    """What verifiers and drafters serve. Each peer's record is in ``ConnectedPeer.serving``.
-
-    ``touch`` is called with the id of a peer whose record is new, changed or gone.
-    """
+    """What verifiers and drafters serve. Each peer's record is in ``ConnectedPeer.serving``. ``touch`` is called with
+    the id of a peer whose record is new, changed or gone."""
 
     def __init__(self, peers: Mapping[str, ConnectedPeer], touch: Callable[[str], None]) -> None:
         self._peers, self._touch = peers, touch

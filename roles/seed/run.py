@@ -29,7 +29,9 @@ from p2ptrain.core.errors import P2PTrainError, StorageError, UserError, first_e
 from p2ptrain.core.world import Clock, World
 from ring.coordination import ENDED
 from roles.seed.authority import Authority, keep_files
-from roles.seed.server import Seed, read_identity
+from roles.seed.overview import SeedIdentity
+from roles.seed.peers import NAME_CHARS
+from roles.seed.server import Seed
 from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, SeedStore, file_of
 from roles.seed.tracking import TrackerPorts, Trackers, check_trackers
 from wire.address import Ticket
@@ -46,22 +48,9 @@ LOOK_S = 1.0
 """How often a seed looks whether its database is still there."""
 
 
-def make_copy(records: Records, files: dict[str, bytes], wall: float) -> bytes:
-    """Make the bytes of a backup. ``files``: of the authority. Runs on the store's thread."""
-
-    def add(copy: sqlite3.Connection) -> None:
-        copy.execute("CREATE TABLE authority (name TEXT PRIMARY KEY, data BLOB NOT NULL)")
-        copy.executemany("INSERT INTO authority VALUES (?, ?)", files.items())
-        copy.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (COPIED_FACT, str(wall)))
-
-    return records.image(add)
-
-
 class Backup:
-    """Backs a store up to a directory every ``EVERY_S``, and at once when ``requested`` is set.
-
-    ``report_failure`` is called with the reason when a backup fails, but not again until one succeeds.
-    """
+    """Backs a store up to a directory every ``EVERY_S``, and at once when ``requested`` is set. ``report_failure`` is
+    called with the reason when a backup fails, but not again until one succeeds."""
 
     def __init__(
         self,
@@ -79,7 +68,14 @@ class Backup:
     async def write(self) -> None:
         """Write a backup now. Raises ``StorageError``."""
         files = self._authority.files() if self._authority is not None else {}
-        data = await self._store.call(make_copy, files, self._world.clock.wall())
+        wall = self._world.clock.wall()
+
+        def add_authority(copy: sqlite3.Connection) -> None:
+            copy.execute("CREATE TABLE authority (name TEXT PRIMARY KEY, data BLOB NOT NULL)")
+            copy.executemany("INSERT INTO authority VALUES (?, ?)", files.items())
+            copy.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (COPIED_FACT, str(wall)))
+
+        data = await self._store.call(Records.image, add_authority)
         try:
             await self._thread.submit(partial(write_copy, self._world.disk, self._directory, data))
         except StorageError as problem:
@@ -161,7 +157,6 @@ def _begin_term(copy: sqlite3.Connection) -> tuple[float, int]:
 
 
 def next_term(term: int) -> int:
-    """Raises ``StorageError`` if there is none."""
     if term + 1 >= MAX_TERM:
         raise StorageError(f"this cluster was restored {term} times, the limit", remedy="begin a new cluster")
     return term + 1
@@ -240,16 +235,18 @@ async def run_seed(
     """
     store = await SeedStore.open(world.disk, state_dir, world.threads, world.probe)
     try:
-        identity = await read_identity(store, name)
+        cluster_id = await store.call(Records.fact, "cluster-id", world.new_id)  # made once
+        term = int(await store.call(Records.known_fact, TERM_FACT) or 0)
+        identity = SeedIdentity(cluster_id, name[:NAME_CHARS], term)
         authority: Authority | None = None
         tasks: list[Callable[[], Coroutine[None, None, None]]] = []
         if ticket_host:
-            directory, now = state_dir / "authority", world.clock.wall()
-            authority = opened = await asyncio.to_thread(Authority.open, world.disk, directory, name=name, now=now)
-            clock = world.clock
+            directory, clock = state_dir / "authority", world.clock
+            open_authority = partial(Authority.open, name=name, now=clock.wall(), entropy=world.entropy)
+            authority = own_authority = await asyncio.to_thread(open_authority, world.disk, directory)
 
             async def sign() -> Credentials:
-                return await asyncio.to_thread(opened.own_credentials, identity.cluster_id, clock.wall())
+                return await asyncio.to_thread(own_authority.own_credentials, identity.cluster_id, clock.wall())
 
             network = TlsNetwork(world.network, await sign(), require_client_certificate=False)
             tasks.append(partial(_renew_credentials, network, sign, clock))

@@ -8,7 +8,6 @@ from functools import partial
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
-from p2ptrain.core.ids import new_id
 from p2ptrain.core.world import World
 from ring import coordination as co
 from ring.detector import FailureDetector, beat_defaults
@@ -26,7 +25,6 @@ from roles.seed.operator_api import ClusterRequests, OperatorApi
 from roles.seed.overview import Overview, SeedIdentity
 from roles.seed.peers import (
     ASKED_BY,
-    NAME_CHARS,
     ConnectedPeer,
     PeerTable,
     Services,
@@ -37,7 +35,7 @@ from roles.seed.peers import (
     send_if_open,
     send_last_word,
 )
-from roles.seed.store import TERM_FACT, Records, SeedStore
+from roles.seed.store import SeedStore
 from wire.address import format_address, to_dial
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
@@ -60,12 +58,6 @@ from wire.text_messages import Serving
 GROUP_DEATH_S = 10.0
 MAX_EARLY_MESSAGES = 4096
 """Messages of a job's workers that wait until it is settled. With more the seed reads nothing from them."""
-
-
-async def read_identity(store: SeedStore, name: str) -> SeedIdentity:
-    """The seed's id, which is made once, and its term. Raises ``StorageError``."""
-    cluster_id = await store.call(Records.fact, "cluster-id", new_id)
-    return SeedIdentity(cluster_id, name[:NAME_CHARS], int(await store.call(Records.known_fact, TERM_FACT) or 0))
 
 
 class Seed:
@@ -118,7 +110,7 @@ class Seed:
         self.jobs = JobTable(ports)
         self.services = Services(self.peers.connected, partial(self.announcements.touch, "serving"))
         self.overview = Overview(identity, clock, self.peers, self.jobs, self.checkpoints, self.announcements)
-        self.gate = EnrolmentPolicy(authority, clock, ticket_host, self.announcements.note)
+        self.gate = EnrolmentPolicy(authority, world, ticket_host, self.announcements.note)
         self.acceptor = Acceptor(identity, world, self.gate, self.peers)
         cluster = ClusterRequests(
             clock, store, self.overview, self.peers, self.jobs, self.survey, self.gate, self._drop_unwelcome
@@ -323,8 +315,7 @@ class Seed:
                 await saved_by.record_checkpoint(peer, message)
             case PartsHeld():
                 before, peer.parts = peer.parts, part_infos_of(peer.id, peer.name, message)
-                both = {**before, **peer.parts}
-                changed = [part for part in both if before.get(part) != peer.parts.get(part)]
+                changed = [part for part in before | peer.parts if before.get(part) != peer.parts.get(part)]
                 self.announcements.touch("parts", *changed)
             case Report() | StepMetrics() | CheckpointSaved() | LedgerRows() | ViewAnnounced():
                 pass  # about a job that the worker is no longer on

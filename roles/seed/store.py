@@ -141,8 +141,8 @@ class Records:
         with _translated(self._path):
             self._db.close()
 
-    def image(self, change: Callable[[sqlite3.Connection], object] = lambda copy: None) -> bytes:
-        """The database as the bytes of a file, after ``change`` of a copy."""
+    def image(self, change: Callable[[sqlite3.Connection], object]) -> bytes:
+        """The bytes of the database's file, after ``change`` of a copy."""
         with _translated(self._path), closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
             self._db.backup(copy)
             change(copy)
@@ -188,10 +188,8 @@ class Records:
                 self._db.execute(f"DELETE FROM {table} WHERE job = ?", (job,))  # noqa: S608 - our own constants
 
     def add_view(self, view: View, job: JobRecord) -> bool:
-        """Store a view together with its job's record, and delete the rows of steps that the view takes back.
-
-        Returns whether the ledger begins anew with the view (``ledger.view_began``).
-        """
+        """Store a view together with its job's record, and delete the rows of steps that the view takes back. Returns
+        whether the ledger begins anew with the view (``ledger.view_began``)."""
         members = json.dumps([dataclasses.astuple(member) for member in view.members])
         row = (view.job, view.generation, view.step, view.lineage, view.square_sum, members, view.stages)
         with self._transaction():
@@ -333,10 +331,8 @@ class SeedStore:
     async def open(
         cls, disk: Disk, directory: Path, threads: Threads | None = None, probe: Probe | None = None
     ) -> Self:
-        """Open the store in ``directory``. A missing directory is created, accessible to its owner only.
-
-        Raises ``UserError`` if another seed uses it, and ``StorageError``.
-        """
+        """Open the store in ``directory``. A missing directory is created, accessible to its owner only. Raises
+        ``UserError`` if another seed uses it, and ``StorageError``."""
         disk.make_dir(directory)
         lock = disk.try_lock(directory / LOCK_NAME)
         if lock is None:

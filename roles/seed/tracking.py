@@ -45,10 +45,6 @@ _NAMES = {"loss": "train/loss", "val_loss": "val/loss"}
 _COLUMNS = [item.name for item in dataclasses.fields(MetricRow) if item.name not in ("job", "step", "wall")]
 
 
-def values_of(row: MetricRow) -> dict[str, float]:
-    return _known({_NAMES.get(name, name): getattr(row, name) for name in _COLUMNS})
-
-
 def figures_of(job: JobInfo, peers: Sequence[PeerInfo], serving: Sequence[ServingInfo]) -> dict[str, float]:
     """The present figures that belong to no step: of the job's members, and of the first verifier."""
     found: dict[str, float | None] = {}
@@ -64,10 +60,10 @@ def figures_of(job: JobInfo, peers: Sequence[PeerInfo], serving: Sequence[Servin
     found["infer/latency_ms_per_token"] = stats.get("token_ms")
     if "alpha" in stats and "token_ms" in stats:
         found |= {"spec/alpha": stats["alpha"], "spec/s_per_token": stats["token_ms"] / 1e3}
-    return _known(found)
+    return _drop_unknown(found)
 
 
-def _known(values: Mapping[str, float | None]) -> dict[str, float]:
+def _drop_unknown(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
@@ -86,10 +82,8 @@ def cursor_of(controller: JobController, tracker: str) -> Cursor:
 
 
 def rows_after(records: Records, job: str, cursor: Cursor, late: float) -> tuple[Cursor, list[MetricRow]]:
-    """The next rows, and the cursor before them, which is moved back if the job went back. On the store's thread.
-
-    ``late``: Unix seconds. Rows that were recorded later than that wait for those of earlier steps.
-    """
+    """The next rows, and the cursor before them, which is moved back if the job went back. On the store's thread. Rows
+    that were recorded after ``late`` (Unix seconds) wait for those of earlier steps."""
     began = [step for generation, step, _ in records.begins(job) if generation > cursor.generation]
     if began and min(began) < cursor.step:
         cursor = cursor._replace(step=min(began), run=cursor.run + 1)
@@ -184,18 +178,24 @@ class Tracker:
             await self._end("")
             self._cursor = before
         if rows:
-            points = [Point(row.step, row.wall, values_of(row)) for row in rows]
+            columns = [(name, _NAMES.get(name, name)) for name in _COLUMNS]
+            points = [
+                Point(row.step, row.wall, _drop_unknown({shown: getattr(row, name) for name, shown in columns}))
+                for row in rows
+            ]
             peers, serving = self._ports.overview.peer_infos(), self._ports.overview.serving_infos()
             points[-1].values.update(figures_of(self._ports.jobs.info(controller), peers, serving))
             writer = await self._begin()
             await self._thread.submit(lambda: writer.write(points))
             generation = max(before.generation, *(row.generation or 0 for row in rows))
-            await self._save(Cursor(rows[-1].step, generation, before.run))
+            self._cursor = Cursor(rows[-1].step, generation, before.run)
+            await controller.save_cursor(self._name, self._cursor)
         elif ended and (before.step >= controller.core.known_step or (controller.record.finished_at or 0) < late):
             if before.step:
                 await self._begin()
             await self._end(ended)
-            await self._save(before._replace(ended=True))
+            self._cursor = before._replace(ended=True)
+            await controller.save_cursor(self._name, self._cursor)
         return bool(rows)
 
     async def _begin(self) -> Writer:
@@ -221,13 +221,9 @@ class Tracker:
         )
 
     async def _end(self, state: str) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
+        if (writer := self._writer) is not None:
+            self._writer = None
             await self._thread.submit(lambda: writer.end(state))
-
-    async def _save(self, cursor: Cursor) -> None:
-        self._cursor = cursor
-        await self._controller.save_cursor(self._name, cursor)
 
     def _warn(self, error: Exception) -> None:
         """Note why nothing is written, once for each reason in a row, without keys."""
@@ -253,10 +249,9 @@ class Trackers:
     async def run(self) -> None:
         """Track jobs until cancelled. Raises ``StorageError``."""
         while True:
-            tracked = [
-                (item, item.profile) for item in self._ports.jobs.controllers.values() if item.profile is not None
-            ]
-            for controller, profile in tracked:
+            for controller in self._ports.jobs.controllers.values():
+                if (profile := controller.profile) is None:
+                    continue
                 for name in profile.track.to:
                     if (controller.id, name) not in self._tasks and self._ports.is_wanted(controller, name):
                         tracker = Tracker(self._ports, controller, name, profile)

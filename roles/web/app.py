@@ -118,10 +118,8 @@ _REFUSED = {
 
 
 class Repeats:
-    """Answers to requests with an Idempotency-Key, so that each is carried out once. Failures are not kept.
-
-    A request that comes while the first one is under way waits for the same task.
-    """
+    """Answers to requests with an Idempotency-Key, so that each is carried out once. Failures are not kept. A request
+    that comes while the first one is under way waits for the same task."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[bytes, asyncio.Task[Response]]] = {}
@@ -168,7 +166,8 @@ class WebApp(JsonApp):
         endpoints = [*ENDPOINTS, *more]
         self._document = cache(partial(openapi, endpoints))
         declared = [
-            Route(f"{ROOT}/{each.path}", partial(self._endpoint, each), methods=[each.method]) for each in endpoints
+            Route(f"{ROOT}/{endpoint.path}", partial(self._endpoint, endpoint), methods=[endpoint.method])
+            for endpoint in endpoints
         ]
         others = [
             Route(f"{ROOT}/openapi.json", self._openapi, methods=["GET"]),
@@ -204,8 +203,6 @@ class WebApp(JsonApp):
                 status, code = 500, "failed"
         return Problem(status, shortened(error.message, 1000), code=code, remedy=shortened(error.remedy, 1000))
 
-    # ---------------------------------------------------------------------------------------------------------- routes
-
     async def _endpoint(self, endpoint: Endpoint, request: Request) -> Response:
         query = read_query(endpoint.query, request.query_params)
         raw = await read_body(request, MOST_BODY_BYTES)
@@ -228,10 +225,8 @@ class WebApp(JsonApp):
         return json_response(await asyncio.to_thread(self._document))
 
     async def _prometheus(self, request: Request) -> Response:
-        overview = self._overview
-        text = exposition(
-            overview.cluster_info(), overview.job_infos(), overview.peer_infos(), overview.serving_infos()
-        )
+        show = self._overview
+        text = exposition(show.cluster_info(), show.job_infos(), show.peer_infos(), show.serving_infos())
         return Response(text, 200, HEADERS | {"content-type": CONTENT_TYPE})
 
     async def _stream(self, socket: WebSocket) -> None:

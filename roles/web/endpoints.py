@@ -73,11 +73,8 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request. ``client`` changes what ``overview`` shows.
-
-    Attributes:
-        path: the parameters in its path. query, body: as its endpoint declares them.
-    """
+    """One request: the parameters in its ``path``, and ``query`` and ``body`` as its endpoint declares them. ``client``
+    changes what ``overview`` shows."""
 
     overview: Overview
     client: SeedRequests

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import ssl
 import string
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -47,12 +47,8 @@ class WebOptions:
 
 @dataclass(frozen=True, slots=True)
 class Web:
-    """What people are told of the server.
-
-    Attributes:
-        key_files: of the two keys; empty if none is needed.
-        own_certificate: the run's authority signs its certificate.
-    """
+    """What people are told of the server. ``key_files``: of the two keys; empty if none is needed. ``own_certificate``:
+    the run's authority signs its certificate."""
 
     url: str
     key_files: list[Path]
@@ -96,15 +92,19 @@ async def serving_web(
             tls, allowed = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), [name.lower() for name in names]
             tls.minimum_version = ssl.TLSVersion.TLSv1_2
         if tls is not None and options.certificate is not None:
-            allowed = _loaded(tls, options.certificate, options.certificate_key)
+            allowed = _load_certificate(tls, options.certificate, options.certificate_key)
             shown = next((name for name in [shown, *allowed] if name in allowed and "*" not in name), shown)
         elif tls is not None:
             background = Background()
             stack.push_async_callback(background.stop)
             certify = partial(_certify, tls, directory, names, seed.world)
             await asyncio.to_thread(certify)
-            background.start(_recertify(certify), "web certificate")
-        access = Keys(dict(zip(keys, needed, strict=True)), _where(keys.values())) if keys else None
+            background.start(_certify_again(certify), "web certificate")
+        access = None
+        if keys:
+            read, operate = (path.name for path in keys.values())
+            where = f"paste the key from {operate} on the seed's machine ({read} to look only)"
+            access = Keys(dict(zip(keys, needed, strict=True)), where)
         app = WebApp(seed.overview, LocalRequests(seed), create_job, more, access, allowed)
         await stack.enter_async_context(serving(app, sock, tls=tls, websockets=True))
         stack.callback(app.stop)
@@ -129,13 +129,7 @@ def _keys(files: dict[str, Path | None], directory: Path, disk: Disk, warn: Call
     return found
 
 
-def _where(files: Iterable[Path]) -> str:
-    """Where people find the keys. ``files``: of the one to read, and of the operator's."""
-    read, operate = (path.name for path in files)
-    return f"paste the key from {operate} on the seed's machine ({read} to look only)"
-
-
-def _loaded(context: ssl.SSLContext, certificate: Path, key: Path | None) -> list[str]:
+def _load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | None) -> list[str]:
     """Load a given certificate, and return the names in it. Raises ``UserError``."""
     try:
         context.load_cert_chain(certificate, key, password=lambda: b"")  # never ask at the terminal
@@ -148,13 +142,12 @@ def _loaded(context: ssl.SSLContext, certificate: Path, key: Path | None) -> lis
 
 
 def _certify(tls: ssl.SSLContext, directory: Path, names: Sequence[str], world: World) -> None:
-    """Raises ``StorageError``."""
     now = world.clock.wall()
     authority = Authority.open(world.disk, directory / "authority", name="seed", now=now)
     tls.load_cert_chain(authority.http_credentials(names, now))
 
 
-async def _recertify(certify: Callable[[], None]) -> None:
+async def _certify_again(certify: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(SERVER_LIFETIME_S / 4)
         with suppress(StorageError):  # there is time for further attempts

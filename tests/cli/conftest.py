@@ -60,7 +60,7 @@ class JoinedSeed(FakeSeed):
             await (await dial(TcpNetwork(), host, hello.port, back, timeout_s=DEADLINE_S))[0].close()
         return local_welcome(peer_id="5eed", name="fake", cluster_id="c1", wall=time.time())
 
-    def take(self, message: Message) -> None:
+    def take(self, connection: Connection, message: Message) -> None:
         if isinstance(message, Leave):
             self.left.put(message)
 

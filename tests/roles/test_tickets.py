@@ -63,7 +63,7 @@ def test_a_use_is_a_peer_and_not_a_try():
 
 def test_members_stay_when_their_ticket_is_over_and_go_when_it_is_revoked():
     made = enrolled(records(record(uses=1)), "p1")
-    for over in (made, made.rotate(NOW), made.pruned(NOW + 23 * 3600)):
+    for over in (made, made.rotate(NOW), made.prune(NOW + 23 * 3600)):
         over.judge_certificate(T1, "p1")
     for gone in (made.revoke(T1, NOW), made.evict("p1", "ann")):
         with pytest.raises(Refused):

@@ -342,7 +342,7 @@ def _update(topic: str, records: list[Any]) -> Update:
 
 
 class DemoSource:
-    """A ``tui.source.RecordSource`` over the demo cluster, which stands still until ``tick``."""
+    """A ``tui.source.SeedSource`` over the demo cluster, which stands still until ``tick``."""
 
     def __init__(self, cluster: DemoCluster | None) -> None:
         self.store = RecordStore()

@@ -12,7 +12,6 @@ def check_series(series: Series) -> None:
     assert len(series.validations) <= model.MAX_VALIDATIONS
     assert all(one.step < two.step for one, two in pairwise(rows))
     assert all((one.generation or 0) <= (two.generation or 0) for one, two in pairwise(rows))
-    assert all(one[0] < two[0] for one, two in pairwise(series.validations))
 
 
 def check_store(store: RecordStore) -> None:

@@ -89,24 +89,9 @@ def test_ticks_are_few_and_within(low, width, most):
     assert all(low - 1e-6 * width <= tick <= low + width * (1 + 1e-6) for tick in found)
 
 
-def test_ticks_are_round():
-    assert fmt.ticks(1, 640, 8) == [100, 200, 300, 400, 500, 600]
-    assert fmt.ticks(2.2, 5.5, 4) == [3, 4, 5]
-    assert fmt.ticks(3.0, 3.0, 5) == [3.0]
-    assert fmt.ticks(math.nan, 3.0, 5) == []
-
-
 @given(st.text(max_size=30), st.integers(0, 20))
 def test_fitted_text_fits(text, width):
     assert cell_len(fmt.fit(text, width)) <= max(width, 0)
-
-
-def test_downsampled_points_are_means_of_neighbours():
-    assert fmt.downsample([1, 2, 3, 4], [1.0, 3.0, 5.0, 7.0], 2) == ([1.5, 3.5], [2.0, 6.0])
-    assert fmt.downsample([1, 2, 3], [1.0, 3.0, 5.0], 2) == ([1.5, 3.0], [2.0, 5.0])
-    assert fmt.downsample([], [], 2) == ([], [])
-    steps, _ = fmt.downsample(list(range(4000)), [0.0] * 4000, 200)
-    assert len(steps) <= 200
 
 
 def test_states_are_told_apart_without_colours():

@@ -203,7 +203,7 @@ def test_a_restored_job_loses_the_steps_that_became_untrue():
     assert series.rows[-1].step == 5
     assert not series.add(row(8, generation=1))  # a late page of the history
     assert not series.add(row(5, generation=1))
-    assert [step for step, _ in series.validations] == [1, 2, 3, 4, 5]
+    assert sorted(series.validations) == [1, 2, 3, 4, 5]
     check_series(series)
 
 

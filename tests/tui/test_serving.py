@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -42,35 +41,11 @@ def test_a_verifier_has_its_drafters_the_best_first():
     assert len(found.right_at) == 8
 
 
-def test_an_older_verifier_tells_less():
-    info = dataclasses.replace(
-        verifier(1), drafter_alpha=[], drafter_latency_ms=[], drafter_share=[], stats={"alpha": 0.5}
-    )
-    (found,) = verifiers_of(by_id(info))
-    assert [(each.alpha, each.share) for each in found.drafters] == [(None, None)] * 2
-    assert not found.wrote
-    assert any("nothing written yet" in line for line in drawn(found))
-
-
 def test_those_that_write_come_first_and_drafters_without_a_verifier_are_named():
     busy, idle = dataclasses.replace(verifier(1), id="b", name="z"), verifier(1, idle=True)
     serving = by_id(idle, busy, *drafters(1), dataclasses.replace(drafters(1)[0], id="lost", name="lost"))
     assert [each.info.id for each in verifiers_of(serving)] == ["b", "verifier"]
     assert [info.id for info in unused(serving)] == ["lost"]
-
-
-@pytest.mark.parametrize(("speed_up", "role"), [(0.9, "bad"), (1.0, "strong"), (1.5, "good")])
-def test_speculation_that_costs_is_not_praised(speed_up: float, role: str):
-    info = verifier(1)
-    info = dataclasses.replace(info, stats=info.stats | {"speed_up": speed_up})
-    rows = draw_verifier(Verifier(info, ()), look_of, [], 100)
-    assert [span.role for row in rows for span in row if span.text == f" · {speed_up:.2f}×"] == [role]
-
-
-def test_how_often_drafts_are_right_by_place_is_drawn() -> None:
-    told = {"token_ms": 1.0, "alpha": 0.5, "right_at_1": 1.0, "right_at_2": 0.0, "right_at_4": 1.0}
-    info = dataclasses.replace(verifier(1), stats=told)
-    assert any("50% right · by place █▁" in line for line in drawn(Verifier(info, ())))
 
 
 FIGURES = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 1.5, 1e6, 1e15])

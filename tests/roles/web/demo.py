@@ -26,7 +26,28 @@ from wire.records import TOPICS, EventInfo, JobInfo, MetricRow, RecoveryInfo
 TICK_S = 0.25
 
 
-class DemoSeed:
+class FeedSeed:
+    """A seed as far as a stream uses it. ``records``: topic → id → record of state."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, dict[str, dict[str, Any]]] = {topic: {} for topic in STATE_TOPICS}
+        self.announcements = Announcements(
+            MagicMock(), MagicMock(), lambda topic, ident: self.records[topic].get(ident)
+        )
+
+    def put(self, topic: str, item: dict[str, Any]) -> None:
+        self.records[topic][str(item.get("id"))] = item
+        self.announcements.touch(topic, str(item.get("id")))
+
+    @contextmanager
+    def watching(self) -> Iterator[Subscription]:
+        with self.announcements.subscribe() as news:
+            for topic, records in self.records.items():
+                news.touch(topic, records)
+            yield news
+
+
+class DemoSeed(FeedSeed):
     """A seed, and the requests to it, as far as the endpoint uses them.
 
     Attributes:
@@ -36,31 +57,20 @@ class DemoSeed:
     """
 
     def __init__(self, peers: int) -> None:
+        super().__init__()
         self.demo = DemoCluster(peers, serving=True)
         self.told: list[tuple[str, str]] = []
         self.fetched: list[int] = []
         self.created = 0
-        self.announcements = Announcements(
-            MagicMock(), MagicMock(), lambda topic, ident: self._records[topic].get(ident)
-        )
-        self._records: dict[str, dict[str, dict[str, Any]]] = {topic: {} for topic in STATE_TOPICS}
         self._take(self.demo.everything())
 
     def _take(self, updates: list[Update]) -> None:
         for update in updates:
             for item in update.items:
                 if update.topic in STATE_TOPICS:
-                    self._records[update.topic][str(item.get("id"))] = item
-                    self.announcements.touch(update.topic, str(item.get("id")))
+                    self.put(update.topic, item)
                 elif kind := TOPICS.get(update.topic):
                     self.announcements.add(cast(Any, kind.from_map_untrusted(item)))
-
-    @contextmanager
-    def watching(self) -> Iterator[Subscription]:
-        with self.announcements.subscribe() as news:
-            for topic, records in self._records.items():
-                news.touch(topic, records)
-            yield news
 
     def tick(self) -> None:
         """One more step."""

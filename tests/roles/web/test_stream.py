@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import MagicMock
 
 import pytest
 from websockets.asyncio.client import connect
@@ -20,9 +19,9 @@ from p2ptrain.core.errors import ConnectionLost
 from roles.http import server
 from roles.http.server import serving
 from roles.seed import events
-from roles.seed.events import Announcements, Subscription
 from roles.web import app
 from roles.web.app import WebApp, follow
+from tests.roles.web.demo import FeedSeed
 from wire.records import EventInfo, JobInfo, MetricRow, PeerInfo, RecoveryInfo
 
 from .conftest import create
@@ -36,13 +35,13 @@ RUNNING = JobInfo(JOB, "mine", "tiny", "sync", "running", 1.0, 100)
 DEADLINE_S = 20.0
 
 
-class Seed:
+class Seed(FeedSeed):
     """A seed, and the requests to it, as far as the stream uses them. ``rows``: the metrics on record."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.rows: dict[int, MetricRow] = {}
-        self.records: dict[str, dict[str, Any]] = {"jobs": {JOB: RUNNING}, "peers": {}}
-        self.announcements = Announcements(MagicMock(), MagicMock(), self._render)
+        self.put("jobs", RUNNING.to_map())
 
     def commit(self, *steps: int, generation: int = 0) -> None:
         """Record these steps, and tell of them."""
@@ -51,23 +50,11 @@ class Seed:
             self.announcements.add(self.rows[step])
 
     def tell_peer(self, name: str, step: int = 0) -> None:
-        self.records["peers"][name] = PeerInfo(name, name, ["worker"], "", "training", "", 0.0, step=step)
-        self.announcements.touch("peers", name)
+        self.put("peers", PeerInfo(name, name, ["worker"], "", "training", "", 0.0, step=step).to_map())
 
     def forget(self, job: str) -> None:
         del self.records["jobs"][job]
         self.announcements.touch("jobs", job)
-
-    def _render(self, topic: str, ident: str) -> dict[str, Any] | None:
-        record = self.records[topic].get(ident)
-        return None if record is None else record.to_map()
-
-    @contextmanager
-    def watching(self) -> Iterator[Subscription]:
-        with self.announcements.subscribe() as news:
-            for topic, records in self.records.items():
-                news.touch(topic, records)
-            yield news
 
     async def job(self, job: str) -> tuple[JobInfo, str]:
         return RUNNING, ""
