@@ -36,7 +36,7 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_INTEGER = 1 << 63
 WRITE_BYTES = 4 << 20
-"""Most bytes in one write call. A writer may pause between two calls."""
+"""Most bytes in one write call."""
 MIN_KEEP = 2
 """If the newest checkpoint is damaged, an older one is needed."""
 
@@ -95,15 +95,12 @@ class CheckpointStore:
         files: Sequence[FilePlan],
         blobs: Mapping[str, memoryview],
         meta: Meta,
-        *,
-        between: Callable[[], None] = lambda: None,
     ) -> CheckpointEntry:
         """Write ``files`` as the durable checkpoint of ``step``, replacing an existing one. Then prune older ones. If
         the disk is full, prune first those that would be pruned afterwards, and try again.
 
         Args:
             files: files whose ranges refer to ``blobs``; these must not change during the call.
-            between: called after every piece of ``WRITE_BYTES``.
 
         Raises:
             DiskFull: the files do not fit. StorageError: a write or a flush fails. Older checkpoints are unharmed.
@@ -116,13 +113,12 @@ class CheckpointStore:
                 draft.begin(file.name)
                 for piece in pieces(file, blobs):
                     draft.add(piece)
-                    between()
                 draft.end()
             return self.publish(draft, meta)
         except StorageError as error:
             draft.discard()
             if isinstance(error, DiskFull) and self._prune(self._keep - 1, step):
-                return self.write(step, files, blobs, meta, between=between)
+                return self.write(step, files, blobs, meta)
             raise
 
     def draft(self, step: int, need_bytes: int) -> Draft:

@@ -99,7 +99,7 @@ async def _receiving(context: ClientContext, model: ModelReference) -> AsyncIter
         raise UserError(f"no peer offers {model.name}", remedy="give its directory")
     connection = await context.dial(model.sender, "model", job=model.id)
     async with _disk(context) as disk:
-        receiver = ModelReceiver(context.world.clock.now, model.id, disk)
+        receiver = ModelReceiver(model.id, disk)
         async with receiver.taking(connection, model.sender.name):
             yield receiver
 

@@ -46,7 +46,7 @@ class StageLoad:
     Attributes:
         start, stop, layers: it holds layers [start, stop) of ``layers``.
         micro_batch_s: forward and backward of one micro-batch; 0 if it had none.
-        busy: share of the step's passes in which it computed; the rest is its bubble.
+        busy: share of the step in which it computed; the rest is its bubble.
         token_bytes: bytes per token on the hop to the next stage: activations there, gradients back.
         next: peer id of the next stage; empty on the last one.
     """
@@ -65,9 +65,11 @@ class Work(Protocol):
 
     Attributes:
         unit_s: time for a micro-batch of the newest step; 0: not known, or not needed by the others.
+        load: None if there is no pipeline, or no step was taken in this view.
     """
 
     unit_s: float = 0.0
+    load: StageLoad | None = None
 
     async def begin_view(self, session: RingSession, connect: ConnectPeers) -> None:
         """Begin a view, whose ring is ``session``. Raises as ``ConnectPeers``."""
@@ -83,10 +85,6 @@ class Work(Protocol):
     def on_replica_timed(self, units_s: Sequence[float]) -> None:
         """Take the ``unit_s`` of all members of this member's replica, after a step of a split model."""
         return
-
-    def stage_load(self) -> StageLoad | None:
-        """Return None if there is no pipeline, or no step was taken in this view."""
-        return None
 
 
 @dataclass(frozen=True, slots=True)

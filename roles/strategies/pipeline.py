@@ -41,12 +41,10 @@ class StageStep:
     Attributes:
         step_s: from the first operation's turn to the last payload's departure.
         computed_s: total on the compute thread, as the event loop sees it.
-        waited_s: the thread was idle because the next payload had not arrived.
     """
 
     step_s: float = 0.0
     computed_s: float = 0.0
-    waited_s: float = 0.0
 
 
 class StageRunner:
@@ -62,7 +60,6 @@ class StageRunner:
         self._on_work, self._clock = on_work, LoopClock().now
         self._problem: BaseException | None = None  # the first error, which ended the step and the chain
         self._failed = False  # on the compute thread: its queued calls are skipped
-        self._queued = 0
         self._ended_at = 0.0  # when the last call on the thread ended
 
     async def run(self, schedule: StageSchedule, forward: Pass, backward: Pass, *, patience_s: float) -> StageStep:
@@ -80,7 +77,7 @@ class StageRunner:
         chain = self._chain
         chain.begin(schedule)
         self._passes, self._spent = {Kind.FORWARD: forward, Kind.BACKWARD: backward}, StageStep()
-        began = self._idle_since = self._clock()
+        began = self._clock()
         under_way: deque[asyncio.Task[None]] = deque()
         try:
             for operation in schedule.order(chain.stage):
@@ -101,9 +98,7 @@ class StageRunner:
             for task in under_way:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
-        now = self._clock()
-        self._spent.waited_s += now - self._idle_since
-        self._spent.step_s = now - began
+        self._spent.step_s = self._clock() - began
         return self._spent
 
     def _give_up(self, error: BaseException) -> None:
@@ -117,11 +112,10 @@ class StageRunner:
         """Run one operation when the thread is free, and send its result."""
         kind, index = operation.kind, operation.index
         try:
-            made, took_s = await self._on_thread(self._passes[kind], index, payload)
-            self._spent.computed_s += took_s
+            result = await self._on_thread(self._passes[kind], index, payload)
             self._chain.release(kind, payload)
-            if made is not None:
-                self._chain.send(kind, index, made)
+            if result is not None:
+                self._chain.send(kind, index, result)
         except ProtocolError as error:
             if payload is None or self._chain.broken.done():
                 self._give_up(error)
@@ -135,25 +129,20 @@ class StageRunner:
         self._chain.progress += 1
         self._on_work()
 
-    async def _on_thread(self, run: Pass, index: int, payload: Payload | None) -> tuple[Payload | None, float]:
+    async def _on_thread(self, run: Pass, index: int, payload: Payload | None) -> Payload | None:
         call = asyncio.ensure_future(self._compute.run(self._unless_failed, run, index, payload))
         queued_at = self._clock()
-        if not self._queued:
-            self._spent.waited_s += queued_at - self._idle_since
-        self._queued += 1
         try:
             ends: set[asyncio.Future[Any]] = {call, self._chain.broken}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 raise self._chain.links.failure()
             now = self._clock()
-            begun, self._ended_at = max(queued_at, self._ended_at), now
-            return call.result(), now - begun
+            self._spent.computed_s += now - max(queued_at, self._ended_at)
+            self._ended_at = now
+            return call.result()
         finally:
             call.cancel()
-            self._queued -= 1
-            if not self._queued:
-                self._idle_since = self._clock()
 
     def _unless_failed(self, run: Pass, index: int, payload: Payload | None) -> Payload | None:
         if self._failed:
@@ -183,10 +172,9 @@ class PipelinePasses(Work):
         self._chain: Chain | None = None
         self._period_s = math.inf  # time for a micro-batch at the slowest stage, in this view
         self._next = ""  # peer id of the next stage
-        self._load: StageLoad | None = None
 
     async def begin_view(self, session: RingSession, connect: ConnectPeers) -> None:
-        self._chain, self._period_s, self._load = None, math.inf, None
+        self._chain, self._period_s, self.load = None, math.inf, None
         view, engine = session.view, self._engine
         replica, stage = view.replica(session.rank), view.stage_of(session.rank)
         self._next = replica[stage + 1].peer_id if stage + 1 < len(replica) else ""
@@ -213,10 +201,10 @@ class PipelinePasses(Work):
         spent = await self._run(self._schedule(count), forward, backward, patience_s)
         self.unit_s = spent.computed_s / count
         both_ways_bytes = engine.activation_bytes + engine.gradient_bytes if self._next else 0
-        self._load = StageLoad(
+        self.load = StageLoad(
             *engine.layers,
             micro_batch_s=self.unit_s,
-            busy=1 - min(1.0, spent.waited_s / spent.step_s) if spent.step_s > 0 else 0.0,
+            busy=min(1.0, spent.computed_s / spent.step_s) if spent.step_s > 0 else 0.0,
             token_bytes=both_ways_bytes / self._tokens,
             next=self._next,
         )
@@ -225,9 +213,6 @@ class PipelinePasses(Work):
         slowest_s = max(units_s)
         if math.isfinite(slowest_s) and slowest_s > 0:
             self._period_s = min(self._period_s, slowest_s)  # longer times have other causes
-
-    def stage_load(self) -> StageLoad | None:
-        return self._load
 
     async def validate(self, first: int, count: int, *, patience_s: float) -> tuple[float, int]:
         total, targets = 0.0, 0  # those of the last stage

@@ -32,7 +32,6 @@ from roles.strategies.interface import (
     Exchange,
     Progress,
     RingPiece,
-    StageLoad,
     Work,
 )
 from roles.strategies.parts import PartRings
@@ -151,7 +150,7 @@ class Strategy:
         before_step: BeforeStep | None = None,
     ) -> None:
         self._engine, self._compute, self._bucket_bytes = engine, compute, bucket_bytes
-        self._work, self._exchange, self._parts, self._before_step = work, exchange, parts, before_step
+        self.work, self._exchange, self._parts, self._before_step = work, exchange, parts, before_step
         self._session: RingSession | None = None  # of the members that hold the same part
         self._transfer: BucketTransfer | None = None
         self._outgoing: _Outgoing | None = None
@@ -169,7 +168,7 @@ class Strategy:
         self._session = self._transfer = self._outgoing = None
         ring = session if self._parts is None else await self._parts.begin_view(session, connect)
         await self._exchange.begin_view(ring)
-        await self._work.begin_view(session, connect)
+        await self.work.begin_view(session, connect)
         self._session, self._probe = ring, session.world.probe
 
     async def compute(self, step: int, first: int, count: int, *, patience_s: float) -> None:
@@ -195,7 +194,7 @@ class Strategy:
         if is_ready:
             await run(outgoing.finish)
         on_final = None if is_ready else outgoing.front_final
-        await self._work.compute(step, first, count, on_final, patience_s=patience_s)
+        await self.work.compute(step, first, count, on_final, patience_s=patience_s)
         if not is_ready:
             await run(outgoing.finish)
         self._computed_at = self._now()
@@ -214,8 +213,8 @@ class Strategy:
         contribution = await self._compute.run(self._summarize, self._outgoing.own)
         if self._parts is None:
             return contribution
-        contribution, units_s = await self._parts.join(contribution, self._work.unit_s, patience_s=self._patience_s)
-        self._work.on_replica_timed(units_s)
+        contribution, units_s = await self._parts.join(contribution, self.work.unit_s, patience_s=self._patience_s)
+        self.work.on_replica_timed(units_s)
         return contribution
 
     async def commit(self, step: int, square_sum: float) -> Applied:
@@ -226,10 +225,7 @@ class Strategy:
     async def validate(self, first: int, count: int) -> tuple[float, int]:
         """Return the sum of the losses (nats) and the number of targets over validation micro-batches [first, first +
         count) of this member's replica. In a split model one member returns them, and the others return 0."""
-        return await self._work.validate(first, count, patience_s=self._patience_s)
-
-    def stage_load(self) -> StageLoad | None:
-        return self._work.stage_load()
+        return await self.work.validate(first, count, patience_s=self._patience_s)
 
     def _bounds(self, step: int) -> Bounds:
         """The operations of a step, as ranges of the buffer: buckets of what may be encoded, then the exact rest."""

@@ -205,7 +205,6 @@ def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
         build_part=build_part,
         limit_bytes=memory_bytes or int(FREE_SHARE * free_memory_bytes(device)),
         stream_bps=stream_bps,
-        free_bytes=lambda: free_memory_bytes(device),
         device=device or "auto",
     )
 

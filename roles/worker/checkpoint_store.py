@@ -11,7 +11,6 @@ checkpoint never sees a newer one appear later, and no step waits for the disk.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -28,8 +27,6 @@ from roles.snapshots import Snapshot, Snapshots, state_digest
 from roles.worker.context import Context
 from wire.job_messages import CheckpointSaved
 
-WRITE_SHARE = 1 / 8
-"""Share of a core that writing a checkpoint may use while steps are computed."""
 STANDSTILL_S = 30.0
 """A member without progress for so long is not expected to save, so others stop waiting for it."""
 
@@ -120,7 +117,7 @@ class CheckpointFiles:
         """Write the checkpoint of a snapshot, which the caller holds until this returns. Then delete old checkpoints.
 
         Args:
-            urgent: the ring waits for it; else it uses only idle time, and ``WRITE_SHARE`` of a core.
+            urgent: the ring waits for it; else it uses only time that no other thread wants.
             spared: the checkpoint of this step is kept, however old it is, as is a verified one.
 
         Raises:
@@ -128,10 +125,9 @@ class CheckpointFiles:
         """
         blobs = {blob.name: blob.view for blob in snapshot.blobs}
 
-        def write(store: CheckpointStore) -> CheckpointEntry:
-            return store.write(snapshot.step, plan, blobs, meta, between=_nothing if urgent else _pauses())
-
-        return await self._on_disk(write, idle=not urgent, spared=spared)
+        return await self._on_disk(
+            lambda store: store.write(snapshot.step, plan, blobs, meta), idle=not urgent, spared=spared
+        )
 
     async def verify(self, step: int) -> CheckpointEntry:
         """Compare every byte of the checkpoint of ``step``. Raises ``UserError``, ``StorageError``.
@@ -160,22 +156,6 @@ class CheckpointFiles:
             return call(self._opened)
 
         return await self._thread.submit(run, idle=idle)
-
-
-def _nothing() -> None:
-    """Between two pieces an urgent writer does not pause."""
-
-
-def _pauses() -> Callable[[], None]:
-    """Return a function that a writer calls after every piece to stay within ``WRITE_SHARE`` of a core."""
-    used_s = time.thread_time()
-
-    def pause() -> None:
-        nonlocal used_s
-        time.sleep((time.thread_time() - used_s) * (1 / WRITE_SHARE - 1))
-        used_s = time.thread_time()
-
-    return pause
 
 
 def lineage_of(entry: CheckpointEntry) -> str:

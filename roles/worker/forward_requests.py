@@ -18,7 +18,6 @@ from p2ptrain.core.activations import ID_BYTES, IDS, encode_ids
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Pass, Ran
 from p2ptrain.core.texts import shortened
-from roles.background import Background
 from roles.compute_thread import Turns
 from roles.line import Line
 from roles.worker.context import PeerContext
@@ -129,7 +128,6 @@ class ForwardRequests:
         self.sessions: dict[tuple[str, int], OpenStage] = {}
         self._turns: Turns[OpenStage] = Turns()
         self._wake = asyncio.Event()
-        self._background = Background()
 
     # ------------------------------------------------------------------------------------------------------- sessions
 
@@ -202,8 +200,7 @@ class ForwardRequests:
         self._cache.leave(stage.part, stage, self._now())
         stage.changed.set()
         # Queued at once, so that it runs before a new ``open`` of the same session.
-        closing = self._compute.submit(stage.part.engine.close, stage.core.id)
-        self._background.start(_ended(closing), "close session")
+        self._compute.submit(stage.part.engine.close, stage.core.id)
 
     def close_all_of(self, client: StageClient) -> None:
         for stage in [each for each in self.sessions.values() if each.client is client]:
@@ -342,16 +339,8 @@ class ForwardRequests:
 
     async def unload(self, parts: list[Part]) -> None:
         """Drop the last references on the compute thread, where a device frees its memory."""
-        while parts:
-            await self._compute.run(_let_go, parts)
-
-
-async def _ended(call: asyncio.Future[None]) -> None:
-    await call
-
-
-def _let_go(parts: list[Part]) -> None:
-    parts.pop()
+        if parts:
+            await self._compute.run(parts.clear)
 
 
 def _code(problem: P2PTrainError) -> str:

@@ -5,10 +5,9 @@ member's token. The transfer ends with the view. A worker beside the ring receiv
 its next step boundary, and then the reduced bytes of every step committed since, from a *log*. This outlasts views, and
 ends when the follower is admitted, gone, or silent. If the log reaches back to a recipient's state, it gets steps only.
 
-The log is bounded by the size of the state and two steps (``log_limit_bytes``). This is exactly the limit up to which a
-follower can catch up: while the state is fetched at r bytes/s, a ring that makes G bytes of sums every t seconds logs
-q = G/(t r) of the state's size. With q < 1 the log holds, and each round of fetching leaves q of the one before. So the
-follower is level after 1/(1-q) of the first round's time. With q >= 1 it never is: it is told that its steps are gone.
+The log is bounded by the size of the state and two steps (``log_limit_bytes``). A ring whose steps make more bytes than
+that while the state is fetched makes them faster than they can be fetched, so the follower could never catch up. It is
+told that its steps are gone.
 """
 
 from __future__ import annotations
@@ -97,10 +96,6 @@ class LoggedStep:
     data: memoryview
     digests: bytes = b""
 
-    @property
-    def news(self) -> StepLogged:
-        return StepLogged(self.step, self.digest, self.square_sum, self.data.nbytes, self.digests)
-
 
 class StepLog:
     """The newest committed steps, without a gap. Bounded in bytes: the oldest are dropped, but one is always kept."""
@@ -176,7 +171,8 @@ class Recipient:
     def tell(self, entries: list[LoggedStep]) -> None:
         for entry in entries:
             if entry.step > self.newest_step:
-                self.send(entry.news)
+                size_bytes = entry.data.nbytes
+                self.send(StepLogged(entry.step, entry.digest, entry.square_sum, size_bytes, entry.digests))
                 self.newest_step = entry.step
 
 
@@ -290,8 +286,8 @@ class HealSource:
         line = Line(connection, request.silence_s)
         recipient = Recipient(line, hello.name, request.step >= 0)
         view = self._core.view
-        its_view = view is not None and view.generation == hello.generation and view.rank_of(hello.peer_id) is not None
-        if recipient.inside and not its_view:
+        is_member = view is not None and view.generation == hello.generation and view.rank_of(hello.peer_id) is not None
+        if recipient.inside and not is_member:
             raise PeerError(f"{name} is not in this member's view")
         if not recipient.inside and self.followers >= MAX_FOLLOWERS:
             recipient.send(
@@ -459,8 +455,8 @@ def piece_untrusted(snapshot: Snapshot | None, entry: LoggedStep | None, asked: 
 
 SHARE = 0.05
 """How much longer a step may take because this member sends, as a share of a usual step."""
-ROUND = 8
-"""Steps in a round. Nothing is sent in the first one, which is *quiet*."""
+QUIET_EVERY = 8
+"""Of so many steps, nothing is sent in one: it shows how long a usual step takes."""
 KNOWN_STEPS = 3
 """Quiet steps that are measured before anything is sent."""
 
@@ -468,73 +464,50 @@ KNOWN_STEPS = 3
 class Pace:
     """Limits how much a member sends beside its own ring's work, so that steps take hardly longer. A pure core.
 
-    Each step has an *allowance* of bytes, at least ``piece_bytes``, so that every recipient is served in the end. It
-    doubles from step to step until a step takes ``SHARE`` longer than usual.
-    From then on the mean of a *round* of steps decides, because single steps scatter: the allowance is halved if the
-    mean was too long, else raised a little. A usual step is the median of the quiet ones; each round begins with one.
+    Each step has an *allowance* of bytes, at least ``piece_bytes``, so that every recipient is served in the end. After
+    a step that took at most ``SHARE`` longer than the median of the quiet ones it is raised, else halved.
     """
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
-        self._quiet_s: deque[float] = deque(maxlen=2 * ROUND)
-        self._busy: list[tuple[float, int]] = []  # seconds and sent bytes of this round's steps that were not quiet
+        self._quiet_s: deque[float] = deque(maxlen=2 * QUIET_EVERY)
         self._allowance_bytes = float(piece_bytes)
-        self._doubling = True
-        self._sent_bytes = 0
+        self._sent_bytes = self._steps = 0
         self._credit_bytes = 0.0
-        self._steps_left = 0  # of this round
-        self.free = True
-
-    @property
-    def _known(self) -> bool:
-        return len(self._quiet_s) >= KNOWN_STEPS
+        self._is_limited = False
 
     @property
     def ready(self) -> bool:
-        return self.free or self._known
+        return not self._is_limited or len(self._quiet_s) >= KNOWN_STEPS
 
     @property
     def open(self) -> bool:
         """Whether the next piece may be sent now. Bytes beyond the allowance are taken off later steps."""
-        return self.free or self._credit_bytes > 0
+        return not self._is_limited or self._credit_bytes > 0
 
     def ring_began(self) -> None:
-        self.free, self._doubling = False, True
+        self._is_limited = True
         self._quiet_s.clear()
-        self._busy.clear()
-        self._steps_left = self._sent_bytes = 0
+        self._sent_bytes = self._steps = 0
         self._credit_bytes = 0.0
 
     def ring_ended(self) -> None:
-        self.free = True
+        self._is_limited = False
 
     def gives(self, size_bytes: int) -> None:
         self._sent_bytes += size_bytes
-        if not self.free:
-            self._credit_bytes -= size_bytes
+        self._credit_bytes -= size_bytes
 
     def stepped(self, seconds: float) -> None:
         sent_bytes, self._sent_bytes = self._sent_bytes, 0
         if not sent_bytes:
             self._quiet_s.append(seconds)
-        elif self._known:
-            self._busy.append((seconds, sent_bytes))
-        self._steps_left -= 1
-        if self._busy and (self._doubling or self._steps_left < 0):
-            self._judge()
+        elif self._quiet_s:
+            # From the bytes that were really sent: an unused part of the allowance was not measured.
+            factor = 1.5 if seconds <= (1 + SHARE) * median(self._quiet_s) else 0.5
+            self._allowance_bytes = max(self._piece_bytes, factor * sent_bytes)
+        self._steps += 1
         # A debt stays and is paid off first, or pieces larger than the allowance would have no bound.
         self._credit_bytes = min(self._credit_bytes, 0.0)
-        if self._steps_left < 0 or not self._known:
-            self._steps_left = ROUND - 1
-        else:
+        if self.ready and self._steps % QUIET_EVERY:
             self._credit_bytes += self._allowance_bytes
-
-    def _judge(self) -> None:
-        mean_s = sum(seconds for seconds, _ in self._busy) / len(self._busy)
-        most_bytes = max(sent_bytes for _, sent_bytes in self._busy)
-        self._busy.clear()
-        held = mean_s <= (1 + SHARE) * median(self._quiet_s)
-        factor = (2.0 if self._doubling else 1.5) if held else 0.5
-        self._doubling = self._doubling and held
-        # From the bytes that were really sent: an unused part of the allowance was not measured.
-        self._allowance_bytes = max(self._piece_bytes, factor * most_bytes)

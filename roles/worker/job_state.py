@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from configs.schema import Profile
 from p2ptrain.core.errors import JobFailed, P2PTrainError
+from p2ptrain.core.training import Applied
 from ring import member_events as ev
 from ring.job_member import JobMember, MemberPhase
+from ring.session import RingSession
 from ring.token import Flag
 from ring.view import View
 from roles.engine import Engine, Stage
 from roles.snapshots import Snapshots, state_bytes
-from roles.worker.boundary import BoundaryWork
+from roles.strategies.interface import StageLoad
+from roles.worker.boundary import BoundaryWork, Losses
 from roles.worker.checkpoint_assembler import CheckpointAssembler
 from roles.worker.checkpoint_store import STANDSTILL_S, CheckpointFiles, Checkpointing
 from roles.worker.context import Context
@@ -27,6 +30,36 @@ from wire.job_messages import MemberRecord
 
 Activity = Callable[[], Coroutine[Any, Any, object]]
 """What a runner does at a time; it returns the event at its end."""
+
+
+class ActivityRunner(Protocol):
+    """Runs the activities of one way to train, one at a time.
+
+    Attributes:
+        activities: by the type of the instruction that begins it.
+    """
+
+    activities: Mapping[type, Callable[[Any], Coroutine[Any, Any, object]]]
+
+    def build(self) -> None:
+        """Make what it needs for the engine, which is built."""
+
+    async def begin_view(self, session: RingSession) -> None:
+        """Form further connections, and agree with the other members. Raises as ``RingSession``."""
+
+    def carry_out(self, instruction: object) -> None:
+        """Carry out an instruction that takes no time."""
+
+    def figures(self) -> dict[str, float]:
+        """What is shown of this worker's contributions to the job."""
+        return {}
+
+    def stage_load(self) -> StageLoad | None:
+        """As ``Work.load``."""
+        return None
+
+    def close(self) -> None:
+        """Free the memory for the next job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +128,9 @@ class JobState:
                 job=core.job,
                 stage=stage,
                 parts=files.checkpoints,
-                files=files.whole,
+                whole=files.whole,
                 checkpoints=self.saving,
-                did_something=self.count_progress,
+                on_progress=self.count_progress,
             )
         self.boundary = BoundaryWork(context, profile=profile, checkpoints=self.saving, early=self.early)
         self.heal_source = HealSource(context, core, want_snapshot=lambda: request(Flag.SNAPSHOT), stage=stage)
@@ -141,6 +174,30 @@ class JobState:
         await self.saving.resumed(entry)
         self.early.resumed(entry.meta if entry is not None else {})
         return ev.StateLoaded(applied, lineage, square_sum)
+
+    async def apply(self, commit: Callable[[], Awaitable[Applied]]) -> None:
+        """Apply a step with ``commit``."""
+        with self.reports.clock.phase("compute"):
+            await self.heal_source.keep(self.engine)
+            self.reports.steps.applied(await commit())
+        self.count_progress()
+
+    async def finish_step(
+        self, boundary: ev.Boundary, session: RingSession, losses: Losses, validators: RingSession, *, patience_s: float
+    ) -> bool:
+        """Validate, report the step, and save or copy the state, if they are due. Returns whether a save was begun.
+
+        Args:
+            session: the ring of all members. validators: of those that validate, by ``losses``.
+        """
+        core, engine = self._core, self.engine
+        val_loss = await self.boundary.validate(boundary, engine, losses, validators, patience_s=patience_s)
+        self.reports.step_over(boundary.applied, session, val_loss)
+        replica, meta = validators.view.replica_of(validators.rank), self.reports.meta()
+        is_saving = await self.boundary.keep(boundary, engine, replica, meta, stopping=core.stopping)
+        if boundary.snapshot:
+            await self.heal_source.snapshot(engine, self.snapshots)
+        return is_saving
 
     @property
     def has_unsaved(self) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,35 +25,44 @@ from p2ptrain.core.errors import (
     ResourceError,
     StorageError,
 )
-from p2ptrain.core.ids import new_id
+from p2ptrain.core.ids import is_id, new_id
 from p2ptrain.core.tensor_files import TensorTable
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.threads import Thread
 from roles.engine import BuildPart, PartBuilder
 from roles.line import QUIET_S, Line
 from roles.model_directory import (
+    CACHE_FILE,
     DIGEST_BYTES,
     FILE,
+    DigestCache,
     ModelDirectory,
     TableReceiver,
     digest_of,
     model_id,
+    open_model,
     page_of,
     table_of,
 )
 from roles.worker.context import PeerContext
 from roles.worker.part_cache import Part, PartCache, PartKey, part_key
-from roles.worker.stage_requests import LoadRequest
-from roles.worker.transfer import AllPieces, Receiver, Source, TransferPiece, send_range
+from roles.worker.stage_requests import LoadRequest, printable
+from roles.worker.transfer import PieceSource, Receiver, TransferPiece, send_range
 from wire.chain_messages import TensorRecord, TensorsPage, TensorsRequest
 from wire.connection import Connection
 from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
-from wire.messages import Message, RefusalCode
+from wire.messages import Hello, Message, RefusalCode, Refuse
 
 SLOWEST_BYTES_S = 64 << 10
 """A slower sender is dropped: it keeps memory and a place from others. 10 Mbit/s serve 16 loads at this rate."""
 BEHIND_S = QUIET_S + RANGE_BYTES / SLOWEST_BYTES_S
 """Deadline for a range, and for a model's table."""
+MAX_PEERS = 64
+"""Limit for model senders, and for model receivers. Each has one range in memory at a time."""
+MAX_MODELS = 16
+"""Model directories that one client may have open for sending."""
+GIVE_WAIT_S = 10.0
+"""How long a load waits for the client's ``give`` connection."""
 MAX_LOADS = 4
 """Parts loaded at a time. Beside its reserved memory, each keeps the tensors that are being received."""
 SENDER = "sender"
@@ -114,13 +123,13 @@ async def give(
 class ModelReceiver:
     """Receives one model's tensors from its senders, for several loads at a time. ``thread`` hashes the bytes."""
 
-    def __init__(self, now: Callable[[], float], model: str, thread: Thread) -> None:
+    def __init__(self, model: str, thread: Thread) -> None:
         self._model = model
 
         async def digest(data: memoryview) -> bytes:
             return await thread.submit(partial(digest_of, data))
 
-        self._receiver = Receiver(now, digest, slowest_bytes_s=SLOWEST_BYTES_S)
+        self._receiver = Receiver(digest, slowest_bytes_s=SLOWEST_BYTES_S)
         self._pages: dict[str, asyncio.Future[TensorsPage]] = {}
         self._loads = 0
 
@@ -136,9 +145,9 @@ class ModelReceiver:
         async with self._receiver.attached(*self._source(connection, sender)):
             yield self
 
-    def _source(self, connection: Connection, sender: str) -> tuple[Source, Callable[[Message], None]]:
+    def _source(self, connection: Connection, sender: str) -> tuple[PieceSource, Callable[[Message], None]]:
         self._loads += 1
-        source = Source(f"{sender} {self._loads}", sender, Line(connection, QUIET_S))
+        source = PieceSource(f"{sender} {self._loads}", sender, Line(connection, QUIET_S))
 
         def heard(message: Message) -> None:
             page = self._pages.get(source.id)
@@ -151,8 +160,8 @@ class ModelReceiver:
     async def table(self, config: str) -> dict[str, TensorRecord]:
         """Return the model's table, by tensor name, verified by the model's id. Raises ``Refused`` if every sender
         failed or refused; the message names them."""
-        while self._receiver.sources:
-            source = next(iter(self._receiver.sources.values()))
+        failed: set[str] = set()
+        while source := next((each for id, each in self._receiver.sources.items() if id not in failed), None):
             try:
                 async with asyncio.timeout(BEHIND_S):
                     return await self._table_of(source, config)
@@ -162,12 +171,12 @@ class ModelReceiver:
                 problem = error
             finally:
                 self._pages.pop(source.id, None)
+            failed.add(source.id)
             source.line.connection.abort(problem)
-            await self._receiver.until(partial(self._without, source), waits=lambda: True)
-            self._receiver.problems.setdefault(source.name, problem.message)
+            self._receiver.problems[source.name] = problem.message
         raise self._refusal()
 
-    async def _table_of(self, source: Source, config: str) -> dict[str, TensorRecord]:
+    async def _table_of(self, source: PieceSource, config: str) -> dict[str, TensorRecord]:
         recipient = TableReceiver()
         while not recipient.complete:
             waiting = self._pages[source.id] = source.line.new_waiter()
@@ -200,7 +209,7 @@ class ModelReceiver:
                     ahead.append((record, *self._wanted(load, record)))
                     ahead_bytes += record.size_bytes
                 for source in list(receiver.sources.values()):
-                    receiver.offers(source, AllPieces())
+                    receiver.offers(source)
                 record, data, keys = ahead[0]
                 try:
                     await receiver.until(lambda keys=keys: all(map(receiver.has, keys)))  # type: ignore[misc]
@@ -229,9 +238,6 @@ class ModelReceiver:
             self._receiver.want(keys[-1], TransferPiece(record.name, start, stop, memoryview(data)[start:stop], digest))
         return data, keys
 
-    def _without(self, source: Source) -> bool:
-        return source.id not in self._receiver.sources
-
     def _refusal(self) -> Refused:
         reasons = "; ".join(f"the sender {name}: {why}" for name, why in self._receiver.problems.items())
         return Refused(SENDER, reasons or "the model has no sender", remedy="load it from another copy")
@@ -240,16 +246,13 @@ class ModelReceiver:
 # ------------------------------------------------------------------------------------------------------------- loading
 
 
-@dataclass(slots=True)
-class _UnderWay:
-    """A part that is being loaded. ``listeners``: progress callbacks of all clients that wait for it."""
+@dataclass(frozen=True, slots=True)
+class PartLoad:
+    """A part that was loaded. ``read_bytes``: from the worker's own copy; ``received_bytes``: from a sender."""
 
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    listeners: list[OnBytes] = field(default_factory=list)
-
-    def report(self, done_bytes: int, total_bytes: int) -> None:
-        for each in self.listeners:
-            each(done_bytes, total_bytes)
+    part: Part
+    read_bytes: int
+    received_bytes: int
 
 
 class Loader:
@@ -273,40 +276,30 @@ class Loader:
     ) -> None:
         self._cache, self._compute, self._disk, self._now = cache, context.compute, disk, context.world.clock.now
         self._build_part, self._device, self._unload = build_part, device, unload
-        self._under_way: dict[PartKey, _UnderWay] = {}
+        self._under_way: dict[PartKey, asyncio.Event] = {}  # set when a load ends
 
     @asynccontextmanager
-    async def turn(self, request: LoadRequest, on_bytes: OnBytes) -> AsyncIterator[OnBytes]:
+    async def turn(self, request: LoadRequest) -> AsyncIterator[None]:
         """Serialize the loads of one part. A load before may have finished it: check the cache inside.
-
-        Args:
-            on_bytes: gets the progress of this part, whichever client loads it.
-
-        Yields:
-            the callback that the loading client calls with its progress.
 
         Raises:
             Refused: ``MAX_LOADS`` other parts are being loaded.
         """
         key = part_key(request.model, request.spec(self._device))
-        if key not in self._under_way and len(self._under_way) >= MAX_LOADS:
-            raise Refused(
-                RefusalCode.BUSY, f"{MAX_LOADS} other parts are being loaded by this worker", remedy="try again later"
-            )
-        under_way = self._under_way.setdefault(key, _UnderWay())
-        under_way.listeners.append(on_bytes)
+        while (other := self._under_way.get(key)) is not None:
+            await other.wait()
+        if len(self._under_way) >= MAX_LOADS:
+            text = f"{MAX_LOADS} other parts are being loaded by this worker"
+            raise Refused(RefusalCode.BUSY, text, remedy="try again later")
+        self._under_way[key] = asyncio.Event()
         try:
-            async with under_way.turn:
-                yield under_way.report
+            yield
         finally:
-            under_way.listeners.remove(on_bytes)
-            if not under_way.listeners:
-                del self._under_way[key]
+            self._under_way.pop(key).set()
 
-    async def load(self, request: LoadRequest, receiver: ModelReceiver, *, on_bytes: OnBytes) -> tuple[Part, int, int]:
-        """Put the part into the cache. Returns it, the bytes read from the own copy, and the bytes received.
-
-        The caller must hold the part before it awaits anything, because an idle part may be unloaded.
+    async def load(self, request: LoadRequest, receiver: ModelReceiver, *, on_bytes: OnBytes) -> PartLoad:
+        """Put the part into the cache. The caller must hold the part before it awaits anything, because an idle part
+        may be unloaded.
 
         Raises:
             Refused: no room; the sender failed; the model does not fit its config.
@@ -319,21 +312,21 @@ class Loader:
         builder = await self._compute.run(self._build_part, spec, names)
         wanted = _owned_untrusted(builder, records)
         need_bytes = builder.weights_bytes + request.positions * builder.cache_position_bytes
-        me = object()
+        reservation = object()
         try:
             # Before the first byte is received, so that no load fails late for lack of room; and before parts are
             # unloaded, because others ask for memory meanwhile.
             unloaded = self._cache.make_room(need_bytes, f"{what} and {request.positions} positions of sessions")
-            self._cache.reserve(me, need_bytes)
+            self._cache.reserve(reservation, need_bytes)
             await self._unload(unloaded)
             own = await self._own(request.path)
             read_bytes, received_bytes = await self._place_all(builder, wanted, own, receiver, on_bytes)
             engine = await self._compute.run(builder.finish)
         finally:
-            self._cache.release(me)
+            self._cache.release(reservation)
         part = Part(new_id(), request.model, request.title, spec, engine, self._now())
         self._cache.parts[part.id] = part
-        return part, read_bytes, received_bytes
+        return PartLoad(part, read_bytes, received_bytes)
 
     async def _place_all(
         self,
@@ -343,22 +336,25 @@ class Loader:
         receiver: ModelReceiver,
         on_bytes: OnBytes,
     ) -> tuple[int, int]:
-        total_bytes = sum(record.size_bytes for record in wanted)
-        done_bytes = read_bytes = 0
+        """Returns the bytes that were read, and those that were received."""
+        total_bytes, done_bytes = sum(record.size_bytes for record in wanted), 0
         from_sender: list[TensorRecord] = []
+
+        async def place(record: TensorRecord, data: bytearray) -> None:
+            nonlocal done_bytes
+            await self._compute.run(builder.place, record.name, record.dtype, memoryview(data))
+            done_bytes += record.size_bytes
+            on_bytes(done_bytes, total_bytes)
+
         for record in wanted:
             data = await self._read(own, record) if own is not None else None
-            if data is None:
+            if data is not None:
+                await place(record, data)
+            else:
                 from_sender.append(record)
-                continue
-            await self._compute.run(builder.place, record.name, record.dtype, memoryview(data))
-            read_bytes += record.size_bytes
-            done_bytes += record.size_bytes
-            on_bytes(done_bytes, total_bytes)
+        read_bytes = done_bytes
         async for record, data in receiver.tensors(from_sender):
-            await self._compute.run(builder.place, record.name, record.dtype, memoryview(data))
-            done_bytes += record.size_bytes
-            on_bytes(done_bytes, total_bytes)
+            await place(record, data)
         return read_bytes, total_bytes - read_bytes
 
     async def _own(self, path: str) -> TensorTable | None:
@@ -394,3 +390,119 @@ def _owned_untrusted(builder: PartBuilder, records: dict[str, TensorRecord]) -> 
             raise ProtocolError(text, remedy="check that config.json belongs to these weights")
         owned.append(record)
     return owned
+
+
+# ------------------------------------------------------------------------------------------------- a worker's models
+
+
+class SharedModels:
+    """The models that a worker sends on behalf of its clients, and those that clients send to it.
+
+    Args:
+        directory: the worker's own.
+
+    Attributes:
+        disk: the thread that reads models and hashes what is received.
+    """
+
+    def __init__(self, context: PeerContext, directory: Path) -> None:
+        self._context = context
+        self.disk = context.world.threads.start("model files")
+        self._hasher = context.world.threads.start("model digests")  # apart, because hashing takes minutes
+        self._hashing = asyncio.Lock()
+        self._digests = DigestCache(context.world.disk, directory / CACHE_FILE)
+        self._opened: dict[Hashable, dict[str, ModelDirectory]] = {}  # by client, and by the model's id
+        self._recipients = 0
+        self._senders: dict[tuple[str, str], ModelReceiver] = {}  # by the client's peer id and the model's id
+        self._sender_came = asyncio.Condition()
+
+    def close(self) -> None:
+        self.disk.close()
+        self._hasher.close()
+
+    def decide(self, hello: Hello, client_ids: set[str]) -> Refuse | None:
+        """Decide on a peer of purpose ``model`` or ``give``. ``client_ids``: peer ids of the connected clients."""
+        match hello.purpose:
+            case "model" if self.find(hello.job) is None:
+                return Refuse("unknown-model", f"model {hello.job[:40]!r} is not open here", "first send model.open")
+            case "model" if self._recipients >= MAX_PEERS:
+                return Refuse(RefusalCode.BUSY, f"{MAX_PEERS} peers fetch models from this worker", "try again later")
+            case "give" if hello.peer_id not in client_ids:
+                return Refuse(RefusalCode.NOT_A_MEMBER, "a peer that sends a model must be a client of this worker")
+            case "give" if not is_id(hello.job):
+                return Refuse(RefusalCode.PROTOCOL, f"invalid model id {hello.job[:40]!r}")
+            case "give" if sum(receiver.sources for receiver in self._senders.values()) >= MAX_PEERS:
+                return Refuse(RefusalCode.BUSY, f"{MAX_PEERS} connections send models to this worker", "close some")
+        return None
+
+    # --------------------------------------------------------------------------------------------------------- sending
+
+    async def open(self, client: Hashable, path: str) -> ModelDirectory:
+        """Open the model at ``path`` for a client. Raises ``P2PTrainError``: there is none, or too many are open."""
+        async with self._hashing:
+            opened = self._opened.setdefault(client, {})
+            if len(opened) >= MAX_MODELS:  # checked under the lock: earlier requests are counted
+                raise Refused(RefusalCode.FULL, f"this client has opened {MAX_MODELS} models already, the limit")
+            model = await self._hasher.submit(partial(open_model, Path(path), self._digests))
+            opened[model.model] = model
+        return model
+
+    def find(self, model: str) -> ModelDirectory | None:
+        return next((opened[model] for opened in self._opened.values() if model in opened), None)
+
+    def forget(self, client: Hashable) -> None:
+        """A client has left: nothing is sent for it any more."""
+        self._opened.pop(client, None)
+
+    async def send(self, connection: Connection, model: ModelDirectory) -> None:
+        self._recipients += 1
+        try:
+            await give(connection, model, self.disk, is_open=lambda: self.find(model.model) is not None)
+        finally:
+            self._recipients -= 1
+
+    # ------------------------------------------------------------------------------------------------------- receiving
+
+    @asynccontextmanager
+    async def receiver(self, client_id: str, request: LoadRequest) -> AsyncIterator[ModelReceiver]:
+        """Receive the tensors of a load from the sender that it names, or from the client. Raises ``Refused``."""
+        model, place = request.model, request.sender
+        if place is None:
+            yield await self._receiver_from(client_id, model)
+            return
+        hello = self._context.hello("model", model)
+        try:
+            connection, welcome = await self._context.dial(place.peer, place.host, place.port, hello)
+        except P2PTrainError as problem:
+            text = f"cannot reach the sender of the model: {problem.message}"
+            raise Refused(SENDER, text, remedy=problem.remedy or "load it from another copy") from problem
+        receiver = ModelReceiver(model, self.disk)
+        async with receiver.taking(connection, printable(welcome.name)):
+            yield receiver
+
+    async def _receiver_from(self, client_id: str, model: str) -> ModelReceiver:
+        """Return the receiver for the client's ``give`` connections; waits until the first one. Raises ``Refused``.
+
+        Several programs may share a client id. If one stops sending, the others continue.
+        """
+        try:
+            async with asyncio.timeout(GIVE_WAIT_S), self._sender_came:
+                await self._sender_came.wait_for(lambda: (client_id, model) in self._senders)
+        except TimeoutError:
+            text = f"the client did not connect to send model {model} within {GIVE_WAIT_S:g} s"
+            raise Refused(SENDER, text, remedy="dial with purpose give, and the model as job") from None
+        return self._senders[client_id, model]
+
+    async def serve_sender(self, connection: Connection, hello: Hello) -> None:
+        """Take what a client sends over its ``give`` connection, until it ends."""
+        key = hello.peer_id, hello.job
+        receiver = self._senders.setdefault(key, ModelReceiver(hello.job, self.disk))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(receiver.serve(connection, printable(hello.name)))
+                await asyncio.sleep(0)  # lets ``serve`` register the source
+                async with self._sender_came:
+                    self._sender_came.notify_all()
+        finally:
+            if not receiver.sources and self._senders.get(key) is receiver:
+                del self._senders[key]

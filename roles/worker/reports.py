@@ -24,7 +24,7 @@ from roles.engine import Engine, Stage
 from roles.strategies.interface import StageLoad
 from roles.worker.context import Context
 from roles.worker.early_stop import EarlyStop
-from roles.worker.heal import Fetched
+from roles.worker.heal import FetchResult
 from wire.chain_messages import HeldPart
 from wire.job_messages import LedgerRow, LedgerRows, Report, StepMetrics
 from wire.messages import Message
@@ -300,7 +300,7 @@ class Reports:
         self._timing: dict[str, float] = {}
         self._validated: tuple[int, float | None] = 0, None  # step and loss
         self._tokens_per_s = 0.0  # of this member's replica, in the newest step
-        self._fetched: Fetched | None = None  # result of the last heal
+        self._fetch: FetchResult | None = None  # result of the last heal
         self._is_done_reported = False
         self.unsaved: Callable[[], str] = str  # as ``Report.unsaved``
         self._trouble: Report | None = None  # the last report; sent again to a seed that was away
@@ -324,8 +324,8 @@ class Reports:
 
     def announce(self, report: Report) -> None:
         self._trouble = report
-        if report.status == "healed" and self._fetched is not None:
-            report = self._fetched.added_to(report)
+        if report.status == "healed" and self._fetch is not None:
+            report = self._fetch.add_to(report)
         if report.status == "done" and self._rank():
             self.tell_rows()  # no view follows in which a missing row of rank 0 would be sent
         self.send(report)
@@ -399,12 +399,12 @@ class Reports:
         self.steps.loaded_untrusted(applied, metrics)
         self.ledger.loaded_untrusted(applied, lineage, rows)
 
-    def healed(self, view: View, done: Fetched) -> None:
-        self._fetched = done
-        if not done.steps:
+    def healed(self, view: View, fetch: FetchResult) -> None:
+        self._fetch = fetch
+        if not fetch.steps:
             self.steps.forget()
-        what = f"the missing steps ({done.steps} in all) up to step" if done.steps else "the state of step"
-        self._context.notify("info", "healed", f"fetched {what} {view.step}: {done}")
+        what = f"the missing steps ({fetch.steps} in all) up to step" if fetch.steps else "the state of step"
+        self._context.notify("info", "healed", f"fetched {what} {view.step}: {fetch}")
 
     def meta(self) -> Meta:
         core, (validated, val_loss) = self._core, self._validated

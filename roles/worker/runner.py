@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import gc
 from functools import partial
-from typing import Protocol
 
 from configs.schema import Profile
 from p2ptrain.core.errors import NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError
 from ring import member_events as ev
 from ring.job_member import JobMember, MemberPhase
 from ring.links import Topology
-from ring.session import RingSession
 from ring.token import Flag
 from ring.transaction import Transaction
 from ring.versions import VersionMember
@@ -24,10 +22,9 @@ from roles.background import started_in
 from roles.compute_thread import ComputeCall, HangDetector
 from roles.engine import WHOLE, Stage
 from roles.strategies import share_rule_of
-from roles.strategies.interface import StageLoad
 from roles.worker.context import Context
 from roles.worker.heal import Follower, Healer
-from roles.worker.job_state import Activity, JobFiles, JobState, RestorePoint
+from roles.worker.job_state import Activity, ActivityRunner, JobFiles, JobState, RestorePoint
 from roles.worker.step_runner import StepRunner
 from roles.worker.version_runner import VersionRunner
 from roles.worker.view_connections import ViewConnections
@@ -37,28 +34,6 @@ from wire.job_messages import CatchUp
 from wire.messages import Hello
 
 WATCH_S = 1.0
-
-
-class ActivityRunner(Protocol):
-    """Runs the activities of one way to train, one at a time."""
-
-    def build(self) -> None:
-        """Make what it needs for the engine, which is built."""
-
-    async def begin_view(self, session: RingSession) -> None:
-        """Form further connections, and agree with the other members. Raises as ``RingSession``."""
-
-    def take(self, instruction: object) -> Activity | None:
-        """Return the activity of an instruction. If it has none, carry it out at once, and return None."""
-
-    def figures(self) -> dict[str, float]:
-        """What is shown of this worker's contributions to the job."""
-
-    def stage_load(self) -> StageLoad | None:
-        """As ``Strategy.stage_load``."""
-
-    def close(self) -> None:
-        """Free the memory for the next job."""
 
 
 def _core_of(profile: Profile, job: str, peer_id: str) -> Transaction | VersionMember:
@@ -100,11 +75,11 @@ class JobRunner:
         self._restore = restore  # where the next load begins
         self.connections = ViewConnections(context, profile, on_broken=self._handle)
         healer = Healer(context, core, progress=self.state.count_progress, stage=stage)
-        self.activities: ActivityRunner
+        self.way: ActivityRunner
         if isinstance(core, VersionMember):
-            self.activities = VersionRunner(context, core, self.state, self.connections)
+            self.way = VersionRunner(context, core, self.state, self.connections)
         else:
-            self.activities = StepRunner(context, core, self.state, self.connections, healer)
+            self.way = StepRunner(context, core, self.state, self.connections, healer)
         self.follower = Follower(
             context, core, healer, report=self.state.reports.send, handle=self._on_followed, tasks=self._tasks
         )
@@ -127,7 +102,7 @@ class JobRunner:
                 self._disband("the job was released")
         finally:
             self._disband("this worker ended")
-            self.activities.close()
+            self.way.close()
             self.state.close()
             gc.collect()  # a strategy, and the modules of FSDP2, refer to themselves
 
@@ -140,7 +115,7 @@ class JobRunner:
             raise ProtocolError(f"this worker holds {self.stage}, but has rank {rank} in a view of {view.stages} parts")
         if rank is not None:
             self._context.inbound.announced(view, Topology.RING, view.left_of(rank).peer_id)
-        self._after_following(ev.ViewArrived(view))
+        self.follower.end(partial(self._handle, ev.ViewArrived(view)))
 
     def catch_up(self, message: CatchUp) -> None:
         if self.core.phase is MemberPhase.IDLE and self.state.is_built:
@@ -155,26 +130,24 @@ class JobRunner:
         """Go back to a checkpoint. If neither this member nor the holders have it, load an older one; the member is
         then healed."""
         self._restore = point
-        self._after_following(ev.StateDiscarded("the job goes back to a checkpoint"))
+        self.follower.end(partial(self._handle, ev.StateDiscarded("the job goes back to a checkpoint")))
 
     def call_back(self) -> None:
         """Assigned again: stop following, then report the state held here."""
-        if self.follower.active:
-            self.follower.end(then=self._report_state)
-        else:
-            self.on_seed_back()
 
-    def _report_state(self) -> None:
-        if self.core.torn:
-            self._handle(ev.StateDiscarded("the state fetched beside the ring is incomplete"))
-        else:
-            self.on_seed_back()
+        def report() -> None:
+            if self.core.torn and self.core.phase is MemberPhase.IDLE:
+                self._handle(ev.StateDiscarded("the state fetched beside the ring is incomplete"))
+            else:
+                self.on_seed_back()
+
+        self.follower.end(report)
 
     def on_seed_back(self) -> None:
-        self.state.reports.seed_is_back(follows=self.follower.active, level=self.follower.reported)
+        self.state.reports.seed_is_back(follows=self.follower.active, level=self.follower.is_level)
 
     def held(self, limit_bytes: int) -> list[HeldPart]:
-        load, state_bytes = self.activities.stage_load(), self.connections.state_bytes
+        load, state_bytes = self.way.stage_load(), self.connections.state_bytes
         return self.state.reports.held(load, state_bytes=state_bytes, limit_bytes=limit_bytes)
 
     async def stand_still(self) -> None:
@@ -225,12 +198,6 @@ class JobRunner:
         if not self.core.running:
             self._standing.set()
 
-    def _after_following(self, event: object) -> None:
-        if self.follower.active:
-            self.follower.end(event)
-        else:
-            self._handle(event)
-
     def _on_followed(self, event: object) -> None:
         self._handle(event)
         if self.core.torn:
@@ -250,10 +217,10 @@ class JobRunner:
                 self._start(self._load)
             case ev.FormRing():
                 self._start(partial(self._form, instruction))
+            case _ if (activity := self.way.activities.get(type(instruction))) is not None:
+                self._start(partial(activity, instruction))
             case _:
-                activity = self.activities.take(instruction)
-                if activity is not None:
-                    self._start(activity)
+                self.way.carry_out(instruction)
 
     def _start(self, activity: Activity) -> None:
         work = self._guarded(activity)
@@ -285,7 +252,7 @@ class JobRunner:
             await state.early.budget.load()
         if not state.is_built:
             await state.build()
-            self.activities.build()
+            self.way.build()
         restore, self._restore = self._restore, RestorePoint()
         loaded = await state.load(restore)
         self.connections.state_bytes = state.heal_source.state_bytes
@@ -298,7 +265,7 @@ class JobRunner:
         here = form.view.members[session.rank].host
         neighbours = sum(member.host == here for member in form.view.members)
         await context.compute.run(state.engine.share_cores, neighbours)
-        await self.activities.begin_view(session)
+        await self.way.begin_view(session)
         state.heal_source.view_began()
         state.reports.view_began(form.view, formed_s=context.world.clock.now() - form_began)
         return ev.ActivityFinished(form.ticket)

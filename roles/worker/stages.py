@@ -32,9 +32,8 @@ from roles.line import QUIET_S, Line
 from roles.worker.context import PeerContext
 from roles.worker.forward_requests import ForwardRequests, StageClient, of_session
 from roles.worker.links import Prober
-from roles.worker.model_loading import Loader, OnBytes
+from roles.worker.model_loading import Loader, SharedModels
 from roles.worker.part_cache import MAX_PARTS, Part, PartCache
-from roles.worker.shared_models import SharedModels
 from roles.worker.stage_requests import (
     CloseRequest,
     FreeRequest,
@@ -69,14 +68,12 @@ class Holding:
             compute thread.
         limit_bytes: memory for parts and their caches.
         stream_bps, compute_flops: as in ``compute.device``; each is called once, on the compute thread.
-        free_bytes: of the device.
     """
 
     build_part: BuildPart
     measure: Callable[[str, str], dict[str, Any]]
     limit_bytes: int
     stream_bps: Callable[[], float]
-    free_bytes: Callable[[], int]
     device: str = "auto"
     compute_flops: Callable[[], float] | None = None
 
@@ -142,9 +139,8 @@ class Stages:
         self._reported = []
 
     async def job_assigned(self) -> None:
-        """Unload idle parts for a job if the device's free memory is less than half of the limit for parts."""
-        if self._holding.free_bytes() < self.cache.limit_bytes / 2:
-            await self.requests.unload(self.cache.expired(self._now(), idle_s=0.0))
+        """Unload idle parts: the job may need their memory."""
+        await self.requests.unload(self.cache.expired(self._now(), idle_s=0.0))
 
     def decide(self, hello: Hello) -> Refuse | None:
         match hello.purpose:
@@ -264,12 +260,16 @@ class Stages:
 
     async def _load(self, client: _Client, request: LoadRequest) -> dict[str, Any]:
         read_bytes = received_bytes = 0
-        progress = self._progress_of(client)
-        async with client.loading, self._loader.turn(request, progress) as report:
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            client.send(PartLoading(done_bytes, total_bytes))
+
+        async with client.loading, self._loader.turn(request):
             part = self.cache.find(request.model, request.spec(self._holding.device))
             if part is None:
                 async with self._models.receiver(client.peer_id, request) as receiver:
-                    part, read_bytes, received_bytes = await self._loader.load(request, receiver, on_bytes=report)
+                    load = await self._loader.load(request, receiver, on_bytes=report)
+                    part, read_bytes, received_bytes = load.part, load.read_bytes, load.received_bytes
                     self._hold(client, part)
             else:
                 need_bytes = request.positions * part.engine.cache_position_bytes
@@ -289,18 +289,6 @@ class Stages:
             "resident_bytes": psutil.Process(os.getpid()).memory_info().rss,
             "device": engine.device,
         }
-
-    def _progress_of(self, client: _Client) -> OnBytes:
-        every_s = 0.25
-        reported_at = -every_s
-
-        def report(done_bytes: int, total_bytes: int) -> None:
-            nonlocal reported_at
-            if self._now() - reported_at >= every_s or done_bytes == total_bytes:
-                reported_at = self._now()
-                client.send(PartLoading(done_bytes, total_bytes))
-
-        return report
 
     def _hold(self, client: _Client, part: Part) -> None:
         part.users.add(client)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from p2ptrain.compute.gradients import KEY_BYTES
 from p2ptrain.core.errors import JobFailed
@@ -19,14 +18,12 @@ from roles.strategies.strategy import Strategy
 from roles.worker.checkpoint_assembler import assembles
 from roles.worker.context import Context
 from roles.worker.heal import Healer
-from roles.worker.job_state import Activity, JobState
+from roles.worker.job_state import ActivityRunner, JobState
 from roles.worker.privacy import Budget
 from roles.worker.view_connections import NEW_S, ViewConnections, patience_s
 
 
-class StepRunner:
-    """Runs one activity at a time, for ``JobRunner``."""
-
+class StepRunner(ActivityRunner):
     def __init__(
         self, context: Context, core: Transaction, state: JobState, connections: ViewConnections, healer: Healer
     ) -> None:
@@ -36,6 +33,15 @@ class StepRunner:
         self._digests = (b"", b"")  # of the step reduced last: the joined digest, and the digests of all stages
         self._trained: set[str] = set()  # members of the newest step
         self._is_last = False  # the step under way is the job's last, by what all members know
+        self.activities = {
+            ev.Heal: self._heal,
+            ev.Compute: self._compute,
+            ev.Reduce: self._reduce,
+            ev.Vote: self._vote,
+            ev.Apply: self._apply,
+            ev.Confirm: self._confirm,
+            ev.Boundary: self._boundary,
+        }
 
     def build(self) -> None:
         """Make the strategy for the engine."""
@@ -56,41 +62,25 @@ class StepRunner:
             await state.early.budget.view_began(session, patience_s=self._patience_s())
         if state.profile.validation.patience:
             known = await session.all_gather(state.early.message(), patience_s=self._patience_s())
-            healthy = [it for it, member in zip(known, view.members, strict=True) if member.healthy]
+            healthy = [message for message, member in zip(known, view.members, strict=True) if member.healthy]
             state.early.agree_untrusted(healthy, view.step)
 
     def stage_load(self) -> StageLoad | None:
-        return self._strategy.stage_load() if self._strategy is not None else None
+        return self._strategy.work.load if self._strategy is not None else None
 
-    def figures(self) -> dict[str, float]:
-        return {}
-
-    def take(self, instruction: object) -> Activity | None:
-        """As ``ActivityRunner.take``."""
-        if isinstance(instruction, ev.RecordStep):
-            joined, digests = self._digests
-            row = instruction.row
-            self._state.heal_source.committed(row, digests if joined == row.digest else b"")
-            self._state.reports.recorded(row, instruction.lineage)
-            return None
-        activities: dict[type, Callable[[Any], Coroutine[Any, Any, object]]] = {
-            ev.Heal: self._heal,
-            ev.Compute: self._compute,
-            ev.Reduce: self._reduce,
-            ev.Vote: self._vote,
-            ev.Apply: self._apply,
-            ev.Confirm: self._confirm,
-            ev.Boundary: self._boundary,
-        }
-        return partial(activities[type(instruction)], instruction)
+    def carry_out(self, instruction: object) -> None:
+        assert isinstance(instruction, ev.RecordStep)
+        joined, digests = self._digests
+        row = instruction.row
+        self._state.heal_source.committed(row, digests if joined == row.digest else b"")
+        self._state.reports.recorded(row, instruction.lineage)
 
     # ----------------------------------------------------------------------------------------------------- activities
 
     async def _heal(self, instruction: ev.Heal) -> ev.ActivityFinished:
         state = self._state
         state.heal_source.cut("it is healed itself")
-        fetched = await self._healer.within(instruction, state.engine)
-        state.reports.healed(instruction.view, fetched)
+        state.reports.healed(instruction.view, await self._healer.within(instruction, state.engine))
         return ev.ActivityFinished(instruction.ticket)
 
     async def _compute(self, instruction: ev.Compute) -> ev.ActivityFinished:
@@ -154,10 +144,7 @@ class StepRunner:
 
     async def _apply(self, instruction: ev.Apply) -> ev.ActivityFinished:
         state, strategy = self._state, self._ready_strategy
-        with state.reports.clock.phase("compute"):
-            await state.heal_source.keep(state.engine)
-            state.reports.steps.applied(await strategy.commit(instruction.step, instruction.square_sum))
-        state.count_progress()
+        await state.apply(partial(strategy.commit, instruction.step, instruction.square_sum))
         self._trained = self._connections.members
         state.reports.step_done(instruction.step, strategy.scores, redone=instruction.redo)
         return ev.ActivityFinished(instruction.ticket)
@@ -170,21 +157,14 @@ class StepRunner:
         return ev.DigestsGathered(instruction.ticket, digests)
 
     async def _boundary(self, instruction: ev.Boundary) -> ev.ActivityFinished:
-        state, session, core = self._state, self._connections.session, self._core
-        longest_s, view, assembler = self._patience_s() + NEW_S, session.view, state.assembler
-        val_loss = await state.boundary.validate(
-            instruction, state.engine, self._ready_strategy.validate, session, patience_s=longest_s
-        )
-        state.reports.step_over(instruction.applied, session, val_loss)
-        replica, meta = view.replica_of(session.rank), state.reports.meta()
-        saves = await state.boundary.keep(instruction, state.engine, replica, meta, stopping=core.stopping)
+        state, session, assembler = self._state, self._connections.session, self._state.assembler
+        longest_s, view, validate = self._patience_s() + NEW_S, session.view, self._ready_strategy.validate
+        is_saving = await state.finish_step(instruction, session, validate, session, patience_s=longest_s)
         if assembler is not None:
-            if saves and assembles(view, session.rank, state.profile.checkpoint.copies):
+            if is_saving and assembles(view, session.rank, state.profile.checkpoint.copies):
                 state.assemble(view, session.rank)
             if instruction.last:
                 await state.boundary.gathered(assembler, session, patience_s=longest_s)
-        if instruction.snapshot:
-            await state.heal_source.snapshot(state.engine, state.snapshots)
         return ev.ActivityFinished(instruction.ticket)
 
     # -------------------------------------------------------------------------------------------------------- helpers

@@ -31,8 +31,8 @@ from roles.line import QUIET_S, Line
 from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
 from wire.messages import Message
 
-WINDOW = 4
-"""Pieces asked of the fastest source at a time: they keep its link busy for a round trip."""
+WINDOW = 2
+"""Pieces asked of a source at a time: one travels while the one before is verified."""
 
 V = TypeVar("V", bound=Hashable)
 
@@ -57,15 +57,12 @@ class GiveUp:
     """Close the connection to ``source``, which sent wrong bytes."""
 
     source: str
-    reason: str
 
 
 @dataclass(slots=True)
 class _Known:
     has: Container[Hashable] = ()
-    under_way: list[Hashable] = field(default_factory=list)  # in the order of asking
-    piece_s: float = 0.0  # moving average of the time between two arrivals; 0: none arrived yet
-    busy_since: float = 0.0  # when the source began to send the next piece
+    under_way: list[Hashable] = field(default_factory=list)
 
 
 class Transfer:
@@ -95,25 +92,25 @@ class Transfer:
             return
         fresh = key not in self._wanted or self.has(key)
         self._wanted[key] = digest
-        if fresh and not self.has(key):
-            self._waiting.append(key)
-        elif self.has(key):
+        if self.has(key):
             self._drop_from_queue(key)
+        elif fresh:
+            self._waiting.append(key)
 
     def forget(self, key: Hashable) -> None:
         self._wanted.pop(key, None)
         self._landed.pop(key, None)
         self._drop_from_queue(key)
 
-    def offers(self, source: str, has: Container[Hashable], now: float) -> list[RangeQuery]:
+    def offers(self, source: str, has: Container[Hashable]) -> list[RangeQuery]:
         self._sources.setdefault(source, _Known()).has = has
-        return self.asks(now)
+        return self.asks()
 
-    def lost(self, source: str, now: float) -> list[RangeQuery]:
+    def lost(self, source: str) -> list[RangeQuery]:
         former = self._sources.pop(source, None)
         if former is not None:
             self._give_back(former.under_way)
-        return self.asks(now)
+        return self.asks()
 
     def drop_request(self, source: str, key: Hashable) -> None:
         known = self._sources.get(source)
@@ -121,45 +118,32 @@ class Transfer:
             known.under_way.remove(key)
             self._give_back([key])
 
-    def arrived(self, source: str, key: Hashable, digest: bytes, now: float) -> list[RangeQuery | GiveUp]:
+    def arrived(self, source: str, key: Hashable, digest: bytes) -> list[RangeQuery | GiveUp]:
         """Handle the arrival of a piece that was asked of ``source``; its bytes have ``digest``."""
         known = self._sources.get(source)
         if known is None or key not in known.under_way:
             return []  # the source was given up in the meantime
         known.under_way.remove(key)
-        took_s = max(now - known.busy_since, 0.0)
-        known.piece_s = (3 * known.piece_s + took_s) / 4 if known.piece_s else took_s
-        known.busy_since = now
         if key in self._wanted:
             self._landed[key] = digest
             if not self.has(key):
                 self._give_back([key])
-                return [
-                    GiveUp(source, "the bytes that it sent have another digest"),
-                    *self.lost(source, now),
-                ]
-        return list(self.asks(now))
+                return [GiveUp(source), *self.lost(source)]
+        return list(self.asks())
 
-    def asks(self, now: float) -> list[RangeQuery]:
-        """Fill the sources' windows from the queue: each piece goes to the source that would finish it first."""
+    def asks(self) -> list[RangeQuery]:
+        """Fill the sources' windows from the queue, first those with the fewest pieces under way."""
         asks: list[RangeQuery] = []
         while (ask := self._next()) is not None:
-            known = self._sources[ask.source]
-            if not known.under_way:
-                known.busy_since = now
-            known.under_way.append(ask.key)
+            self._sources[ask.source].under_way.append(ask.key)
             self._waiting.remove(ask.key)
             self._landed.pop(ask.key, None)  # it is being overwritten
             asks.append(ask)
         return asks
 
     def _next(self) -> RangeQuery | None:
-        fastest_s = min((known.piece_s for known in self._sources.values() if known.piece_s), default=0.0)
-        order = sorted(self._sources.items(), key=lambda item: (len(item[1].under_way) + 1) * item[1].piece_s)
-        for source, known in order:
-            # A slow or unknown source has one piece under way, so the end of the transfer does not wait long for it.
-            window = max(1, round(WINDOW * fastest_s / known.piece_s)) if known.piece_s else 1
-            if len(known.under_way) < window:
+        for source, known in sorted(self._sources.items(), key=lambda item: len(item[1].under_way)):
+            if len(known.under_way) < WINDOW:
                 key = next((key for key in self._waiting if key in known.has), None)
                 if key is not None:
                     return RangeQuery(source, key)
@@ -187,20 +171,25 @@ class TransferPiece:
     digest: bytes = b""
 
 
-class AllPieces:
-    """The pieces of a source that has the whole object."""
+@dataclass(frozen=True, slots=True)
+class _AskedRange:
+    key: Hashable
+    size_bytes: int
+    deadline: asyncio.TimerHandle | None
 
-    def __contains__(self, key: object) -> bool:
-        return True
 
+class PieceSource:
+    """A connection to a sender. ``name``: for people.
 
-class Source:
-    """A connection to a sender. ``name``: for people."""
+    Attributes:
+        streams: number of ranges asked for so far; the number of each is its stream.
+        asked: by stream, the ranges that have not arrived.
+    """
 
     def __init__(self, id: str, name: str, line: Line) -> None:
         self.id, self.name, self.line = id, name, line
         self.streams = 0
-        self.asked: dict[int, tuple[Hashable, int, asyncio.TimerHandle | None]] = {}  # stream → key, bytes, deadline
+        self.asked: dict[int, _AskedRange] = {}
 
     def end(self, reason: str) -> None:
         self.line.connection.abort(ProtocolError(reason))
@@ -210,7 +199,6 @@ class Receiver:
     """Receives pieces from several sources.
 
     Args:
-        now: seconds.
         digest: hashes a piece that has landed, as ``TransferPiece.digest``.
         on_landed: called with the source and the key of each verified piece.
         on_dropped: called when a source no longer has a piece. Without it, such a source is at fault.
@@ -222,26 +210,20 @@ class Receiver:
 
     def __init__(
         self,
-        now: Callable[[], float],
         digest: Callable[[memoryview], Awaitable[bytes]],
         *,
-        on_landed: Callable[[Source, Hashable], None] = lambda source, key: None,
-        on_dropped: Callable[[Source, Hashable], None] | None = None,
+        on_landed: Callable[[PieceSource, Hashable], None] = lambda source, key: None,
+        on_dropped: Callable[[PieceSource, Hashable], None] | None = None,
         slowest_bytes_s: float = 0.0,
     ) -> None:
-        self._now, self._digest, self._on_landed, self._on_dropped = now, digest, on_landed, on_dropped
+        self._digest, self._on_landed, self._on_dropped = digest, on_landed, on_dropped
         self._slowest_bytes_s = slowest_bytes_s
         self._core = Transfer()
         self._pieces: dict[Hashable, TransferPiece] = {}
-        self._judging: set[asyncio.Task[None]] = set()
-        self._ended_bytes = 0
-        self.sources: dict[str, Source] = {}
+        self._verifying: set[asyncio.Task[None]] = set()
+        self.sources: dict[str, PieceSource] = {}
         self.problems: dict[str, str] = {}
         self.changed = asyncio.Event()
-
-    @property
-    def received_bytes(self) -> int:
-        return self._ended_bytes + sum(each.line.connection.bytes_in for each in self.sources.values())
 
     @property
     def complete(self) -> bool:
@@ -258,14 +240,12 @@ class Receiver:
         self._core.forget(key)
         self._pieces.pop(key, None)
 
-    def offers(self, source: Source, has: Container[Hashable]) -> None:
+    def offers(self, source: PieceSource, has: Container[Hashable] | None = None) -> None:
+        """Ask ``source`` for pieces that it has. None: it has the whole object."""
         if source.id in self.sources:
-            self._carry_out(self._core.offers(source.id, has, self._now()))
+            self._carry_out(self._core.offers(source.id, self._pieces if has is None else has))
 
-    def ask(self) -> None:
-        self._carry_out(self._core.asks(self._now()))
-
-    async def serve(self, source: Source, heard: Callable[[Message], None]) -> None:
+    async def serve(self, source: PieceSource, heard: Callable[[Message], None]) -> None:
         """Listen to ``source`` until it is gone. Then its missing pieces are asked of other sources. ``heard`` handles
         all other messages and raises ``ProtocolError`` if no correct source sends them."""
         self.sources[source.id] = source
@@ -288,17 +268,15 @@ class Receiver:
             raise
         finally:
             del self.sources[source.id]
-            self._ended_bytes += connection.bytes_in
-            for _, _, timer in source.asked.values():
-                if timer is not None:
-                    timer.cancel()
+            for stream in list(source.asked):
+                self._end_request(source, stream)
             if problem:
                 self.problems[source.name] = problem
-            self._carry_out(self._core.lost(source.id, self._now()))
+            self._carry_out(self._core.lost(source.id))
             self.changed.set()
 
     @asynccontextmanager
-    async def attached(self, source: Source, heard: Callable[[Message], None]) -> AsyncIterator[None]:
+    async def attached(self, source: PieceSource, heard: Callable[[Message], None]) -> AsyncIterator[None]:
         """Run ``serve`` in the background while the context is open."""
         serving = asyncio.create_task(self.serve(source, heard), name="receive")
         await asyncio.sleep(0)  # lets ``serve`` register the source
@@ -325,61 +303,53 @@ class Receiver:
             if source is None:
                 continue
             if isinstance(instruction, GiveUp):
-                source.end(instruction.reason)
+                source.end("the bytes that it sent have another digest")
             else:
                 self._ask(source, instruction.key)
 
-    def _ask(self, source: Source, key: Hashable) -> None:
+    def _ask(self, source: PieceSource, key: Hashable) -> None:
         piece = self._pieces[key]
         source.streams += 1
         stream = source.streams
         with suppress(ConnectionLost):  # ``serve`` notices too, and the piece goes back to the queue
             connection = source.line.connection
-            landed = partial(self._landed, source, stream)
-            connection.post(piece.into, generation=0, stream=stream, done=landed)
+            connection.post(piece.into, generation=0, stream=stream, done=partial(self._take, source, stream))
             connection.send(RangeRequest(piece.name, piece.start, piece.stop, stream))
-            timer = None
+            deadline = None
             if self._slowest_bytes_s:
-                owed_bytes = sum(size for _, size, _ in source.asked.values()) + piece.into.nbytes
+                owed_bytes = sum(asked.size_bytes for asked in source.asked.values()) + piece.into.nbytes
                 patience_s = QUIET_S + owed_bytes / self._slowest_bytes_s
                 slow = f"it sends less than {self._slowest_bytes_s / 1024:.0f} KiB a second"
-                timer = asyncio.get_running_loop().call_later(patience_s, connection.abort, DeadlineExceeded(slow))
-            source.asked[stream] = key, piece.into.nbytes, timer
+                deadline = asyncio.get_running_loop().call_later(patience_s, connection.abort, DeadlineExceeded(slow))
+            source.asked[stream] = _AskedRange(key, piece.into.nbytes, deadline)
 
-    def _taken(self, source: Source, stream: int) -> Hashable | None:
-        key, _, timer = source.asked.pop(stream, (None, 0, None))
-        if timer is not None:
-            timer.cancel()
-        return key
+    def _end_request(self, source: PieceSource, stream: int) -> Hashable | None:
+        asked = source.asked.pop(stream, None)
+        if asked is not None and asked.deadline is not None:
+            asked.deadline.cancel()
+        return asked.key if asked is not None else None
 
-    def _landed(self, source: Source, stream: int) -> None:
-        key = self._taken(source, stream)
-        piece = self._pieces.get(key)
-        if piece is not None and piece.digest:
-            task = asyncio.create_task(self._judge(source, key, piece), name="judge")
-            self._judging.add(task)
-            task.add_done_callback(self._judging.discard)
-        else:
-            self._arrived(source, key, b"")
+    def _take(self, source: PieceSource, stream: int) -> None:
+        key = self._end_request(source, stream)
+        verifying = asyncio.create_task(self._verify(source, key, self._pieces.get(key)), name="verify")
+        self._verifying.add(verifying)
+        verifying.add_done_callback(self._verifying.discard)
 
-    async def _judge(self, source: Source, key: Hashable, piece: TransferPiece) -> None:
-        self._arrived(source, key, await self._digest(piece.into))
-
-    def _arrived(self, source: Source, key: Hashable, digest: bytes) -> None:
-        instructions = self._core.arrived(source.id, key, digest, self._now())
+    async def _verify(self, source: PieceSource, key: Hashable, piece: TransferPiece | None) -> None:
+        digest = await self._digest(piece.into) if piece is not None and piece.digest else b""
+        instructions = self._core.arrived(source.id, key, digest)
         if self._core.has(key):
             self._on_landed(source, key)
-        self._carry_out(instructions)
-        self.ask()
+        self._carry_out([*instructions, *self._core.asks()])
         self.changed.set()
 
-    def dropped_untrusted(self, source: Source, message: RangeGone) -> None:
-        key = self._taken(source, message.stream)
+    def dropped_untrusted(self, source: PieceSource, message: RangeGone) -> None:
+        key = self._end_request(source, message.stream)
         if key is None or self._on_dropped is None:
             raise ProtocolError(f"it cannot send what it offered: {shortened(message.reason)}")
         self._core.drop_request(source.id, key)
         self._on_dropped(source, key)
-        self.ask()
+        self._carry_out(self._core.asks())
 
 
 # -------------------------------------------------------------------------------------------------------------- sending

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from p2ptrain.core.errors import NetworkError
 from ring import member_events as ev
 from ring.session import RingSession
 from ring.versions import VersionMember
 from roles.snapshots import Snapshots
-from roles.strategies.interface import StageLoad
 from roles.strategies.server import MOST_COPIES, VersionServer, VersionWorker, WorkerRecord
 from roles.strategies.sync import MicroBatches
 from roles.worker.context import Context
-from roles.worker.job_state import Activity, JobState
+from roles.worker.job_state import ActivityRunner, JobState
 from roles.worker.view_connections import FORM_TIMEOUT_S, NEW_S, ViewConnections
 
 
-class VersionRunner:
-    """Runs one activity at a time, for ``JobRunner``."""
-
+class VersionRunner(ActivityRunner):
     def __init__(self, context: Context, core: VersionMember, state: JobState, connections: ViewConnections) -> None:
         self._context, self._core, self._state, self._connections = context, core, state, connections
         self._copies = Snapshots(context.compute, MOST_COPIES)  # that workers pull
@@ -30,6 +25,13 @@ class VersionRunner:
         self._work: MicroBatches | None = None
         self._alone: RingSession | None = None  # a ring of this member only: nobody else validates
         self._role: VersionServer | VersionWorker | None = None  # in this view
+        self.activities = {
+            ev.Collect: self._collect,
+            ev.Apply: self._apply,
+            ev.Boundary: self._boundary,
+            ev.ExchangeWithServer: self._exchange,
+            ev.Adopt: self._adopt,
+        }
 
     def build(self) -> None:
         self._work = MicroBatches(self._state.engine, self._context.compute, self._state.count_progress)
@@ -55,30 +57,16 @@ class VersionRunner:
                 self._work, state.engine, compute, session, messages, self._record, state.profile
             )
 
-    def stage_load(self) -> StageLoad | None:
-        return None
-
     def figures(self) -> dict[str, float]:
         return self._record.figures()
 
-    def take(self, instruction: object) -> Activity | None:
-        """As ``ActivityRunner.take``."""
+    def carry_out(self, instruction: object) -> None:
         match instruction:
             case ev.RecordStep(row, lineage):
                 self._state.heal_source.committed(row)
                 self._state.reports.recorded(row, lineage)
-                return None
             case ev.EndCollect():
                 self._server.end()
-                return None
-        activities: dict[type, Callable[[Any], Coroutine[Any, Any, object]]] = {
-            ev.Collect: self._collect,
-            ev.Apply: self._apply,
-            ev.Boundary: self._boundary,
-            ev.ExchangeWithServer: self._exchange,
-            ev.Adopt: self._adopt,
-        }
-        return partial(activities[type(instruction)], instruction)
 
     # ------------------------------------------------------------------------------------------------------ the server
 
@@ -105,24 +93,16 @@ class VersionRunner:
 
     async def _apply(self, instruction: ev.Apply) -> ev.ActivityFinished:
         state, server = self._state, self._server
-        with state.reports.clock.phase("compute"):
-            await state.heal_source.keep(state.engine)
-            state.reports.steps.applied(await server.apply(instruction.step, instruction.square_sum))
-        state.count_progress()
+        await state.apply(partial(server.apply, instruction.step, instruction.square_sum))
         state.reports.step_done(instruction.step, server.scores, redone=False)
         return ev.ActivityFinished(instruction.ticket)
 
     async def _boundary(self, instruction: ev.Boundary) -> ev.ActivityFinished:
-        state, session, core = self._state, self._connections.session, self._core
         assert self._work is not None
         assert self._alone is not None
-        await self._publish(over=core.stopping, last=instruction.last)
-        losses = partial(self._work.validate, patience_s=NEW_S)
-        val_loss = await state.boundary.validate(instruction, state.engine, losses, self._alone, patience_s=NEW_S)
-        state.reports.step_over(instruction.applied, session, val_loss)
-        await state.boundary.keep(instruction, state.engine, 0, state.reports.meta(), stopping=core.stopping)
-        if instruction.snapshot:
-            await state.heal_source.snapshot(state.engine, state.snapshots)
+        await self._publish(over=self._core.stopping, last=instruction.last)
+        losses, session = partial(self._work.validate, patience_s=NEW_S), self._connections.session
+        await self._state.finish_step(instruction, session, losses, self._alone, patience_s=NEW_S)
         return ev.ActivityFinished(instruction.ticket)
 
     # -------------------------------------------------------------------------------------------------------- a worker

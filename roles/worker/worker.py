@@ -183,7 +183,7 @@ class Worker(MemberProcess):
             return Heartbeat(0, 0, 0, "idle", stats)
         stats["tokens_per_s"] = self.gauges.rate("tokens", runner.state.tokens)
         stats.update(runner.state.reports.clock.last_ms)
-        stats.update(runner.activities.figures())
+        stats.update(runner.way.figures())
         state = "following" if runner.follower.active else _SHOWN.get(runner.core.phase, "training")
         return Heartbeat(0, runner.state.progress, runner.core.applied, "leaving" if self._leaving else state, stats)
 
@@ -293,7 +293,7 @@ class Worker(MemberProcess):
         runner = self._runner if self._runner is not None and self._runner.job == job else None
         if runner is None or runner.stage == stage:
             return runner.state.files.checkpoints if runner is not None else None
-        return runner.state.assembler.files if runner.state.assembler is not None and stage == WHOLE else None
+        return runner.state.assembler.whole if runner.state.assembler is not None and stage == WHOLE else None
 
     async def _saving(self, job: str, stage: Stage, step: int, lineage: str) -> None:
         if self._runner is not None and (self._runner.job, self._runner.stage) == (job, stage):

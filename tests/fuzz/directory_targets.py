@@ -23,7 +23,7 @@ from p2ptrain.core.tensor_files import (
     header_entries_untrusted,
     index_files_untrusted,
 )
-from roles.worker.checkpoint_assembler import offered_untrusted
+from roles.worker.checkpoint_assembler import parse_offer_untrusted
 from wire.job_messages import FilesRequest
 
 from .engine import Target
@@ -129,7 +129,7 @@ _PART = st.fixed_dictionaries(
 
 
 def _check_offer(manifest: bytes) -> None:
-    meta, files = offered_untrusted(manifest, _ASKED)
+    meta, files = parse_offer_untrusted(manifest, _ASKED)
     assert (meta["job"], meta["stage"], meta["stages"]) == ("job1", 1, 2)
     assert set(files) == {"model-00002-of-00002.safetensors"}, "a file of another stage"
     assert all(0 <= size <= 1 << 48 for size, _ in files.values())
@@ -141,7 +141,7 @@ OFFER = Target(
     | _ODD_MANIFESTS
     | st.binary(max_size=40),
     _check_offer,
-    ("p2ptrain.core.checkpoints.manifest_untrusted", "roles.worker.checkpoint_assembler.offered_untrusted"),
+    ("p2ptrain.core.checkpoints.manifest_untrusted", "roles.worker.checkpoint_assembler.parse_offer_untrusted"),
     peak_bytes=8 << 20,
 )
 

@@ -24,7 +24,7 @@ from p2ptrain.lab.stand_in import StandInEngine
 from ring.view import View
 from roles.line import Line
 from roles.snapshots import Snapshot
-from roles.worker.heal import Fetch, Layout, Sender
+from roles.worker.heal import StateFetch, StateLayout, StateSource
 from roles.worker.heal_source import CHUNK_BYTES, HealSource, piece_untrusted
 from tests.roles.in_process import HOST
 from tests.wire.doubles import credentials
@@ -342,16 +342,16 @@ async def _healed(case: Healing) -> None:
     with suppress(P2PTrainError):
         await source.give(heard, hello, StandInEngine(Profile()))  # type: ignore[arg-type]
     assert not source.followers
-    fetch = Fetch(
+    fetch = StateFetch(
         context,  # type: ignore[arg-type]
-        Layout(_STATE, 4120),
+        StateLayout(_STATE, 4120),
         request=next((message for message in to_source if isinstance(message, HealRequest)), _HEAL),
         generation=3,
         members=[_HEALER],
         on_torn=lambda: None,
         on_progress=lambda *progress: None,
     )
-    sender = fetch.senders["d"] = Sender("d", "d", Line(_Heard([], lands=case.lands)))  # type: ignore[arg-type]
+    sender = fetch.sources["d"] = StateSource("d", "d", Line(_Heard([], lands=case.lands)))  # type: ignore[arg-type]
     fetch.receiver.sources["d"] = sender
     for message in case.from_source:
         with suppress(ProtocolError):
@@ -367,10 +367,10 @@ HEALING = Target(
     played(_healed),
     (
         "roles.worker.heal_source.piece_untrusted",
-        "roles.worker.heal.Fetch.heard_untrusted",
+        "roles.worker.heal.StateFetch.heard_untrusted",
         "roles.worker.heal.StepReplay.take_report_untrusted",
-        "roles.worker.heal.base_untrusted",
-        "roles.worker.heal.news_untrusted",
+        "roles.worker.heal.offered_state_untrusted",
+        "roles.worker.heal.check_report_untrusted",
         "roles.worker.transfer.Receiver.dropped_untrusted",
     ),
     peak_bytes=1 << 20,

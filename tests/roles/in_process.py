@@ -10,13 +10,14 @@ import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.ids import new_id
+from p2ptrain.core.threads import RealThreads, Thread
 from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.stand_in import StandInEngine, strategy_of_stand_ins
 from roles.engine import Engine, Stage
@@ -43,6 +44,7 @@ class Peer:
     stop: asyncio.Event
     task: asyncio.Task[None]
     engines: list[Engine]
+    threads: ProcessThreads = field(default_factory=lambda: ProcessThreads())
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     told: list[tuple[str, str, str]] = field(default_factory=list)
     worker: Worker | None = None
@@ -82,7 +84,23 @@ class Peer:
         """End without a word, as a process that is killed: its sockets close, nothing else happens."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
+        for thread in self.threads.disk:
+            await asyncio.to_thread(thread.join, DEADLINE_S)
         self.identity.release()
+
+
+class ProcessThreads(RealThreads):
+    """The threads of one worker. Those that write end with it, as they would with its process."""
+
+    def __init__(self) -> None:
+        self.disk: list[threading.Thread] = []
+
+    def start(self, name: str) -> Thread:
+        before = set(threading.enumerate())
+        thread = super().start(name)
+        if name == "disk":
+            self.disk += set(threading.enumerate()) - before
+        return thread
 
 
 class Gate:
@@ -90,6 +108,15 @@ class Gate:
 
     def __init__(self, *steps: int) -> None:
         self._stops = [(step, threading.Event()) for step in steps]
+        self._arrivals = {step: threading.Semaphore(0) for step in steps}
+
+    def build(self, profile: Profile) -> StandInEngine:
+        return StandInEngine(profile, on_micro_batch=self.wait)
+
+    async def reached(self, step: int, engines: int = 1) -> None:
+        """Wait until so many engines are stopped at ``step``."""
+        for _ in range(engines):
+            assert await asyncio.to_thread(self._arrivals[step].acquire, timeout=DEADLINE_S), "the step never came"
 
     def on(self) -> None:
         """Let them on, past the first step at which they are still stopped."""
@@ -102,7 +129,8 @@ class Gate:
     def wait(self, step: int, _index: int) -> None:
         """Called by the engine, on its thread, before it computes a micro-batch."""
         for stop, opened in self._stops:
-            if step >= stop:
+            if step >= stop and not opened.is_set():
+                self._arrivals[stop].release()
                 assert opened.wait(60), "the test never let them on"
 
 
@@ -206,7 +234,7 @@ class Cluster:
         async def work() -> None:
             member = await self.member(self.ticket("worker"), identity.peer_id) if self.encrypted else None
             peer.worker = worker = Worker(
-                self.world(member.network if member else None),
+                replace(self.world(member.network if member else None), threads=peer.threads),
                 identity,
                 MemberOptions("worker", self.address, (HOST, 0), ("", 0), said),
                 build_engine=build_and_keep,

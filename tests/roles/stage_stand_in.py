@@ -353,7 +353,6 @@ class StandIns:
     Args:
         limit_bytes: what the worker gives to parts.
         stream_bps: what it says of its memory.
-        free_bytes: what it finds free when a job comes.
         compute_flops: what it says of its speed; None: nothing.
         options: of ``StandInStage``, for every part.
 
@@ -366,7 +365,6 @@ class StandIns:
         *,
         limit_bytes: int = 1 << 30,
         stream_bps: float = 1e9,
-        free_bytes: int = 1 << 40,
         compute_flops: float | None = None,
         **options: Any,
     ) -> None:
@@ -377,7 +375,6 @@ class StandIns:
             measure=lambda config, dtype: asdict(sizes_of(config)) | {"dtype": dtype or "fp32", "width": WIDTH},
             limit_bytes=limit_bytes,
             stream_bps=lambda: stream_bps,
-            free_bytes=lambda: free_bytes,
             compute_flops=(lambda: compute_flops) if compute_flops is not None else None,
         )
 

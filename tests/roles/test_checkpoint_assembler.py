@@ -21,6 +21,9 @@ from p2ptrain.lab.stand_in import StandInEngine, StandInState
 from roles.engine import Stage
 from roles.seed import jobs
 from tests.roles.in_process import Cluster, Gate, Peer
+from tests.roles.test_cluster import done
+from tests.roles.test_staged import unsplit_run
+from tests.roles.test_staged import whole_of as whole_state_of
 
 
 @pytest.fixture
@@ -41,10 +44,6 @@ def profile_of(steps: int = 30, **tables: dict[str, Any]) -> Profile:
     for name, values in tables.items():
         base[name] = base.get(name, {}) | values
     return Profile.model_validate(base)
-
-
-def done(item: dict[str, Any]) -> bool:
-    return item["state"] == "done"
 
 
 async def wholes_of(cluster: Cluster, job: str) -> list[dict[str, Any]]:
@@ -111,24 +110,9 @@ def whole_of(peer: Peer, job: str) -> Path:
     return peer.identity.directory / "jobs" / job / "checkpoints"
 
 
-def undisturbed(profile: Profile) -> bytes:
-    """The parameters that one process ends with."""
-    engine = StandInEngine(profile)
-    engine.state.load_initial()
-    for step in range(profile.job.steps):
-        engine.begin_step(step)
-        for index in range(profile.batch.micro_batches):
-            engine.micro_batch(step, index)
-        engine.finish_gradients()
-        engine.apply(step, engine.partial_square_sum(0, engine.reduce_buffer.size))
-    return bytes(engine.state.blobs()[0].view)
-
-
 async def ended_undisturbed(cluster: Cluster, job: str, profile: Profile) -> None:
     await cluster.job_until(job, done)
-    engines = [peer.engines[-1] for peer in cluster.peers if not peer.task.done()]
-    by_stage = {engine.stage.index: bytes(engine.state.blobs()[0].view) for engine in engines}  # type: ignore[attr-defined]
-    assert b"".join(by_stage[stage] for stage in sorted(by_stage)) == undisturbed(profile)
+    assert whole_state_of([peer for peer in cluster.peers if not peer.task.done()]) == unsplit_run(profile, 1)[0]
 
 
 @pytest.fixture

@@ -129,8 +129,9 @@ async def test_stages_never_lose_the_newest_state_that_all_have_saved(cluster: H
         assert max(kept[0]) <= int(hangs_at.name[5:13]), "none saves on alone"
     told = [text for peer in peers for _, kind, text in peer.told if kind == "checkpoint-failed"]
     assert told, "the one whose disk it is says so"
-    await peers[0].die()
-    await peers[1].die()
+    cluster.disk.go.set()
+    for peer in peers:
+        await peer.die()
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -206,9 +207,7 @@ async def test_the_last_worker_that_leaves_saves_also_in_the_middle_of_a_long_st
     try:
         long = Profile.model_validate(profile(every=0).model_dump() | {"job": {"steps": 100, "workers": 2}})
         job = await cluster.create(long)
-        first, last = (
-            cluster.join(lambda profile: StandInEngine(profile, on_micro_batch=gate.wait), slot=slot) for slot in (1, 2)
-        )
+        first, last = (cluster.join(gate.build, slot=slot) for slot in (1, 2))
         await cluster.job_until(job, lambda item: item["step"] == 5)
         await first.leave()
         assert saved_by(tmp_path, 1) == [], "the other keeps the state"
@@ -227,7 +226,7 @@ async def test_a_worker_that_leaves_without_a_seed_saves(tmp_path: Path) -> None
     await cluster.start_seed()
     try:
         job = await cluster.create(Profile.model_validate(profile(every=0).model_dump() | {"job": {"workers": 1}}))
-        peer = cluster.join(lambda profile: StandInEngine(profile, on_micro_batch=gate.wait), slot=1)
+        peer = cluster.join(gate.build, slot=1)
         await cluster.job_until(job, lambda item: item["step"] == 5)
         await cluster.stop_seed()
         leaving = asyncio.create_task(peer.leave())

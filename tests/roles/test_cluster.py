@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-import threading
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.core.training import Applied, OnFinal
 from p2ptrain.lab.stand_in import StandInEngine
-from tests.roles.in_process import Cluster, Peer
+from tests.roles.in_process import Cluster, Gate, Peer
 
 
 def small_profile(**tables: dict[str, Any]) -> Profile:
@@ -45,18 +44,6 @@ def done(item: dict[str, Any]) -> bool:
 
 def at(step: int) -> Any:
     return lambda item: item["step"] >= step
-
-
-async def saved(cluster: Cluster, job: str, step: int, copies: int) -> None:
-    """Wait until so many members have a durable checkpoint of ``step``: they are written beside the steps."""
-    holders: set[str] = set()
-    async with asyncio.timeout(20), cluster.operator() as client:
-        await client.request("subscribe")
-        async for update in client.updates():
-            if update.topic == "checkpoints":
-                holders |= {item["peer_id"] for item in update.items if (item["job"], item["step"]) == (job, step)}
-            if len(holders) >= copies:
-                return
 
 
 def undisturbed(profile: Profile) -> list[float]:
@@ -98,41 +85,14 @@ async def test_a_run_ends_with_the_same_bits_everywhere_and_the_losses_of_one_pr
     assert {item["step"] for item in saved} >= {8, 12}
 
 
-class Gate(StandInEngine):
-    """Stops before one step until it is let go, so that a test can act in the middle of a run."""
-
-    def __init__(self, profile: Profile, step: int, reached: threading.Event, go: threading.Event) -> None:
-        def hold(at_step: int, index: int) -> None:
-            if at_step == step:
-                reached.set()
-                if not go.wait(20):
-                    raise AssertionError("the test never let go")
-
-        super().__init__(profile, on_micro_batch=hold)
-
-
-class Gates:
-    """One gate for all workers of a test."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.reached, self.go = threading.Event(), threading.Event()
-
-    def build(self, profile: Profile) -> Gate:
-        return Gate(profile, self.step, self.reached, self.go)
-
-    async def wait(self) -> None:
-        assert await asyncio.to_thread(self.reached.wait, 20), "the step never came"
-
-
 async def test_a_member_that_dies_in_a_step_costs_that_step_only(cluster: Cluster) -> None:
     profile = small_profile(job={"workers": 3})
-    gates = Gates(6)
+    gate = Gate(6)
     job = await cluster.create(profile)
-    peers = [cluster.join(gates.build) for _ in range(3)]
-    await gates.wait()
+    peers = [cluster.join(gate.build) for _ in range(3)]
+    await gate.reached(6)
     await peers[1].die()
-    gates.go.set()
+    gate.away()
     ended = await cluster.job_until(job, done)
     assert ended["step"] == 12
     assert ended["generation"] > 1
@@ -156,12 +116,12 @@ async def test_a_newcomer_is_brought_to_the_same_state(cluster: Cluster) -> None
 
 
 async def test_a_member_leaves_within_two_seconds_and_the_others_go_on(cluster: Cluster) -> None:
-    gates = Gates(4)
+    gate = Gate(4)
     job = await cluster.create(small_profile(job={"workers": 3}))
-    peers = [cluster.join(gates.build) for _ in range(3)]
-    await gates.wait()
+    peers = [cluster.join(gate.build) for _ in range(3)]
+    await gate.reached(4)
     leaving = asyncio.create_task(peers[0].leave())
-    gates.go.set()
+    gate.away()
     async with asyncio.timeout(2):
         await leaving
     await cluster.job_until(job, done)
@@ -172,15 +132,14 @@ async def test_a_member_leaves_within_two_seconds_and_the_others_go_on(cluster: 
 
 async def test_everything_killed_at_once_resumes_from_the_checkpoint(cluster: Cluster) -> None:
     profile = small_profile(job={"steps": LONG})  # or the first to hold step 8 might end it before the other is in
-    gates = Gates(9)
+    gate = Gate(9)
     job = await cluster.create(profile)
-    peers = [cluster.join(gates.build) for _ in range(2)]
-    await gates.wait()
-    await saved(cluster, job, 8, copies=2)
+    peers = [cluster.join(gate.build) for _ in range(2)]
+    await gate.reached(9)
     await cluster.saved(job, 8, 2)
     for peer in peers:
         await peer.die()
-    gates.go.set()
+    gate.away()
     await cluster.restart_seed()
     again = [cluster.join(slot=slot) for slot in (1, 2)]
     await cluster.job_until(job, done)
@@ -192,15 +151,14 @@ async def test_everything_killed_at_once_resumes_from_the_checkpoint(cluster: Cl
 
 
 async def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(cluster: Cluster) -> None:
-    gates = Gates(9)
+    gate = Gate(9)
     job = await cluster.create(small_profile())
-    peers = [cluster.join(gates.build) for _ in range(2)]
-    await gates.wait()
-    await saved(cluster, job, 8, copies=2)
+    peers = [cluster.join(gate.build) for _ in range(2)]
+    await gate.reached(9)
     await cluster.saved(job, 8, 2)
     for peer in peers:
         await peer.die()
-    gates.go.set()
+    gate.away()
     for slot in (1, 2):
         newest = cluster.root / f"worker-{slot}" / "jobs" / job / "checkpoints" / "step-00000008" / "state.bin"
         newest.write_bytes(newest.read_bytes()[:-1])
@@ -211,24 +169,24 @@ async def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(cluster
 
 
 async def test_the_seed_may_restart_in_the_middle_of_a_run(cluster: Cluster) -> None:
-    gates = Gates(5)
+    gate = Gate(5)
     job = await cluster.create(small_profile())
-    peers = [cluster.join(gates.build) for _ in range(2)]
-    await gates.wait()
+    peers = [cluster.join(gate.build) for _ in range(2)]
+    await gate.reached(5)
     await cluster.restart_seed()
-    gates.go.set()
+    gate.away()
     ended = await cluster.job_until(job, done)
     assert ended["generation"] == 1, "the ring went on as it was"
     assert len({state_of(peer) for peer in peers}) == 1
 
 
 async def test_pause_stops_together_and_resume_goes_on(cluster: Cluster) -> None:
-    gates = Gates(5)
+    gate = Gate(5)
     job = await cluster.create(small_profile())
-    peers = [cluster.join(gates.build) for _ in range(2)]
-    await gates.wait()
+    peers = [cluster.join(gate.build) for _ in range(2)]
+    await gate.reached(5)
     await cluster.ask("jobs.pause", job=job)
-    gates.go.set()
+    gate.away()
     paused = await cluster.job_until(job, lambda item: item["state"] == "paused")
     assert paused["step"] == 6
     assert len({state_of(peer) for peer in peers}) == 1

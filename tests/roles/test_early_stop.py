@@ -16,6 +16,7 @@ from roles.engine import WHOLE, Stage
 from roles.worker.boundary import mean_loss_untrusted
 from roles.worker.early_stop import EarlyStop
 from tests.roles.in_process import Cluster, Gate, Peer
+from tests.roles.test_cluster import done, state_of
 
 TELLS = "stopped early: no better validation loss than"
 
@@ -42,16 +43,6 @@ def profile(**tables: dict[str, Any]) -> Profile:
         "checkpoint": {"every": 3, "keep": 2, "copies": 3, "best": True},
     }
     return Profile.model_validate({name: base.get(name, {}) | tables.get(name, {}) for name in {*base, *tables}})
-
-
-def done(item: dict[str, Any]) -> bool:
-    return item["state"] == "done"
-
-
-def state_of(peer: Peer) -> str:
-    engine = peer.engines[-1]
-    assert isinstance(engine, StandInEngine)
-    return engine.state.digest()
 
 
 def saved_by(peer: Peer) -> list[int]:

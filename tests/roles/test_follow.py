@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from p2ptrain.lab.stand_in import StandInEngine
 from ring import member_events as ev
 from ring.job_member import MemberPhase
 from ring.transaction import Transaction
-from roles.worker.heal import Fetched, Follower, Healer
+from roles.worker.heal import FetchResult, Follower, Healer
 from roles.worker.heal_source import MAX_FOLLOWERS, Recipient, log_limit_bytes
 from tests.roles.heal_doubles import (
     JOB,
@@ -80,10 +81,10 @@ def begin(newcomer: Newcomer, ring: Ring) -> None:
 
 
 def is_level(newcomer: Newcomer, ring: Ring) -> Callable[[], bool]:
-    return lambda: newcomer.follower.reported
+    return lambda: newcomer.follower.is_level
 
 
-async def heal(ring: Ring, newcomer: Newcomer, have: tuple[int, str] | None = None) -> Fetched:
+async def heal(ring: Ring, newcomer: Newcomer, have: tuple[int, str] | None = None) -> FetchResult:
     """As the member of the ring's view that it has become."""
     core: Any = SimpleNamespace(job=JOB, applied=have[0] if have else 0, lineage=have[1] if have else "")
     healer = Healer(around_of(ring.world, ring.told), core, progress=lambda: None)
@@ -175,7 +176,7 @@ def test_a_view_that_comes_while_it_fetches_is_entered_at_once_and_healed_within
             newcomer.follower.begin(CatchUp(JOB, 3, ring.records[:2]), newcomer.engine)
             await ring.steps_until(lambda: newcomer.core.torn)
             set_view(ring, 4)
-            newcomer.follower.end(ev.ViewArrived(ring.view))
+            newcomer.follower.end(partial(newcomer.core.handle, ev.ViewArrived(ring.view)))
             await quiet_until(lambda: not newcomer.follower.active)
             assert newcomer.core.phase is MemberPhase.FORMING
             assert newcomer.core.torn

@@ -60,7 +60,7 @@ async def test_the_others_complete_the_round_of_a_member_that_is_lost(cluster: C
     profile = small_profile(job={"strategy": "local", "workers": 3})
     job = await cluster.create(profile)
     gate = Gate(5)
-    peers = [cluster.join(lambda profile: StandInEngine(profile, on_micro_batch=gate.wait)) for _ in range(3)]
+    peers = [cluster.join(gate.build) for _ in range(3)]
     await cluster.job_until(job, at(5))
     await peers[2].die()
     gate.away()

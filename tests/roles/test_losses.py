@@ -20,17 +20,13 @@ from configs.schema import Profile
 from p2ptrain.compute.data import NO_TARGET, DataSpec, load_corpus
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.lab.memory import MemoryNetwork
 from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster
 
-STEPS = 25
 MICRO_BATCHES, SEQUENCES, TOKENS = 8, 2, 32
 SETS = [
-    f"job.steps={STEPS}",
     "device.threads=1",
-    "data.limit_bytes=2000000",
     "validation.every=0",
     "validation.batches=1",
     "checkpoint.every=0",
@@ -40,51 +36,7 @@ SETS = [
     f"data.sequence_tokens={TOKENS}",
     f"batch.micro_batches={MICRO_BATCHES}",
     f"batch.micro_batch_sequences={SEQUENCES}",
-    "optimizer.warmup_steps=10",
 ]
-
-
-def profile(workers: int) -> Profile:
-    return load("tiny", {}, [*SETS, f"job.workers={workers}"]).profile
-
-
-@functools.cache
-def plain_losses() -> list[float]:
-    """One process: the model from its configuration, autograd over the whole batch, AdamW, clipping, LambdaLR."""
-    wanted = profile(1)
-    model = initial_model(wanted)
-    spec = DataSpec(path="stdlib", sequence_tokens=TOKENS, limit_bytes=2_000_000)
-    corpus = load_corpus(spec, Tokenizer.of_bytes())
-    sampler = WindowSampler(len(corpus.training), wanted.job.seed, MICRO_BATCHES, SEQUENCES)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=wanted.optimizer.lr, betas=(0.9, 0.95), eps=1e-8)
-
-    least = wanted.optimizer.min_lr_ratio
-
-    def rate(applied: int) -> float:
-        if applied < 10:
-            return (applied + 1) / 10
-        return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * (applied - 10) / (STEPS - 10)))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    losses = []
-    for step in range(STEPS):
-        windows = [
-            int(window) for index in range(MICRO_BATCHES) for window in corpus.training[sampler.sample(step, index)]
-        ]
-        rows = [corpus.tokens[window * TOKENS : (window + 1) * TOKENS + 1] for window in windows]
-        tokens_bt = torch.stack([torch.from_numpy(row.astype("int64")) for row in rows])
-        logits_btv = model(tokens_bt[:, :-1]).logits
-        loss = F.cross_entropy(logits_btv.flatten(0, 1), tokens_bt[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-    return losses
 
 
 def initial_model(wanted: Profile) -> LlamaForCausalLM:
@@ -194,10 +146,6 @@ async def test_losses_of_conversations_are_those_of_a_loop_that_divides_by_all_t
     assert rows[-1]["val_loss"] == pytest.approx(held_out, abs=1e-5)
 
 
-async def _losses(cluster: Cluster, wanted: Profile) -> list[float]:
-    return [row["loss"] for row in await _rows(cluster, wanted)]
-
-
 async def _rows(cluster: Cluster, wanted: Profile) -> list[dict[str, Any]]:
     job = await cluster.create(wanted)
     for _ in range(wanted.job.workers):
@@ -207,25 +155,3 @@ async def _rows(cluster: Cluster, wanted: Profile) -> list[dict[str, Any]]:
     steps = range(1, wanted.job.steps + 1)
     assert [(row["step"], row["members"]) for row in rows] == [(step, wanted.job.workers) for step in steps]
     return list(rows)
-
-
-async def test_two_workers_train_a_model_without_attention_as_one_does(tmp_path: Path) -> None:
-    found = []
-    for workers in (1, 2):
-        sets = [*SETS, "job.steps=12", "model.architecture=lstm", f"job.workers={workers}"]
-        cluster = Cluster(tmp_path / str(workers), MemoryNetwork())
-        await cluster.start_seed()
-        try:
-            found.append(await _losses(cluster, load("tiny", {}, sets).profile))
-        finally:
-            await cluster.close()
-    assert found[0][-1] < found[0][0] - 0.5
-    assert max(abs(two / one - 1) for one, two in zip(*found, strict=True)) < 1e-5
-
-
-@pytest.mark.parametrize("workers", [1, 3])  # 3: shares of a step that are not equal
-async def test_the_losses_of_the_first_steps_are_those_of_one_process(cluster: Cluster, workers: int) -> None:
-    losses = await _losses(cluster, profile(workers))
-    worst = max(abs(loss / plain - 1) for loss, plain in zip(losses, plain_losses(), strict=True))
-    print(f"{workers} workers: largest relative difference of a loss in {STEPS} steps: {worst:.1e}")
-    assert worst < 1e-4

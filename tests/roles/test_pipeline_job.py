@@ -21,6 +21,7 @@ from roles.seed import jobs
 from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster, Gate, Peer
+from tests.roles.test_cluster import at, done
 
 STEPS = 12
 
@@ -88,14 +89,6 @@ def gated(gate: Gate) -> Any:
         return engine
 
     return build
-
-
-def done(item: dict[str, Any]) -> bool:
-    return item["state"] == "done"
-
-
-def at(step: int) -> Any:
-    return lambda item: item["step"] >= step
 
 
 def state_of(peer: Peer) -> bytes:

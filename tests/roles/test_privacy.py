@@ -25,7 +25,7 @@ from roles.worker.early_stop import EarlyStop
 from roles.worker.privacy import COUNT_FILE, Budget, epsilon_of
 from tests.compute.tiny_trainer import state_bytes
 from tests.ring.local import local_ring
-from tests.roles.in_process import DEADLINE_S, Cluster, Gate, Peer
+from tests.roles.in_process import Cluster, Gate, Peer
 from tests.roles.test_cluster import done
 from tests.roles.test_local import PRIVATE, own_text
 
@@ -85,24 +85,6 @@ def test_a_checkpoint_has_the_count_and_never_lowers_it() -> None:
 
 def private_profile(*sets: str) -> Profile:
     return load("tiny", {}, [*SETS, *sets]).profile
-
-
-class Watched(Gate):
-    """Tells how many engines it has stopped."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(step)
-        self._step, self._loop, self._stopped = step, asyncio.get_running_loop(), asyncio.Semaphore(0)
-
-    def wait(self, step: int, index: int) -> None:
-        if step == self._step:
-            self._loop.call_soon_threadsafe(self._stopped.release)
-        super().wait(step, index)
-
-    async def reached_by(self, engines: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            for _ in range(engines):
-                await self._stopped.acquire()
 
 
 class Stopped(Trainer):
@@ -186,9 +168,9 @@ async def test_going_back_gives_no_budget_back(cluster: Cluster, join: Callable[
 
 async def test_an_aborted_step_and_a_newcomer_count(cluster: Cluster, join: Callable[..., Peer]) -> None:
     job = await cluster.create(private_profile())
-    gate = Watched(4)
+    gate = Gate(4)
     peers = [join(number, gate) for number in range(3)]
-    await gate.reached_by(3)
+    await gate.reached(4, 3)
     await peers[2].die()
     newcomer = join(3)
     gate.away()
@@ -199,9 +181,9 @@ async def test_an_aborted_step_and_a_newcomer_count(cluster: Cluster, join: Call
 
 async def test_a_last_step_that_is_repeated_changes_nothing(cluster: Cluster, join: Callable[..., Peer]) -> None:
     job = await cluster.create(private_profile())
-    gate = Watched(AFFORDED - 1)
+    gate = Gate(AFFORDED - 1)
     peers = [join(number, gate) for number in range(3)]
-    await gate.reached_by(3)
+    await gate.reached(AFFORDED - 1, 3)
     before = state_bytes(peers[0].engines[-1])
     await peers[2].die()
     gate.away()

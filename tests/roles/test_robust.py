@@ -137,8 +137,7 @@ async def test_shares_are_equal_and_the_job_waits_when_members_are_too_few(clust
     profile = robust_profile("krum", 5)
     job = await cluster.create(profile)
     gate = Gate(5, 8)
-    build = lambda profile: StandInEngine(profile, on_micro_batch=gate.wait)  # noqa: E731
-    peers = [cluster.join(build) for _ in range(5)]
+    peers = [cluster.join(gate.build) for _ in range(5)]
     await cluster.job_until(job, at(5))
     await peers[1].die()
     gate.on()
@@ -147,7 +146,7 @@ async def test_shares_are_equal_and_the_job_waits_when_members_are_too_few(clust
     )
     assert waiting["reason"] == "one more worker is needed (4 of 5 are ready)"
     gate.away()
-    cluster.join(build)
+    cluster.join(gate.build)
     ended = await cluster.job_until(job, done)
     assert ended["step"] == 12
     page = await cluster.ask("jobs.ledger", job=job, after_step=0)

@@ -171,7 +171,7 @@ async def test_a_drop_out_is_survived_and_two_wait_for_a_third(cluster: Cluster)
     profile = small_profile(job={"strategy": "federated", "workers": 3}, federated={"secure": True})
     job = await cluster.create(profile)
     gate = Gate(5)
-    peers = [cluster.join(lambda profile: StandInEngine(profile, on_micro_batch=gate.wait)) for _ in range(3)]
+    peers = [cluster.join(gate.build) for _ in range(3)]
     await cluster.job_until(job, at(5))
     await peers[2].die()
     gate.away()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,15 +20,9 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.lab.audit import AuditResult, audit
 from p2ptrain.lab.stand_in import StandInEngine
-from ring.direct import DirectMessages
 from ring.ledger import counts_of_untrusted
-from ring.session import RingSession
 from ring.staleness import Accepted, unpacked_untrusted
-from roles.compute_thread import ComputeThread
-from roles.snapshots import Snapshots, state_digest
-from roles.strategies.server import VersionServer
 from roles.worker.build import engine_builder
-from roles.worker.reports import WorkerLedger
 from tests.compute.test_packing import ONE_EACH, written
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.test_cluster import at, done, small_profile, state_of
@@ -198,7 +189,7 @@ async def test_no_worker_waits_for_a_slow_one_and_its_stale_gradient_is_refused(
     late = next(peer for peer in peers if peer.engines[-1] is slow[0])
     assert late.worker is not None
     assert late.worker._runner is not None
-    assert late.worker._runner.activities.figures()["refused"] >= 1
+    assert late.worker._runner.way.figures()["refused"] >= 1
 
 
 class NotFinite(StandInEngine):
@@ -249,29 +240,6 @@ async def test_a_job_that_ends_early_tells_no_worker_that_every_step_is_done_and
         assert [row.step for _, row in peer.worker._runner.state.reports.ledger._rows] == [
             *range(1, record["step"] + 1)
         ]
-
-
-async def test_a_view_that_ends_while_a_version_is_hashed_leaves_no_copy_in_use() -> None:
-    profile, hashing = small_profile(job={"strategy": "server"}), asyncio.Event()
-
-    async def run(call: Callable[..., Any], *args: Any) -> Any:
-        if call is not state_digest:
-            return call(*args)
-        hashing.set()
-        return await asyncio.Event().wait()
-
-    compute = cast(ComputeThread, SimpleNamespace(run=run))
-    view = SimpleNamespace(codec="fp32", step=0)
-    session = SimpleNamespace(rank=0, size=1, broken=asyncio.get_running_loop().create_future(), view=view)
-    copies, rows = Snapshots(compute, 4), WorkerLedger("job", print)
-    server = VersionServer(
-        StandInEngine(profile), compute, cast(RingSession, session), cast(DirectMessages, None), copies, rows, profile
-    )
-    publishing = asyncio.create_task(server.publish(0, "00" * 16, 0.0, over=False, last=False))
-    await hashing.wait()
-    publishing.cancel()
-    await asyncio.gather(publishing, return_exceptions=True)
-    assert [copy.holders for copy in copies._made] == [0]
 
 
 async def test_a_robust_rule_withstands_a_worker_that_flips_signs(cluster: Cluster) -> None:

@@ -22,8 +22,8 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.line import QUIET_S, Line
 from roles.model_directory import FILE, DigestCache, ModelDirectory, open_model
+from roles.worker.model_loading import MAX_PEERS
 from roles.worker.part_cache import MAX_PARTS, MAX_SESSIONS
-from roles.worker.shared_models import MAX_PEERS
 from tests.roles.stage_doubles import (
     PORT,
     Generation,
@@ -346,7 +346,7 @@ def test_a_slow_sender_keeps_nobody_else_waiting_for_long(tmp_path: Path, model:
         part = load_params(model, 0, 4, 4)
         async with (
             client_of(network.at("slow"), "w0", peer_id="slow") as slow,
-            slow_sender(network, model, "slow", 4.0),
+            slow_sender(network, model, "slow", 6.0),
             client_of(network.at("third"), "w0", peer_id="third") as third,
             giving(network.at("third"), "w0", model, peer_id="third"),
         ):
@@ -360,10 +360,9 @@ def test_a_slow_sender_keeps_nobody_else_waiting_for_long(tmp_path: Path, model:
                 with pytest.raises(Refused, match="sends less than 64 KiB a second") as refused:
                     await hanging
                 assert refused.value.code == "sender"
-                assert now() - began == pytest.approx(QUIET_S + 4, abs=1)
-                assert client.progress[0].done_bytes > 0, "who waits hears how far it is"
+                assert now() - began == pytest.approx(QUIET_S, abs=1)
                 loaded = await same
-            assert now() - began < QUIET_S + 5
+            assert now() - began < QUIET_S + 1
             assert loaded["received_bytes"] == bytes_of(model, "")
             await answers(client, loaded["part"])
 
@@ -511,7 +510,7 @@ def test_a_part_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, mo
     with_stage(tmp_path, test, limit_bytes=6600, faults=True)
 
 
-def test_a_job_takes_the_memory_of_idle_parts_where_it_is_short(tmp_path: Path, model: ModelDirectory) -> None:
+def test_a_job_takes_the_memory_of_idle_parts(tmp_path: Path, model: ModelDirectory) -> None:
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
         async with giving(network.at("client"), "w0", model):
             await client.ask("part.load", load_params(model, 0, 4, 4))
@@ -522,7 +521,7 @@ def test_a_job_takes_the_memory_of_idle_parts_where_it_is_short(tmp_path: Path, 
         await stage.stages.job_assigned()
         assert not stage.stages.cache.parts
 
-    with_stage(tmp_path, test, free_bytes=1000)
+    with_stage(tmp_path, test)
 
 
 def test_there_are_as_many_parts_and_sessions_as_there_may_be(tmp_path: Path) -> None:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import xxhash
 
 from configs.schema import Profile
-from p2ptrain.core.errors import ProtocolError, Refused
-from p2ptrain.lab.memory import MemoryNetwork
+from p2ptrain.core.errors import Refused
 from p2ptrain.lab.stand_in import StandInEngine
-from ring.token import first_lineage, joined_digest, next_lineage
-from roles.engine import Stage
-from roles.worker.heal import Base, Fetch, Layout, Sender
-from tests.roles.heal_doubles import around_of, world_of
 from tests.roles.in_process import Cluster, Peer
-from wire.job_messages import HealOffer, HealRequest, StepLogged
+from tests.roles.test_cluster import at, done
 
 
 def split_profile(stages: int, replicas: int, **job: Any) -> Profile:
@@ -70,14 +60,6 @@ def whole_of(peers: list[Peer]) -> bytes:
     parts = sorted((part_of(peer) for peer in peers), key=lambda engine: engine.state.part.start)
     blobs = [[bytes(blob.view) for blob in engine.state.blobs()] for engine in parts]
     return b"".join(b"".join(pieces) for pieces in zip(*blobs, strict=True))
-
-
-def done(item: dict[str, Any]) -> bool:
-    return item["state"] == "done"
-
-
-def at(step: int) -> Any:
-    return lambda item: item["step"] >= step
 
 
 async def by_stage(cluster: Cluster, peers: list[Peer]) -> list[list[Peer]]:
@@ -181,53 +163,3 @@ async def test_going_back_to_a_step_needs_a_checkpoint_of_every_stage(cluster: C
     with pytest.raises(Refused, match="only"):
         await cluster.ask("checkpoints.restore", id=here["id"])
     await cluster.ask("jobs.cancel", job=job)
-
-
-# ------------------------------------------------------------------------------------------------ what followers verify
-
-
-def follower(stage: Stage) -> tuple[Fetch, Sender, StandInEngine]:
-    engine = StandInEngine(split_profile(stage.count, 1), stage=stage)
-    first = first_lineage("spec")
-    fetch = Fetch(
-        around_of(world_of(MemoryNetwork()), []),
-        Layout(engine.state.blobs(), engine.reduce_buffer.nbytes, stage),
-        request=HealRequest("job", -1, "", 1.0, 0, first, stage.index),
-        generation=1,
-        members=[],
-        on_torn=lambda: None,
-        on_progress=lambda: None,
-    )
-    source = Sender("d", "d", None)  # type: ignore[arg-type]
-    return fetch, source, engine
-
-
-def test_a_step_is_told_with_the_digests_of_all_stages() -> None:
-    fetch, source, engine = follower(Stage(1, 2))
-    source.offer = object()  # type: ignore[assignment]
-    size = engine.reduce_buffer.nbytes
-    mine, others = bytes(range(16)), bytes(16)
-    fetch.heard_untrusted(source, StepLogged(1, mine, 1.0, size, others + mine))
-    for digests in (b"", mine, mine + others, others + mine + mine):
-        with pytest.raises(ProtocolError):
-            fetch.heard_untrusted(source, StepLogged(2, mine, 1.0, size, digests))
-
-
-async def test_the_lineage_of_a_step_is_made_of_all_stages_digests() -> None:
-    fetch, source, engine = follower(Stage(1, 2))
-    posted: list[tuple[memoryview, Callable[[], None]]] = []
-    post = lambda into, *, done, **_: posted.append((into, done))  # noqa: E731
-    connection = SimpleNamespace(post=post, send=lambda *_, **__: None)
-    source.line = SimpleNamespace(connection=connection)  # type: ignore[assignment]
-    fetch.senders["d"] = fetch.receiver.sources["d"] = source
-    fetch.heard_untrusted(source, HealOffer(0, first_lineage("spec"), [], 1 << 20))
-    fetch.steps.begin(Base(0, first_lineage("spec")))
-    data = np.arange(engine.reduce_buffer.size, dtype=np.float32)
-    mine, other = xxhash.xxh3_128_digest(data.tobytes()), bytes(16)
-    fetch.heard_untrusted(source, StepLogged(1, mine, 2.0, data.nbytes, other + mine))
-    ((into, landed),) = posted
-    into[:] = data.tobytes()
-    landed()
-    async with asyncio.timeout(5):
-        step = await fetch.step()
-    assert step.lineage == next_lineage(first_lineage("spec"), joined_digest(other + mine))

@@ -22,16 +22,14 @@ from tests.roles.stage_doubles import (
     as_stage,
     chain_of,
     client_of,
-    giving,
     ids_work,
-    load_params,
     lost,
     model_at,
     open_params,
     sampling_params,
 )
 from tests.roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, Sampled
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest
 from wire.handshake import dial, local_hello
 
 CONFIG = stand_in_config(layers=6)
@@ -87,62 +85,6 @@ def test_a_chain_gives_what_one_part_gives(
 
 def place(stage: Stage) -> dict[str, Any]:
     return {"peer": stage.name, "host": stage.name, "port": PORT}
-
-
-@pytest.mark.parametrize("prefill_encoding", ["fp32", "int8"])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_lost_stage_is_replaced_and_the_same_tokens_come(
-    tmp_path: Path, model: ModelDirectory, frozen: bool, prefill_encoding: str
-) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        expected = tokens_of(CONFIG, PROMPT, 12, SEEDED)
-        await chain.open("s1", prefill_encoding=prefill_encoding, **sampling_params(SEEDED))
-        generation = Generation("s1", PROMPT, 2)
-        while len(generation.made) < 5:
-            chain.clients[0].give(*generation.work())
-            generation.take(await chain.answer())
-            chain.clients[0].give(*ids_work("s1", [9, 9], keep=generation.keep, last=2, samples=0))  # taken back later
-            assert isinstance(await chain.answer(), Sampled)
-        spare = Stage("spare", network.at("spare"), tmp_path / "spare")
-        await spare.start()
-        async with client_of(network.at("client"), "spare") as successor:
-            async with giving(network.at("client"), "spare", model):
-                part = (await successor.ask("part.load", load_params(model, 2, 4, 6)))["part"]
-
-            now = asyncio.get_running_loop().time
-            lost_at = now()
-            if frozen:
-                for other in ("w0", "w2", "client"):
-                    network.silence("w1", other)
-            else:
-                network.crash("w1")
-            chain.clients[0].give(*generation.work())
-            broken = await chain.clients[0].next()
-            assert isinstance(broken, ChainBroken)
-            assert (broken.session, broken.epoch, broken.lost) == ("s1", 0, 1)
-            assert now() - lost_at <= (2.0 if frozen else 0.0)
-
-            generation.epoch = 1
-            resume = {"session": "s1", "index": 2, "epoch": 1, "keep": generation.keep, "next": None}
-            assert await chain.clients[2].ask("session.resume", resume) == {"position": generation.keep}
-            params = open_params("s1", part, 1, 3, "w2", epoch=1, prefill_encoding=prefill_encoding)
-            await successor.ask("session.open", params)
-            resume |= {"index": 0, "next": place(spare)}
-            assert await chain.clients[0].ask("session.resume", resume) == {"position": generation.keep}
-            history = [*PROMPT, *generation.made][: generation.keep]
-            for keep, ids, prefill in ((0, PROMPT, True), (len(PROMPT), history[len(PROMPT) :], False)):
-                again = {"number": 77, "epoch": 1, "samples": 0, "prefill": prefill}
-                chain.clients[0].give(*ids_work("s1", ids, keep=keep, last=1, **again))
-                took = await successor.next()
-                assert isinstance(took, Sampled)
-                assert (took.number, took.epoch, len(took.spent_us)) == (77, 1, 2)
-            while len(generation.made) < 12:
-                chain.clients[0].give(*generation.work())
-                generation.take(await chain.clients[2].next())
-            assert generation.made == expected
-        await spare.stop()
-
-    with_chain(tmp_path, model, (0, 2, 4, 6), test, faults=True)
 
 
 def test_a_result_of_an_older_epoch_is_dropped(tmp_path: Path, model: ModelDirectory) -> None:

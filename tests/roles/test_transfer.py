@@ -31,7 +31,7 @@ class Play:
             self.core.want(key, right(key))
         for name in sources:
             self.under_way[name] = []
-            self.take(self.core.offers(name, range(pieces), self.now))
+            self.take(self.core.offers(name, range(pieces)))
 
     def take(self, instructions: list[RangeQuery | GiveUp] | list[RangeQuery]) -> None:
         for instruction in instructions:
@@ -47,11 +47,11 @@ class Play:
     def deliver(self, name: str, *, wrong: bool = False) -> None:
         key = self.under_way[name].pop(0)
         self.sent[name] += 1
-        self.take(self.core.arrived(name, key, b"?" if wrong else right(key), self.now))
+        self.take(self.core.arrived(name, key, b"?" if wrong else right(key)))
 
     def kill(self, name: str) -> int:
         lost = len(self.under_way.pop(name, []))
-        self.take(self.core.lost(name, self.now))
+        self.take(self.core.lost(name))
         return lost
 
     def run(self) -> None:
@@ -94,12 +94,12 @@ def test_most_decide_and_ties_go_to_the_first(said: str, most: str | None) -> No
 def test_a_piece_that_is_gone_comes_from_another_and_one_that_is_forgotten_from_nobody() -> None:
     core = Transfer()
     core.want("p", right(1))
-    assert core.offers("a", {"p"}, 0.0) == [RangeQuery("a", "p")]
+    assert core.offers("a", {"p"}) == [RangeQuery("a", "p")]
     core.drop_request("a", "p")
-    assert core.offers("a", (), 0.0) == []
-    assert core.offers("b", {"p"}, 0.0) == [RangeQuery("b", "p")]
+    assert core.offers("a", ()) == []
+    assert core.offers("b", {"p"}) == [RangeQuery("b", "p")]
     core.forget("p")
-    assert core.arrived("b", "p", b"?", 1.0) == [], "nobody minds what it is any more"
+    assert core.arrived("b", "p", b"?") == [], "nobody minds what it is any more"
     assert core.complete
 
 

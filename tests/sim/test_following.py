@@ -55,7 +55,7 @@ def test_it_goes_on_alone_when_the_ring_that_it_follows_freezes() -> None:
         frozen = asyncio.Event()
 
         def look() -> None:
-            if newcomer.following and newcomer.worker._runner.follower.reported and not frozen.is_set():
+            if newcomer.following and newcomer.worker._runner.follower.is_level and not frozen.is_set():
                 frozen.set()
                 for machine in ring:
                     machine.process.frozen = True

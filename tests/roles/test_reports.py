@@ -1,21 +1,25 @@
-"""The rows that a member keeps of the steps that it applied."""
+"""What a worker reports of its steps: their rows of the ledger, their metrics and their times."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from p2ptrain.core.training import Applied
 from ring.token import first_lineage, next_lineage
 from ring.view import View
-from roles.worker.reports import BATCH_BYTES, LEDGER_FILE_BYTES, ROWS, StepReporter, WorkerLedger
+from roles.worker.reports import BATCH_BYTES, KEPT, LEDGER_FILE_BYTES, ROWS, StepClock, StepReporter, WorkerLedger
+from tests.ring.test_recovery import view
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import LedgerRow, LedgerRows, StepMetrics
+from wire.messages import Message
 
 ORIGIN = first_lineage("spec")
 
 
-class Told:
+class ToldLedger:
     """A ledger, and what it said."""
 
     def __init__(self, steps: int = 0, members: int = 2) -> None:
@@ -39,7 +43,7 @@ class Told:
 
 
 def test_rows_are_told_from_where_the_seed_has_none() -> None:
-    told = Told(5)
+    told = ToldLedger(5)
     assert told.beyond(0) == [1, 2, 3, 4, 5]
     assert told.beyond(3) == [4, 5]
     assert told.beyond(5) == told.beyond(9) == []
@@ -49,7 +53,7 @@ def test_rows_are_told_from_where_the_seed_has_none() -> None:
 
 
 def test_messages_and_memory_are_bounded() -> None:
-    told = Told(ROWS + 10, members=100)
+    told = ToldLedger(ROWS + 10, members=100)
     assert told.beyond(0) == list(range(11, ROWS + 11))
     sizes = [len(encode(message)) for message in told.said]
     assert max(sizes) < CONTROL_FRAME_BYTES
@@ -57,7 +61,7 @@ def test_messages_and_memory_are_bounded() -> None:
 
 
 def test_rows_come_back_from_the_checkpoint_that_they_were_saved_with() -> None:
-    told, again = Told(5), Told()
+    told, again = ToldLedger(5), ToldLedger()
     (file,) = told.ledger.files()
     assert again.ledger.files() == []
     again.ledger.loaded_untrusted(5, told.lineages[5], b"".join(map(bytes, file.parts)))  # type: ignore[arg-type]
@@ -70,7 +74,7 @@ def test_rows_come_back_from_the_checkpoint_that_they_were_saved_with() -> None:
 
 @pytest.mark.parametrize(("members", "kept"), [(2, ROWS), (1024, LEDGER_FILE_BYTES // (192 + 12 * 1024))])
 def test_the_file_is_bounded_and_has_the_newest_rows(members: int, kept: int) -> None:
-    told, again = Told(), Told()
+    told, again = ToldLedger(), ToldLedger()
     for step in range(1, ROWS + 10):
         told.apply(step, members, generation=2 + step % 2)  # no two rows have the same head
     (file,) = told.ledger.files()
@@ -80,7 +84,7 @@ def test_the_file_is_bounded_and_has_the_newest_rows(members: int, kept: int) ->
 
 
 def test_rows_of_a_past_that_was_given_up_are_dropped() -> None:
-    told = Told(5)
+    told = ToldLedger(5)
     told.ledger.stands_at(3, told.lineages[3])
     assert told.beyond(0) == [1, 2, 3]
     told.lineages = told.lineages[:4]
@@ -92,7 +96,7 @@ def test_rows_of_a_past_that_was_given_up_are_dropped() -> None:
 
 
 def test_a_state_from_elsewhere_begins_anew() -> None:
-    told = Told(3)
+    told = ToldLedger(3)
     told.lineages = ["cd" * 16] * 8
     told.ledger.add(LedgerRow(8, 2, b"x" * 16, bytes(8)), "cd" * 16)
     assert told.beyond(0) == [8]
@@ -101,17 +105,73 @@ def test_a_state_from_elsewhere_begins_anew() -> None:
     assert told.beyond(0) == []
 
 
-def test_metrics_go_on_from_a_checkpoint_and_are_told_to_a_seed_that_lacks_them() -> None:
-    said = list[StepMetrics]()
+class Reporting:
+    """A member's reports of steps: (generation, step)."""
 
-    def reporter() -> StepReporter:
-        return StepReporter(job="job", steps_total=9, send=said.append, on_step=lambda *step: None)  # type: ignore[arg-type]
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+        self.teller = StepReporter(job="job", steps_total=1000, send=self._say, on_step=lambda *_: None)
 
-    view = View("job", 3, (), 5, "ab" * 16, ledger_step=2)
-    before, after = reporter(), reporter()
+    def _say(self, message: Message) -> None:
+        assert isinstance(message, StepMetrics)
+        self.told.append((message.generation, message.step))
+
+    def step(self, number: int, view: View, rank: int) -> None:
+        self.teller.applied(Applied(number, 2.0, 0.1, 1.0))
+        self.teller.tell(number, view, rank, {"step_ms": 5.0})
+
+
+def test_every_member_tells_of_what_the_seed_lacked_when_the_view_was_minted() -> None:
+    first, second = Reporting(), Reporting()
+    old = view(1, 0)
     for step in range(1, 6):
-        before.applied(Applied(step, loss=step / 2, lr=0.5, grad_norm=1.0))
-    (file,) = before.files()
-    after.loaded_untrusted(4, b"".join(map(bytes, file.parts)))  # type: ignore[arg-type]
-    after.tell_beyond(view, 9)
-    assert [(row.step, row.values["loss"]) for row in said] == [(3, 1.5), (4, 2.0)], "of the steps that the state has"
+        first.step(step, old, 0)
+        second.step(step, old, 1)
+    assert first.told == [(1, step) for step in range(1, 6)]
+    assert second.told == []
+    second.teller.tell_beyond(replace(view(2, 4), ledger_step=2), 4)  # rank 0 may be a newcomer
+    assert second.told == [(2, 3), (2, 4)], "a step beyond the view's is taken back"
+
+
+def test_steps_and_their_metrics_go_on_from_a_checkpoint_of_their_state() -> None:
+    before, after = Reporting(), Reporting()
+    for step in range(1, 6):
+        before.step(step, view(1, 0), 1)
+    (file,) = before.teller.files()
+    after.teller.loaded_untrusted(4, b"".join(map(bytes, file.parts)))  # type: ignore[arg-type]
+    after.teller.tell_beyond(replace(view(3, 5), ledger_step=2), 9)
+    assert after.told == [(3, 3), (3, 4)], "of the steps that the state has"
+    after.teller.forget()
+    after.told.clear()
+    after.teller.tell_beyond(view(4, 5), 9)
+    assert after.told == [], "the state was replaced"
+
+
+def test_no_more_is_remembered_than_can_be_told_at_once() -> None:
+    member = Reporting()
+    for step in range(1, KEPT + 11):
+        member.step(step, view(1, 0), 1)
+    member.teller.tell_beyond(view(2, KEPT + 10), KEPT + 10)
+    assert [step for _, step in member.told] == list(range(11, KEPT + 11))
+
+
+def test_the_parts_of_a_step_are_those_of_its_last_view() -> None:
+    now = 100.0
+    clock = StepClock(lambda: now)
+    with clock.phase("compute"):
+        now += 5.0
+    clock.waited(1.0)
+    clock.view_began()
+    for _ in range(2):  # a step takes nothing over from the one before
+        with clock.phase("compute"):
+            now += 2.0
+        with clock.phase("communicate"):
+            now += 0.5
+        clock.waited(0.125)
+        clock.exchanged(exposed_s=0.25, communicating_s=1.0)
+        with clock.phase("compute"):
+            now += 0.25
+        assert clock.step_done() == pytest.approx(
+            {"step_ms": 2750, "compute_ms": 2250, "communicate_ms": 375, "wait_ms": 125, "hidden_ms": 750}
+        )
+    assert clock.longest_s == pytest.approx(2.75)

@@ -1,0 +1,84 @@
+"""The table of the ways to train: the work, the exchange and the rings of parts of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from configs.schema import Profile
+from roles.compute_thread import ComputeThread
+from roles.engine import Engine
+from roles.strategies import federated
+from roles.strategies.interface import Exchange, Progress, Work
+from roles.strategies.parts import PartRings
+from roles.strategies.pipeline import PipelinePasses
+from roles.strategies.robust import GatheredVectors
+from roles.strategies.secure import MaskedSum
+from roles.strategies.sharded import LockstepShards
+from roles.strategies.strategy import Factory, Strategy
+from roles.strategies.sync import GradientSum, MicroBatches
+
+
+@dataclass(frozen=True, slots=True)
+class _Composition:
+    """``parts``: the rings of a split model; None: each member holds the whole model."""
+
+    work: Work
+    exchange: Exchange
+    parts: PartRings | None = None
+
+
+def _whole(profile: Profile, engine: Engine, compute: ComputeThread, progress: Progress) -> _Composition:
+    exchange: Exchange
+    if profile.federated.secure:
+        exchange = MaskedSum(engine, compute)
+    elif profile.robust.rule:
+        exchange = GatheredVectors(engine, compute, profile.robust, profile.batch.micro_batches)
+    else:
+        exchange = GradientSum(engine)
+    return _Composition(MicroBatches(engine, compute, progress), exchange)
+
+
+def _pipeline(profile: Profile, engine: Engine, compute: ComputeThread, progress: Progress) -> _Composition:
+    stage = engine.pipeline
+    assert stage is not None
+    ahead, tokens = profile.batch.micro_batches, engine.data.tokens_per_micro_batch
+    work = PipelinePasses(stage, compute, progress, profile.pipeline, ahead=ahead, tokens_per_micro_batch=tokens)
+    return _Composition(work, GradientSum(engine, stage.contributed_square_sum), PartRings(engine, stage.tied_gradient))
+
+
+def _sharded(profile: Profile, engine: Engine, compute: ComputeThread, progress: Progress) -> _Composition:
+    assert engine.shards is not None
+    return _Composition(
+        LockstepShards(engine, engine.shards, compute, progress), GradientSum(engine), PartRings(engine)
+    )
+
+
+# DiLoCo (arXiv 2311.08105) and FedAvg (arXiv 1602.05629) differ from ``sync`` in what the engine computes and
+# contributes: it takes an inner step for each micro-batch, and contributes how far its copy came (``compute.local``).
+STRATEGIES: dict[str, Callable[[Profile, Engine, ComputeThread, Progress], _Composition]] = {
+    "sync": _whole,
+    "local": _whole,
+    "federated": _whole,
+    "pipeline": _pipeline,
+    "sharded": _sharded,
+}
+
+
+def factory_of(profile: Profile) -> Factory:
+    compose = STRATEGIES[profile.job.strategy]
+
+    def make(engine: Engine, compute: ComputeThread, progress: Progress, bucket_bytes: int) -> Strategy:
+        made = compose(profile, engine, compute, progress)
+        choose_slot = None if engine.slots is None else federated.slot_chooser(profile, engine.slots, compute)
+        return Strategy(
+            engine,
+            compute,
+            bucket_bytes,
+            work=made.work,
+            exchange=made.exchange,
+            parts=made.parts,
+            before_step=choose_slot,
+        )
+
+    return make
