@@ -1,7 +1,7 @@
 """The seed's ledger: one row per step, which records the members' shares of it (``ring.ledger``).
 
-A row takes less than 50 bytes on the disk, plus 4 per member: a test measures it. With strategy 'server' each
-contribution takes 26 more. When a job has more than 17/16 of ``ROWS_KEPT`` rows, the oldest are folded into its *base*:
+A row takes less than 50 bytes on the disk, plus 4 per member. With strategy 'server' each contribution takes 26
+more. When a job has more than 17/16 of ``ROWS_KEPT`` rows, the oldest are folded into its *base*:
 a step and the lineage at that step. Folded rows were verified when they were taken in. So the table of a job with 8
 members has at most 90 MB.
 """

@@ -44,21 +44,9 @@ SPEED = "compute_flops"
 """Key in a heartbeat's stats: floating-point operations per second, measured by the worker."""
 GAUGES = "gauges"
 """Capability in a ``Hello``: the worker will measure ``SPEED``."""
-_STATES = frozenset(
-    (
-        "joining",
-        "idle",
-        "building",
-        "waiting",
-        "healing",
-        "following",
-        "training",
-        "held",
-        "failed",
-        "leaving",
-        "serving",
-    ),
-)
+_STATES = frozenset({
+    "joining", "idle", "building", "waiting", "healing", "following", "training", "held", "failed", "leaving", "serving"
+})  # fmt: skip
 """Valid values of ``Heartbeat.state``."""
 
 

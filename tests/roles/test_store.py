@@ -52,13 +52,6 @@ def test_jobs_come_back_oldest_first_with_their_specs(kept: Records, tmp_path: P
     ]
 
 
-def test_a_generation_is_minted_once(kept: Records) -> None:
-    kept.add_view(view(1, 0, "a"), JOB)
-    with pytest.raises(StorageError):
-        kept.add_view(view(1, 3, "b"), JOB)
-    assert kept.last_view("j1") == view(1, 0, "a")
-
-
 def test_a_view_and_its_jobs_branch_become_durable_together(kept: Records) -> None:
     kept.add_job(JOB, "{1}")
     kept.add_view(view(1, 0, "a"), dataclasses.replace(JOB, branch=["a"]))
@@ -88,15 +81,6 @@ def test_a_number_that_sqlite_does_not_hold_is_a_storage_error(kept: Records, va
     with pytest.raises(StorageError):
         kept.add_rows([row(value)])
     kept.add_rows([row(1)])
-
-
-def test_metrics_page_by_page_and_the_newest(kept: Records) -> None:
-    kept.add_rows([row(step, loss=step / 10) for step in range(1, 8)])
-    kept.add_rows([row(7, loss=0.5, val_loss=0.25)])  # the same step again: redone
-    assert [item.step for item in kept.metrics("j1", 2, 3)] == [3, 4, 5]
-    assert kept.last_metrics("j1", 2) == [row(6, loss=0.6), row(7, loss=0.5, val_loss=0.25)]
-    assert kept.last_val_loss("j1") == 0.25
-    assert kept.metrics("other", 0, 10) == []
 
 
 def test_old_rows_are_dropped(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,9 +147,7 @@ def test_mlflow_is_told_each_value_and_finds_the_run_again(
     assert "Authorization" not in server.asked[-1][1]
 
 
-@pytest.mark.parametrize(
-    "address", ["", "file:///x", "http://me:key@host", "http://:key@host/a", "http://ho st", "http:///"]
-)
+@pytest.mark.parametrize("address", ["", "file:///x", "http://me:key@host", "http:///"])
 def test_mlflow_needs_an_address_without_credentials(address: str) -> None:
     check("mlflow", Track(), {"MLFLOW_TRACKING_URI": "https://host:5000/base/"})
     with pytest.raises(P2PTrainError, match="the seed lacks MLFLOW_TRACKING_URI in its") as caught:

@@ -16,8 +16,7 @@ from tui.app import ConfirmScreen, HelpScreen, P2PTrainApp
 from tui.chains import how_to_split
 from tui.model import RecordStore
 from tui.panels import HeaderBar, RingPanel, TrainingPanel
-from tui.tables import CheckpointsPanel, JobsPanel, LiveTable, PeersPanel
-from tui.theme import DARK, LIGHT
+from tui.tables import CheckpointsPanel, JobsPanel, PeersPanel
 from wire.address import how_to_join
 from wire.records import EventInfo, MemberScore
 
@@ -122,17 +121,6 @@ async def test_no_size_breaks_it():
             await stage.pilot.resize_terminal(*size)
             stage.source.tick()
             await stage.press(key)
-
-
-async def test_dark_and_light():
-    async with staged(WIDE) as stage:
-        grounds = []
-        for theme in ("p2ptrain-dark", "p2ptrain-light"):
-            assert stage.app.theme == theme
-            strip = stage.app.screen_stack[0].query_one("#peers-table", LiveTable).render_line(2)
-            grounds.append({segment.style.bgcolor.name for segment in strip})
-            await stage.press("d")
-        assert grounds == [{DARK.colours["surface"]}, {LIGHT.colours["surface"]}]
 
 
 async def test_help_closes_and_quitting_says_that_training_goes_on():

@@ -61,13 +61,6 @@ def test_a_bar_and_a_sparkline_are_as_wide_as_they_should_be(part, values, width
     assert len(fmt.bar(part, width)) == len(fmt.sparkline(values, width)) == max(0, width)
 
 
-def test_a_bar_shows_eighths():
-    assert fmt.bar(0.5, 4) == "██  "
-    assert fmt.bar(1 / 32, 4) == "▏   "
-    assert fmt.bar(1.0, 4) == "████"
-    assert fmt.bar(0.0, 4) == "    "
-
-
 def test_a_sparkline_shows_changes_and_gaps():
     assert fmt.sparkline([100.0, 101.0, None, 102.0], 6) == "  ▄▆ █"
     assert fmt.sparkline([5.0, 5.0], 2) == "▄▄"

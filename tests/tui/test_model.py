@@ -73,14 +73,6 @@ def cluster_of(peers: int, **changes: Any) -> dict[str, Any]:
     return DemoCluster(peers).cluster().to_map() | changes
 
 
-def test_versions_grow_with_every_change_of_their_topic_only():
-    store = fed(DemoCluster(3))
-    before = store.versions.copy()
-    store.apply("peers-gone", [{"id": "peer1"}], 1.0)
-    assert {topic for topic in store.versions if store.versions[topic] != before[topic]} == {"peers"}
-    assert "peer1" not in store.peers
-
-
 MALFORMED = [
     ("cluster", {}),
     ("peers", 7),

@@ -120,13 +120,6 @@ async def test_a_malformed_update_is_counted_and_shown_and_the_rest_is_taken_in(
 
 
 @watched
-async def test_a_seed_without_events_is_watched_as_any(seed: DemoFakeSeed, source: SeedSource) -> None:
-    seed.answers["events.list"] = {"events": []}
-    await live(source)
-    await until(source, lambda: [method for method, _ in seed.asked].count("events.list") == 2)
-
-
-@watched
 async def test_a_seed_that_says_no_is_shown_with_its_remedy(seed: DemoFakeSeed, source: SeedSource) -> None:
     seed.refuse = Refuse("full", "the seed has no room for a viewer", "leave another one")
     await until(source, lambda: source.store.link.phase is LinkPhase.LOST)
