@@ -64,17 +64,6 @@ async def test_a_long_flow_leaves_the_loop_its_turns():
     assert len(sent_bytes) <= TURNS + 2, "turns without work"
 
 
-async def test_a_lane_that_is_stopped_between_two_turns_sends_no_more():
-    right, done = BottomlessConnection(), asyncio.Event()
-    lane = lane_to(right)
-    lane.submit(long_flow(done))
-    lane.stop()
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
-    assert right.sent_bytes == TURN_BYTES
-    assert not done.is_set()
-
-
 class SlowConnection(BottomlessConnection):
     """To a kernel that takes what it was given only when told to."""
 

@@ -139,21 +139,6 @@ async def test_a_neighbour_that_takes_no_bytes_breaks_the_ring():
         await asyncio.gather(other, return_exceptions=True)
 
 
-@virtual
-async def test_beats_say_how_far_this_member_is():
-    async with local_ring(2, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
-        heard = []
-        beat = members[0].session.links.neighbours[1].beat
-        send, beat.send = beat.send, lambda message, **kwargs: heard.append(message) or send(message, **kwargs)
-        waiting = asyncio.create_task(members[0].session.barrier())
-        await asyncio.sleep(6)
-        await members[1].session.barrier()
-        await waiting
-        await asyncio.sleep(5)
-        of = [(message.state, *divmod(message.progress, 1 << 20)) for message in heard]
-        assert of == [("barrier", 2, 0), ("between operations", 2, 0)], "the operation, and what of it arrived"
-
-
 @pytest.mark.parametrize("preset", ["wifi", "transcontinental", "lossy"])
 def test_a_ring_over_a_bad_link_is_slow_and_right(preset):
     """Sends are on their way for long, and borrowed for as long: a buffer given back too early would show."""

@@ -349,17 +349,18 @@ def test_as_many_replicas_as_possible_are_formed() -> None:
     for number in range(300):
         rng = random.Random(number)
         stages, size = rng.randint(2, 3), rng.randint(0, 5)
-        counts = [rng.randint(0, 2) for _ in range(stages)]
-        pool = [f"w{index}" for index in range(size)]
-        able = [{stage for stage in range(stages) if rng.random() < 0.6} for _ in pool]
-        homes = {key: rng.choice(sorted(stages)) for key, stages in zip(pool, able, strict=True)
+        counts, needs = ([rng.randint(0, 2) for _ in range(stages)] for _ in range(2))
+        memory = {f"w{index}": rng.randint(0, 3) for index in range(size)}
+        able = [{stage for stage in range(stages) if needs[stage] <= room} for room in memory.values()]
+        homes = {key: rng.choice(sorted(stages)) for key, stages in zip(memory, able, strict=True)
                  if stages and rng.random() < 0.3}  # fmt: skip
-        most = rng.randint(1, 4)
-        stages_of = dict(zip(pool, able, strict=True))
-        assigned = assign_stages(counts, pool, homes, most, lambda key, stage, of=stages_of: stage in of[key])
-        assert all(stage in able[pool.index(key)] for key, stage in assigned.items())
+        limit = rng.randint(1, 4)
+        assigned = assign_stages(
+            counts, list(memory), homes, limit, lambda key, stage, m=memory, n=needs: n[stage] <= m[key]
+        )
+        assert all(needs[stage] <= memory[key] for key, stage in assigned.items())
         total = [count + list(assigned.values()).count(stage) for stage, count in enumerate(counts)]
-        assert min(min(total), max(most, min(counts))) == brute_force_replicas(counts, able, most), number
+        assert min(min(total), max(limit, min(counts))) == brute_force_replicas(counts, able, limit), number
         if assigned:
             assert all(total[stage] == min(total) for stage in assigned.values()), "given away for nothing"
 
