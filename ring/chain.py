@@ -2,18 +2,16 @@
 
 Connections. Each stage dials the next stage and accepts the previous one, on channels that only chains have. *Bulk*
 connections carry activations one way and gradients the other; if there are several, micro-batches use them in turn. The
-*beat* connection is the same as in a ring.
+*beat* connection, and how the chain ends, are the same as in a ring (``ring.neighbours``).
 
 Payloads. All payloads of one kind have the same size, known to both ends. Each is one bulk frame whose stream number
-counts the micro-batches of all steps. Receiving: a bounded number of buffers is posted, and each is reused after its
-user releases it. If all are in use, TCP holds the sender back. Sending never blocks: a payload waits in a queue until
-the transport holds nothing of the previous one. It must not change until the kernel has it.
+counts the micro-batches of all steps. A bounded number of buffers is posted or in use; then TCP holds the sender back.
+Sending never blocks: a payload waits in a queue until the transport holds nothing of the previous one. It must not
+change until the kernel has it.
 
 Round trips. When a chain forms, each stage sends the next one a payload of activations and gets a payload of gradients
 back, ``PINGS`` times. The shortest round trip is the cost of the hop for a micro-batch. The figures travel through the
 chain and back, so all stages derive the same schedule and know that every stage is there.
-
-Ends. As in a ring (``ring.neighbours``): a stage that loses one neighbour names it to the other one.
 """
 
 from __future__ import annotations
@@ -51,31 +49,6 @@ Payload = npt.NDArray[np.uint8]
 """Shape (bytes,), contiguous: encoded activations or gradients of one micro-batch."""
 
 
-class PayloadBuffers:
-    """Memory for the payloads that one hop receives: at most ``ahead`` buffers of ``nbytes`` are out at a time."""
-
-    def __init__(self) -> None:
-        self._nbytes = self._ahead = self._out = 0
-        self._free: list[Payload] = []
-
-    def resize(self, nbytes: int, ahead: int) -> None:
-        self._ahead = ahead
-        if nbytes != self._nbytes:
-            self._free, self._nbytes = [], nbytes
-
-    def take(self) -> Payload | None:
-        """A buffer; None if as many as allowed are out."""
-        if self._out >= self._ahead:
-            return None
-        self._out += 1
-        return self._free.pop() if self._free else np.empty(self._nbytes, np.uint8)
-
-    def give_back(self, payload: Payload) -> None:
-        self._out -= 1
-        if payload.nbytes == self._nbytes:
-            self._free.append(payload)
-
-
 class Hop:
     """The payloads to and from one neighbour, in order.
 
@@ -96,7 +69,8 @@ class Hop:
         self._generation = generation
         self._on_moved, self._on_error = on_moved, on_error
         self._expected: deque[int] = deque()  # streams that no buffer is posted for yet
-        self._buffers = PayloadBuffers()  # those that are out are posted, full or in use
+        self._nbytes = self._ahead = 0  # of a buffer; the most buffers that are out
+        self._out = 0  # buffers that are posted, full or in use
         self._posted: set[int] = set()
         self._arrived: dict[int, Payload] = {}
         self._waiting: dict[int, asyncio.Future[Payload]] = {}
@@ -129,7 +103,7 @@ class Hop:
         """Expect these payloads of ``nbytes`` each, in this order, with at most ``ahead`` buffers posted, full or in
         use. All earlier expected payloads must have arrived."""
         self._expected.extend(streams)
-        self._buffers.resize(nbytes, ahead)
+        self._nbytes, self._ahead = nbytes, ahead
         self._post()
 
     def arrival(self, stream: int) -> asyncio.Future[Payload]:
@@ -141,23 +115,25 @@ class Hop:
             self._waiting[stream] = future
         return future
 
-    def release(self, payload: Payload) -> None:
-        self._buffers.give_back(payload)
+    def release(self) -> None:
+        """Note that a payload is no longer in use."""
+        self._out -= 1
         self._post()
 
     def _post(self) -> None:
-        while self._expected and not self._stopped and (buffer := self._buffers.take()) is not None:
-            stream = self._expected.popleft()
+        while self._expected and not self._stopped and self._out < self._ahead:
+            stream, buffer = self._expected.popleft(), np.empty(self._nbytes, np.uint8)
+            self._out += 1
             self._posted.add(stream)
             bulk = self._bulk(stream)
             try:
-                done = partial(self._came, stream, buffer)
+                done = partial(self._take, stream, buffer)
                 bulk.post(buffer.data, generation=self._generation, stream=stream, done=done)
             except P2PTrainError as error:
                 self._on_error(bulk, error)
                 return
 
-    def _came(self, stream: int, buffer: Payload) -> None:
+    def _take(self, stream: int, buffer: Payload) -> None:
         if self._stopped:
             return
         self._posted.discard(stream)
@@ -386,13 +362,13 @@ class Chain:
         if hop is None:
             return None
         what = f"{'activations' if kind is Kind.FORWARD else 'gradients'} of micro-batch {index}"
-        return await self._arrival(hop, self._stream(index), what, patience_s)
+        return await self._receive(hop, self._stream(index), what, patience_s)
 
     def release(self, kind: Kind, payload: Payload | None) -> None:
-        """Give back a payload from ``receive``, so that its memory can be reused."""
+        """Note that a payload from ``receive`` is no longer in use, so that another one may come."""
         hop = self._before if kind is Kind.FORWARD else self._after
         if hop is not None and payload is not None and not self.broken.done():
-            hop.release(payload)
+            hop.release()
 
     def send(self, kind: Kind, index: int, payload: Payload) -> None:
         """Send the output of the operation of ``kind`` on micro-batch ``index``, without waiting. ``payload`` must not
@@ -423,7 +399,12 @@ class Chain:
     # -------------------------------------------------------------------------------------------------------- measuring
 
     async def _measure(self, timeout_s: float) -> None:
-        overdue = asyncio.get_running_loop().call_later(timeout_s, self._not_formed, timeout_s)
+        def give_up() -> None:
+            hop = next(iter(self._waits))
+            what = f"it was not ready within {timeout_s:g} s: this stage waits for {self._waits[hop]}"
+            self.links.give_up(hop.neighbour, DeadlineExceeded(what, remedy="see the other stages' events"))
+
+        overdue = asyncio.get_running_loop().call_later(timeout_s, give_up)
         echo = asyncio.ensure_future(self._echo(timeout_s))
         try:
             mine_s = await self._ping(timeout_s)
@@ -433,11 +414,6 @@ class Chain:
             overdue.cancel()
             echo.cancel()
             await asyncio.gather(echo, return_exceptions=True)
-
-    def _not_formed(self, timeout_s: float) -> None:
-        hop = next(iter(self._waits))
-        what = f"it was not ready within {timeout_s:g} s: this stage waits for {self._waits[hop]}"
-        self.links.give_up(hop.neighbour, DeadlineExceeded(what, remedy="see the other stages' events"))
 
     async def _exchange(self, mine_s: float, patience_s: float) -> None:
         if self.stages == 1:
@@ -466,7 +442,8 @@ class Chain:
         for ping in range(PINGS):
             began = self._now()
             hop.send(ping, payload)
-            hop.release(await self._arrival(hop, ping, "the answer to its ping", patience_s))
+            await self._receive(hop, ping, "the answer to its ping", patience_s)
+            hop.release()
             shortest_s = min(shortest_s, self._now() - began)
         return max(shortest_s, 0.0)
 
@@ -477,18 +454,19 @@ class Chain:
         payload = np.zeros(self.gradient_bytes, np.uint8)
         hop.expect(range(PINGS), self.activation_bytes, ahead=1)
         for ping in range(PINGS):
-            hop.release(await self._arrival(hop, ping, "the neighbour's ping", patience_s))
+            await self._receive(hop, ping, "the neighbour's ping", patience_s)
+            hop.release()
             hop.send(ping, payload)
 
     async def _figures(self, hop: Hop, stream: int, patience_s: float) -> tuple[list[float], list[int]]:
         hop.expect([stream], (2 * self.stages - 1) * _FIGURE.size, ahead=1)
-        payload = await self._arrival(hop, stream, "the round trips of the other hops", patience_s)
+        payload = await self._receive(hop, stream, "the round trips of the other hops", patience_s)
         try:
             figures = figures_untrusted(payload.tobytes(), self.stages)
         except ProtocolError as error:
             self.links.give_up(hop.neighbour, error)
             raise self.links.failure() from error
-        hop.release(payload)
+        hop.release()
         return figures
 
     # ------------------------------------------------------------------------------------------------------ internals
@@ -505,7 +483,7 @@ class Chain:
         if self.broken.done():
             raise self.links.failure()
 
-    async def _arrival(self, hop: Hop, stream: int, what: str, patience_s: float) -> Payload:
+    async def _receive(self, hop: Hop, stream: int, what: str, patience_s: float) -> Payload:
         self._check_open()
         arrival = hop.arrival(stream)
         if not arrival.done():

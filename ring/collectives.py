@@ -45,6 +45,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from wire.transport import BULK_BUFFER_BYTES
 
@@ -228,33 +229,40 @@ def _places(segments: int, rounds: int, depth: int) -> Iterable[tuple[int, int]]
             yield place - depth * t, t
 
 
-def cut(
+class Stripe(NamedTuple):
+    """The part of an array that one lane reduces: elements [start, stop). ``depth``: segments in transit at a time."""
+
+    start: int
+    stop: int
+    sub_chunk_numel: int
+    depth: int
+
+
+def plan_stripes(
     numel: int, itemsize: int, *, members: int, lanes: int, sub_chunk_bytes: int = 0, block_numel: int = 1
-) -> list[tuple[int, int, int, int]]:
-    """Cut an array of ``numel`` elements for an all-reduce: into stripes, one per lane, and those into sub-chunks.
+) -> list[Stripe]:
+    """Cut an array of ``numel`` elements for an all-reduce into stripes, one per lane, and those into sub-chunks.
 
     A pure function of sizes that all members share, so all members cut alike. A given ``sub_chunk_bytes`` means a far
     link: then a whole chunk may be in transit, so that a member has enough to send however long a hop takes.
 
     Args:
-        lanes: the most lanes to use. Each chunk of each stripe must fill at least one sub-chunk.
+        lanes: the most lanes to use. Each chunk of each stripe must fill at least one sub-chunk. Without a lane there
+            is no stripe.
         block_numel: a codec's block; sub-chunks are multiples of it.
-    Returns:
-        For each stripe (start, stop, elements of a sub-chunk, segments in transit at a time); empty if there is no
-        lane.
     """
-    stripes = min(lanes, max(1, numel * itemsize // (members * (sub_chunk_bytes or LEAST_SUB_CHUNK_BYTES))))
+    count = min(lanes, max(1, numel * itemsize // (members * (sub_chunk_bytes or LEAST_SUB_CHUNK_BYTES))))
     most_bytes = MOST_SUB_CHUNK_BYTES // (1 if block_numel == 1 else 2)  # a codec's scratch needs cache, too
-    most_bytes = max(most_bytes // max(stripes, 1), LEAST_SUB_CHUNK_BYTES)
-    parts = []
-    for lane in range(stripes):
-        start, stop = owned_range(lane, stripes, numel)
+    most_bytes = max(most_bytes // max(count, 1), LEAST_SUB_CHUNK_BYTES)
+    stripes = []
+    for lane in range(count):
+        start, stop = owned_range(lane, count, numel)
         chunk_bytes = -(-(stop - start) // members) * itemsize
         # At least four sub-chunks per chunk, so that adding one overlaps with receiving the next.
         fitting_bytes = min(max(chunk_bytes // 4, LEAST_SUB_CHUNK_BYTES), most_bytes)
         sub_chunk_numel = max((sub_chunk_bytes or fitting_bytes) // itemsize // block_numel, 1) * block_numel
         segments = max(-(-chunk_bytes // (sub_chunk_numel * itemsize)), 1)
-        a_segment_bytes = (2 * members - 2) * sub_chunk_numel * itemsize
-        depth = segments if sub_chunk_bytes else min(-(-WINDOW_BYTES // max(a_segment_bytes, 1)), segments)
-        parts.append((start, stop, sub_chunk_numel, depth))
-    return parts
+        segment_bytes = (2 * members - 2) * sub_chunk_numel * itemsize
+        depth = segments if sub_chunk_bytes else min(-(-WINDOW_BYTES // max(segment_bytes, 1)), segments)
+        stripes.append(Stripe(start, stop, sub_chunk_numel, depth))
+    return stripes

@@ -92,11 +92,11 @@ from ring.replicas import (
     RecoveryPolicy,
     RingPlanner,
     State,
-    described,
+    describe_sizes,
+    describe_view,
     members_of,
     newest,
     replicas_of,
-    shares_by_size,
     sources_for,
     square_sum,
 )
@@ -760,9 +760,9 @@ class Coordinator:
             stages=roster.parts,
         )
         self._out.append(co.Mint(self.view, went_back, self._recovery.branch))
-        self._tell("info", "view", described(self.view, before))
+        self._tell("info", "view", describe_view(self.view, before))
         if self.options.share_rule.by_size:
-            self._tell("info", "shares", shares_by_size(self.view, ready))
+            self._tell("info", "shares", describe_sizes(self.view, ready))
         self._out += self._ring_planner.notices(plan)
         for peer_id, report in chosen.items():
             roster.peers[peer_id].standing, roster.peers[peer_id].entered = None, (report.applied, report.lineage)

@@ -16,25 +16,23 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError
 from ring.dtypes import Array
 from ring.links import ThisMember, dial_patiently
-from ring.neighbours import RingBroken
+from ring.neighbours import UNLIMITED_S, RingBroken
 from ring.session import RingSession
 from ring.view import View
 from wire.connection import Connection
 from wire.frame import MAX_BULK_BYTES
 from wire.handshake import local_hello
 from wire.job_messages import SendOffer, SendTaken
-from wire.messages import Hello, Message, RefusalCode, Refuse
+from wire.messages import Hello, RefusalCode, Refuse
 
 CHANNEL = "direct"
 MAX_OFFERS = 4096
 """Offers of one connection that wait for a receive. A sender keeps further messages to itself."""
 DIAL_S = 20.0
-M = TypeVar("M", bound=Message)
 
 
 @dataclass(eq=False, slots=True)
@@ -150,7 +148,7 @@ class DirectMessages:
         error: P2PTrainError = ConnectionLost("this member left")
         try:
             while True:
-                offer = await self._next(connection, SendOffer)
+                offer = await connection.expect(SendOffer, timeout_s=UNLIMITED_S)
                 if len(link.offers) >= MAX_OFFERS:
                     raise ProtocolError(f"more than {MAX_OFFERS} messages wait to be received")
                 message = next((item for item in self._messages if item.fits(rank, offer)), None)
@@ -189,7 +187,7 @@ class DirectMessages:
             link.connection = await dial_patiently(self._me, member, hello, deadline=deadline, title="member")
             self._offer(link)
             while True:
-                taken = await self._next(link.connection, SendTaken)
+                taken = await link.connection.expect(SendTaken, timeout_s=UNLIMITED_S)
                 message = link.offered.pop(taken.number, None)
                 if message is None:
                     raise ProtocolError(f"it took message {taken.number}, which was not offered")
@@ -280,29 +278,27 @@ class DirectMessages:
             for link in self._incoming.values():
                 link.connection.abort()
 
-    def _out_of_time(self, message: _Message) -> None:
-        """Fail a message. A connection that may still use its memory ends."""
-        if message in self._messages:
-            self._fail(message, DeadlineExceeded(f"no message with tag {message.tag} within {message.timeout_s:g} s"))
-            if message.connection is not None:
-                message.connection.abort()
-
     def _begin(self, array: Array, peer: int | None, tag: int, timeout_s: float, *, sending: bool) -> _Message:
         loop = asyncio.get_running_loop()
         memory = array.reshape(-1).view("uint8").data
         message = _Message(memory, tag, peer, sending, timeout_s, loop.create_future())
         self._messages[message] = None
-        timer = loop.call_later(timeout_s, self._out_of_time, message)
-        message.future.add_done_callback(lambda _: self._abandoned(message, timer))
+        overdue = DeadlineExceeded(f"no message with tag {tag} within {timeout_s:g} s")
+        timer = loop.call_later(timeout_s, self._give_up, message, overdue)
+        message.future.add_done_callback(lambda _: timer.cancel())
+        message.future.add_done_callback(lambda _: self._give_up(message))  # if the caller cancelled it
         return message
 
-    def _abandoned(self, message: _Message, timer: asyncio.TimerHandle) -> None:
-        """End the connection that may still use the memory of a message whose caller cancelled it."""
-        timer.cancel()
-        if message.future.cancelled() and message in self._messages:
-            del self._messages[message]
-            if message.connection is not None:
-                message.connection.abort()
+    def _give_up(self, message: _Message, error: P2PTrainError | None = None) -> None:
+        """Fail a message whose time is over, or that its caller cancelled. A connection that may still use its memory
+        ends."""
+        if message not in self._messages:
+            return
+        if error is not None:
+            self._fail(message, error)
+        self._messages.pop(message, None)
+        if message.connection is not None:
+            message.connection.abort()
 
     def _finish(self, message: _Message, rank: int) -> None:
         if message in self._messages and not message.future.done():
@@ -317,14 +313,6 @@ class DirectMessages:
             kind = type(error) if isinstance(error, DeadlineExceeded | ProtocolError) else ConnectionLost
             message.future.set_exception(kind(error.message, remedy=error.remedy))
             message.future.exception()  # marks it as retrieved
-
-    async def _next(self, connection: Connection, kind: type[M]) -> M:
-        while True:
-            try:
-                return await connection.expect(kind, timeout_s=3600)  # messages have deadlines of their own
-            except DeadlineExceeded:
-                if connection.close_cause is not None:
-                    raise
 
     def _named(self, rank: int, error: P2PTrainError) -> P2PTrainError:
         return ConnectionLost(f"lost {self._view.members[rank].name}: {error.message}", remedy=error.remedy)

@@ -40,6 +40,8 @@ from wire.messages import Heartbeat, HeartbeatAck, Leave, Message, Refuse
 AT_WORK = "between operations"
 """The state that a heartbeat reports for a member that waits for nothing."""
 REASON_CHARS = 200
+UNLIMITED_S = 1e8
+"""Time limit of a receive whose end something else decides: the detector of silence, or each message's own time."""
 
 
 class Neighbour:
@@ -341,12 +343,7 @@ class NeighbourLinks:
     async def _listen(self, neighbour: Neighbour, connection: Connection) -> None:
         try:
             while True:
-                try:
-                    received = await connection.receive(timeout_s=3600)  # the detector judges silence
-                except DeadlineExceeded:
-                    if connection.close_cause is not None:
-                        raise
-                    continue
+                received = await connection.receive(timeout_s=UNLIMITED_S)
                 self._heard(neighbour, connection, received.message)
         except P2PTrainError as error:
             self._ended(neighbour, connection, error)

@@ -18,45 +18,33 @@ def assign_stages(
     counts: Sequence[int],
     pool: Sequence[str],
     homes: Mapping[str, int],
-    most: int,
+    limit: int,
     fits: Callable[[str, int], bool],
 ) -> dict[str, int]:
-    """Worker → stage, for as many replicas as possible. A worker gets a stage only if that completes a replica.
+    """Worker → stage, for up to ``limit`` replicas. A worker gets a stage only if that completes a replica.
+
+    The stage that the fewest workers fit comes first. As a worker that fits a large stage fits a small one, too, that
+    makes as many replicas as possible.
 
     Args:
         counts: number of workers at each stage, without ``pool``.
         pool: workers that may get a stage, the preferred first. homes: their present stages, kept where needed.
-        most: number of replicas that are wanted.
         fits: whether a worker has the memory for a stage.
     """
+    able = [[key for key in pool if fits(key, stage)] for stage in range(len(counts))]
     assigned: dict[str, int] = {}
-    for replicas in range(min(counts) + 1, most + 1):
+    for replicas in range(min(counts) + 1, limit + 1):
         wanted = [stage for stage, count in enumerate(counts) for _ in range(max(replicas - count, 0))]
         taken: dict[str, int] = {}
-        for stage in wanted:
-
-            def rank(key: str, stage: int = stage, wanted: Sequence[int] = wanted) -> int:
-                home = homes.get(key)
-                return 0 if home == stage else 2 if home is not None and home in wanted else 1
-
-            able = {each: [key for key in pool if fits(key, each)] for each in set(wanted)}
-            if not _match_stage(stage, {**able, stage: sorted(able[stage], key=rank)}, taken, set()):
+        for stage in sorted(wanted, key=lambda stage: len(able[stage])):
+            left = [key for key in able[stage] if key not in taken]
+            if not left:
                 return assigned
+            at_home = [key for key in left if homes.get(key) == stage]
+            elsewhere = [key for key in left if homes.get(key) not in wanted]
+            taken[(at_home or elsewhere or left)[0]] = stage
         assigned = taken
     return assigned
-
-
-def _match_stage(stage: int, able: Mapping[int, Sequence[str]], taken: dict[str, int], tried: set[str]) -> bool:
-    """Give ``stage`` one more worker, if necessary by moving others to stages that fit them too (Kuhn 1955)."""
-    for key in (key for key in able[stage] if key not in taken):
-        taken[key] = stage
-        return True
-    for key in (key for key in able[stage] if key in taken and taken[key] != stage and key not in tried):
-        tried.add(key)
-        if _match_stage(taken[key], able, taken, tried):
-            taken[key] = stage
-            return True
-    return False
 
 
 class StagePlanner:
@@ -98,11 +86,11 @@ class StagePlanner:
         held: Mapping[str, int],
         idle: Sequence[str],
         links: Links,
-        most: int,
+        limit: int,
         now: float,
     ) -> tuple[dict[str, int], list[Instruction]]:
         """Returns worker → its new part, and what to report. ``idle``: workers that may change their part if that
-        completes a replica. ``most``: as in ``assign_stages``."""
+        completes a replica. ``limit``: of replicas."""
         if not self._planned:
             return self._plan(peers, links, now)
         homes = {key: held[key] for key in idle}
@@ -111,7 +99,7 @@ class StagePlanner:
         counts = [total - list(homes.values()).count(part) for part, total in enumerate(totals)]
         spares = sorted(key for key in peers if key not in held)
         assigned = assign_stages(
-            counts, [*spares, *homes], homes, most, lambda key, stage: self._fits(peers[key], stage)
+            counts, [*spares, *homes], homes, limit, lambda key, stage: self._fits(peers[key], stage)
         )
         left = {key: peers[key] for key in spares if key not in assigned}
         return {key: part for key, part in assigned.items() if homes.get(key) != part}, self._why_not(totals, left)

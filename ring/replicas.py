@@ -195,7 +195,7 @@ class RecoveryPolicy:
         if went_back or self.branch is not None:
             own = frozenset(filter(self._is_own, carried))
             kept = own if went_back or self.branch is None else self.branch
-            fits = (peer_id for peer_id, it in members.items() if it.status == "ready" and it.applied <= step)
+            fits = (key for key, report in members.items() if report.status == "ready" and report.applied <= step)
             self.branch = kept.union(fits)
 
 
@@ -210,9 +210,9 @@ def members_of(
     reports = [[ready[peer_id] for peer_id in replica] for replica in replicas]
     rule, total = options.share_rule, options.micro_batches
     if rule.by_size:
-        windows = [max(1, *(report.windows for report in each)) for each in reports]
+        windows = [max(1, *(report.windows for report in replica)) for replica in reports]
         return with_shares(peers, by_size(total, windows, rule.most), healthy, options.parts)
-    unit_us = [0 if rule.equal else max(report.unit_us for report in each) for each in reports]
+    unit_us = [0 if rule.equal else max(report.unit_us for report in replica) for replica in reports]
     return records(peers, total, healthy, unit_us, options.parts)
 
 
@@ -233,50 +233,47 @@ def records(
 def with_shares(
     members: Sequence[JobWorker], counts: Sequence[int], healthy: Collection[str], parts: int = 1
 ) -> tuple[MemberRecord, ...]:
-    runs = [run for count, last in zip(counts, accumulate(counts), strict=True)
-            for run in shared_within(last - count, count, parts)]  # fmt: skip
+    """The whole share of a replica stands at its first member: the first stage of a pipeline feeds it in, and shards
+    compute it in turn (``roles.strategies.sharded``)."""
+    runs: list[tuple[int, int]] = []
+    for count, last in zip(counts, accumulate(counts), strict=True):
+        runs += [(last - count, count), *[(last, 0)] * (parts - 1)]
     return tuple(
         MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, first, count, peer.peer_id in healthy)
         for peer, (first, count) in zip(members, runs, strict=True)
     )
 
 
-def shared_within(first: int, count: int, parts: int) -> list[tuple[int, int]]:
-    """The shares of one replica's members: (first, count) by part. All stand at the first member: the first stage of a
-    pipeline feeds them in, and shards compute them in turn (``roles.strategies.sharded``)."""
-    return [(first, count), *[(first + count, 0)] * (parts - 1)]
-
-
 def replicas_of(
-    ready: Reports, roster: Roster, healthy: Collection[str], survivors: Collection[str], most: int
+    ready: Reports, roster: Roster, healthy: Collection[str], survivors: Collection[str], limit: int
 ) -> dict[str, tuple[str, ...]]:
     """Form replicas, one worker for each part: of holders of the state first, then of earlier members. At most
-    ``most``, and no more than fit into one frame. Returns first member → members."""
+    ``limit``, and no more than fit into one frame. Returns first member → members."""
 
-    def key(peer_id: str) -> tuple[bool, bool, str]:
+    def preference(peer_id: str) -> tuple[bool, bool, str]:
         return peer_id not in healthy, peer_id not in survivors, peer_id
 
-    formed = list(zip(*(sorted(reports, key=key) for reports in roster.by_part(ready)), strict=False))[:most]
-    sizes_bytes = accumulate(sum(_record_bytes(roster.peers[key].peer) for key in replica) for replica in formed)
+    def record_bytes(peer_id: str) -> int:
+        peer = roster.peers[peer_id].peer
+        return sum(len(text.encode()) for text in (peer.peer_id, peer.name, peer.host)) + 64
+
+    formed = list(zip(*(sorted(reports, key=preference) for reports in roster.by_part(ready)), strict=False))[:limit]
+    sizes_bytes = accumulate(sum(map(record_bytes, replica)) for replica in formed)
     most_bytes = CONTROL_FRAME_BYTES - 4096  # leaves room for the other fields of ``ViewAnnounced``
     fit = zip(formed, sizes_bytes, strict=True)
     return {replica[0]: replica for replica, size_bytes in fit if size_bytes <= most_bytes}
-
-
-def _record_bytes(peer: JobWorker) -> int:
-    return sum(len(text.encode()) for text in (peer.peer_id, peer.name, peer.host)) + 64
 
 
 def between_replicas(links: Links, replicas: Sequence[tuple[str, ...]]) -> Links:
     """The links between replicas by the ids of their first workers: the slowest one from a replica to its right
     neighbour, of each part's ring, and from the last part to the first. Pairs with an unknown link are left out."""
     found: dict[tuple[str, str], LinkQuality] = {}
-    for mine, its in permutations(replicas, 2) if links else ():
-        ways = [known_link(links, *pair) for pair in (*zip(mine, its, strict=True), (mine[-1], its[0]))]
+    for left, right in permutations(replicas, 2) if links else ():
+        ways = [known_link(links, *pair) for pair in (*zip(left, right, strict=True), (left[-1], right[0]))]
         known = [way for way in ways if way is not None]
         if len(known) == len(ways):
             slowest = min(known, key=lambda way: way.bandwidth_bps or 0.0)
-            found[mine[0], its[0]] = LinkQuality(max(way.latency_s for way in known), slowest.bandwidth_bps)
+            found[left[0], right[0]] = LinkQuality(max(way.latency_s for way in known), slowest.bandwidth_bps)
     return found
 
 
@@ -296,9 +293,9 @@ class RingPlanner:
     def plan(self, formed: Mapping[str, tuple[str, ...]], roster: Roster, reduce_bytes: int) -> RingPlan:
         """Plan the ring of the replicas ``formed``, by their first workers."""
         apart = frozenset(
-            (one, other)
-            for (one, mine), (other, its) in permutations(formed.items(), 2)
-            if not self.undialled.isdisjoint(zip(mine, its, strict=True))
+            (left[0], right[0])
+            for left, right in permutations(formed.values(), 2)
+            if not self.undialled.isdisjoint(zip(left, right, strict=True))
         )
         links = between_replicas(self.measured.links, list(formed.values()))
         return plan_ring(
@@ -326,14 +323,14 @@ def sources_for(peer_id: str, part: int, view: View, links: Links) -> tuple[Memb
     return tuple(view.members[rank] for rank in sorted(range(part, view.size, view.stages), key=cost)[:SOURCES])
 
 
-def shares_by_size(view: View, reports: Reports) -> str:
+def describe_sizes(view: View, reports: Reports) -> str:
     """What the members say of their texts, and what they get for it."""
     total = sum(member.count for member in view.members)
-    sizes = ((one.name, reports[one.peer_id].windows, one.count) for one in view.members)
+    sizes = ((member.name, reports[member.peer_id].windows, member.count) for member in view.members)
     return "; ".join(f"{name} says {size:,} sequences: {count} of {total} micro-batches" for name, size, count in sizes)
 
 
-def described(view: View, before: View | None) -> str:
+def describe_view(view: View, before: View | None) -> str:
     absent = [member.name for member in before.members if view.rank_of(member.peer_id) is None] if before else []
     replicas = ("+".join(member.name for member in view.replica(rank)) for rank in range(0, view.size, view.stages))
     text = f"{' → '.join(replicas)} train from step {view.step} (generation {view.generation})"

@@ -26,14 +26,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NeighbourAway, PeerError, Stalled
 from p2ptrain.core.world import Clock, World
 from ring import collectives
 from ring.codecs import Codec
-from ring.collectives import MOST_SUB_CHUNK_BYTES, Schedule, cut
+from ring.collectives import MOST_SUB_CHUNK_BYTES, Schedule, Stripe, plan_stripes
 from ring.detector import LEAST_WAIT_S
 from ring.dtypes import Array, check_reduction, reduce_into, storage_dtype
 from ring.lanes import Flow, Lane, Residual
@@ -58,7 +57,6 @@ class RingOperation:
     future: asyncio.Future[None]
     finish: Callable[[], None] | None = None
     flows: list[tuple[Lane, Flow]] = field(default_factory=list)
-    flows_left: int = 0
     received: int = 0
     first_received_at: float | None = None
 
@@ -101,7 +99,6 @@ class RingSession:
         self.view = view
         self.rank, self.size, self.patience_s = rank, view.size, PATIENCE_S
         self.world = world
-        self._spare: list[npt.NDArray[np.uint8]] = []  # reusable buffers of small operations
         self._lanes: list[Lane] = []  # one per stream; a ring of one has none
         self._under_way: dict[int, RingOperation] = {}  # by stream, oldest first
         self._stream = 0
@@ -232,17 +229,9 @@ class RingSession:
                     reduce_into(parts[0], parts[0], part, dtype, reduction)
                 buffer[:] = parts[0]
 
-            return self._gathered(operation, buffer, reduce)
-        lanes = self._lanes
-        cuts = cut(
-            buffer.size,
-            buffer.itemsize,
-            members=self.size,
-            lanes=len(lanes),
-            sub_chunk_bytes=self.view.sub_chunk_bytes,
-            block_numel=codec.block_numel if codec is not None else 1,
-        )
-        for lane, (start, stop, sub_chunk_numel, depth) in zip(lanes, cuts, strict=False):
+            return self._gather_small(operation, buffer, reduce)
+        stripes = self._plan(buffer, len(self._lanes), codec.block_numel if codec is not None else 1)
+        for lane, (start, stop, sub_chunk_numel, depth) in zip(self._lanes, stripes, strict=False):
             schedule = collectives.all_reduce(self.rank, self.size, stop - start, sub_chunk_numel, depth)
             feedback = residual[start:stop] if residual is not None else None
             parts = (buffer[start:stop], dtype, sub_chunk_numel)
@@ -279,9 +268,9 @@ class RingSession:
 
         operation.finish = finish
         for lane in self._lanes[:1]:
-            sub_chunk_numel, depth = self._pieces(source)
-            schedule = collectives.reduce_scatter(self.rank, self.size, source.size, sub_chunk_numel, depth)
-            self._add(operation, lane, schedule, sums, dtype, sub_chunk_numel, reduction=reduction, source=source)
+            plan = self._plan(source)[0]
+            schedule = collectives.reduce_scatter(self.rank, self.size, source.size, plan.sub_chunk_numel, plan.depth)
+            self._add(operation, lane, schedule, sums, dtype, plan.sub_chunk_numel, reduction=reduction, source=source)
         return self._start(operation)
 
     def gather(self, buffer: Array, *, patience_s: float = PATIENCE_S) -> asyncio.Future[None]:
@@ -300,9 +289,9 @@ class RingSession:
             def take(parts: Array) -> None:
                 buffer[:] = parts[root]
 
-            return self._gathered(operation, buffer, take)
+            return self._gather_small(operation, buffer, take)
         for lane in self._lanes[:1]:
-            sub_chunk_numel, _ = self._pieces(buffer)
+            sub_chunk_numel = self._plan(buffer)[0].sub_chunk_numel
             schedule = collectives.broadcast(self.rank, self.size, root, buffer.size, sub_chunk_numel)
             self._add(operation, lane, schedule, buffer, "uint8", sub_chunk_numel)
             barrier = collectives.barrier(self.rank, self.size)
@@ -373,23 +362,17 @@ class RingSession:
     def _is_small(self, buffer: Array) -> bool:
         return self.size * buffer.nbytes <= min(SMALL_BYTES, self.view.sub_chunk_bytes or SMALL_BYTES)
 
-    def _pieces(self, array: Array) -> tuple[int, int]:
-        """Elements of a sub-chunk, and segments in transit at a time, of an operation on one lane."""
-        fixed_bytes = self.view.sub_chunk_bytes
-        plan = cut(array.size, array.itemsize, members=self.size, lanes=1, sub_chunk_bytes=fixed_bytes)
-        return plan[0][2:]
+    def _plan(self, array: Array, lanes: int = 1, block_numel: int = 1) -> list[Stripe]:
+        sizes = {"members": self.size, "lanes": lanes, "sub_chunk_bytes": self.view.sub_chunk_bytes}
+        return plan_stripes(array.size, array.itemsize, block_numel=block_numel, **sizes)
 
-    def _gathered(self, operation: RingOperation, buffer: Array, take: Callable[[Array], None]) -> asyncio.Future[None]:
+    def _gather_small(
+        self, operation: RingOperation, buffer: Array, take: Callable[[Array], None]
+    ) -> asyncio.Future[None]:
         """Gather the small buffers of all members, shape (size, numel), and call ``take`` with them."""
-        memory = self._spare.pop() if self._spare else np.empty(SMALL_BYTES, np.uint8)  # new pages cost about one hop
-        parts = memory[: self.size * buffer.nbytes].view(buffer.dtype).reshape(self.size, buffer.size)
+        parts = np.empty((self.size, buffer.size), buffer.dtype)
         parts[self.rank] = buffer
-
-        def finish() -> None:
-            take(parts)
-            self._spare.append(memory)
-
-        operation.finish = finish
+        operation.finish = lambda: take(parts)
         schedule = collectives.all_gather(self.rank, self.size, parts.size, max(buffer.size, 1))
         for lane in self._lanes[:1]:
             self._add(operation, lane, schedule, parts.reshape(-1), "uint8", max(buffer.size, 1))
@@ -417,8 +400,7 @@ class RingSession:
         """``settings``: further fields of ``Flow``."""
 
         def done() -> None:
-            operation.flows_left -= 1
-            if not operation.flows_left:
+            if all(other.finished for _, other in operation.flows):
                 self._complete(stream, operation)
 
         stream = self._stream
@@ -426,7 +408,6 @@ class RingSession:
         operation.flows.append((lane, flow))
 
     def _start(self, operation: RingOperation) -> asyncio.Future[None]:
-        operation.flows_left = len(operation.flows)
         if not operation.flows:
             self._complete(0, operation)
             return operation.future

@@ -17,7 +17,7 @@ from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import LOCAL_FACTOR, shard_training_bytes
 from p2ptrain.core.texts import human_bytes
 from ring.codecs import codec_named
-from ring.collectives import cut
+from ring.collectives import plan_stripes
 from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkTimes, all_reduce_s
 from ring.planning.pipeline import TrainingPlan, plan_pipeline
 from ring.planning.ring_plan import NEARLY_BEST, SMALL_GATHERS, STATED_ERROR, RingOptions, plan_ring
@@ -190,7 +190,7 @@ class _Step:
         made = plan_ring(ids, links, self.method.ring, size_bytes)
         latency_s, byte_s = LinkTimes(links, ids).around(made.order, 1.0)
         numel = max(size_bytes // 4 // buckets, 1)
-        stripes = cut(numel, 4, members=size, lanes=made.streams, sub_chunk_bytes=made.sub_chunk_bytes)
+        stripes = plan_stripes(numel, 4, members=size, lanes=made.streams, sub_chunk_bytes=made.sub_chunk_bytes)
         start, stop, piece, _ = stripes[0]
         chunk = -(-(stop - start) // size)
         if not self.cluster.emulated:
