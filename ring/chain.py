@@ -233,18 +233,7 @@ class Chain:
         self._waits: dict[Hop, str] = {}  # what this stage waits for
         self._next_stream = _FIRST_STREAM
         self._streams: range | None = None  # of the current step
-        self.links = NeighbourLinks(
-            clock=world.clock,
-            view=view,
-            rank=rank,
-            left=before,
-            right=after,
-            what="chain",
-            status=self._status,
-            busy=lambda: self._streams is not None,
-            expects=lambda connection: any(hop.expects(connection) for hop in self._hops),
-            on_broken=self._settle,
-        )
+        self.links = NeighbourLinks(self, world.clock, view, rank, left=before, right=after, what="chain")
         self.broken: asyncio.Future[RingBroken] = self.links.broken
         self._before, self._after = (
             Hop(neighbour, view.generation, on_moved=self._moved, on_error=self.links.failed) if neighbour else None
@@ -419,19 +408,19 @@ class Chain:
         if self.stages == 1:
             return
         mine = self.in_flight[self.stage]
-        known_s, most = [0.0] * (self.stages - 1), [0] * self.stages
+        known_s, rooms = [0.0] * (self.stages - 1), [0] * self.stages
         if self._after is not None:
-            known_s, most = await self._figures(self._after, _GATHERED, patience_s)
+            known_s, rooms = await self._figures(self._after, _GATHERED, patience_s)
             known_s[self.stage] = mine_s
-        most[self.stage] = mine
+        rooms[self.stage] = mine
         if self._before is not None:
-            self._before.send(_GATHERED, _packed([*known_s, *most]))
-            known_s, most = await self._figures(self._before, _RETURNED, patience_s)
+            self._before.send(_GATHERED, _packed([*known_s, *rooms]))
+            known_s, rooms = await self._figures(self._before, _RETURNED, patience_s)
         if self._after is not None:
-            self._after.send(_RETURNED, _packed([*known_s, *most]))
+            self._after.send(_RETURNED, _packed([*known_s, *rooms]))
         for hop in self._hops:
             await self._wait(hop, hop.all_flushed(), "the kernel to take the round trips", patience_s)
-        self.round_trips_s, self.in_flight = tuple(known_s), tuple(most)
+        self.round_trips_s, self.in_flight = tuple(known_s), tuple(rooms)
 
     async def _ping(self, patience_s: float) -> float:
         shortest_s, hop = math.inf, self._after
@@ -516,11 +505,17 @@ class Chain:
     def _moved(self) -> None:
         self.progress += 1
 
-    def _status(self) -> tuple[int, str]:
+    def is_busy(self) -> bool:
+        return self._streams is not None
+
+    def expects(self, connection: Connection) -> bool:
+        return any(hop.expects(connection) for hop in self._hops)
+
+    def status(self) -> tuple[int, str]:
         wait = next(iter(self._waits.values()), "")
         return self.progress, f"waits for {wait}" if wait else AT_WORK
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         for hop in self._hops:
             hop.stop(self.links.failure)
 
@@ -538,9 +533,9 @@ def figures_untrusted(payload: bytes, stages: int) -> tuple[list[float], list[in
     if len(payload) != (2 * stages - 1) * _FIGURE.size:
         raise ProtocolError(f"figures of {stages} stages have an invalid length of {len(payload)} bytes")
     figures = [figure for (figure,) in _FIGURE.iter_unpack(payload)]
-    round_trips_s, most = figures[: stages - 1], figures[stages - 1 :]
+    round_trips_s, rooms = figures[: stages - 1], figures[stages - 1 :]
     if not all(0 <= seconds <= 3600 for seconds in round_trips_s):
         raise ProtocolError("a round trip is not between 0 and 3600 s")
-    if not all(0 <= count <= MAX_MICRO_BATCHES and count == int(count) for count in most):
+    if not all(0 <= count <= MAX_MICRO_BATCHES and count == int(count) for count in rooms):
         raise ProtocolError(f"a number of micro-batches is not a whole number from 0 to {MAX_MICRO_BATCHES}")
-    return round_trips_s, [int(count) for count in most]
+    return round_trips_s, [int(count) for count in rooms]

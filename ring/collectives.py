@@ -20,20 +20,15 @@ after every member has entered.
 **Sub-chunks and their order.** A chunk travels as sub-chunks. The g-th sub-chunks of all chunks are *segment* g, an
 all-reduce of its own. Sub-chunk (g, t), segment g in round t, is sent in the order of ``g + depth * t``. So ``depth``
 segments are in transit at any time, and each is completed soon after its start, while it is still in the processor's
-cache. A rank received what it passes on ``depth`` places earlier. So the link is busy as long as a hop takes no longer
-than sending ``depth * (2n - 2)`` sub-chunks. The order is the same on every rank, and each send depends on a receive
-with a lesser place, so no order of arrivals can deadlock the ring. All bounds follow from (n, numel, sub_chunk_numel,
-depth), and TCP keeps the order. So both ends know what comes next, and a sub-chunk needs no header. Empty sub-chunks
-are left out.
+cache. The order is the same on every rank, and each send depends on a receive with a lesser place, so no order of
+arrivals can deadlock the ring. All bounds follow from (n, numel, sub_chunk_numel, depth), and TCP keeps the order. So
+both ends know what comes next, and a sub-chunk needs no header. Empty sub-chunks are left out.
 
-**Memory.** At most ``SCRATCH_SLOTS`` receives are posted ahead. A sub-chunk to be reduced lands in a scratch slot;
-a final one may land in its place.
-
-**Sent memory.** Sending borrows the array without a copy, so a range must not change while its bytes are on their way
-out. No wait is needed, because causality ensures it. A range is written after it was sent in one case only: the final
-sum of a sub-chunk replaces the partial sum that was sent in the first pass. The final sum contains this partial sum, so
-it cannot exist before the right neighbour has received every byte of the partial sum. This requires equal cuts in both
-passes. At the end the shell flushes what is still on its way out before the caller gets the array back.
+**Memory.** At most ``SCRATCH_SLOTS`` receives are posted ahead. A sub-chunk to be reduced lands in a scratch slot; a
+final one may land in its place. Sending borrows the array without a copy. A range is written after it was sent in one
+case only: the final sum of a sub-chunk replaces the partial sum that was sent in the first pass. The final sum contains
+this partial sum, so it cannot exist before the right neighbour has received every byte of the partial sum. This
+requires equal cuts in both passes. At the end the shell flushes what is on its way out.
 
 **Equal bits.** One rank, the owner, computes the final sum of an element; all others copy it. So all members end with
 the same bits, though floating-point addition is not associative. A lossy codec keeps that: the owner encodes a final
@@ -54,9 +49,7 @@ LEAST_SUB_CHUNK_BYTES, MOST_SUB_CHUNK_BYTES = 64 << 10, 512 << 10
 sums leave a core's cache before they are sent."""
 WINDOW_BYTES = BULK_BUFFER_BYTES // 2
 """Bytes that a member may send between receiving a sub-chunk and passing it on: half of what the kernel holds for a
-connection. So the neighbour empties one half while this member fills the other, and neither goes to sleep. Sleeping is
-what costs: the scheduler may wake a neighbour on the processor of the member that sent to it, and then both take turns
-on one. With all of the buffer the sender would wait for it to empty."""
+connection. So the neighbour empties one half while this member fills the other, and neither goes to sleep."""
 SCRATCH_SLOTS = 2
 """Receives posted ahead. Two keep the socket busy: one fills while the other is added."""
 
@@ -110,16 +103,12 @@ class Schedule:
         return self._sent == len(self._sends)
 
     @property
-    def all_posted(self) -> bool:
-        return self._posted == len(self._receives)
-
-    @property
     def all_received(self) -> bool:
         return self._handled == len(self._receives)
 
     def next_receive(self) -> Receive | None:
         """The next sub-chunk to expect from the left. It counts as posted from now on."""
-        if self.all_posted:
+        if self._posted == len(self._receives):
             return None
         self._posted += 1
         return self._receives[self._posted - 1]

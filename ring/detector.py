@@ -4,12 +4,9 @@ A closed socket reports a death at once and needs no detector. This one is for f
 cable, a stopped process, a host without power. A peer is dead if nothing was received from it for ``death_s``, and for
 at least three heartbeat intervals.
 
-Only silence that this process could have broken counts. If its own event loop runs late (stopped, swapped out, held up
-by a long callback, or one of many on a busy machine), heartbeats may lie unread in its sockets. So each wait counts as
-long as it was planned, however long it took.
-
-A peer may run late, too: its heartbeats lag while it loads libraries, or is one of many processes on a busy machine. So
-a peer that was silent for longer than its heartbeat interval before, and lived, is granted more, for a while.
+If this process's own event loop runs late, heartbeats may lie unread in its sockets. So each wait counts as long as it
+was planned, however long it took. A peer may run late, too, while it loads libraries or shares a busy machine. So a
+peer that was silent for longer than its heartbeat interval before, and lived, is granted more, for a while.
 """
 
 from __future__ import annotations

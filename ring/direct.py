@@ -25,7 +25,6 @@ from ring.session import RingSession
 from ring.view import View
 from wire.connection import Connection
 from wire.frame import MAX_BULK_BYTES
-from wire.handshake import local_hello
 from wire.job_messages import SendOffer, SendTaken
 from wire.messages import Hello, RefusalCode, Refuse
 
@@ -173,18 +172,10 @@ class DirectMessages:
     async def _send_all(self, link: _Outgoing) -> None:
         error: P2PTrainError = ConnectionLost("this member left the group")
         try:
-            hello = local_hello(
-                peer_id=self._me.peer_id,
-                name=self._me.name,
-                roles=["worker"],
-                purpose="ring",
-                capabilities={"channel": CHANNEL},
-                job=self._view.job,
-                generation=self._view.generation,
+            deadline, member = self._me.world.clock.now() + DIAL_S, self._view.members[link.rank]
+            link.connection = await dial_patiently(
+                self._me, self._view, member, CHANNEL, deadline=deadline, title="member"
             )
-            deadline = self._me.world.clock.now() + DIAL_S
-            member = self._view.members[link.rank]
-            link.connection = await dial_patiently(self._me, member, hello, deadline=deadline, title="member")
             self._offer(link)
             while True:
                 taken = await link.connection.expect(SendTaken, timeout_s=UNLIMITED_S)

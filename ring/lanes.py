@@ -1,24 +1,20 @@
 """A lane: one stream of sub-chunks from the left neighbour and one to the right. It carries out operations' schedules.
 
 A session has one lane, or several if one TCP flow cannot fill the link. An operation's array is striped over them. Each
-stripe is an all-reduce of its own (a *flow*), so lanes never wait for each other.
-
-Theory of operation. Flows are served in the order of their submission, which is the same on every member:
+stripe is an all-reduce of its own (a *flow*), so lanes never wait for each other. Flows are served in the order of
+their submission, which is the same on every member:
 
 * *receiving*: at most ``SCRATCH_SLOTS`` receives are posted ahead, for the oldest flow that has any left. The callback
   of an arrival adds or stores the sub-chunk.
-* *sending*: only the oldest flow that has not sent everything may send. So bytes are in the order of the flows, and a
-  member that has not submitted the next operation yet never delays one that it has. A sub-chunk is handed over when the
-  transport holds nothing of the previous one; the kernel's buffer keeps the link busy meanwhile. A sub-chunk needs no
-  task, future, timer or allocation.
+* *sending*: only the oldest flow that has not sent everything may send. A sub-chunk is handed over when the transport
+  holds nothing of the previous one; the kernel's buffer keeps the link busy meanwhile.
 
 A flow is done when everything was received and the kernel has all that was sent: the caller gets its memory back.
 
 With a codec, sub-chunks travel encoded, and every receive lands in a scratch slot. Each rank encodes every element of
 the array exactly once: its own contribution or partial sum on the way to the owner, or, as the owner, the final sum. So
 one residual per element is enough for error feedback (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847). It
-keeps what the encoding lost of ``value + residual``. The sum of all residuals and of the result is the sum of all
-contributions, but for fp32 rounding.
+keeps what the encoding lost of ``value + residual``.
 """
 
 from __future__ import annotations

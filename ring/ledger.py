@@ -5,9 +5,9 @@ micro-batches each member computed, in rank order, and the digest of the reduced
 lineage that every member holds and every view begins with. So a later change of the record contradicts the members.
 
 A view that begins at step s takes back every later step: the rows of these steps are superseded. The *surviving* views
-are those after which no view began at the same or an earlier step. Step t was computed in the newest view that began
-before t, or in an older view if a later one continued from what that view's members had computed. The seed keeps rows
-of this history only, one per step, and folds the oldest rows into a *base*: a step and its lineage.
+are those after which no view began at the same or an earlier step. Step t was computed in the newest of them that began
+before t. The seed keeps rows of this history only, one per step, and folds the oldest rows into a *base*: a step and
+its lineage. If a view continues from another history, that of a side which was cut off, a new ledger begins.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from wire.records import LedgerHead, ViewBegan
 MAX_MEMBERS = 1024
 
 
-def begun(head: LedgerHead | None, view: View) -> LedgerHead:
+def head_after(head: LedgerHead | None, view: View) -> LedgerHead:
     """The head after a view begins. The view takes back later steps. A view older than the base begins a new ledger."""
     if head is None or view.step < head.base_step:
-        return anew(view)
+        return begin_anew(view)
     if view.step <= head.step:
         return replace(head, step=view.step, lineage=view.lineage)
     return head
 
 
-def anew(view: View) -> LedgerHead:
+def begin_anew(view: View) -> LedgerHead:
     """The head of a new ledger, for a view that does not follow the rows of the old one.
 
     A side that was cut off, and trained on, may be the only one left. Then the job continues from its newest
@@ -104,35 +104,24 @@ Placed = tuple[str, LedgerRow]
 """A row and the lineage before it."""
 
 
-def counting(view: View, begins: Begins, lineage: str, rows: Sequence[LedgerRow]) -> tuple[list[Placed], list[Placed]]:
-    """Choose the rows that belong to the surviving history.
-
-    A side that was cut off may report steps that were computed again since. Its rows count only if they lead to the
-    lineage with which a later view began, because that view continued them.
+def select_rows(view: View, begins: Begins, lineage: str, rows: Sequence[LedgerRow]) -> list[Placed]:
+    """The rows that belong to the surviving history. A side that was cut off may report steps that were taken back.
 
     Args:
         view: the newest view. Steps after its start are its own, earlier ones belong to older views.
         begins: the surviving views.
         lineage: the lineage before the first of ``rows``, which are of consecutive steps.
-
-    Returns:
-        The rows that count, and rows of a cut-off side that may count once later rows are known.
     """
-    lineages = list(accumulate((row.digest for row in rows), next_lineage, initial=lineage))
-    taken_up: bool | None = None
-    found, undecided = list[Placed](), list[Placed]()
-    for before, after, row in reversed(list(zip(lineages, lineages[1:], rows, strict=False))):
-        if known := begins.lineage_at(row.step):
-            taken_up = known == after
-        own = row.step <= view.step or row.generation == view.generation
-        if own and (taken_up or not begins.superseded(row.generation, row.step)):
-            found.append((before, row))
-        elif own and taken_up is None:
-            undecided.append((before, row))
-    return found[::-1], undecided[::-1]
+    lineages = accumulate((row.digest for row in rows), next_lineage, initial=lineage)
+    return [
+        (before, row)
+        for before, row in zip(lineages, rows, strict=False)
+        if (row.step <= view.step or row.generation == view.generation)
+        and not begins.superseded(row.generation, row.step)
+    ]
 
 
-def continuing(
+def extend_ledger(
     head: LedgerHead, view: View, begins: Begins, placed: Iterable[Placed]
 ) -> tuple[LedgerHead, list[LedgerRow], str]:
     """Choose the rows that continue the ledger.
@@ -168,7 +157,7 @@ class LedgerFault:
     text: str
 
 
-def surviving(views: Iterable[ViewBegan]) -> list[ViewBegan]:
+def surviving_views(views: Iterable[ViewBegan]) -> list[ViewBegan]:
     """The views whose steps were not taken back, oldest first. If several began at one step, the newest counts."""
     kept: list[ViewBegan] = []
     for view in sorted(views, key=lambda item: item.generation):
@@ -210,12 +199,10 @@ class Audit:
         self.step, self.lineage = base_step, base_lineage
         self.computed: Counter[str] = Counter()
         self.total = 0
-        self._taken_up = False  # the last rows are of an older view than the newest one that has begun
         self._micro_batches = micro_batches
         known = list(views)
         self._by_generation = {view.generation: view for view in known}
-        self._generation = 0  # of the last row; 0: there was none
-        self._views = surviving(known)
+        self._views = surviving_views(known)
         self._next = sum(view.step < base_step for view in self._views)  # index of the first view that has not begun
         self._complete = bool(self._views) and self._views[0].step <= base_step
 
@@ -263,17 +250,16 @@ class Audit:
         view = self._by_generation.get(row.generation)
         if view is not None and len(counts) != len(view.members):
             view = None  # of the time before the views that are known
-        for one in () if text else accepted:
-            if counts[one.rank] != self._micro_batches // buffer:
-                text = f"rank {one.rank} contributed {counts[one.rank]} micro-batches"
-            elif one.number in self._numbers:
-                text = f"the contribution {one.number} is part of an earlier version, too"
-            elif view is not None and one.base < view.step:
-                text = f"the contribution {one.number} was computed before generation {view.generation} began"
-            self._numbers.add(one.number)
+        for item in () if text else accepted:
+            if counts[item.rank] != self._micro_batches // buffer:
+                text = f"rank {item.rank} contributed {counts[item.rank]} micro-batches"
+            elif item.number in self._numbers:
+                text = f"the contribution {item.number} is part of an earlier version, too"
+            elif view is not None and item.base < view.step:
+                text = f"the contribution {item.number} was computed before generation {view.generation} began"
+            self._numbers.add(item.number)
             if view is not None:
-                counts_of_it = self.staleness.setdefault(view.members[one.rank], Counter())
-                counts_of_it[row.step - 1 - one.base] += 1
+                self.staleness.setdefault(view.members[item.rank], Counter())[row.step - 1 - item.base] += 1
         return LedgerFault(row.step, "version", f"step {row.step}: {text}") if text else None
 
     def _computed_by(self, row: LedgerRow, counts: tuple[int, ...]) -> LedgerFault | None:
@@ -281,13 +267,10 @@ class Audit:
             if self._complete:
                 return LedgerFault(row.step, "generation", f"step {row.step} was computed before the first view began")
             return None  # its view is not known any more
-        newest = self._views[self._next - 1]
-        own = row.generation == newest.generation and not self._taken_up
-        view = newest if own else self._line_taken_up(row, newest)
-        if view is None:
-            text = f"step {row.step} names generation {row.generation}, but generation {newest.generation} computed it"
+        view = self._views[self._next - 1]
+        if row.generation != view.generation:
+            text = f"step {row.step} names generation {row.generation}, but generation {view.generation} computed it"
             return LedgerFault(row.step, "generation", text)
-        self._generation = row.generation
         if len(counts) != len(view.members):
             text = f"step {row.step}: shares of {len(counts)} members, generation {view.generation} has "
             return LedgerFault(row.step, "members", f"{text}{len(view.members)}")
@@ -296,16 +279,6 @@ class Audit:
             self.computed[peer_id] += counts[rank - rank % max(view.stages, 1)]
         return None
 
-    def _line_taken_up(self, row: LedgerRow, newest: ViewBegan) -> ViewBegan | None:
-        """The older view that computed a step, if the newest view's commits are lost and a later view continued from
-        the older one. The later view's lineage vouches for the bytes; only the rows tell who computed them."""
-        view = self._by_generation.get(row.generation)
-        if view is None or view.step >= row.step or not self._generation <= row.generation < newest.generation:
-            return None
-        begins = self.step == newest.step or not self._generation  # or the line began before the base
-        self._taken_up = (self._taken_up or begins) and self._next < len(self._views)
-        return view if self._taken_up else None
-
     def _views_begin(self) -> LedgerFault | None:
         while self._next < len(self._views) and self._views[self._next].step <= self.step:
             view = self._views[self._next]
@@ -313,5 +286,4 @@ class Audit:
                 text = f"generation {view.generation} began at step {view.step} with lineage {view.lineage}, and the "
                 return LedgerFault(view.step, "lineage", f"{text}rows up to there lead to {self.lineage}")
             self._next += 1
-            self._taken_up = False
         return None

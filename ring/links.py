@@ -3,10 +3,9 @@ previous.
 
 The seed announces a view to all members at once, but some member gets it first and dials at once. Its connection may
 name a generation that this worker does not know yet. Such connections are held for a limited time, in bounded number,
-for one view per peer. A worker refuses generations older than the newest one that it knows: those rings are over. In
-the newest one it refuses every peer but its left neighbour or previous stage; it judges held connections when their
-view arrives. On an encrypted wire the handshake has compared the peer id with the certificate: no peer takes another's
-place, or two places.
+for one view per peer. A worker refuses generations older than the newest one that it knows. In the newest one it
+refuses every peer but its left neighbour or previous stage; it judges held connections when their view arrives. On an
+encrypted wire the handshake has compared the peer id with the certificate.
 """
 
 from __future__ import annotations
@@ -242,10 +241,10 @@ class ThisMember(Protocol):
 
 
 async def dial_patiently(
-    me: ThisMember, member: MemberRecord, hello: Hello, *, deadline: float, title: str
+    me: ThisMember, view: View, member: MemberRecord, channel: str, *, deadline: float, title: str
 ) -> Connection:
-    """Connect to a neighbour that may not be listening yet; try again until ``deadline``. ``title``: what the neighbour
-    is to this member, for messages.
+    """Connect to a member of ``view`` that may not be listening yet; try again until ``deadline``. ``title``: for
+    messages.
 
     Raises:
         NeighbourAway: the neighbour was not reached in time.
@@ -253,6 +252,15 @@ async def dial_patiently(
     """
     world, host, pause_s = me.world, advertised_host(me.seed_host, member.host), FIRST_PAUSE_S
     now = world.clock.now
+    hello = local_hello(
+        peer_id=me.peer_id,
+        name=me.name,
+        roles=["worker"],
+        purpose="ring",
+        capabilities={"channel": channel},
+        job=view.job,
+        generation=view.generation,
+    )
     problem: P2PTrainError
     while True:
         try:
@@ -298,17 +306,8 @@ async def connect_neighbours(
     opened: list[Connection] = []
 
     async def dial_one(member: MemberRecord, channel: str) -> Connection:
-        hello = local_hello(
-            peer_id=me.peer_id,
-            name=me.name,
-            roles=["worker"],
-            purpose="ring",
-            capabilities={"channel": channel},
-            job=view.job,
-            generation=view.generation,
-        )
         deadline, title = began + DIAL_PART * timeout_s, topology.dialled
-        connection = await dial_patiently(me, member, hello, deadline=deadline, title=title)
+        connection = await dial_patiently(me, view, member, channel, deadline=deadline, title=title)
         opened.append(connection)
         return connection
 

@@ -1,13 +1,12 @@
 """The links of a member to its neighbours in one view: heartbeats, a listener per connection, one end for all.
 
-Alive. The left one of two neighbours sends heartbeats on a connection of its own, and the right one acknowledges them.
-Everything received counts as a sign of life, payloads included. All of it runs on the event loop, independent of the
-compute thread.
+The left one of two neighbours sends heartbeats on a connection of its own, and the right one acknowledges them.
+Everything received counts as a sign of life.
 
-The end. A member that loses a neighbour is *broken* for good. It closes all its connections, which breaks its
-neighbours. So the news travels from member to member at the speed of the wires, without a timeout. ``MemberLost`` names
-the lost member. If a connection ends but its neighbour's heartbeats do not, this member waits one heartbeat interval
-for the neighbour to name the lost member. A member that leaves on purpose sends ``Leave`` first.
+A member that loses a neighbour is *broken* for good. It closes all its connections, which breaks its neighbours. So the
+news travels from member to member at the speed of the wires. ``MemberLost`` names the lost member. If a connection ends
+but its neighbour's heartbeats do not, this member waits one heartbeat interval for the neighbour to name the lost
+member. A member that leaves on purpose sends ``Leave`` first.
 
 The owner decides what the connections carry: a ring (``ring.session``) or a chain (``ring.chain``).
 """
@@ -17,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from p2ptrain.core.errors import (
     ConnectionLost,
@@ -120,7 +119,9 @@ class Heartbeats:
         on_silent: Callable[[Neighbour, DeadlineExceeded], None],
     ) -> None:
         """Send heartbeats and watch ``neighbours``, until cancelled."""
-        watched = [(each, FailureDetector(heartbeat_s=self.interval_s, death_s=death_s)) for each in neighbours]
+        watched = [
+            (neighbour, FailureDetector(heartbeat_s=self.interval_s, death_s=death_s)) for neighbour in neighbours
+        ]
         now = due = self._clock.now()
         while True:
             if now >= due:
@@ -145,15 +146,28 @@ class Heartbeats:
             self._right.send_control(self._right.beat, beat, self._view.generation)
 
 
+class LinksOwner(Protocol):
+    """The ring or chain whose neighbours are watched."""
+
+    def status(self) -> tuple[int, str]:
+        """Its progress and state, for the heartbeats."""
+
+    def is_busy(self) -> bool:
+        """Whether an operation is under way."""
+
+    def expects(self, connection: Connection) -> bool:
+        """Whether the operation still needs bytes of a connection."""
+
+    def settle(self) -> None:
+        """End all operations. Called once, before any connection is closed."""
+
+
 class NeighbourLinks:
     """Watches the neighbours of one member. ``close`` ends it, and so does the first loss.
 
     Args:
         left, right: sends heartbeats to this member; receives this member's heartbeats.
-        status: returns this member's progress and state, for the heartbeats.
-        busy: whether an operation is under way.
-        expects: whether it still needs bytes of a connection.
-        on_broken: called once, before any connection is closed.
+        what: the owner's name in messages.
 
     Attributes:
         broken: resolves to ``RingBroken`` at the end, for whatever reason.
@@ -163,25 +177,20 @@ class NeighbourLinks:
 
     def __init__(
         self,
-        *,
+        owner: LinksOwner,
         clock: Clock,
         view: View,
         rank: int,
+        *,
         left: Neighbour | None,
         right: Neighbour | None,
         what: str,
-        status: Callable[[], tuple[int, str]],
-        busy: Callable[[], bool],
-        expects: Callable[[Connection], bool],
-        on_broken: Callable[[], None],
     ) -> None:
         self.broken: asyncio.Future[RingBroken] = asyncio.get_running_loop().create_future()
         self.left, self.right = left, right
         self.parted: Neighbour | None = None
-        self.beats = Heartbeats(clock, view, right, status)
-        self._view, self._rank = view, rank
-        self._what, self._busy = what, busy
-        self._expects, self._on_broken = expects, on_broken
+        self.beats = Heartbeats(clock, view, right, owner.status)
+        self._owner, self._view, self._rank, self._what = owner, view, rank, what
         self._tasks: set[asyncio.Task[None]] = set()
         self._farewells: set[asyncio.Task[None]] = set()
         self._verdict: asyncio.TimerHandle | None = None  # runs while a ``MemberLost`` may still come
@@ -245,7 +254,7 @@ class NeighbourLinks:
         """End the links after the end of a connection, unless the current operation can complete without it."""
         if not neighbour.leaving:
             self.lost(neighbour, connection, error)
-        elif not self._busy() or self._expects(connection):
+        elif not self._owner.is_busy() or self._owner.expects(connection):
             self.give_up(neighbour, ConnectionLost(f"it left the {self._what}"))
         elif self.parted is None:
             self.parted = neighbour
@@ -294,7 +303,9 @@ class NeighbourLinks:
         return sum(connection.bytes_out for neighbour in self.neighbours for connection in neighbour.connections)
 
     def failed(self, connection: Connection, error: P2PTrainError) -> None:
-        self.lost(next(each for each in self.neighbours if connection in each.connections), connection, error)
+        self.lost(
+            next(neighbour for neighbour in self.neighbours if connection in neighbour.connections), connection, error
+        )
 
     def lost_elsewhere(self, broken: RingBroken) -> bool:
         """End the links because another ring of the view broke. False if ``broken`` names no member of this view."""
@@ -328,7 +339,7 @@ class NeighbourLinks:
         self.broken.set_result(broken)
         if self._verdict is not None:
             self._verdict.cancel()
-        self._on_broken()
+        self._owner.settle()
         for task in self._tasks:
             task.cancel()
 

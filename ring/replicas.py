@@ -109,8 +109,8 @@ class RecoveryPolicy:
         peer that is ready has loaded what it can, so its later checkpoints do not count."""
 
         def usable(peer_id: str, kept: frozenset[int]) -> frozenset[int]:
-            most = ready[peer_id].applied if peer_id in ready else math.inf
-            return frozenset(step for step in kept if step <= most and step < below and counts(peer_id))
+            newest_step = ready[peer_id].applied if peer_id in ready else math.inf
+            return frozenset(step for step in kept if step <= newest_step and step < below and counts(peer_id))
 
         by_part: list[list[frozenset[int]]] = [[] for _ in range(roster.parts)]
         for (peer_id, part), kept in self.saved.parts.items():

@@ -1,21 +1,18 @@
 """The running ring of one view: carries out the schedules of ``ring.collectives`` over connections to the neighbours.
 
 Connections. Each member dials its right neighbour and accepts its left one. *Bulk* connections carry payloads in one
-direction, left to right, one per stream (``ring.lanes``). The *beat* connection carries the left neighbour's heartbeats
-and the right one's acknowledgements. So a heartbeat never waits behind a gigabyte, or for the compute thread.
+direction, left to right, one per stream (``ring.lanes``). The *beat* connection carries heartbeats and their
+acknowledgements. So a heartbeat never waits behind a gigabyte, or for the compute thread.
 
 Operations. All members submit the same operations in the same order. Each has the next operation number (the frame's
-``stream``), so frames of different operations cannot mix. Several may be in progress: the bytes of the next one follow
-the last bytes of the one before. So gradients enter the ring while others are still computed. For a small all-reduce,
+``stream``), so frames of different operations cannot mix. Several may be in progress, so gradients enter the ring while
+others are still computed. An operation is cut into *flows*, one for each lane that takes part. For a small all-reduce,
 every member gathers all arrays and sums them in rank order: n - 1 hops instead of 2n - 2, and the same bits everywhere.
 
-An operation is cut into *flows*, one for each lane that takes part, and is done when all its flows are. An operation
-that makes no progress within its patience ends the session. The suspect is the left neighbour if anything is still to
-be received, else the right one, which does not take what is sent.
-
-Ends. A session that lost a neighbour is *broken* for good and names the lost member (``ring.neighbours``). If a member
-leaves after the last operation, a neighbour that is still busy with it can complete it: all that it needs from the
-leaver arrives before the end of the connection.
+Ends. An operation that makes no progress within its patience ends the session. The suspect is the left neighbour if
+anything is still to be received, else the right one, which does not take what is sent. A session that lost a neighbour
+is *broken* for good and names the lost member (``ring.neighbours``). If a member leaves after the last operation, a
+neighbour can still complete it: all that it needs from the leaver arrives before the end of the connection.
 """
 
 from __future__ import annotations
@@ -39,6 +36,7 @@ from ring.lanes import Flow, Lane, Residual
 from ring.links import ThisMember, Topology, connect_neighbours
 from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, cause_of
 from ring.view import View
+from wire.connection import Connection
 
 PATIENCE_S = 120.0
 LATER = 2
@@ -104,18 +102,7 @@ class RingSession:
         self._stream = 0
         self._waited_s = self._received_at = 0.0
         self._progress = ProgressTimer(world.clock, self._judge_progress)
-        self.links = NeighbourLinks(
-            clock=world.clock,
-            view=view,
-            rank=rank,
-            left=left,
-            right=right,
-            what="ring",
-            status=self._status,
-            busy=lambda: bool(self._under_way),
-            expects=lambda connection: any(lane.expects for lane in self._lanes if lane.left is connection),
-            on_broken=self._settle,
-        )
+        self.links = NeighbourLinks(self, world.clock, view, rank, left=left, right=right, what="ring")
         self.broken = self.links.broken
         if left is not None and right is not None:
             self._lanes = [
@@ -201,12 +188,10 @@ class RingSession:
                 encoded, nor is the array of a ring of one.
             residual: shape (numel,), float32: this member's error feedback. Afterwards it holds what the codec lost of
                 the buffer and the old residual, for the next sum of the same elements.
-            reduction: one of ``ring.dtypes.REDUCTIONS``, in place of the sum.
-            patience_s: the ring counts as broken after so long without any progress.
 
         Returns:
-            A future. It fails with Stalled, which names the neighbour, after ``patience_s`` without progress,
-            and with ConnectionLost or ProtocolError if the session broke. ``broken`` names the suspect.
+            A future. It fails with Stalled after ``patience_s`` without progress, and with ConnectionLost or
+            ProtocolError if the session broke. ``broken`` names the suspect.
 
         Raises:
             ValueError: the buffer is not as described.
@@ -306,11 +291,11 @@ class RingSession:
         ``check``: raises ``ProtocolError`` for invalid bytes. It is called before they are passed on, so the neighbour
         that sent them is the one to blame.
         """
-        each = len(mine)
-        gathered = np.empty(self.size * each, np.uint8)
-        gathered[self.rank * each : (self.rank + 1) * each] = np.frombuffer(mine, np.uint8)
-        await self._on_one_lane("all-gather", gathered, patience_s, least_numel=each, check=check)
-        return [gathered[rank * each : (rank + 1) * each].tobytes() for rank in range(self.size)]
+        part_bytes = len(mine)
+        gathered = np.empty(self.size * part_bytes, np.uint8)
+        gathered[self.rank * part_bytes : (self.rank + 1) * part_bytes] = np.frombuffer(mine, np.uint8)
+        await self._on_one_lane("all-gather", gathered, patience_s, least_numel=part_bytes, check=check)
+        return [gathered[rank * part_bytes : (rank + 1) * part_bytes].tobytes() for rank in range(self.size)]
 
     async def barrier(self, *, patience_s: float = PATIENCE_S) -> None:
         """Return only after every member has called it. Errors as ``submit``."""
@@ -334,9 +319,11 @@ class RingSession:
 
     # --------------------------------------------------------------------------------------------------------- figures
 
-    @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         return bool(self._under_way)
+
+    def expects(self, connection: Connection) -> bool:
+        return any(lane.expects for lane in self._lanes if lane.left is connection)
 
     @property
     def waited_s(self) -> float:
@@ -460,7 +447,7 @@ class RingSession:
             return
         starving = any(lane.expects for lane in self._lanes)
         left = self.links.beats.newest_of_left
-        waits = left is not None and left.state != AT_WORK and left.progress < self._status()[0]
+        waits = left is not None and left.state != AT_WORK and left.progress < self.status()[0]
         if starving and waits and still_s < LATER * patience_s:  # a member before it is the cause
             self._progress.start(LATER * patience_s - still_s)
             return
@@ -472,14 +459,14 @@ class RingSession:
 
     # -------------------------------------------------------------------------------------------------------- breaking
 
-    def _status(self) -> tuple[int, str]:
+    def status(self) -> tuple[int, str]:
         """This member's progress and state, for its heartbeats. The progress is the number of the operation, and how
         many sub-chunks of it arrived. A correct member has sent more of them, so its right neighbour has more."""
         for stream, operation in self._under_way.items():
             return (stream << 20) + operation.received, operation.title
         return self._stream << 20, AT_WORK
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         for lane in self._lanes:
             lane.stop()
         self._progress.stop()

@@ -64,8 +64,8 @@ class Accepted:
 
 def packed(accepted: Iterable[Accepted]) -> bytes:
     """For ``LedgerRow.made_of``, in rank order. The row's shares show the ranks."""
-    ordered = sorted(accepted, key=lambda one: one.rank)
-    return b"".join(_ACCEPTED.pack(one.number, one.base, one.bound, one.weight) for one in ordered)
+    ordered = sorted(accepted, key=lambda item: item.rank)
+    return b"".join(_ACCEPTED.pack(item.number, item.base, item.bound, item.weight) for item in ordered)
 
 
 def unpacked_untrusted(made_of: bytes, counts: Sequence[int]) -> list[Accepted]:
@@ -87,16 +87,16 @@ def problem_of(accepted: Sequence[Accepted], step: int, *, buffer: int, bound: i
     """How the version ``step`` breaks rules 2 to 5; empty if it does not. ``bound``: the fixed one; 0: adaptive."""
     if len(accepted) != buffer:
         return f"it is made of {len(accepted)} contributions, not {buffer}"
-    for one in accepted:
-        staleness, who = step - 1 - one.base, f"the contribution {one.number} of rank {one.rank}"
-        if one.rank == 0:
-            return f"the contribution {one.number} is of the server"
-        if one.bound != bound if bound else not LEAST_BOUND <= one.bound <= MOST_BOUND:
-            return f"{who} has the bound {one.bound}"
-        if not 0 <= staleness <= one.bound:
-            return f"{who} has a staleness of {staleness}, its bound is {one.bound}"
-        if not math.isclose(one.weight, weight_of(staleness), rel_tol=1e-9):
-            return f"{who} has a weight of {one.weight:.6g}, for a staleness of {staleness}"
+    for item in accepted:
+        staleness, who = step - 1 - item.base, f"the contribution {item.number} of rank {item.rank}"
+        if item.rank == 0:
+            return f"the contribution {item.number} is of the server"
+        if item.bound != bound if bound else not LEAST_BOUND <= item.bound <= MOST_BOUND:
+            return f"{who} has the bound {item.bound}"
+        if not 0 <= staleness <= item.bound:
+            return f"{who} has a staleness of {staleness}, its bound is {item.bound}"
+        if not math.isclose(item.weight, weight_of(staleness), rel_tol=1e-9):
+            return f"{who} has a weight of {item.weight:.6g}, for a staleness of {staleness}"
     return ""
 
 
@@ -168,9 +168,9 @@ class Intake:
 
     def made(self, accepted: Sequence[Accepted]) -> None:
         """The chosen contributions became the next version."""
-        for one in accepted:
-            self._waiting.remove(one.rank)
-            self._workers[one.rank].number = None
+        for item in accepted:
+            self._waiting.remove(item.rank)
+            self._workers[item.rank].number = None
         self.version += 1
 
     def staleness(self, rank: int) -> int:

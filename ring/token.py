@@ -111,17 +111,13 @@ def is_lineage(text: str) -> bool:
 
 
 def first_lineage(spec: str, digest: bytes = b"") -> str:
-    """Lineage of the initial model: a hash of the job's spec and of the digest of the state's bytes. Hex, 16 bytes.
-
-    The digest ensures from the start that equal lineages mean equal bits: another version of torch may make other
-    initial weights from the same seed, and a member with those must be healed.
-    """
+    """Lineage of the initial model: a hash of the job's spec and of the digest of the state's bytes, as another version
+    of torch may make other weights from the same seed. Hex, 16 bytes."""
     return hashlib.blake2b(spec.encode() + digest, digest_size=16).hexdigest()
 
 
 def joined_digest(digests: bytes) -> bytes:
-    """The digest of a split model's step, from its stages' digests in order, 16 bytes each. So the whole model has one
-    lineage, which depends on every stage's bytes. 16 bytes."""
+    """The digest of a split model's step, from its stages' digests in order; 16 bytes each."""
     return hashlib.blake2b(digests, digest_size=16).digest()
 
 
@@ -132,10 +128,8 @@ def next_lineage(lineage: str, digest: bytes) -> str:
 
 def difference(mine: Token, other: Token) -> str:
     """In words, the first difference between two tokens of one vote; empty if there is none."""
-    for name in _IDENTITY:
-        if getattr(mine, name) != getattr(other, name):
-            return f"{name} of step {mine.step + 1}"
-    return ""
+    names = (name for name in _IDENTITY if getattr(mine, name) != getattr(other, name))
+    return next((f"{name} of step {mine.step + 1}" for name in names), "")
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -212,8 +206,8 @@ def verdict(
         right = (rank + 1) % len(tokens)
         if token.sent != tokens[right].received:
             return TokenFault("hop", rank, right, f"sent other bytes than arrived at rank {right}")
-    most = Counter(_identity(token) for token in tokens).most_common(1)[0][0]  # on a tie, the lowest rank's
-    usual = next(token for token in tokens if _identity(token) == most)
+    usual_identity = Counter(_identity(token) for token in tokens).most_common(1)[0][0]  # on a tie, the lowest rank's
+    usual = next(token for token in tokens if _identity(token) == usual_identity)
     for rank, token in enumerate(tokens):
         if what := difference(usual, token):
             return TokenFault("digest" if token.digest != usual.digest else "", rank, None, f"has another {what}")
@@ -229,7 +223,9 @@ def verdict(
 
 def granted(tokens: Sequence[Token]) -> Flag:
     """The requests that the whole ring follows: those of any member, but a stop only if all know that it is due."""
-    return reduce(or_, (token.flags for token in tokens)) & (~Flag.STOP | reduce(and_, (it.flags for it in tokens)))
+    return reduce(or_, (token.flags for token in tokens)) & (
+        ~Flag.STOP | reduce(and_, (token.flags for token in tokens))
+    )
 
 
 def square_sum(tokens: Sequence[Token], last: float, stages: int = 1) -> float:
@@ -237,10 +233,10 @@ def square_sum(tokens: Sequence[Token], last: float, stages: int = 1) -> float:
     return sum((_agreed([token.part for token in tokens[stage::stages]], last) for stage in range(stages)), start=0.0)
 
 
-def is_same(one: float, other: float) -> bool:
+def is_same(figure: float, claim: float) -> bool:
     """Whether two figures may be of the same bytes. All that are not finite are alike."""
-    finite = math.isfinite(one), math.isfinite(other)
-    return math.isclose(one, other, rel_tol=SAME) if all(finite) else not any(finite)
+    finite = math.isfinite(figure), math.isfinite(claim)
+    return math.isclose(figure, claim, rel_tol=SAME) if all(finite) else not any(finite)
 
 
 def _agreed(norms: Sequence[float], last: float) -> float:
@@ -248,13 +244,13 @@ def _agreed(norms: Sequence[float], last: float) -> float:
     ``last``."""
     ordered = sorted(figure if 0 <= figure < math.inf else math.inf for figure in norms)
     middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
-    return min(middle, key=lambda it: abs(math.log(it) - math.log(last)) if min(it, last) > 0 else math.inf)
+    return min(middle, key=lambda norm: abs(math.log(norm) - math.log(last)) if min(norm, last) > 0 else math.inf)
 
 
 def _false_figure(tokens: Sequence[Token], last: float, stages: int) -> TokenFault | None:
     """A figure that its sender's own bytes, or the other members, contradict."""
     for rank, token in enumerate(tokens):
-        known = _agreed([it.part for it in tokens[rank % stages :: stages]], last)
+        known = _agreed([peer.part for peer in tokens[rank % stages :: stages]], last)
         if token.own < 0:
             return TokenFault("figure", rank, None, f"told a squared norm of {token.own:.3g} of its contribution")
         if not is_same(token.part, known):
@@ -294,8 +290,8 @@ def odd_ones_out(digests: Sequence[bytes], stages: int = 1) -> set[int]:
     odd = set()
     for stage in range(stages):
         same_part = digests[stage::stages]
-        most = Counter(same_part).most_common(1)[0][0]
-        odd |= {stages * replica + stage for replica, digest in enumerate(same_part) if digest != most}
+        usual = Counter(same_part).most_common(1)[0][0]
+        odd |= {stages * replica + stage for replica, digest in enumerate(same_part) if digest != usual}
     return odd
 
 
@@ -411,14 +407,9 @@ def balanced(micro_batches: int, unit_us: Sequence[int], before: Sequence[int] =
 
 
 def probed(counts: Sequence[int], unit_us: Sequence[int], idle_steps: Sequence[int]) -> list[int]:
-    """``counts``, or, if it is time to probe whether an idle member became faster, the same with a micro-batch for it.
-
-    The micro-batch comes from the member that is busy longest. Probes are so rare that they cost at most
-    ``GAIN_PERCENT`` of the time if the idle member is still slow. Only one member is probed at a time.
-
-    Args:
-        idle_steps: for each rank, the number of consecutive steps without a micro-batch.
-    """
+    """``counts``, or, if it is time to probe whether an idle member became faster, the same with a micro-batch for it
+    from the busiest member. Probes cost at most ``GAIN_PERCENT`` of the time if the idle member is still slow.
+    ``idle_steps``: for each rank, the number of consecutive steps without a micro-batch."""
     units = _known(unit_us)
     span = max(1, _makespan(counts, units))
     for rank, (count, idle) in enumerate(zip(counts, idle_steps, strict=True)):
@@ -441,11 +432,8 @@ def _makespan(counts: Sequence[int], units: Sequence[int]) -> int:
 
 
 def _fastest(micro_batches: int, units: Sequence[int]) -> list[int]:
-    """Find the least makespan by bisection, then give each member what fits into it.
-
-    The surplus, if any, is less than the number of members that need exactly the makespan. Of those, the highest ranks
-    do one less.
-    """
+    """Find the least makespan by bisection, then give each member what fits into it. Of the members that need exactly
+    the makespan, the highest ranks do one less."""
     low, high = -1, micro_batches * min(units)  # the makespan of the fastest member alone
     while high - low > 1:
         middle = (low + high) // 2

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from p2ptrain.compute.sampling import WindowSampler
-from ring.ledger import Audit, LedgerFault, surviving
+from ring.ledger import Audit, LedgerFault, surviving_views
 from wire.records import ViewBegan
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ async def _audit_once(
     if head is None:
         return AuditResult(1, 0, len(views), "", windows, private=private)
     verdict = AuditResult(head.base_step + 1, head.step, len(views), head.lineage, windows, private=private)
-    for view in surviving(views):
+    for view in surviving_views(views):
         if view.stages not in (stages for _, stages in verdict.layouts[-1:]):
             verdict.layouts.append((view.step, view.stages))
     checks = Audit(

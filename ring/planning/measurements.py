@@ -89,9 +89,9 @@ class DescribedCluster:
     burst_bytes: int = 0
 
 
-def known_link(links: Links, one: str, other: str) -> LinkQuality | None:
-    """The measurement from ``one`` to ``other``; the opposite direction fills in what is missing."""
-    there, back = links.get((one, other)), links.get((other, one))
+def known_link(links: Links, sender: str, receiver: str) -> LinkQuality | None:
+    """The measurement from ``sender`` to ``receiver``; the opposite direction fills in what is missing."""
+    there, back = links.get((sender, receiver)), links.get((receiver, sender))
     if there is None or back is None or there.bandwidth_bps is not None:
         return there or back
     return LinkQuality(there.latency_s, back.bandwidth_bps)
@@ -102,16 +102,16 @@ class LinkTimes:
 
     def __init__(self, links: Links, ids: Iterable[str]) -> None:
         among = list(ids)
-        pairs = [(one, other) for one in among for other in among if one != other] if links else []
+        pairs = [(sender, receiver) for sender in among for receiver in among if sender != receiver] if links else []
         self._links = {pair: link for pair in pairs if (link := known_link(links, *pair)) is not None}
         self.known = bool(self._links)
         rates = [link.bandwidth_bps for link in self._links.values() if link.bandwidth_bps]
         self._rate_bps = statistics.median(rates) if rates else None
         self._latency_s = statistics.median(link.latency_s for link in self._links.values()) if self.known else 0.0
 
-    def between(self, one: str, other: str, size_bytes: float) -> tuple[float, float]:
+    def between(self, sender: str, receiver: str, size_bytes: float) -> tuple[float, float]:
         """Seconds of latency, and of the transfer, which occupies the link."""
-        link = self._links.get((one, other))
+        link = self._links.get((sender, receiver))
         rate_bps = (link.bandwidth_bps if link else None) or self._rate_bps
         return (link.latency_s if link else self._latency_s), (8 * size_bytes / rate_bps if rate_bps else 0.0)
 
@@ -122,7 +122,7 @@ class LinkTimes:
 
     def around(self, circle: Sequence[str], size_bytes: float) -> tuple[float, float]:
         """The mean latency and the longest transfer of the edges of a ring, as for ``all_reduce_s``."""
-        edges = [self.between(one, other, size_bytes) for one, other in circle_edges(circle)]
+        edges = [self.between(sender, receiver, size_bytes) for sender, receiver in circle_edges(circle)]
         return sum(latency_s for latency_s, _ in edges) / len(edges), max(transfer_s for _, transfer_s in edges)
 
     def all_reduce_s(self, circle: Sequence[str], size_bytes: float) -> float:

@@ -91,8 +91,8 @@ class GroupHop:
     occupied_s: float
 
     @classmethod
-    def between(cls, training: TrainingWorkload, times: LinkTimes, ones: Group, others: Group) -> GroupHop:
-        pairs = [(one.id, other.id) for one, other in zip(ones, others, strict=True)]
+    def between(cls, training: TrainingWorkload, times: LinkTimes, senders: Group, receivers: Group) -> GroupHop:
+        pairs = [(sender.id, receiver.id) for sender, receiver in zip(senders, receivers, strict=True)]
         there_s, sent_s = times.slowest(pairs, training.activation_bytes)
         back_s, returned_s = times.slowest([pair[::-1] for pair in pairs], training.gradient_bytes)
         return cls(there_s + sent_s, back_s + returned_s, max(sent_s, returned_s))
@@ -130,7 +130,9 @@ def _best_parts(
     found: list[tuple[Score, int, list[GroupPart]]] = []
     for number, groups in enumerate(_groups(training, workers)):
         # Of equally near groups the smallest comes first.
-        tried = sorted(groups[:MOST_WORKERS], key=lambda group: (min(each.memory_bytes for each in group), group[0].id))
+        tried = sorted(
+            groups[:MOST_WORKERS], key=lambda group: (min(worker.memory_bytes for worker in group), group[0].id)
+        )
         if chain := find_best_chain(chain_costs(training, tried, times), [training.stages]):
             score, parts = chain
             found.append((score, number, [(tried[group], start, stop) for group, start, stop in parts]))
@@ -178,7 +180,7 @@ def _plan_of(
     known: bool,
 ) -> TrainingPlan:
     """The plan with its predictions. ``known``: any worker's speed; without it nothing is predicted."""
-    hops = [GroupHop.between(training, times, ones, others) for (ones, *_), (others, *_) in pairwise(parts)]
+    hops = [GroupHop.between(training, times, senders, receivers) for (senders, *_), (receivers, *_) in pairwise(parts)]
     computes_s = [_compute_s(training, part) if known else 0.0 for part in parts]
     forwards_s = [each_s / training.passes(stop) for each_s, (*_, stop) in zip(computes_s, parts, strict=True)]
     occupied_s = max([hop.occupied_s for hop in hops], default=0.0)
@@ -190,7 +192,7 @@ def _plan_of(
         [hop.round_trip_s for hop in hops],
         pace_s or 1.0,
         max_in_flight=training.max_in_flight,
-        room=[min(training.most_in_flight(start, stop, each) for each in group) for group, start, stop in parts],
+        room=[min(training.most_in_flight(start, stop, worker) for worker in group) for group, start, stop in parts],
     )
     costs = StageCosts(
         tuple(forwards_s),
@@ -227,7 +229,7 @@ def _plan_of(
             stop,
             training.sizes.weights_bytes(start, stop),
             max(training.need_bytes(stage, start, stop, on_host=candidate.on_host) for candidate in group),
-            min((int(each.memory_bytes) for each in group if each.memory_bytes < math.inf), default=0),
+            min((int(worker.memory_bytes) for worker in group if worker.memory_bytes < math.inf), default=0),
             schedule.in_flight(stage),
             computes_s[stage] if known else None,
             round_trips_s[stage] if known else None,
@@ -257,7 +259,7 @@ def _refusal(training: TrainingWorkload, workers: Sequence[CandidateWorker]) -> 
     layers, stages = training.layers, training.stages
     bounds = (0, *training.cuts, layers) if training.cuts else [stage * layers // stages for stage in range(stages + 1)]
     needs = [(training.need_bytes(stage, *span), stage, *span) for stage, span in enumerate(pairwise(bounds))]
-    rooms = ((each.name, each.memory_bytes) for each in workers)
+    rooms = ((worker.name, worker.memory_bytes) for worker in workers)
     offers = [f"{name} {'any' if room_bytes == math.inf else human_bytes(room_bytes)}" for name, room_bytes in rooms]
     text = (
         f"the model ({human_bytes(training.sizes.weights_bytes(0, layers))} of weights) cannot train as {stages} "

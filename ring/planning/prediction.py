@@ -124,10 +124,10 @@ class Prediction:
 def share_cores(members: Sequence[CandidateWorker]) -> list[CandidateWorker]:
     """The members with the speed that each has while all of them compute: those of one host share its cores."""
     wanted: dict[str, float] = {}
-    for member in members:
-        wanted[member.host] = wanted.get(member.host, 0.0) + member.flops
-    shares = [min(1.0, each.host_flops / wanted[each.host]) if each.host_flops else 1.0 for each in members]
-    return [replace(member, flops=share * member.flops) for member, share in zip(members, shares, strict=True)]
+    for worker in members:
+        wanted[worker.host] = wanted.get(worker.host, 0.0) + worker.flops
+    shares = [min(1.0, member.host_flops / wanted[member.host]) if member.host_flops else 1.0 for member in members]
+    return [replace(worker, flops=share * worker.flops) for worker, share in zip(members, shares, strict=True)]
 
 
 def predict(method: TrainingMethod, cluster: DescribedCluster, measured: Calibration) -> Prediction:
@@ -195,7 +195,7 @@ class _Step:
         chunk = -(-(stop - start) // size)
         if not self.cluster.emulated:
             byte_s *= len(stripes)  # streams share a link's rate
-        chunk_s, piece_s = (byte_s * self.encoded_bytes(4 * each) for each in (chunk, min(piece, chunk)))
+        chunk_s, piece_s = (byte_s * self.encoded_bytes(4 * numel) for numel in (chunk, min(piece, chunk)))
         if piece_s + latency_s > chunk_s:  # the link pauses after each chunk
             burst_s = byte_s * self.cluster.burst_bytes
             chunk_s, piece_s = max(chunk_s - burst_s, 0.0), max(piece_s - burst_s, 0.0)
@@ -361,9 +361,17 @@ def recommend(found: Sequence[Prediction], error_budget: float) -> Prediction | 
 
     ``error_budget``: a codec with a larger error is not recommended, but fp32.
     """
-    able = [each for each in found if each.method.codec == "fp32" or STATED_ERROR[each.method.codec] <= error_budget]
-    exact = [each for each in able if each.method.strategy in EXACT]
-    enough = CHANGES_RESULT * max((each.tokens_per_s for each in exact), default=0.0)
-    among = [each for each in able if each.method.strategy not in EXACT and each.tokens_per_s > enough] or exact
-    most = max((each.tokens_per_s for each in among), default=0.0)
-    return next((each for each in among if each.tokens_per_s * NEARLY_BEST >= most), None)
+    able = [
+        prediction
+        for prediction in found
+        if prediction.method.codec == "fp32" or STATED_ERROR[prediction.method.codec] <= error_budget
+    ]
+    exact = [prediction for prediction in able if prediction.method.strategy in EXACT]
+    enough = CHANGES_RESULT * max((prediction.tokens_per_s for prediction in exact), default=0.0)
+    among = [
+        prediction
+        for prediction in able
+        if prediction.method.strategy not in EXACT and prediction.tokens_per_s > enough
+    ] or exact
+    fastest = max((prediction.tokens_per_s for prediction in among), default=0.0)
+    return next((prediction for prediction in among if prediction.tokens_per_s * NEARLY_BEST >= fastest), None)

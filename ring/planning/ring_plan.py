@@ -94,14 +94,14 @@ class RingCosts:
     def __init__(
         self, members: Sequence[str], times: LinkTimes, *, total_bytes: int, apart: Edges = frozenset()
     ) -> None:
-        edges = [[times.between(one, other, total_bytes) for other in members] for one in members]
+        edges = [[times.between(sender, receiver, total_bytes) for receiver in members] for sender in members]
         self.transfer_s = [[transfer_s for _, transfer_s in row] for row in edges]
         self.latency_s = [[latency_s for latency_s, _ in row] for row in edges]
-        for here, one in enumerate(members):
-            for there, other in enumerate(members):
-                if (one, other) in apart:
+        for here, sender in enumerate(members):
+            for there, receiver in enumerate(members):
+                if (sender, receiver) in apart:
                     self.latency_s[here][there] = APART_S
-                elif (other, one) in apart:
+                elif (receiver, sender) in apart:
                     self.latency_s[here][there] = APART_S / 1e3
 
     def seconds(self, circle: Sequence[int]) -> float:

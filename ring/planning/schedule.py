@@ -136,10 +136,10 @@ def extended(
     for round_trip_s in reversed(round_trips_s):
         periods = (1 + min(round_trip_s / period_s, micro_batches)) / (1 + SLACK)  # more are never in flight
         needed.append(needed[-1] + math.ceil(periods))
-    warm_ups, most = [], micro_batches
+    warm_ups, limit = [], micro_batches
     for stage, warm_up in enumerate(reversed(needed)):
-        most = min(most, max_in_flight[stage] if max_in_flight else most)
-        warm_ups.append(min(warm_up, most - 1))
+        limit = min(limit, max_in_flight[stage] if max_in_flight else limit)
+        warm_ups.append(min(warm_up, limit - 1))
     return StageSchedule(micro_batches, tuple(warm_ups))
 
 
@@ -165,8 +165,8 @@ def choose_schedule(
         return gpipe(len(room), micro_batches, max_in_flight)
     if name != ONE_F_ONE_B:
         raise ValueError(f"no pipeline schedule is named {name!r}")
-    most = max_in_flight or micro_batches
-    return extended(micro_batches, round_trips_s, period_s, max_in_flight=[min(most, each or most) for each in room])
+    limit = max_in_flight or micro_batches
+    return extended(micro_batches, round_trips_s, period_s, max_in_flight=[min(limit, fit or limit) for fit in room])
 
 
 # ------------------------------------------------------------------------------------------------------ the ideal time

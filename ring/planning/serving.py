@@ -87,12 +87,12 @@ class ChainPricer:
         self._workload = workload
         self._times = LinkTimes(workload.links, sorted({*(peer.id for peer in peers), workload.client}))
 
-    def hop(self, one: str, other: str) -> tuple[float, float]:
+    def hop(self, sender: str, receiver: str) -> tuple[float, float]:
         """Seconds of a hop, and what it occupies; a worker with two stages needs no link to itself."""
-        if one == other:
+        if sender == receiver:
             return 0.0, 0.0
-        token = self._workload.client in (one, other)  # ids travel as packed int32
-        latency_s, occupied_s = self._times.between(one, other, 4 if token else self._workload.activation_bytes)
+        token = self._workload.client in (sender, receiver)  # ids travel as packed int32
+        latency_s, occupied_s = self._times.between(sender, receiver, 4 if token else self._workload.activation_bytes)
         return latency_s + occupied_s, occupied_s
 
     def price(self, chain: Sequence[WorkerPart]) -> Placement:
@@ -134,14 +134,14 @@ def place_model(workload: ServingWorkload, peers: Iterable[CandidateWorker], *, 
     if not candidates:
         raise UserError("a model cannot be placed: there is no peer to hold it", remedy="start some: p2ptrain join")
     reached = [peer for peer in candidates if (workload.client, peer.id) not in workload.apart]
-    most = min(len(candidates), workload.sizes.layers)
-    if stages is not None and not 1 <= stages <= most:
+    limit = min(len(candidates), workload.sizes.layers)
+    if stages is not None and not 1 <= stages <= limit:
         raise UserError(
             f"{len(candidates)} peers and {workload.sizes.layers} layers do not make a chain of {stages} stages",
-            remedy=f"ask for 1 to {most} stages, or leave the number out for the best one",
+            remedy=f"ask for 1 to {limit} stages, or leave the number out for the best one",
         )
     tried, pricer = _likely(reached), ChainPricer(workload, candidates)
-    found = find_best_chain(pricer.costs(tried), range(1, most + 1) if stages is None else [stages])
+    found = find_best_chain(pricer.costs(tried), range(1, limit + 1) if stages is None else [stages])
     if found is None:
         raise _refusal(workload, candidates, reached, stages)
     return pricer.price([(tried[peer], start, stop) for peer, start, stop in found[1]])

@@ -124,8 +124,8 @@ class TrainingWorkload:
 
     def held_bytes(self, start: int, stop: int, *, on_host: bool) -> int:
         """Memory of the weights, gradients and moments of a stage."""
-        each = copies(on_host=on_host, trained=self.trained, held=self.held)
-        return int(each * self.sizes.weights_bytes(start, stop))
+        factor = copies(on_host=on_host, trained=self.trained, held=self.held)
+        return int(factor * self.sizes.weights_bytes(start, stop))
 
     def trained_bytes(self, start: int, stop: int) -> int:
         """Bytes of what trains of a stage's weights; its gradients have as many."""

@@ -12,7 +12,16 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-from ring.ledger import Begins, Placed, anew, begun, continuing, counting, counts_of_untrusted, rows_untrusted
+from ring.ledger import (
+    Begins,
+    Placed,
+    begin_anew,
+    counts_of_untrusted,
+    extend_ledger,
+    head_after,
+    rows_untrusted,
+    select_rows,
+)
 from ring.token import next_lineage
 from ring.view import View
 from wire.job_messages import LedgerRow, LedgerRows
@@ -57,24 +66,20 @@ class JobLedger:
         self._contradicted = ""
         # Step → placed row beyond a gap. Its sender may be gone when another member fills the gap.
         self._ahead: dict[int, Placed] = {}
-        # Step → placed row from members that were cut off. Later rows may show that a newer view continues from it.
-        self._undecided: dict[int, Placed] = {}
 
     @property
     def step(self) -> int:
         return self.head.step if self.head else 0
 
     def view_began(self, view: View) -> None:
-        self.head = begun(self.head, view)
+        self.head = head_after(self.head, view)
         self.begins.add(view.generation, view.step, view.lineage)
         self._contradicted = ""
         self._ahead = {step: row for step, row in self._ahead.items() if step <= view.step}
-        self._undecided = {}
 
     def restart(self, view: View) -> None:
-        self.head = anew(view)
+        self.head = begin_anew(view)
         self._ahead = {}
-        self._undecided = {}
 
     def take_untrusted(
         self, message: LedgerRows, view: View, *, micro_batches: int, steps_total: int, held: Sequence[range] = ()
@@ -88,7 +93,7 @@ class JobLedger:
         rows = rows_untrusted(message, micro_batches=micro_batches, steps_total=steps_total)
         if self.head is None:
             return [], ""
-        placed = self._join_undecided(*counting(view, self.begins, message.lineage, rows))
+        placed = select_rows(view, self.begins, message.lineage, rows)
         entries, problem = self._append(view, placed)
         if not problem:
             self._ahead |= {row.step: (lineage, row) for lineage, row in placed if row.step > self.step + 1}
@@ -103,23 +108,10 @@ class JobLedger:
         problem, self._contradicted = "" if self._contradicted else problem, self._contradicted or problem
         return entries, gap or problem
 
-    def _join_undecided(self, placed: list[Placed], undecided: list[Placed]) -> list[Placed]:
-        for lineage, row in undecided[-ROWS_AHEAD:]:
-            self._undecided[row.step] = lineage, row
-        for step in list(self._undecided)[: max(len(self._undecided) - ROWS_AHEAD, 0)]:
-            del self._undecided[step]
-        before = list[Placed]()
-        wanted, first = placed[0] if placed else ("", None)
-        step = first.step - 1 if first else 0
-        while (earlier := self._undecided.get(step)) and next_lineage(earlier[0], earlier[1].digest) == wanted:
-            before.append(self._undecided.pop(step))
-            wanted, step = earlier[0], step - 1
-        return before[::-1] + placed
-
     def _append(self, view: View, placed: Sequence[Placed]) -> tuple[list[LedgerEntry], str]:
         assert self.head is not None
         head, entries = self.head, []
-        self.head, taken, problem = continuing(self.head, view, self.begins, placed)
+        self.head, taken, problem = extend_ledger(self.head, view, self.begins, placed)
         for row in taken:
             head = LedgerHead(head.base_step, head.base_lineage, row.step, next_lineage(head.lineage, row.digest))
             entries.append(LedgerEntry(self._job, row, head))
@@ -168,7 +160,7 @@ def view_began(db: sqlite3.Connection, view: View) -> bool:
     )
     kept_step = -1 if departs else view.step
     db.execute("DELETE FROM ledger WHERE job = ? AND step > ?", (view.job, kept_step))
-    _set_head(db, view.job, anew(view) if departs else begun(before, view))
+    _set_head(db, view.job, begin_anew(view) if departs else head_after(before, view))
     return departs
 
 

@@ -76,7 +76,7 @@ class ViewConnections:
     @property
     def busy(self) -> bool:
         """Whether other members wait for this one in a ring."""
-        return any(isinstance(ring, RingSession) and ring.busy for ring in self._open())
+        return any(isinstance(ring, RingSession) and ring.is_busy() for ring in self._open())
 
     async def form(self, view: View) -> RingSession:
         """Form the ring of all members. Raises as ``RingSession.form``."""

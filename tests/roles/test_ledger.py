@@ -117,21 +117,6 @@ def test_what_was_told_beyond_a_gap_is_there_when_the_gap_is_filled(kept: Record
     assert kept.ledger_head("j1") == ledger.head
 
 
-@pytest.mark.parametrize("size", [1, 3, 20])
-def test_a_line_that_was_taken_up_is_told_in_several_messages(kept: Records, size: int) -> None:
-    past = lineages(20)
-    for generation, step in ((2, 3), (3, 18)):
-        kept.add_view(view(generation, step, past[step]), JOB)
-    ledger, newest = JobLedger("j1", kept.ledger_head("j1"), kept.begins("j1")), view(3, 18, past[18])
-    told(kept, ledger, 19, 20, past[18], generation=3, view=newest)
-    told(kept, ledger, 7, 8, "11" * 16, view=newest)  # another side, of a line that nobody took up
-    for first in range(1, 19, size):
-        told(kept, ledger, first, min(first + size - 1, 18), past[first - 1], view=newest)
-    assert kept.ledger_rows("j1", 0, 99) == [row(step, 1 if step < 19 else 3) for step in range(1, 21)]
-    assert kept.ledger_head("j1") == ledger.head
-    assert len(ledger._undecided) <= 2, "nobody took up the other side's"
-
-
 def test_a_gap_that_nobody_can_fill_is_given_up(kept: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROWS_AHEAD", 6)
     past, ledger = lineages(40), JobLedger("j1", kept.ledger_head("j1"))
