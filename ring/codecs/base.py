@@ -16,8 +16,8 @@ I8 = npt.NDArray[np.int8]
 Array = npt.NDArray[Any]
 
 # The bytes on the wire are little-endian, whatever the machine.
-F32_WIRE = np.dtype("<f4")
-F16_WIRE = np.dtype("<f2")
+F32_WIRE: np.dtype[Any] = np.dtype("<f4")
+F16_WIRE: np.dtype[Any] = np.dtype("<f2")
 U16_WIRE = np.dtype("<u2")
 
 

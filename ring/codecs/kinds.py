@@ -16,33 +16,26 @@ _SMALLEST_STEP = np.float32(2.0**-126)  # the smallest normal number: its invers
 
 class Fp32(Codec):
     name = "fp32"
+    wire_dtype = F32_WIRE
 
     def encoded_bytes(self, numel: int) -> int:
-        return 4 * numel
+        return self.wire_dtype.itemsize * numel
 
     def _encode(self, values: F32, out: U8) -> None:
-        out.view(F32_WIRE)[:] = values
+        out.view(self.wire_dtype)[:] = values
 
     def _decode_untrusted(self, encoded: U8, out: F32) -> None:
-        out[:] = encoded.view(F32_WIRE)
+        out[:] = encoded.view(self.wire_dtype)
 
     def _decode_add_untrusted(self, encoded: U8, into: F32) -> None:
-        into += encoded.view(F32_WIRE)
+        into += encoded.view(self.wire_dtype)
 
 
-class Fp16(Codec):
+class Fp16(Fp32):
     """IEEE half precision, for values of a known range: above 65504 becomes infinite, below 3e-8 becomes zero."""
 
     name = "fp16"
-
-    def encoded_bytes(self, numel: int) -> int:
-        return 2 * numel
-
-    def _encode(self, values: F32, out: U8) -> None:
-        out.view(F16_WIRE)[:] = values
-
-    def _decode_untrusted(self, encoded: U8, out: F32) -> None:
-        out[:] = encoded.view(F16_WIRE)
+    wire_dtype = F16_WIRE
 
 
 class Bf16(Codec):
