@@ -291,7 +291,6 @@ CODEC = Target(
         "ring.codecs.base.Codec._decode_add_untrusted",
         "ring.codecs.kinds.Fp32._decode_untrusted",
         "ring.codecs.kinds.Fp32._decode_add_untrusted",
-        "ring.codecs.kinds.Fp16._decode_untrusted",
         "ring.codecs.kinds.Bf16._decode_untrusted",
         "ring.codecs.kinds.Blockwise._decode_untrusted",
         "ring.codecs.kinds.TopK._decode_untrusted",

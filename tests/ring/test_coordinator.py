@@ -418,17 +418,6 @@ def test_restore_takes_all_back_and_state_of_the_given_up_branch_counts_no_more(
 # ------------------------------------------------------------------------------------------------------ ends and leaves
 
 
-def test_done_when_all_members_are_done() -> None:
-    desk = Desk()
-    desk.start("a", "b")
-    desk.report("a", "done", 400)
-    assert desk.core.state == "forming"
-    desk.tell(co.CheckpointsSaved({"a": frozenset({400})}))
-    desk.report("b", "done", 400)
-    assert desk.core.state == "done"
-    assert desk.of(co.SendRelease) == []  # they keep the model until another job needs them
-
-
 def test_a_job_is_done_only_when_a_disk_has_its_result() -> None:
     desk = Desk()
     desk.start("a", "b")
@@ -448,6 +437,7 @@ def test_a_job_is_done_only_when_a_disk_has_its_result() -> None:
     assert desk.core.state == "saving", "b keeps it"
     desk.tell(co.CheckpointsSaved({"b": frozenset({400})}))
     assert (desk.core.state, desk.core.reason) == ("done", "every step is done")
+    assert desk.of(co.SendRelease) == []  # it keeps the model until another job needs it
 
 
 def test_a_newcomer_may_have_room_for_the_result_and_one_without_a_place_is_no_reason_for_a_view() -> None:

@@ -6,7 +6,7 @@ from ring import coordination as co
 from ring.coordination import CATCHING_UP_PER_MEMBER, JobPhase
 from ring.coordinator import Coordinator
 from ring.planning.measurements import LinkQuality
-from ring.quarantine import FIRST_FALL_S, QUIET
+from ring.quarantine import FIRST_FALL_S
 from tests.ring.test_coordinator import Desk, healthy, ids, peer
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
@@ -162,23 +162,7 @@ def test_a_dead_member_is_named_and_told_how_long_it_is_kept_out_when_it_is_back
     assert desk.core.kept_out() == {"c": ("it is excluded: it died repeatedly", desk.now + FIRST_FALL_S)}
 
 
-def test_it_is_forgiven_after_a_quiet_while() -> None:
-    desk = Desk(co.JobOptions(replicas=3, micro_batches=8))
-    desk.run("a", "b", "c")
-    assert [die_and_return(desk) for _ in range(3)] == [0, 1, 2]
-    desk.after(QUIET * 2.0)
-    assert [die_and_return(desk) for _ in range(2)] == [0, FIRST_FALL_S]
-
-
 # ------------------------------------------------------------------------------------------------------- shares, doubt
-
-
-def test_shares_follow_the_members_speed() -> None:
-    desk = Desk(co.JobOptions(replicas=2, micro_batches=10))
-    desk.offer("a", "b")
-    desk.report("a", "ready", unit_us=1000)
-    desk.report("b", "ready", unit_us=4000)
-    assert [(member.first, member.count) for member in desk.minted().members] == [(0, 8), (8, 2)]
 
 
 # ---------------------------------------------------------------------------------------------------------- two sides

@@ -103,16 +103,6 @@ def test_a_view_waits_for_whole_replicas_and_leaves_spares_out() -> None:
     assert [(m.first, m.count) for m in play.view.members] == [(0, 2), (2, 0), (2, 2), (4, 0)]
 
 
-def test_a_view_says_how_large_its_largest_stage_is() -> None:
-    """So the others know how long it may take that one to heal."""
-    play = Play(replicas=2)
-    play.comes("a", "b", "c", "d")
-    for key, reduce_bytes in zip("abcd", (10, 4000, 10, 4000), strict=True):
-        play.says(key, "ready", reduce_bytes=reduce_bytes)
-    assert play.minted
-    assert {play.view.reduce_bytes, play.view.stage_ring(0).reduce_bytes} == {4000}
-
-
 def test_what_is_left_of_two_replicas_carries_the_state_on_together() -> None:
     play = Play(replicas=2)
     view = play.begun("a", "b", "c", "d")
@@ -327,13 +317,6 @@ def test_of_too_many_at_a_stage_the_one_goes_that_fits_where_somebody_lacks() ->
     play.come(seen("a", 160), seen("b", 500), seen("c", 170), seen("z", 500))
     play.ready("a", "b", "c", "z")
     assert [play.core.part_of(key) for key in "abcz"] == [0, 1, 0, 1]
-
-
-def test_after_a_restart_the_cuts_are_those_that_were_planned() -> None:
-    play = Planned(past=co.StoredJob(held={"a": 0}), cuts=(4,))
-    play.come(seen("a", 900), seen("b", 900))
-    assert not play.of(co.CutsChosen)
-    assert (play.core.part_of("a"), play.core.part_of("b")) == (0, 1)
 
 
 def brute_force_replicas(counts: list[int], able: list[set[int]], most: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -83,18 +82,6 @@ def test_a_state_that_is_given_up_is_not_trained_on_nor_given_until_another_is_l
     member.finish()
     assert member.said[-1].status == "ready"
     assert isinstance(member.activity, ev.FormRing)
-
-
-def test_a_break_while_applying_waits_for_the_optimizer() -> None:
-    member = alone()
-    vote = voting(member)
-    member.handle(ev.TokensGathered(vote.ticket, (vote.token, vote.token)))
-    member.handle(ev.ViewBroken(1, "b", "died"))
-    assert member.core.phase is MemberPhase.APPLYING
-    member.finish()
-    assert member.core.phase is MemberPhase.IDLE
-    assert (member.said[-1].status, member.said[-1].applied, member.said[-1].suspect) == ("broken", 1, "b")
-    assert member.said[-1].square_sum == 1.5
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -287,21 +274,6 @@ def test_checkpoints_follow_the_calendar() -> None:
     assert [item.applied for item in member.boundaries if item.save] == [2, 4, 5]
 
 
-def test_a_redone_step_is_recorded_with_the_view_in_which_it_was_computed() -> None:
-    member = alone()
-    member.handle(ev.ViewArrived(view(1, ["b", "a", "c"])))
-    member.finish()
-    member.finish()
-    reduce_(member, 1)
-    member.handle(ev.ViewBroken(1, "b", "died"))
-    committed = next_lineage(ORIGIN, digest_of(1, 0))
-    member.handle(ev.ViewArrived(view(3, ["a", "c"], step=1, lineage=committed, healthy={"c"})))
-    member.finish()
-    row, before = member.rows[0]
-    assert (row.step, row.generation, row.digest, before) == (1, 1, digest_of(1, 0), ORIGIN)
-    assert struct.unpack("!3I", row.counts) == (3, 3, 2)
-
-
 def test_a_step_whose_norm_nobody_knows_is_not_redone() -> None:
     member = alone()
     member.handle(ev.ViewArrived(view(1, ["a", "b"])))
@@ -332,12 +304,6 @@ def test_a_torn_state_is_loaded_anew_and_never_reported() -> None:
     member.finish()
     assert member.said[-1].status == "ready"
     assert isinstance(member.activity, ev.FormRing)
-
-
-@pytest.mark.parametrize("data", [b"", b"\0" * (TOKEN_BYTES - 1), b"\0" * (TOKEN_BYTES + 1), b"\xff" * TOKEN_BYTES])
-def test_what_is_no_token_is_refused(data: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        Token.decode_untrusted(data)
 
 
 def signed(body: bytes) -> bytes:

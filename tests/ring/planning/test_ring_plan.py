@@ -17,7 +17,6 @@ from ring.planning.ring_plan import (
     RingOptions,
     choose_codec,
     find_best_order,
-    find_slowest_edge,
     plan_ring,
 )
 
@@ -105,15 +104,6 @@ def test_ring_avoids_a_slow_edge_measured_in_either_direction():
     assert found[0] == ("p0", "p2", "p1", "p3")
     del links["p0", "p1"]  # it is still known the other way round
     assert find_best_order(members, links, total_bytes=1 << 24) == found
-
-
-def test_ring_goes_the_other_way_where_one_direction_is_slow():
-    members = names(3)
-    links = {pair: LinkQuality(1e-3, 1e9) for pair in itertools.permutations(members, 2)}
-    links["p0", "p1"] = LinkQuality(1e-3, 1e7)
-    found = find_best_order(members, links, total_bytes=1 << 24)
-    assert found is not None
-    assert found[0] == ("p0", "p2", "p1")
 
 
 def test_order_of_joining_remains_unless_the_gain_is_large():
@@ -228,10 +218,6 @@ def test_codec_is_the_least_lossy_that_computing_hides(edge_bps, budget, chosen)
     assert chosen_codec(edge_bps, budget=budget)[0] == chosen
 
 
-def test_codec_is_exact_where_latency_takes_the_time():
-    assert chosen_codec(1e9, latency_s=2.5, compute_s=0.1)[0] == "fp32"
-
-
 def test_codec_has_a_reason():
     assert chosen_codec(1e8)[1] == "codec int8: int8 takes 885 ms at 100 Mbit/s, computing takes 1.00 s"
     assert chosen_codec(5e6, budget=0.0)[1].endswith("fp32 takes 67.13 s at 5.00 Mbit/s, computing takes 1.00 s")
@@ -248,14 +234,3 @@ def test_codec_is_within_the_budget_and_more_of_it_is_never_slower(edge_bps, lat
     assert CANDIDATES.index(freer) >= CANDIDATES.index(chosen)
     faster, _ = chosen_codec(2 * edge_bps, latency_s, compute_s, budget, size)
     assert CANDIDATES.index(faster) <= CANDIDATES.index(chosen)
-
-
-def test_codecs_are_tried_from_the_least_error():
-    errors = [STATED_ERROR[name] for name in CANDIDATES]
-    assert errors == sorted(errors)
-
-
-def test_the_slowest_edge_is_one_of_the_circle():
-    links = {("a", "b"): NEAR, ("c", "a"): FAR, ("b", "d"): LinkQuality(1.0, 1.0)}
-    assert find_slowest_edge("abc", links) == ("c", "a", FAR)
-    assert find_slowest_edge("abc", {}) == find_slowest_edge("a", links) == ("", "", None)
