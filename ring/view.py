@@ -1,4 +1,9 @@
-"""A view: the members that train together, their order and shares, and the step from which they start."""
+"""A view: the members that train together, their order and shares, and the step from which they start.
+
+The ranks go round a ring: rank r sends to rank r + 1. If the model has p parts, p consecutive ranks are one replica, a
+worker for each part in order, so ranks r, r + p, r + 2p ... hold the same part. The share of a replica, consecutive
+micro-batches of a step, stands at its first member.
+"""
 
 from __future__ import annotations
 
@@ -86,6 +91,7 @@ class View(ViewAnnounced):
         return self.members[(rank - 1) % self.size]
 
     def sources(self) -> tuple[MemberRecord, ...]:
+        """The members that hold the state with which the view begins."""
         return tuple(member for member in self.members if member.healthy)
 
 
