@@ -470,10 +470,6 @@ class Roster:
         entered = (report.applied, report.lineage) == self.peers[peer_id].entered
         return entered and report.applied >= view.step and not holds(report, view.step, view.lineage)
 
-    def all_back(self, view: View) -> bool:
-        """Whether every member of ``view`` is here and stopped, so none has a later state than it reported."""
-        return self.standing().keys() >= {member.peer_id for member in view.members}
-
     def building(self) -> bool:
         return any(self.part_of(key) is not None and not known.standing for key, known in self.peers.items())
 
@@ -619,10 +615,3 @@ def holds(report: Report, step: int, lineage: str) -> bool:
     if (report.applied, report.lineage) == (step, lineage):
         return True
     return report.status in STANDSTILL and (report.prepared, report.prepared_lineage) == (step, lineage)
-
-
-def other_data(corpus: str, ours: str) -> str:
-    difference = f"SHA-256 {corpus[:12] or 'none'}, not {ours[:12]}"
-    return (
-        f"its data or its base model differs from the job's ({difference}); give it the files that the job started with"
-    )

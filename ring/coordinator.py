@@ -368,7 +368,9 @@ class Coordinator:
             self.corpus = report.corpus
             self._out.append(co.SetCorpus(report.corpus))
         if report.corpus != self.corpus:
-            self._ban(known, co.other_data(report.corpus, self.corpus), "corpus")
+            difference = f"SHA-256 {report.corpus[:12] or 'none'}, not {self.corpus[:12]}"
+            text = f"its data or its base model differs from the job's ({difference}); give it the files that the job "
+            self._ban(known, text + "started with", "corpus")
         elif not self._goes_back or self._has_gone_back(known, report):
             known.standing, known.asked = report, None
             if peer_id in self._catch_ups:

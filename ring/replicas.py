@@ -161,7 +161,7 @@ class RecoveryPolicy:
             return best or self.best(ready, roster), ""
         elsewhere = self._kept(roster, lambda key: key not in ready or self._is_own(key), ready, self.failed)
         wanted = self._reached(roster)
-        if roster.all_back(view):
+        if roster.standing().keys() >= {member.peer_id for member in view.members}:  # none has more than it reported
             wanted = min(wanted, elsewhere)
         if best is not None and best[0] >= wanted:
             return best, ""

@@ -102,11 +102,6 @@ class GroupHop:
         return self.there_s + self.back_s
 
 
-def _compute_s(training: TrainingWorkload, part: GroupPart) -> float:
-    group, start, stop = part
-    return training.compute_s(start, stop, min(candidate.flops for candidate in group))
-
-
 def _groups(training: TrainingWorkload, workers: Sequence[CandidateWorker]) -> Iterator[list[Group]]:
     """The workers in groups of one per replica: similar in speed, then in memory. The best come first; the least are
     left over."""
@@ -181,7 +176,10 @@ def _plan_of(
 ) -> TrainingPlan:
     """The plan with its predictions. ``known``: any worker's speed; without it nothing is predicted."""
     hops = [GroupHop.between(training, times, senders, receivers) for (senders, *_), (receivers, *_) in pairwise(parts)]
-    computes_s = [_compute_s(training, part) if known else 0.0 for part in parts]
+    computes_s = [
+        training.compute_s(start, stop, min(worker.flops for worker in group)) if known else 0.0
+        for group, start, stop in parts
+    ]
     forwards_s = [each_s / training.passes(stop) for each_s, (*_, stop) in zip(computes_s, parts, strict=True)]
     occupied_s = max([hop.occupied_s for hop in hops], default=0.0)
     pace_s = max([*computes_s, occupied_s])
