@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.token import GAIN_PERCENT, ShareRule, balanced, by_size, probed
+from ring.token import GAIN_PERCENT, ShareRule, Shares, balanced, by_size, probed
 
 UNITS = st.lists(st.integers(0, 1000), min_size=1, max_size=4)
 
@@ -81,6 +81,16 @@ def test_a_member_without_work_is_asked_now_and_then_at_a_bounded_cost(slow: int
     lost = max(0, makespan([7, 1], units) - span)
     assert 100 * lost <= GAIN_PERCENT * idle * span
     assert idle == 1 or 100 * (slow - span) > GAIN_PERCENT * (idle - 1) * span, "not more rarely than that"
+
+
+def test_shares_of_a_step_follow_from_those_before() -> None:
+    shares = Shares([4, 4]).after([10, 200])
+    assert [shares.of(rank) for rank in range(2)] == [(0, 8), (8, 0)]
+    idle = 0
+    while shares.counts == (8, 0):
+        shares, idle = shares.after([10, 200]), idle + 1
+    assert shares.counts == (7, 1), "is it still so slow?"
+    assert GAIN_PERCENT * 80 * idle >= 100 * (200 - 80)
 
 
 @given(sizes=st.lists(st.integers(0, 10**9), min_size=1, max_size=9).filter(any), spare=st.integers(0, 100))

@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused, Stalled
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Stalled
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
-from p2ptrain.lab.ring_member import HOST, LocalMember, local_view
+from p2ptrain.lab.ring_member import LocalMember, local_view
 from ring.chain import PATIENCE_PART, Chain, Payload, figures_untrusted
 from ring.links import Topology
 from ring.planning.schedule import Kind, StageSchedule, extended, gpipe, one_f_one_b
 from tests.ring.local import local_chain, networks_apart, virtual
 from wire.emulate import EmulatedNetwork, LinkPreset
-from wire.handshake import dial, local_hello
-from wire.messages import RefusalCode
 from wire.transport import TcpNetwork
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -127,21 +125,6 @@ async def test_sent_memory_is_borrowed_until_the_step_is_finished() -> None:
             assert (await last.receive(F, index, patience_s=30) == index + 1).all()
 
 
-async def test_what_is_no_payload_is_refused_before_anything_is_sent() -> None:
-    async with local_chain(2, MemoryNetwork(), **SIZES) as members:
-        first, last = (member.chain for member in members)
-        with pytest.raises(ValueError, match="a schedule of 3 stages for a chain of 2"):
-            first.begin(gpipe(3, 1))
-        first.begin(gpipe(2, 4))
-        last.begin(gpipe(2, 4))
-        for wrong in (np.zeros(63, np.uint8), np.zeros(64, np.int8), np.zeros(128, np.uint8)[::2]):
-            with pytest.raises(ValueError, match="for a payload of 64 bytes"):
-                first.send(F, 0, wrong)
-        with pytest.raises(ValueError, match="for a payload of 64 bytes"):
-            last.send(F, 0, np.zeros(64, np.uint8))
-        assert not first.broken.done()
-
-
 # --------------------------------------------------------------------------------------------------------- round trips
 
 
@@ -211,25 +194,6 @@ async def test_a_ring_and_a_chain_of_the_same_members_in_the_same_view(network: 
         await asyncio.gather(*(member.session.barrier() for member in members))
     for member in members:
         await member.stop()
-
-
-async def test_only_the_stage_before_may_connect() -> None:
-    async with local_chain(2, TcpNetwork(), **SIZES) as members:
-        for member in members:
-            assert member.server is not None
-            hello = local_hello(
-                peer_id="x",
-                name="x",
-                roles=["worker"],
-                purpose="ring",
-                capabilities={"channel": "chain-beat"},
-                job="job",
-                generation=1,
-            )
-            port = member.server.address[1]
-            with pytest.raises(Refused, match="x is not the previous stage here in generation 1") as refused:
-                await dial(member.world.network, HOST, port, hello, timeout_s=AT_ONCE_S)
-            assert refused.value.code == RefusalCode.NOT_A_NEIGHBOUR
 
 
 @virtual

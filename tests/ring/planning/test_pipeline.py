@@ -244,12 +244,3 @@ def test_shape_survives_a_message():
                   {**MODEL.to_map(), "tied_bytes": 64 * MIB}, {**MODEL.to_map(), "layers_bytes": []}):  # fmt: skip
         with pytest.raises(ProtocolError):
             ModelShape.from_map_untrusted(wrong)
-
-
-def test_sixty_workers_are_placed_within_their_memory():
-    rng = random.Random(1)
-    model = ModelShape.of(ModelSizes((64 * MIB,) * 64, (0,) * 64, MIB, MIB, 0), 1024, 2816, 8192)
-    training = replace(TRAINING, shape=model, stages=12, replicas=4)
-    measured = workers(*((rng.choice([2000, 4000, 6000]), rng.choice([1e10, 2e10, 4e10])) for _ in range(60)))
-    _, stages = plan_pipeline(training, measured)
-    assert all(stage.need_bytes <= stage.limit_bytes for stage in stages)
