@@ -9,22 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent import futures
-from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import failure, print_error, print_json
-from p2ptrain.cli.runtime import WithBareSplit, is_text, option, run, takes_options
+from p2ptrain.cli.runtime import WithBareSplit, is_text, loop_factory, option, takes_options
 from p2ptrain.cli.text_options import TextOptions, TokensOption, write
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from roles.serving.texts import TextPiece, Writing
 
 T = TypeVar("T")
-T2 = TypeVar("T2")
 
 HELP = """\
   /reset       begin a new conversation
@@ -97,10 +96,11 @@ def chat(
 
     directory = local_directory(options)
     console = Console(quiet=options.as_json)
-    thread = ServiceThread(lambda: text_source(options, directory, check, console, idle=1))
+    thread = ServiceThread()
     try:
-        if thread.value is not None:
-            _converse(ChatSession(thread, thread.value, options, system, max_new_tokens), options)
+        source = thread.enter(text_source(options, directory, check, console, idle=1))
+        if source is not None:
+            _converse(ChatSession(thread, source, options, system, max_new_tokens), options)
     finally:
         thread.close()
 
@@ -121,64 +121,39 @@ def _converse(session: ChatSession, options: TextOptions) -> None:
 # ---------------------------------------------------------------------------------------------------- the other thread
 
 
-class ServiceThread(Generic[T]):
-    """Enters an async context manager on the event loop of a new thread; ``close`` leaves it.
+class ServiceThread:
+    """An event loop on a thread of its own, and what was entered there."""
 
-    Attributes:
-        value: the result of entering. If entering raises, the constructor raises the same error.
-    """
-
-    def __init__(self, opened: Callable[[], AbstractAsyncContextManager[T]]) -> None:
-        self._opened = opened
-        self._serving: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
-        ready: Future[T] = Future()
-        self._thread = threading.Thread(target=self._run, args=(ready,), name="text service", daemon=True)
+    def __init__(self) -> None:
+        factory = loop_factory() or asyncio.new_event_loop
+        self._loop, self._stack = factory(), AsyncExitStack()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="text service", daemon=True)
         self._thread.start()
-        try:
-            self.value = ready.result()
-        except BaseException:
-            self.close()
-            raise
 
-    def call(self, work: Coroutine[Any, Any, T2]) -> T2:
-        """Run ``work`` on that loop and wait for it. Ctrl+C raises here and cancels the work."""
-        assert self._serving is not None
-        future = asyncio.run_coroutine_threadsafe(work, self._serving[0])
+    def enter(self, manager: AbstractAsyncContextManager[T]) -> T:
+        """Enter a context manager there; ``close`` leaves it. Raises what entering raises."""
+        return self.call(self._stack.enter_async_context(manager))
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float = math.inf) -> T:
+        """Run ``work`` on that loop and wait for it. Ctrl+C raises here and cancels the work, and so does the end of
+        the time, with ``TimeoutError``."""
+        future, ends = asyncio.run_coroutine_threadsafe(work, self._loop), time.monotonic() + timeout_s
         try:
             # Python handles a Ctrl+C that comes just before a wait only after the wait. So the waits are short.
-            while not futures.wait([future], timeout=0.1).done:
+            while not futures.wait([future], timeout=0.1).done and time.monotonic() < ends:
                 pass
-            return future.result()
+            return future.result(timeout=0)
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
-        """Leave the context manager; wait up to 4 s for that."""
-        if self._serving is not None:
-            loop, serving = self._serving
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(serving.cancel)
-        self._thread.join(4.0)  # longer than the clean-up of what was entered
-
-    def _run(self, ready: Future[T]) -> None:
-        try:
-            run(self._serve(ready))
-        except BaseException as error:  # noqa: BLE001 - the constructor raises it
-            if not ready.done():
-                ready.set_exception(error)
-
-    async def _serve(self, ready: Future[T]) -> None:
-        serving = asyncio.current_task()
-        assert serving is not None
-        self._serving = asyncio.get_running_loop(), serving
-        try:
-            async with self._opened() as value:
-                ready.set_result(value)
-                await asyncio.Event().wait()  # until ``close`` cancels this
-        except asyncio.CancelledError:
-            if not ready.done():
-                raise
+        """Leave what was entered; wait up to 4 s for that."""
+        with contextlib.suppress(TimeoutError):  # longer than the clean-up of what was entered
+            self.call(self._stack.aclose(), 4.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 async def _next_piece(pieces: AsyncIterator[TextPiece]) -> TextPiece | None:
@@ -196,12 +171,7 @@ class ChatSession:
     """One conversation with one model."""
 
     def __init__(
-        self,
-        thread: ServiceThread[TextSource | None],
-        source: TextSource,
-        options: TextOptions,
-        system: str,
-        max_new_tokens: int,
+        self, thread: ServiceThread, source: TextSource, options: TextOptions, system: str, max_new_tokens: int
     ) -> None:
         from p2ptrain.compute.text import Conversation
 

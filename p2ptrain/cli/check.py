@@ -182,10 +182,16 @@ class ProbeContext:
 
     async def reach(self) -> str:
         """Open a TCP connection and close it."""
-        started, call = self._clock.now(), _Call()
-        await self._network.connect(self._host, self._port, lambda: call, timeout_s=CONNECT_TIMEOUT_S)
+        from wire.transport import unreachable
+
+        started = self._clock.now()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(self._host, self._port)
+        except OSError as error:
+            raise unreachable(self._host, self._port, error, CONNECT_TIMEOUT_S) from error
         answered = self._clock.now()
-        call.hang_up()
+        writer.close()
         return f"port {self._port} answered in {1000 * (answered - started):.1f} ms"
 
     async def shake_hands(self) -> str:
@@ -303,17 +309,6 @@ class ProbeContext:
         if self._client is None:
             raise ProbeSkipped("it needs a ticket of the seed: p2ptrain ticket new --operator")
         return self._client
-
-
-class _Call(asyncio.BufferedProtocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return bytearray(1)
-
-    def hang_up(self) -> None:
-        self._transport.close()
 
 
 async def _welcome(clock: Clock, peer_id: str, hello: Hello, connection: Connection) -> Welcome | Refuse:

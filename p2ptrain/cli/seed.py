@@ -1,4 +1,7 @@
-"""``p2ptrain seed``."""
+"""``p2ptrain seed``: its options, its web page and first job, and what it says once it listens.
+
+The seed itself is ``roles.seed.run``; its HTTP API gets experiments from here, because ``roles`` cannot import them.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,27 @@ import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from p2ptrain.cli.runtime import DEFAULT_PORT, STATE_DEFAULT, NameOption, SetOption, option, run
+from p2ptrain.cli.runtime import (
+    DEFAULT_PORT,
+    STATE_DEFAULT,
+    WEB_EXAMPLE,
+    NameOption,
+    SetOption,
+    host_and_port,
+    option_field,
+    run,
+    takes_options,
+)
 from p2ptrain.cluster.access import addresses_for_others, operator, operator_name, shown_host
-from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.jobs import create_job
 from p2ptrain.cluster.running import announced, default_state_dir
 from p2ptrain.core.errors import P2PTrainError, UserError
@@ -31,41 +45,59 @@ if TYPE_CHECKING:
     from wire.client import SeedRequests
 
 
-def seed(
-    host: Annotated[str, option("--host ADDRESS", "Listen here; 0.0.0.0: for other machines too.")] = "127.0.0.1",
-    port: Annotated[
-        int, option("--port PORT", "Listen on this port; 0: any free one.", min=0, max=65535)
-    ] = DEFAULT_PORT,
-    state: Annotated[Path | None, option("--state DIR", f"Where jobs and metrics are kept. {STATE_DEFAULT}")] = None,
-    name: NameOption = "",
-    profile: Annotated[
-        str, option("--profile -p NAME|PATH", "Profile of the first job, if there is no job yet.")
-    ] = "tiny",
-    no_job: Annotated[bool, option("--no-job", "Begin with no job; `p2ptrain jobs create` makes one.")] = False,
-    sets: SetOption = [],  # noqa: B006 - Typer copies it
-    tls: Annotated[bool, option("--tls", "Also encrypt the loopback; all else is always encrypted.")] = False,
-    as_json: Annotated[
-        bool, option("--json", "Write one line of JSON when it listens: event, host, port, tls, http.")
-    ] = False,
-    backup: Annotated[
-        Path | None, option("--backup DIR", "Directory for a copy of the seed's data, on another disk.")
-    ] = None,
-    restore: Annotated[
-        Path | None, option("--restore DIR", "Directory with the copy of a lost seed to start from.")
-    ] = None,
-    http: Annotated[str, option("--http HOST:PORT", "Address of the web page and the HTTP API; default: none.")] = "",
-    http_cert: Annotated[
-        Path | None, option("--http-cert FILE", "With --http: a certificate (PEM); default: its own.")
-    ] = None,
-    http_cert_key: Annotated[Path | None, option("--http-cert-key FILE", "The key of that certificate (PEM).")] = None,
-    http_read_key: Annotated[
-        Path | None, option("--http-read-key FILE", "With --http: file with the key of those who only look.")
-    ] = None,
-    http_operator_key: Annotated[
-        Path | None, option("--http-operator-key FILE", "With --http: file with the key of operators.")
-    ] = None,
-    with_parent: Annotated[bool, option("--with-parent", hidden=True)] = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class SeedOptions:
+    """What a person gives ``seed``. Each field is an option, and its help describes it."""
+
+    host: str = option_field("--host ADDRESS", "Listen here; 0.0.0.0: for other machines too.", "127.0.0.1")
+    port: int = option_field("--port PORT", "Listen on this port; 0: any free one.", DEFAULT_PORT, min=0, max=65535)
+    state: Path | None = option_field("--state DIR", f"Where jobs and metrics are kept. {STATE_DEFAULT}", None)
+    name: NameOption = ""
+    profile: str = option_field("--profile -p NAME|PATH", "Profile of the first job, if there is no job yet.", "tiny")
+    no_job: bool = option_field("--no-job", "Begin with no job; `p2ptrain jobs create` makes one.", False)
+    sets: SetOption = field(default_factory=list)
+    tls: bool = option_field("--tls", "Also encrypt the loopback; all else is always encrypted.", False)
+    as_json: bool = option_field(
+        "--json", "Write one line of JSON when it listens: event, host, port, tls, http.", False
+    )
+    backup: Path | None = option_field(
+        "--backup DIR", "Directory for a copy of the seed's data, on another disk.", None
+    )
+    restore: Path | None = option_field("--restore DIR", "Directory with the copy of a lost seed to start from.", None)
+    http: str = option_field("--http HOST:PORT", "Address of the web page and the HTTP API; default: none.", "")
+    http_cert: Path | None = option_field(
+        "--http-cert FILE", "With --http: a certificate (PEM); default: its own.", None
+    )
+    http_cert_key: Path | None = option_field("--http-cert-key FILE", "The key of that certificate (PEM).", None)
+    http_read_key: Path | None = option_field(
+        "--http-read-key FILE", "With --http: file with the key of those who only look.", None
+    )
+    http_operator_key: Path | None = option_field(
+        "--http-operator-key FILE", "With --http: file with the key of operators.", None
+    )
+    with_parent: bool = option_field("--with-parent", "", False, hidden=True)
+
+    @property
+    def root(self) -> Path:
+        return (self.state or default_state_dir()).absolute()
+
+    @property
+    def web(self) -> WebOptions | None:
+        """Raises ``UserError`` for a bad address, or a file without one."""
+        place = host_and_port("--http", self.http, WEB_EXAMPLE)
+        files = (self.http_cert, self.http_cert_key, self.http_read_key, self.http_operator_key)
+        if place is None:
+            if any(files):
+                text = "--http-cert, --http-cert-key, --http-read-key and --http-operator-key are for an HTTP address"
+                raise UserError(text, remedy="add --http HOST:PORT, or leave them out")
+            return None
+        from roles.web.serving import WebOptions
+
+        return WebOptions(*place, *files)
+
+
+@takes_options(SeedOptions)
+def seed(options: SeedOptions) -> None:
     """Start a seed: the place where workers meet. It keeps the records and never computes.
 
     With --host it serves other machines, and everything is encrypted. It prints a ticket, with which they join.
@@ -86,29 +118,11 @@ def seed(
       p2ptrain seed --http 127.0.0.1:8080
       p2ptrain seed --host 0.0.0.0 --http 0.0.0.0:8443
     """
-    root = (state or default_state_dir()).absolute()
-    encrypted = tls or not is_loopback(host)
-    first_job = None if no_job or restore is not None else (profile, _loaded(profile, sets))
-    if restore is not None:
-        encrypted = _restore(restore.absolute(), root, encrypted=encrypted)
-    copies = backup.absolute() if backup is not None else None
-    web = _web_options(http, [http_cert, http_cert_key, http_read_key, http_operator_key])
-    run(_serve(root, host, port, name, first_job, encrypted, copies, web, as_json, with_parent))
-
-
-def _web_options(http: str, files: list[Path | None]) -> WebOptions | None:
-    """Raises ``UserError`` for a bad address, or a file without one."""
-    from p2ptrain.cli.runtime import WEB_EXAMPLE, host_and_port
-
-    place = host_and_port("--http", http, WEB_EXAMPLE)
-    if place is None:
-        if any(files):
-            text = "--http-cert, --http-cert-key, --http-read-key and --http-operator-key are for an HTTP address"
-            raise UserError(text, remedy="add --http HOST:PORT, or leave them out")
-        return None
-    from roles.web.serving import WebOptions
-
-    return WebOptions(*place, *files)
+    encrypted = options.tls or not is_loopback(options.host)
+    first_job = None if options.no_job or options.restore is not None else _load_profile(options)
+    if options.restore is not None:
+        encrypted = _restore(options.restore.absolute(), options.root, encrypted=encrypted)
+    run(_serve(options, first_job, encrypted=encrypted))
 
 
 def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
@@ -129,24 +143,13 @@ def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
     return encrypted or found.encrypted
 
 
-async def _serve(
-    root: Path,
-    host: str,
-    port: int,
-    name: str,
-    first_job: tuple[str, Profile] | None,
-    encrypted: bool,
-    backup_dir: Path | None,
-    web: WebOptions | None,
-    as_json: bool,
-    with_parent: bool,
-) -> None:
-    from p2ptrain.cluster.console import stoppable, unless_stopped
+async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: bool) -> None:
     from p2ptrain.core.world import real_world
     from roles.seed.run import run_seed
     from wire.transport import TcpNetwork
 
-    console, stop = stoppable(with_parent=with_parent)
+    web, root = options.web, options.root
+    console, stop = stoppable(with_parent=options.with_parent)
     tickets: list[Ticket] = []
     seeds: list[Seed] = []
     address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
@@ -154,12 +157,12 @@ async def _serve(
         run_seed(
             real_world(TcpNetwork()),
             state_dir=root / "seed",
-            host=host,
-            port=port,
-            name=name or operator_name().removeprefix("cli@"),
-            ticket_host=shown_host(host) if encrypted else "",
+            host=options.host,
+            port=options.port,
+            name=options.name or operator_name().removeprefix("cli@"),
+            ticket_host=shown_host(options.host) if encrypted else "",
             on_ticket=tickets.append,
-            backup_dir=backup_dir,
+            backup_dir=None if options.backup is None else options.backup.absolute(),
             tracker_environ=os.environ,
             on_seed=seeds.append,
             on_ready=address.set_result,
@@ -175,16 +178,16 @@ async def _serve(
             bound, port = address.result()
             near = to_dial(bound), port
             async with AsyncExitStack() as stack:
-                if not with_parent:
+                if not options.with_parent:
                     stack.enter_context(announced(near, root))
                 try:
                     shown = None
                     if web is not None:
                         shown = await stack.enter_async_context(_web(web, seeds[0], bound, near, root, console))
-                    _tell(console, bound, port, root, tickets, shown, as_json)
+                    _print_ready(console, bound, port, root, tickets, shown, as_json=options.as_json)
                     if tickets:
-                        _tell_of_addresses(console, host, bound)
-                    await unless_stopped(stop, _first_job(near, root, first_job, console))
+                        _warn_of_addresses(console, options.host, bound)
+                    await unless_stopped(stop, _make_first_job(near, options, first_job, console))
                 except P2PTrainError:
                     if not stop.is_set():  # otherwise the seed was stopping, and disconnected us
                         stop.set()
@@ -234,37 +237,40 @@ async def _create_checked(
     return await create_job(client, name, label, profile, console)
 
 
-def _loaded(profile: str, sets: list[str]) -> Profile:
+def _load_profile(options: SeedOptions) -> Profile:
     from configs.loader import load
 
-    loaded = load(profile, os.environ, sets).profile
+    loaded = load(options.profile, os.environ, options.sets).profile
     if loaded.drafter.layers:
-        more = f"p2ptrain jobs create --profile {profile} --drafter"
-        typer.echo(f"--profile {profile} creates the main model's job only; for the drafter's: {more}", err=True)
+        more = f"p2ptrain jobs create --profile {options.profile} --drafter"
+        typer.echo(
+            f"--profile {options.profile} creates the main model's job only; for the drafter's: {more}", err=True
+        )
     return loaded
 
 
-async def _first_job(
-    near: tuple[str, int], root: Path, first_job: tuple[str, Profile] | None, console: Console
+async def _make_first_job(
+    near: tuple[str, int], options: SeedOptions, profile: Profile | None, console: Console
 ) -> None:
-    if first_job is None:
+    """Create the job of ``profile``, unless the seed has jobs already."""
+    if profile is None:
         return
-    async with operator(near, state=root) as client:
+    async with operator(near, state=options.root) as client:
         jobs = await client.jobs()
-        unfinished = [job for job in jobs if job.state not in FINISHED_STATES]
-        if unfinished:
-            going = unfinished[0]
-            _, spec = await client.job(going.id)
-            own = "" if spec == first_job[1].to_spec() else ", with the settings that it began with"
-            console.event("info", f"going on with job {going.name} ({going.id}), step {going.step}{own}")
-        elif not jobs:
-            await create_job(client, Path(first_job[0]).stem, *first_job, console)
-        else:
+        if unfinished := [job for job in jobs if job.state not in FINISHED_STATES]:
+            job = unfinished[0]
+            _, spec = await client.job(job.id)
+            own = "" if spec == profile.to_spec() else ", with the settings that it began with"
+            console.event("info", f"going on with job {job.name} ({job.id}), step {job.step}{own}")
+        elif jobs:
             text = f"job {jobs[-1].name} ({jobs[-1].id}) is {jobs[-1].state} at step {jobs[-1].step:,}"
             console.event("info", f"{text}: `p2ptrain jobs create` starts another one")
+        else:
+            label = Path(options.profile).stem
+            await create_job(client, label, options.profile, profile, console)
 
 
-def _tell_of_addresses(console: Console, host: str, bound: str) -> None:
+def _warn_of_addresses(console: Console, host: str, bound: str) -> None:
     """Warn if no other machine can use the ticket, and name the other addresses that one may use."""
     others, remedy = addresses_for_others(), "see `p2ptrain ticket new --host`"
     if is_loopback(bound) and not is_loopback(host):
@@ -276,13 +282,14 @@ def _tell_of_addresses(console: Console, host: str, bound: str) -> None:
         console.event("info", f"other addresses of this machine: {', '.join(others[1:])}; for a ticket {remedy}")
 
 
-def _tell(
+def _print_ready(
     console: Console,
     host: str,
     port: int,
     root: Path,
     tickets: list[Ticket],
     web: Web | None,
+    *,
     as_json: bool,
 ) -> None:
     if as_json:

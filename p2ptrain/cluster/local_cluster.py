@@ -15,7 +15,7 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -380,25 +380,12 @@ def threads_each(processes: int) -> int:
 
 
 def free_port() -> int:
-    """Find a free loopback port outside the system's range for outgoing connections. Raises ``UserError``."""
-    try:
-        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError):
-        end = 32_768  # Linux's own default
-    # Outgoing connections never take such a port, so it is still free when its peer is started again.
-    first = 10_000 if end > 20_000 else 1024
-    for port in random.sample(range(first, max(end, first + 1)), k=min(64, max(end - first, 1))):
-        if is_free(port):
+    """Find a free loopback port below those that Linux gives to outgoing connections: it is still free when its peer is
+    started again. Raises ``UserError``."""
+    for port in random.sample(range(10_000, 32_768), k=64):
+        with socket.socket() as probe, suppress(OSError):
+            if sys.platform != "win32":
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((LOOPBACK, port))
             return port
     raise UserError("no free port on this machine", remedy="stop programs that use them")
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        if sys.platform != "win32":
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return False
-        return True

@@ -8,7 +8,7 @@ only what is missing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -198,10 +198,7 @@ class TrainingRun:
     async def _note_finished(self, profile: Profile) -> None:
         """Say that a job of these settings is done. Raises ``UserError`` if it had another number of steps: the person
         may want to go on, and not to begin again."""
-        for job in reversed(await self.client.jobs()):
-            _, spec = await self.client.job(job.id)
-            if job.state != "done" or not _has_settings_of(spec, profile, steps=profile.job.steps):
-                continue
+        async for job in done_jobs(self.client, profile, steps=profile.job.steps):
             text = f"job {job.name} ({job.id}) of these settings is done at step {job.step:,}"
             if job.steps_total == profile.job.steps:
                 self._console.event("info", f"{text}; a new one begins at step 0")
@@ -442,13 +439,19 @@ async def find_trained(client: SeedClient, profile: Profile) -> JobSummary | Non
 
     The number of workers that the job began with does not matter.
     """
+    async for job in done_jobs(client, profile):
+        newest = newest_of(await client.checkpoints(job.id))
+        if newest is not None and newest.stage is None and is_model(newest.path):
+            return summarize_job(job, newest)
+    return None
+
+
+async def done_jobs(client: SeedClient, profile: Profile, **ignored: int) -> AsyncIterator[JobInfo]:
+    """Finished jobs of this profile, the newest first. ``ignored``: settings of ``job`` that do not matter."""
     for job in reversed(await client.jobs()):
         _, spec = await client.job(job.id)
-        if job.state == "done" and _has_settings_of(spec, profile):
-            newest = newest_of(await client.checkpoints(job.id))
-            if newest is not None and newest.stage is None and is_model(newest.path):
-                return summarize_job(job, newest)
-    return None
+        if job.state == "done" and _has_settings_of(spec, profile, **ignored):
+            yield job
 
 
 def _has_settings_of(spec: str, profile: Profile, **job: int) -> bool:

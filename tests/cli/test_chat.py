@@ -305,39 +305,29 @@ def test_a_model_of_this_machine_answers(command: Command, tmp_path: Path, monke
 # --------------------------------------------------------------------------------------------------- the other thread
 
 
-class Door:
-    def __init__(self) -> None:
-        self.left_on = ""
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[str]:
-        try:
-            yield "open"
-        finally:
-            await asyncio.sleep(0)
-            self.left_on = threading.current_thread().name
-
-
-def test_the_service_lives_on_its_thread_until_it_is_closed_and_is_left_there() -> None:
-    door = Door()
-    thread = ServiceThread(door.opened)
-    assert thread.value == "open"
+def test_what_is_entered_lives_on_the_thread_until_it_is_closed_and_is_left_there() -> None:
+    left_on = list[str]()
 
     async def where() -> str:
         return threading.current_thread().name
 
-    assert thread.call(where()) == "text service"
-    assert not door.left_on
-    thread.close()
-    assert door.left_on == "text service"
-    thread.close()  # once more does nothing
-
-
-def test_what_cannot_be_opened_says_why() -> None:
     @asynccontextmanager
-    async def opened() -> AsyncIterator[None]:
+    async def opened() -> AsyncIterator[str]:
+        try:
+            yield "open"
+        finally:
+            await asyncio.sleep(0)
+            left_on.append(await where())
+
+    @asynccontextmanager
+    async def refused() -> AsyncIterator[None]:
         raise Unreachable("nobody is there")
         yield
 
+    thread = ServiceThread()
+    assert thread.enter(opened()) == "open"
+    assert (thread.call(where()), left_on) == ("text service", [])
     with pytest.raises(Unreachable, match="nobody is there"):
-        ServiceThread(opened)
+        thread.enter(refused())
+    thread.close()
+    assert left_on == ["text service"]

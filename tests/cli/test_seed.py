@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.cli.seed import _first_job, _tell_of_addresses
+from p2ptrain.cli.seed import SeedOptions, _make_first_job, _warn_of_addresses
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import Unreachable
 from wire.records import JobInfo
@@ -30,7 +30,7 @@ def test_ctrl_c_while_the_first_job_is_made_is_no_failure(
         async with asyncio.timeout(10):
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("p2ptrain.cli.seed._first_job", first_job)
+    monkeypatch.setattr("p2ptrain.cli.seed._make_first_job", first_job)
     outcome = command("seed", "--port", "0", "--state", str(tmp_path))
     assert outcome.code == 0, outcome.err
     assert "error" not in outcome.err
@@ -52,7 +52,7 @@ def test_a_seed_says_where_others_reach_it(
     lines: list[str] = []
     console: Any = SimpleNamespace(event=lambda level, text: lines.append(text))
     monkeypatch.setattr("p2ptrain.cli.seed.addresses_for_others", lambda: others)
-    _tell_of_addresses(console, host, bound)
+    _warn_of_addresses(console, host, bound)
     assert len(lines) == bool(told)
     assert told in "".join(lines)
 
@@ -83,7 +83,7 @@ async def test_a_seed_with_a_job_says_that_it_makes_no_other(
 
     monkeypatch.setattr("p2ptrain.cli.seed.operator", operator)
     wanted = Profile.model_validate({"job": {"steps": steps}})
-    await _first_job(("127.0.0.1", 1), Path(), ("one", wanted), Console())
+    await _make_first_job(("127.0.0.1", 1), SeedOptions(profile="one"), wanted, Console())
     assert capsys.readouterr().err.endswith(said)
 
 
@@ -93,7 +93,7 @@ def test_a_first_job_that_cannot_be_made_ends_the_seed_with_the_reason(
     async def first_job(*_: object, **__: object) -> None:
         raise Unreachable("cannot reach it", remedy="try")
 
-    monkeypatch.setattr("p2ptrain.cli.seed._first_job", first_job)
+    monkeypatch.setattr("p2ptrain.cli.seed._make_first_job", first_job)
     outcome = command("seed", "--port", "0", "--state", str(tmp_path))
     assert outcome.code == 3
     assert outcome.err.endswith("error: cannot reach it\n  → try\n")
