@@ -7,7 +7,7 @@ micro-batches of a step, stands at its first member.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 from wire.job_messages import MemberRecord, ViewAnnounced
@@ -20,7 +20,6 @@ LABEL = "/"
 """Separates a job's id, which never contains it, from the stage of a ring."""
 
 
-@dataclass(frozen=True, slots=True)
 class View(ViewAnnounced):
     """One generation of a job's membership. Immutable: any change is a new generation."""
 

@@ -14,13 +14,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from dataclasses import field
+from typing import Annotated
 
 from p2ptrain.core.errors import ProtocolError
 from wire.job_messages import MAX_STAGES
 from wire.messages import Message
-from wire.schema import Amount, Bound, Count, IdOrNone, Token
+from wire.schema import Amount, Bound, Count, Declared, IdOrNone, Token
 
 CHUNK = 2048
 """Most positions in one ``ForwardRequest``. Longer prompts come as several requests that flow through the chain."""
@@ -32,8 +32,7 @@ CHAIN_STREAM = 1
 """Stream of the bulk frame after each ``ForwardRequest``. Frames stay in order, so one stream is enough."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardRequest(Message):
+class ForwardRequest(Message, kind=38):
     """Client or stage to the next stage: compute more positions of a session. They follow in a bulk frame.
 
     Attributes:
@@ -49,7 +48,6 @@ class ForwardRequest(Message):
         prefill: the positions are of a prompt and travel in the session's ``prefill_encoding``; drafts do not.
     """
 
-    KIND: ClassVar[int] = 38
     session: str
     epoch: int
     number: int
@@ -63,11 +61,9 @@ class ForwardRequest(Message):
     prefill: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled(Message):
+class Sampled(Message, kind=39):
     """Stage to client: a ``ForwardRequest`` ended here. ``tokens``: int32, little-endian; empty without samples."""
 
-    KIND: ClassVar[int] = 39
     session: str
     epoch: int
     number: int
@@ -79,8 +75,7 @@ class Sampled(Message):
             raise ProtocolError(f"{len(self.tokens)} bytes are not a valid list of token ids")
 
 
-@dataclass(frozen=True, slots=True)
-class ChainBroken(Message):
+class ChainBroken(Message, kind=41):
     """Stage to client: the session cannot go on here, because the next stage is lost or this one failed.
 
     Attributes:
@@ -88,7 +83,6 @@ class ChainBroken(Message):
         code, reason, remedy: as in ``Refuse``.
     """
 
-    KIND: ClassVar[int] = 41
     session: str
     epoch: int
     lost: int
@@ -97,11 +91,9 @@ class ChainBroken(Message):
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PartLoading(Message):
+class PartLoading(Message, kind=42):
     """Stage to client: progress of a ``part.load``."""
 
-    KIND: ClassVar[int] = 42
     done_bytes: Count
     total_bytes: Count
 
@@ -110,8 +102,7 @@ class PartLoading(Message):
             raise ProtocolError(f"{self.done_bytes} of {self.total_bytes} bytes as loaded")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
+class TensorRecord(Declared):
     """A tensor of a model directory, or one of its small files (dtype ``FILE``, shape its bytes).
 
     Attributes:
@@ -125,27 +116,22 @@ class TensorRecord:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TensorsRequest(Message):
+class TensorsRequest(Message, kind=43):
     """Receiver to sender: send the table of contents of ``model`` from entry ``first`` on."""
 
-    KIND: ClassVar[int] = 43
     model: str
     first: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorsPage(Message):
+class TensorsPage(Message, kind=44):
     """As many entries as fit a frame, of ``total``. ``error`` is set if the sender does not have the model."""
 
-    KIND: ClassVar[int] = 44
     total: int
     tensors: list[TensorRecord]
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldPart:
+class HeldPart(Declared):
     """One part of a model that a worker holds, for serving or for training.
 
     Attributes:
@@ -184,11 +170,9 @@ class HeldPart:
             raise ProtocolError(f"invalid part: layers [{self.start}, {self.stop}) of {self.layers}")
 
 
-@dataclass(frozen=True, slots=True)
-class PartsHeld(Message):
+class PartsHeld(Message, kind=47):
     """Worker to seed: all parts that it holds; sent when they change, and once a second while it computes."""
 
-    KIND: ClassVar[int] = 47
     parts: Annotated[list[HeldPart], Bound(0, 16)]
 
     def check(self) -> None:

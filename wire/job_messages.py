@@ -16,12 +16,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from dataclasses import field
+from typing import Annotated
 
 from p2ptrain.core.errors import ProtocolError
 from wire.messages import Message, Silence
-from wire.schema import Bound, Count, Digest, Lineage, Port
+from wire.schema import Bound, Count, Declared, Digest, Lineage, Port
 
 LEAVE = "job.leave"
 """A worker's request to the seed before it leaves: does no other worker, that stays, keep the state of its job?"""
@@ -38,8 +38,7 @@ _Finite = Annotated[float, Bound(-sys.float_info.max, sys.float_info.max)]
 _Name = Annotated[str, Bound(0, 128)]
 
 
-@dataclass(frozen=True, slots=True)
-class Assign(Message):
+class Assign(Message, kind=18):
     """Seed to worker: build what this job needs, then send ``Report(status="ready")``.
 
     Attributes:
@@ -51,7 +50,6 @@ class Assign(Message):
         lineage: of ``restore_step``; empty if any will do.
     """
 
-    KIND: ClassVar[int] = 18
     job: str
     spec: str
     corpus: str = ""
@@ -66,8 +64,7 @@ class Assign(Message):
             raise ProtocolError(f"invalid assignment: stage {self.stage} of {self.stages}")
 
 
-@dataclass(frozen=True, slots=True)
-class Report(Message):
+class Report(Message, kind=19):
     """Worker to seed: its state in a job. The seed mints views from reports only.
 
     Attributes:
@@ -102,7 +99,6 @@ class Report(Message):
         unsaved: for ``done``: why this member could not save the state; empty if it could, or did not try.
     """
 
-    KIND: ClassVar[int] = 19
     job: str
     generation: Count
     status: str
@@ -125,8 +121,7 @@ class Report(Message):
     unsaved: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberRecord:
+class MemberRecord(Declared):
     """One member of a view. Members are in rank order.
 
     Attributes:
@@ -145,8 +140,7 @@ class MemberRecord:
     healthy: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ViewAnnounced(Message):
+class ViewAnnounced(Message, kind=20):
     """Seed to members: the membership from now on. It is stored before it is sent. Member to a restored seed: its view.
 
     Attributes:
@@ -168,7 +162,6 @@ class ViewAnnounced(Message):
         reduce_bytes: size of the largest array that a step reduces at any stage; 0: not known.
     """
 
-    KIND: ClassVar[int] = 20
     job: str
     generation: Annotated[int, Bound(1, 2**53)]
     step: Count
@@ -199,35 +192,28 @@ class ViewAnnounced(Message):
             covered += member.count
 
 
-@dataclass(frozen=True, slots=True)
-class Hold(Message):
+class Hold(Message, kind=21):
     """Seed to members: stop together at the next step boundary and send ``Report(status="held")``."""
 
-    KIND: ClassVar[int] = 21
     job: str
     generation: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Release(Message):
+class Release(Message, kind=22):
     """Seed to worker: drop this job. It was cancelled, paused for good, or given to other workers."""
 
-    KIND: ClassVar[int] = 22
     job: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SaveNow(Message):
+class SaveNow(Message, kind=23):
     """Seed to members: write a checkpoint at the next step boundary; after the last step, now."""
 
-    KIND: ClassVar[int] = 23
     job: str
 
 
-@dataclass(frozen=True, slots=True)
-class StepMetrics(Message):
+class StepMetrics(Message, kind=24):
     """Rank 0 to seed, after a commit.
 
     ``values``: the columns of ``wire.records.MetricRow`` that are known. With a robust rule also ``excluded.R`` for
@@ -235,7 +221,6 @@ class StepMetrics(Message):
     R's vector is from the aggregate, over the median of all distances.
     """
 
-    KIND: ClassVar[int] = 24
     job: str
     generation: Count
     step: Count
@@ -250,15 +235,13 @@ def distance_key(rank: int) -> str:
     return f"distance.{rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSaved(Message):
+class CheckpointSaved(Message, kind=26):
     """Worker to seed: a checkpoint is durable on its disk.
 
     Attributes:
         stage, stages: index of the part whose files it has, and number of parts; (0, 1): the whole model.
     """
 
-    KIND: ClassVar[int] = 26
     job: str
     step: Count
     path: str
@@ -273,8 +256,7 @@ class CheckpointSaved(Message):
             raise ProtocolError(f"a checkpoint of part {self.stage} of {self.stages}")
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerRow:
+class LedgerRow(Declared):
     """Who computed a committed step.
 
     Attributes:
@@ -292,28 +274,24 @@ class LedgerRow:
     made_of: Annotated[bytes, Bound(0, 26 * 1024)] = b""
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerRows(Message):
+class LedgerRows(Message, kind=28):
     """Member to seed: committed steps, in order. ``lineage`` is the one before the first of them.
 
     Rank 0 sends each step as it commits. When a view begins, every member sends the steps that it has applied after the
     view's ``ledger_step``. The seed keeps one row per step.
     """
 
-    KIND: ClassVar[int] = 28
     job: str
     lineage: Lineage
     rows: Annotated[list[LedgerRow], Bound(1, 4096)]
 
 
-@dataclass(frozen=True, slots=True)
-class CatchUp(Message):
+class CatchUp(Message, kind=29):
     """Seed to a worker that is ready outside a running ring: fetch the state from ``sources`` in the background.
 
     It answers with ``Report(status="following")`` when it is at most a step behind, or if it cannot catch up.
     """
 
-    KIND: ClassVar[int] = 29
     job: str
     generation: int
     sources: list[MemberRecord]
@@ -326,8 +304,7 @@ RANGE_BYTES = 4 << 20
 """Bytes of a file on disk that are requested and sent at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberLost(Message):
+class MemberLost(Message, kind=56):
     """Member to its other neighbour, on the heartbeat connection before it ends: a member is lost, so the ring ends.
 
     Attributes:
@@ -337,15 +314,13 @@ class MemberLost(Message):
         left: the member left on purpose.
     """
 
-    KIND: ClassVar[int] = 56
     peer_id: str
     beside: str
     reason: str
     left: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SendOffer(Message):
+class SendOffer(Message, kind=35):
     """Member to member: a message of ``size_bytes`` is ready. The receiver asks for it with ``SendTaken``.
 
     Attributes:
@@ -353,22 +328,18 @@ class SendOffer(Message):
         tag: from the user; below 0: of a collective operation.
     """
 
-    KIND: ClassVar[int] = 35
     number: Annotated[int, Bound(0, 2**32 - 1)]
     tag: Annotated[int, Bound(-(2**53), 2**53)]
     size_bytes: Count
 
 
-@dataclass(frozen=True, slots=True)
-class SendTaken(Message):
+class SendTaken(Message, kind=36):
     """Member to member: send the bytes of message ``number`` now."""
 
-    KIND: ClassVar[int] = 36
     number: Annotated[int, Bound(0, 2**32 - 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class HealRequest(Message):
+class HealRequest(Message, kind=48):
     """Member to source: send ``job``'s state of ``step`` and ``lineage``.
 
     Attributes:
@@ -379,7 +350,6 @@ class HealRequest(Message):
         stage: of a split model: the part that the caller holds, the only one that it can use.
     """
 
-    KIND: ClassVar[int] = 48
     job: str
     step: int
     lineage: str
@@ -389,16 +359,14 @@ class HealRequest(Message):
     stage: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BlobRecord:
+class BlobRecord(Declared):
     """A named array of bytes of the state, such as the flat parameters or the first Adam moment."""
 
     name: str
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class HealOffer(Message):
+class HealOffer(Message, kind=49):
     """Source to member: what can be fetched. It stays unchanged until the connection ends.
 
     Attributes:
@@ -407,7 +375,6 @@ class HealOffer(Message):
         root: xxh3-128 of the table of the xxh3-128 sums of all chunks; equal for sources that hold the same bits.
     """
 
-    KIND: ClassVar[int] = 49
     step: Count
     lineage: Lineage
     blobs: list[BlobRecord]
@@ -416,8 +383,7 @@ class HealOffer(Message):
     square_sum: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepLogged(Message):
+class StepLogged(Message, kind=52):
     """Source to member: it keeps the reduced bytes of a step that its ring committed.
 
     Attributes:
@@ -428,7 +394,6 @@ class StepLogged(Message):
             lineage is made from all of them (``ring.token.joined_digest``).
     """
 
-    KIND: ClassVar[int] = 52
     step: Annotated[int, Bound(1, 2**53)]
     digest: Digest
     square_sum: float
@@ -436,39 +401,33 @@ class StepLogged(Message):
     digests: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class RangeRequest(Message):
+class RangeRequest(Message, kind=45):
     """Send bytes [start, stop) of object ``name`` as one bulk frame on ``stream``, or answer ``RangeGone``.
 
     Names are those of the state's blobs, of a model's tensors and small files, and of a checkpoint's files. ``#table``
     is a state's table of digests, and ``#step 12`` is the reduced bytes of step 12.
     """
 
-    KIND: ClassVar[int] = 45
     name: str
     start: int
     stop: int
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class RangeGone(Message):
+class RangeGone(Message, kind=46):
     """These bytes are not available: the file changed, or the bounded log has dropped the step."""
 
-    KIND: ClassVar[int] = 46
     stream: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FilesRequest(Message):
+class FilesRequest(Message, kind=57):
     """Ask for the files of ``stage`` of ``stages`` in ``job``'s checkpoint of ``step``. Answered when they are durable.
 
     Attributes:
         lineage: of the state that the checkpoint must hold; empty for any.
     """
 
-    KIND: ClassVar[int] = 57
     job: str
     step: int
     lineage: str
@@ -476,10 +435,8 @@ class FilesRequest(Message):
     stages: int
 
 
-@dataclass(frozen=True, slots=True)
-class FilesOffer(Message):
+class FilesOffer(Message, kind=58):
     """The checkpoint's manifest with file names and sums, or the reason why there is none. ``RangeRequest``s follow."""
 
-    KIND: ClassVar[int] = 58
     manifest: bytes
     reason: str = ""

@@ -18,11 +18,11 @@ and bound (``wire.codec``). An unknown, missing or ill-typed field is a ``Protoc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar
 
-from wire.schema import Bound, Count, Record
+from wire.schema import Bound, Count, Declared, Record
 
 PROTOCOL_VERSION = 13
 MAX_TERM = 1 << 13
@@ -36,8 +36,7 @@ Scalar = str | int | float | bool | None
 """Allowed values of a free-form map."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(Declared):
     """Base of all messages. ``KIND`` is the frame kind, unique per class; 1 to 15 belong to the handshake.
 
     If ``KEYED`` is false, the body is the values of the fields in order, without a map. All are numbers but the last,
@@ -47,12 +46,16 @@ class Message:
     KIND: ClassVar[int]
     KEYED: ClassVar[bool] = True
 
+    def __init_subclass__(cls, *, kind: int = 0, keyed: bool = True) -> None:
+        super().__init_subclass__()
+        if kind:  # else it is that of the base
+            cls.KIND, cls.KEYED = kind, keyed
+
 
 # ---------------------------------------------------------------------------------------------------------- handshake
 
 
-@dataclass(frozen=True, slots=True)
-class Hello(Message):
+class Hello(Message, kind=1):
     """First frame of the peer that dials.
 
     Attributes:
@@ -70,7 +73,6 @@ class Hello(Message):
         padding: makes the frame longer than a packet, so that a network that loses large ones fails here.
     """
 
-    KIND: ClassVar[int] = 1
     version: int
     software: str
     peer_id: str
@@ -87,8 +89,7 @@ class Hello(Message):
     padding: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome(Message):
+class Welcome(Message, kind=2):
     """The answer that accepts the caller.
 
     Attributes:
@@ -97,7 +98,6 @@ class Welcome(Message):
         term: of a seed: grows when it is restored from a backup.
     """
 
-    KIND: ClassVar[int] = 2
     version: int
     software: str
     peer_id: str
@@ -144,11 +144,9 @@ class RefusalCode(StrEnum):
     UNKNOWN_JOB = "unknown-job"
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse(Message):
+class Refuse(Message, kind=3):
     """The answer that rejects the caller, or the last message before a connection is closed because of an error."""
 
-    KIND: ClassVar[int] = 3
     code: str
     message: str
     remedy: str = ""
@@ -160,7 +158,6 @@ class Refuse(Message):
 MAX_GPUS = 16
 
 
-@dataclass(frozen=True, slots=True)
 class GpuInfo(Record):
     """One GPU of a peer's machine. None and 0: unknown.
 
@@ -178,8 +175,7 @@ class GpuInfo(Record):
     power_w: Annotated[float | None, Bound(0, 1e5)] = None
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat(Message):
+class Heartbeat(Message, kind=16):
     """Peer to seed, and between ring neighbours: it is alive, and how far it is.
 
     Attributes:
@@ -191,7 +187,6 @@ class Heartbeat(Message):
             measured).
     """
 
-    KIND: ClassVar[int] = 16
     seq: Count
     progress: Count
     step: Count
@@ -200,22 +195,18 @@ class Heartbeat(Message):
     gpus: Annotated[list[GpuInfo], Bound(0, MAX_GPUS)] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class HeartbeatAck(Message):
+class HeartbeatAck(Message, kind=17):
     """The answer to heartbeat ``seq``, from the seed or from a ring neighbour."""
 
-    KIND: ClassVar[int] = 17
     seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class EventNotice(Message):
+class EventNotice(Message, kind=25):
     """Peer to seed: an entry for the event log. ``level`` is ``info``, ``warning`` or ``error``.
 
     ``age_s``: how long ago it was, if it had to wait for a connection.
     """
 
-    KIND: ClassVar[int] = 25
     level: str
     kind: str
     text: str
@@ -223,32 +214,26 @@ class EventNotice(Message):
     age_s: Annotated[float, Bound(0, 1e9)] = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Leave(Message):
+class Leave(Message, kind=27):
     """Peer to seed: it leaves on purpose and closes the connection."""
 
-    KIND: ClassVar[int] = 27
     reason: str
 
 
 # ------------------------------------------------------------------------------------------------- requests, updates
 
 
-@dataclass(frozen=True, slots=True)
-class Request(Message):
+class Request(Message, kind=32):
     """A method call. ``params`` and results hold maps with string keys, lists and scalars, at most 8 levels deep."""
 
-    KIND: ClassVar[int] = 32
     id: Count
     method: str
     params: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Response(Message):
+class Response(Message, kind=33):
     """The answer to the ``Request`` with this ``id``. ``error_code`` is empty on success."""
 
-    KIND: ClassVar[int] = 33
     id: Count
     result: dict[str, Any] = field(default_factory=dict)
     error_code: str = ""
@@ -256,8 +241,7 @@ class Response(Message):
     error_remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Update(Message):
+class Update(Message, kind=34):
     """Seed to subscriber: what changed since the last update, coalesced, at most ten per second.
 
     Attributes:
@@ -266,7 +250,6 @@ class Update(Message):
         items: maps made by ``to_map`` of the topic's record in ``wire.records``; metrics also have ``job``.
     """
 
-    KIND: ClassVar[int] = 34
     topic: str
     items: list[dict[str, Any]]
 
@@ -274,11 +257,8 @@ class Update(Message):
 # ------------------------------------------------------------------------------------------------------- between peers
 
 
-@dataclass(frozen=True, slots=True)
-class KeepAlive(Message):
+class KeepAlive(Message, kind=55):
     """Sent by both sides of an idle connection, so that silence means that the peer is dead."""
-
-    KIND: ClassVar[int] = 55
 
 
 BULK_KIND = 64
@@ -288,8 +268,7 @@ BULK_KIND = 64
 # ------------------------------------------------------------------------------------------------------------ enrolment
 
 
-@dataclass(frozen=True, slots=True)
-class EnrolOffer(Message):
+class EnrolOffer(Message, kind=4):
     """Seed to newcomer, at once: the run's CA, whose hash is in the newcomer's ticket, and a nonce.
 
     Attributes:
@@ -297,13 +276,11 @@ class EnrolOffer(Message):
         nonce: random, for this connection only.
     """
 
-    KIND: ClassVar[int] = 4
     ca_der: bytes
     nonce: Annotated[bytes, Bound(32, 32)]
 
 
-@dataclass(frozen=True, slots=True)
-class EnrolRequest(Message):
+class EnrolRequest(Message, kind=5):
     """Newcomer to seed, over TLS under the run's CA: sign this certificate request; the ticket entitles to it.
 
     Attributes:
@@ -312,15 +289,12 @@ class EnrolRequest(Message):
         mac: ``wire.address.proof`` of the ticket's secret, the nonce and the request.
     """
 
-    KIND: ClassVar[int] = 5
     ticket_id: str
     csr_der: bytes
     mac: Annotated[bytes, Bound(32, 32)]
 
 
-@dataclass(frozen=True, slots=True)
-class EnrolGranted(Message):
+class EnrolGranted(Message, kind=6):
     """Seed to newcomer: the certificate in DER. The connection ends; the newcomer connects again with it."""
 
-    KIND: ClassVar[int] = 6
     certificate_der: bytes

@@ -9,7 +9,6 @@ import dataclasses
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 from p2ptrain.core.errors import ProtocolError
@@ -24,7 +23,6 @@ def _figure(value: float | None) -> float | None:
     return float(value) if value is not None and math.isfinite(value) and value >= 0 else None
 
 
-@dataclass(frozen=True, slots=True)
 class ClusterInfo(Record):
     """The seed itself. ``started_at`` is in Unix seconds."""
 
@@ -41,7 +39,6 @@ ABSENT_STATES = frozenset({"failed", "leaving", "away", "lost", "left", "evicted
 """States of peers that can be given no work."""
 
 
-@dataclass(frozen=True, slots=True)
 class PeerInfo(Record):
     """One peer, as the seed sees it now.
 
@@ -112,7 +109,6 @@ FAR = 3.0
 aggregate, unless their texts differ much."""
 
 
-@dataclass(frozen=True, slots=True)
 class MemberScore(Record):
     """What a job's robust rule made of one member's vectors, as rank 0 reports it.
 
@@ -138,7 +134,6 @@ class MemberScore(Record):
         return f"left out of {self.excluded} of {self.steps} steps{far}"
 
 
-@dataclass(frozen=True, slots=True)
 class JobInfo(Record):
     """One job.
 
@@ -212,7 +207,6 @@ class JobInfo(Record):
         return sorted(self.scores, key=lambda score: (-(score.distance or 0), -score.excluded))[:most]
 
 
-@dataclass(frozen=True, slots=True)
 class MetricRow(Record):
     """One committed step of a job. Times are rank 0's. ``epsilon``, ``delta``: the privacy that the job has spent."""
 
@@ -234,7 +228,6 @@ class MetricRow(Record):
     delta: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class EventInfo(Record):
     """One entry of the event log. ``id`` grows by one per event."""
 
@@ -247,7 +240,6 @@ class EventInfo(Record):
     job: str = ""
 
 
-@dataclass(frozen=True, slots=True)
 class CheckpointInfo(Record):
     """One durable checkpoint and its place.
 
@@ -269,8 +261,7 @@ class CheckpointInfo(Record):
     stage: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartInfo(HeldPart, Record):
+class PartInfo(HeldPart, Record, kw_only=True):
     """One part of a model (layers [start, stop) of ``layers``) and its worker. ``id`` is ``<peer>/<part>``.
 
     Attributes:
@@ -288,8 +279,7 @@ class PartInfo(HeldPart, Record):
         return self.weights_bytes + self.cache_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingInfo(Served, Record):
+class ServingInfo(Served, Record, kw_only=True):
     """What a verifier or a drafter serves. ``id`` is the peer's.
 
     Attributes:
@@ -304,7 +294,6 @@ class ServingInfo(Served, Record):
     port: Port
 
 
-@dataclass(frozen=True, slots=True)
 class StagePlanInfo(Record):
     """One stage of a plan for training a split model (``ring.planning.pipeline``).
 
@@ -335,7 +324,6 @@ class StagePlanInfo(Record):
             raise ProtocolError(f"invalid stage: layers [{self.start}, {self.stop})")
 
 
-@dataclass(frozen=True, slots=True)
 class LinkInfo(Record):
     """A measured link from one peer to another. ``bandwidth_bps``: None if it is unknown."""
 
@@ -345,7 +333,6 @@ class LinkInfo(Record):
     bandwidth_bps: Amount | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class TrainingPlanInfo(Record):
     """A plan for training a split model. Times, shares and rates are None without known speeds.
 
@@ -374,7 +361,6 @@ PHASES = ("detect", "agree", "form", "transfer", "commit")
 """Phases of a recovery, in order (``ring.recovery``)."""
 
 
-@dataclass(frozen=True, slots=True)
 class RecoveryInfo(Record):
     """One interruption of a job, from the last commit before it to the first one after it.
 
@@ -436,7 +422,6 @@ def recovery_spread(recoveries: Sequence[RecoveryInfo]) -> dict[str, tuple[float
 # ---------------------------------------------------------------------------------------------------------- the ledger
 
 
-@dataclass(frozen=True, slots=True)
 class LedgerHead(Record):
     """The extent of a ledger: rows of steps ``base_step + 1`` to ``step``, and the lineages before and after them."""
 
@@ -446,7 +431,6 @@ class LedgerHead(Record):
     lineage: Lineage
 
 
-@dataclass(frozen=True, slots=True)
 class LedgerRun(Record):
     """Consecutive steps with the same generation and shares.
 
@@ -497,7 +481,6 @@ def runs_of(rows: Iterable[LedgerRow]) -> list[LedgerRun]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
 class LedgerPage(Record):
     """A part of a job's ledger. ``windows``: training sequences in the corpus; 0 if unknown."""
 
@@ -506,7 +489,6 @@ class LedgerPage(Record):
     windows: Annotated[int, Bound(0, MAX_WINDOWS)] = 0
 
 
-@dataclass(frozen=True, slots=True)
 class ViewBegan(Record):
     """The fields of a view that an audit needs.
 
@@ -525,7 +507,6 @@ class ViewBegan(Record):
 # ------------------------------------------------------------------------------------------------------------- tickets
 
 
-@dataclass(frozen=True, slots=True)
 class TicketInfo(Record):
     """A ticket without its secret. ``uses``, ``expires_at``: None for no limit."""
 

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import ID_PATTERN
@@ -77,9 +77,18 @@ Lineage = Annotated[str, Bound(pattern="[0-9a-f]{32}")]
 TokenOrNone = Annotated[str, Bound(pattern=r"[0-9A-Za-z._-]{0,128}")]
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Base of the dataclasses that travel as maps in requests, answers and updates."""
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+class Declared:
+    """Base of all that is sent: each subclass becomes a frozen dataclass when it is declared."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __init_subclass__(cls, *, kw_only: bool = False) -> None:
+        dataclass(frozen=True, kw_only=kw_only)(cls)
+
+
+class Record(Declared):
+    """Base of what travels as maps in requests, answers and updates."""
 
     def to_map(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

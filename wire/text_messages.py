@@ -24,30 +24,25 @@ little more than its id.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from dataclasses import field
+from typing import Annotated, Any
 
 from p2ptrain.core.errors import ProtocolError
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.messages import Message, Silence
-from wire.schema import Bound, Count, Figure, Id, TokenOrNone
+from wire.schema import Bound, Count, Declared, Figure, Id, TokenOrNone
 
 
-@dataclass(frozen=True, slots=True)
-class StreamRefused(Message):
+class StreamRefused(Message, kind=71):
     """The text is not written or continued, or the session is not drafted for. Fields as in ``Refuse``."""
 
-    KIND: ClassVar[int] = 71
     code: str
     reason: str
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamClose(Message):
+class StreamClose(Message, kind=74):
     """The sender wants no more of this text, or of this session's drafts."""
-
-    KIND: ClassVar[int] = 74
 
 
 MOST_BYTES = 4 << 20
@@ -56,8 +51,7 @@ MOST_TURNS = 1024
 MOST_STOPS, STOP_CHARS = 16, 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Ask(Message):
+class Ask(Message, kind=69):
     """Client to verifier: continue the prompt in the bulk frame that follows.
 
     Attributes:
@@ -68,7 +62,6 @@ class Ask(Message):
         speculate: whether drafters may help.
     """
 
-    KIND: ClassVar[int] = 69
     sizes: Annotated[list[Annotated[int, Bound(0, MOST_BYTES)]], Bound(1, MOST_TURNS)]
     roles: Annotated[list[str], Bound(0, MOST_TURNS)]
     max_new_tokens: Annotated[int, Bound(0, (1 << 31) - 1)]
@@ -89,29 +82,23 @@ class Ask(Message):
         return sum(self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class QuestionAccepted(Message):
+class QuestionAccepted(Message, kind=70):
     """The text will be written. ``prompt_tokens``: length of the prompt; ``left_out``: turns that did not fit."""
 
-    KIND: ClassVar[int] = 70
     prompt_tokens: Annotated[int, Bound(1, 2**53)]
     left_out: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Piece(Message):
+class Piece(Message, kind=72):
     """New text, in whole characters, and the tokens (int32, little-endian) since the last piece."""
 
-    KIND: ClassVar[int] = 72
     text: str
     tokens: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Written(Message):
+class Written(Message, kind=73):
     """The text is complete. ``stats``: figures by name."""
 
-    KIND: ClassVar[int] = 73
     ended: Annotated[str, Bound(one_of=("stop", "end", "length", "cancelled"))]
     stats: dict[str, Any] = field(default_factory=dict)
 
@@ -128,8 +115,7 @@ Depth = Annotated[int, Bound(0, MAX_DEPTH)]
 StatName = Annotated[str, Bound(pattern="[a-z][a-z0-9_]{0,39}")]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOpen(Message):
+class DraftOpen(Message, kind=59):
     """Verifier to drafter: open a session. The bulk frame that follows has its ids so far (int32, little-endian).
 
     Attributes:
@@ -141,7 +127,6 @@ class DraftOpen(Message):
         silence_s: after this long without a message each side closes; each sends at least four times as often.
     """
 
-    KIND: ClassVar[int] = 59
     count: Positions
     prompt: Annotated[int, Bound(1, MAX_POSITIONS)]
     positions: Positions
@@ -160,48 +145,38 @@ class DraftOpen(Message):
             raise ProtocolError(f"invalid session: {counts}")
 
 
-@dataclass(frozen=True, slots=True)
-class DraftReady(Message):
+class DraftReady(Message, kind=60):
     """The ids are processed, and drafts follow. ``step_ms``: time per draft; 0 if unknown."""
 
-    KIND: ClassVar[int] = 60
     step_ms: Annotated[float, Bound(0, 3.6e6)]
 
 
-@dataclass(frozen=True, slots=True)
-class Drafts(Message):
+class Drafts(Message, kind=62, keyed=False):
     """Drafter to verifier: drafted ``tokens``, from ``position`` of the session on.
 
     Attributes:
         position: 0: directly after the drafts that were sent last.
     """
 
-    KIND: ClassVar[int] = 62
-    KEYED: ClassVar[bool] = False
     position: Positions
     tokens: Annotated[bytes, Bound(1, MOST_TOKEN_BYTES * MAX_DEPTH)]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict(Message):
+class Verdict(Message, kind=63, keyed=False):
     """Verifier to drafter: newly verified are the next ``right`` drafts of this drafter, then ``tokens``.
 
     Attributes:
         depth: as in ``DraftOpen``, from now on; 0 pauses drafting.
     """
 
-    KIND: ClassVar[int] = 63
-    KEYED: ClassVar[bool] = False
     right: Positions
     depth: Depth
     tokens: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterAt(Message):
+class DrafterAt(Message, kind=66):
     """A drafter and its address. ``model`` is for display; ``tokenizer`` is a digest."""
 
-    KIND: ClassVar[int] = 66
     peer_id: str
     name: str
     host: str
@@ -211,16 +186,13 @@ class DrafterAt(Message):
     tokenizer: str
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterList(Message):
+class DrafterList(Message, kind=67):
     """Seed to verifier: all drafters that are connected now."""
 
-    KIND: ClassVar[int] = 67
     drafters: list[DrafterAt]
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(Declared):
     """What a verifier or a drafter serves.
 
     Attributes:
@@ -254,8 +226,5 @@ class Served:
                 raise ProtocolError("a list of drafters' figures has another length than the list of drafters")
 
 
-@dataclass(frozen=True, slots=True)
-class Serving(Served, Message):
+class Serving(Served, Message, kind=68):
     """Verifier or drafter to seed: what it serves; sent when that changes, and once a second while it works."""
-
-    KIND: ClassVar[int] = 68

@@ -40,7 +40,6 @@ _Size = Annotated[int, Bound(0, 1 << 50)]
 _Entries = Annotated[int, Bound(1, 1 << 24)]  # more than any model's vocabulary or width
 
 
-@dataclass(frozen=True, slots=True)
 class ModelShape(Record):
     """The sizes of a model that placing its training needs.
 

@@ -138,7 +138,6 @@ async def workers_of(ask: SeedRequest) -> list[WorkerAt]:
 # -------------------------------------------------------------------------------------------------------------- offers
 
 
-@dataclass(frozen=True, slots=True)
 class OfferedPart(Record):
     model: str
     start: Count
@@ -148,7 +147,6 @@ class OfferedPart(Record):
     weights_bytes: Count
 
 
-@dataclass(frozen=True, slots=True)
 class Offer(Record):
     """The answer to ``part.offer``. ``memory_bytes``: ``limit_bytes`` less the parts in use or being
     loaded; idle parts count as free."""
@@ -160,7 +158,6 @@ class Offer(Record):
     parts: Annotated[list[OfferedPart], Bound(0, 64)]
 
 
-@dataclass(frozen=True, slots=True)
 class ModelMeasurement(Record):
     """The answer to ``model.measure``. ``dtype``: in which it is computed. ``width``: elements of a hidden state."""
 
@@ -184,7 +181,6 @@ class ModelMeasurement(Record):
         return ModelSizes(tuple(self.layers_bytes), tuple(self.cache_bytes), *outside)
 
 
-@dataclass(frozen=True, slots=True)
 class LoadedPart(Record):
     part: Id
     encoding: Annotated[str, Bound(0, 16)]

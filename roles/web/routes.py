@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field
@@ -90,7 +89,6 @@ async def delete_job(call: Call) -> JobInfo:
     return info if call.query.forget else (await call.client.job(info.id))[0]
 
 
-@dataclass(frozen=True, slots=True)
 class Settings(Record):
     """All settings of a job, by table. ``profile``: the profile that they come from."""
 
@@ -132,7 +130,6 @@ class NodeRequest(Fields):
     host: str = Field(default="", max_length=255, description="The seed's address for that machine; empty: the usual.")
 
 
-@dataclass(frozen=True, slots=True)
 class Invitation(Record):
     """How a machine joins. ``ticket`` and ``text``, a secret, are null on a plain loopback, where none is needed."""
 
@@ -141,7 +138,6 @@ class Invitation(Record):
     text: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class Removed(Record):
     """What was removed. ``name``: of a node."""
 
@@ -171,7 +167,6 @@ async def evict_node(call: Call) -> Removed:
     return Removed(*await call.client.evict(call.path["node"]))
 
 
-@dataclass(frozen=True, slots=True)
 class GpuStatus(GpuInfo):
     """One GPU of one node. Nodes of the same machine report the same GPUs."""
 
@@ -184,7 +179,6 @@ async def list_gpus(call: Call) -> Page:
     return Page([GpuStatus(**gpu.to_map(), node=peer.id, node_name=peer.name) for peer in peers for gpu in peer.gpus])
 
 
-@dataclass(frozen=True, slots=True)
 class ClusterSummary(Record):
     """The whole cluster in figures. ``peers`` and ``jobs`` are counted by state; ``tokens_per_s`` is of all jobs.
 
@@ -271,7 +265,6 @@ async def restore_checkpoint(call: Call) -> JobInfo:
     return (await call.client.job(job))[0]
 
 
-@dataclass(frozen=True, slots=True)
 class ProfileInfo(Record):
     """A profile that ships, and its purpose."""
 

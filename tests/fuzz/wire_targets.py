@@ -202,8 +202,7 @@ BARE_MESSAGES = Target(
 
 
 def _records(base: type[Record] = Record) -> list[type[Record]]:
-    found = {kind.__qualname__: kind for child in base.__subclasses__() for kind in (child, *_records(child))}
-    return list(found.values())  # of a class with slots there are two, and the second counts
+    return [kind for child in base.__subclasses__() for kind in (child, *_records(child))]
 
 
 @st.composite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from p2ptrain.lab.experiments.run import Show
 
 
-@dataclass(frozen=True, slots=True)
 class ExperimentInfo(Record):
     """One experiment.
 
@@ -43,7 +42,6 @@ class ExperimentInfo(Record):
     left_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class Comparison(Record):
     """What the results say: by cell, and in words."""
 
