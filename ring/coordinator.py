@@ -371,7 +371,7 @@ class Coordinator:
             difference = f"SHA-256 {report.corpus[:12] or 'none'}, not {self.corpus[:12]}"
             text = f"its data or its base model differs from the job's ({difference}); give it the files that the job "
             self._ban(known, text + "started with", "corpus")
-        elif not self._goes_back or self._has_gone_back(known, report):
+        elif not self._goes_back or self._answers_restore(known, report):
             known.standing, known.asked = report, None
             if peer_id in self._catch_ups:
                 self._catch_ups.take_status(peer_id, report.status)
@@ -387,7 +387,7 @@ class Coordinator:
         holder = self.restore.peer_id if self.restore is not None else ""
         return bool(holder) and holder not in self._roster.peers and "restore" not in self._deadlines.passed
 
-    def _has_gone_back(self, known: KnownPeer, report: Report) -> bool:
+    def _answers_restore(self, known: KnownPeer, report: Report) -> bool:
         """Whether the report answers the request to go back. If it answers an earlier request, asks again."""
         assert self.restore is not None
         step = self.restore.step

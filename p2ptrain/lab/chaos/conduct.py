@@ -29,7 +29,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError
 from p2ptrain.lab.audit import audit
 from p2ptrain.lab.chaos import judge
-from p2ptrain.lab.chaos.judge import Action, ChaosReport, InjectedFault, InvariantResult, JobHistory, ObservedStep
+from p2ptrain.lab.chaos.judge import Action, ChaosHistory, ChaosReport, InjectedFault, InvariantResult, ObservedStep
 from p2ptrain.lab.chaos.proxy import Proxy
 from ring.detector import beat_defaults
 from roles.seed.events import INTERVAL_S
@@ -248,7 +248,7 @@ class FaultInjector:
 
     cluster: ProxiedCluster
     observer: JobObserver
-    history: JobHistory
+    history: ChaosHistory
     console: Console
     done: list[InjectedFault] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
@@ -537,7 +537,7 @@ class ChaosRun:
         report.complete = True
 
     @asynccontextmanager
-    async def _cluster(self, root: Path) -> AsyncIterator[tuple[ProxiedCluster, JobObserver, JobHistory]]:
+    async def _cluster(self, root: Path) -> AsyncIterator[tuple[ProxiedCluster, JobObserver, ChaosHistory]]:
         plan = self.plan
         local, threads = LocalCluster(root, tls=plan.tls), plan.profile.device.threads or threads_each(plan.workers)
         cluster = ProxiedCluster(local, plan.workers, threads, lambda: observer.wake(), plan.attack_of)
@@ -546,7 +546,7 @@ class ChaosRun:
         name = Path(plan.profile_name).stem
         async with local.operator() as client:
             job = await client.create_job(name, name, plan.profile.to_spec())
-        history = JobHistory(job)
+        history = ChaosHistory(job)
         observer = JobObserver(job, on_record=lambda record: history.take(record, now()))
 
         async def observe() -> None:
@@ -569,7 +569,7 @@ class ChaosRun:
             await asyncio.wait({observing})
             await cluster.end()
 
-    async def _undisturbed(self, observer: JobObserver, history: JobHistory) -> None:
+    async def _undisturbed(self, observer: JobObserver, history: ChaosHistory) -> None:
         """Measure the speed without faults. Raises ``JobFailed``."""
         first = observer.step + 3  # the first steps load kernels and pages
         await observer.until(lambda: observer.step >= first, PATIENCE_S)

@@ -139,7 +139,7 @@ class ObservedView:
     members: tuple[str, ...]
 
 
-class JobHistory:
+class ChaosHistory:
     """What the seed reported of a job, in order of arrival.
 
     Attributes:

@@ -22,10 +22,10 @@ from p2ptrain.lab.chaos.judge import (
     KINDS,
     LASTS_S,
     Attack,
+    ChaosHistory,
     ChaosReport,
     InjectedFault,
     InvariantResult,
-    JobHistory,
     ObservedStep,
     ObservedView,
     every_step_once,
@@ -224,7 +224,7 @@ def job(generation: int, members: list[str], state: str = "running") -> JobInfo:
 
 
 def test_what_a_seed_tells_again_is_kept_once_and_at_its_first_time() -> None:
-    history = JobHistory("j")
+    history = ChaosHistory("j")
     for at_s in (1.0, 2.0):
         history.take(MetricRow("j", 7, 0.0, generation=2), at_s)
         history.take(EventInfo(3, 0.0, "info", "lost", "x"), at_s)
@@ -235,7 +235,7 @@ def test_what_a_seed_tells_again_is_kept_once_and_at_its_first_time() -> None:
 
 
 def test_views_are_those_of_a_running_ring() -> None:
-    history = JobHistory("j")
+    history = ChaosHistory("j")
     reports = (job(1, ["a", "b"]), job(1, ["a", "b"]), job(1, [], "waiting"), job(2, ["a"]), job(2, ["a"], "done"))
     for at_s, info in enumerate(reports, start=1):
         history.take(info, float(at_s))
@@ -243,7 +243,7 @@ def test_views_are_those_of_a_running_ring() -> None:
 
 
 def test_unmeasured_round_trip_is_not_taken_for_none() -> None:
-    history, peer = JobHistory("j"), PeerInfo("a", "a", ["worker"], "cpu", "idle", "", 5.0)
+    history, peer = ChaosHistory("j"), PeerInfo("a", "a", ["worker"], "cpu", "idle", "", 5.0)
     for rtt_ms in (None, 80.0, 90.0):
         history.take(dataclasses.replace(peer, rtt_ms=rtt_ms), 1.0)
     assert history.joined_rtt_ms == {("a", 5.0): 80.0}
