@@ -49,7 +49,7 @@ from wire.messages import (
     Scalar,
     Welcome,
 )
-from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
+from wire.text_messages import MAX_DRAFTERS, DrafterAddress, DrafterList, Serving
 
 MAX_SLOTS = 64
 PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
@@ -357,12 +357,12 @@ class ServingMember(MemberProcess):
         membership: RunMembership | None = None,
     ) -> None:
         super().__init__(world, identity, options, notify=notify, membership=membership)
-        self.drafters: tuple[DrafterAt, ...] = ()
+        self.drafters: tuple[DrafterAddress, ...] = ()
         self._program = program
         self._doors: dict[str, tuple[Serve, Judge]] = {}
         self._serving: Callable[[], Serving] | None = None
         self._announced: Serving | None = None
-        self._on_drafters: Callable[[tuple[DrafterAt, ...]], None] = lambda drafters: None
+        self._on_drafters: Callable[[tuple[DrafterAddress, ...]], None] = lambda drafters: None
         self._changed = asyncio.Event()
         self._welcomed = asyncio.Event()
 
@@ -389,7 +389,7 @@ class ServingMember(MemberProcess):
         """Have a changed ``Serving`` record reported to the seed within ``REPORT_INTERVAL_S``."""
         self._changed.set()
 
-    def on_drafters(self, callback: Callable[[tuple[DrafterAt, ...]], None]) -> None:
+    def on_drafters(self, callback: Callable[[tuple[DrafterAddress, ...]], None]) -> None:
         """Call ``callback`` now, and again whenever ``drafters`` changes."""
         self._on_drafters = callback
         callback(self.drafters)
@@ -466,7 +466,7 @@ class ServingMember(MemberProcess):
             await self._doors[hello.purpose][0](connection, hello)
 
 
-def drafters_untrusted(message: DrafterList, seed_host: str) -> tuple[DrafterAt, ...]:
+def drafters_untrusted(message: DrafterList, seed_host: str) -> tuple[DrafterAddress, ...]:
     """The drafters of a seed's list, each with a host to dial. An empty host means the seed's machine.
 
     Raises ``ProtocolError`` if there are too many, or one is listed twice or invalid.
@@ -478,7 +478,7 @@ def drafters_untrusted(message: DrafterList, seed_host: str) -> tuple[DrafterAt,
     return tuple(_drafter(item, seed_host) for item in message.drafters)
 
 
-def _drafter(item: DrafterAt, seed_host: str) -> DrafterAt:
+def _drafter(item: DrafterAddress, seed_host: str) -> DrafterAddress:
     if not is_id(item.peer_id) or not 0 < item.port < 65536 or len(item.host) > 255 or item.vocab_size < 0:
         raise ProtocolError(f"the seed's list has an invalid drafter: {item.peer_id[:40]!r}")
     return replace(item, host=advertised_host(seed_host, item.host))

@@ -106,13 +106,11 @@ class IncomingFrames:
 
     def steer(self, transport: asyncio.Transport) -> None:
         """Pause or resume reading as ``decoder`` and ``limit`` require."""
-        wanted = not self.decoder.waiting and len(self.frames) < self.limit
-        if wanted != self.reading:
-            self.reading = wanted
-            if wanted:
-                transport.resume_reading()
-            else:
-                transport.pause_reading()
+        before, self.reading = self.reading, not self.decoder.waiting and len(self.frames) < self.limit
+        if self.reading and not before:
+            transport.resume_reading()
+        elif before and not self.reading:
+            transport.pause_reading()
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -151,13 +149,13 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def unsent_bytes(self) -> int:
-        return 0 if self._ended or not self._attached else self._transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size() if self._open else 0
 
     @property
     def least_rtt_s(self) -> float | None:
         """Shortest round trip that the kernel measured, unaffected by busy processes; None if unknown."""
-        rtt_s = self._transport.get_extra_info("rtt_s") if self._attached and not self._ended else None
-        return float(rtt_s) if rtt_s is not None else None
+        rtt_s: float | None = self._transport.get_extra_info("rtt_s") if self._open else None
+        return rtt_s
 
     @property
     def fence(self) -> int:
@@ -358,6 +356,10 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def _attached(self) -> bool:
         return self._transport is not _NOT_CONNECTED
+
+    @property
+    def _open(self) -> bool:
+        return self._attached and not self._ended
 
     def _check_open(self) -> None:
         if self._ended:

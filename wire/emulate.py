@@ -1,18 +1,14 @@
 """Link emulation: makes any ``Network`` as slow and unsteady as a ``LinkPreset`` says.
 
-``EmulatedNetwork`` wraps the transport of each connection, dialled or accepted. It shapes **what this side sends** and
-passes on unchanged what this side receives. If both ends are emulated, each direction is shaped once; if one end is,
-only the direction from it. Dialling first waits for one round trip of the preset. Connections do not compete: each has
-the preset's rate for itself.
+``EmulatedNetwork`` wraps the transport of each connection, dialled or accepted. It shapes **what this side sends**. If
+both ends are emulated, each direction is shaped once. Dialling first waits for one round trip. Connections do not
+compete: each has the preset's rate for itself.
 
 Each connection has a send buffer, as in a kernel, somewhat larger than the link's bandwidth-delay product. A write is
 cut into views of at most ``PIECE_BYTES``. Views that fit into the buffer are copied there, and the writer may reuse its
-memory, though they may travel for long. The others count as unsent until there is room: the writer must not change
-them, ``get_write_buffer_size`` counts them, and ``pause_writing`` is called beyond the high-water mark. Each piece is
-handed to the inner transport at the time at which the shaper has its last byte arrive.
-
-``close()`` and ``write_eof()`` reach the other side after everything that was written before, and no sooner than the
-link's delay. ``abort()`` takes effect at once.
+memory. The others count as unsent until there is room. Each piece is handed to the inner transport at the time at which
+the shaper has its last byte arrive. The end of the stream follows all bytes, no sooner than the link's delay.
+``abort()`` takes effect at once.
 
 Theory of operation. A ``LinkShaper`` emulates one direction of one TCP connection. Bytes pass four stages::
 
@@ -288,10 +284,9 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         view = bytes_view(data)
         if self._closing or not view.nbytes:
             return
-        now = self._loop.time()
         for start in range(0, view.nbytes, PIECE_BYTES):
             data = view[start : start + PIECE_BYTES]
-            piece = _Piece(self._shaper.send(now, data.nbytes), data)
+            piece = _Piece(self._shaper.send(self._loop.time(), data.nbytes), data)
             self._queue.append(piece)
             self._unsent.append(piece)
         self._unsent_bytes += view.nbytes
@@ -392,36 +387,22 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
 
     def _on_timer(self, due_at: float) -> None:
         self._timer = None
-        # A loop with a coarse clock may fire slightly early; the piece counts as due.
-        self._release(max(due_at, self._loop.time()))
+        self._release(max(due_at, self._loop.time()))  # a loop with a coarse clock may fire slightly early
 
     def _release(self, now: float) -> None:
         if self._inner.is_closing():  # it failed; its connection_lost follows
             return self._drop()
         while self._queue and self._queue[0].due_at <= now and not self._inner_full:
-            if together := self._due_together(now):
-                self._inner.writelines(together)
+            piece = self._queue.popleft()
+            if piece.end is not None:
+                piece.end()
                 continue
-            end = self._queue.popleft().end
-            assert end is not None
-            end()
-        self._arm()
-        return self._maybe_resume()
-
-    def _due_together(self, now: float) -> list[memoryview]:
-        data: list[memoryview] = []
-        size_bytes = 0
-        while self._queue and size_bytes < PIECE_BYTES:
-            piece = self._queue[0]
-            if piece.end is not None or piece.due_at > now:
-                break
             assert piece.held, "what is due was never sent"
-            self._queue.popleft()
-            data.append(piece.data)
-            size_bytes += piece.data.nbytes
+            self._inner.write(piece.data)
             self._held_bytes -= piece.data.nbytes
             self._take_in()
-        return data
+        self._arm()
+        return self._maybe_resume()
 
     def _drop(self) -> None:
         self._queue.clear()

@@ -16,7 +16,7 @@ from wire.chain_messages import HeldPart
 from wire.job_messages import MAX_WINDOWS, LedgerRow
 from wire.messages import GpuInfo
 from wire.schema import Amount, Bound, Count, Lineage, Port, Record, Share
-from wire.text_messages import Served
+from wire.text_messages import ServingFacts
 
 
 def _figure(value: float | None) -> float | None:
@@ -279,7 +279,7 @@ class PartInfo(HeldPart, Record, kw_only=True):
         return self.weights_bytes + self.cache_bytes
 
 
-class ServingInfo(Served, Record, kw_only=True):
+class ServingInfo(ServingFacts, Record, kw_only=True):
     """What a verifier or a drafter serves. ``id`` is the peer's.
 
     Attributes:

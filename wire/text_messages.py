@@ -1,25 +1,27 @@
-"""Messages of text and of speculation. Between a client and a verifier::
+"""Messages that carry text between a client and a verifier, and drafts between a verifier and its drafters.
 
-    client → verifier    Ask, then one bulk frame (UTF-8: the prompt or the turns) → QuestionAccepted | StreamRefused
-    verifier → client    Piece, as text is written; at the end Written, or StreamRefused
+A client asks a verifier to continue a prompt or a chat::
+
+    client → verifier    TextQuestion, then one bulk frame (UTF-8: the prompt or the turns)
+    verifier → client    QuestionAccepted, then PieceWritten as text is written, at the end TextWritten
+    verifier → client    StreamRefused instead of any of them
     client → verifier    StreamClose: cancel
-    both ways when idle  KeepAlive
 
-The ``stream`` in a frame's header is the client's number of its question, so several questions may be open at once.
+A drafter guesses the next tokens of a verifier's session::
 
-Between a verifier and its drafters, and of both to the seed::
+    verifier → drafter   (purpose ``draft``)   DraftOpen, then one bulk frame (the session's token ids)
+    drafter → verifier   DraftReady, then Drafts; StreamRefused if it cannot draft, or cannot go on
+    verifier → drafter   Verdict: which drafts were right, and the tokens after them. StreamClose
 
-    verifier → drafter   (purpose ``draft``)   DraftOpen, then one bulk frame → DraftReady | StreamRefused
-    drafter → verifier   Drafts; the generation in its header is the epoch
-    verifier → drafter   Verdict; the generation in its header is the verdict's number. StreamClose
-    drafter → verifier   StreamRefused, also when a session cannot go on
-    both ways when idle  KeepAlive
     seed → verifier      DrafterList
-    either → seed        Serving
+    verifier, drafter → seed   Serving
 
-The ``stream`` is the session, which the verifier numbers from 1 on each connection. ``Drafts`` and ``Verdict`` are bare
-values, the tokens last: two bytes each (little-endian), or three if the vocabulary is too large. So a token costs
-little more than its id.
+On every idle connection both sides send KeepAlive. The ``stream`` in a frame's header is the number of the question or
+session, given by the side that opened it, so several may be open at once. The ``generation`` in the header of Drafts is
+the epoch, and in that of a Verdict its number.
+
+Drafts and Verdict are frequent, so they are sent without field names, and a token id takes two bytes (little-endian),
+or three if the vocabulary has more than 65,536 tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ MOST_TURNS = 1024
 MOST_STOPS, STOP_CHARS = 16, 1024
 
 
-class Ask(Message, kind=69):
+class TextQuestion(Message, kind=69):
     """Client to verifier: continue the prompt in the bulk frame that follows.
 
     Attributes:
@@ -89,14 +91,14 @@ class QuestionAccepted(Message, kind=70):
     left_out: Count
 
 
-class Piece(Message, kind=72):
+class PieceWritten(Message, kind=72):
     """New text, in whole characters, and the tokens (int32, little-endian) since the last piece."""
 
     text: str
     tokens: bytes
 
 
-class Written(Message, kind=73):
+class TextWritten(Message, kind=73):
     """The text is complete. ``stats``: figures by name."""
 
     ended: Annotated[str, Bound(one_of=("stop", "end", "length", "cancelled"))]
@@ -174,7 +176,7 @@ class Verdict(Message, kind=63, keyed=False):
     tokens: bytes
 
 
-class DrafterAt(Message, kind=66):
+class DrafterAddress(Message, kind=66):
     """A drafter and its address. ``model`` is for display; ``tokenizer`` is a digest."""
 
     peer_id: str
@@ -189,10 +191,10 @@ class DrafterAt(Message, kind=66):
 class DrafterList(Message, kind=67):
     """Seed to verifier: all drafters that are connected now."""
 
-    drafters: list[DrafterAt]
+    drafters: list[DrafterAddress]
 
 
-class Served(Declared):
+class ServingFacts(Declared):
     """What a verifier or a drafter serves.
 
     Attributes:
@@ -226,5 +228,5 @@ class Served(Declared):
                 raise ProtocolError("a list of drafters' figures has another length than the list of drafters")
 
 
-class Serving(Served, Message, kind=68):
+class Serving(ServingFacts, Message, kind=68):
     """Verifier or drafter to seed: what it serves; sent when that changes, and once a second while it works."""

@@ -31,7 +31,7 @@ from wire.enrol import RENEW
 from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics, ViewAnnounced
 from wire.messages import EventNotice, Heartbeat, Hello, Message, RefusalCode
 from wire.records import PartInfo, PeerInfo, ServingInfo
-from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList, Serving
+from wire.text_messages import MAX_DRAFTERS, DrafterAddress, DrafterList, Serving
 
 NAME_CHARS = 64
 REASON_BYTES = 480
@@ -425,7 +425,7 @@ class Services:
         for peer in peers:
             if peer.role == "verifier":
                 listed = [
-                    DrafterAt(info.id, info.name, host_dialled_from(peer.host, info.host), info.port, info.model,
+                    DrafterAddress(info.id, info.name, host_dialled_from(peer.host, info.host), info.port, info.model,
                               info.vocab_size, info.tokenizer)
                     for info in infos
                 ]  # fmt: skip

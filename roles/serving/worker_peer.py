@@ -69,7 +69,7 @@ class ClientContext:
 
 
 class PeerAt(Protocol):
-    """Where a peer is: ``WorkerAt``, or ``DrafterAt``."""
+    """Where a peer is: ``WorkerAt``, or ``DrafterAddress``."""
 
     @property
     def peer_id(self) -> str: ...

@@ -146,14 +146,14 @@ class VerifierClient:
                 text.fail(self._lost(text))
 
     def _take_untrusted(self, message: Message, stream: int) -> None:
-        if not isinstance(message, wire.QuestionAccepted | wire.Piece | wire.Written | wire.StreamRefused):
+        if not isinstance(message, wire.QuestionAccepted | wire.PieceWritten | wire.TextWritten | wire.StreamRefused):
             raise ProtocolError(f"the verifier sent an unexpected {type(message).__name__}")
         if not 0 < stream < self._next:
             raise ProtocolError(f"an answer to question {stream}, which was not asked")
         if (text := self._texts.get(stream)) is None:  # the text was closed
             return
         text.take_untrusted(message)
-        if isinstance(message, wire.Written | wire.StreamRefused):
+        if isinstance(message, wire.TextWritten | wire.StreamRefused):
             self._texts.pop(stream, None)
 
 
@@ -189,7 +189,9 @@ class RemoteText(Writing):
         self._error = error
         self._news.set()
 
-    def take_untrusted(self, message: wire.QuestionAccepted | wire.Piece | wire.Written | wire.StreamRefused) -> None:
+    def take_untrusted(
+        self, message: wire.QuestionAccepted | wire.PieceWritten | wire.TextWritten | wire.StreamRefused
+    ) -> None:
         """Process a message. Raises ``ProtocolError``: no correct verifier sends it."""
         if self.ended or self._error is not None:
             raise ProtocolError(f"{type(message).__name__} arrived after the end of a text")
@@ -198,7 +200,7 @@ class RemoteText(Writing):
                 if self._began:
                     raise ProtocolError("a text began twice")
                 self._began, self.prompt_tokens, self.left_out = True, prompt_tokens, left_out
-            case wire.Piece():
+            case wire.PieceWritten():
                 if not self._began or len(message.tokens) % ID_BYTES:
                     raise ProtocolError("a piece came before its text began, or has invalid tokens")
                 if len(self._pieces) >= MOST_PIECES or self.chars > MOST_CHARS:
@@ -209,7 +211,7 @@ class RemoteText(Writing):
                 self._pieces.append(TextPiece(message.text, tokens))
                 self.chars += len(message.text)
                 self.count += len(tokens)
-            case wire.Written(ended, stats):
+            case wire.TextWritten(ended, stats):
                 if not (self._began or ended == "cancelled"):
                     raise ProtocolError("a text ended before it began")
                 self._began, self.ended, self._stats = True, ended, _plain(stats)

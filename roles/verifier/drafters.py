@@ -33,7 +33,7 @@ from wire.connection import Received
 from wire.messages import Message, Refuse, Response
 from wire.text_messages import (
     MAX_DRAFTERS,
-    DrafterAt,
+    DrafterAddress,
     DraftOpen,
     DraftReady,
     Drafts,
@@ -108,7 +108,7 @@ class DrafterLink:
     def __init__(
         self,
         context: ClientContext,
-        at: DrafterAt,
+        at: DrafterAddress,
         tokens: Vocabulary,
         *,
         on_change: Callable[[DrafterLink], None],
@@ -282,7 +282,7 @@ class Drafters:
         self._tasks = Background()
         self._closed = False
 
-    def update_list(self, drafters: Iterable[DrafterAt]) -> None:
+    def update_list(self, drafters: Iterable[DrafterAddress]) -> None:
         """Update the list of drafters from the seed. A connected drafter that is no longer listed is kept while it
         lives."""
         listed = {at.peer_id: at for at in list(drafters)[:MAX_DRAFTERS] if self._fits(at)}
@@ -312,7 +312,7 @@ class Drafters:
         """Drafters at which a session may be opened, best first. Sessions that a drafter has already count as delay."""
         return sorted(self.connected(), key=lambda link: link.model.token_s(USUAL_PASS_S, sessions=link.sessions))
 
-    def _fits(self, at: DrafterAt) -> bool:
+    def _fits(self, at: DrafterAddress) -> bool:
         if at.tokenizer == self.tokens.tokenizer:
             return True
         if at.peer_id != self._unfit:

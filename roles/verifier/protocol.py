@@ -34,7 +34,7 @@ _CODES: dict[str, type[P2PTrainError]] = {
 """Code → class. If an error has several of these classes, the last one counts, so subclasses come last."""
 
 
-def question(request: TextRequest) -> tuple[wire.Ask, bytes]:
+def question(request: TextRequest) -> tuple[wire.TextQuestion, bytes]:
     """Encode a request. Raises ``UserError``: it exceeds the limits."""
     texts = [turn.text.encode() for turn in request.turns] or [request.prompt.encode()]
     if (size_bytes := sum(map(len, texts))) > MOST_BYTES or len(texts) > MOST_TURNS:
@@ -45,7 +45,7 @@ def question(request: TextRequest) -> tuple[wire.Ask, bytes]:
     if len(request.stop) > MOST_STOPS or any(len(text) > STOP_CHARS for text in request.stop):
         raise UserError(f"more than {MOST_STOPS} stop strings, or over {STOP_CHARS} characters", remedy="give fewer")
     wanted = request.sampling
-    ask = wire.Ask(
+    ask = wire.TextQuestion(
         sizes=[len(text) for text in texts],
         roles=[turn.role for turn in request.turns],
         max_new_tokens=request.max_new_tokens or 0,
@@ -59,7 +59,7 @@ def question(request: TextRequest) -> tuple[wire.Ask, bytes]:
     return ask, b"".join(texts)
 
 
-def request_untrusted(ask: wire.Ask, data: bytes | bytearray) -> TextRequest:
+def request_untrusted(ask: wire.TextQuestion, data: bytes | bytearray) -> TextRequest:
     """Decode a question. ``data`` has ``ask.size_bytes`` bytes. Raises ``ProtocolError``: no client sends it."""
     try:
         sampling = SamplingOptions(ask.temperature, ask.top_k, ask.top_p, ask.seed)

@@ -59,7 +59,7 @@ class _Caller:
 
     async def _take(self, message: Message, stream: int) -> None:
         match message:
-            case wire.Ask():
+            case wire.TextQuestion():
                 if stream in self._asked:
                     raise ProtocolError(f"question {stream} was sent twice")
                 data = await self._line.receive_bulk(message.size_bytes, stream=stream)
@@ -82,7 +82,7 @@ class _Caller:
     def _forget(self, stream: int) -> None:
         if self._asked.pop(stream).cancelled() and stream in self._stopped:  # cancelled before it began
             with suppress(_CallerGone):
-                self._send(wire.Written("cancelled", {}), stream)
+                self._send(wire.TextWritten("cancelled", {}), stream)
         self._stopped.discard(stream)
 
     async def _answer(self, stream: int, request: TextRequest) -> None:
@@ -92,12 +92,12 @@ class _Caller:
             try:
                 writing = await self._service.write(request)
                 await self._send_all(stream, writing)
-                last = wire.Written(writing.ended, writing.stats())
+                last = wire.TextWritten(writing.ended, writing.stats())
             except asyncio.CancelledError:
                 if stream not in self._stopped or writing is None:
                     raise
                 await writing.close()
-                last = wire.Written("cancelled", writing.stats())
+                last = wire.TextWritten("cancelled", writing.stats())
             except P2PTrainError as error:
                 last = refused(error)
             except _CallerGone:
@@ -129,7 +129,7 @@ class _Caller:
             raise _CallerGone from problem
 
 
-def _frames(piece: TextPiece) -> Iterator[wire.Piece]:
-    yield wire.Piece(piece.text[:SENT_CHARS], encode_ids(piece.tokens))
+def _frames(piece: TextPiece) -> Iterator[wire.PieceWritten]:
+    yield wire.PieceWritten(piece.text[:SENT_CHARS], encode_ids(piece.tokens))
     for start in range(SENT_CHARS, len(piece.text), SENT_CHARS):
-        yield wire.Piece(piece.text[start : start + SENT_CHARS], b"")
+        yield wire.PieceWritten(piece.text[start : start + SENT_CHARS], b"")

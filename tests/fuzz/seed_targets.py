@@ -21,7 +21,7 @@ from wire.address import is_loopback
 from wire.job_messages import LedgerRow, LedgerRows, MemberRecord
 from wire.records import LedgerHead, runs_of
 from wire.schema import instance_untrusted
-from wire.text_messages import MAX_DRAFTERS, DrafterAt, DrafterList
+from wire.text_messages import MAX_DRAFTERS, DrafterAddress, DrafterList
 
 from .engine import Target, accepted
 from .strategies import FREE, TEXT, made, mostly, mutated
@@ -48,7 +48,7 @@ def _check_shape(source: object) -> None:
 
 _IDS = st.sampled_from([f"d{index}" for index in range(70)])
 _DRAFTERS = made(
-    DrafterAt,
+    DrafterAddress,
     peer_id=mostly(_IDS, TEXT),
     host=mostly(st.sampled_from(["", "127.0.0.1", "::1", "10.0.0.2"]), TEXT),
     port=mostly(st.integers(1, 65535), st.integers()),
@@ -56,7 +56,7 @@ _DRAFTERS = made(
 )
 
 
-def _check_drafters(case: tuple[list[DrafterAt], str]) -> None:
+def _check_drafters(case: tuple[list[DrafterAddress], str]) -> None:
     drafters, seed_host = case
     found = drafters_untrusted(DrafterList(drafters), seed_host)
     assert len({item.peer_id for item in found}) == len(drafters) <= MAX_DRAFTERS

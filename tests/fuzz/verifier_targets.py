@@ -29,7 +29,7 @@ PORT = 5000
 
 _FEW = mostly(st.integers(0, 9), WHOLE)
 _ASK = made(
-    wire.Ask,
+    wire.TextQuestion,
     sizes=st.lists(_FEW, min_size=1, max_size=3) | st.lists(st.just(MOST_BYTES // 2), max_size=3) | st.just([0] * 4000),
     roles=st.just([]) | st.lists(st.sampled_from(["user", "assistant", "system", "x" * 99]), max_size=3),
     max_new_tokens=_FEW,
@@ -42,9 +42,9 @@ _ASK = made(
 )
 
 
-def _check_question(case: tuple[wire.Ask, bytes]) -> None:
+def _check_question(case: tuple[wire.TextQuestion, bytes]) -> None:
     ask, filler = case
-    ask = instance_untrusted(wire.Ask, asdict(ask))
+    ask = instance_untrusted(wire.TextQuestion, asdict(ask))
     size_bytes = ask.size_bytes
     assert 0 <= size_bytes <= MOST_BYTES
     data = (filler * (size_bytes // max(1, len(filler)) + 1))[:size_bytes].ljust(size_bytes, b" ")
@@ -68,16 +68,16 @@ _AT = ServingInfo(id="v1", name="big one", role="verifier", host="there", port=P
 # --------------------------------------------------------------------------------------------------------- both of them
 
 _STREAM = mostly(st.just(1), st.sampled_from([2, 0, 7]))
-_PIECE = made(wire.Piece, tokens=mostly(st.just(bytes(4)), st.binary(max_size=9)))
+_PIECE = made(wire.PieceWritten, tokens=mostly(st.just(bytes(4)), st.binary(max_size=9)))
 _BEGUN = mostly(st.just([(wire.QuestionAccepted(3, 0), 1)]), st.just([]))
 _ANSWERS = st.lists(
     st.tuples(
         made(wire.QuestionAccepted, prompt_tokens=st.just(3), left_out=st.just(0))
         | _PIECE
         | _PIECE
-        | made(wire.Written, ended=mostly(st.sampled_from(["stop", "end", "length", "cancelled"]), TEXT))
+        | made(wire.TextWritten, ended=mostly(st.sampled_from(["stop", "end", "length", "cancelled"]), TEXT))
         | made(wire.StreamRefused, code=mostly(st.sampled_from(["busy", "bad-request", "protocol-error"]), TEXT))
-        | made(wire.Ask)
+        | made(wire.TextQuestion)
         | st.just(KeepAlive()),
         _STREAM,
     ),
@@ -93,7 +93,7 @@ async def _answered(said: list[tuple[Message, int]]) -> None:
         return local_welcome(peer_id="v1", name="odd", wall=0.0)
 
     async def odd(connection: Connection, hello: Hello) -> None:
-        await connection.expect(wire.Ask, timeout_s=5)
+        await connection.expect(wire.TextQuestion, timeout_s=5)
         data = bytearray(3)
         connection.post(memoryview(data), generation=0, stream=1, done=lambda: None)
         for message, stream in said:

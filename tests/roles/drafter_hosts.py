@@ -31,7 +31,7 @@ from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_p
 from wire.connection import Connection
 from wire.handshake import PeerServer, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Welcome
-from wire.text_messages import DrafterAt, DraftOpen, DraftReady, StreamClose, Verdict
+from wire.text_messages import DrafterAddress, DraftOpen, DraftReady, StreamClose, Verdict
 
 PORT = 4000
 VOCAB = 97
@@ -93,11 +93,11 @@ class DrafterHost:
     host: str = ""
 
     @property
-    def at(self) -> DrafterAt:
+    def at(self) -> DrafterAddress:
         """As the seed tells of it."""
         vocab_size = self.serves.engine.vocab_size if self.serves.tokenizer else 0
         host, port = self.server.address if self.host else (self.name, PORT)
-        return DrafterAt(self.name, self.name, host, port, self.serves.name, vocab_size, self.serves.tokenizer)
+        return DrafterAddress(self.name, self.name, host, port, self.serves.name, vocab_size, self.serves.tokenizer)
 
     async def start(self) -> None:
         """Listen. It may be started again after ``stop``."""
@@ -154,10 +154,10 @@ class Liar:
     late_s: float = 0.0
 
     @property
-    def at(self) -> DrafterAt:
+    def at(self) -> DrafterAddress:
         """As the seed tells of it."""
         host, port = self.server.address if self.host else (self.name, PORT)
-        return DrafterAt(self.name, self.name, host, port, "a lying model", self.vocab_size, TOKENIZER)
+        return DrafterAddress(self.name, self.name, host, port, "a lying model", self.vocab_size, TOKENIZER)
 
     async def start(self) -> None:
         """Listen."""

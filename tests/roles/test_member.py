@@ -17,7 +17,7 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, RefusalCode, Response
 from wire.records import PeerInfo, ServingInfo
-from wire.text_messages import DrafterAt, Serving
+from wire.text_messages import DrafterAddress, Serving
 
 SERVED = Serving("big", 50257, 1024, "ab12", "", 0)
 DRAFTS = Serving("small", 50257, 0, "ab12", "", 0)
@@ -60,7 +60,7 @@ class Program:
         self.served = served
         self.member.changed()
 
-    def _told(self, drafters: tuple[DrafterAt, ...]) -> None:
+    def _told(self, drafters: tuple[DrafterAddress, ...]) -> None:
         self.heard.append([item.peer_id for item in drafters])
         self.news.set()
 

@@ -6,7 +6,7 @@ from roles.serving.decoding import DecodingStats
 from roles.serving.text_stats import MOST_DRAFTERS, DrafterFacts, TextStats
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
-from wire.text_messages import Written
+from wire.text_messages import TextWritten
 
 
 def facts(peer_id: str, accepted: int = 0) -> DrafterFacts:
@@ -28,4 +28,4 @@ def test_figures_name_each_drafter_once_and_fit_a_message() -> None:
     said = stats.as_map(1.0, others)
     assert len(said["drafters"]) == MOST_DRAFTERS
     assert {each["accepted"] for each in said["drafters"]} == {5, 4, 3, 0}
-    assert len(encode(Written("length", said))) < CONTROL_FRAME_BYTES
+    assert len(encode(TextWritten("length", said))) < CONTROL_FRAME_BYTES

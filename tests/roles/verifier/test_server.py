@@ -201,8 +201,8 @@ def test_a_slow_reader_gets_its_text_and_delays_no_other(tmp_path: Path, monkeyp
             async with line.keep_alive():  # it says so, and reads nothing yet
                 assert (await _read_of(other, wish(300)))[1] == reference(PROMPT, 300)
                 assert len(there.target.runs) < 600
-                while not isinstance(message := (await line.receive()).message, wire.Written):
-                    if isinstance(message, wire.Piece):
+                while not isinstance(message := (await line.receive()).message, wire.TextWritten):
+                    if isinstance(message, wire.PieceWritten):
                         tokens += message.tokens
             assert len(tokens) == 4 * 400
             await other.close()
@@ -296,7 +296,7 @@ def _says(message: Message, stream: int = 1) -> Callable[[Connection], None]:
     return lambda connection: connection.send(message, stream=stream)
 
 
-def _ask(**changed: Any) -> wire.Ask:
+def _ask(**changed: Any) -> wire.TextQuestion:
     plain: dict[str, Any] = {
         "sizes": [1],
         "roles": [],
@@ -308,7 +308,7 @@ def _ask(**changed: Any) -> wire.Ask:
         "stop": [],
         "speculate": True,
     }
-    return wire.Ask(**(plain | changed))
+    return wire.TextQuestion(**(plain | changed))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def _ask(**changed: Any) -> wire.Ask:
 )
 def test_a_question_beyond_the_limits_is_not_sent(changed: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
-        instance_untrusted(wire.Ask, asdict(_ask(**changed)))
+        instance_untrusted(wire.TextQuestion, asdict(_ask(**changed)))
 
 
 @pytest.mark.parametrize(
