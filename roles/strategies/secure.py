@@ -43,13 +43,13 @@ def pair_keys_untrusted(
     keys = {}
     for other, public in enumerate(public_keys):
         if other != rank:
-            shared = _shared_untrusted(secret, public)
+            shared = _shared_secret_untrusted(secret, public)
             pair = b"".join(sorted((public, public_keys[rank])))
             keys[other] = HKDF(SHA256(), KEY_BYTES, None, b"p2ptrain mask " + label.encode() + pair).derive(shared)
     return keys
 
 
-def _shared_untrusted(secret: X25519PrivateKey, public: bytes) -> bytes:
+def _shared_secret_untrusted(secret: X25519PrivateKey, public: bytes) -> bytes:
     try:
         return secret.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:
@@ -92,7 +92,7 @@ class MaskedSum(Exchange):
             text = f"federated.secure with {ring.size} workers would show each what the other contributes"
             raise JobFailed(text, remedy=f"start more, {LEAST_MASKED} at least: p2ptrain join")
         secret = X25519PrivateKey.from_private_bytes(ring.world.entropy(KEY_BYTES))
-        own, check = secret.public_key().public_bytes_raw(), partial(_shared_untrusted, secret)
+        own, check = secret.public_key().public_bytes_raw(), partial(_shared_secret_untrusted, secret)
         public_keys = await ring.all_gather(own, patience_s=ring.patience_s, check=check)
         label = f"{ring.view.job} {ring.view.generation} "
         keys = pair_keys_untrusted(secret, public_keys, ring.rank, label)

@@ -66,9 +66,17 @@ EXCHANGE_S = 3600.0
 slow one."""
 MOST_COPIES = 4
 Bytes = npt.NDArray[np.uint8]
-Outcome = tuple[ContributionStatus, int, int]
-"""Of a contribution: what became of it, its staleness, and the bound."""
-NOTHING: Outcome = (ContributionStatus.NONE, 0, 0)
+
+
+class Outcome(NamedTuple):
+    """What became of a contribution, its staleness, and the bound."""
+
+    status: ContributionStatus
+    staleness: int
+    bound: int
+
+
+NOTHING = Outcome(ContributionStatus.NONE, 0, 0)
 
 
 class VersionRows(Protocol):
@@ -95,7 +103,7 @@ def contribution_bytes(engine: Engine, codec: Codec | None) -> int:
     return buffer.nbytes if codec is None else codec.encoded_bytes(exact_from) + buffer[exact_from:].nbytes
 
 
-def without(session: RingSession, rank: int, why: str, cause: str = "") -> NeighbourAway:
+def member_error(session: RingSession, rank: int, why: str, cause: str = "") -> NeighbourAway:
     """The error that ends the view because of a member. ``cause``: see ``Report``."""
     member = session.view.members[rank]
     return NeighbourAway(f"{member.name}: {why}", peer_id=member.peer_id, cause=cause)
@@ -135,12 +143,12 @@ class ContributionCombiner:
         rule, buffer, count = self._profile.robust.rule, self._engine.reduce_buffer, len(chosen)
         vectors = self._vectors if len(self._vectors) else buffer.reshape(1, -1)
         with np.errstate(all="ignore"):
-            for one, vector in zip(chosen, vectors, strict=True):
-                self._decode(one, vector, count)
+            for contribution, vector in zip(chosen, vectors, strict=True):
+                self._decode(contribution, vector, count)
                 if rule in ("", "mean"):  # other rules withstand any vector
                     if vectors is self._vectors:
                         buffer[:] = vector
-                    self._check(one)
+                    self._check(contribution)
         if vectors is self._vectors and not rule:
             np.add.reduce(vectors, axis=0, out=buffer)
             buffer /= np.float32(count)
@@ -149,12 +157,12 @@ class ContributionCombiner:
             found, self._center = combine(
                 self._profile.robust, [vectors], buffer, scalars, self._center, measured=measured
             )
-            self.scores = scores_of(found, [one.rank for one in chosen])
+            self.scores = scores_of(found, [contribution.rank for contribution in chosen])
         return self._version(chosen)
 
-    def _decode(self, one: Accepted, vector: npt.NDArray[Any], count: int) -> None:
+    def _decode(self, contribution: Accepted, vector: npt.NDArray[Any], count: int) -> None:
         """Put a contribution, as if it were of all micro-batches, into ``vector``."""
-        slot, exact_from, scalars = self.slots[one.rank - 1], self._engine.exact_from, self._engine.scalars
+        slot, exact_from, scalars = self.slots[contribution.rank - 1], self._engine.exact_from, self._engine.scalars
         if self._codec is None:
             vector[:] = slot.view(vector.dtype)
         else:
@@ -162,21 +170,23 @@ class ContributionCombiner:
             try:
                 self._codec.decode(slot[:encoded_bytes], vector[:exact_from])
             except ProtocolError as problem:
-                raise without(self._session, one.rank, problem.message, cause_of(problem)) from problem
+                raise member_error(self._session, contribution.rank, problem.message, cause_of(problem)) from problem
             vector[exact_from:] = slot[encoded_bytes:].view(vector.dtype)
-        vector[:-scalars] *= np.float32(count * one.weight)
+        vector[:-scalars] *= np.float32(count * contribution.weight)
         vector[-scalars:] *= np.float32(count)
 
-    def _check(self, one: Accepted) -> None:
+    def _check(self, contribution: Accepted) -> None:
         """Check the contribution in the reduce buffer."""
         own = self._engine.partial_square_sum(0, self._engine.reduce_buffer.size)
         if self.guard.refuses(own, lenient=self._session.view.lenient):
-            raise without(self._session, one.rank, "its gradient is not finite, or is an outlier", "contribution")
+            raise member_error(
+                self._session, contribution.rank, "its gradient is not finite, or is an outlier", "contribution"
+            )
 
     def _version(self, chosen: Sequence[Accepted]) -> Version:
         buffer, counts = self._engine.reduce_buffer, [0] * self._session.size
-        for one in chosen:
-            counts[one.rank] = self._profile.batch.micro_batches // self._profile.server.buffer
+        for contribution in chosen:
+            counts[contribution.rank] = self._profile.batch.micro_batches // self._profile.server.buffer
         digest = xxhash.xxh3_128_digest(buffer.view(np.uint8).data)
         square_sum = self._engine.partial_square_sum(0, buffer.size)
         return Version(digest, square_sum, struct.pack(f"!{len(counts)}I", *counts), packed(chosen))
@@ -255,8 +265,8 @@ class VersionServer:
         if before is None:
             self._serve_workers()
         chosen, self._chosen = self._chosen, []
-        for one in chosen:
-            self._answer(one.rank, (ContributionStatus.ACCEPTED, step - 1 - one.base, one.bound))
+        for taken in chosen:
+            self._answer(taken.rank, Outcome(ContributionStatus.ACCEPTED, step - 1 - taken.base, taken.bound))
         for rank in list(self._answers) if over else ():
             self._answer(rank, NOTHING)
 
@@ -281,7 +291,7 @@ class VersionServer:
             self._news.clear()
             chosen, stale = intake.choose()
             for rank in stale:
-                self._answer(rank, (ContributionStatus.REFUSED, intake.staleness(rank), intake.bound(rank)))
+                self._answer(rank, Outcome(ContributionStatus.REFUSED, intake.staleness(rank), intake.bound(rank)))
             if chosen:
                 version = await self._compute.run(self._combiner.combine, chosen, intake.version)
                 self._chosen = chosen
@@ -311,7 +321,7 @@ class VersionServer:
                 outcome = await self._outcome(rank, request) if request.contributes else NOTHING
                 await self._reply(rank, request, outcome)
         except (NetworkError, PeerError) as problem:
-            self._give_up(without(self._session, rank, problem.message, cause_of(problem)))
+            self._give_up(member_error(self._session, rank, problem.message, cause_of(problem)))
         except Exception as problem:  # noqa: BLE001 - ``collect`` raises it
             self._give_up(problem if isinstance(problem, P2PTrainError) else translated(problem))
 
@@ -419,7 +429,7 @@ class VersionWorker:
         try:
             return await self._exchange(applied, lineage)
         except PeerError as problem:
-            raise without(self._session, 0, problem.message, cause_of(problem)) from problem
+            raise member_error(self._session, 0, problem.message, cause_of(problem)) from problem
 
     async def _exchange(self, applied: int, lineage: str) -> PullReply:
         messages, record = self._messages, self._record

@@ -44,8 +44,9 @@ def mean_loss_untrusted(messages: Sequence[bytes], most: int) -> tuple[float, li
     limit = min(MOST_ABOVE * usual, MOST_LOSS) if len(messages) > 2 else MOST_LOSS
     odd = [r for r, (mean, (_, targets)) in enumerate(zip(means, known, strict=True))
            if not (0 <= mean <= limit and targets <= most)]  # fmt: skip
-    fit = [each for rank, each in enumerate(known) if rank not in odd]
-    return (math.fsum(total for total, _ in fit) / max(sum(n for _, n in fit), 1) if fit else math.nan), odd
+    plausible = [mean for rank, mean in enumerate(known) if rank not in odd]
+    total = math.fsum(total for total, _ in plausible)
+    return total / max(sum(targets for _, targets in plausible), 1) if plausible else math.nan, odd
 
 
 class BoundaryWork:
@@ -107,7 +108,7 @@ class BoundaryWork:
             names = ", ".join(view.members[rank].name for rank in odd)
             text = f"the validation after step {boundary.applied} is without {names}, whose losses cannot be"
             self._context.notify("warning", "validation", text)
-        self._early.validated(boundary.applied, loss)
+        self._early.add_validation(boundary.applied, loss)
         return loss
 
     async def keep(self, boundary: ev.Boundary, engine: Engine, replica: int, meta: Meta, *, stopping: bool) -> bool:
@@ -130,11 +131,11 @@ class BoundaryWork:
     async def gathered(self, assembler: CheckpointAssembler, session: RingSession, *, patience_s: float) -> None:
         going, round_s = True, 2.0  # interval at which members exchange whether they still collect
         while going:
-            mine = b"\0" if await assembler.settled(round_s) else b"\1"
+            mine = b"\0" if await assembler.wait_settled(round_s) else b"\1"
             try:
                 going = any(byte != b"\0" for byte in await session.all_gather(mine, patience_s=patience_s))
             except (NetworkError, PeerError) as problem:  # only this member's files matter now; the step is safe
                 self._context.notify("warning", "not-gathered", f"the ring broke while files were collected: {problem}")
-                while not await assembler.settled(round_s):
+                while not await assembler.wait_settled(round_s):
                     pass
                 return

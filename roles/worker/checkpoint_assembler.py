@@ -128,7 +128,7 @@ class CheckpointAssembler:
         if self._task is None or self._task.done():
             self._task = start(self._work(), name="whole checkpoint")
 
-    async def settled(self, timeout_s: float) -> bool:
+    async def wait_settled(self, timeout_s: float) -> bool:
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=timeout_s)
         return self._task is None or self._task.done()
@@ -161,7 +161,7 @@ class CheckpointAssembler:
             parts: list[_StageFiles] = []
             for index, member in enumerate(target.replica):
                 if index == self._stage.index:
-                    await self._checkpoints.outcome(target.step, target.lineage)
+                    await self._checkpoints.wait_for_save(target.step, target.lineage)
                     own = await _find(self._parts, target.step, target.lineage)
                     if own is None:
                         raise StorageError("this worker did not save its own part")

@@ -207,7 +207,7 @@ class Checkpointing:
         self._writing: dict[tuple[int, str], asyncio.Task[None]] = {}
         self._news = asyncio.Event()
 
-    async def resumed(self, entry: CheckpointEntry | None) -> None:
+    async def begin_from(self, entry: CheckpointEntry | None) -> None:
         """Report the checkpoints to the seed after the state was loaded, from ``entry`` or initially."""
         self._saved = (-1, "")
         if entry is not None:
@@ -244,7 +244,7 @@ class Checkpointing:
         lineage = str(meta["lineage"])
         key = step, lineage
         if wait:
-            await self.settled()
+            await self.wait_written()
         if self._saved == key or key in self._writing:
             return
         copied, extra_files = asyncio.Event(), self._extra_files()
@@ -281,9 +281,9 @@ class Checkpointing:
         # compute thread, too, and so after the copy.
         self._writing[key] = self._tasks.create_task(write(), name=f"save {step}")
         self._announce()
-        await (self.settled() if wait else copied.wait())
+        await (self.wait_written() if wait else copied.wait())
 
-    async def outcome(self, step: int, lineage: str) -> None:
+    async def wait_for_save(self, step: int, lineage: str) -> None:
         """Wait until the state's checkpoint is durable, or is known not to come. A member without progress before that
         step is not waited for."""
         key = step, lineage
@@ -303,7 +303,7 @@ class Checkpointing:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def settled(self) -> None:
+    async def wait_written(self) -> None:
         if self._writing:
             await asyncio.wait(self._writing.values())
 

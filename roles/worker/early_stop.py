@@ -31,7 +31,7 @@ class Validations:
     best_step: int = 0
     since: int = 0
 
-    def then(self, step: int, loss: float) -> Validations:
+    def with_loss(self, step: int, loss: float) -> Validations:
         if loss < self.best:
             return Validations(step, loss, step)
         return Validations(step, self.best, self.best_step, self.since + 1)
@@ -46,19 +46,19 @@ class EarlyStop:
         self._known = Validations()
 
     @property
-    def due(self) -> bool:
-        return 0 < self._patience <= self._known.since or (self.budget is not None and self.budget.due)
+    def is_due(self) -> bool:
+        return 0 < self._patience <= self._known.since or (self.budget is not None and self.budget.is_due)
 
     @property
     def reason(self) -> str:
         """Why the job ends early; empty if it does not."""
-        if self.budget is not None and self.budget.due:
+        if self.budget is not None and self.budget.is_due:
             return self.budget.reason
         known = self._known
         least = f"no better validation loss than {known.best:.4g} (step {known.best_step})"
-        return f"stopped early: {least} in {known.since} validation{'s'[: known.since != 1]}" if self.due else ""
+        return f"stopped early: {least} in {known.since} validation{'s'[: known.since != 1]}" if self.is_due else ""
 
-    def spent(self) -> dict[str, float]:
+    def spent_privacy(self) -> dict[str, float]:
         """The privacy that the job has spent, to be reported with a step; empty if it has no budget."""
         return {} if self.budget is None else {"epsilon": self.budget.epsilon, "delta": self.budget.delta}
 
@@ -72,22 +72,25 @@ class EarlyStop:
             messages: of each member (``message``). What cannot be known counts as nothing.
             step: that the members have applied.
         """
-        votes = Counter(Validations(*_WIRE.unpack(each)) for each in messages if len(each) == _WIRE.size)
-        fit = {it: n for it, n in votes.items() if max(it.best_step, it.since, 1) <= it.step <= step}
-        self._known = min(fit, key=lambda it: (-fit[it], it.since, -it.step), default=Validations())
+        told = [Validations(*_WIRE.unpack(message)) for message in messages if len(message) == _WIRE.size]
+        votes = Counter(known for known in told if max(known.best_step, known.since, 1) <= known.step <= step)
+        self._known = min(votes, key=lambda known: (-votes[known], known.since, -known.step), default=Validations())
 
-    def validated(self, step: int, loss: float) -> None:
-        if not self.due:  # else this is the validation of the last step
-            self._known = self._known.then(step, loss)
+    def add_validation(self, step: int, loss: float) -> None:
+        if not self.is_due:  # else this is the validation of the last step
+            self._known = self._known.with_loss(step, loss)
 
     def meta(self) -> Meta:
         known = dict(zip(_KEYS, astuple(self._known), strict=True)) if self._known.step and self._patience else {}
         return known | self.budget.meta() if self.budget is not None else known
 
-    def resumed(self, meta: Meta) -> None:
+    def resume_from(self, meta: Meta) -> None:
         """Go on from a checkpoint's ``meta``, or from nothing. The state was replaced by that of another step."""
         if self.budget is not None:
-            self.budget.resumed(meta)
+            self.budget.resume_from(meta)
         step, best, best_step, since = (meta.get(key) for key in _KEYS)
-        whole = all(isinstance(each, int) and each >= 0 for each in (step, best_step, since))
-        self._known = Validations(step, best, best_step, since) if whole and isinstance(best, float) else Validations()  # type: ignore[arg-type]
+        self._known = Validations()
+        if isinstance(best, float) and all(
+            isinstance(number, int) and number >= 0 for number in (step, best_step, since)
+        ):
+            self._known = Validations(step, best, best_step, since)  # type: ignore[arg-type]

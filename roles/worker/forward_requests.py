@@ -142,7 +142,7 @@ class ForwardRequests:
         if (core.first, core.last) != (part.spec.start == 0, part.spec.stop == part.spec.layers):
             text = f"layers [{part.spec.start}, {part.spec.stop}) are not stage {request.index} of {request.stages}"
             raise Refused("wrong-stage", text)
-        if core.id in {each.core.id for each in self._of(part)} or (core.id, core.index) in self.sessions:
+        if core.id in {stage.core.id for stage in self._of(part)} or (core.id, core.index) in self.sessions:
             raise Refused(DUPLICATE, f"session {core.id} is open here already")
         if len(self._of(part)) >= MAX_SESSIONS:
             raise Refused("full", f"{MAX_SESSIONS} sessions are open on this part", remedy="try again later")
@@ -203,7 +203,7 @@ class ForwardRequests:
         self._compute.submit(stage.part.engine.close, stage.core.id)
 
     def close_all_of(self, client: StageClient) -> None:
-        for stage in [each for each in self.sessions.values() if each.client is client]:
+        for stage in [stage for stage in self.sessions.values() if stage.client is client]:
             self.close(stage)
 
     def _find(self, client: StageClient, which: ResumeRequest | CloseRequest) -> OpenStage:
@@ -290,7 +290,7 @@ class ForwardRequests:
 
     async def run(self) -> None:
         while True:
-            stage = self._turns.take(lambda each: each.link is None or not each.link.crowded)
+            stage = self._turns.take(lambda stage: stage.link is None or not stage.link.crowded)
             if stage is None:
                 self._wake.clear()
                 await self._wake.wait()

@@ -157,7 +157,6 @@ class StepReplay:
         self.log_steps = log_limit_bytes(layout.state_bytes, layout.reduce_bytes) // max(layout.reduce_bytes, 1)
         self._lineage = ""
         self._buffers = [memoryview(bytearray(layout.reduce_bytes)) for _ in range(STEPS_AHEAD)]
-        self._applied: dict[int, StepLogged] = {}  # as far back as a log can reach
         self._agreed: dict[int, StepLogged] = {}  # what most sources report about the wanted steps
 
     def begin(self, state: OfferedState) -> None:
@@ -169,8 +168,6 @@ class StepReplay:
             raise ProtocolError(f"it reported step {step} out of order")
         source.first = source.first if source.last >= 0 else step
         source.last = step
-        if self._applied.get(step, report) != report:
-            raise ProtocolError(f"its step {step} differs from the step {step} of other sources")
         limit = 2 * self.log_steps + STEPS_AHEAD
         # A source that is further ahead no longer keeps the step ``next``.
         if step >= self.next and (self.next < 0 or step < self.next + limit):
@@ -203,8 +200,7 @@ class StepReplay:
         return ReplayStep(self.next, next_lineage(self._lineage, digest), report.square_sum, self._buffer(self.next))
 
     def mark_applied(self, step: ReplayStep) -> None:
-        self._applied[step.step] = self._agreed.pop(step.step)  # its sources may be lost when another reports the step
-        self._applied.pop(step.step - self.log_steps - 1, None)
+        del self._agreed[step.step]
         self.next, self._lineage = step.step + 1, step.lineage
 
     def _buffer(self, step: int) -> memoryview:

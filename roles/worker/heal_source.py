@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
@@ -33,7 +33,6 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.training import Blob
 from ring.job_member import JobMember
-from ring.view import View
 from roles.engine import WHOLE, Engine, Stage
 from roles.line import Line, wait_unless_closed
 from roles.snapshots import Snapshot, Snapshots
@@ -104,42 +103,39 @@ class StepLog:
         self.limit_bytes = 0
         self.held_bytes = 0
         self._start = (-1, "")
-        self._entries: deque[LoggedStep] = deque()
+        self.entries: deque[LoggedStep] = deque()
 
     def begin(self, step: int, lineage: str) -> None:
-        self._entries.clear()
+        self.entries.clear()
         self.held_bytes, self._start = 0, (step, lineage)
 
     def add(self, entry: LoggedStep) -> None:
         assert entry.step == self.newest + 1, "a gap in the log"
-        self._entries.append(entry)
+        self.entries.append(entry)
         self.held_bytes += entry.data.nbytes
-        while self.held_bytes > self.limit_bytes and len(self._entries) > 1:
-            oldest = self._entries.popleft()
+        while self.held_bytes > self.limit_bytes and len(self.entries) > 1:
+            oldest = self.entries.popleft()
             self.held_bytes -= oldest.data.nbytes
             self._start = (oldest.step, oldest.lineage)
 
     @property
     def newest(self) -> int:
-        return self._start[0] + len(self._entries)
+        return self._start[0] + len(self.entries)
 
     def since(self, step: int, lineage: str) -> list[LoggedStep] | None:
         """Return the steps after a state. None if the log does not reach back to it, or has another lineage there."""
         known = self.find(step)
         if (step, lineage) != (self._start if known is None else (known.step, known.lineage)):
             return None
-        return [entry for entry in self._entries if entry.step > step]
+        return [entry for entry in self.entries if entry.step > step]
 
     def find(self, step: int) -> LoggedStep | None:
         index = step - self._start[0] - 1
-        return self._entries[index] if 0 <= index < len(self._entries) else None
+        return self.entries[index] if 0 <= index < len(self.entries) else None
 
     def named(self, name: str) -> LoggedStep | None:
         number = name.removeprefix(STEP)
         return self.find(int(number)) if number.isascii() and number.isdecimal() and len(number) < 16 else None
-
-    def all(self) -> list[LoggedStep]:
-        return list(self._entries)
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +164,7 @@ class Recipient:
         self.ended = True
         self.line.connection.abort(PeerError(reason))
 
-    def tell(self, entries: list[LoggedStep]) -> None:
+    def tell(self, entries: Iterable[LoggedStep]) -> None:
         for entry in entries:
             if entry.step > self.newest_step:
                 size_bytes = entry.data.nbytes
@@ -361,7 +357,10 @@ class HealSource:
             self._offer_steps(recipient, request, entries)
             return
         if self._live is None or (self._live.step, self._live.lineage) != (view.step, view.lineage):
-            self._live = await self._stands_still(engine, view)
+            blobs = await self._context.compute.run(engine.state.blobs)
+            if core.view is not view or not core.may_give:
+                raise Refused(_NOT_HERE, "the view ended before the state was ready")
+            self._live = Snapshot(view.step, view.lineage, view.square_sum, blobs)
         self._use(recipient, self._live)
         await self._offer_state(recipient, self._live)
 
@@ -369,7 +368,11 @@ class HealSource:
         while self._applying:
             await self._turn_of(recipient)  # the log must begin at a known step
         if not self._logging:
-            self._begin_log(engine)
+            if self._core.torn or not self._core.lineage:
+                raise Refused(_NOT_HERE, "this member has no state to send")
+            self._logging = True
+            self._log.limit_bytes = log_limit_bytes(self.state_bytes, engine.reduce_buffer.nbytes)
+            self._log.begin(self._core.applied, self._core.lineage)
         entries = self._log.since(request.have_step, request.have_lineage)
         if entries is not None:
             self._offer_steps(recipient, request, entries)
@@ -384,20 +387,7 @@ class HealSource:
             await self._turn_of(recipient)
         await self._offer_state(recipient, recipient.snapshot)
         recipient.newest_step = recipient.snapshot.step
-        recipient.tell(self._log.all())
-
-    async def _stands_still(self, engine: Engine, view: View) -> Snapshot:
-        blobs = await self._context.compute.run(engine.state.blobs)
-        if self._core.view is not view or not self._core.may_give:
-            raise Refused(_NOT_HERE, "the view ended before the state was ready")
-        return Snapshot(view.step, view.lineage, view.square_sum, blobs)
-
-    def _begin_log(self, engine: Engine) -> None:
-        if self._core.torn or not self._core.lineage:
-            raise Refused(_NOT_HERE, "this member has no state to send")
-        self._logging = True
-        self._log.limit_bytes = log_limit_bytes(self.state_bytes, engine.reduce_buffer.nbytes)
-        self._log.begin(self._core.applied, self._core.lineage)
+        recipient.tell(self._log.entries)
 
     def _offer_steps(self, recipient: Recipient, request: HealRequest, entries: list[LoggedStep]) -> None:
         recipient.send(HealOffer(request.have_step, request.have_lineage, [], CHUNK_BYTES))

@@ -1,4 +1,7 @@
-"""One worker's copy of a job: the engine that holds the state, its checkpoints, and who else gets it."""
+"""One worker's copy of a job: the engine that holds the state, its checkpoints, and who else gets it.
+
+``JobRunner`` owns it. The runners of both kinds of steps (``ActivityRunner``) change the state through it.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +164,7 @@ class JobState:
         context, files, engine = self._context, self.files.checkpoints, self.engine
         if self.assembler is not None:
             await self.assembler.stop()
-            await self.saving.settled()
+            await self.saving.wait_written()
             await self.assembler.bring(restore.step, restore.holders, restore.lineage)
         applied, lineage, square_sum, entry = await files.load(
             engine, context.compute, spec=self.files.spec, restore_step=restore.step, split=self.stage.split
@@ -171,8 +174,8 @@ class JobState:
         rows = await files.small_file(entry, LEDGER_FILE, LEDGER_FILE_BYTES)
         metrics = await files.small_file(entry, METRICS_FILE, METRICS_FILE_BYTES)
         self.reports.loaded(applied, lineage, rows, metrics, wanted=restore.step)
-        await self.saving.resumed(entry)
-        self.early.resumed(entry.meta if entry is not None else {})
+        await self.saving.begin_from(entry)
+        self.early.resume_from(entry.meta if entry is not None else {})
         return ev.StateLoaded(applied, lineage, square_sum)
 
     async def apply(self, commit: Callable[[], Awaitable[Applied]]) -> None:
@@ -224,7 +227,7 @@ class JobState:
         rank = view.rank_of(self._context.peer_id) if view is not None else None
         if assembler is not None and view is not None and rank is not None and core.phase is MemberPhase.DONE:
             self.assemble(view, rank)
-            while not await assembler.settled(STANDSTILL_S):
+            while not await assembler.wait_settled(STANDSTILL_S):
                 pass
         if core.phase is MemberPhase.DONE:
             self.reports.send(core.report("done"))

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from p2ptrain.core.errors import DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError
+from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError
 from ring.planning.measurements import LinkQuality
 from ring.planning.ring_plan import NEAR_RTT_S
 from roles.line import wait_unless_closed
@@ -62,7 +62,7 @@ class ProbeResponder:
         self._callers += 1
         try:
             await self._answer(connection)
-        except NetworkError:
+        except (NetworkError, TimeoutError):
             return  # the usual end: the caller closes the connection
         finally:
             self._callers -= 1
@@ -71,11 +71,11 @@ class ProbeResponder:
         while True:
             request = await connection.expect(Request, timeout_s=QUIET_S)
             if request.method == "probe.turn":
-                async with within(QUIET_S):
+                async with asyncio.timeout(QUIET_S):
                     await self._turn.acquire()
                 try:
                     connection.send(Response(request.id))
-                    await self._take(connection)
+                    await self._accept_push(connection)
                 finally:
                     self._turn.release()
                 return
@@ -83,7 +83,7 @@ class ProbeResponder:
                 raise ProtocolError(f"a probe sent the unsupported request {request.method[:80]!r}")
             connection.send(Response(request.id))
 
-    async def _take(self, connection: Connection) -> None:
+    async def _accept_push(self, connection: Connection) -> None:
         into, arrived = memoryview(bytearray(PIECE_BYTES)), asyncio.Event()
         for _ in range(PUSH_BYTES // PIECE_BYTES):
             request = await connection.expect(Request, timeout_s=QUIET_S)
@@ -172,26 +172,17 @@ class Prober:
         for number in range(pieces):
             connection.send(Request(number, "probe.sink", {"stream": number}))
             connection.send_bulk(payload, generation=0, stream=number)
-        with suppress(NetworkError):  # out of time or broken: use what arrived
-            async with within(PUSH_S + 2 * latency_s):
-                await self._answers(connection, pieces, answered)
+        with suppress(NetworkError, TimeoutError):  # broken or out of time: use what arrived
+            async with asyncio.timeout(PUSH_S + 2 * latency_s):
+                await self._collect_answers(connection, pieces, answered)
         return rate_bps(answered, due_at if 2 * latency_s < NEAR_RTT_S else None)
 
-    async def _answers(self, connection: Connection, pieces: int, answered: list[float]) -> None:
+    async def _collect_answers(self, connection: Connection, pieces: int, answered: list[float]) -> None:
         for number in range(pieces):
             response = await connection.expect(Response, timeout_s=MAX_DEADLINE_S)
             if response.id != number:
                 raise ProtocolError(f"an answer to piece {response.id}, expected piece {number}")
             answered.append(self._now())
-
-
-@asynccontextmanager
-async def within(seconds: float) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        raise DeadlineExceeded(f"not finished within {seconds:g} s") from None
 
 
 def rate_bps(answered: Sequence[float], due_at: float | None = None) -> float | None:

@@ -1,4 +1,6 @@
-"""Sending and receiving a model's tensors: its table in pages, its bytes in ranges; and loading parts from them.
+"""Models of a worker: it sends and receives their tensors, and loads parts from them.
+
+A model travels as a table of its tensors, in pages, and as ranges of their bytes.
 
 The receiver verifies every range against a table, and the table by the model's id. For a part it reads this worker's
 own copy if that has the same bytes, and fetches the rest from a sender. A client dials and then sends (purpose

@@ -43,28 +43,34 @@ def epsilon_of(releases: int, noise: float, delta: float) -> float:
 
 
 class Budget:
-    """``files``: the job's checkpoints; the count, ``releases``, is a file beside their directory."""
+    """``files``: the job's checkpoints; the count, ``releases``, is a file beside their directory.
+
+    Attributes:
+        epsilon, delta: what the releases have spent.
+        noise_std: of the noise in the members' sum.
+    """
 
     def __init__(self, settings: Privacy, files: CheckpointFiles) -> None:
         self._limit, self._noise, self.delta = settings.epsilon, settings.noise, settings.delta
-        self.noise_std = settings.noise * settings.clip_norm  # of the noise in the members' sum
+        self.noise_std = settings.noise * settings.clip_norm
         self._files, self._path = files, files.root.parent / COUNT_FILE
-        self.releases, self._teller = 0, ""
+        self.releases = 0
+        self._lone_count = ""  # names the member that alone counts so many releases that the budget is spent
 
     @property
     def epsilon(self) -> float:
-        return self._after(self.releases)
+        return self._epsilon_after(self.releases)
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether the budget allows at most one more release."""
-        return self._after(self.releases + 2) > self._limit
+        return self._epsilon_after(self.releases + 2) > self._limit
 
     @property
     def reason(self) -> str:
         return (
             f"stopped early: another step would spend more than privacy.epsilon = {self._limit:g}; the steps spent "
-            f"{self.epsilon:.4g} at delta {self.delta:g}{self._teller}"
+            f"{self.epsilon:.4g} at delta {self.delta:g}{self._lone_count}"
         )
 
     async def load(self) -> None:
@@ -75,47 +81,47 @@ class Budget:
     def meta(self) -> Meta:
         return {COUNT_FILE: self.releases}
 
-    def resumed(self, meta: Meta) -> None:
+    def resume_from(self, meta: Meta) -> None:
         """Go on from a checkpoint's ``meta``, or from nothing."""
         count = meta.get(COUNT_FILE)
         if isinstance(count, int) and 0 < count < 2**63:  # another worker may have written it
             self.releases = max(self.releases, count)
 
-    async def view_began(self, session: RingSession, *, patience_s: float) -> None:
+    async def agree(self, session: RingSession, *, patience_s: float) -> None:
         """Agree with the other members. Raises as ``RingSession.all_gather``."""
         messages = await session.all_gather(_COUNT.pack(self.releases), patience_s=patience_s)
-        counts = [_COUNT.unpack(each)[0] for each in messages]
+        counts = [_COUNT.unpack(message)[0] for message in messages]
         self.releases = max(session.view.step, *counts)
         *_, second, _ = sorted([0, session.view.step, *counts])
-        self._teller = ""
+        self._lone_count = ""
         # Nobody can disprove what one member alone counts. The job stops all the same: to go on could reveal data.
-        if self.due and self.releases in counts and self._after(second + 2) <= self._limit:
+        if self.is_due and self.releases in counts and self._epsilon_after(second + 2) <= self._limit:
             name = session.view.members[counts.index(self.releases)].name
-            self._teller = (
+            self._lone_count = (
                 f". {name} alone counts {self.releases:,} steps, the others at most {second:,}: ask who runs it"
             )
 
     async def spend(self) -> bool:
         """Count a release before it is made. Returns whether the budget allows it; if not, it is not counted."""
-        if self._after(self.releases + 1) > self._limit:
+        if self._epsilon_after(self.releases + 1) > self._limit:
             return False
         self.releases += 1
         await self._files.at_disk(self._write)
         return True
 
-    def _after(self, releases: int) -> float:
+    def _epsilon_after(self, releases: int) -> float:
         return epsilon_of(releases, self._noise, self.delta)
 
     def _read(self) -> int:
         disk, path = self._files.disk, self._path
         try:
-            one = self._after(1)
+            least = self._epsilon_after(1)
         except ImportError as error:
             remedy = f"run: {install_command('privacy')}"
             raise ConfigError("privacy.epsilon needs the package dp-accounting", remedy=remedy) from error
-        if one > self._limit:
+        if least > self._limit:
             raise ConfigError(
-                f"privacy.epsilon = {self._limit:g} allows no step: one spends {one:.4g} at delta {self.delta:g}",
+                f"privacy.epsilon = {self._limit:g} allows no step: one spends {least:.4g} at delta {self.delta:g}",
                 remedy="raise privacy.noise or privacy.epsilon",
             )
         if not disk.is_dir(path.parent) or path.name not in disk.list_dir(path.parent):

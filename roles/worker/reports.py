@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from itertools import islice
 from statistics import median_low
 
 from configs.schema import Profile
@@ -114,20 +113,13 @@ class WorkerLedger:
 
     def tell_beyond(self, step: int) -> None:
         """Send all rows after ``step``, in messages of bounded size."""
-        skipped = sum(row.step <= step for _, row in self._rows)
-        batch: list[LedgerRow] = []
-        first_lineage, size_bytes = "", 0
-        for lineage, row in islice(self._rows, skipped, None):
-            row_bytes = 112 + len(row.counts) + len(row.made_of)  # keys, numbers and digest take at most 112
-            if batch and size_bytes + row_bytes > BATCH_BYTES:
-                self._send(LedgerRows(self._job, first_lineage, batch))
-                batch, size_bytes = [], 0
-            if not batch:
-                first_lineage = lineage
-            batch.append(row)
-            size_bytes += row_bytes
-        if batch:
-            self._send(LedgerRows(self._job, first_lineage, batch))
+        rows = [(lineage, row) for lineage, row in self._rows if row.step > step]
+        # Keys, numbers and the digest of a row take at most 112 bytes.
+        row_bytes = 112 + max((len(row.counts) + len(row.made_of) for _, row in rows), default=0)
+        batch_rows = max(1, BATCH_BYTES // row_bytes)
+        for start in range(0, len(rows), batch_rows):
+            batch = rows[start : start + batch_rows]
+            self._send(LedgerRows(self._job, batch[0][0], [row for _, row in batch]))
 
 
 class StepClock:
@@ -275,7 +267,10 @@ class StepReporter:
         self._send(StepMetrics(self._job, view.generation, step, values))
 
 
-def described(view: View, peer_id: str) -> str:
+_STATUSES = {MemberPhase.HELD: "held", MemberPhase.DONE: "done", MemberPhase.FAILED: "failed"}
+
+
+def describe_view(view: View, peer_id: str) -> str:
     names = " → ".join(member.name for member in view.members)
     rank = view.rank_of(peer_id)
     share = view.members[rank].count if rank is not None else 0
@@ -341,26 +336,13 @@ class Reports:
     def seed_is_back(self, *, follows: bool, level: bool) -> None:
         """Report this member's state to a seed that was away. ``follows``: it fetches the state beside the ring.
         ``level``: it follows and is level with the ring."""
-        core, view = self._core, self._core.view
-        match core.phase:
-            case MemberPhase.EMPTY:
-                return  # the report follows when the state is loaded
-            case MemberPhase.IDLE if level:
-                status = "following"
-            case MemberPhase.IDLE if core.torn or follows:
-                return  # the report follows when the state is complete, or level with the ring's
-            case MemberPhase.HELD:
-                status = "held"
-            case MemberPhase.DONE:
-                status = "done"
-            case MemberPhase.IDLE if view and not core.reloaded:
-                status = "broken"
-            case MemberPhase.IDLE:
-                status = "ready"
-            case MemberPhase.FAILED:
-                status = "failed"
-            case _:
-                status = "training"
+        core, view, phase = self._core, self._core.view, self._core.phase
+        is_idle = phase is MemberPhase.IDLE
+        if phase is MemberPhase.EMPTY or (is_idle and not level and (core.torn or follows)):
+            return  # the report follows when the state is loaded, complete, or level with the ring's
+        status = _STATUSES.get(phase, "training")
+        if is_idle:
+            status = "following" if level else "broken" if view and not core.reloaded else "ready"
         trouble = self._trouble if status in ("broken", "failed") else None
         words = {name: getattr(trouble, name) for name in ("suspect", "reason", "cause", "beside")} if trouble else {}
         self.send(core.report(status, **words))
@@ -425,7 +407,7 @@ class Reports:
 
     def view_began(self, view: View, *, formed_s: float) -> None:
         self.clock.view_began(formed_s=formed_s)
-        self._context.tell("info", "view", described(view, self._context.peer_id))
+        self._context.tell("info", "view", describe_view(view, self._context.peer_id))
         self.ledger.tell_beyond(view.ledger_step)
 
     def step_done(self, step: int, scores: dict[str, float], *, redone: bool) -> None:
@@ -461,7 +443,7 @@ class Reports:
             self._tokens_per_s = share * values["tokens_per_s"]
         if val_loss is not None:
             values["val_loss"] = val_loss
-        values |= self._early.spent()
+        values |= self._early.spent_privacy()
         self.steps.tell(applied, session.view, session.rank, values)
 
     def held(self, load: StageLoad | None, *, state_bytes: int, limit_bytes: int) -> list[HeldPart]:

@@ -203,7 +203,7 @@ class JobRunner:
         if self.core.torn:
             self.state.reports.steps.forget()
         if isinstance(event, ev.StateFollowed):
-            self.state.early.resumed({})
+            self.state.early.resume_from({})
             self.state.reports.ledger.stands_at(event.applied, event.lineage)
             self.state.count_progress()
 

@@ -59,7 +59,7 @@ class StepRunner(ActivityRunner):
         session.patience_s = self._patience_s()
         await self._ready_strategy.begin_view(session, self._connections)
         if state.early.budget is not None:
-            await state.early.budget.view_began(session, patience_s=self._patience_s())
+            await state.early.budget.agree(session, patience_s=self._patience_s())
         if state.profile.validation.patience:
             known = await session.all_gather(state.early.message(), patience_s=self._patience_s())
             healthy = [message for message, member in zip(known, view.members, strict=True) if member.healthy]
@@ -88,7 +88,7 @@ class StepRunner(ActivityRunner):
         state, session, clock = self._state, self._connections.session, self._state.reports.clock
         if step == session.view.step:
             state.reports.steps.tell_beyond(session.view, step)
-        began, self._is_last = self._context.world.clock.now(), state.early.due
+        began, self._is_last = self._context.world.clock.now(), state.early.is_due
         if state.early.budget is not None:
             await self._spend(state.early.budget, session.size)
         with clock.phase("compute"):

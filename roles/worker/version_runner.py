@@ -77,7 +77,7 @@ class VersionRunner(ActivityRunner):
         return self._role
 
     async def _collect(self, instruction: ev.Collect) -> ev.VersionCombined | ev.ActivityFinished:
-        session, is_last = self._connections.session, self._state.early.due
+        session, is_last = self._connections.session, self._state.early.is_due
         if instruction.step == session.view.step:
             self._state.reports.steps.tell_beyond(session.view, instruction.step)
         await self._publish()

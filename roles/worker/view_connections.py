@@ -56,7 +56,7 @@ class ViewConnections:
     def __init__(self, context: Context, profile: Profile, *, on_broken: Callable[[ev.ViewBroken], None]) -> None:
         self._context, self._membership, self._on_broken = context, profile.membership, on_broken
         self._ring: RingSession | None = None
-        self._further: list[RingSession | Chain] = []
+        self._sessions: list[RingSession | Chain] = []
         self.messages: DirectMessages | None = None
         self.state_bytes = 0
         self._closed_bytes = (0, 0)  # received and sent, by connections that are closed
@@ -76,17 +76,17 @@ class ViewConnections:
     @property
     def busy(self) -> bool:
         """Whether other members wait for this one in a ring."""
-        return any(isinstance(ring, RingSession) and ring.is_busy() for ring in self._open())
+        return any(isinstance(ring, RingSession) and ring.is_busy() for ring in self._sessions)
 
     async def form(self, view: View) -> RingSession:
         """Form the ring of all members. Raises as ``RingSession.form``."""
-        self._ring = await self._meet(view, Topology.RING)
-        self._watch(self._ring)
+        self._ring = await self.ring(view)
         return self._ring
 
     async def ring(self, view: View, topology: Topology = Topology.RING) -> RingSession:
-        session = await self._meet(view, topology)
-        self._further.append(session)
+        timeout_s = forming_s(view, self.state_bytes)
+        session = await RingSession.form(self._context, self._with_beats(view), timeout_s=timeout_s, topology=topology)
+        self._sessions.append(session)
         self._watch(session)
         return session
 
@@ -102,7 +102,7 @@ class ViewConnections:
             in_flight=in_flight,
             timeout_s=forming_s(view, self.state_bytes),
         )
-        self._further.append(chain)
+        self._sessions.append(chain)
         self._watch(chain)
         return chain
 
@@ -113,12 +113,12 @@ class ViewConnections:
 
     def failure(self, generation: int) -> ev.ViewBroken | None:
         """Which lost neighbour made an activity fail; None: no connection names one."""
-        ended = [session.broken.result() for session in self._open() if session.broken.done()]
+        ended = [session.broken.result() for session in self._sessions if session.broken.done()]
         return next((view_broken(broken, generation) for broken in ended if broken.suspect), None)
 
     def close(self) -> None:
         self._closed_bytes = self.totals()
-        sessions, self._ring, self._further = self._open(), None, []
+        sessions, self._ring, self._sessions = self._sessions, None, []
         messages, self.messages = self.messages, None
         if messages is not None:
             messages.close()
@@ -127,19 +127,12 @@ class ViewConnections:
 
     def totals(self) -> tuple[int, int]:
         """Bytes received and sent in this job."""
-        counted = [session.links for session in self._open()]
+        counted = [session.links for session in self._sessions]
         received, sent = self._closed_bytes
         received += sum(links.bytes_in for links in counted) + (self.messages.bytes_in if self.messages else 0)
         return received, sent + sum(links.bytes_out for links in counted) + (
             self.messages.bytes_out if self.messages else 0
         )
-
-    def _open(self) -> list[RingSession | Chain]:
-        return [*([self._ring] if self._ring is not None else []), *self._further]
-
-    async def _meet(self, view: View, topology: Topology) -> RingSession:
-        timeout_s = forming_s(view, self.state_bytes)
-        return await RingSession.form(self._context, self._with_beats(view), timeout_s=timeout_s, topology=topology)
 
     def _with_beats(self, view: View) -> View:
         usual_s = self._context.beats()
@@ -153,9 +146,9 @@ class ViewConnections:
         session.broken.add_done_callback(lambda _: self._broke(session))
 
     def _broke(self, session: RingSession | Chain) -> None:
-        if session in self._open() and not session.broken.cancelled():
+        if session in self._sessions and not session.broken.cancelled():
             broken = session.broken.result()
-            for other in self._open():
+            for other in self._sessions:
                 if other is not session and not other.links.lost_elsewhere(broken):
                     other.close(broken.cause.message)
             self._on_broken(view_broken(broken, session.view.generation))

@@ -202,19 +202,17 @@ class Worker(MemberProcess):
         match message:
             case Assign():
                 self._assigned(message)
+            case Request():
+                self._tasks.create_task(self._answer(message), name=f"answer {message.method}")
             case ViewAnnounced() | Hold() | SaveNow() | CatchUp() | Release():
                 if self._runner is not None and message.job == self._runner.job:
                     self._obey(self._runner, message)
-            case Request():
-                self._tasks.create_task(self._answer(message), name=f"answer {message.method}")
             case _:
                 super()._message(message)
 
-    def _obey(self, runner: JobRunner, message: ViewAnnounced | Hold | SaveNow | CatchUp | Release) -> None:
+    def _obey(self, runner: JobRunner, message: Message) -> None:
         match message:
-            case ViewAnnounced() if self._leaving:
-                pass  # it saves its state
-            case ViewAnnounced():
+            case ViewAnnounced() if not self._leaving:  # else it saves its state
                 runner.announce_view(View.of(message))
             case Hold():
                 runner.request(Flag.HOLD, message.generation)
@@ -297,7 +295,7 @@ class Worker(MemberProcess):
 
     async def _saving(self, job: str, stage: Stage, step: int, lineage: str) -> None:
         if self._runner is not None and (self._runner.job, self._runner.stage) == (job, stage):
-            await self._runner.state.saving.outcome(step, lineage)
+            await self._runner.state.saving.wait_for_save(step, lineage)
 
     def _checkpoints(self, job: str, stage: Stage, settings: Checkpoint) -> CheckpointFiles:
         root = checkpoints_dir(self.identity.directory / JOBS, job, stage)

@@ -181,13 +181,13 @@ PULLED = Target(
 # -------------------------------------------------------------------------------------------------------- validations
 
 _KNOWN = EarlyStop(2)
-_KNOWN.validated(7, 2.5)
+_KNOWN.add_validation(7, 2.5)
 
 
 def _check_validations(data: bytes) -> None:
     known = EarlyStop(2)
     known.agree_untrusted([data, bytes(8)], 9)
-    known.validated(10, 2.0)
+    known.add_validation(10, 2.0)
     assert len(known.message()) == len(_KNOWN.message())
     loss, odd = mean_loss_untrusted([data[:16], struct.pack("!dQ", 6.0, 3), data[16:]], 100)
     assert 0 <= loss <= 1e6 or (odd == [0, 1, 2] and math.isnan(loss))
@@ -215,7 +215,7 @@ MASKS = Target(
     "masks",
     st.binary(min_size=32, max_size=32) | mutated(st.sampled_from([_PUBLIC, bytes(32)])),
     _check_key,
-    ("roles.strategies.secure.pair_keys_untrusted", "roles.strategies.secure._shared_untrusted"),
+    ("roles.strategies.secure.pair_keys_untrusted", "roles.strategies.secure._shared_secret_untrusted"),
 )
 
 # ------------------------------------------------------------------------------------------------------------- codecs

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -150,8 +149,6 @@ class StandInStage:
     Args:
         tensors: the part's, by name.
         on_run: called at the beginning of each work with (session, keep, count): to hold a test's work, or to fail.
-        work_s: each work takes so long.
-        sleep: how that time passes.
 
     Attributes:
         sessions: by name; for tests to look at.
@@ -164,8 +161,6 @@ class StandInStage:
         *,
         context: int = 4096,
         on_run: Callable[[str, int, int], None] = lambda session, keep, count: None,
-        work_s: float = 0.0,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.spec = spec
         self.width = WIDTH
@@ -178,7 +173,7 @@ class StandInStage:
         self._tensors = tensors
         self._layers = [tensors[f"layers.{layer}.weight"].sum(axis=0) for layer in range(spec.start, spec.stop)]
         self._context = context
-        self._on_run, self._work_s, self._sleep = on_run, work_s, sleep
+        self._on_run = on_run
 
     def length(self, session: str) -> int:
         """Positions that a session has taken."""
@@ -197,8 +192,6 @@ class StandInStage:
         state, keep, count = self.sessions[session], work.keep, work.count
         samples, sample_index = work.samples, work.sample_index
         self._on_run(session, keep, count)
-        if self._work_s:
-            self._sleep(self._work_s)
         if not 0 <= samples <= (count if self.spec.stop == self.spec.layers else 0):
             raise ProtocolError(f"{samples} tokens are to be picked; tokens are picked on the last stage only")
         if keep > len(state.history):

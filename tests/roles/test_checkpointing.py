@@ -175,7 +175,7 @@ async def test_a_save_that_was_skipped_for_a_busy_disk_is_made_up_for_once(tmp_p
             await checkpoints.save(engine, {"lineage": f"{step}" * 32, "square_sum": 1.0}, step=step, wait=False)
         assert soon == [], "the disk is busy"
         slow.go.set()
-        await checkpoints.settled()
+        await checkpoints.wait_written()
         assert soon == [True]
         await checkpoints.save(engine, {"lineage": "4" * 32, "square_sum": 1.0}, step=4, wait=True)
         assert soon == [True]
@@ -254,14 +254,16 @@ async def test_who_waits_for_a_save_waits_for_its_end_and_not_for_one_that_will_
     async with asyncio.TaskGroup() as tasks:
         about: Any = {"job": "j", "files": files, "snapshots": Snapshots(compute), "tasks": tasks}
         checkpoints = Checkpointing(context, **about, where=lambda: (3, next(progress)))
-        early = asyncio.create_task(checkpoints.outcome(4, lineage))
+        early = asyncio.create_task(checkpoints.wait_for_save(4, lineage))
         await asyncio.wait([early], timeout=0.2)
         assert not early.done(), "this member is on its way there"
         async with asyncio.timeout(10):
             came_by = Checkpointing(context, **about, where=lambda: (5, next(progress)))
-            await came_by.outcome(4, lineage)  # and saved nothing
-            await came_by.outcome(4, "1" * 32)
-            await Checkpointing(context, **about, where=lambda: (3, 0)).outcome(4, lineage)  # it stands still before
+            await came_by.wait_for_save(4, lineage)  # and saved nothing
+            await came_by.wait_for_save(4, "1" * 32)
+            await Checkpointing(context, **about, where=lambda: (3, 0)).wait_for_save(
+                4, lineage
+            )  # it stands still before
         busy = threading.Event()
         blocked = asyncio.create_task(compute.run(busy.wait, 20))
         saving = asyncio.create_task(

@@ -125,7 +125,7 @@ async def test_without_patience_every_step_is_done(cluster: Cluster) -> None:
 def after(patience: int, *losses: float) -> EarlyStop:
     known = EarlyStop(patience)
     for number, loss in enumerate(losses, start=1):
-        known.validated(10 * number, loss)
+        known.add_validation(10 * number, loss)
     return known
 
 
@@ -134,20 +134,20 @@ def test_a_newcomer_learns_the_count_from_the_others() -> None:
     told = [new.message(), old.message()]
     for each in (new, old):
         each.agree_untrusted(told, 40)
-        each.validated(50, 4.25)
+        each.add_validation(50, 4.25)
     assert new.reason == old.reason == f"{TELLS} 4 (step 20) in 3 validations"
-    assert new.due
+    assert new.is_due
 
 
 def test_one_member_ends_no_job_by_what_it_says_of_the_validations() -> None:
     known, lie = after(3, 5.0, 4.0), after(3, 1.0, 5.0, 5.0, 5.0)
-    assert lie.due
+    assert lie.is_due
     for told in ([lie, known, known], [known, lie]):
         member = after(3, 5.0, 4.0)
         member.agree_untrusted([each.message() for each in told], 40)
         assert member.message() == known.message()
     known.agree_untrusted([lie.message(), b"x", EarlyStop(3).message()], 30)
-    assert not known.due, "of a step that is to come, or nothing"
+    assert not known.is_due, "of a step that is to come, or nothing"
 
 
 @pytest.mark.parametrize(
@@ -181,16 +181,16 @@ def test_what_no_validation_comes_to_is_left_out(told: list[tuple[float, int]], 
     ],
 )
 def test_when_it_is_due(patience: int, losses: tuple[float, ...], due: bool) -> None:
-    assert (after(patience, *losses).due, bool(after(patience, *losses).reason)) == (due, due)
+    assert (after(patience, *losses).is_due, bool(after(patience, *losses).reason)) == (due, due)
 
 
 def test_the_count_travels_in_a_checkpoint() -> None:
     before, resumed = after(2, 5.0, 6.0), EarlyStop(2)
-    resumed.resumed(before.meta())
+    resumed.resume_from(before.meta())
     assert resumed.message() == before.message()
-    resumed.validated(30, 7.0)
+    resumed.add_validation(30, 7.0)
     assert resumed.reason == f"{TELLS} 5 (step 10) in 2 validations"
     for meta in ({}, {"validated_step": "x"}, before.meta() | {"best_val_step": -1}):
-        resumed.resumed(meta)
+        resumed.resume_from(meta)
         assert resumed.message() == EarlyStop(2).message()
     assert after(0, 5.0).meta() == {}

@@ -12,7 +12,6 @@ import pytest
 
 from configs.loader import load
 from configs.schema import Profile
-from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.lab import memory
 from p2ptrain.lab.stand_in import StandInEngine
@@ -156,19 +155,3 @@ def test_a_worker_without_a_text_of_its_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="each worker has its own text"):
         with_data(profile, "")
     assert with_data(profile, "stdlib/email").data.path == "stdlib/email"
-
-
-async def test_a_member_passes_over_its_own_text_in_whole_epochs(tmp_path: Path) -> None:
-    path = tmp_path / "own.txt"
-    path.write_text("".join(f"line {number}\n" for number in range(400)))
-    profile = load("tiny", {}, [*PRIVATE, "job.strategy=federated", f"data.path={path}"]).profile
-    engine = engine_builder(threads=1)(profile)
-    assert isinstance(engine, Trainer)
-    seen = []
-    for step in range(2 * engine.data.windows):
-        engine.begin_step(step, 5, 3)
-        seen += [int(window) for index in range(5, 8) for window in engine.batches.window_numbers(step, index)]
-    windows = engine.data.windows
-    epochs = [seen[start : start + windows] for start in range(0, len(seen) - windows, windows)]
-    assert len(epochs) > 3
-    assert all(len(set(epoch)) == windows for epoch in epochs)

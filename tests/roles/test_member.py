@@ -244,7 +244,4 @@ async def test_a_verifier_may_ask_who_is_there_and_nothing_more(cluster: Cluster
         assert caught.value.code == "unknown-method"
 
 
-# ------------------------------------------------------------------------------------------------ what the seed tells
-
-
 # -------------------------------------------------------------------------------------------------------- encrypted

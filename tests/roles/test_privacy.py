@@ -52,10 +52,10 @@ async def test_who_alone_says_that_the_budget_is_spent_is_named() -> None:
         budgets = [Budget(private_profile().privacy, files) for _ in ring]
         budgets[1].releases = 10**9
         pairs = zip(budgets, ring, strict=True)
-        await asyncio.gather(*(one.view_began(member.session, patience_s=9.0) for one, member in pairs))
+        await asyncio.gather(*(one.agree(member.session, patience_s=9.0) for one, member in pairs))
     name = ring[1].session.view.members[1].name
     for one in budgets:
-        assert one.due
+        assert one.is_due
         assert f"{name} alone counts 1,000,000,000 steps, the others at most 0" in one.reason
 
 
@@ -68,9 +68,9 @@ async def test_counts_that_were_lost_are_at_least_the_steps_of_the_view() -> Non
 
     session.all_gather = all_gather
     budget = Budget(private_profile().privacy, files)
-    await budget.view_began(session, patience_s=9.0)
+    await budget.agree(session, patience_s=9.0)
     assert budget.releases == 10**9
-    assert budget.due
+    assert budget.is_due
     assert "alone counts" not in budget.reason
 
 
@@ -78,8 +78,8 @@ def test_a_checkpoint_has_the_count_and_never_lowers_it() -> None:
     files: Any = SimpleNamespace(root=Path("job/checkpoints"))
     early = EarlyStop(0, Budget(private_profile().privacy, files))
     for meta in ({"releases": 9}, {}, {"releases": 3}, {"releases": -1}, {"releases": 2**70}, {"releases": "many"}):
-        early.resumed(cast(Meta, meta))
-        assert early.spent()["epsilon"] == epsilon_of(9, 6.0, 1e-5)
+        early.resume_from(cast(Meta, meta))
+        assert early.spent_privacy()["epsilon"] == epsilon_of(9, 6.0, 1e-5)
     assert early.meta() == {"releases": 9}
 
 

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
-import weakref
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.compute import device
 from p2ptrain.core.training import Applied
-from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine
-from roles.compute_thread import ComputeThread
-from roles.strategies import strategy_of
-from roles.strategies.interface import ConnectPeers
-from roles.strategies.robust import GatheredVectors
-from tests.ring.local import local_ring
-from tests.roles.in_process import DEADLINE_S, Cluster, Gate
+from tests.roles.in_process import Cluster, Gate
 from tests.roles.test_cluster import at, done, small_profile, state_of, undisturbed
 from tests.roles.test_local import counts_of
 from wire.records import MemberScore
@@ -108,24 +100,6 @@ async def test_a_member_that_flips_the_sign_spoils_a_mean(cluster: Cluster) -> N
 @pytest.mark.parametrize("rule", ["krum", "bulyan"])
 async def test_the_most_wary_rules_need_seven_members(cluster: Cluster, rule: str) -> None:
     assert await trained(cluster, robust_profile(rule, 7)) < 0.5
-
-
-async def test_a_new_view_first_frees_the_vectors_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[weakref.ref[Any]] = []
-    monkeypatch.setattr(device, "check_memory", lambda *args: seen.append([vectors() is not None for vectors in held]))
-    seen: list[list[bool]] = []
-    engine, compute = StandInEngine(robust_profile("mean", 2)), ComputeThread()
-    strategy = strategy_of(robust_profile("mean", 2))(engine, compute, lambda: None, 0)
-    try:
-        for _ in range(2):
-            async with local_ring(1, MemoryNetwork()) as ring:
-                await strategy.begin_view(ring[0].session, cast(ConnectPeers, None))
-                await strategy.compute(0, 0, 1, patience_s=DEADLINE_S)
-            held.append(weakref.ref(cast(GatheredVectors, strategy._exchange)._vectors))
-            await compute.run(int)  # the thread refers to its last call
-    finally:
-        compute.close()
-    assert seen == [[], [False]]
 
 
 async def test_each_vector_stands_for_a_whole_step(cluster: Cluster) -> None:

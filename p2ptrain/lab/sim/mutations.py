@@ -155,7 +155,7 @@ def _accept_any_staleness(self: Intake) -> Any:
 
 
 async def _count_alone(self: Budget, session: RingSession, *, patience_s: float) -> None:
-    """In place of ``Budget.view_began``."""
+    """In place of ``Budget.agree``."""
 
 
 MUTATIONS = {
@@ -258,7 +258,7 @@ ASYNCHRONOUS = {
 
 PRIVATE = {
     # Members do not agree on what the job has spent.
-    "agree": Mutation(("join", "kill"), rules=((Budget, "view_began", _count_alone),)),
+    "agree": Mutation(("join", "kill"), rules=((Budget, "agree", _count_alone),)),
     # What a member has spent is not written to its disk.
     "count": Mutation(("kill-all", "kill", "join"), rules=((ProcessDisk, "rename", _write_no_count),)),
 }
