@@ -148,7 +148,7 @@ def _environment_layer(environ: Mapping[str, str]) -> _Layer:
         if name.startswith(ENVIRONMENT_PREFIX):
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             _check_key(key, name, spell=lambda near: ENVIRONMENT_PREFIX + near.upper().replace(".", "__"))
-            yield key, _parsed(key, environ[name]), f"{_VARIABLE}{name}"
+            yield key, _parse_value(key, environ[name]), f"{_VARIABLE}{name}"
 
 
 def _override_layer(sets: Sequence[str]) -> _Layer:
@@ -159,7 +159,7 @@ def _override_layer(sets: Sequence[str]) -> _Layer:
             remedy = "write --set table.key=value, such as --set optimizer.lr=3e-3"
             raise ConfigError(f"{place}: no value", remedy=remedy)
         _check_key(key, place)
-        yield key, _parsed(key, text.strip()), place
+        yield key, _parse_value(key, text.strip()), place
 
 
 def read_toml(path: Path, what: str = "profile") -> tuple[str, dict[str, Any]]:
@@ -200,7 +200,9 @@ def parse_toml(text: str, place: str) -> dict[str, Any]:
     for _ in range(_MOST_DEPTH):
         if any(isinstance(value, int) and not -(1 << 63) <= value < 1 << 63 for value in level):
             raise ConfigError(f"{place}: a number has more than 64 bits", remedy=_SYNTAX)
-        inner = (it.values() if isinstance(it, dict) else it for it in level if isinstance(it, dict | list))
+        inner = (
+            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
+        )
         level = list(chain.from_iterable(inner))
     if level:
         raise ConfigError(problem, remedy=_SYNTAX)
@@ -235,7 +237,7 @@ def _bare(key: str) -> str:
     return re.sub(r"""[\s"']""", "", key)
 
 
-def _parsed(key: str, text: str) -> object:
+def _parse_value(key: str, text: str) -> object:
     """Convert the text of a variable or override to its key's type; return the text if that fails."""
     kind = _FIELDS[key].annotation
     if kind is bool:

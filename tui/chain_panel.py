@@ -10,7 +10,7 @@ from p2ptrain.core.texts import layers_text
 from tui import format as fmt
 from tui.chains import Gap, ShownChain, chains_of, how_to_split
 from tui.format import ABSENT, SLOWEST, Look, Row, Span, fit
-from tui.panels import ROOMY, Frame, TextPanel, advice, not_connected, seed_address, what_next
+from tui.panels import ROOMY, Frame, TextPanel, advice, explain_connection, seed_address, what_next
 from wire.records import PartInfo
 
 LEGEND = (
@@ -46,7 +46,7 @@ def draw_chain(chain: ShownChain, look_of: LookOf, width: int) -> list[Row]:
         (look_of(part.peer), f"{fit(part.peer_name or part.peer, 18)} {layers_text(part.start, part.stop)}  ")
         for part in chain.unchained
     ]
-    return [*rows, fmt.listed("beside: ", unchained, width)] if unchained else rows
+    return [*rows, fmt.list_items("beside: ", unchained, width)] if unchained else rows
 
 
 def _stage_cells(chain: ShownChain, stage: PartInfo | Gap, look_of: LookOf) -> list[Row]:
@@ -112,7 +112,7 @@ class ChainsPanel(TextPanel):
 
 def no_chains(frame: Frame) -> list[Row]:
     if frame.unconnected:
-        return not_connected(frame)
+        return explain_connection(frame)
     if not frame.store.peers:
         return what_next(frame)
     text = "Talk to one that no machine here could hold alone:"

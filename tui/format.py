@@ -95,7 +95,7 @@ def look_in(looks: Mapping[str, Look], state: str) -> Look:
     return looks.get(state, Look("?", "dim"))
 
 
-def _scaled(value: float | None, units: Sequence[str], base: float) -> str:
+def _scale(value: float | None, units: Sequence[str], base: float) -> str:
     if not is_finite(value) or value < 0:
         return UNKNOWN
     for unit in units[:-1]:
@@ -113,7 +113,7 @@ def _three_digits(value: float) -> str:
 
 def count(value: float | None) -> str:
     """``12.3k``: tokens, steps, tokens per second."""
-    return _scaled(value, ("", "k", "M", "G", "T"), 1000.0)
+    return _scale(value, ("", "k", "M", "G", "T"), 1000.0)
 
 
 def plural(number: int, what: str) -> str:
@@ -122,7 +122,7 @@ def plural(number: int, what: str) -> str:
 
 def size(value: float | None) -> str:
     """``1.50 GiB``. Binary units, as memory is sold."""
-    return _scaled(value, (" B", " KiB", " MiB", " GiB", " TiB"), 1024.0)
+    return _scale(value, (" B", " KiB", " MiB", " GiB", " TiB"), 1024.0)
 
 
 def used_of(used: float, total: float) -> str:
@@ -137,7 +137,7 @@ def used_of(used: float, total: float) -> str:
 
 def rate(per_s: float | None, unit: str = "bit/s") -> str:
     """``98.2 Mbit/s``, ``12.5 MB/s``. Decimal units, as links are sold."""
-    return _scaled(per_s, (f" {unit}", f" k{unit}", f" M{unit}", f" G{unit}"), 1000.0)
+    return _scale(per_s, (f" {unit}", f" k{unit}", f" M{unit}", f" G{unit}"), 1000.0)
 
 
 def ways(latency_ms: float | None, bits_per_s: float | None) -> tuple[str, ...]:
@@ -298,7 +298,7 @@ def fitting(first: Sequence[Span], more: Sequence[Span], width: int) -> Row:
     return row
 
 
-def listed(label: str, items: Sequence[tuple[Look, str]], width: int) -> Row:
+def list_items(label: str, items: Sequence[tuple[Look, str]], width: int) -> Row:
     """``label``, and the items behind their symbols; ``+3`` stands for those that do not fit."""
     row = [Span(label, "dim")]
     for index, (look, text) in enumerate(items):

@@ -76,13 +76,13 @@ class HeaderBar(Lines):
         super().__init__(id="header")
 
     def show(self, frame: Frame) -> None:
-        left, right = self._left(frame), self._right(frame)
+        left, right = self._left_spans(frame), self._right_spans(frame)
         gap = self.size.width - 2 - sum(Text(span.text).cell_len for span in (*left, *right))
         while gap < 1 and len(left) > 1:
             gap += Text(left.pop().text).cell_len
         self.draw([[*left, Span(" " * gap), *right]], frame.palette, layout=False)
 
-    def _left(self, frame: Frame) -> list[Span]:
+    def _left_spans(self, frame: Frame) -> list[Span]:
         cluster = frame.store.cluster
         spans = [Span("◆ p2ptrain ", "accent")]
         if cluster is None:
@@ -98,7 +98,7 @@ class HeaderBar(Lines):
             spans.append(Span(f"  {fmt.plural(models, 'model')} served", "dim"))
         return spans
 
-    def _right(self, frame: Frame) -> list[Span]:
+    def _right_spans(self, frame: Frame) -> list[Span]:
         store, link = frame.store, frame.store.link
         spans = [Span(f"▲ {store.malformed} malformed  ", "warn")] if store.malformed else []
         if link.phase is LinkPhase.LIVE:
@@ -167,11 +167,11 @@ def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
         look = fmt.look_in(fmt.PEER_LOOKS, peer.state if peer else "lost")
         name = peer.name if peer else id_
         state = "gone" if peer is None else f"{peer.state} ×{peer.share}" if peer.share else peer.state
-        way = next((text for text in fmt.ways(*edges[rank]) if len(text) + 4 <= room), "")
+        link_text = next((text for text in fmt.ways(*edges[rank]) if len(text) + 4 <= room), "")
         mark = SLOWEST if rank == slowest else None
         member = [Span(f"{rank:>2} ", "dim"), Span(f"{look.symbol} ", look.role), Span(name, "strong")]
         pace = [Span(f"{fmt.count(peer.tokens_per_s) if peer else fmt.UNKNOWN:>6}")]
-        edge = [Span("→ " if rank + 1 < len(peers) else "↩ ", "dim"), Span(way, mark.role if mark else "")]
+        edge = [Span("→ " if rank + 1 < len(peers) else "↩ ", "dim"), Span(link_text, mark.role if mark else "")]
         edge += [Span(f" {mark.symbol}", mark.role)] if mark else []
         off = [_score_cell(scores.get(id_))] if scores else []
         rows.append([member, [Span(state, look.role)], *off, pace, edge])
@@ -180,7 +180,7 @@ def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
     columns[2:2] = [("off   left out", OFF)] if scores else []
     others = [peer for peer in frame.store.peers_in_order() if peer.id not in job.members and _trains(peer)]
     parts = [(frame.look_of(peer.id), f"{fmt.fit(peer.name, 18)} ({fmt.fit(peer.state, 10)})  ") for peer in others]
-    outside = [fmt.listed("not in the ring: ", parts, width)] if parts else []
+    outside = [fmt.list_items("not in the ring: ", parts, width)] if parts else []
     return [title, *outside, [], *fmt.table(columns, rows, width)]
 
 
@@ -200,7 +200,7 @@ def _trains(peer: PeerInfo) -> bool:
 def what_next(frame: Frame) -> list[list[Span]]:
     store = frame.store
     if frame.unconnected:
-        return not_connected(frame)
+        return explain_connection(frame)
     if not store.peers:
         return advice("no peers yet", "On each machine that should train:", how_to_join(seed_address(frame)))
     workers = sum(map(_trains, store.peers.values()))
@@ -229,7 +229,7 @@ def seed_address(frame: Frame) -> str:
     return cluster.address if cluster and cluster.address else frame.address
 
 
-def not_connected(frame: Frame) -> list[list[Span]]:
+def explain_connection(frame: Frame) -> list[list[Span]]:
     link = frame.store.link
     title = Span(f"no connection to the seed at {frame.address} yet", "strong")
     problem = [[Span(link.problem, "bad")]] if link.problem else []
@@ -276,7 +276,7 @@ class TrainingPanel(Panel, can_focus=True):
         if not drawn or job is None:
             why = Span("The loss is drawn from the first committed step on.", "dim")
             empty = [[Span("no steps yet", "strong")], [], [why]]
-            rows = not_connected(frame) if frame.unconnected else empty
+            rows = explain_connection(frame) if frame.unconnected else empty
             self.query_one("#training-empty", Lines).draw(rows, frame.palette)
             return
         self.query_one(LossPlot).draw(frame)

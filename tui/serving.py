@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 from tui import format as fmt
 from tui.format import UNKNOWN, Look, Row, Span, fit
-from tui.panels import ROOMY, Frame, TextPanel, advice, not_connected, seed_address
+from tui.panels import ROOMY, Frame, TextPanel, advice, explain_connection, seed_address
 from wire.address import how_to_join
 from wire.records import ServingInfo
 
@@ -73,10 +73,10 @@ class Verifier:
 def verifiers_of(serving: Mapping[str, ServingInfo]) -> list[Verifier]:
     """All verifiers: active ones first, then by name."""
     found = [Verifier(info, _drafters(info, serving)) for info in serving.values() if info.role == "verifier"]
-    return sorted(found, key=lambda each: (each.idle, each.info.name, each.info.id))
+    return sorted(found, key=lambda verifier: (verifier.idle, verifier.info.name, verifier.info.id))
 
 
-def unused(serving: Mapping[str, ServingInfo]) -> list[ServingInfo]:
+def unused_drafters(serving: Mapping[str, ServingInfo]) -> list[ServingInfo]:
     used = {peer for info in serving.values() for peer in info.drafters}
     found = [info for info in serving.values() if info.role == "drafter" and info.id not in used]
     return sorted(found, key=lambda info: (info.name, info.id))
@@ -90,7 +90,7 @@ def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[Sh
         known = serving.get(peer)
         name, model, pace = (known.name, known.model, known.stats.get("tokens_per_s")) if known else (peer, "", None)
         found.append(ShownDrafter(peer, name, model, alpha, latency_ms, share, pace))
-    return tuple(sorted(found, key=lambda each: (-(each.share or 0.0), each.name, each.peer)))
+    return tuple(sorted(found, key=lambda drafter: (-(drafter.share or 0.0), drafter.name, drafter.peer)))
 
 
 def draw_verifier(
@@ -121,7 +121,7 @@ def _title(verifier: Verifier, look_of: Callable[[str], Look], width: int) -> Ro
         parts.append("figures of the last texts")
     if info.http:
         parts.append(info.http)
-    return fmt.fitting(row, _dotted(parts, "  ", "dim"), width)
+    return fmt.fitting(row, _join_with_dots(parts, "  ", "dim"), width)
 
 
 def _pace(verifier: Verifier, paces: Sequence[float | None], width: int) -> Row:
@@ -165,22 +165,28 @@ def _drafts(verifier: Verifier, width: int) -> list[Row]:
         if (value := verifier.figure(name)) is not None:
             parts.append(words.format(value))
     label = [Span(f"{'drafts':<{LABEL}}", "dim")]
-    return [fmt.fitting(label, _dotted(parts, "", ""), width)] if parts else []
+    return [fmt.fitting(label, _join_with_dots(parts, "", ""), width)] if parts else []
 
 
-def _dotted(words: Sequence[str], first: str, role: str) -> Row:
+def _join_with_dots(words: Sequence[str], first: str, role: str) -> Row:
     return [Span(f"{' · ' if index else first}{word}", role) for index, word in enumerate(words)]
 
 
 def _drafter_rows(verifier: Verifier, look_of: Callable[[str], Look], width: int) -> list[Row]:
-    names = max([cell_len(each.name) + cell_len(each.model) + 4 for each in verifier.drafters])
+    names = max([cell_len(drafter.name) + cell_len(drafter.model) + 4 for drafter in verifier.drafters])
     columns = [("drafter", min(42, names)), ("right", 12), ("    away", 8), ("its share", 11), (" drafts/s", 9)]
     rows = []
-    for each in verifier.drafters:
-        look = look_of(each.peer)
-        name = [Span(f"{look.symbol} ", look.role), Span(fit(each.name, 18)), Span(f"  {fit(each.model, 20)}", "dim")]
-        away, pace = Span(f"{fmt.millis(each.latency_ms):>8}"), Span(f"{fmt.count(each.pace):>9}", "dim")
-        rows.append([name, _share_bar(each.alpha, 7, "good"), [away], _share_bar(each.share, 6, "accent"), [pace]])
+    for drafter in verifier.drafters:
+        look = look_of(drafter.peer)
+        name = [
+            Span(f"{look.symbol} ", look.role),
+            Span(fit(drafter.name, 18)),
+            Span(f"  {fit(drafter.model, 20)}", "dim"),
+        ]
+        away, pace = Span(f"{fmt.millis(drafter.latency_ms):>8}"), Span(f"{fmt.count(drafter.pace):>9}", "dim")
+        rows.append(
+            [name, _share_bar(drafter.alpha, 7, "good"), [away], _share_bar(drafter.share, 6, "accent"), [pace]]
+        )
     return fmt.table(columns, rows, width)
 
 
@@ -204,7 +210,7 @@ class ServingPanel(TextPanel):
 def serving_rows(frame: Frame, width: int) -> list[Row]:
     store = frame.store
     if frame.unconnected:
-        return not_connected(frame)
+        return explain_connection(frame)
     rows: list[Row] = []
     for verifier in verifiers_of(store.serving):
         paces = store.paces(verifier.info.id, frame.now, max(1, width))
@@ -215,7 +221,7 @@ def serving_rows(frame: Frame, width: int) -> list[Row]:
         text = "A verifier writes with its model; drafters with a small one speed it up:"
         commands = [how_to_join(seed_address(frame), role) for role in ("verifier", "drafter")]
         rows = advice("no verifier has joined yet", text, *commands)
-    left = unused(store.serving)
+    left = unused_drafters(store.serving)
     if left:
         names = ", ".join(f"{fit(info.name, 18)} ({fit(info.model, 20)})" for info in left)
         rows += [[], [Span("drafters that no verifier uses: ", "dim"), Span(names)]]

@@ -224,7 +224,7 @@ class PeersPanel(TablePanel):
         parts += [f"×{peer.share}"] if peer.share else []
         if peer.model:
             serving = frame.store.serving.get(key)
-            parts = [f"{', '.join(peer.roles)} of {peer.model}", *_served(peer, serving), *parts[:2]]
+            parts = [f"{', '.join(peer.roles)} of {peer.model}", *_serving_words(peer, serving), *parts[:2]]
         return [[Span(f"{peer.name}  ", "strong"), Span(" · ".join([*parts, peer.address]), "dim")]]
 
 
@@ -235,7 +235,7 @@ def _gpu(gpu: GpuInfo) -> str:
     return f"GPU {gpu.index} {fmt.percent(gpu.load)}, {memory}{heat}{power}"
 
 
-def _served(peer: PeerInfo, serving: ServingInfo | None) -> list[str]:
+def _serving_words(peer: PeerInfo, serving: ServingInfo | None) -> list[str]:
     parts = [fmt.plural(peer.sessions, "session")]
     if serving is None:
         return parts

@@ -48,7 +48,7 @@ async def serving(
     """Answer HTTP on the listening ``sock`` while the body runs. At the end ``app`` has ``STOP_S`` for its last
     words, and ``sock`` is closed."""
     config = Config(
-        _timed(app),
+        _limit_times(app),
         http=_Connection,
         # Its keepalive detects readers that are gone; it compresses nothing, which would cost memory for each reader.
         ws="websockets-sansio" if websockets else "none",
@@ -151,14 +151,14 @@ class _Connection(H11Protocol):
         self._patience = None if time_s is None else wait(time_s, self.transport.abort)
 
 
-def _timed(app: ASGIApp) -> ASGIApp:
+def _limit_times(app: ASGIApp) -> ASGIApp:
     text = f"{MOST_CONNECTIONS} clients are connected, the limit: try again later"
     busy = Problem(503, text, code="overloaded", headers=CLOSE)
 
-    async def timed(scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer_in_time(scope: Scope, receive: Receive, send: Send) -> None:
         connection: _Connection = scope["state"]["connection"]
 
-        async def sent(message: Message) -> None:
+        async def send_in_time(message: Message) -> None:
             if connection.transport.is_closing():  # the client has left
                 await connection.cut_off()
             try:
@@ -170,9 +170,11 @@ def _timed(app: ASGIApp) -> ASGIApp:
         connection.limit(None)
         cycle = connection.cycle
         try:
-            await (busy.response() if len(connection.connections) >= MOST_CONNECTIONS else app)(scope, receive, sent)
+            await (busy.response() if len(connection.connections) >= MOST_CONNECTIONS else app)(
+                scope, receive, send_in_time
+            )
         finally:
             if connection.cycle is cycle and not connection.transport.is_closing():  # no next request is under way
                 connection.limit(KEEP_ALIVE_S + HEADERS_S)
 
-    return timed
+    return answer_in_time

@@ -16,7 +16,7 @@ from ring.replicas import newest_kept
 from ring.token import is_lineage
 from ring.view import View
 from roles.seed.events import Announcements
-from roles.seed.peers import ConnectedPeer, PeerTable, clipped, did_you_mean
+from roles.seed.peers import ConnectedPeer, PeerTable, clip, did_you_mean
 from roles.seed.store import CheckpointChange, Records, SeedStore
 from wire.job_messages import CheckpointSaved
 from wire.records import CheckpointInfo
@@ -57,7 +57,7 @@ class CheckpointCatalogue:
             id=checkpoint_id(message.job, message.step, peer.id, stage),
             job=message.job,
             step=message.step,
-            path=clipped(message.path, 1024),
+            path=clip(message.path, 1024),
             peer_id=peer.id,
             peer_name=peer.name,
             digest=message.digest[:128],
@@ -124,7 +124,7 @@ class CheckpointCatalogue:
         found = self.known.get(checkpoint_id)
         if found is None:
             hint = did_you_mean(checkpoint_id, self.known)
-            text = f"there is no checkpoint {clipped(checkpoint_id, 120)!r}{hint}"
+            text = f"there is no checkpoint {clip(checkpoint_id, 120)!r}{hint}"
             raise Refused("unknown-checkpoint", text, remedy="see p2ptrain checkpoints list")
         return found
 

@@ -17,7 +17,7 @@ import msgpack
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError
 from p2ptrain.core.world import Clock
-from roles.seed.peers import clipped
+from roles.seed.peers import clip
 from roles.seed.store import Records, SeedStore
 from wire.messages import Update
 from wire.records import EventInfo, MetricRow, RecoveryInfo
@@ -117,7 +117,7 @@ class Announcements:
         """Add an event, which happened ``age_s`` ago."""
         self._last_id += 1
         level, wall = level if level in LEVELS else "info", self._clock.wall() - age_s
-        event = EventInfo(self._last_id, wall, level, clipped(kind, 24), clipped(text), peer, job)
+        event = EventInfo(self._last_id, wall, level, clip(kind, 24), clip(text), peer, job)
         self.recent.append(event)
         self.add(event)
 

@@ -22,7 +22,7 @@ from ring.recovery import Recorder
 from ring.view import View
 from roles.seed.checkpoints import checkpoints_event
 from roles.seed.ledger import JobLedger
-from roles.seed.peers import MAX_WHOLE, ConnectedPeer, PeerTable, clipped, whole
+from roles.seed.peers import MAX_WHOLE, ConnectedPeer, PeerTable, clip, whole
 from roles.seed.store import Records
 from wire.job_messages import StepMetrics, distance_key, excluded_key
 from wire.messages import Message
@@ -108,7 +108,7 @@ class JobRows:
         form_ms = message.values.get("form_ms")
         form_s = form_ms / 1e3 if form_ms is not None and math.isfinite(form_ms) and form_ms >= 0 else None
         ended = self.recoveries.committed(message.generation, message.step, now, form_s)
-        return replace(ended, text=clipped(ended.text), fetched_bytes=whole(ended.fetched_bytes)) if ended else None
+        return replace(ended, text=clip(ended.text), fetched_bytes=whole(ended.fetched_bytes)) if ended else None
 
     def add_step(self, message: StepMetrics, wall: float) -> MetricRow | None:
         """The new row of metrics. None if the step has one: members repeat reports, because the first reporter, or the
@@ -221,9 +221,9 @@ class ViewCensus:
 
     def _is_complete(self, known: View | None) -> bool:
         """A member that reports an older view was lost before the newest view was announced to it."""
-        view, here = self.newest_view(known) or known, self._peers.of_job(self._job)
+        view, connected = self.newest_view(known) or known, self._peers.of_job(self._job)
         return (
             view is not None
-            and {member.peer_id for member in view.members} <= {peer.id for peer in here}
-            and all(peer.hello.generation <= view.generation for peer in here)
+            and {member.peer_id for member in view.members} <= {peer.id for peer in connected}
+            and all(peer.hello.generation <= view.generation for peer in connected)
         )

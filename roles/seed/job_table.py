@@ -10,7 +10,7 @@ from roles.background import started_in
 from roles.seed.checkpoints import checkpoint_id, checkpoints_event
 from roles.seed.job_history import JobHistory, read_history
 from roles.seed.jobs import JobController, JobPorts
-from roles.seed.peers import ConnectedPeer, clipped, did_you_mean
+from roles.seed.peers import ConnectedPeer, clip, did_you_mean
 from roles.seed.store import JobRecord, Records
 from wire.job_messages import Release
 from wire.messages import EventNotice
@@ -74,13 +74,13 @@ class JobTable:
             ids = ", ".join(controller.id for controller in begun[:4])
             raise Refused("ambiguous", f"several jobs begin with {text!r}: {ids}", remedy="give more of the id")
         hint = did_you_mean(text, [*self.controllers, *(controller.record.name for controller in controllers)])
-        raise Refused("unknown-job", f"there is no job {clipped(text, 80)!r}{hint}", remedy="see p2ptrain jobs list")
+        raise Refused("unknown-job", f"there is no job {clip(text, 80)!r}{hint}", remedy="see p2ptrain jobs list")
 
     def trained_by(self, peer: ConnectedPeer, job: str) -> JobController | None:
         """The job, if it is the worker's present or last one. Reports stored without a connection arrive late."""
         return self.controllers.get(job) if job and job in (peer.job, peer.last_job) else None
 
-    def checkpoints_changed(self, job: str) -> None:
+    def post_checkpoints(self, job: str) -> None:
         if job in self.controllers:
             self.controllers[job].post(checkpoints_event(self._ports.checkpoints.of_job(job)))
 
@@ -124,7 +124,7 @@ class JobTable:
     def _notify_idle(self, peer: ConnectedPeer) -> None:
         live = [(item.record.name, item.core.refusal(peer.id)) for item in self.controllers.values() if item.live]
         reasons = (f"job {name} {refusal or 'is being restored'}" for name, refusal in live)
-        text = clipped("idle: " + ("; ".join(reasons) or "`p2ptrain jobs create` starts a job"))
+        text = clip("idle: " + ("; ".join(reasons) or "`p2ptrain jobs create` starts a job"))
         if text != peer.idle_reason:
             peer.idle_reason = text
             peer.send(EventNotice("info", "kept-out", text, ""))

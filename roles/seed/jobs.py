@@ -29,7 +29,7 @@ from roles.seed.checkpoints import CheckpointCatalogue
 from roles.seed.events import Announcements
 from roles.seed.job_history import JobHistory, JobRows, ViewCensus, newest_row, read_history, step_s
 from roles.seed.links import Survey
-from roles.seed.peers import ConnectedPeer, PeerTable, announcement_for, clipped, members_dialled_from, ring_beats
+from roles.seed.peers import ConnectedPeer, PeerTable, announcement_for, clip, members_dialled_from, ring_beats
 from roles.seed.store import JobRecord, Records, SeedStore
 from roles.strategies import least_members, share_rule_of
 from roles.training_shape import training_of
@@ -349,7 +349,7 @@ class JobController:
             if before.get(peer_id) != (why, until):
                 left_s = until - self._ports.clock.now()
                 limit = f" for up to {left_s:.0f} s" if 0 < left_s < math.inf else ""
-                text = clipped(f"waiting{limit}: {why}")
+                text = clip(f"waiting{limit}: {why}")
                 self._send([peer_id], EventNotice("info", "kept-out", text, self.id))
 
     async def _mint(self, view: View, branch: frozenset[str] | None, *, restored: bool) -> None:

@@ -46,21 +46,21 @@ class LinkTable:
         self.changes = 0
         self._at: dict[tuple[str, str], float] = {}  # the oldest first
 
-    def put(self, here: str, found: Mapping[str, LinkQuality], now: float) -> None:
+    def put(self, origin: str, found: Mapping[str, LinkQuality], now: float) -> None:
         known = dict(self.known)
-        for there, quality in found.items():
-            known[here, there] = quality
-            self._at.pop((here, there), None)
-            self._at[here, there] = now
+        for target, quality in found.items():
+            known[origin, target] = quality
+            self._at.pop((origin, target), None)
+            self._at[origin, target] = now
         while len(known) > MAX_PAIRS:
             oldest = next(iter(self._at))
             del self._at[oldest], known[oldest]
         self.known = known
         self.changes += 1
 
-    def to_measure(self, here: str, others: Collection[str], now: float) -> list[str]:
-        """The peers to which ``here`` should measure its link: unknown links first, then the oldest."""
-        measured_at = {other: self._at.get((here, other), -math.inf) for other in others if other != here}
+    def to_measure(self, origin: str, others: Collection[str], now: float) -> list[str]:
+        """The peers to which ``origin`` should measure its link: unknown links first, then the oldest."""
+        measured_at = {other: self._at.get((origin, other), -math.inf) for other in others if other != origin}
         stale = [other for other, at in measured_at.items() if now - at > FRESH_S]
         return sorted(stale, key=lambda other: (measured_at[other], other))
 
@@ -100,10 +100,10 @@ class Survey:
             then()
 
     async def measure_among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
-        here = [peer for peer_id in sorted(peer_ids) if (peer := self._peers.get(peer_id)) is not None]
+        workers = [peer for peer_id in sorted(peer_ids) if (peer := self._peers.get(peer_id)) is not None]
         requests = []
-        for index, peer in enumerate(here):
-            if to_measure := self._peers_to_measure(peer, [other.id for other in here[index + 1 :]]):
+        for index, peer in enumerate(workers):
+            if to_measure := self._peers_to_measure(peer, [other.id for other in workers[index + 1 :]]):
                 requests.append(self._ask(peer, to_measure[:MAX_AT_ONCE], START_S))
         await asyncio.gather(*requests)
         then()

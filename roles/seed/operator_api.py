@@ -23,7 +23,7 @@ from roles.seed.job_table import JobTable
 from roles.seed.jobs import JobController
 from roles.seed.links import Survey
 from roles.seed.overview import Overview
-from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, clipped, did_you_mean, part_infos
+from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, clip, did_you_mean, part_infos
 from roles.seed.store import RECOVERIES_KEPT, Records, SeedStore
 from wire.client import answer_request
 from wire.connection import Connection
@@ -56,7 +56,7 @@ def text_of(params: Params, name: str, limit: int) -> str:
 
 
 def label_of(params: Params, name: str) -> str:
-    label = clipped(text_of(params, name, NAME_CHARS), NAME_CHARS)
+    label = clip(text_of(params, name, NAME_CHARS), NAME_CHARS)
     if not label:
         raise Refused("bad-parameter", f"{name} has no printable characters", remedy=f"give {name}")
     return label
@@ -120,7 +120,7 @@ class OperatorApi:
         method = self._methods.get(request.method)
         if method is None:
             hint = did_you_mean(request.method, self._methods)
-            raise Refused("unknown-method", f"there is no request {clipped(request.method, 80)!r}{hint}")
+            raise Refused("unknown-method", f"there is no request {clip(request.method, 80)!r}{hint}")
         return await method(request.params, connection)
 
 
@@ -233,7 +233,7 @@ class ClusterRequests:
             ids = ", ".join(peer_id for peer_id, _ in named[:4])
             raise Refused("ambiguous", f"{len(named)} peers are called {text!r}: {ids}", remedy="give the id")
         hint = did_you_mean(text, [*infos, *infos.values()])
-        raise Refused("unknown-peer", f"there is no peer {clipped(text, 80)!r}{hint}", remedy="see p2ptrain peers list")
+        raise Refused("unknown-peer", f"there is no peer {clip(text, 80)!r}{hint}", remedy="see p2ptrain peers list")
 
     async def _tickets_revoke(self, params: Params, connection: Connection) -> Result:
         result = await self._enrolment.tickets_revoke(params, connection)

@@ -99,7 +99,7 @@ class ConnectedPeer:
 
     @property
     def group(self) -> str:
-        return clipped(str(self.hello.capabilities.get("group", "")), NAME_CHARS)
+        return clip(str(self.hello.capabilities.get("group", "")), NAME_CHARS)
 
     @property
     def trains(self) -> bool:
@@ -310,11 +310,11 @@ def clean_report(report: Report, steps_total: int) -> Report:
     prepared = is_lineage(report.prepared_lineage) if report.prepared > report.applied else not report.prepared_lineage
     if not (nothing_loaded or is_lineage(report.lineage)) or not prepared:
         raise ProtocolError("a report with an invalid lineage")
-    reason, unsaved = clipped(report.reason, REASON_BYTES), clipped(report.unsaved, REASON_BYTES)
+    reason, unsaved = clip(report.reason, REASON_BYTES), clip(report.unsaved, REASON_BYTES)
     return dataclasses.replace(report, reason=reason, unsaved=unsaved)
 
 
-def clipped(text: str, limit_bytes: int = TEXT_BYTES) -> str:
+def clip(text: str, limit_bytes: int = TEXT_BYTES) -> str:
     line = " ".join("".join(char if char.isprintable() else " " for char in text[: 4 * limit_bytes]).split())
     raw = line.encode(errors="replace")
     return raw.decode() if len(raw) <= limit_bytes else raw[: limit_bytes - 3].decode(errors="ignore") + "…"
@@ -358,8 +358,8 @@ def part_infos_of(peer_id: str, peer_name: str, message: PartsHeld) -> dict[str,
     infos = {}
     for part in message.parts:
         shown = {
-            "name": clipped(part.name, NAME_CHARS) or part.model[:12],
-            "dtype": clipped(part.dtype, 16),
+            "name": clip(part.name, NAME_CHARS) or part.model[:12],
+            "dtype": clip(part.dtype, 16),
             "busy": min(part.busy, 1.0),  # the worker's clock may give a little more than 1
         }
         part_id = f"{peer_id}/{part.part}"
@@ -384,9 +384,9 @@ class Services:
 
     def reported(self, peer: ConnectedPeer, message: Serving) -> None:
         """Store a peer's report. Raises ``ProtocolError`` if the model changed: that requires a new link."""
-        fields = asdict(message) | {"model": clipped(message.model, NAME_CHARS), "http": clipped(message.http, 255)}
+        fields = asdict(message) | {"model": clip(message.model, NAME_CHARS), "http": clip(message.http, 255)}
         info = ServingInfo(
-            id=peer.id, name=clipped(peer.name, NAME_CHARS), role=peer.role, host=peer.host, port=peer.port, **fields
+            id=peer.id, name=clip(peer.name, NAME_CHARS), role=peer.role, host=peer.host, port=peer.port, **fields
         )
         before, peer.serving = peer.serving, info
         if before is not None and any(getattr(before, name) != getattr(info, name) for name in _OF_THE_MODEL):

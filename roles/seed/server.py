@@ -30,7 +30,7 @@ from roles.seed.peers import (
     Services,
     check_step,
     clean_report,
-    clipped,
+    clip,
     part_infos_of,
     send_if_open,
     send_last_word,
@@ -91,7 +91,7 @@ class Seed:
         self.peers = PeerTable()
         self.survey = Survey(clock, self.peers.connected)
         self.checkpoints = CheckpointCatalogue(
-            store, clock, self.peers, self.announcements, lambda job: self.jobs.checkpoints_changed(job)
+            store, clock, self.peers, self.announcements, lambda job: self.jobs.post_checkpoints(job)
         )
         ports = JobPorts(
             clock,
@@ -237,7 +237,7 @@ class Seed:
         while True:
             received = await peer.receive()
             if isinstance(received.message, Leave):
-                return co.PeerLost(peer.id, clipped(received.message.reason), left=True)
+                return co.PeerLost(peer.id, clip(received.message.reason), left=True)
             await self._handle(peer, received.message)
 
     async def _handle(self, peer: ConnectedPeer, message: Message) -> None:
@@ -259,7 +259,7 @@ class Seed:
                 is_last = controller is not None and controller.is_last_holder(peer)
                 peer.send(Response(message.id, {"last": is_last}))
             case Request() if message.method not in ASKED_BY.get(peer.role, {RENEW}):
-                text = f"a {peer.role} may not ask for {clipped(message.method, 80)!r}"
+                text = f"a {peer.role} may not ask for {clip(message.method, 80)!r}"
                 peer.send(Response(message.id, {}, "unknown-method", text))
             case Request():
                 peer.send(await self.operator_api.answer(message, peer.connection))

@@ -126,7 +126,7 @@ class Records:
     """The blocking store. All methods run on the thread that created it, and raise ``StorageError``."""
 
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
-        with _translated(path):
+        with _translate_errors(path):
             self._db = (disk or RealDisk()).connect(path)
             for pragma in ("journal_mode=WAL", "synchronous=FULL", "journal_size_limit=4194304", "cache_size=-2048"):
                 self._db.execute(f"PRAGMA {pragma}").fetchall()
@@ -138,12 +138,12 @@ class Records:
         self._path = path
 
     def close(self) -> None:
-        with _translated(self._path):
+        with _translate_errors(self._path):
             self._db.close()
 
     def image(self, change: Callable[[sqlite3.Connection], object]) -> bytes:
         """The bytes of the database's file, after ``change`` of a copy."""
-        with _translated(self._path), closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
+        with _translate_errors(self._path), closing(sqlite3.connect(":memory:", isolation_level=None)) as copy:
             self._db.backup(copy)
             change(copy)
             return file_of(copy)
@@ -249,11 +249,11 @@ class Records:
         return self._select(CheckpointInfo, "checkpoints WHERE ?1 IN ('', job) ORDER BY created_at, id", job)
 
     def ledger_head(self, job: str) -> LedgerHead | None:
-        with _translated(self._path):
+        with _translate_errors(self._path):
             return ledger.head(self._db, job)
 
     def ledger_rows(self, job: str, after_step: int, limit: int) -> list[LedgerRow]:
-        with _translated(self._path):
+        with _translate_errors(self._path):
             return ledger.rows(self._db, job, after_step, limit)
 
     def recoveries(self, job: str, limit: int) -> list[RecoveryInfo]:
@@ -294,12 +294,12 @@ class Records:
         return rows[0][0] if rows else None
 
     def _rows(self, sql: str, *values: object) -> list[Any]:
-        with _translated(self._path):
+        with _translate_errors(self._path):
             return self._db.execute(sql, values).fetchall()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _translated(self._path):
+        with _translate_errors(self._path):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -394,7 +394,7 @@ class SeedStore:
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def _translate_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OverflowError, UnicodeError) as error:  # the last two: a value that SQLite cannot store

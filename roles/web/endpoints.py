@@ -133,8 +133,8 @@ _ABOUT = (
 
 def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of these endpoints."""
-    kinds: dict[Any, Any] = {each.answer: "serialization" for each in endpoints}
-    kinds |= {each.body: "validation" for each in endpoints if each.body is not None}
+    kinds: dict[Any, Any] = {endpoint.answer: "serialization" for endpoint in endpoints}
+    kinds |= {endpoint.body: "validation" for endpoint in endpoints if endpoint.body is not None}
     adapters = [(kind, mode, TypeAdapter(kind)) for kind, mode in kinds.items()]
     refs, schemas = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
     paths = dict[str, Any]()

@@ -82,21 +82,23 @@ def exposition(
 def _page(
     cluster: ClusterInfo, jobs: Sequence[JobInfo], peers: Sequence[PeerInfo], serving: Sequence[ServingInfo]
 ) -> Iterator[Metric]:
-    yield _labelled("p2ptrain_seed_info", "The seed.", [{"cluster": cluster.cluster_id, "version": cluster.version}])
+    yield _make_info_family(
+        "p2ptrain_seed_info", "The seed.", [{"cluster": cluster.cluster_id, "version": cluster.version}]
+    )
     yield GaugeMetricFamily("p2ptrain_seed_start_time_seconds", "When the seed started.", value=cluster.started_at)
     yield GaugeMetricFamily("p2ptrain_seed_peers", "Connected peers.", value=cluster.peers)
     yield GaugeMetricFamily("p2ptrain_seed_jobs", "Jobs, with those that have ended.", value=cluster.jobs)
     labels = [{"job": job.id, "name": job.name, "profile": job.profile, "strategy": job.strategy} for job in jobs]
-    yield _labelled("p2ptrain_job_info", "A job.", labels)
+    yield _make_info_family("p2ptrain_job_info", "A job.", labels)
     labels = [{"job": job.id, "name": job.name, "state": job.state} for job in jobs]
-    yield _labelled("p2ptrain_job_state", "State of a job.", labels)
+    yield _make_info_family("p2ptrain_job_state", "State of a job.", labels)
     yield from _families("job", JOBS, jobs)
     labels = [
         {"peer": peer.id, "name": peer.name, "role": ",".join(peer.roles), "device": peer.device} for peer in peers
     ]
-    yield _labelled("p2ptrain_peer_info", "A peer.", labels)
+    yield _make_info_family("p2ptrain_peer_info", "A peer.", labels)
     labels = [{"peer": peer.id, "name": peer.name, "state": peer.state} for peer in peers]
-    yield _labelled("p2ptrain_peer_state", "State of a peer.", labels)
+    yield _make_info_family("p2ptrain_peer_state", "State of a peer.", labels)
     yield from _families("peer", PEERS, peers)
     yield from _families("serving", SERVING, serving)
 
@@ -112,7 +114,7 @@ def _families(kind: str, table: dict[str, tuple[str, Value[R]]], records: Sequen
         yield family
 
 
-def _labelled(name: str, text: str, labels: Sequence[dict[str, str]]) -> Metric:
+def _make_info_family(name: str, text: str, labels: Sequence[dict[str, str]]) -> Metric:
     """A gauge of constant value 1, whose labels say something."""
     family = GaugeMetricFamily(name, text, labels=list(labels[0]) if labels else [])
     for values in labels:

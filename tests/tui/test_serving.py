@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from tests.tui.demo_serving import drafters, verifier
 from tui.format import Look, Row
-from tui.serving import MOST_PLACES, Verifier, draw_verifier, unused, verifiers_of
+from tui.serving import MOST_PLACES, Verifier, draw_verifier, unused_drafters, verifiers_of
 from wire.records import ServingInfo
 
 
@@ -45,7 +45,7 @@ def test_those_that_write_come_first_and_drafters_without_a_verifier_are_named()
     busy, idle = dataclasses.replace(verifier(1), id="b", name="z"), verifier(1, idle=True)
     serving = by_id(idle, busy, *drafters(1), dataclasses.replace(drafters(1)[0], id="lost", name="lost"))
     assert [each.info.id for each in verifiers_of(serving)] == ["b", "verifier"]
-    assert [info.id for info in unused(serving)] == ["lost"]
+    assert [info.id for info in unused_drafters(serving)] == ["lost"]
 
 
 FIGURES = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 1.5, 1e6, 1e15])
