@@ -55,7 +55,7 @@ lint: $(VENV)/.installed-dev ## check style, types and who imports whom
 format: $(VENV)/.installed-dev ## format the code, and write the example profile and the protocol reference anew
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/python -m configs.example > configs/profiles/example.toml.new
+	$(BIN)/python -m configs.schema > configs/profiles/example.toml.new
 	mv configs/profiles/example.toml.new configs/profiles/example.toml
 	$(BIN)/python -m wire.protocol > docs/protocol.md.new
 	mv docs/protocol.md.new docs/protocol.md

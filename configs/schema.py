@@ -1,10 +1,13 @@
-"""The typed schema of a profile. ``profiles/example.toml`` and ``p2ptrain profiles show`` are generated from it.
+"""The typed schema of a profile. ``p2ptrain profiles show`` and ``profiles/example.toml`` are generated from it; the
+latter by ``python -m configs.schema``.
 
 A profile defines a job but not where it runs. Every member of a job gets the same profile, as JSON.
 """
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections.abc import Iterator
 from datetime import date
 from itertools import pairwise
@@ -768,3 +771,31 @@ def tables() -> Iterator[tuple[str, type[Table]]]:
         assert isinstance(field.annotation, type)
         assert issubclass(field.annotation, Table)
         yield name, field.annotation
+
+
+_EXAMPLE_HEAD = """\
+# Every setting with its default: copy what you change into a file of your own
+#
+#   p2ptrain up --profile ./my.toml
+#
+# A file may extend a shipped profile (base = "tiny", above the first table). Every file is overridden by the
+# environment (P2PTRAIN__OPTIMIZER__LR=1e-3) and the command line (--set optimizer.lr=1e-3).
+# Made from configs/schema.py by `python -m configs.schema`."""
+
+
+def render_example() -> str:
+    """``profiles/example.toml``: every setting with its default and its text."""
+    lines = [_EXAMPLE_HEAD]
+    for table, model in tables():
+        lines += ["", *_comment(model.__doc__), f"[{table}]"]
+        for name, field in model.model_fields.items():
+            lines += [*_comment(field.description), f"{name} = {json.dumps(field.default)}"]  # as TOML writes scalars
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str | None) -> list[str]:
+    return textwrap.wrap(" ".join((text or "").split()), 110, initial_indent="# ", subsequent_indent="# ")
+
+
+if __name__ == "__main__":
+    print(render_example(), end="")

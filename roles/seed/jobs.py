@@ -366,7 +366,9 @@ class JobController:
         connected = ports.peers.connected
         peers = [connected[member.peer_id] for member in view.members if member.peer_id in connected]
         edges = [self.edge_from(view, rank) for rank in range(view.size)]
-        heartbeat_s, death_s = ring_beats(peers, [edge.latency_s if edge else None for edge in edges])
+        heartbeat_s, death_s = ring_beats(
+            [peer.detector for peer in peers], [edge.latency_s if edge else None for edge in edges]
+        )
         # Neighbours must agree on the beats.
         view = replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
         for peer in peers:

@@ -254,7 +254,7 @@ class PeerTable:
         self.lost[peer.id] = peer
 
 
-def ring_beats(peers: Sequence[ConnectedPeer], latencies_s: Sequence[float | None]) -> tuple[float, float]:
+def ring_beats(detectors: Sequence[FailureDetector], latencies_s: Sequence[float | None]) -> tuple[float, float]:
     """(heartbeat_s, death_s) between the neighbours of a ring: those of the member that is farthest from the seed.
 
     The seed timed a single handshake with each member, perhaps while the member imported torch. If the members have
@@ -262,10 +262,10 @@ def ring_beats(peers: Sequence[ConnectedPeer], latencies_s: Sequence[float | Non
 
     ``latencies_s``: one way, from each member to its right neighbour.
     """
-    farthest = max(peers, key=lambda peer: peer.detector.death_s, default=None)
+    farthest = max(detectors, key=lambda detector: detector.death_s, default=None)
     if farthest is None:
         return 0.0, 0.0
-    usual = (farthest.detector.heartbeat_s, farthest.detector.death_s)
+    usual = (farthest.heartbeat_s, farthest.death_s)
     known = [latency_s for latency_s in latencies_s if latency_s is not None]
     if not known or len(known) < len(latencies_s):
         return usual

@@ -8,9 +8,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from configs import example
 from configs.loader import PROFILES_DIR, describe, load, shipped
-from configs.schema import SPEC_LIMIT_BYTES, Link, LinkPresetName, Profile, fields
+from configs.schema import SPEC_LIMIT_BYTES, Link, LinkPresetName, Profile, fields, render_example
 from p2ptrain.core.errors import ProtocolError
 
 
@@ -24,7 +23,7 @@ def test_defaults_are_valid_and_every_field_is_documented() -> None:
 
 def test_example_is_up_to_date() -> None:
     written = (PROFILES_DIR / "example.toml").read_text(encoding="utf-8")
-    assert written == example.render(), "run: python -m configs.example > configs/profiles/example.toml"
+    assert written == render_example(), "run: python -m configs.schema > configs/profiles/example.toml"
 
 
 def test_example_holds_every_default() -> None:

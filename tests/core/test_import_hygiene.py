@@ -60,7 +60,7 @@ def loaded_by(code: str) -> set[str]:
         ("command('jobs', 'create', '--help'); command('profiles', 'show', 'tiny')", HEAVY | SCREEN),
         ("command('parts', '--help'); import tui.chains", HEAVY | SCREEN),
         ("import p2ptrain.core.checkpoints, p2ptrain.core.world", LIGHT - {"asyncio"}),
-        ("import configs.loader, configs.example", HEAVY | SCREEN | {"numpy", "rich", "asyncio"}),
+        ("import configs.loader", HEAVY | SCREEN | {"numpy", "rich", "asyncio"}),
         ("command('bench', '--help')", HEAVY | SCREEN | {"numpy", "rich", "wire", "uvloop"}),
         (
             "import ring.collectives, ring.coordinator, ring.session, wire.client, wire.transport, wire.emulate",

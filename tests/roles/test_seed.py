@@ -21,11 +21,12 @@ from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
 from ring.coordination import JobWorker
+from ring.detector import FailureDetector, beat_defaults
 from ring.replicas import records
 from ring.view import View
 from roles.seed import events
 from roles.seed.admission import refuse_unreached
-from roles.seed.peers import announcement_for
+from roles.seed.peers import announcement_for, ring_beats
 from roles.seed.run import run_seed
 from roles.seed.store import Records
 from roles.seed_link import may_pass
@@ -734,6 +735,26 @@ async def test_the_diary_is_paged_and_cleaned(bench: Bench) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- addresses
+
+
+NEAR, FAR = beat_defaults(0.1), beat_defaults(80.0)
+
+
+@pytest.mark.parametrize(
+    ("rtts_ms", "latencies_s", "expected"),
+    [
+        ([], [], (0.0, 0.0)),
+        ([0.1, 80.0], [1e-4, None], FAR),  # half measured
+        ([0.1, 80.0], [1e-4, 1e-4], NEAR),  # slow only to join
+        ([0.1, 0.1], [0.04, 1e-4], NEAR),  # never more than before
+    ],
+)
+def test_a_ring_beats_as_its_own_links_allow(
+    rtts_ms: list[float], latencies_s: list[float | None], expected: tuple[float, float]
+) -> None:
+    beats = [beat_defaults(rtt_ms) for rtt_ms in rtts_ms]
+    detectors = [FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s) for heartbeat_s, death_s in beats]
+    assert ring_beats(detectors, latencies_s) == expected
 
 
 def test_a_loopback_address_is_told_on_the_seeds_machine_only() -> None:
