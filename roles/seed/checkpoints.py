@@ -1,4 +1,8 @@
-"""The catalogue of checkpoints on the workers' disks, and the check whether a job can go back to one."""
+"""The catalogue of checkpoints on the workers' disks, and the check whether a job can go back to one.
+
+Workers report what they have saved. The seed has records only, so the holders read and compare every byte of a
+checkpoint before a job goes back to it.
+"""
 
 from __future__ import annotations
 

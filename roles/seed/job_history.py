@@ -49,18 +49,27 @@ class JobHistory:
     head: LedgerHead | None = None
     begins: Sequence[tuple[int, int, str]] = ()  # generation, step and lineage of each known view
     recoveries: int = 0
-    step_ms: tuple[float, int] = (0.0, 0)  # as Records.mean_step_ms
+    mean_step_ms: float = 0.0
+    timed_steps: int = 0
     reread: bool = False
 
 
 def read_history(records: Records, job: str) -> JobHistory:
     """Runs on the store's thread."""
     row, val_loss = newest_row(records, job)
-    view, saved = records.last_view(job), checkpoints_event(records.checkpoints(job))
-    newest = records.recoveries(job, 1)
-    number = newest[-1].number if newest else 0
-    head, begins, step_ms = records.ledger_head(job), records.begins(job), records.mean_step_ms(job)
-    return JobHistory(view, row, val_loss, saved, head, begins, number, step_ms, reread=True)
+    mean_step_ms, timed_steps = records.mean_step_ms(job)
+    return JobHistory(
+        view=records.last_view(job),
+        row=row,
+        val_loss=val_loss,
+        saved=checkpoints_event(records.checkpoints(job)),
+        head=records.ledger_head(job),
+        begins=records.begins(job),
+        recoveries=max((newest.number for newest in records.recoveries(job, 1)), default=0),
+        mean_step_ms=mean_step_ms,
+        timed_steps=timed_steps,
+        reread=True,
+    )
 
 
 def newest_row(records: Records, job: str) -> tuple[MetricRow | None, float | None]:
@@ -89,7 +98,7 @@ class JobRows:
         self.scores: dict[str, MemberScore] = {}
         # The steps up to ``_complete_to``, and those in ``_beyond``, have their rows of metrics.
         self._complete_to, self._beyond = history.row.step if history.row else 0, set[int]()
-        self._mean_ms, self._timed_steps = history.step_ms
+        self._mean_ms, self._timed_steps = history.mean_step_ms, history.timed_steps
 
     def view_began(self, view: View) -> int:
         """Take back the steps after the view's. Returns the step up to which all rows are recorded."""

@@ -1,4 +1,7 @@
-"""The operators' requests that change jobs and checkpoints, and the plan of a split job before it is made."""
+"""The operators' requests that change jobs and checkpoints, and the plan of a split job before it is made.
+
+Each checks its parameters and the state of the job, and posts an event to the job's controller.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""All jobs of a seed: made, found, forgotten, and given free workers."""
+"""All jobs of a seed: made, found, forgotten, and given free workers.
+
+A free worker goes to the oldest job that wants it. If a job still lacks workers, a paused job yields its own as soon as
+its state is in a checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What people see of a cluster: a record for each peer, job, checkpoint, part and serving peer, and their changes."""
+"""What people see of a cluster: a record for each peer, job, checkpoint, part and serving peer, and their changes.
+
+Nothing is stored here. A record is made when somebody asks for it. Ages are announced once a second.
+"""
 
 from __future__ import annotations
 

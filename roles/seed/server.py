@@ -1,4 +1,8 @@
-"""The seed's shell: it serves admitted peers, gives their messages to those who handle them, and detects losses."""
+"""The seed's shell: it serves admitted peers, gives their messages to those who handle them, and detects losses.
+
+A message of a worker is for its job's controller, for the catalogue of checkpoints or for the records; requests of
+peers are answered as those of operators. A peer is lost if its connection ends, or if it is silent for too long.
+"""
 
 from __future__ import annotations
 
