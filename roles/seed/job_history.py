@@ -39,7 +39,7 @@ DISTANCES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class JobHistory:
+class StoredHistory:
     """What the store knows of a job apart from its record. ``reread``: the job is older than this run of the seed."""
 
     view: View | None = None
@@ -54,11 +54,11 @@ class JobHistory:
     reread: bool = False
 
 
-def read_history(records: Records, job: str) -> JobHistory:
+def read_history(records: Records, job: str) -> StoredHistory:
     """Runs on the store's thread."""
     row, val_loss = newest_row(records, job)
     mean_step_ms, timed_steps = records.mean_step_ms(job)
-    return JobHistory(
+    return StoredHistory(
         view=records.last_view(job),
         row=row,
         val_loss=val_loss,
@@ -90,7 +90,7 @@ class JobRows:
         scores: of the members of the present view, if a robust rule combines their gradients.
     """
 
-    def __init__(self, job: str, history: JobHistory) -> None:
+    def __init__(self, job: str, history: StoredHistory) -> None:
         self.job = job
         self.ledger = JobLedger(job, history.head, history.begins)
         self.recoveries = Recorder(job, number=history.recoveries, view=history.view)

@@ -12,7 +12,7 @@ from p2ptrain.core.errors import Refused
 from ring import coordination as co
 from roles.background import started_in
 from roles.seed.checkpoints import checkpoint_id, checkpoints_event
-from roles.seed.job_history import JobHistory, read_history
+from roles.seed.job_history import StoredHistory, read_history
 from roles.seed.jobs import JobController, JobPorts
 from roles.seed.peers import ConnectedPeer, clip, did_you_mean
 from roles.seed.store import JobRecord, Records
@@ -43,7 +43,7 @@ class JobTable:
     async def create(self, record: JobRecord, spec: str) -> None:
         """Add a job. It starts when enough workers are ready. Raises ``StorageError``."""
         await self._ports.store.call(Records.add_job, record, spec)
-        controller = self.controllers[record.id] = JobController(self._ports, record, spec, JobHistory())
+        controller = self.controllers[record.id] = JobController(self._ports, record, spec, StoredHistory())
         assert self._tasks is not None
         started_in(self._tasks, controller.run(), f"job {controller.id}")
         self._ports.request_backup()

@@ -27,7 +27,7 @@ from ring.planning.ring_plan import RingOptions
 from ring.view import View
 from roles.seed.checkpoints import CheckpointCatalogue
 from roles.seed.events import Announcements
-from roles.seed.job_history import JobHistory, JobRows, ViewCensus, newest_row, read_history, step_s
+from roles.seed.job_history import JobRows, StoredHistory, ViewCensus, newest_row, read_history, step_s
 from roles.seed.links import Survey
 from roles.seed.peers import ConnectedPeer, PeerTable, announcement_for, clip, members_dialled_from, ring_beats
 from roles.seed.store import JobRecord, Records, SeedStore
@@ -89,7 +89,7 @@ class JobController:
     """One job. ``rows``: what is recorded of its steps. ``census``: which view its members are in after a restore of
     the seed."""
 
-    def __init__(self, ports: JobPorts, record: JobRecord, spec: str, history: JobHistory) -> None:
+    def __init__(self, ports: JobPorts, record: JobRecord, spec: str, history: StoredHistory) -> None:
         self.record = record
         self.spec = spec
         self._ports = ports
@@ -103,7 +103,7 @@ class JobController:
                 self.post(co.Signal.PAUSE)
         self._begin(history)
 
-    def _begin(self, history: JobHistory) -> None:
+    def _begin(self, history: StoredHistory) -> None:
         record, view, minted_below = self.record, history.view, self._ports.minted_below
         self.profile = profile_of(self.spec)
         if view is not None and view.stages != self.stages:  # its members held other parts

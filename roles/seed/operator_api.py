@@ -16,6 +16,7 @@ from typing import Any
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
 from p2ptrain.core.world import Clock
 from ring.planning.measurements import known_link
+from roles.background import Background
 from roles.seed import events
 from roles.seed.admission import EnrolmentPolicy
 from roles.seed.events import first_that_fit, newest_that_fit
@@ -79,8 +80,7 @@ class OperatorApi:
 
     async def serve(self, connection: Connection) -> None:
         """Serve one operator until it disconnects. Answers come in order, except those that wait for a worker."""
-        watching: asyncio.Task[None] | None = None
-        slow: asyncio.Task[None] | None = None
+        background, watching, slow = Background(), None, None
         try:
             while True:
                 try:
@@ -94,18 +94,15 @@ class OperatorApi:
                     raise ProtocolError(f"unexpected message {type(request).__name__} from an operator")
                 if request.method == "subscribe":
                     connection.send(Response(request.id))
-                    watching = watching or asyncio.create_task(self._watch(connection), name="watch")
+                    watching = watching or background.start(self._watch(connection), "watch")
                 elif request.method in _SLOW:  # answers to other requests show the operator that the seed is alive
                     if slow is not None:
                         await slow
-                    slow = asyncio.create_task(self._answer_later(request, connection), name=request.method)
+                    slow = background.start(self._answer_later(request, connection), request.method)
                 else:
                     connection.send(await self.answer(request, connection))
         finally:
-            if tasks := [task for task in (watching, slow) if task is not None]:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
+            await background.stop()
 
     async def _answer_later(self, request: Request, connection: Connection) -> None:
         response = await self.answer(request, connection)

@@ -19,7 +19,7 @@ import dataclasses
 import json
 import sqlite3
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -233,13 +233,14 @@ async def run_seed(
         UserError: the address or the directory is in use.
         StorageError: the database cannot be read or written, or was removed.
     """
-    store = await SeedStore.open(world.disk, state_dir, world.threads, world.probe)
-    try:
+    async with AsyncExitStack() as stack:
+        store = await SeedStore.open(world.disk, state_dir, world.threads, world.probe)
+        stack.push_async_callback(store.close)
         cluster_id = await store.call(Records.fact, "cluster-id", world.new_id)  # made once
         term = int(await store.call(Records.known_fact, TERM_FACT) or 0)
         identity = SeedIdentity(cluster_id, name[:NAME_CHARS], term)
         authority: Authority | None = None
-        tasks: list[Callable[[], Coroutine[None, None, None]]] = []
+        tasks: list[Callable[[], Coroutine[None, None, None]]] = [partial(_watch_directory, world.disk, state_dir)]
         if ticket_host:
             directory, clock = state_dir / "authority", world.clock
             open_authority = partial(Authority.open, name=name, now=clock.wall(), entropy=world.entropy)
@@ -266,40 +267,32 @@ async def run_seed(
         )
         await seed.load()
         on_seed(seed)
-        note = seed.announcements.note
-        trackers: Trackers | None = None
+        note, last_writes = seed.announcements.note, list[Callable[[], Awaitable[None]]]()
         if tracker_environ is not None:
             ports = TrackerPorts(world, store, seed.jobs, seed.overview, note, state_dir / "track", environ)
             trackers = Trackers(ports)
             tasks.append(trackers.run)
-        backup: Backup | None = None
+            last_writes.append(trackers.close)
         if backup_dir is not None:
             report_failure = partial(note, "error", "backup")
             backup = Backup(world, store, authority, backup_dir, report_failure, backup_requested)
+            stack.callback(backup.close)
             await backup.write()  # fails at once if no backup can be written
             tasks.append(backup.run)
+            last_writes.append(backup.write)
         # before the port is open, where a `join` may wait for it
         ticket = await seed.gate.open_at((host, port)) if port else None
         refusals = Refusals(partial(note, "warning", "refused"), alarm=partial(seed.alarm, "resources"))
         decide = seed.acceptor.decide
         server = await serve(world.network, host, port, decide=decide, serve=seed.serve, on_problem=refusals)
-        try:
-            if not port:
-                ticket = await seed.gate.open_at(server.address)
-            if ticket is not None:
-                on_ticket(ticket)
-            tasks.append(partial(_watch_directory, world.disk, state_dir))
-            await _run_until(stop, seed, tasks, server.address, on_ready)
-            if trackers is not None:
-                await trackers.close()
-            if backup is not None:
-                await backup.write()
-        finally:
-            await server.close()
-            if backup is not None:
-                backup.close()
-    finally:
-        await store.close()
+        stack.push_async_callback(server.close)
+        if not port:
+            ticket = await seed.gate.open_at(server.address)
+        if ticket is not None:
+            on_ticket(ticket)
+        await _run_until(stop, seed, tasks, server.address, on_ready)
+        for write_rest in last_writes:
+            await write_rest()
 
 
 async def _run_until(
