@@ -116,7 +116,7 @@ class RingOperations:
         leave: Done = lambda: None,
     ) -> None:
         self.session, self.patience_s = session, math.inf
-        self._loop, self._direct, self._leave = loop, direct, leave
+        self._loop, self._direct, self.close = loop, direct, leave
 
     def all_reduce(self, array: Array, dtype: str, reduction: str, timeout_s: float, done: Done) -> Future[int]:
         stored, how, finish = self._reduced(array, dtype, reduction, done)
@@ -156,9 +156,6 @@ class RingOperations:
             return asyncio.gather(asyncio.sleep(0, -1), *begun)
 
         return self._begin(begin, done)
-
-    def close(self) -> None:
-        self._leave()
 
     def _reduced(
         self, array: Array, dtype: str, reduction: str, done: Done

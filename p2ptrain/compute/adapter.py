@@ -101,7 +101,7 @@ class MergedTable(TensorTable):
         if rank < 1 or len(shape) != 2 or (up.shape, down.shape) != ((shape[0], rank), (rank, shape[1])):
             text = f"has factors of shapes {up.shape} and {down.shape} for {module}, of shape {shape}"
             raise _unfit(where, text)
-        if any(each.dtype not in FILE_DTYPES for each in (down, up, weight)):
+        if any(entry.dtype not in FILE_DTYPES for entry in (down, up, weight)):
             raise _unfit(where, f"or its base has {module} in another type than {', '.join(FILE_DTYPES)}")
         return name, _Adapted(module, factors["A"], factors["B"], self._adapter.scale(rank), is_transposed)
 

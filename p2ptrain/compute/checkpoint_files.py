@@ -86,7 +86,7 @@ class CheckpointNames(NamedTuple):
         kind = ADAPTER if recipe.tuning.adapters and not merged else "model"
         if isinstance(built.flat, ShardedModel):
             index, count = built.flat.shard.index, built.flat.shard.count
-            rows, moments = (shard_name(f"{ROWS}{each}", index, count) for each in (kind, "optimizer"))
+            rows, moments = (shard_name(f"{ROWS}{files}", index, count) for files in (kind, "optimizer"))
             return cls(rows, moments, "training.json")
         if built.stage is None:
             return cls(f"{kind}.safetensors", "optimizer.safetensors", "training.json")
@@ -115,12 +115,12 @@ class CheckpointPlanner:
     def __init__(self, recipe: ModelRecipe, built: BuiltPart, corpus: str, merged: Mapping[str, Segment]) -> None:
         self._recipe, self._flat, self._stage, self._corpus = recipe, built.flat, built.stage, corpus
         self._names = CheckpointNames.of(recipe, built, merged=bool(merged))
-        self._merged = {name: _range(it.offset, it.numel, blob=MERGED) for name, it in merged.items()}
+        self._merged = {name: _range(segment.offset, segment.numel, blob=MERGED) for name, segment in merged.items()}
         self._copied = copied_segment(built)
         base = recipe.spec.model.path
         stored = TensorTable(base).entries if base is not None else {}
         self._dtypes = {name: entry.dtype for name, entry in stored.items()}
-        self._usual_dtype = max(stored.values(), key=lambda it: it.size_bytes).dtype if stored else "F32"
+        self._usual_dtype = max(stored.values(), key=lambda entry: entry.size_bytes).dtype if stored else "F32"
         self._fixed: list[FilePlan] = []
 
     @property
@@ -134,14 +134,8 @@ class CheckpointPlanner:
         return self._has_model and not _HALVES.keys().isdisjoint(self._dtypes.values())
 
     def files_of(self, step: int, moments: Mapping[str, int]) -> list[FilePlan]:
-        """The files of a checkpoint after ``step`` applied steps.
-
-        Args:
-            moments: the state's other arrays: name → number of elements.
-
-        Raises:
-            StorageError: there is no room for temporary files (some KB, but MB for a tokenizer).
-        """
+        """The files of a checkpoint after ``step`` applied steps. ``moments``: the state's other arrays: name → number
+        of elements. Raises ``StorageError``: there is no room for temporary files (some KB, but MB for a tokenizer)."""
         if not self._fixed:
             self._fixed = self._plans(moments)
         if isinstance(self._flat, ShardedModel) and self._flat.shard.index:
@@ -164,18 +158,19 @@ class CheckpointPlanner:
         ]
         if isinstance(flat, ShardedModel):  # by tensor, so that those of all shards can be joined
             optimizer = [
-                (f"{name}/{it.name}", "F32", it.shape, [_range(it.offset, it.numel, blob=name)])
+                (f"{name}/{segment.name}", "F32", segment.shape, [_range(segment.offset, segment.numel, blob=name)])
                 for name in arrays
-                for it in flat.segments
+                for segment in flat.segments
             ]
         if self._copied is not None:
             optimizer.append((_TIED, "F32", self._copied.shape, [_range(self._copied.offset, self._copied.numel)]))
-        frozen = {name: it for name, it in flat.model.named_parameters() if not it.requires_grad}
+        parameters = flat.model.named_parameters()
+        frozen = {name: parameter for name, parameter in parameters if not parameter.requires_grad}
         if adapters and not self._merged:
             config = FilePlan(ADAPTER_CONFIG, (self._recipe.tuning.config_file(),))
             small = [config, *self._small_files()] if part is None or part.part.first else []
             names, buffers = adapters, []
-            frozen = {name: it for name, it in frozen.items() if name in adapters}
+            frozen = {name: weight for name, weight in frozen.items() if name in adapters}
         elif part is None:
             small = self._small_files() if is_first else []
             names = {name: name.replace(".base_layer.", ".") for name, _ in flat.model.named_parameters()}
@@ -193,9 +188,11 @@ class CheckpointPlanner:
         ]
         weights += [
             self._weight(
-                names[name], tuple(it.shape), self._merged.get(name) or BlobRange(partial(bytes_of, it), 0, it.nbytes)
+                names[name],
+                tuple(weight.shape),
+                self._merged.get(name) or BlobRange(partial(bytes_of, weight), 0, weight.nbytes),
             )
-            for name, it in frozen.items()
+            for name, weight in frozen.items()
         ]
         return [
             *small,
@@ -306,7 +303,7 @@ class CheckpointReader:
         errors."""
         if self._stage is None:
             whole = load_model(directory)
-            return {name: it for name, it in whole.named_parameters() if name in self._flat.shapes}
+            return {name: weight for name, weight in whole.named_parameters() if name in self._flat.shapes}
         found: dict[str, Tensor] = {}
         with safe_open(directory / self._names.weights, "pt") as file:
             for segment in self._flat.segments:

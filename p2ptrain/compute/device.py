@@ -144,12 +144,8 @@ SMALLER = "lower batch.micro_batch_sequences and raise batch.micro_batches, or c
 
 
 def check_memory(need_bytes: int, device: ComputeDevice, what: str, remedy: str) -> None:
-    """Raise ``ResourceError``, which names both numbers, if ``need_bytes`` exceed the free memory.
-
-    Args:
-        what: description of the load, such as ``"training 124 M parameters"``.
-        remedy: the settings that make it smaller.
-    """
+    """Raise ``ResourceError``, which names both numbers, if ``need_bytes`` exceed the free memory. ``what``:
+    description of the load, such as ``"training 124 M parameters"``; ``remedy``: the settings that make it smaller."""
     available = available_bytes(device)
     if need_bytes > available:
         raise ResourceError(

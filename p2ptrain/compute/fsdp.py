@@ -78,11 +78,8 @@ def shard_rows(rows: int, index: int, count: int) -> range:
 
 
 def mesh_of(group: dist.ProcessGroup, device: str) -> DeviceMesh:
-    """A mesh of one dimension over a group that ``init_process_group`` did not make.
-
-    Args:
-        device: type of the computing device, such as ``cuda``.
-    """
+    """A mesh of one dimension over a group that ``init_process_group`` did not make. ``device``: type of the computing
+    device, such as ``cuda``."""
     name = group.group_name
     torch._C._distributed_c10d._register_process_group(name, group)  # where FSDP2 looks it up
     mesh = DeviceMesh(device, torch.arange(group.size()), _init_backend=False, _rank=group.rank())

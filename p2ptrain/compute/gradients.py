@@ -1,4 +1,4 @@
-"""Numbers of a contribution, without torch: the buckets in which it is sent, fixed point, and secret noise.
+"""What a contribution holds, without torch: its buckets, fixed point, secret noise, and the inner steps in it.
 
 Buckets. The flat gradients are in the order in which a backward pass produces them (``compute.flat``). They are cut
 into *buckets*, each of which goes to the ring as soon as it is final. The cuts depend only on sizes, and buckets are
@@ -18,6 +18,12 @@ contribution that is larger or not finite does not fit: it is void, and its step
 divides. A sum in fp32 errs by up to (M - 1) * 2^-24 of its largest partial sum.
 
 Noise. ChaCha20 (RFC 8439) makes random numbers from a key, and Gaussian noise is made from those.
+
+Inner steps. With DiLoCo (``compute.local``) ``InnerSteps`` counts which inner steps a contribution holds. With
+*fragments* a step exchanges one fragment of the parameters, and the member keeps its own copy of the rest. If steps
+*overlap*, a member contributes the inner steps that it has when the step begins. With either, the inner steps of an
+aborted step stay in the member's own copy, and count when the step is repeated. Else each step begins with a new copy
+of the shared parameters.
 """
 
 from __future__ import annotations
@@ -40,12 +46,9 @@ UNIT = 2.0**-FRACTION_BITS
 
 
 def bucket_bounds(numel: int, itemsize: int, bucket_bytes: int = 0) -> list[tuple[int, int]]:
-    """Cut ``range(numel)`` into equal runs [start, stop), in order; the same on every member.
-
-    Args:
-        bucket_bytes: approximate size; 0 for 1/16 of the array, at least 1 MiB: smaller buckets save less than they
-            cost. There are at most 256 buckets, because each operation in progress takes memory at both neighbours.
-    """
+    """Cut ``range(numel)`` into equal runs [start, stop), in order; the same on every member. ``bucket_bytes``:
+    approximate size; 0 for 1/16 of the array, at least 1 MiB: smaller buckets save less than they cost. There are at
+    most 256 buckets, because each operation in progress takes memory at both neighbours."""
     total_bytes = numel * itemsize
     count = min(-(-total_bytes // bucket_bytes), 256) if bucket_bytes else min(total_bytes >> 20, 16)
     count = max(count, 1)
@@ -93,3 +96,78 @@ def gaussian(key: bytes, numel: int, std: float) -> npt.NDArray[np.float32]:
         noise[start : start + len(unit) : 2] = radius * np.cos(angle)
         noise[start + 1 : start + len(unit) : 2] = radius * np.sin(angle)
     return noise[:numel]
+
+
+# -------------------------------------------------------------------------------------------------------- inner steps
+
+MIXING = 0.5
+"""Share of its own copy that a member keeps when the result of an overlapping step arrives (arXiv 2501.18512)."""
+
+
+class InnerSteps:
+    """Counts inner steps by fragment.
+
+    Args:
+        numel: of the parameters.
+        decayed_numel: elements that are cut into fragments. The last fragment includes the rest, which are few.
+
+    Attributes:
+        step: the step that was begun last.
+        is_copy_void: the next step begins with a new copy of the shared parameters.
+        waits: the member has no inner steps or losses yet. It computes first, and sends only its losses. They count
+            again with the inner steps, in the next step.
+        sent: inner steps in the contribution.
+        kept: share of its own copy that a member keeps when it goes on from the shared parameters.
+    """
+
+    def __init__(self, numel: int, decayed_numel: int, *, fragments: int, overlap: bool) -> None:
+        self._numel, self._decayed_numel = numel, decayed_numel
+        self._fragments, self._overlap = fragments, overlap
+        self._taken = [0] * fragments  # since each fragment was exchanged
+        self.step, self.sent = -1, 0
+        self.is_copy_void, self.waits = True, False
+        self.kept = MIXING if overlap else 0.0
+
+    def begin_step(self, step: int, *, has_losses: bool) -> bool:
+        """Begin a step. ``has_losses``: of inner steps that were not sent. Returns whether the member begins with a new
+        copy."""
+        is_new = self.is_copy_void or not (self._overlap or self._fragments > 1)
+        if is_new:
+            self._taken, self.sent, self.is_copy_void = [0] * self._fragments, 0, False
+        self.step = step
+        self.waits = self._overlap and not (self._taken[step % self._fragments] and has_losses)
+        return is_new
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the contribution of the step does not need the inner steps that follow."""
+        return self._overlap and not self.waits
+
+    def count(self, micro_batches: int) -> None:
+        """Count an inner step, of so many micro-batches."""
+        self._taken = [taken + micro_batches for taken in self._taken]
+
+    def send(self) -> int:
+        """Put the inner steps into the contribution. Returns their number."""
+        self.sent = 0 if self.waits else self._taken[self.step % self._fragments]
+        return self.sent
+
+    def take_up(self, step: int) -> bool:
+        """The shared parameters of the fragment of ``step`` have changed. Returns whether the member's copy goes on
+        from them. Else it took no part, such as after an outlier, and begins with a new copy."""
+        self.is_copy_void = self.is_copy_void or step != self.step
+        if not self.is_copy_void:
+            self._taken[step % self._fragments] -= self.sent
+            self.sent = 0
+        return not self.is_copy_void
+
+    def fragment(self, step: int) -> slice:
+        """The parameters that ``step`` exchanges."""
+        index, count = step % self._fragments, self._fragments
+        start, stop = (self._decayed_numel * number // count // 16 * 16 for number in (index, index + 1))
+        return slice(start, self._numel if index == count - 1 else stop)
+
+    def exchanged(self, step: int, scalars: int) -> list[tuple[int, int]]:
+        """``StepUpdate.exchanged``, of a contribution with so many numbers behind the parameters."""
+        part, end = self.fragment(step), self._numel + scalars
+        return [(part.start, end)] if part.stop == self._numel else [(part.start, part.stop), (self._numel, end)]

@@ -96,14 +96,9 @@ def command_untrusted(body: bytes) -> list[Any]:
 
 
 def meet(place: IslandPlace, device: ComputeDevice, listener: socket.socket | None = None) -> DeviceMesh:
-    """A mesh over an island's processes. Waits until all are there, at most ``SILENCE_S``.
-
-    Args:
-        listener: a socket of the leader that listens at ``place.port``; None: make one.
-
-    Raises:
-        ConnectionLost: another process did not come.
-    """
+    """A mesh over an island's processes. Waits until all are there, at most ``SILENCE_S``. ``listener``: a socket of
+    the leader that listens at ``place.port``; None: make one. Raises ``ConnectionLost``: another process did not
+    come."""
     at = (place.address, place.port, place.size, place.leads, timedelta(seconds=SILENCE_S))
     try:
         bound = None if listener is None else listener.detach()

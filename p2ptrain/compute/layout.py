@@ -137,7 +137,9 @@ class ModelLayout:
         self.base: Any = self.model.base_model
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         modules, layers = self.model.named_modules(), config.num_hidden_layers
-        lists = [(name, it) for name, it in modules if isinstance(it, nn.ModuleList) and len(it) == layers]
+        lists = [
+            (name, module) for name, module in modules if isinstance(module, nn.ModuleList) and len(module) == layers
+        ]
         if not lists or head is None or embedding is None:
             raise split_refusal(config, "its layers, embedding or head were not found")
         self._layers_name, self.layers = lists[0][0], list(lists[0][1])  # others are inside a layer
@@ -157,13 +159,6 @@ class ModelLayout:
         self.last = {name: module for name, module in outside.items() if name not in called}
         by_name = {f"{self._layers_name}.{index}": layer for index, layer in enumerate(self.layers)}
         self.units: dict[str, nn.Module] = self.first | by_name | self.last
-
-    def bytes_of(self, units: Iterable[nn.Module]) -> int:
-        return sum(tensor.nbytes for unit in units for tensor in unit.state_dict().values())
-
-    @property
-    def tied_bytes(self) -> int:
-        return self.model.get_input_embeddings().weight.nbytes if self.tied else 0
 
     def _all_cache_shapes(self) -> list[CacheShape]:
         known: dict[str, CacheShape] = {}
@@ -245,11 +240,16 @@ class _Absent(nn.Module):
 
 def layer_sizes(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> ModelSizes:
     """The sizes that placement needs; nothing is allocated. Raises ``ConfigError`` if the model cannot be split."""
+
+    def bytes_of(units: Iterable[nn.Module]) -> int:
+        return sum(tensor.nbytes for unit in units for tensor in unit.state_dict().values())
+
     whole = ModelLayout(config, dtype)
+    tied_bytes = whole.model.get_input_embeddings().weight.nbytes if whole.tied else 0
     return ModelSizes(
-        layers_bytes=tuple(whole.bytes_of([layer]) for layer in whole.layers),
+        layers_bytes=tuple(bytes_of([layer]) for layer in whole.layers),
         cache_bytes=tuple(shape.numel * dtype.itemsize for shape in whole.cache_shapes),
-        first_bytes=whole.bytes_of(whole.first.values()),
-        last_bytes=whole.bytes_of(whole.last.values()) + whole.tied_bytes,
-        tied_bytes=whole.tied_bytes,
+        first_bytes=bytes_of(whole.first.values()),
+        last_bytes=bytes_of(whole.last.values()) + tied_bytes,
+        tied_bytes=tied_bytes,
     )

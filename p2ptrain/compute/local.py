@@ -10,7 +10,7 @@ moments.
 
 With *fragments* (Streaming DiLoCo, arXiv 2501.18512) step s exchanges only fragment s mod P of the parameters. If steps
 *overlap*, the sum travels while a member takes more inner steps. It then mixes the result into its own copy.
-``compute.inner_steps`` counts which inner steps a contribution holds.
+``InnerSteps`` counts which inner steps a contribution holds.
 
 The learning rate of the inner steps follows the schedule of the outer steps, evenly divided.
 
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from p2ptrain.compute.device import flushed_denormals, one_thread
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, Segment
-from p2ptrain.compute.inner_steps import InnerSteps
+from p2ptrain.compute.gradients import InnerSteps
 from p2ptrain.compute.tuning import ADAPTER_NAME
 from p2ptrain.compute.update import NO_NOISE, add_noise, clip
 

@@ -65,14 +65,9 @@ class ModelSpec:
 
 
 def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
-    """The checked configuration of the model; nothing is allocated.
-
-    Args:
-        vocab_size: the tokenizer's vocabulary size; a directory's model has its own, which may differ.
-
-    Raises:
-        ConfigError: a key of ``[model]``, which the message names, is invalid.
-    """
+    """The checked configuration of the model; nothing is allocated. ``vocab_size``: the tokenizer's vocabulary size; a
+    directory's model has its own, which may differ. Raises ``ConfigError``: a key of ``[model]``, which the message
+    names, is invalid."""
     if spec.path is not None:
         return directory_config(spec.path)
     check_architecture(spec.architecture)

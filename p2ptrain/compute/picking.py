@@ -63,14 +63,8 @@ class Picker:
         self._max_states = max_states
 
     def pick(self, logits: Tensor, sample_index: int) -> tuple[int, ...]:
-        """Pick a token for each row.
-
-        Args:
-            logits: (rows, entries), any device and dtype; row i has sample index ``sample_index + i``.
-
-        Raises:
-            JobFailed: a logit is not finite.
-        """
+        """Pick a token for each row. ``logits``: (rows, entries), any device and dtype; row i has sample index
+        ``sample_index + i``. Raises ``JobFailed``: a logit is not finite."""
         # A row is little work. On a busy machine several threads would spend the time waiting for one another.
         with one_thread():
             scores = self._scores(logits)

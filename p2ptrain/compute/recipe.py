@@ -25,7 +25,7 @@ from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import ModelSpec, build_model, model_config
 from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.split_check import check_packs, check_splits
-from p2ptrain.compute.stage import StageSpec, TrainingMemory, build_training_part, initial_digest
+from p2ptrain.compute.stage import StageSpec, build_training_part, fit_training, initial_digest
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.tuning import ALL_OF_IT, Tuning, TuningSpec
 from p2ptrain.compute.update import CLIPPED_FACTOR
@@ -106,7 +106,7 @@ class ModelRecipe:
         in_flight: micro-batches between forward and backward pass that fit into memory.
 
     Raises:
-        ConfigError, UserError, ResourceError: see ``model_config``, ``Tuning``, ``TrainingMemory``,
+        ConfigError, UserError, ResourceError: see ``model_config``, ``Tuning``, ``fit_training``,
             ``check_shard_memory``.
     """
 
@@ -135,18 +135,17 @@ class ModelRecipe:
             check_shard_memory(self.config, self.shard, self.device, micro_batch_tokens=tokens, layers_kept=kept)
             return self.stage.in_flight
         factor = LOCAL_FACTOR if spec.local else CLIPPED_FACTOR if spec.clip_norm else 1.0
-        memory = TrainingMemory(
+        return fit_training(
             self.config,
             self.stage,
             self.device,
             micro_batch_tokens=tokens,
+            most=max(spec.micro_batches, self.stage.in_flight),
             exact=spec.exact,
             trained=self.tuning.trained * factor,
             held=self.tuning.held,
             layers_kept=kept,
         )
-        memory.check()
-        return memory.most_in_flight(max(spec.micro_batches, self.stage.in_flight))
 
     def check_corpus(self, corpus: Corpus) -> None:
         """Raise ``ConfigError`` if the model cannot keep the conversations of a window apart."""

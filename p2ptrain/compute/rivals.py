@@ -24,8 +24,8 @@ from transformers import GenerationConfig as _GenerationConfig
 
 from p2ptrain.compute.device import check_memory, flushed_denormals, pick_device
 from p2ptrain.compute.gloo import GlooGroup, line_of
-from p2ptrain.compute.micro_batches import MicroBatchReader
 from p2ptrain.compute.model import ModelSpec, load_model, model_config, parameter_count
+from p2ptrain.compute.passes import MicroBatchReader
 from p2ptrain.compute.recipe import ModelRecipe, TrainingSpec
 from p2ptrain.compute.served_part import choose_dtype
 from p2ptrain.compute.text import ModelText

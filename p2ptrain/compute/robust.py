@@ -69,7 +69,9 @@ def aggregate(
         is_usable = [True] * members if rule == "mean" else _usable(squares[:members, members])
         for rank in range(members):
             if not is_usable[rank]:
-                _move_to_center(squares, rank)
+                # It gets the distances of the center.
+                squares[rank, :], squares[:, rank] = squares[-1], squares[:, -1]
+                squares[rank, rank] = squares[rank, -1] = squares[-1, rank] = 0.0
         combine, used = _combination(rule, squares, byzantine)
         to_aggregate = np.zeros(members)  # squared distances
         for rows, place in _blocks(pieces):
@@ -90,9 +92,9 @@ def _pairwise_squares(pieces: Sequence[Array], center: Array | None, *, between_
     squares = np.zeros((members + 1, members + 1))
     for rows, place in _blocks(pieces):
         points = [*rows, _center_of(center, rows, place)]
-        for one in range(members):
-            for other in range(one + 1 if between_vectors else members, members + 1):
-                squares[one, other] += _square_distance(points[one], points[other])
+        for rank in range(members):
+            for other in range(rank + 1 if between_vectors else members, members + 1):
+                squares[rank, other] += _square_distance(points[rank], points[other])
     return np.asarray(squares + squares.T)
 
 
@@ -100,19 +102,13 @@ def _center_of(center: Array | None, rows: Array, place: slice) -> Array:
     return np.zeros(rows.shape[1], np.float32) if center is None else center[place]
 
 
-def _move_to_center(squares: Float64Array, rank: int) -> None:
-    """Give a vector the distances of the center."""
-    squares[rank, :], squares[:, rank] = squares[-1], squares[:, -1]
-    squares[rank, rank] = squares[rank, -1] = squares[-1, rank] = 0.0
-
-
 def aggregate_scalars(rows: Array, rule: str) -> Array:
     """Aggregate the numbers that are sent behind the vectors, such as losses, of all members, shape (n, numel): the
     median of the finite ones, with 'mean' the mean."""
     if rule == "mean":
         return np.asarray(np.add.reduce(rows, axis=0) / np.float32(len(rows)), np.float32)
-    return np.array([median_low([float(it) for it in column if np.isfinite(it)] or [math.nan]) for column in rows.T],
-                    np.float32)  # fmt: skip
+    finite = [[float(value) for value in column if np.isfinite(value)] for column in rows.T]
+    return np.array([median_low(column or [math.nan]) for column in finite], np.float32)
 
 
 Combine: TypeAlias = "Callable[[list[Array], Array, Array], None]"
@@ -239,7 +235,7 @@ def _around_median(block: list[Array], keep: int, out: Array) -> None:
     for dropped in range(count - keep):
         last = np.take_along_axis(rows, low + (count - dropped - 1), 0) - middle
         low += middle - np.take_along_axis(rows, low, 0) > last
-    _weighted([np.take_along_axis(rows, low + it, 0)[0] for it in range(keep)], np.full(keep, 1 / keep), out)
+    _weighted([np.take_along_axis(rows, low + offset, 0)[0] for offset in range(keep)], np.full(keep, 1 / keep), out)
 
 
 def _sorted_rows(block: list[Array]) -> list[Array]:
@@ -251,11 +247,12 @@ def _sorted_rows(block: list[Array]) -> list[Array]:
         step = run
         while step:
             for start in range(step % run, count - step, 2 * step):
-                for one in range(start, start + min(step, count - start - step)):
-                    if one // (2 * run) == (other := one + step) // (2 * run):
-                        np.minimum(rows[one], rows[other], out=spare)
-                        np.maximum(rows[one], rows[other], out=rows[other])
-                        rows[one], spare = spare, rows[one]
+                for low in range(start, start + min(step, count - start - step)):
+                    high = low + step
+                    if low // (2 * run) == high // (2 * run):
+                        np.minimum(rows[low], rows[high], out=spare)
+                        np.maximum(rows[low], rows[high], out=rows[high])
+                        rows[low], spare = spare, rows[low]
             step //= 2
         run *= 2
     return rows

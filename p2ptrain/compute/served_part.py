@@ -33,7 +33,7 @@ from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
-from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, StorageError, UserError
+from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, UserError
 from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
 from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling, check_positions
 from p2ptrain.core.tensor_files import TensorTable
@@ -61,17 +61,13 @@ def load_whole(
         StorageError: a file cannot be read.
         UserError, ResourceError: see ``ServedPartBuilder``.
     """
-    path, remedy = file_of(directory, "config.json"), "give a model directory that save_pretrained wrote"
+    path = file_of(directory, "config.json")
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes", remedy=remedy)
-        text = path.read_text("utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no {path}", remedy=remedy) from error
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text", remedy=remedy) from error
+        with path.open("rb") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        text = f"cannot read {path}: {error}"
+        raise ConfigError(text, remedy="give a model directory that save_pretrained wrote") from error
     table = MergedTable(read_adapter(directory)) if is_adapter(directory) else TensorTable(directory)
     try:
         layers = config_of(text).num_hidden_layers
@@ -87,7 +83,8 @@ def _load_unsplit(spec: PartSpec, table: TensorTable, on_bytes: OnBytes) -> Serv
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each architecture validates in its own way and with its own exceptions
-        raise ConfigError(f"{directory / 'config.json'} is not valid: {first_line(error)}") from error
+        text = f"{directory / 'config.json'} is not valid: {first_line(error)}"
+        raise ConfigError(text, remedy="correct the file, or use another model") from error
     dtype = choose_dtype(config, spec.dtype)
     total_bytes = sum(math.prod(entry.shape) for entry in table.entries.values()) * dtype.itemsize
     check_memory(total_bytes, device, f"the model in {directory}", _SMALLER_PART)

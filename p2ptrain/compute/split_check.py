@@ -81,26 +81,17 @@ def _check_splits_cached(model_type: str, text: str) -> None:
 def check_packs(config: PretrainedConfig, *, split: bool) -> None:
     """Compare, on a small model as ``check_splits`` does, texts that share a window with each text alone. ``split``: in
     parts. Raises ``ConfigError``: this architecture does not keep them apart."""
-    _check_packs_cached(config.model_type, config.to_json_string(use_diff=False), split)
-
-
-@functools.lru_cache(maxsize=64)
-def _check_packs_cached(model_type: str, text: str, split: bool) -> None:
-    config = AutoConfig.for_model(**json.loads(text) | {"model_type": model_type})
+    problem = ConfigError(
+        f"a {config.model_type!r} model cannot train on conversations: it does not keep those of a window apart",
+        remedy="use a model such as llama, qwen3, mistral or gpt2, or another data.format than 'chat'",
+    )
     try:
         with one_thread():
             keeps_apart = _keeps_texts_apart(_small_config(config), split)
     except Exception as error:  # an architecture may fail in any way
-        raise _mixing_error(model_type) from error
+        raise problem from error
     if not keeps_apart:
-        raise _mixing_error(model_type)
-
-
-def _mixing_error(model_type: str) -> ConfigError:
-    return ConfigError(
-        f"a {model_type!r} model cannot train on conversations: it does not keep those of a window apart",
-        remedy="use a model such as llama, qwen3, mistral or gpt2, or another data.format than 'chat'",
-    )
+        raise problem
 
 
 def _keeps_texts_apart(config: PretrainedConfig, split: bool) -> bool:

@@ -106,14 +106,8 @@ def first_weights(
 
 def initial_tensors(whole: ModelLayout, seed: int, wanted: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Initial weights by name, equal to ``build_model``'s. Only one unit of the model is in memory at a time.
-
-    Args:
-        wanted: names to yield; None for all.
-
-    Raises:
-        ConfigError: ``_init_weights`` does not set all weights of a unit.
-        ResourceError: there is too little memory for a unit.
-    """
+    ``wanted``: names to yield; None for all. Raises ``ConfigError``: ``_init_weights`` does not set all weights of a
+    unit; ``ResourceError``: there is too little memory for a unit."""
     for name, unit in whole.units.items():
         if wanted is not None and wanted.isdisjoint(f"{name}.{leaf}" for leaf in unit.state_dict()):
             continue
@@ -157,78 +151,62 @@ def initial_digest(config: PretrainedConfig, directory: Path | None, seed: int, 
 
 def kept_bytes(config: PretrainedConfig, tokens: int, part: LayerRange, *, layers_kept: bool = True) -> int:
     """Bytes kept from a micro-batch's forward pass to its backward pass: a lower bound, see ``core.footprint``.
-
-    Args:
-        layers_kept: whether each layer keeps what its backward pass needs; else only its input.
-    """
+    ``layers_kept``: whether each layer keeps what its backward pass needs; else only its input."""
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     kept = layer_kept_bytes(tokens, width=config.hidden_size, inner=inner)
     kept = len(part) * kept if layers_kept else len(part) * 4 * tokens * config.hidden_size + kept
     return kept + (head_kept_bytes(tokens, vocab=config.vocab_size) if part.last else 0)
 
 
-class TrainingMemory:
-    """The memory that training a part, or a whole model, takes on ``device``. ``core.footprint`` explains the count.
+def fit_training(
+    config: PretrainedConfig,
+    spec: StageSpec,
+    device: ComputeDevice,
+    *,
+    micro_batch_tokens: int,
+    most: int = 1,
+    exact: bool = False,
+    trained: float = 1.0,
+    held: float = 0.0,
+    layers_kept: bool = True,
+) -> int:
+    """Refuse a part, or a whole model, whose training does not fit into memory. Call before anything is allocated.
+    ``core.footprint`` explains the count.
 
     Args:
+        most: micro-batches that the schedule can use at a time.
         exact: count an int64 reduce buffer beside the gradients, and its copy on the host.
         trained, held: see ``core.footprint.copies``.
         layers_kept: see ``kept_bytes``.
 
+    Returns:
+        micro-batches that may be in flight, from ``StageSpec.in_flight`` to ``most``: as many as memory allows, to hide
+        slow links.
+
     Raises:
+        ResourceError: it does not fit; the message has the numbers.
         ConfigError: see ``parameter_count``, ``layer_sizes``.
     """
-
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        spec: StageSpec,
-        device: ComputeDevice,
-        *,
-        micro_batch_tokens: int,
-        exact: bool = False,
-        trained: float = 1.0,
-        held: float = 0.0,
-        layers_kept: bool = True,
-    ) -> None:
-        part, tokens = spec.parts[spec.stage], micro_batch_tokens
-        self._spec, self._device, self._part, self._tokens = spec, device, part, tokens
-        if spec.is_whole:
-            self._weights_bytes = 4 * parameter_count(config)
-        else:
-            self._weights_bytes = layer_sizes(config).weights_bytes(part.start, part.stop)
-        copied = copies(on_host=device.kind == "cpu", trained=trained, held=held)
-        self._copies_bytes = int(copied * self._weights_bytes)
-        self._kept_bytes = kept_bytes(config, tokens, part, layers_kept=layers_kept)
-        self._inputs_bytes = 0 if part.first else activation_bytes(spec.activations, tokens, config.hidden_size)
-        buffer_bytes = int(trained * self._weights_bytes) * (2 if exact else 1)  # the reduce buffer
-        self._sum_bytes = buffer_bytes if exact else 0
-        is_built_on_host = device.kind != "cpu" or held > 0  # in fp32; the reduce buffer is there, too
-        self._host_bytes = self._weights_bytes + buffer_bytes if is_built_on_host else 0
-
-    def check(self) -> None:
-        """Raise ``ResourceError``, with the numbers, if there is too little."""
-        spec, part = self._spec, self._part
-        need = self._sum_bytes + part_training_bytes(
-            self._copies_bytes, self._kept_bytes, self._inputs_bytes, in_flight=spec.in_flight, recompute=spec.recompute
-        )
-        what = (
-            f"training layers {part.start} to {part.stop} ({self._weights_bytes / 4e6:.2f} M parameters) with "
-            f"{spec.in_flight} micro-batches of {self._tokens:,} tokens in flight"
-        )
-        remedy = "give it more (--memory), smaller parts (pipeline.cuts, pipeline.stages) or pipeline.recompute=true"
-        check_limit(need, spec.memory_bytes, what, remedy)  # placement may have used no sizes, or wrong ones
-        check_memory(need, self._device, what, SMALLER)
-        if self._host_bytes:
-            check_memory(self._host_bytes, HOST, what, SMALLER)
-
-    def most_in_flight(self, most: int) -> int:
-        """Micro-batches that may be in flight here, from ``StageSpec.in_flight`` to ``most``: as many as memory allows,
-        to hide slow links. Call before anything is allocated."""
-        spec = self._spec
-        room = 0.8 * available_bytes(self._device)  # the rest is for uncounted memory and other programs
-        if spec.memory_bytes:
-            room = min(room, spec.memory_bytes)
-        left = int(room - self._copies_bytes)
-        fit = in_flight_that_fit(left, self._kept_bytes, self._inputs_bytes, recompute=spec.recompute, most=most)
-        return max(spec.in_flight, fit)
+    part, tokens, recompute = spec.parts[spec.stage], micro_batch_tokens, spec.recompute
+    if spec.is_whole:
+        weights_bytes = 4 * parameter_count(config)
+    else:
+        weights_bytes = layer_sizes(config).weights_bytes(part.start, part.stop)
+    copies_bytes = int(copies(on_host=device.kind == "cpu", trained=trained, held=held) * weights_bytes)
+    kept = kept_bytes(config, tokens, part, layers_kept=layers_kept)
+    inputs = 0 if part.first else activation_bytes(spec.activations, tokens, config.hidden_size)
+    buffer_bytes = int(trained * weights_bytes) * (2 if exact else 1)  # the reduce buffer
+    need = part_training_bytes(copies_bytes, kept, inputs, in_flight=spec.in_flight, recompute=recompute)
+    need += buffer_bytes if exact else 0
+    what = (
+        f"training layers {part.start} to {part.stop} ({weights_bytes / 4e6:.2f} M parameters) with "
+        f"{spec.in_flight} micro-batches of {tokens:,} tokens in flight"
+    )
+    remedy = "give it more (--memory), smaller parts (pipeline.cuts, pipeline.stages) or pipeline.recompute=true"
+    check_limit(need, spec.memory_bytes, what, remedy)  # placement may have used no sizes, or wrong ones
+    check_memory(need, device, what, SMALLER)
+    if device.kind != "cpu" or held > 0:  # it is built on the host, in fp32; the reduce buffer is there, too
+        check_memory(weights_bytes + buffer_bytes, HOST, what, SMALLER)
+    room = 0.8 * available_bytes(device)  # the rest is for uncounted memory and other programs
+    room = min(room, spec.memory_bytes or room) - copies_bytes
+    return max(spec.in_flight, in_flight_that_fit(int(room), kept, inputs, recompute=recompute, most=most))

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +113,8 @@ class Tokenizer:
             bare = {"model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}, "added_tokens": []}
             backend = tokenizers.Tokenizer.from_str(json.dumps(document | bare))
             steps = [
-                each and json.loads(each.__getstate__())
-                for each in (backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
+                step and json.loads(step.__getstate__())
+                for step in (backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
             ]
         if any(_growth(step) > _MOST_GROWTH for step in steps if step):
             raise ConfigError(f"the tokenizer {path} makes more than {_MOST_GROWTH} characters of one", remedy=remedy)
@@ -146,14 +147,11 @@ class Tokenizer:
         begin, end = (self.begin, self.end) if documents else ([], [])
         if self.is_bytes:
             return np.frombuffer(b"".join(bytes(begin) + text.encode() + bytes(end) for text in texts), dtype=np.uint8)
-        parts: list[Tokens] = []
-        batch: list[str] = []
-        for text in texts:
-            batch.append(text)
-            if len(batch) == _TEXTS_PER_CALL:
-                parts.append(self._encode_batch(batch, begin, end))
-                batch = []
-        return np.concatenate([*parts, self._encode_batch(batch, begin, end)])
+        arrays, left = [np.zeros(0, self.dtype)], iter(texts)
+        while batch := list(islice(left, _TEXTS_PER_CALL)):
+            encodings = self.encodings(batch, add_special_tokens=False)
+            arrays += [np.array([*begin, *encoding.ids, *end], self.dtype) for encoding in encodings]
+        return np.concatenate(arrays)
 
     def save(self, directory: Path, *, chat: bool = False) -> None:
         """Write the files that ``AutoTokenizer.from_pretrained`` reads. ``chat``: the model was trained on
@@ -178,11 +176,6 @@ class Tokenizer:
         """Raises ``ConfigError`` if the tokenizer fails."""
         with library_errors(f"the tokenizer of {self.directory or 'a new model'}"):
             return self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-
-    def _encode_batch(self, texts: list[str], begin: list[int], end: list[int]) -> Tokens:
-        encodings = self.encodings(texts, add_special_tokens=False)
-        arrays = (np.array([*begin, *item.ids, *end], self.dtype) for item in encodings)
-        return np.concatenate([np.zeros(0, self.dtype), *arrays])
 
 
 def _settings(directory: Path, *names: str) -> dict[str, Any]:
@@ -213,9 +206,9 @@ def _library(path: Path, *, is_bytes: bool) -> Any:
         if not is_bytes and "auto_map" not in settings:
             from transformers.models.auto.tokenization_auto import AutoTokenizer, tokenizer_class_from_name
 
-            named = [each.get("tokenizer_class") for each in (settings, _settings(path.parent, "config.json"))]
+            named = [table.get("tokenizer_class") for table in (settings, _settings(path.parent, "config.json"))]
             classes = [tokenizer_class_from_name(name) or fast for name in named if name]
-            if all(isinstance(each, type) and issubclass(each, fast) for each in classes):  # else it may load anything
+            if all(isinstance(kind, type) and issubclass(kind, fast) for kind in classes):  # else it may load anything
                 made: Any = AutoTokenizer.from_pretrained(path.parent, **places)
                 if isinstance(made, fast):
                     return made
@@ -247,7 +240,7 @@ def _growth(step: dict[str, Any]) -> float:
     match step["type"]:
         case "Sequence":
             lists = ("normalizers", "pretokenizers", "processors", "decoders")
-            return math.prod(_growth(each) for name in lists for each in step.get(name, ()))
+            return math.prod(_growth(inner) for name in lists for inner in step.get(name, ()))
         case "Replace":
             pattern = step["pattern"].get("String", "")  # a regular expression may match between all characters
             return max(1.0, len(step["content"]) / len(pattern) if pattern else 1 + len(step["content"]))

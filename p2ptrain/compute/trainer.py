@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,7 @@ from p2ptrain.compute.flat import FlatModel
 from p2ptrain.compute.fsdp import ShardedModel
 from p2ptrain.compute.gradients import UNIT
 from p2ptrain.compute.local import ExactAverage, LocalSteps
-from p2ptrain.compute.micro_batches import MicroBatchReader
-from p2ptrain.compute.passes import Passes
+from p2ptrain.compute.passes import MicroBatchReader, Passes
 from p2ptrain.compute.process_group import Operations
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe, TrainingSpec
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
@@ -158,6 +157,7 @@ class Trainer:
         self.pipeline = self._passes if self._sharded is None else None
         self.reduce_buffer: npt.NDArray[Any] = self._buffer.array
         self.scalars, self.exact_from, self.exact = self._buffer.scalars, self._buffer.exact_from, recipe.spec.exact
+        self.exchanged, self.partial_square_sum = self._buffer.exchanged, self._buffer.partial_square_sum
         self.noise = update if isinstance(update, LocalSteps | ClippedGradients) else None
         self.slots = update if isinstance(update, ExactAverage) else None
         self.device = recipe.device.label
@@ -205,12 +205,6 @@ class Trainer:
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         self._buffer.finish(on_final)
-
-    def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
-        return self._buffer.exchanged(step)
-
-    def partial_square_sum(self, start: int, stop: int) -> float:
-        return self._buffer.partial_square_sum(start, stop)
 
     def apply(self, step: int, square_sum: float) -> Applied:
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan

@@ -84,21 +84,21 @@ class Tuning:
         self.micro_batch: tuple[int, int] | None = None
         self.trained, self.held = 1.0, 0.0
         self._frozen: frozenset[str] = frozenset()
-        self._adapted: dict[str, nn.Module] = {}
+        self._adapted: dict[str, Any] = {}
         if not (spec.rank or spec.freeze):
             return
         whole: Any = outline(config)
         total = sum(parameter.numel() for parameter in whole.parameters())
         if spec.rank:
-            self._adapted = _adapted(whole, spec.targets)
-            self._saved_targets = _saved_targets(whole, self._adapted, spec.targets)
-            self.trained = spec.rank * sum(sum(_in_out(layer)) for layer in self._adapted.values()) / total
-            in_layers = sum(it.weight.numel() for it in whole.modules() if _is_held(it, whole)) / total
+            self._adapted = _match_layers(whole, spec.targets)
+            self._saved_targets = _shorten_targets(whole, self._adapted, spec.targets)
+            self.trained = spec.rank * sum(sum(layer.weight.shape) for layer in self._adapted.values()) / total
+            in_layers = sum(layer.weight.numel() for layer in whole.modules() if _is_held(layer, whole)) / total
             self.held = 1 - in_layers * (1 - BASE_COPIES[spec.base])
         else:
-            self._frozen = _frozen(whole, spec.freeze)
+            self._frozen = _match_frozen(whole, spec.freeze)
             parameters = whole.named_parameters()
-            self.held = sum(it.numel() for name, it in parameters if name in self._frozen) / total
+            self.held = sum(parameter.numel() for name, parameter in parameters if name in self._frozen) / total
             self.trained = 1 - self.held
 
     def prepare(self, module: nn.Module, names: Mapping[str, str]) -> None:
@@ -113,7 +113,7 @@ class Tuning:
         """
         if not (self._adapted or self._frozen):
             return
-        named = {name: (names.get(name, name), it) for name, it in module.named_parameters()}
+        named = {name: (names.get(name, name), parameter) for name, parameter in module.named_parameters()}
         for whole_name, parameter in named.values():
             parameter.requires_grad_(not self._adapted and whole_name not in self._frozen)
         digest = xxhash.xxh3_128()
@@ -268,12 +268,7 @@ def _is_held(layer: Any, model: Any) -> bool:
     return isinstance(layer, _LINEAR) and layer is not head and layer is not getattr(head, "base_layer", None)
 
 
-def _in_out(layer: nn.Module) -> tuple[int, int]:
-    one, other = cast(Tensor, layer.weight).shape
-    return (one, other) if isinstance(layer, Conv1D) else (other, one)
-
-
-def _frozen(whole: nn.Module, patterns: Iterable[str]) -> frozenset[str]:
+def _match_frozen(whole: nn.Module, patterns: Iterable[str]) -> frozenset[str]:
     """Names of the parameters that do not train. A tied parameter has all of its names."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
@@ -283,18 +278,18 @@ def _frozen(whole: nn.Module, patterns: Iterable[str]) -> frozenset[str]:
         fit = [names for names in aliases.values() if any(fnmatch.fnmatchcase(name, pattern) for name in names)]
         if not fit:
             known = [name for names in aliases.values() for name in names]
-            raise _unknown(f"model.freeze has {pattern!r}, which fits no parameter of the model", pattern, known)
+            raise _no_match(f"model.freeze has {pattern!r}, which fits no parameter of the model", pattern, known)
         frozen |= {name for names in fit for name in names}
     if len(frozen) == sum(map(len, aliases.values())):
         raise ConfigError("model.freeze fits every parameter: nothing is left to train", remedy="freeze fewer of them")
     return frozenset(frozen)
 
 
-def _adapted(whole: Any, targets: Iterable[str]) -> dict[str, nn.Module]:
+def _match_layers(whole: Any, targets: Iterable[str]) -> dict[str, Any]:
     """The linear layers that get adapters, by name."""
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
-    linear = {name: it for name, it in whole.named_modules() if isinstance(it, _LINEAR)}
-    adapted: dict[str, nn.Module] = {}
+    linear = {name: layer for name, layer in whole.named_modules() if isinstance(layer, _LINEAR)}
+    adapted: dict[str, Any] = {}
     for target in targets:
         fit = {
             name: layer
@@ -303,7 +298,7 @@ def _adapted(whole: Any, targets: Iterable[str]) -> dict[str, nn.Module]:
         }
         if not fit:
             leaves = sorted({name.rpartition(".")[2] for name in linear})
-            raise _unknown(f"lora.targets has {target!r}, which fits no linear layer of the model", target, leaves)
+            raise _no_match(f"lora.targets has {target!r}, which fits no linear layer of the model", target, leaves)
         adapted |= fit
     if head is not None and head in adapted.values() and head.weight is embedding.weight:
         text = "lora.targets names the output layer, whose matrix is the input embedding's, too"
@@ -311,7 +306,7 @@ def _adapted(whole: Any, targets: Iterable[str]) -> dict[str, nn.Module]:
     return adapted
 
 
-def _saved_targets(whole: nn.Module, adapted: Mapping[str, nn.Module], targets: Iterable[str]) -> list[str]:
+def _shorten_targets(whole: nn.Module, adapted: Mapping[str, nn.Module], targets: Iterable[str]) -> list[str]:
     """``target_modules`` of ``adapter_config.json``: the last parts of the layers' names if they fit no other module,
     else the whole names."""
     named = set(targets)
@@ -321,7 +316,7 @@ def _saved_targets(whole: nn.Module, adapted: Mapping[str, nn.Module], targets: 
     return sorted(short if fit == set(adapted) else adapted)
 
 
-def _unknown(problem: str, pattern: str, known: Iterable[str]) -> ConfigError:
+def _no_match(problem: str, pattern: str, known: Iterable[str]) -> ConfigError:
     stem = pattern.strip("*.")
 
     def nearness(name: str) -> float:

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Profile
-from p2ptrain.compute.gradients import UNIT, gaussian, to_fixed, to_float
-from p2ptrain.compute.inner_steps import InnerSteps
+from p2ptrain.compute.gradients import UNIT, InnerSteps, gaussian, to_fixed, to_float
 from p2ptrain.core.checkpoint_parts import shard_name
 from p2ptrain.core.errors import JobFailed, StorageError
 from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan, OnFinal, TrainingData

@@ -15,7 +15,7 @@ from p2ptrain.cluster.models import _measure, shape_if_known, shape_of
 from p2ptrain.compute.device import ComputeDevice
 from p2ptrain.compute.layout import LayerRange, layer_sizes
 from p2ptrain.compute.model import model_config
-from p2ptrain.compute.stage import StageSpec, TrainingMemory, kept_bytes
+from p2ptrain.compute.stage import StageSpec, fit_training, kept_bytes
 from p2ptrain.core.errors import ResourceError
 from ring.planning.workloads import ModelShape
 from roles.training_shape import training_of
@@ -100,5 +100,5 @@ def test_a_worker_checks_the_memory_that_the_seed_placed_it_by(
                 in_flight=training.in_flight(stage),
             )  # fmt: skip
             asked.clear()
-            TrainingMemory(config, spec, device, micro_batch_tokens=training.tokens).check()
+            fit_training(config, spec, device, micro_batch_tokens=training.tokens)
             assert asked[0] == training.need_bytes(stage, start, stop, on_host=device.kind == "cpu")

@@ -37,13 +37,6 @@ def test_buckets_cover_everything_in_order_and_are_about_equal(numel: int, items
     assert not sizes or max(sizes) - min(sizes) <= 32
 
 
-def test_default_buckets_have_at_least_one_mebibyte() -> None:
-    for total_bytes in (1000, (1 << 20), 3_400_000, 10**8, 10**10):
-        bounds = bucket_bounds(total_bytes // 4, 4)
-        assert len(bounds) == min(max(total_bytes // (1 << 20), 1), 16)
-        assert len(bounds) == 1 or all((stop - start) * 4 >= (1 << 20) - 64 for start, stop in bounds)
-
-
 @given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12), seed=st.integers(0, 2**32))
 def test_the_front_ends_at_the_first_gradient_that_is_not_final(sizes: list[int], seed: int) -> None:
     stops = [sum(sizes[: number + 1]) for number in range(len(sizes))]

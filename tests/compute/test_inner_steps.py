@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.compute.inner_steps import InnerSteps
+from p2ptrain.compute.gradients import InnerSteps
 
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=20)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name
 
-from p2ptrain.compute.inner_steps import MIXING
+from p2ptrain.compute.gradients import MIXING
 from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.trainer import Trainer
 from tests.compute.tiny_trainer import OPTIMIZER, state_bytes, tiny_trainer

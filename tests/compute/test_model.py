@@ -15,9 +15,8 @@ from p2ptrain.compute.model import (
     build_model,
     load_model,
     model_config,
-    parameter_count,
 )
-from p2ptrain.compute.stage import StageSpec, TrainingMemory
+from p2ptrain.compute.stage import StageSpec, fit_training
 from p2ptrain.core.errors import ConfigError, ResourceError
 from tests.compute.tiny_trainer import TINY, tiny
 
@@ -82,9 +81,7 @@ def test_bad_values_name_their_key(changes: dict[str, Any], key: str) -> None:
 def test_a_model_too_large_is_refused_before_it_is_built() -> None:
     huge = ModelSpec(hidden_size=1 << 16, layers=200, heads=64, kv_heads=64, intermediate_size=1 << 18)
     with pytest.raises(ResourceError, match=r"training layers 0 to 200 \(1\d+\.\d+ M parameters\) .* needs .* GiB"):
-        TrainingMemory(
-            model_config(huge, 256), StageSpec(0, (0, 200)), pick_device("cpu"), micro_batch_tokens=1
-        ).check()
+        fit_training(model_config(huge, 256), StageSpec(0, (0, 200)), pick_device("cpu"), micro_batch_tokens=1)
 
 
 def test_a_local_directory(tmp_path: Path) -> None:
@@ -125,22 +122,3 @@ def test_weights_of_fewer_layers_are_refused(tmp_path: Path) -> None:
     deeper = model_config(tiny(layers=3), 256)
     with pytest.raises(ConfigError, match=r"lack model\.layers\.2"):
         load_model(tmp_path, config=deeper)
-
-
-def test_a_micro_batch_too_large_is_refused_before_it_is_computed() -> None:
-    config = model_config(ModelSpec(hidden_size=64, layers=2, heads=4, kv_heads=4, intermediate_size=128), 256)
-    whole = StageSpec(0, (0, 2))
-    TrainingMemory(config, whole, pick_device("cpu"), micro_batch_tokens=4096).check()
-    with pytest.raises(ResourceError, match=r"micro-batches of 1,000,000,000 tokens in flight needs .* GiB"):
-        TrainingMemory(config, whole, pick_device("cpu"), micro_batch_tokens=10**9).check()
-
-
-def test_the_memory_of_exact_sums_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs: list[int] = []
-    monkeypatch.setattr(
-        "p2ptrain.compute.stage.check_memory", lambda need_bytes, device, what, remedy: needs.append(need_bytes)
-    )
-    config, whole = model_config(TINY, 256), StageSpec(0, (0, TINY.layers))
-    for exact in (False, True):
-        TrainingMemory(config, whole, pick_device("cpu"), micro_batch_tokens=1, exact=exact).check()
-    assert needs[1] - needs[0] == 8 * parameter_count(config), "the int64 buffer, beside the gradients"

@@ -24,35 +24,20 @@ def test_families_that_split(family: str) -> None:
     check_splits(AutoConfig.for_model(kind, **sizes))
 
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        # As the llama-3.1, mistral-7b, qwen2.5 and qwen3 families are published.
-        (
-            "llama",
-            {
-                "hidden_size": 8192,
-                "num_attention_heads": 64,
-                "num_key_value_heads": 8,
-                "num_hidden_layers": 80,
-                "bos_token_id": 128000,
-                "eos_token_id": [128001, 128008, 128009],
-                "max_position_embeddings": 131072,
-                "rope_parameters": {
-                    "rope_type": "llama3",
-                    "rope_theta": 500000.0,
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                },
-            },
-        ),
+        ("llama", {"num_hidden_layers": 80, "eos_token_id": [128001, 128009], "rope_parameters": LLAMA3_ROPE}),
         ("mistral", {"sliding_window": 4096, "num_hidden_layers": 32}),
         ("qwen2", {"num_hidden_layers": 28, "use_sliding_window": True, "max_window_layers": 20}),
         ("qwen3", {"head_dim": 128, "num_hidden_layers": 1}),
-        ("gpt2", {"n_layer": 12, "scale_attn_by_inverse_layer_idx": True}),
-        ("gpt2", {"n_layer": 12, "n_inner": 1000, "tie_word_embeddings": False}),
+        ("gpt2", {"n_layer": 12, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     ],
 )
 def test_settings_of_published_models(kind: str, settings: dict[str, Any]) -> None:

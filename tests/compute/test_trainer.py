@@ -223,18 +223,6 @@ def test_the_files_are_those_of_save_pretrained(make_trainer: MakeTrainer, tmp_p
     assert state_bytes(other) == state_bytes(trainer)
 
 
-def test_a_new_job_begins_with_the_weights_of_a_model_directory(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    """Fine-tuning: the model of a directory, with its tokenizer, is step 0 of a new job."""
-    first = make_trainer()
-    run_step(first, 0)
-    save(first, tmp_path)
-    second = make_trainer(model=ModelSpec(path=tmp_path), seed=77)
-    assert state_bytes(second)["parameters"] == state_bytes(first)["parameters"]
-    assert not any(state_bytes(second)["exp_avg"])
-    assert second.data.digest == first.data.digest
-    assert run_step(second, 0) > 0
-
-
 def test_a_micro_batch_too_large_for_the_device_is_a_resource_error(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

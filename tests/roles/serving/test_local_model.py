@@ -151,7 +151,7 @@ def test_sessions_and_their_memory_are_bounded() -> None:
 
 async def test_a_missing_model_is_refused_and_the_thread_goes_on(tmp_path: Path) -> None:
     compute = ComputeThread()
-    with pytest.raises(ConfigError, match=r"there is no .*config\.json") as caught:
+    with pytest.raises(ConfigError, match=r"cannot read .*config\.json") as caught:
         await load_local_engine(tmp_path, compute)
     assert caught.value.remedy
     assert await compute.run(lambda: 3) == 3
