@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from p2ptrain.cli.joining import usual_host
 from p2ptrain.cli.output import human_time, print_json
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
@@ -25,19 +26,31 @@ from p2ptrain.cli.runtime import (
     option,
     run,
 )
-from p2ptrain.cluster.access import CONNECT_TIMEOUT_S, connect_operator, operator_name
+from p2ptrain.cluster.access import (
+    CONNECT_TIMEOUT_S,
+    Access,
+    Caller,
+    Target,
+    connect_operator,
+    operator_name,
+    place_of,
+    reach,
+    read_target,
+    shown_address,
+)
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import printable
+from p2ptrain.core.world import Clock, LoopClock, Network
+from wire.address import format_address
+from wire.handshake import PERMITTED, PeerServer, dial, local_hello, local_welcome, serve
+from wire.messages import Hello, Leave, RefusalCode, Refuse, Welcome
+from wire.transport import TcpNetwork, resolve, unreachable
 
 if TYPE_CHECKING:
-    from p2ptrain.cluster.access import Access, Target
-    from p2ptrain.core.world import Clock, Network
     from wire.client import SeedClient
     from wire.connection import Connection
-    from wire.handshake import PeerServer
-    from wire.messages import Hello, Refuse, Welcome
 
 PINGS = 10
 
@@ -75,10 +88,6 @@ def check(
       p2ptrain check 192.168.1.20:7337/AbC…
       p2ptrain check --port 7400 --once
     """
-    from p2ptrain.cluster.access import read_target, shown_address
-    from p2ptrain.core.world import LoopClock
-    from wire.transport import TcpNetwork
-
     target = read_target(address)
     lines: list[ProbeResult] = []
 
@@ -133,8 +142,6 @@ class ProbeContext:
     """The resources of one run: a connection to the seed, and a port for its dial-back."""
 
     def __init__(self, network: Network, clock: Clock, target: Target, dialback_port: int | None) -> None:
-        from p2ptrain.cluster.access import place_of
-
         self._network, self._clock, self._target = network, clock, target
         self._host, self._port = place_of(target)
         self._role = "operator" if isinstance(target, tuple) else target.role
@@ -167,8 +174,6 @@ class ProbeContext:
 
     async def resolve(self) -> str:
         """Resolve the seed's name."""
-        from wire.transport import resolve
-
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 found = await resolve(self._host, self._port)
@@ -182,8 +187,6 @@ class ProbeContext:
 
     async def reach(self) -> str:
         """Open a TCP connection and close it."""
-        from wire.transport import unreachable
-
         started = self._clock.now()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -242,8 +245,6 @@ class ProbeContext:
 
     async def be_dialled_back(self) -> str:
         """Let the seed dial a port of ours, as other workers would."""
-        from wire.address import format_address
-
         access = await self._reach(self._role)
         port = await self._listen(access)
         connection, _ = await self._call(access, self._role, "probe", port)
@@ -252,9 +253,6 @@ class ProbeContext:
 
     async def join_and_leave(self) -> str:
         """Join in the ticket's role, else as a worker, and leave before there is anything to do."""
-        from wire.handshake import PERMITTED
-        from wire.messages import Leave
-
         role = self._role if self._role in PERMITTED["peer"] else "worker"
         access = await self._reach(role)
         connection, welcome = await self._call(access, role, "peer", await self._listen(access))
@@ -263,17 +261,12 @@ class ProbeContext:
         return f"joined {welcome.name} as a {role} and left again"
 
     async def _call(self, access: Access, role: str, purpose: str, port: int) -> tuple[Connection, Welcome]:
-        from wire.handshake import dial, local_hello
-
         peer_id = access.peer_id or self._peer_id
         hello = local_hello(peer_id=peer_id, name=operator_name(), roles=[role], purpose=purpose, port=port)
         network = access.network
         return await dial(network, self._host, self._port, hello, timeout_s=REQUEST_TIMEOUT_S, expect_role="seed")
 
     async def _listen(self, access: Access) -> int:
-        from p2ptrain.cli.joining import usual_host
-        from wire.handshake import serve
-
         if self._server is not None:
             await self._server.close()
         self._server = await serve(
@@ -287,8 +280,6 @@ class ProbeContext:
         return self._server.address[1]
 
     async def _reach(self, role: str) -> Access:
-        from p2ptrain.cluster.access import Caller, reach
-
         if role not in self._access:
             root = default_state_dir()
             same = isinstance(self._target, tuple) or self._target.role == role
@@ -312,9 +303,6 @@ class ProbeContext:
 
 
 async def _welcome(clock: Clock, peer_id: str, hello: Hello, connection: Connection) -> Welcome | Refuse:
-    from wire.handshake import local_welcome
-    from wire.messages import RefusalCode, Refuse
-
     if hello.purpose != "probe":
         return Refuse(RefusalCode.ROLE, "this is only a check, no worker")
     return local_welcome(peer_id=peer_id, name=operator_name(), wall=clock.wall())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,22 +42,26 @@ from p2ptrain.cluster.jobs import (
     summarize_job,
     warm_up_problem,
 )
-from p2ptrain.core.errors import P2PTrainError, UserError
+from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, P2PTrainError, Refused, StorageError, UserError
 from p2ptrain.core.texts import human_seconds, printable
+from wire.address import is_loopback
+from wire.records import (
+    FINISHED_STATES,
+    PHASES,
+    CheckpointInfo,
+    JobInfo,
+    MetricRow,
+    PeerInfo,
+    RecoveryInfo,
+    StagePlanInfo,
+    TrainingPlanInfo,
+    recovery_spread,
+)
 
 if TYPE_CHECKING:
     from configs.schema import Profile
     from p2ptrain.lab.audit import AuditResult
     from ring.planning.workloads import ModelShape
-    from wire.records import (
-        CheckpointInfo,
-        JobInfo,
-        MetricRow,
-        PeerInfo,
-        RecoveryInfo,
-        StagePlanInfo,
-        TrainingPlanInfo,
-    )
 
 app = new_typer(help="Create, show, watch, audit, pause, resume, save, cancel and forget jobs.")
 
@@ -90,8 +96,6 @@ def create(
       p2ptrain jobs create --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain jobs create --profile pair && p2ptrain jobs create --profile pair --drafter
     """
-    from pathlib import Path
-
     from configs.loader import load
 
     label = Path(profile).stem
@@ -135,7 +139,6 @@ def create(
 def _resolve_inputs(profile: Profile, seed: str, *, download: bool, quiet: bool) -> Profile:
     """Check data and model if all workers are on this machine. Raises ``P2PTrainError`` as ``resolve_inputs``."""
     from p2ptrain.cluster.models import resolve_inputs
-    from wire.address import is_loopback
 
     def is_elsewhere() -> bool:
         return not is_loopback(ask(seed, lambda client: client.cluster()).address.rpartition(":")[0].strip("[]"))
@@ -155,8 +158,6 @@ def _plan_stages(
     seed: str, profile: Profile, shape: ModelShape | None, *, dry_run: bool
 ) -> tuple[TrainingPlanInfo, list[StagePlanInfo]] | None:
     """The seed's plan for a split job; None, with a printed note, if there is none yet. A dry run needs one."""
-    from p2ptrain.core.errors import Refused
-
     if shape is None:
         text = f"the sizes of {profile.model.path or 'the model'} are not known here"
         if dry_run:
@@ -259,7 +260,6 @@ def watch(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
       p2ptrain jobs watch 3f9a --json | jq .state
     """
     from p2ptrain.cli.up import print_summary
-    from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, StorageError
 
     console = Console(quiet=as_json)
     try:
@@ -317,7 +317,6 @@ def metrics(
     """
     import csv
     import sys
-    from collections import deque
 
     if as_csv and as_json:
         raise UserError("--csv and --json exclude each other", remedy="leave one of them out")
@@ -477,7 +476,6 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
     """
     from configs.schema import Profile
     from p2ptrain.lab.audit import audit as read_and_check
-    from wire.records import FINISHED_STATES
 
     console = Console()
 
@@ -504,8 +502,6 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
 
 
 def _audited(info: JobInfo, verdict: AuditResult, unrecorded: int) -> list[tuple[str, str]]:
-    from wire.records import FINISHED_STATES
-
     samples = "not compared: no worker has reported their number"
     if verdict.private:
         samples = "not compared: each worker draws them from its own text (data.private)"
@@ -552,8 +548,6 @@ def recoveries(
       p2ptrain jobs recoveries tiny
       p2ptrain jobs recoveries tiny --limit 200 --json | jq .spread_s.total
     """
-    from wire.records import PHASES, recovery_spread
-
     found = ask(seed, lambda client: client.recoveries(job, limit))
     spread = recovery_spread(found)
     if as_json:

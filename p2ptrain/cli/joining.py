@@ -13,19 +13,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from p2ptrain.cluster.access import MENDED_BY_A_TICKET, Access, Caller, place_of, reach_one
+from p2ptrain.cluster.console import Console, stoppable, unless_stopped
+from p2ptrain.cluster.running import default_state_dir
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import P2PTrainError, Refused
+from p2ptrain.core.texts import human_seconds
+from p2ptrain.core.threads import SlowThreads
+from p2ptrain.core.world import LoopClock, Network, World, real_world
+from roles.member import Identity, MemberOptions, claim
+from roles.seed_link import WaitS, may_pass, until_reached
+from roles.worker.build import capabilities
 from wire.address import format_address, is_loopback
-from wire.transport import every_interface
+from wire.emulate import EmulatedNetwork, preset_named
+from wire.messages import RefusalCode, Scalar
+from wire.transport import TcpNetwork, every_interface
 
 if TYPE_CHECKING:
     import asyncio
 
     from p2ptrain.cli.join_options import JoinOptions
-    from p2ptrain.cluster.access import Access
-    from p2ptrain.cluster.console import Console
-    from p2ptrain.core.world import Network, World
-    from roles.member import Identity, MemberOptions
-    from roles.seed_link import WaitS
-    from wire.messages import Scalar
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +70,6 @@ async def run_member(options: JoinOptions, make: MakeMember) -> None:
     Raises:
         P2PTrainError: there is no seed in time, no slot or no ticket, or what ran raised it.
     """
-    from p2ptrain.cluster.access import MENDED_BY_A_TICKET, Caller, place_of, reach_one
-    from p2ptrain.cluster.console import stoppable, unless_stopped
-    from p2ptrain.cluster.running import default_state_dir
-    from p2ptrain.core.disk import RealDisk
-    from p2ptrain.core.errors import P2PTrainError, Refused
-    from p2ptrain.core.texts import human_seconds
-    from p2ptrain.core.world import LoopClock
-    from roles.member import claim
-    from roles.seed_link import may_pass, until_reached
-    from wire.messages import RefusalCode
-
     console, stop = stoppable(with_parent=options.with_parent)
     base, role, targets = _network(options.link), options.role, options.targets
     identity = claim(RealDisk(), options.root, role=role, name=options.name, slot=options.slot)
@@ -125,18 +121,12 @@ async def run_member(options: JoinOptions, make: MakeMember) -> None:
 
 
 def world_of(options: JoinOptions, route: SeedRoute) -> World:
-    from p2ptrain.core.threads import SlowThreads
-    from p2ptrain.core.world import real_world
-
     world = real_world(route.access.network)
     return replace(world, threads=SlowThreads(world.threads, options.straggler)) if options.straggler > 1 else world
 
 
 def member_options(options: JoinOptions, route: SeedRoute, **more: Scalar) -> MemberOptions:
     """``more``: capabilities besides those of the machine."""
-    from roles.member import MemberOptions
-    from roles.worker.build import capabilities
-
     return MemberOptions(
         role=options.role,
         seed=(route.access.host, route.access.port),
@@ -149,9 +139,6 @@ def member_options(options: JoinOptions, route: SeedRoute, **more: Scalar) -> Me
 
 
 def _network(link: str) -> Network:
-    from wire.emulate import EmulatedNetwork, preset_named
-    from wire.transport import TcpNetwork
-
     tcp = TcpNetwork()
     return EmulatedNetwork(tcp, preset_named(link), os.getpid()) if link else tcp
 

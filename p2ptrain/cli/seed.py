@@ -34,14 +34,13 @@ from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.jobs import create_job
 from p2ptrain.cluster.running import announced, default_state_dir
 from p2ptrain.core.errors import P2PTrainError, UserError
-from wire.address import EVERYWHERE, format_address, is_loopback, to_dial
+from wire.address import EVERYWHERE, Ticket, format_address, is_loopback, to_dial
 from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:
     from configs.schema import Profile
     from roles.seed.server import Seed
     from roles.web.serving import Web, WebOptions
-    from wire.address import Ticket
     from wire.client import SeedRequests
 
 

@@ -36,13 +36,14 @@ from p2ptrain.cli.runtime import (
     takes_options,
 )
 from p2ptrain.cli.text_options import CheckpointOption, DtypeOption, check_dtype, newest_in
-from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.console import Console, stoppable
 from p2ptrain.cluster.jobs import UNSAVED, JobSummary
 from p2ptrain.cluster.local_cluster import own_texts
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, StorageError, UserError
 from p2ptrain.core.texts import human_seconds, size_of
 from wire.address import DEFAULT_PORT
+from wire.emulate import preset_named
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -121,8 +122,6 @@ def up(options: UpOptions) -> None:
       p2ptrain up --workers 2 --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
       p2ptrain up --split 3 --spare 1 --checkpoint ./SmolLM2-135M --memory 400MiB
     """
-    from wire.emulate import preset_named
-
     if options.link:
         preset_named(options.link)  # fail here, not in each worker
     _ = options.web_place
@@ -136,7 +135,6 @@ def up(options: UpOptions) -> None:
 
 
 def _train(options: UpOptions) -> None:
-    from p2ptrain.cluster.console import stoppable
     from p2ptrain.cluster.models import resolve_inputs
     from p2ptrain.cluster.training_run import TrainingPlan, train
 
@@ -280,7 +278,6 @@ def _print_next(summary: JobSummary, profile: Profile) -> None:
 
 
 def _hold(options: UpOptions, stages: int) -> None:
-    from p2ptrain.cluster.console import stoppable
     from p2ptrain.cluster.models import config_text
     from p2ptrain.cluster.split_model import SplitPlan, hold_model
 

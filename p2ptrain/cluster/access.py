@@ -22,16 +22,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from p2ptrain.cluster.running import default_state_dir, running_seeds, the_running_seed
-from p2ptrain.core.disk import write_atomic
+from p2ptrain.core.disk import RealDisk, write_atomic
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, StorageError, UserError
 from p2ptrain.core.ids import new_id
-from wire.address import EVERYWHERE, format_address, is_loopback
+from p2ptrain.core.world import LoopClock, Network
+from wire.address import (
+    EVERYWHERE,
+    Ticket,
+    format_address,
+    is_loopback,
+    is_ticket,
+    local_ticket_path,
+    parse_address,
+    without_secrets,
+)
 from wire.messages import RefusalCode
-from wire.transport import resolve, unreachable
+from wire.transport import TcpNetwork, resolve, unreachable
 
 if TYPE_CHECKING:
-    from p2ptrain.core.world import Network
-    from wire.address import Ticket
     from wire.client import SeedClient
     from wire.credentials import Credentials
     from wire.enrol import Ask, RunMembership
@@ -125,8 +133,6 @@ def read_target(text: str) -> Ticket | tuple[str, int]:
     Raises:
         UserError: it is neither, or there is no such seed.
     """
-    from wire.address import Ticket, is_ticket, parse_address
-
     if not text or (text.startswith("@") and _is(Path.is_dir, text[1:])):
         return the_running_seed(Path(text[1:]) if text else None)
     if text.startswith("@"):
@@ -157,8 +163,6 @@ def _is(kind: Callable[[Path], bool], text: str) -> bool:
 
 
 def _read(path: Path) -> str:
-    from wire.address import without_secrets
-
     try:
         with path.open("rb") as file:
             data = file.read(MAX_TARGET_BYTES + 1)
@@ -185,8 +189,6 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
         NetworkError, Refused, ProtocolError: the seed is unreachable, or does not accept the ticket.
         StorageError: the credentials could not be stored.
     """
-    from wire.address import Ticket
-
     if isinstance(target, Ticket):
         return await _by_ticket(target, caller, base, afresh=afresh)
     host, port = target
@@ -208,7 +210,6 @@ def _advice(caller: Caller, *, own: bool) -> str:
 
 
 async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: bool) -> Access:
-    from p2ptrain.core.disk import RealDisk
     from wire.enrol import enrol
 
     if ticket.role != caller.role:
@@ -235,8 +236,6 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
 
 
 def _encrypted(host: str, port: int, credentials: Credentials, base: Network) -> Access:
-    from p2ptrain.core.disk import RealDisk
-    from p2ptrain.core.world import LoopClock
     from wire.enrol import RunMembership
 
     member = RunMembership(base, credentials, RealDisk(), LoopClock())
@@ -244,8 +243,6 @@ def _encrypted(host: str, port: int, credentials: Credentials, base: Network) ->
 
 
 def _local_ticket(caller: Caller, port: int) -> Ticket | None:
-    from wire.address import Ticket, local_ticket_path
-
     for state in [*caller.states, *(seed.state for seed in running_seeds())]:
         try:
             ticket = Ticket.parse_untrusted(_read(local_ticket_path(state, caller.role)))
@@ -261,8 +258,6 @@ def _local_ticket(caller: Caller, port: int) -> Ticket | None:
 
 def _kept(caller: Caller, fits: Callable[[Credentials, tuple[str, int]], bool]) -> Credentials | None:
     """The credentials valid longest of those that ``fits(credentials, address of their seed)`` accepts."""
-    from p2ptrain.core.disk import RealDisk
-    from wire.address import parse_address
     from wire.credentials import SKEW_S, Credentials
 
     found, disk = list[Credentials](), RealDisk()
@@ -385,8 +380,6 @@ async def open_operator(
         UserError: it is no address and no ticket, or a ticket is needed; else as ``reach`` and
             ``connect_operator``.
     """
-    from wire.transport import TcpNetwork
-
     root = state or default_state_dir()
     targets = read_targets(seed) if isinstance(seed, str) else [seed]
     access = await reach_one(targets, Caller("operator", root / "operator", [root]), TcpNetwork(), afresh=afresh)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 CASES = {
-    "up --profile ./key.toml": (2, "key.toml:4: unknown key optimizer.learning_rate"),
+    "up --profile ./key.toml": (2, "./key.toml:4: unknown key optimizer.learning_rate"),
     "up --profile ./none.toml": (2, "cannot read the profile none.toml"),
     "up --profile tinny": (2, "no profile named 'tinny'"),
     "up --set foo=1": (2, "--set foo=1: unknown key foo"),

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from configs.schema import Profile
 from p2ptrain.cli.bench import print_report
-from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import JobFailed, ResourceError
 from p2ptrain.lab.bench import runner
-from p2ptrain.lab.bench.generate import GeneratedText, GeneratePlan, _conclude, _texts
+from p2ptrain.lab.bench.generate import GeneratedText, GeneratePlan, _texts
 from p2ptrain.lab.bench.network import AllReducePlan, BenchRing, measure_allreduce
 from p2ptrain.lab.bench.pipeline import PipelinePlan, measure_pipeline
 from p2ptrain.lab.bench.report import (
@@ -26,17 +22,8 @@ from p2ptrain.lab.bench.report import (
     Contender,
     human_rate,
 )
-from p2ptrain.lab.bench.sockets import SocketRing, Traffic, make_credentials
-from p2ptrain.lab.bench.training import (
-    DDP,
-    RING,
-    StepPlan,
-    add_block,
-    conclude,
-)
 from ring.planning.schedule import StageCosts, StageSchedule, simulate
 from roles.timed_model import text_after
-from wire.credentials import Credentials
 
 Command = Callable[..., Any]
 
@@ -94,55 +81,6 @@ def test_a_report_is_shown_to_people_and_to_programs(capsys: pytest.CaptureFixtu
     assert {"cores", "system", "python", "torch", "date", "command", "load"} <= set(document["origin"])
 
 
-# ------------------------------------------------------------------------------------------------------------ sockets
-
-
-@pytest.fixture(params=["plain", "tls"])
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[SocketRing]]:
-    """Two members' sockets, connected in a ring."""
-    if request.param == "plain":
-        made = [SocketRing(), SocketRing()]
-    else:
-        paths = make_credentials(tmp_path, ["member-0", "member-1"])
-        own = [Credentials.load(RealDisk(), Path(path)) for path in paths]
-        made = [SocketRing(each.server_context(), each.client_context()) for each in own]
-    together(lambda: made[0].connect(made[1].port), lambda: made[1].connect(made[0].port))
-    yield made
-    for end in made:
-        end.close()
-
-
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """Results of calls that wait for one another."""
-    results: list[Any] = [None] * len(calls)
-
-    def call(number: int) -> None:
-        results[number] = calls[number]()
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
-    return results
-
-
-@pytest.mark.parametrize("sizes", [(300_001, 300_001), (5_000_000, 0), (0, 1), (1, 700_000)])
-@pytest.mark.parametrize("piece_bytes", [1000, 262_144])
-def test_every_byte_arrives_both_ways(pair: list[SocketRing], sizes: tuple[int, int], piece_bytes: int) -> None:
-    landed = [bytearray(max(1, size)) for size in reversed(sizes)]
-    patterns = [bytes(range(number, 251)) * 400 for number in (0, 7)]
-    traffics = [
-        Traffic(memoryview(patterns[rank]), memoryview(landed[rank]), sizes[rank], sizes[1 - rank], piece_bytes)
-        for rank in (0, 1)
-    ]
-    together(*(partial(pair[rank].exchange, traffics[rank]) for rank in (0, 1)))
-    for rank in (0, 1):
-        repeated = patterns[rank] * (sizes[rank] // len(patterns[rank]) + 1)
-        assert landed[1 - rank][: sizes[rank]] == repeated[: sizes[rank]]
-
-
 # --------------------------------------------------------------------------------------------------------- all-reduce
 
 
@@ -197,40 +135,6 @@ async def test_a_lossy_codec_may_lose_but_its_rival_may_not() -> None:
     assert (await allreduce(members, codec="int8")).cases[0].facts["ring_to_fp32_ring"] == 1.5
 
 
-async def test_an_emulated_link_has_a_limit_and_no_gloo() -> None:
-    report = await allreduce(FakeMembers({"ring": (0.2, 0.2)}), link="wan", rounds=1)
-    (case,) = report.cases
-    assert set(case.contenders) == {"ring"}
-    limit_s = ((1 << 20) - (32 << 10)) * 8 / 100e6 + 0.02
-    assert case.facts["ring_of_limit"] == pytest.approx(limit_s / 0.2)
-    assert any("Gloo is left out" in note for note in report.notes)
-
-
-# --------------------------------------------------------------------------------------------------------------- step
-
-
-def a_step(*contenders: str) -> tuple[BenchReport, Case]:
-    report = StepPlan(Profile(), "tiny", 2, 1, 2, BenchRing()).report()
-    facts = ("losses", "exposed_s", "communicating_s")
-    made = {name: Contender(name, facts={fact: [] for fact in facts}) for name in contenders}
-    return report, Case("", 100, made, {"reduce_bytes": 1})
-
-
-def test_hidden_communication_and_losses() -> None:
-    report, case = a_step(RING, DDP)
-    ours = {"seconds": [1.0, 2.0], "losses": [4.0, 2.0], "exposed_s": [0.1, 0.1], "communicating_s": [0.4, 0.6]}
-    other = ours | {"seconds": [1.5, 1.0], "exposed_s": [0.3, 0.3]}
-    add_block(case.contenders[RING], [ours, other], counted=True)
-    add_block(case.contenders[DDP], [{"seconds": [3.0, 4.0], "losses": [4.0, 2.002]}] * 2, counted=True)
-    conclude(report, case)
-    assert case.contenders[RING].seconds == [1.5, 2.0]
-    assert case.facts["ring_to_ddp"] == pytest.approx(3.5 / 1.75)
-    assert case.facts["hidden"] == pytest.approx(1 - 0.4 / 1.0)
-    assert case.facts["largest_relative_loss_difference"] == pytest.approx(0.001, rel=0.01)
-    add_block(case.contenders[RING], [ours, other], counted=False)
-    assert len(case.contenders[RING].seconds) == 2
-
-
 # ----------------------------------------------------------------------------------------------------------- pipeline
 
 
@@ -282,11 +186,6 @@ def a_generation(**changes: Any) -> GeneratePlan:
     return GeneratePlan(**(values | changes))
 
 
-def test_what_a_protocol_takes_whose_sides_wait_for_each_other() -> None:
-    found_ms = [1e3 * a_generation().synchronous_s(0.8, round_trip_s) for round_trip_s in (0.0, 0.02, 0.08, 0.2)]
-    assert found_ms == pytest.approx([20, 25, 39, 66], abs=0.6), "the known figures"
-
-
 async def test_a_text_that_is_not_the_verifiers_own_counts_for_nothing() -> None:
     spoilt: list[int] = []
 
@@ -314,22 +213,6 @@ async def test_a_text_that_is_not_the_verifiers_own_counts_for_nothing() -> None
     plain = [{"text": text_after(f"TEXT {number}: ".encode(), 8).decode()} for number in range(2)]
     case = await written(a_generation(verifier="big", drafter="small"), plain)
     assert (case.facts["differ"], case.contenders["ahead"].seconds) == (1, [0.1]), "real ones may part by rounding"
-
-
-def test_a_generation_is_held_against_its_goals() -> None:
-    plan = a_generation()
-    report = plan.report()
-    for ahead_s, held in ((0.019, True), (0.021, False)):
-        contenders = {"alone": Contender("alone", [0.05]), "ahead": Contender("ahead", [ahead_s])}
-        case = Case("", 1, contenders, {"differ": 0, "round_trip_ms": 0.0, "alpha": 0.8})
-        report.cases = [case]
-        _conclude(plan, report, case)
-        assert (case.facts["goal_s"], case.facts["held"], report.facts["held"]) == (0.02, held, held)
-    split = a_generation(stages=3)
-    contenders = {"alone": Contender("alone", [0.1]), "transformers": Contender("transformers", [0.05])}
-    case = Case("", 1, contenders, {"differ": 0, "round_trip_ms": 20.0})
-    _conclude(split, split.report(), case)
-    assert case.facts["rest_a_hop_s"] == pytest.approx((0.1 - 0.05 - 4 * 0.01) / 4)
 
 
 # --------------------------------------------------------------------------------------------- what a person touches

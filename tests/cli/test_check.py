@@ -45,14 +45,6 @@ def test_all_is_well(command: Command, fake_seed: Any) -> None:
     assert fake_seed.joined == []
 
 
-def test_json_has_stable_keys(command: Command, fake_seed: Any) -> None:
-    document = command("check", fake_seed.address, "--json").json
-    assert sorted(document) == ["address", "checks", "ok"]
-    assert (document["address"], document["ok"]) == (fake_seed.address, True)
-    assert [sorted(line) for line in document["checks"]] == [["detail", "name", "ok", "remedy"]] * len(NAMES)
-    assert _outcomes(document) == dict.fromkeys(NAMES, True)
-
-
 def test_once_joins_as_a_worker_and_leaves(command: Command, fake_seed: Any) -> None:
     outcome = command("check", "--once", "--json")
     assert _outcomes(outcome.json) == dict.fromkeys([*NAMES, "join"], True)

@@ -7,15 +7,17 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import p2ptrain
 from p2ptrain.cli import runtime
-from p2ptrain.cli.commands import CommandEntry, Commands
+from p2ptrain.cli.commands import CommandEntry, Commands, app
 from p2ptrain.core import errors
 from wire.address import DEFAULT_PORT, MEMBER_PORT
 
@@ -124,24 +126,6 @@ def test_a_shell_completes_commands_and_options(command: Command, monkeypatch: p
     assert names == ["--seed", "--json", "--help"], "one line for each, however long its help is"
 
 
-def test_completion_is_installed_for_the_shell_that_asks(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for shell, file in {
-        "bash": ".bash_completions/p2ptrain.sh",
-        "zsh": ".zfunc/_p2ptrain",
-        "fish": ".config/fish/completions/p2ptrain.fish",
-    }.items():
-        monkeypatch.setattr("shellingham.detect_shell", lambda shell=shell: (shell, f"/bin/{shell}"))
-        assert command("--install-completion").code == 0
-        assert "_P2PTRAIN_COMPLETE" in (tmp_path / file).read_text()
-    monkeypatch.setattr("shellingham.detect_shell", lambda: ("dash", "/bin/dash"))
-    outcome = command("--show-completion")
-    assert (outcome.code, outcome.out) == (1, "")
-    assert "dash not supported" in outcome.err
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -226,3 +210,44 @@ def test_full_disk_is_an_error() -> None:
 
 def test_the_default_port_is_that_of_the_wire() -> None:
     assert (runtime.DEFAULT_PORT, runtime.MEMBER_PORT) == (DEFAULT_PORT, MEMBER_PORT)
+
+
+# --------------------------------------------------------------------------------------------------------- all options
+
+
+FLAG = "a flag"
+MEANINGS = {
+    "--seed": "SEED",
+    "--random-seed": "N",
+    "--job": "JOB",
+    "--profile": "NAME|PATH",
+    "--workers": "N",
+    "--json": FLAG,
+    "--yes": FLAG,
+    "--output": "FILE",
+}
+"""What must follow the most common options."""
+
+
+def options() -> Iterator[tuple[str, Any]]:
+    """Every option of every command, with the command's name."""
+    waiting: list[tuple[str, Any]] = [("p2ptrain", typer.main.get_command(app))]
+    while waiting:
+        path, command = waiting.pop()
+        if hasattr(command, "list_commands"):
+            waiting += [(f"{path} {name}", command.get_command(None, name)) for name in command.list_commands(None)]
+        yield from ((path, option) for option in command.params if option.param_type_name == "option")
+
+
+def test_an_option_has_one_meaning_and_a_short_name_one_option() -> None:
+    found, full = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for path, option in options():
+        name, *short = sorted(option.opts, key=len, reverse=True)
+        assert option.hidden or option.help, f"{path} {name} has no help"
+        assert option.hidden or option.is_flag or option.metavar, f"{path} {name} does not say what follows it"
+        found[name].add(FLAG if option.is_flag else str(option.metavar).strip("[]"))
+        for letter in short:
+            full[letter].add(name)
+    assert {name: kinds for name, kinds in found.items() if len(kinds) > 1} == {}
+    assert {name: found[name] for name in MEANINGS} == {name: {kind} for name, kind in MEANINGS.items()}
+    assert {letter: names for letter, names in full.items() if len(names) > 1} == {}

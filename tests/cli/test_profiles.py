@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from configs.loader import load, shipped
-from wire.address import format_address
 
 Command = Callable[..., Any]
 
@@ -48,29 +45,3 @@ def test_show_refuses_like_a_run_would(command: Command) -> None:
     outcome = command("profiles", "show", "tinny")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith("error: no profile named 'tinny' ships with p2ptrain\n  → did you mean tiny? ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "variable", "host", "port"),
-    [
-        ([], "", "127.0.0.1", 7337),
-        ([], "box:9", "box", 9),
-        (["10.0.0.1"], "box:9", "10.0.0.1", 7337),
-        (["[::1]:80"], "", "::1", 80),
-    ],
-)
-def test_tui_is_given_the_address(
-    command: Command, monkeypatch: pytest.MonkeyPatch, arguments: list[str], variable: str, host: str, port: int
-) -> None:
-    seen: list[str] = []
-
-    def run_tui(way: object, address: str) -> None:
-        seen.append(address)
-
-    module = ModuleType("tui.app")
-    module.run_tui = run_tui  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tui.app", module)
-    monkeypatch.setattr("p2ptrain.cli.status.at_terminal", lambda: True)
-    monkeypatch.setenv("P2PTRAIN_SEED", variable)
-    assert command("tui", *arguments).code == 0
-    assert seen == [format_address(host, port)]

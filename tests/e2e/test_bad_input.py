@@ -56,17 +56,6 @@ async def taken() -> AsyncIterator[int]:
 # ---------------------------------------------------------------------------------- ports, directories, wrong machines
 
 
-async def test_a_port_in_use(machine: Any, taken: int) -> None:
-    seed = await machine.seed("--no-job")
-    cause = f"cannot listen on 127.0.0.1:{taken}: port {taken} is in use"
-    remedy = "stop the program that has it, or choose another port with --port"
-    where = ["--port", str(taken), "--state", str(machine.root / "other")]
-    await refused(machine, "join", f"127.0.0.1:{machine.port}", *where, code=2, cause=cause, remedy=remedy)
-    remedy += f"; its log is {machine.root}/other/logs/seed.log"
-    await refused(machine, "up", *where, code=2, cause=f"the seed did not start: {cause}", remedy=remedy)
-    assert await seed.interrupt() == 0
-
-
 async def test_two_of_a_kind_in_one_directory(machine: Any) -> None:
     seed = await machine.seed(*machine.settings(job__steps=LONG, job__workers=1))
     cause = f"another seed is running on {machine.root}/seed"

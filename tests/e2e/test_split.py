@@ -169,21 +169,6 @@ def test_each_stage_read_its_own_tensors_and_no_more(cluster: Cluster) -> None:
         assert stage["resident_bytes"] > own
 
 
-def test_the_tables(cluster: Cluster) -> None:
-    done = cluster.run("generate", "hello", "--split", str(STAGES), "--stats", *options(8, None))
-    assert done.returncode == 0, done.stderr
-    assert "PEER      LAYERS" in done.stdout
-    for column in ("READ", "RECEIVED", "WEIGHTS", "MEMORY", "MS/TOKEN", "WIRE"):
-        assert column in done.stdout
-    assert " computing + " in done.stdout
-    assert done.stderr.splitlines()[-1].startswith("(8 tokens, ")
-    done = cluster.run("generate", "hello", "--split", "--dry-run")
-    assert (done.returncode, "HOP MS" in done.stdout, "hello" in done.stdout) == (0, True, False)
-    plan = cluster.json("chat", "--split", "2", "--dry-run")["plan"]
-    assert len(plan["stages"]) == 2
-    assert plan["tokens_per_s"] > 0
-
-
 def test_ctrl_c_leaves_at_once_and_takes_nothing_from_others(cluster: Cluster) -> None:
     leaving = subprocess.Popen(
         cluster.command("generate", "hello", "--split", str(STAGES), *options(50_000, None)),
