@@ -73,7 +73,7 @@ class ComputeThread:
             except P2PTrainError:
                 raise
             except BaseException as error:
-                raise translated(error) from error
+                raise translate_error(error) from error
             finally:
                 entry.over = True
                 self.known.add(entry.name)
@@ -127,7 +127,7 @@ class ComputeFailed(ResourceError):
     """A computation raised an error that is no ``P2PTrainError``. ``__cause__`` has the traceback."""
 
 
-def translated(error: BaseException) -> ComputeFailed:
+def translate_error(error: BaseException) -> ComputeFailed:
     line = " ".join(str(error).split())[:300] or "the exception has no message"
     remedy = ""
     if isinstance(error, MemoryError) or "out of memory" in line.lower():

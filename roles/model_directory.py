@@ -169,13 +169,13 @@ class DigestCache:
             self._files = {}
             if self._path.name in self._disk.list_dir(self._path.parent):
                 try:
-                    self._files = cached_untrusted(self._disk.read(self._path, max_bytes=MAX_CACHE_BYTES))
+                    self._files = parse_cache_untrusted(self._disk.read(self._path, max_bytes=MAX_CACHE_BYTES))
                 except (ProtocolError, StorageError):
                     self._files = {}  # damaged: the tensors are hashed again
         return self._files
 
 
-def cached_untrusted(data: bytes) -> dict[str, tuple[Stamp, dict[str, bytes]]]:
+def parse_cache_untrusted(data: bytes) -> dict[str, tuple[Stamp, dict[str, bytes]]]:
     """Parse the file of a ``DigestCache``. Raises ``ProtocolError``."""
     try:
         files = json.loads(data)["files"]

@@ -58,21 +58,21 @@ class Snapshots:
         Raises:
             ResourceError: ``most`` older snapshots are still in use, or memory is short.
         """
-        held = [each for each in self._made if each.holders]
-        for each in held:
-            if (each.step, each.lineage) == (step, lineage):
-                each.holders += 1
-                return each
+        held = [snapshot for snapshot in self._made if snapshot.holders]
+        for snapshot in held:
+            if (snapshot.step, snapshot.lineage) == (step, lineage):
+                snapshot.holders += 1
+                return snapshot
         if len(held) + self._copying >= self._most:
             raise ResourceError(
                 f"{self._most} earlier copies of the model are still being written or sent",
                 remedy="save less often: raise checkpoint.every",
             )
-        free = [each.blobs for each in self._made if not each.holders]
+        free = [snapshot.blobs for snapshot in self._made if not snapshot.holders]
         self._made, self._copying = held, self._copying + 1
         try:
             # A cancelled call may still copy. The next call runs after it, on the same thread.
-            blobs = await self._compute.run(_copied, engine, free)
+            blobs = await self._compute.run(_copy_state, engine, free)
         finally:
             self._copying -= 1
         taken = Snapshot(step, lineage, square_sum, blobs)
@@ -84,14 +84,18 @@ class Snapshots:
         self._made.clear()
 
 
-def _copied(engine: Engine, free: list[list[Blob]]) -> list[Blob]:
+def _copy_state(engine: Engine, free: list[list[Blob]]) -> list[Blob]:
     """Copy the state into the memory of ``free`` if it fits, else into new memory. numpy releases the GIL meanwhile."""
     state = engine.state.blobs()
     sizes = [blob.view.nbytes for blob in state]
-    memory = next((each for each in free if [blob.view.nbytes for blob in each] == sizes), None)
+    memory = next((blobs for blobs in free if [blob.view.nbytes for blob in blobs] == sizes), None)
     free.clear()
     try:
-        targets = [_writable(blob) for blob in memory] if memory else [np.empty(size, np.uint8) for size in sizes]
+        targets: list[npt.NDArray[np.uint8]] = (
+            [cast("npt.NDArray[np.uint8]", blob.view.obj) for blob in memory]  # read-only only as views
+            if memory
+            else [np.empty(size, np.uint8) for size in sizes]
+        )
     except MemoryError:
         raise ResourceError(
             f"there is no memory for a copy of the model and the optimizer's state, {human_bytes(sum(sizes))}",
@@ -100,10 +104,6 @@ def _copied(engine: Engine, free: list[list[Blob]]) -> list[Blob]:
     for target, blob in zip(targets, state, strict=True):
         np.copyto(target, np.frombuffer(blob.view, np.uint8))
     return [Blob(blob.name, target.data.toreadonly()) for blob, target in zip(state, targets, strict=True)]
-
-
-def _writable(blob: Blob) -> npt.NDArray[np.uint8]:
-    return cast("npt.NDArray[np.uint8]", blob.view.obj)
 
 
 def state_bytes(state: list[Blob]) -> int:

@@ -36,7 +36,7 @@ def write_timed_model(directory: Path, pass_s: float, *, alpha: float = 1.0) -> 
     return directory
 
 
-def timed_model_in(directory: Path) -> TimedModel | None:
+def load_timed_model(directory: Path) -> TimedModel | None:
     """The timed model in a directory; None if the directory has another kind of model."""
     try:
         config = (directory / "config.json").read_text("utf-8")

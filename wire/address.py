@@ -75,7 +75,7 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def to_dial(host: str, own: str = "127.0.0.1") -> str:
+def dialable_host(host: str, own: str = "127.0.0.1") -> str:
     """The host to dial of who listens on ``host``; ``own``, an address of that machine, if it listens on all."""
     return own if host in EVERYWHERE else host
 

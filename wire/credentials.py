@@ -309,7 +309,7 @@ class Credentials:
         path = directory / FILE_NAME
         key, *certificates = disk.read(path, max_bytes=32 << 10).split(_MARK)
         try:
-            certificate_pem, ca_pem = (_MARK + each for each in certificates)
+            certificate_pem, ca_pem = (_MARK + text for text in certificates)
             found = cls(directory, ca_pem, certificate_pem, key)
             found._check()
         except (*_DAMAGED, ProtocolError) as error:

@@ -50,7 +50,7 @@ def document() -> str:
         parts.append(f"\n## {module.__name__}\n\n{_markdown(inspect.cleandoc(module.__doc__ or ''))}\n")
         for cls in vars(module).values():
             if isinstance(cls, type) and issubclass(cls, Message | Record) and cls not in (Message, Record):
-                new = [each for each in (cls, *_inner(cls)) if each not in described]
+                new = [kind for kind in (cls, *_find_inner(cls)) if kind not in described]
                 described.update(new)
                 parts.extend(map(_section, new))
     return "".join(parts)
@@ -58,8 +58,10 @@ def document() -> str:
 
 def _section(cls: Any) -> str:
     kind = f" (kind {cls.KIND}{'' if cls.KEYED else ', bare values'})" if issubclass(cls, Message) else ""
-    docs = [inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n") for each in cls.__mro__[:-1]]
-    described = {name: text for _, _, attributes in reversed(docs) for name, text in _described(attributes).items()}
+    docs = [inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n") for base in cls.__mro__[:-1]]
+    described = {
+        name: text for _, _, attributes in reversed(docs) for name, text in _read_attributes(attributes).items()
+    }
     text = f"\n### {cls.__name__}{kind}\n\n{_markdown(docs[0][0].rstrip())}\n"
     hints = typing.get_type_hints(cls, include_extras=True)
     rows = [
@@ -69,7 +71,7 @@ def _section(cls: Any) -> str:
     return text + ("\n| field | type | |\n|---|---|---|\n" + "".join(rows) if rows else "")
 
 
-def _described(attributes: str) -> dict[str, str]:
+def _read_attributes(attributes: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in re.split(r"\n    (?=\w)", f"\n{attributes.rstrip()}"):
         names, _, text = entry.partition(": ")
@@ -106,7 +108,7 @@ def _default(item: dataclasses.Field[Any]) -> str:
     return ", default empty" if item.default_factory is not dataclasses.MISSING else ""
 
 
-def _inner(cls: Any) -> list[type]:
+def _find_inner(cls: Any) -> list[type]:
     found: list[type] = []
     hints = list(typing.get_type_hints(cls).values())
     while hints:

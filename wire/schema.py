@@ -141,7 +141,7 @@ def _dataclass_check(cls: Any, lenient: bool) -> Check:
 def arms_of(hint: Any) -> list[tuple[Any, Bound | None]]:
     """The alternatives of an annotation, each with its bound."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return [arm for each in typing.get_args(hint) for arm in arms_of(each)]
+        return [arm for alternative in typing.get_args(hint) for arm in arms_of(alternative)]
     if typing.get_origin(hint) is Annotated:
         inner, *extras = typing.get_args(hint)
         bound = next((extra for extra in extras if isinstance(extra, Bound)), None)
@@ -157,34 +157,29 @@ def check_of(hint: Any, where: str, *, lenient: bool = False) -> Check:
     for arm, bound in arms_of(hint):
         check = _bounded(_arm_check(arm, where, lenient), bound, where)
         if arm is float:  # encoders may write 1.0 as 1; an int arm of the same union takes precedence
-            arms.setdefault(int, _as_float(check))
+            arms.setdefault(int, check)
         arms[dict if dataclasses.is_dataclass(arm) else typing.get_origin(arm) or arm] = check
     if tuple in arms:  # it travels as a list
         arms[list] = arms[tuple]
 
-    def checked(value: Any) -> Any:
+    def check_value(value: Any) -> Any:
         arm = arms.get(type(value))
         if arm is None:
             raise ProtocolError(f"{where} has type {type(value).__name__}")
         return arm(value)
 
-    return checked
-
-
-def _as_float(check: Check) -> Check:
-    return lambda value: check(float(value))
+    return check_value
 
 
 def _bounded(check: Check, bound: Bound | None, where: str) -> Check:
     if bound is None:
         return check
-    known = bound
 
-    def bounded(value: Any) -> Any:
-        known.check(value, where)
+    def check_bound(value: Any, bound: Bound = bound) -> Any:
+        bound.check(value, where)
         return check(value)
 
-    return bounded
+    return check_bound
 
 
 def _arm_check(arm: Any, where: str, lenient: bool) -> Check:
@@ -193,12 +188,12 @@ def _arm_check(arm: Any, where: str, lenient: bool) -> Check:
     origin, args = typing.get_origin(arm), typing.get_args(arm)
     if origin in (list, tuple):
         item = check_of(args[0], where, lenient=lenient)
-        return lambda value: origin(item(each) for each in value)
+        return lambda value: origin(item(element) for element in value)
     if origin is dict:
         key, item = check_of(args[0], where), check_of(args[1], where, lenient=lenient)
-        return lambda value: {key(name): item(each) for name, each in value.items()}
+        return lambda value: {key(name): item(element) for name, element in value.items()}
     assert arm in (int, float, str, bytes, bool, types.NoneType), f"{where}: no check for {arm}"
-    return lambda value: value
+    return float if arm is float else lambda value: value
 
 
 def _json_like(value: Any, where: str, depth: int) -> Any:
@@ -207,7 +202,7 @@ def _json_like(value: Any, where: str, depth: int) -> Any:
     if depth == 0:
         raise ProtocolError(f"{where} is more than {MAX_DEPTH} levels deep")
     if type(value) is list:
-        return [_json_like(each, where, depth - 1) for each in value]
+        return [_json_like(element, where, depth - 1) for element in value]
     if type(value) is dict:
-        return {key: _json_like(each, where, depth - 1) for key, each in value.items()}
+        return {key: _json_like(element, where, depth - 1) for key, element in value.items()}
     raise ProtocolError(f"{where} holds a {type(value).__name__}")

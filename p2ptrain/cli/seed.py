@@ -34,7 +34,7 @@ from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.jobs import create_job
 from p2ptrain.cluster.running import announced, default_state_dir
 from p2ptrain.core.errors import P2PTrainError, UserError
-from wire.address import EVERYWHERE, Ticket, format_address, is_loopback, to_dial
+from wire.address import EVERYWHERE, Ticket, dialable_host, format_address, is_loopback
 from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if address.done():
             bound, port = address.result()
-            near = to_dial(bound), port
+            near = dialable_host(bound), port
             async with AsyncExitStack() as stack:
                 if not options.with_parent:
                     stack.enter_context(announced(near, root))

@@ -43,7 +43,7 @@ from roles.serving.local_model import LocalModel, load_local_engine
 from roles.serving.model import ServedModel
 from roles.serving.worker_peer import ClientContext, WorkerAt
 from roles.serving.worker_pool import ModelReference, WorkerPool, model_of_directory, workers_of
-from roles.timed_model import timed_model_in
+from roles.timed_model import load_timed_model
 from roles.verifier.drafters import Drafters, Vocabulary
 from roles.verifier.server import serve_texts
 from roles.verifier.service import ServiceOptions, VerifierService
@@ -161,7 +161,7 @@ def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText,
 
 def _prepare_torch(directory: Path, threads: int) -> None:
     """Import torch, on a thread: it would block the event loop, and the seed takes a silent member for dead."""
-    if timed_model_in(directory) is not None:
+    if load_timed_model(directory) is not None:
         return
 
     with first_import():

@@ -23,11 +23,11 @@ from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, check_hello, 
 from wire.address import (
     NONCE_BYTES,
     Ticket,
+    dialable_host,
     format_address,
     how_to_open,
     is_loopback,
     parse_address,
-    to_dial,
     verify_proof,
 )
 from wire.connection import Connection, last_word
@@ -67,7 +67,7 @@ class EnrolmentPolicy:
         plain seed. Raises ``StorageError``."""
         if self._authority is None:
             return None
-        self._local_host, self._port = to_dial(address[0]), address[1]
+        self._local_host, self._port = dialable_host(address[0]), address[1]
         return self._authority.ticket(await self._make_start_tickets(self._authority), self._port)
 
     async def _make_start_tickets(self, authority: Authority) -> TicketRecord:

@@ -10,7 +10,7 @@ import asyncio
 
 from p2ptrain.core.errors import Refused
 from ring import coordination as co
-from roles.background import started_in
+from roles.background import start_in
 from roles.seed.checkpoints import checkpoint_id, checkpoints_event
 from roles.seed.job_history import StoredHistory, read_history
 from roles.seed.jobs import JobController, JobPorts
@@ -45,7 +45,7 @@ class JobTable:
         await self._ports.store.call(Records.add_job, record, spec)
         controller = self.controllers[record.id] = JobController(self._ports, record, spec, StoredHistory())
         assert self._tasks is not None
-        started_in(self._tasks, controller.run(), f"job {controller.id}")
+        start_in(self._tasks, controller.run(), f"job {controller.id}")
         self._ports.request_backup()
         text = f"job {record.name} ({record.id}) was created"
         self._ports.announcements.note("info", "job-created", text, job=record.id)

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.world import Clock
 from ring.planning.measurements import LinkQuality, Links
-from roles.background import started_in
+from roles.background import start_in
 from roles.seed.peers import ConnectedPeer, host_dialled_from
 from wire.schema import Bound, Id, instance_untrusted
 
@@ -132,7 +132,7 @@ class Survey:
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
         assert self._tasks is not None
-        return started_in(self._tasks, work, name)
+        return start_in(self._tasks, work, name)
 
     def _peers_to_measure(self, peer: ConnectedPeer, others: Collection[str]) -> list[ConnectedPeer]:
         if peer.hello.capabilities.get(CAPABILITY) is not True:

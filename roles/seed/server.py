@@ -16,7 +16,7 @@ from p2ptrain.core.world import World
 from ring import coordination as co
 from ring.detector import FailureDetector, beat_defaults
 from ring.view import View
-from roles.background import started_in
+from roles.background import start_in
 from roles.seed.admission import Acceptor, EnrolmentPolicy
 from roles.seed.authority import Authority
 from roles.seed.checkpoints import CheckpointCatalogue
@@ -40,7 +40,7 @@ from roles.seed.peers import (
     send_last_word,
 )
 from roles.seed.store import SeedStore
-from wire.address import format_address, to_dial
+from wire.address import dialable_host, format_address
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
 from wire.enrol import RENEW
@@ -138,7 +138,7 @@ class Seed:
 
     def address_to_dial(self, address: tuple[str, int]) -> str:
         """The address for other machines of a seed that listens on ``address``."""
-        return format_address(to_dial(address[0], self.gate.host), address[1])
+        return format_address(dialable_host(address[0], self.gate.host), address[1])
 
     def stop(self) -> None:
         """Tell all connected peers and operators that the seed stops. Workers train on and look for it again."""
@@ -231,7 +231,7 @@ class Seed:
         except Refused as problem:
             send_if_open(connection, last_word(problem.code, problem))
             assert self._tasks is not None
-            started_in(self._tasks, connection.close(), "close")
+            start_in(self._tasks, connection.close(), "close")
             return problem
         return None
 
@@ -289,7 +289,7 @@ class Seed:
 
     def _take_early_messages(self, job: str) -> None:
         assert self._tasks is not None
-        started_in(self._tasks, self._catch_up(self.jobs.controllers[job]), "early messages")
+        start_in(self._tasks, self._catch_up(self.jobs.controllers[job]), "early messages")
         self.jobs.assign_workers()
 
     async def _catch_up(self, controller: JobController) -> None:

@@ -19,7 +19,7 @@ from p2ptrain.core.world import Clock
 from roles.compute_thread import ComputeThread
 from roles.engine import StageEngine
 from roles.serving.model import PassRequest, PassResult
-from roles.timed_model import timed_model_in
+from roles.timed_model import load_timed_model
 from wire.chain_messages import CHUNK
 from wire.messages import RefusalCode
 
@@ -176,7 +176,7 @@ async def load_local_engine(
         loop.call_soon_threadsafe(on_bytes, done_bytes, total_bytes)
 
     def load() -> tuple[StageEngine, int | None]:
-        if (timed := timed_model_in(directory)) is not None:
+        if (timed := load_timed_model(directory)) is not None:
             return timed, timed.context
         with first_import():  # here: torch takes seconds to load
             from p2ptrain.compute.served_part import load_whole

@@ -52,7 +52,7 @@ from ring.staleness import (
     packed,
 )
 from ring.token import NormGuard
-from roles.compute_thread import ComputeThread, translated
+from roles.compute_thread import ComputeThread, translate_error
 from roles.engine import Engine
 from roles.gauges import free_memory_bytes
 from roles.snapshots import Snapshot, Snapshots, state_digest
@@ -323,7 +323,7 @@ class VersionServer:
         except (NetworkError, PeerError) as problem:
             self._give_up(member_error(self._session, rank, problem.message, cause_of(problem)))
         except Exception as problem:  # noqa: BLE001 - ``collect`` raises it
-            self._give_up(problem if isinstance(problem, P2PTrainError) else translated(problem))
+            self._give_up(problem if isinstance(problem, P2PTrainError) else translate_error(problem))
 
     def _give_up(self, problem: P2PTrainError) -> None:
         self._failure = problem

@@ -18,7 +18,7 @@ from ring.token import Flag
 from ring.transaction import Transaction
 from ring.versions import VersionMember
 from ring.view import View
-from roles.background import started_in
+from roles.background import start_in
 from roles.compute_thread import ComputeCall, HangDetector
 from roles.engine import WHOLE, Stage
 from roles.strategies import share_rule_of
@@ -160,7 +160,7 @@ class JobRunner:
         if self.core.phase is not MemberPhase.DONE:
             self.request(Flag.SAVE)
         elif self._result is None or self._result.done():
-            self._result = started_in(self._tasks, self._save_result(), f"job {self.job}: result")
+            self._result = start_in(self._tasks, self._save_result(), f"job {self.job}: result")
 
     async def _save_result(self) -> None:
         await self.save_state()
@@ -224,7 +224,7 @@ class JobRunner:
 
     def _start(self, activity: Activity) -> None:
         work = self._guarded(activity)
-        self._activity = started_in(self._tasks, work, f"job {self.job}") or self._activity
+        self._activity = start_in(self._tasks, work, f"job {self.job}") or self._activity
 
     async def _guarded(self, activity: Activity) -> None:
         generation = self.core.view.generation if self.core.view else 0

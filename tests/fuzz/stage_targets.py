@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from p2ptrain.core.activations import ENCODINGS, activation_bytes
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.serving import PartSpec
-from roles.model_directory import FILE, TableReceiver, cached_untrusted, check_record_untrusted, is_file_name
+from roles.model_directory import FILE, TableReceiver, check_record_untrusted, is_file_name, parse_cache_untrusted
 from roles.worker import stage_requests
 from roles.worker.model_loading import _owned_untrusted
 from tests.roles.stage_doubles import PORT, open_params, session_of
@@ -186,7 +186,7 @@ _CACHED = json.dumps({"files": {"/m/a": {"stamp": [5, 6], "digests": {"x": "0" *
 
 
 def _check_cached(data: bytes) -> None:
-    found = cached_untrusted(data)
+    found = parse_cache_untrusted(data)
     assert all(len(digest) % 32 == 0 for _, digests in found.values() for digest in digests.values())
 
 
@@ -197,7 +197,7 @@ CACHED = Target(
         [b"[" * 50_000, b'{"files":' * 9000, b"1e999", b'{"files":{"a":{"stamp":[1e999,1],"digests":{}}}}']
     ),
     _check_cached,
-    ("roles.model_directory.cached_untrusted",),
+    ("roles.model_directory.parse_cache_untrusted",),
     peak_bytes=8 << 20,
 )
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from roles.background import started_in
+from roles.background import start_in
 
 
 async def test_a_group_that_ends_takes_no_more() -> None:
@@ -19,7 +19,7 @@ async def test_a_group_that_ends_takes_no_more() -> None:
 
     async def run() -> None:
         async with asyncio.TaskGroup() as group:
-            assert started_in(group, work("early"), "early") is not None
+            assert start_in(group, work("early"), "early") is not None
             group.create_task(ends_with_more(group))
             await asyncio.Event().wait()
 
@@ -28,7 +28,7 @@ async def test_a_group_that_ends_takes_no_more() -> None:
             await asyncio.Event().wait()
         finally:
             late = work("late")
-            assert started_in(group, late, "late") is None
+            assert start_in(group, late, "late") is None
             with pytest.raises(RuntimeError, match="already awaited"):  # it is closed, so Python does not warn of it
                 await late
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from p2ptrain.core.threads import RealThreads, SlowThreads
-from roles.compute_thread import ComputeFailed, ComputeThread, translated
+from roles.compute_thread import ComputeFailed, ComputeThread, translate_error
 
 
 async def test_calls_run_in_order_on_one_other_thread() -> None:
@@ -56,7 +56,7 @@ async def test_a_cancelled_call_that_has_not_begun_is_skipped_and_one_that_has_r
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")])
 def test_too_little_memory_names_what_to_lower(error: BaseException) -> None:
-    assert "micro_batch_sequences" in translated(error).remedy
+    assert "micro_batch_sequences" in translate_error(error).remedy
 
 
 async def test_a_straggler_takes_so_many_times_as_long_to_compute() -> None:

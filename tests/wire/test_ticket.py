@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError, UserError
-from wire.address import ROLES, Ticket, advertised_host, is_ticket, parse_address, proof, to_dial, verify_proof
+from wire.address import ROLES, Ticket, advertised_host, dialable_host, is_ticket, parse_address, proof, verify_proof
 
 SECRET = bytes(range(100, 116))
 TICKET = Ticket("192.168.1.20", 7337, "worker", "0123456789ab", SECRET, bytes(range(32)))
@@ -81,8 +81,12 @@ def test_a_member_is_dialled_as_this_machine_can(seed: str, host: str, dialled: 
 
 
 def test_who_listens_everywhere_is_dialled_at_an_address_of_that_machine() -> None:
-    assert [to_dial(host, "10.0.0.7") for host in ("0.0.0.0", "::", "10.0.0.9")] == ["10.0.0.7", "10.0.0.7", "10.0.0.9"]
-    assert to_dial("0.0.0.0") == "127.0.0.1"
+    assert [dialable_host(host, "10.0.0.7") for host in ("0.0.0.0", "::", "10.0.0.9")] == [
+        "10.0.0.7",
+        "10.0.0.7",
+        "10.0.0.9",
+    ]
+    assert dialable_host("0.0.0.0") == "127.0.0.1"
 
 
 def test_an_address_is_no_ticket() -> None:
