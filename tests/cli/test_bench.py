@@ -168,13 +168,12 @@ async def test_ideal_stages_reach_the_known_figures() -> None:
     report = await pipeline(rtts=[0.0, 20.0, 80.0, 200.0])
     found = [[round(case.amount / each.median_s, 2) for each in case.contenders.values()] for case in report.cases]
     assert found == [[0.94, 0.94, 0.94], [0.93, 0.87, 0.93], [0.91, 0.72, 0.91], [0.86, 0.53, 0.86]]
-    assert (report.facts["held"], report.facts["least_part_of_ideal"]) == (True, pytest.approx(1.0))
+    assert report.facts["least_part_of_ideal"] == pytest.approx(1.0)
 
 
-async def test_a_schedule_that_is_too_slow_is_told() -> None:
+async def test_schedule_that_is_slower_than_its_ideal_is_noted() -> None:
     report = await pipeline(slower=1.06, rtts=[20.0])
-    assert report.facts["held"] is False
-    assert any("reaches 94.3 % of its ideal at least; goal 95.0 %: not reached" in note for note in report.notes)
+    assert any("reaches 94.3 % of its ideal at least" in note for note in report.notes)
 
 
 # ----------------------------------------------------------------------------------------------------------- generate

@@ -27,11 +27,6 @@ from p2ptrain.lab.bench.report import BenchReport, Case, Contender, times
 from p2ptrain.lab.bench.runner import Answer, Bench
 from roles.timed_model import text_after, write_timed_model
 
-# Round trip → goal for the time per token, for alpha .8, a pass of 50 ms and a draft of 5 ms.
-GOALS_MS = {0.0: 20.0, 20.0: 22.5, 80.0: 31.5, 200.0: 42.5}
-NEVER_SLOWER = 1.05
-HOP_GOAL_S = 2e-3
-"""For a split model: the time of a hop besides its link."""
 PROMPTS = ("import os", "class Node:", "def read_file(path):", "for key, value in", "raise ValueError(")
 
 
@@ -65,29 +60,13 @@ class GeneratePlan:
     def drafts(self) -> bool:
         return self.is_timed or bool(self.drafter)
 
-    def synchronous_s(self, alpha: float, round_trip_s: float) -> float:
-        """Time per token if verifier and drafter wait for each other, with the best number k of drafts: (k d + r + v) /
-        E(k), where a pass yields E(k) = 1 + alpha + ... + alpha^k tokens."""
-        return min(
-            (drafts * self.draft_s + round_trip_s + self.pass_s) / sum(alpha**power for power in range(drafts + 1))
-            for drafts in range(1, 33)
-        )
-
-    def goal_s(self, alpha: float, round_trip_ms: float) -> float | None:
-        if (alpha, self.pass_s, self.draft_s) != (0.8, 0.05, 0.005) or not self.is_timed:
-            return None
-        goal_ms = GOALS_MS.get(round_trip_ms)
-        return None if goal_ms is None else goal_ms / 1e3
-
     def report(self) -> BenchReport:
         name = Path(self.verifier).name or ("a random model" if self.stages else "a model that only takes time")
         split = f" · split over {self.stages} workers" if self.stages else ""
         drafter = Path(self.drafter).name or f"one that takes {1e3 * self.draft_s:g} ms"
         title = f"generate · {name}{split}" + (f" · drafter: {drafter}" if self.drafts else "")
         report = BenchReport("generate", title, "tokens", "{:.1f}".format, asdict(self))
-        report.columns = {"faster": ("FASTER", times), "goal_s": ("GOAL", human_duration)}
-        if self.is_timed:
-            report.columns["synchronous_s"] = ("IN TURNS", human_duration)
+        report.columns = {"faster": ("FASTER", times)}
         if self.stages:
             report.columns["rest_a_hop_s"] = ("REST A HOP", human_duration)
         report.notes.append(
@@ -258,22 +237,10 @@ def _conclude(plan: GeneratePlan, report: BenchReport, case: Case) -> None:
         )
     if plan.drafts:
         facts["faster"] = case.ratio("alone", "ahead")
-        facts["goal_s"] = plan.goal_s(facts["alpha"], facts["round_trip_ms"])
-        facts["never_slower"] = facts["faster"] is not None and facts["faster"] * NEVER_SLOWER >= 1
-        reached = facts["goal_s"] is None or case.contenders["ahead"].median_s <= facts["goal_s"]
-        facts["held"] = facts["never_slower"] and reached
-        report.facts["held"] = all(each.facts.get("held") for each in report.cases)
-    if plan.is_timed:
-        facts["synchronous_s"] = plan.synchronous_s(facts["alpha"], round_trip_s)
     if plan.stages and case.contenders["alone"].seconds:
         hops = plan.stages + 1
         link_s, whole_s = hops * round_trip_s / 2, case.contenders["transformers"].median_s
-        facts["rest_a_hop_s"] = rest_s = (case.contenders["alone"].median_s - whole_s - link_s) / hops
-        verdict = "reached" if rest_s <= HOP_GOAL_S else "not reached"
-        report.notes.append(
-            f"{case.label}: apart from computing and links a hop takes {human_duration(rest_s)}; goal "
-            f"{human_duration(HOP_GOAL_S)}: {verdict}"
-        )
+        facts["rest_a_hop_s"] = (case.contenders["alone"].median_s - whole_s - link_s) / hops
 
 
 class Side:  # the orders that need torch

@@ -22,7 +22,6 @@ from p2ptrain.lab.stand_in import StandInEngine
 
 STEP_S = 60.0  # a slow step, for deadlines
 SYNC_STEPS = 8
-MUST_COMPUTE, MUST_SAVE = 0.96, 400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +91,11 @@ async def measure_local(bench: Bench, plan: LocalPlan, report: BenchReport) -> N
     await _measure(bench, plan, report, of_sync(plan.profile, plan.workers), "fp32", SYNC_STEPS)
     plain, ours, sync = report.cases
     saved = sync.facts["bytes_per_token"] / ours.facts["bytes_per_token"]
-    held = ours.facts["computing"] >= MUST_COMPUTE and saved >= MUST_SAVE
-    report.facts = {"fewer_bytes": saved, "computing": ours.facts["computing"], "held": held}
+    report.facts = {"fewer_bytes": saved, "computing": ours.facts["computing"]}
     report.notes = [
         "computing: the share of a step in which a worker computes; the rest it waits for the network",
-        f"local sends {saved:,.0f} times fewer bytes than sync in fp32 (goal {MUST_SAVE:g}) and computes "
-        f"{per_cent(plain.facts['computing'])} of the time, overlapping {per_cent(ours.facts['computing'])} (goal "
-        f"{per_cent(MUST_COMPUTE)}); tokens/s: "
+        f"local sends {saved:,.0f} times fewer bytes than sync in fp32, and computes "
+        f"{per_cent(plain.facts['computing'])} of the time, overlapping {per_cent(ours.facts['computing'])}; tokens/s: "
         f"{times(ours.amount / ours.contenders['ring'].median_s / (sync.amount / sync.contenders['ring'].median_s))}",
     ]
 

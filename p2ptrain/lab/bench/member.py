@@ -22,7 +22,7 @@ import xxhash
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Network
-from p2ptrain.lab.bench.sockets import SocketRing, Traffic, peer_id
+from p2ptrain.lab.bench.sockets import SocketRing, peer_id
 from p2ptrain.lab.ring_member import LocalMember, local_view
 from ring.codecs import Codec, codec_named
 from ring.dtypes import storage_dtype
@@ -201,8 +201,13 @@ class BenchMember:
                 self._gloo.all_reduce(self._buffer, self._dtype, contender)
             case _:  # sockets move what an all-reduce moves: 2 (n - 1) / n of the tensor out, and as much in
                 total_bytes = max(1, 2 * (self.size - 1) * self._buffer.nbytes // self.size)
-                memory = self._buffer.view(np.uint8).data, self._landed.data
-                self._sockets[contender].exchange(Traffic(*memory, total_bytes, total_bytes, self._piece_bytes))
+                self._sockets[contender].exchange(
+                    self._buffer.view(np.uint8).data,
+                    self._landed.data,
+                    send_bytes=total_bytes,
+                    receive_bytes=total_bytes,
+                    piece_bytes=self._piece_bytes,
+                )
 
     def _fill(self) -> None:
         tile, buffer = self._tiles[self.rank], self._buffer
@@ -222,12 +227,15 @@ class BenchMember:
         """Measure the seconds of ``total_bytes`` from the first member to the second, or in ``both`` directions."""
         if self._buffer.nbytes != 2 * piece_bytes:
             self._buffer = np.zeros(2 * piece_bytes, np.uint8)
-        memory = self._buffer[:piece_bytes].data, self._buffer[piece_bytes:].data
-        send_bytes = total_bytes if both or self.rank == 0 else 0
-        receive_bytes = total_bytes if both or self.rank == 1 else 0
         await self.session.barrier()
         began = time.perf_counter()
-        self._sockets[name].exchange(Traffic(*memory, send_bytes, receive_bytes, piece_bytes))
+        self._sockets[name].exchange(
+            self._buffer[:piece_bytes].data,
+            self._buffer[piece_bytes:].data,
+            send_bytes=total_bytes if both or self.rank == 0 else 0,
+            receive_bytes=total_bytes if both or self.rank == 1 else 0,
+            piece_bytes=piece_bytes,
+        )
         return {"seconds": time.perf_counter() - began}
 
     # ------------------------------------------------------------------------------------------------ other benchmarks

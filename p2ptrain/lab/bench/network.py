@@ -121,7 +121,7 @@ class AllReducePlan:
 
     def report(self) -> BenchReport:
         title = f"all-reduce · {self.dtype} · {self.peers} peers over {self.ring.described}"
-        made = BenchReport("allreduce", title, "bytes", human_rate, asdict(self), scale=1e9)
+        made = BenchReport("allreduce", title, "bytes", human_rate, asdict(self))
         made.columns = {"ring_to_gloo": ("×GLOO", times), "ring_of_limit": ("OF LIMIT", per_cent)}
         if self.ring.codec != "fp32":
             made.columns["ring_to_fp32_ring"] = ("×FP32", times)
@@ -223,7 +223,7 @@ KINDS = {"plain": "plain TCP", "tls": "TLS 1.3"}
 
 def link_report() -> BenchReport:
     title = "link · this machine's loopback · plain sockets between two processes"
-    return BenchReport("link", title, "bytes", human_rate, scale=1e9)
+    return BenchReport("link", title, "bytes", human_rate)
 
 
 async def measure_link(bench: Bench, rounds: int, report: BenchReport) -> None:

@@ -5,14 +5,11 @@ The stages only take time. They are processes in a real chain over emulated link
 
 from __future__ import annotations
 
-import struct
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 
 import numpy as np
 
-from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.texts import human_bytes, human_duration
 from p2ptrain.core.world import Network
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, per_cent
@@ -27,8 +24,6 @@ from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.transport import TcpNetwork
 
 TITLES = {"extended": "extended 1F1B", "1f1b": "1F1B", "gpipe": "GPipe"}
-MUST_REACH = 0.95  # part of the ideal efficiency
-_STAMP = struct.Struct("!4sqqi")  # kind, step, micro-batch, sending stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +73,8 @@ async def measure_pipeline(bench: Bench, plan: PipelinePlan, report: BenchReport
             bench.progress(f"{round_trip_ms:g} ms: forming the chain")
             await _at(bench, members, plan, report, round_trip_ms)
     least = min(case.facts["reached"] for case in report.cases)
-    report.facts = {"least_part_of_ideal": least, "must_reach": MUST_REACH, "held": least >= MUST_REACH}
-    verdict = f"goal {per_cent(MUST_REACH)}: {'reached' if least >= MUST_REACH else 'not reached'}"
-    report.notes.append(f"extended 1F1B reaches {per_cent(least)} of its ideal at least; {verdict}")
+    report.facts = {"least_part_of_ideal": least}
+    report.notes.append(f"extended 1F1B reaches {per_cent(least)} of its ideal at least")
 
 
 async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: BenchReport, round_trip_ms: float) -> None:
@@ -117,51 +111,20 @@ async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: BenchR
 
 
 class TimedPart:
-    """Sleeps instead of computing. Its payloads carry a stamp, which the receiving stage checks.
+    """Sleeps instead of computing: ``forward_s`` and ``backward_s`` for one micro-batch."""
 
-    An operation takes at least the configured time. A busy machine may wake it late. Later operations are not shortened
-    in return, because they need not be the ones that the delay held up.
-
-    Args:
-        stage: index of this part, of ``stages``.
-        forward_s, backward_s: duration for one micro-batch.
-    """
-
-    def __init__(self, stage: int, stages: int, *, forward_s: float, backward_s: float, payload_bytes: int) -> None:
-        self.payload_bytes = max(payload_bytes, _STAMP.size)
-        self._stage, self._stages = stage, stages
+    def __init__(self, stage: int, stages: int, forward_s: float, backward_s: float, payload_bytes: int) -> None:
+        self._is_first, self._is_last = stage == 0, stage == stages - 1
         self._forward_s, self._backward_s = forward_s, backward_s
-        self._step = 0
+        self._payload: Payload = np.zeros(payload_bytes, np.uint8)
 
-    def forward(self, step: int, index: int, inputs: Payload | None) -> Payload | None:
-        began, self._step = time.perf_counter(), step
-        self._check(inputs, b"acts", index, self._stage - 1)
-        made = self._stamped(b"acts", index) if self._stage < self._stages - 1 else None
-        self._take(began, self._forward_s)
-        return made
+    def forward(self, index: int, inputs: Payload | None) -> Payload | None:
+        time.sleep(self._forward_s)
+        return None if self._is_last else self._payload.copy()
 
     def backward(self, index: int, gradient: Payload | None) -> Payload | None:
-        began = time.perf_counter()
-        self._check(gradient, b"grad", index, self._stage + 1)
-        made = self._stamped(b"grad", index) if self._stage else None
-        self._take(began, self._backward_s)
-        return made
-
-    def _take(self, began: float, seconds: float) -> None:
-        time.sleep(max(began + seconds - time.perf_counter(), 0.0))
-
-    def _stamped(self, kind: bytes, index: int) -> Payload:
-        payload = np.zeros(self.payload_bytes, np.uint8)
-        _STAMP.pack_into(payload.data, 0, kind, self._step, index, self._stage)
-        return payload
-
-    def _check(self, payload: Payload | None, kind: bytes, index: int, stage: int) -> None:
-        if payload is None:
-            assert not 0 <= stage < self._stages, "no payload arrived"
-            return
-        wanted, got = (kind, self._step, index, stage), _STAMP.unpack_from(payload.data)
-        if got != wanted:
-            raise ProtocolError(f"the payload is of operation {got}, expected {wanted}")
+        time.sleep(self._backward_s)
+        return None if self._is_first else self._payload.copy()
 
 
 class StageMember:
@@ -173,7 +136,6 @@ class StageMember:
         self._local: LocalMember | None = None
         self._runner: StageRunner | None = None
         self._part: TimedPart | None = None
-        self._step = 0
 
     async def listen(self, rtt_ms: float) -> Answer:
         """Listen for the previous stage, over a link with this round trip; 0: no emulation."""
@@ -186,31 +148,25 @@ class StageMember:
     async def form(self, ports: list[int], forward_s: float, backward_s: float, payload_bytes: int) -> Answer:
         """Form the chain. Returns the measured round trip of each hop, with payloads."""
         assert self._local is not None
-        part = self._part = TimedPart(
-            self._stage,
-            self._stages,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            payload_bytes=payload_bytes,
-        )
+        payload_bytes = max(payload_bytes, 1)
+        self._part = TimedPart(self._stage, self._stages, forward_s, backward_s, payload_bytes)
         view = local_view({peer_id(stage): port for stage, port in enumerate(ports)})
         chain = await self._local.form_chain(
             replace(view, heartbeat_s=0.5, death_s=30.0),
-            activation_bytes=part.payload_bytes,
-            gradient_bytes=part.payload_bytes,
+            activation_bytes=payload_bytes,
+            gradient_bytes=payload_bytes,
             timeout_s=60.0,
         )
         self._runner = StageRunner(chain, self._compute)
         return {"round_trips_s": list(chain.round_trips_s)}
 
     async def run(self, micro_batches: int, warm_ups: list[int]) -> Answer:
-        """Run one step. Returns its seconds, and those that this stage computed."""
+        """Run one step. Returns its seconds."""
         assert self._runner is not None, "no chain was formed"
         assert self._part is not None
-        self._step += 1
-        schedule, forward = StageSchedule(micro_batches, tuple(warm_ups)), partial(self._part.forward, self._step)
-        spent = await self._runner.run(schedule, forward, self._part.backward, patience_s=120.0)
-        return {"seconds": spent.step_s, "computed_s": spent.computed_s}
+        schedule = StageSchedule(micro_batches, tuple(warm_ups))
+        spent = await self._runner.run(schedule, self._part.forward, self._part.backward, patience_s=120.0)
+        return {"seconds": spent.step_s}
 
     async def leave(self) -> Answer:
         """Leave the chain, after the last step of all stages."""

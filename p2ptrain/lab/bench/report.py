@@ -81,7 +81,6 @@ class BenchReport:
     Attributes:
         title: what was measured, in one line. unit: unit of a case's amount, such as ``tokens``.
         rate: formats the unit per second.
-        scale: divisor of rates in the picture.
         columns: name of a fact → heading and format of its column in the table.
         notes: what readers must know to understand the numbers.
     """
@@ -96,7 +95,6 @@ class BenchReport:
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     torch: str = ""
-    scale: float = 1.0
     complete: bool = True
 
     def to_json(self) -> dict[str, Any]:
