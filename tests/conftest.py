@@ -2,7 +2,7 @@
 tests are in memory where there is room.
 
 What must be durable is flushed, at every step of a seed, and a disk takes milliseconds for that. What is left when a
-machine dies is shown by disks that forget (``tests/core/torn_disk.py``, ``p2ptrain/lab/sim``); the real one never does.
+machine dies is shown by disks that forget (``p2ptrain/lab/sim/machine.py``); the real one never does.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class RealDisk:
                 raise StorageError(f"{path} is larger than the {max_bytes} bytes it may have")
             return path.read_bytes()
         except OSError as error:
-            raise _translated("read", path, error) from error
+            raise storage_error("read", path, error) from error
 
     def read_range(self, path: Path, start: int, stop: int) -> bytes:
         """Read bytes [start, stop) of the file. A shorter file is an error."""
@@ -68,7 +68,7 @@ class RealDisk:
                 file.seek(start)
                 data = file.read(stop - start)
         except OSError as error:
-            raise _translated("read", path, error) from error
+            raise storage_error("read", path, error) from error
         if len(data) != stop - start:
             raise StorageError(f"{path} is too short: it has no bytes {start} to {stop}")
         return data
@@ -79,13 +79,13 @@ class RealDisk:
             with path.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
-            raise _translated("read", path, error) from error
+            raise storage_error("read", path, error) from error
 
     def write_file(self, path: Path, data: bytes) -> None:
         try:
             path.write_bytes(data)
         except OSError as error:
-            raise _translated("write", path, error) from error
+            raise storage_error("write", path, error) from error
 
     def append_file(self, path: Path, data: bytes | memoryview) -> None:
         try:
@@ -94,13 +94,13 @@ class RealDisk:
                 while left:
                     left = left[file.write(left) :]
         except OSError as error:
-            raise _translated("write", path, error) from error
+            raise storage_error("write", path, error) from error
 
     def set_mode(self, path: Path, mode: int) -> None:
         try:
             path.chmod(mode)
         except OSError as error:
-            raise _translated("restrict", path, error) from error
+            raise storage_error("restrict", path, error) from error
 
     def sync_file(self, path: Path) -> None:
         self._sync(path, os.O_RDWR)
@@ -126,7 +126,7 @@ class RealDisk:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise _translated("flush", path, error) from error
+            raise storage_error("flush", path, error) from error
 
     def make_dir(self, path: Path) -> None:
         """Make ``path`` and its missing parents durably, for this user only.
@@ -142,13 +142,13 @@ class RealDisk:
                 if missing:
                     self.sync_dir(each.parent)  # at once: a kill leaves at most one that is not durable
         except OSError as error:
-            raise _translated("make the directory", path, error) from error
+            raise storage_error("make the directory", path, error) from error
 
     def rename(self, source: Path, target: Path) -> None:
         try:
             os.replace(source, target)
         except OSError as error:
-            raise _translated("rename", source, error) from error
+            raise storage_error("rename", source, error) from error
 
     def list_dir(self, path: Path) -> list[str]:
         try:
@@ -156,7 +156,7 @@ class RealDisk:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise _translated("list", path, error) from error
+            raise storage_error("list", path, error) from error
 
     def is_dir(self, path: Path) -> bool:
         return path.is_dir()
@@ -165,7 +165,7 @@ class RealDisk:
         try:
             return path.stat().st_size
         except OSError as error:
-            raise _translated("stat", path, error) from error
+            raise storage_error("stat", path, error) from error
 
     def remove_tree(self, path: Path) -> None:
         try:
@@ -173,20 +173,20 @@ class RealDisk:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise _translated("remove", path, error) from error
+            raise storage_error("remove", path, error) from error
 
     def free_bytes(self, path: Path) -> int:
         try:
             return shutil.disk_usage(path).free
         except OSError as error:
-            raise _translated("measure the free space of", path, error) from error
+            raise storage_error("measure the free space of", path, error) from error
 
     def try_lock(self, path: Path) -> Lock | None:
         """Lock the file ``path``, and create it if necessary. None if another process holds the lock."""
         try:
             handle = path.open("a+")
         except OSError as error:
-            raise _translated("open", path, error) from error
+            raise storage_error("open", path, error) from error
         try:
             if os.name == "nt":
                 import msvcrt
@@ -228,7 +228,7 @@ def write_atomic(disk: Disk, path: Path, data: bytes, *, private: bool = False) 
     disk.sync_dir(path.parent)
 
 
-def _translated(verb: str, path: Path, error: OSError) -> StorageError:
+def storage_error(verb: str, path: Path, error: OSError) -> StorageError:
     text, elsewhere = f"cannot {verb} {path}: {error.strerror or error}", "choose another place with --state"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(text, remedy=f"free some space, or {elsewhere}")

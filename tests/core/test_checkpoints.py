@@ -6,19 +6,20 @@ import errno
 import itertools
 import json
 import os
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, CheckpointStore, verify_checkpoint
-from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.disk import Disk, RealDisk
 from p2ptrain.core.errors import DiskFull, StorageError
 from p2ptrain.core.training import BlobRange, FilePlan
-from tests.core.torn_disk import Crash, TornDisk, no_space
+from p2ptrain.lab.sim.machine import Died, MachineDisk, Process
 
 WEIGHTS = "model.safetensors"
 
@@ -169,114 +170,161 @@ CONTENTS = {5: b"five" * 9, 10: b"ten" * 9, 20: b"new" * 9}
 OLD = b"old" * 9
 
 
-def start(scenario: str) -> TornDisk:
-    """A disk with checkpoints 5 and 10, and one of step 20 that is to be replaced, if that is the scenario."""
-    disk = TornDisk()
-    disk.make_dir(ROOT)
-    disk.root.flush()
-    store = CheckpointStore(disk, ROOT, keep=2)
-    for step in (5, 10):
-        write_checkpoint(store, step, CONTENTS[step])
-    if scenario == "replace":
-        write_checkpoint(store, 20, OLD)
-    disk.calls = 0
-    return disk
+class Choices(random.Random):
+    """Decides as ``path`` says, then for the first possibility. Of a range it knows both ends and the middle."""
+
+    def __init__(self, path: Sequence[int]) -> None:
+        super().__init__()
+        self.path, self._begun = list(path), 0
+        self._counts: list[int] = []
+
+    def choice(self, seq: Any) -> Any:
+        if self._begun == len(self.path):
+            self.path.append(0)
+        chosen, self._begun = self.path[self._begun], self._begun + 1
+        self._counts.append(len(seq))
+        return seq[chosen]
+
+    def randint(self, a: int, b: int) -> int:
+        return int(self.choice(sorted({a, (a + b) // 2, b})))
+
+    def next_path(self) -> list[int]:
+        """The next way to decide; empty if this was the last one."""
+        for number in reversed(range(self._begun)):
+            if self.path[number] + 1 < self._counts[number]:
+                return [*self.path[:number], self.path[number] + 1]
+        return []
 
 
-def write_new(disk: TornDisk) -> None:
-    write_checkpoint(CheckpointStore(disk, ROOT, keep=2), 20, CONTENTS[20])
+def every_way() -> Iterator[Choices]:
+    path: list[int] = []
+    while True:
+        choices = Choices(path)
+        yield choices
+        path = choices.next_path()
+        if not path:
+            return
 
 
-def clear_up(disk: TornDisk) -> None:
-    CheckpointStore(disk, ROOT, keep=2)
+class FullOnce(MachineDisk):
+    """Has no room in call ``full_at``."""
+
+    full_at = 0
+
+    def dies_now(self) -> bool:
+        dies = super().dies_now()
+        self.full = self.calls == self.full_at
+        return dies
 
 
-def crashed(disk: TornDisk, fail_at: int, do: Callable[[TornDisk], None]) -> bool:
-    """Whether the power went within ``do``."""
-    disk.calls, disk.fail_at = 0, fail_at
-    try:
-        do(disk)
-    except Crash:
-        return True
-    return False
+class Machine:
+    """A machine with checkpoints 5 and 10, and one of step 20 that is to be replaced, if that is the scenario."""
+
+    def __init__(self, scenario: str, choices: random.Random) -> None:
+        self.disk = FullOnce(choices)
+        self.disk.killed = self._kill
+        self._start()
+        store = CheckpointStore(self.seen, ROOT, keep=2)
+        for step in (5, 10):
+            write_checkpoint(store, step, CONTENTS[step])
+        if scenario == "replace":
+            write_checkpoint(store, 20, OLD)
+
+    def _start(self) -> None:
+        self._process = Process("a")
+        self.seen = self.disk.view_for(self._process)
+
+    def _kill(self) -> None:
+        self._process.alive = False
+
+    def dies(self, call: int, do: Callable[[Disk], object]) -> bool:
+        """Whether its process dies in this call of ``do``. Then it starts anew."""
+        self.disk.die_in = self.disk.calls + call
+        try:
+            do(self.seen)
+        except Died:
+            self._start()
+            return True
+        self.disk.die_in = None
+        return False
+
+    def restarted(self, where: str) -> bytes:
+        """What a restart finds: the newest content, which was written as a whole once."""
+        store = CheckpointStore(self.seen, ROOT, keep=2)
+        entry = store.newest_good(never)  # never a damaged one under a checkpoint's name
+        assert entry is not None, f"nothing is left after a crash at {where}"
+        content = self.seen.read(entry.path / WEIGHTS, max_bytes=1 << 20)
+        assert content in (CONTENTS[entry.step], OLD if entry.step == 20 else b""), where
+        for older in store.entries():
+            verify_checkpoint(self.seen, older)
+        assert all(name.startswith("step-") for name in self.seen.list_dir(ROOT)), "the crash's leavings are cleared"
+        return content
 
 
-def restarted(disk: TornDisk, where: str) -> bytes:
-    """What a restart finds after the disk came back: the newest content, which was written as a whole once."""
-    store = CheckpointStore(disk, ROOT, keep=2)
-    entry = store.newest_good(never)  # never a damaged one under a checkpoint's name
-    assert entry is not None, f"nothing is left after a crash at {where}"
-    content = disk.read(entry.path / WEIGHTS, max_bytes=1 << 20)
-    assert content in (CONTENTS[entry.step], OLD if entry.step == 20 else b""), where
-    for older in store.entries():
-        verify_checkpoint(disk, older)
-    assert all(name.startswith("step-") for name in disk.list_dir(ROOT)), "the crash's leavings are cleared"
-    return content
+def write_new(disk: Disk) -> CheckpointEntry:
+    return write_checkpoint(CheckpointStore(disk, ROOT, keep=2), 20, CONTENTS[20])
 
 
-@pytest.mark.parametrize("in_part", [False, True])
+def crashes(scenario: str, do: Callable[[Disk], object], before: int = 0) -> Iterator[tuple[Machine, str]]:
+    """A machine after each way in which its process may die in a call of ``do``, and, if that is not 0, in call
+    ``before`` of ``write_new`` before that."""
+    for call in itertools.count(1):
+        for choices in every_way():
+            machine = Machine(scenario, choices)
+            if before and not machine.dies(before, write_new):
+                return
+            if not machine.dies(call, do):
+                return
+            yield machine, f"call {before}, call {call}, {choices.path}"
+
+
 @pytest.mark.parametrize("scenario", ["add", "replace"])
-def test_after_a_crash_in_any_call_any_unflushed_part_may_be_lost(scenario: str, in_part: bool) -> None:
+def test_power_cut_in_any_call_leaves_a_whole_checkpoint(scenario: str) -> None:
     found, cases = set(), 0
-    for fail_at in itertools.count(1):
-        disk = start(scenario)
-        disk.in_part = in_part
-        if not crashed(disk, fail_at, write_new):
-            break
-        for torn in disk.outcomes():
-            found.add(restarted(torn, f"call {fail_at}"))
-            assert write_checkpoint(CheckpointStore(torn, ROOT, 2), 30) == CheckpointStore(torn, ROOT, 2).newest_good(
-                never
-            )
-            cases += 1
+    for machine, where in crashes(scenario, write_new):
+        machine.disk.power_cut()
+        found.add(machine.restarted(where))
+        written = write_checkpoint(CheckpointStore(machine.seen, ROOT, 2), 30)
+        assert written == CheckpointStore(machine.seen, ROOT, 2).newest_good(never)
+        cases += 1
     assert found == {CONTENTS[20], OLD if scenario == "replace" else CONTENTS[10]}
     assert cases > 100
 
 
-def test_a_crash_while_a_crash_is_cleared_up_loses_nothing_either() -> None:
+def test_power_cut_while_a_crash_is_cleared_up_leaves_a_whole_checkpoint() -> None:
     cases = 0
-    for first in itertools.count(1):
-        disk = start("replace")
-        if not crashed(disk, first, write_new):
-            break
-        disk.fail_at = 0  # the process was killed, the disk kept everything; then the power goes while it is cleared
-        for second in itertools.count(1):
-            again = deepcopy(disk)
-            if not crashed(again, second, clear_up):
-                break
-            for torn in again.outcomes():
-                assert restarted(torn, f"call {first}, then {second}") in (OLD, CONTENTS[20])
-                cases += 1
+    for first in range(1, 40):
+        for machine, where in crashes("replace", lambda disk: CheckpointStore(disk, ROOT, keep=2), before=first):
+            machine.disk.power_cut()
+            assert machine.restarted(where) in (OLD, CONTENTS[20])
+            cases += 1
     assert cases > 20
 
 
 @pytest.mark.parametrize("scenario", ["add", "replace"])
-def test_what_a_restart_after_a_kill_found_is_there_after_a_power_cut_too(scenario: str) -> None:
+def test_what_a_restart_after_a_kill_found_survives_a_power_cut(scenario: str) -> None:
     cases = 0
-    for fail_at in itertools.count(1):
-        disk = start(scenario)
-        if not crashed(disk, fail_at, write_new):
-            break
-        disk.fail_at = 0  # the process was killed, the disk kept everything
-        content = restarted(disk, f"call {fail_at}")
-        for torn in disk.outcomes():
-            assert restarted(torn, f"call {fail_at}, and a power cut") == content
-            cases += 1
+    for machine, where in crashes(scenario, write_new):
+        content = machine.restarted(where)
+        machine.disk.power_cut()
+        assert machine.restarted(f"{where}, and a power cut") == content
+        cases += 1
     assert cases > 10
 
 
 @pytest.mark.parametrize("scenario", ["add", "replace"])
 def test_a_full_disk_harms_nothing_and_leaves_room(scenario: str) -> None:
-    for fail_at in itertools.count(1):
-        disk = start(scenario)
-        disk.fail_at, disk.error = fail_at, no_space()
+    for full_at in itertools.count(1):
+        machine = Machine(scenario, Choices([]))
+        machine.disk.full_at = machine.disk.calls + full_at
         with suppress(StorageError):
-            write_new(disk)
-        if disk.calls < fail_at:
+            write_new(machine.seen)
+        if machine.disk.calls < machine.disk.full_at:
             break
-        restarted(disk, f"call {fail_at}")
-        assert not [name for name in disk.list_dir(ROOT) if name.startswith(".new-")], "what it took is free again"
-        write_checkpoint(CheckpointStore(disk, ROOT, keep=2), 20, CONTENTS[20])
+        machine.disk.full = False
+        machine.restarted(f"call {full_at}")
+        assert not [name for name in machine.seen.list_dir(ROOT) if name.startswith(".new-")], "what it took is free"
+        write_new(machine.seen)
 
 
 @pytest.mark.parametrize("noticed", ["before", "while writing"])
@@ -285,28 +333,28 @@ def test_a_full_disk_harms_nothing_and_leaves_room(scenario: str) -> None:
     [(4, frozenset(), [50, 40, 30, 20]), (4, {10}, [40, 30, 20, 10]), (2, frozenset(), [40, 30])],
 )
 def test_on_a_full_disk_old_checkpoints_are_pruned_first_where_keep_allows(
-    keep: int, spared: frozenset[int], left: list[int], noticed: str
+    root: Path, keep: int, spared: frozenset[int], left: list[int], noticed: str
 ) -> None:
-    class Full(TornDisk):
+    class Full(RealDisk):
         room = 9
 
         def append_file(self, path: Path, data: bytes | memoryview) -> None:
-            if len(self.list_dir(ROOT)) > self.room:
-                raise no_space(path)
+            if len(self.list_dir(root)) > self.room:
+                raise DiskFull("no space left")
             super().append_file(path, data)
 
         def free_bytes(self, path: Path) -> int:
-            return 0 if noticed == "before" and len(self.list_dir(ROOT)) >= self.room else self.free
+            return 0 if noticed == "before" and len(self.list_dir(root)) >= self.room else 1 << 40
 
     disk = Full()
-    store = CheckpointStore(disk, ROOT, keep, spared=spared)
+    store = CheckpointStore(disk, root, keep, spared=spared)
     for step in (10, 20, 30, 40):
         write_checkpoint(store, step)
     disk.room = keep
     with suppress(DiskFull):
         write_checkpoint(store, 50)
     assert [entry.step for entry in store.entries()] == left
-    assert len(disk.list_dir(ROOT)) == len(left)
+    assert len(disk.list_dir(root)) == len(left)
 
 
 def test_a_directory_is_durable_whoever_made_it(tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ class SocketRing:
             self._right = _tuned(socket.create_connection((HOST, right_port), SILENCE_S))
             self._left = _tuned(self._listener.accept()[0])
             if self._server is not None and self._client is not None:
-                later = {"do_handshake_on_connect": False}
-                self._right = right = self._client.wrap_socket(self._right, **later)
-                self._left = left = self._server.wrap_socket(self._left, server_side=True, **later)
+                right = self._client.wrap_socket(self._right, do_handshake_on_connect=False)
+                left = self._server.wrap_socket(self._left, server_side=True, do_handshake_on_connect=False)
+                self._right, self._left = right, left
                 waiting = [right, left]
                 while waiting := [end for end in waiting if not _handshake(end)]:
                     _wait(waiting, [])

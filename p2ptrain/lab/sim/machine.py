@@ -38,7 +38,7 @@ import numpy.typing as npt
 import xxhash
 
 from configs.schema import Profile
-from p2ptrain.core.disk import Disk, Lock
+from p2ptrain.core.disk import Disk, Lock, storage_error
 from p2ptrain.core.errors import StorageError
 from p2ptrain.core.threads import Thread, outcome_of, settle
 from p2ptrain.core.training import Applied, Blob, OnFinal
@@ -436,6 +436,7 @@ class ProcessDisk:
         dies = self._changing()
         node = self._machine.find(path)
         if node is None:
+            self._die_if(dies)
             return
         if isinstance(node, _Dir):
             names = sorted(node.entries)
@@ -445,7 +446,7 @@ class ProcessDisk:
         self._dir(path.parent).do(lambda entries: entries.pop(path.name, None))
 
     def fresh_path(self, path: Path) -> Path:
-        return path.with_name(f"{path.name}-{self._machine.share(1 << 32):x}")
+        return path.with_name(f"{path.name}-{self._machine.calls}")
 
     def try_lock(self, path: Path) -> Lock | None:
         self._check()
@@ -497,7 +498,7 @@ class ProcessDisk:
 
 
 def _problem(code: int, path: Path) -> StorageError:
-    return StorageError(f"cannot use {path}: {os.strerror(code)}", remedy="choose another place with --state")
+    return storage_error("use", path, OSError(code, os.strerror(code)))
 
 
 Buffer = npt.NDArray[Any]
