@@ -108,14 +108,14 @@ class Coordinator:
     """The core of one job; see the top of this file. Only ``handle`` changes it."""
 
     def __init__(self, job: str, options: co.JobOptions, *, past: co.StoredJob | None = None, now: float = 0.0) -> None:
-        announced, past = ((past.state, past.reason) if past is not None else None), past or co.StoredJob()
+        stored, past = past, past or co.StoredJob()
         self.job, self.options, self.view, self.corpus = job, options, past.view, past.corpus
         self.paused = past.paused  # what a person requested; the phase follows
         self.restore: co.Restore | None = None
         self.reason = past.reason
-        self.phase = (
-            JobPhase(past.state) if past.state in ENDED else JobPhase.PAUSED if past.paused else JobPhase.WAITING
-        )
+        self.phase = JobPhase.PAUSED if past.paused else JobPhase.WAITING
+        if past.state in ENDED:
+            self.phase = JobPhase(past.state)
         self._roster = Roster(options.parts, dict(past.held))
         self._planner = StagePlanner(options.parts, options.training, planned=bool(past.held or past.view))
         if self.view is not None and options.parts > 1:
@@ -138,7 +138,7 @@ class Coordinator:
             self._deadlines.arm("absence", now + options.grace_s)
         elif self.phase is JobPhase.WAITING and past.reread:
             self._deadlines.arm("return", now + options.grace_s)
-        self._announced = announced or (self.state, self.reason)
+        self._announced = (stored.state, stored.reason) if stored is not None else (self.state, self.reason)
 
     # ---------------------------------------------------------------------------------------------------- the interface
 

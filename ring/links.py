@@ -4,8 +4,8 @@ previous.
 The seed announces a view to all members at once, but some member gets it first and dials at once. Its connection may
 name a generation that this worker does not know yet. Such connections are held for a limited time, in bounded number,
 for one view per peer. A worker refuses generations older than the newest one that it knows. In the newest one it
-refuses every peer but its left neighbour or previous stage; it judges held connections when their view arrives. On an
-encrypted wire the handshake has compared the peer id with the certificate.
+refuses every peer but its left neighbour or previous stage. On an encrypted wire the handshake has compared the peer id
+with the certificate.
 """
 
 from __future__ import annotations
@@ -103,17 +103,15 @@ class Inbound:
         self.expect(view.job, view.generation)
         if self._newest[view.job][0] == view.generation:
             self._newest[view.job][1][topology] = dialling
-            self._judge_held()
 
     def expect(self, job: str, generation: int) -> None:
-        """Refuse generations of ``job`` older than ``generation`` from now on, and drop held connections of those."""
+        """Refuse generations of ``job`` older than ``generation`` from now on."""
         own = job.partition(LABEL)[0]
         if own != self._job:
             self._job = own
             self._newest.clear()
         if generation > self._newest.get(job, (0, {}))[0]:
             self._newest[job] = generation, {}
-            self._judge_held()
 
     def decide(self, hello: Hello) -> Refuse | None:
         """Why this caller may not connect, or None if it may. Serves the handshake's decision and changes nothing."""
@@ -136,11 +134,6 @@ class Inbound:
             text = f"{peer_id[:64]} is not the {topology.dialling} here in generation {generation}"
             return Refuse(RefusalCode.NOT_A_NEIGHBOUR, text, f"dial the {topology.dialled} that the seed announced")
         return None
-
-    def _judge_held(self) -> None:
-        for (peer_id, channel), held in list(self._held.items()):
-            if refusal := self._judge(held.job, held.generation, peer_id, CHANNELS[channel]):
-                self._let_go((peer_id, channel), refusal)
 
     async def offer(self, connection: Connection, hello: Hello) -> None:
         """Keep an accepted connection until ``take`` asks for it. Returns when the connection is closed. Raises

@@ -25,7 +25,7 @@ from ring.coordination import (
 from ring.planning.measurements import LinkQuality, Links, known_link
 from ring.planning.ring_plan import RingOptions, RingPlan, plan_ring
 from ring.token import balanced, by_size
-from ring.view import View, shares
+from ring.view import View
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import MemberRecord
 
@@ -225,9 +225,8 @@ def records(
 ) -> tuple[MemberRecord, ...]:
     """The members in rank order, those of a replica in a row. The replicas' shares follow the microseconds of a
     micro-batch at each; 0: not known."""
-    replicas = len(members) // parts
-    equal = [count for _, count in shares(micro_batches, replicas)]
-    return with_shares(members, balanced(micro_batches, unit_us or [0] * replicas, equal), healthy, parts)
+    counts = balanced(micro_batches, unit_us or [0] * (len(members) // parts))
+    return with_shares(members, counts, healthy, parts)
 
 
 def with_shares(

@@ -298,9 +298,8 @@ def odd_ones_out(digests: Sequence[bytes], stages: int = 1) -> set[int]:
 # --------------------------------------------------------------------------------------------------------------- shares
 
 
-GAIN_PERCENT = 5
-"""Shares change only if the makespan falls by more, because measured times vary by about as much. Probing whether an
-idle member became faster may also cost this much of a ring's time."""
+PROBE_PERCENT = 5
+"""How much of a ring's time probing whether an idle member became faster may cost."""
 
 
 class Shares:
@@ -323,7 +322,7 @@ class Shares:
 
     def after(self, unit_us: Sequence[int]) -> Shares:
         idle = [0 if count else steps + 1 for count, steps in zip(self.counts, self._idle_steps, strict=True)]
-        return Shares(probed(balanced(sum(self.counts), unit_us, self.counts), unit_us, idle), idle)
+        return Shares(probed(balanced(sum(self.counts), unit_us), unit_us, idle), idle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,51 +388,14 @@ def _limit(sizes: Sequence[int], most: float) -> float:
     return limit
 
 
-def balanced(micro_batches: int, unit_us: Sequence[int], before: Sequence[int] = ()) -> list[int]:
-    """Counts in rank order that sum to ``micro_batches``, with the least makespan.
+def balanced(micro_batches: int, unit_us: Sequence[int]) -> list[int]:
+    """Counts in rank order that sum to ``micro_batches``, with the least makespan. ``unit_us``: microseconds per
+    micro-batch at each member; 0: not known, which counts as the median of the known.
 
-    Args:
-        unit_us: microseconds per micro-batch at each member; 0: not known, which counts as the median of the known.
-        before: the current counts. They stay unless the makespan falls by more than ``GAIN_PERCENT``. Counts with
-            another length or sum are ignored.
+    The makespan is found by bisection, and each member gets what fits into it. Of the members that need exactly the
+    makespan, the highest ranks do one less.
     """
     units = _known(unit_us)
-    best = _fastest(micro_batches, units)
-    if len(before) == len(units) and sum(before) == micro_batches and min(before) >= 0:
-        now = _makespan(before, units)
-        if 100 * _makespan(best, units) >= (100 - GAIN_PERCENT) * now:
-            return list(before)
-    return best
-
-
-def probed(counts: Sequence[int], unit_us: Sequence[int], idle_steps: Sequence[int]) -> list[int]:
-    """``counts``, or, if it is time to probe whether an idle member became faster, the same with a micro-batch for it
-    from the busiest member. Probes cost at most ``GAIN_PERCENT`` of the time if the idle member is still slow.
-    ``idle_steps``: for each rank, the number of consecutive steps without a micro-batch."""
-    units = _known(unit_us)
-    span = max(1, _makespan(counts, units))
-    for rank, (count, idle) in enumerate(zip(counts, idle_steps, strict=True)):
-        wait = max(0, units[rank] - span)
-        if count == 0 and idle > 0 and GAIN_PERCENT * idle * span >= 100 * wait:
-            busiest = max(range(len(counts)), key=lambda other: (counts[other] * units[other], -other))
-            if counts[busiest] > 1:
-                return [value + (other == rank) - (other == busiest) for other, value in enumerate(counts)]
-    return list(counts)
-
-
-def _known(unit_us: Sequence[int]) -> list[int]:
-    known = sorted(unit for unit in unit_us if unit)
-    usual = known[len(known) // 2] if known else 1
-    return [unit or usual for unit in unit_us]
-
-
-def _makespan(counts: Sequence[int], units: Sequence[int]) -> int:
-    return max(count * unit for count, unit in zip(counts, units, strict=True))
-
-
-def _fastest(micro_batches: int, units: Sequence[int]) -> list[int]:
-    """Find the least makespan by bisection, then give each member what fits into it. Of the members that need exactly
-    the makespan, the highest ranks do one less."""
     low, high = -1, micro_batches * min(units)  # the makespan of the fastest member alone
     while high - low > 1:
         middle = (low + high) // 2
@@ -448,3 +410,28 @@ def _fastest(micro_batches: int, units: Sequence[int]) -> list[int]:
             counts[rank] -= 1
             surplus -= 1
     return counts
+
+
+def probed(counts: Sequence[int], unit_us: Sequence[int], idle_steps: Sequence[int]) -> list[int]:
+    """``counts``, or, if it is time to probe whether an idle member became faster, the same with a micro-batch for it
+    from the busiest member. Probes cost at most ``PROBE_PERCENT`` of the time if the idle member is still slow.
+    ``idle_steps``: for each rank, the number of consecutive steps without a micro-batch."""
+    units = _known(unit_us)
+    span = max(1, _makespan(counts, units))
+    for rank, (count, idle) in enumerate(zip(counts, idle_steps, strict=True)):
+        wait = max(0, units[rank] - span)
+        if count == 0 and idle > 0 and PROBE_PERCENT * idle * span >= 100 * wait:
+            busiest = max(range(len(counts)), key=lambda other: (counts[other] * units[other], -other))
+            if counts[busiest] > 1:
+                return [value + (other == rank) - (other == busiest) for other, value in enumerate(counts)]
+    return list(counts)
+
+
+def _known(unit_us: Sequence[int]) -> list[int]:
+    known = sorted(unit for unit in unit_us if unit)
+    usual = known[len(known) // 2] if known else 1
+    return [unit or usual for unit in unit_us]
+
+
+def _makespan(counts: Sequence[int], units: Sequence[int]) -> int:
+    return max(count * unit for count, unit in zip(counts, units, strict=True))

@@ -236,22 +236,6 @@ def test_a_place_in_a_chain_is_judged_apart_from_the_one_in_the_ring():
 
 
 @virtual
-async def test_whoever_waits_for_a_view_is_judged_when_it_arrives_and_both_sides_hear_why():
-    member = LocalMember("b", MemoryNetwork())
-    await member.listen()
-    left, other = [await dial_member(member, ring_hello(peer_id, generation=4)) for peer_id in "ac"]
-    await asyncio.sleep(1)
-    member.inbound.announced(ring_view("a", "b", "c", generation=4), Topology.RING, "a")
-    await asyncio.sleep(1)
-    assert not left.closed.is_set()
-    assert isinstance(other.close_cause, Refused)
-    assert other.close_cause.code == RefusalCode.NOT_A_NEIGHBOUR
-    assert [problem.code for problem in member.problems] == [RefusalCode.NOT_A_NEIGHBOUR]
-    left.abort()
-    await member.stop()
-
-
-@virtual
 async def test_one_peer_holds_one_place_whatever_it_claims():
     member = LocalMember("b", MemoryNetwork())
     member.inbound = Inbound(max_held=2)
