@@ -21,6 +21,14 @@ OUTSIDE = frozenset({"ready", "following"})
 """Values of a worker that may be put into a view. ``following``: it keeps up with a ring that it is not in."""
 STATUSES = STANDSTILL | OUTSIDE | {"training", "healed", "hung", "failed"}
 """All values of ``Report.status``."""
+GRACE_S = 30.0
+"""Time for members that are away while the ring runs, and for the holder of the newest state."""
+BUILD_S = 600.0
+"""Time to build a state that may be the newest one, or to load a checkpoint that is to be restored."""
+HOLD_S = 600.0
+"""After a hold, until members that have not stopped are struck off. Long, because a step may be long."""
+SETTLE_S = 30.0
+"""The same after a break. A dead member is noticed at once, because its connections close."""
 TORN_S = 3.0
 """How long the others wait for a member that was healing. It may have to load its state again."""
 RETURN_S = 10.0
@@ -81,18 +89,12 @@ class JobWorker:
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """A job's requirements and time limits.
+    """A job's requirements.
 
     Attributes:
         replicas: number of replicas that the first view waits for. A replica of a model with one part is a worker.
         micro_batches: number in a global batch, and so the most replicas. At most the workers of two more stay as
             spares, and take a place that becomes free.
-        settle_s: after a break, until members that are alive but silent are struck off. A dead member is noticed at
-            once, because its connections close.
-        hold_s: the same after a hold. Long, because a step may be long.
-        grace_s: for members that are away while the ring runs, and for the holder of the newest state.
-        build_s: for workers to build a state that may be the newest one, or a checkpoint that is to be restored.
-        cooldown_s: first exclusion of a peer whose link keeps breaking; doubles each time.
         minted_below: an earlier seed may have minted generations up to this one.
         share_rule: how the replicas of a view share its micro-batches.
         least: fewest replicas of a view. With fewer the job waits.
@@ -106,11 +108,6 @@ class JobOptions:
 
     replicas: int
     micro_batches: int
-    settle_s: float = 30.0
-    hold_s: float = 600.0
-    grace_s: float = 30.0
-    build_s: float = 600.0
-    cooldown_s: float = 30.0
     ring_options: RingOptions = field(default_factory=RingOptions)
     minted_below: int = 0
     share_rule: ShareRule = field(default_factory=ShareRule)
@@ -577,10 +574,10 @@ class CatchUps:
         waiting = [peer_id for peer_id in sorted(late) if peer_id not in moving and not self.may_enter(peer_id)]
         return waiting[: max(min(CATCHING_UP_PER_MEMBER * members - len(fetching), room - len(moving)), 0)]
 
-    def begin(self, peer_id: str, now: float, reduce_bytes: int, grace_s: float) -> None:
+    def begin(self, peer_id: str, now: float, reduce_bytes: int) -> None:
         """Record that the peer was asked to catch up. Its time begins with the first request."""
         # The time allows for one megabyte per second, as for members that heal within a ring.
-        self._enters_at.setdefault(peer_id, now + grace_s + REDUCED_TO_STATE * reduce_bytes / 1e6)
+        self._enters_at.setdefault(peer_id, now + GRACE_S + REDUCED_TO_STATE * reduce_bytes / 1e6)
         self.moving.add(peer_id)
 
     def let_in(self, peer_id: str) -> None:

@@ -13,7 +13,7 @@ Rules
        death. If a member comes back as a new worker, its whole view has no ring.
     5. Without survivors, the coordinator gives up no state that may still come back. It starts from less than the
        newest known step only if no peer can have more, or after its patience: the time that the lost steps took to
-       compute, within ``grace_s`` and ``build_s``. The states of an abandoned branch do not count (``RecoveryPolicy``).
+       compute, within ``GRACE_S`` and ``BUILD_S``. The states of an abandoned branch do not count (``RecoveryPolicy``).
        If the loaded parts do not match, all go back to the newest step of which all parts have a checkpoint.
     6. A person's pause or restore happens when all members are stopped. A cancel happens at once.
     7. A newcomer fetches the state beside the running ring. The ring is held when newcomers for a whole replica follow
@@ -124,9 +124,7 @@ class Coordinator:
         self._failures = co.WorkerFailures()
         self._recovery = RecoveryPolicy(past.known_step, past.saved, past.branch, past.step_s)
         self._deadlines = Deadlines()
-        self._quarantine = Quarantine(
-            options.cooldown_s, masked=options.masked, witnesses=1 if options.asynchronous else 2
-        )
+        self._quarantine = Quarantine(masked=options.masked, witnesses=1 if options.asynchronous else 2)
         self._catch_ups = CatchUps()
         self._ring_planner = RingPlanner(options.ring_options)
         self._history: deque[tuple[float, JobPhase, co.Event]] = deque(maxlen=40)
@@ -135,9 +133,9 @@ class Coordinator:
             self.phase = JobPhase.RUNNING
             self._roster.running = {member.peer_id for member in self.view.members}
             self._roster.unheard = set(self._roster.running)
-            self._deadlines.arm("absence", now + options.grace_s)
+            self._deadlines.arm("absence", now + co.GRACE_S)
         elif self.phase is JobPhase.WAITING and past.reread:
-            self._deadlines.arm("return", now + options.grace_s)
+            self._deadlines.arm("return", now + co.GRACE_S)
         self._announced = (stored.state, stored.reason) if stored is not None else (self.state, self.reason)
 
     # ---------------------------------------------------------------------------------------------------- the interface
@@ -282,7 +280,7 @@ class Coordinator:
             if self.phase is JobPhase.WAITING:
                 self._go(JobPhase.RUNNING, "a member is back")
             if self.phase is JobPhase.RUNNING:
-                self._deadlines.start("absence", now + self.options.grace_s)
+                self._deadlines.start("absence", now + co.GRACE_S)
 
     def _take_report(self, event: co.PeerReported, now: float) -> None:
         known, report = self._roster.peers.get(event.peer_id), event.report
@@ -428,7 +426,7 @@ class Coordinator:
                 self._tell(
                     "warning", "hung", f"{self._name(peer_id)}: {why}, and no other member has its part", peer_id
                 )
-            self._deadlines.start("hung", now + self.options.grace_s)
+            self._deadlines.start("hung", now + co.GRACE_S)
             return
         self._roster.healing.discard(peer_id)
         self._strike_off({peer_id}, why)
@@ -440,7 +438,7 @@ class Coordinator:
         """The ring is broken: wait less long for those that have not stopped."""
         self._quarantine.broken = True
         if self.phase is JobPhase.STOPPING:
-            patience_s = self.options.settle_s if self._roster.running - self._roster.healing else TORN_S
+            patience_s = co.SETTLE_S if self._roster.running - self._roster.healing else TORN_S
             self._deadlines.hasten("stop", now + patience_s)
 
     def _take_loss(self, event: co.PeerLost, now: float) -> None:
@@ -463,7 +461,7 @@ class Coordinator:
                 self._stop(now, f"{known.peer.name} is lost")
             else:  # rule 4
                 self._roster.away.add(peer_id)
-                self._deadlines.start("absence", now + self.options.grace_s)
+                self._deadlines.start("absence", now + co.GRACE_S)
                 if not self._roster.running:
                     self.reason = "no member is connected; the ring may still be running"
         if self._quarantine.broken:
@@ -547,7 +545,7 @@ class Coordinator:
         if "return" in due and self._failures.last and not self._roster.peers:
             self._end(JobPhase.FAILED, self._failures.last)
         if "stop" in due:
-            self._deadlines.arm("stop", now + self.options.hold_s)  # until the phase ends, which clears it
+            self._deadlines.arm("stop", now + co.HOLD_S)  # until the phase ends, which clears it
             if self._quarantine.broken or not self._roster.running & self._roster.healing:  # else a slow transfer
                 self._strike_off(set(self._roster.running), "it did not stop in time")
 
@@ -677,9 +675,9 @@ class Coordinator:
             self._recovery.short_since = now
         if "grace" not in self._deadlines.passed:
             step, _ = self._recovery.best(ready, self._roster) or (0, "")
-            patience_s = self._recovery.patience_s(step, self.options.grace_s, self.options.build_s)
+            patience_s = self._recovery.patience_s(step)
             self._deadlines.arm("grace", self._recovery.short_since + patience_s)
-        self._deadlines.start("build", now + self.options.build_s)
+        self._deadlines.start("build", now + co.BUILD_S)
 
     def _go_back(self, step: int, now: float) -> None:
         """Load the newest step of which all parts have a checkpoint: the states that are loaded do not match."""
@@ -697,7 +695,7 @@ class Coordinator:
         lacking, self.reason = self._roster.parts - len(self._roster.peers), f"going back to step {restore.step}"
         if lacking > 0:
             self._deadlines.drop("restore")
-            self._deadlines.arm("restore", now + self.options.build_s)
+            self._deadlines.arm("restore", now + co.BUILD_S)
             here = f"{len(self._roster.peers)} of {self._roster.parts} workers are here"
             self.reason, overdue = f"{self.reason}: {here}, and a replica has one for each part", False
         elif self._awaits_holder:
@@ -828,7 +826,7 @@ class Coordinator:
         for part, newcomers in enumerate(by_part):
             late = [peer_id for peer_id in newcomers if not self._is_at_start(peer_id, standing[peer_id], view)]
             for peer_id in catch_ups.choose(late, view.replicas, room):
-                catch_ups.begin(peer_id, now, standing[peer_id].reduce_bytes, self.options.grace_s)
+                catch_ups.begin(peer_id, now, standing[peer_id].reduce_bytes)
                 sources = sources_for(peer_id, part, view, self._ring_planner.measured.links)
                 self._out.append(co.SendCatchUp(peer_id, view.generation, sources))
             coming.append([*sorted(newcomers.keys() - set(late)), *filter(catch_ups.may_enter, late)])
@@ -864,7 +862,7 @@ class Coordinator:
         self._go(JobPhase.STOPPING, reason, keep="absence" if self._roster.unheard else "")
         if "absence" in self._deadlines:
             self._deadlines.hasten("absence", now + RETURN_S)  # then unheard members are no longer waited for
-        self._deadlines.arm("stop", now + self.options.hold_s)
+        self._deadlines.arm("stop", now + co.HOLD_S)
         self._hold(sorted(self._roster.running - self._roster.unheard), reason)
 
     def _tell(self, level: str, kind: str, text: str, peer_id: str = "") -> None:
@@ -891,7 +889,7 @@ class Coordinator:
         if self.phase is not JobPhase.WAITING:
             self._go(JobPhase.WAITING, f"going back to step {self.restore.step}")
         self._deadlines.clear()
-        self._deadlines.arm("restore", now + self.options.build_s)
+        self._deadlines.arm("restore", now + co.BUILD_S)
         self._failures.banned.clear()
         self._catch_ups.clear()
         self._recovery.saves_asked = 0

@@ -41,6 +41,8 @@ DIAL = "dial"
 """The ``Report.cause`` of a member that the reporter could not connect to."""
 QUIET = 10
 """How long a peer must be quiet to be forgiven, as a multiple of its last exclusion."""
+COOLDOWN_S, MOST_EXCLUDED_S = 30.0, 600.0
+"""First exclusion, which doubles each time, and the longest."""
 FIRST_FALL_S = 1.0
 """First exclusion after repeated deaths. A death and a newcomer cost a ring about as much, so less is no use."""
 
@@ -118,7 +120,6 @@ class Quarantine:
     """Keeps the faults of one job's peers.
 
     Args:
-        cooldown_s: length of a first exclusion.
         masked: nobody sees the contribution of one member (``roles.strategies.secure``).
         witnesses: members that must report alike why a step was refused, so that no lone member accuses another.
 
@@ -129,12 +130,12 @@ class Quarantine:
             that left on purpose, or only lost a state that they were fetching.
     """
 
-    def __init__(self, cooldown_s: float, *, masked: bool = False, witnesses: int = 2) -> None:
+    def __init__(self, *, masked: bool = False, witnesses: int = 2) -> None:
         self.exclusions = Exclusions()
         self.lenient = self.broken = False
         self.fallen: set[str] = set()
         self.excused: set[str] = set()
-        self._cooldown_s, self._masked, self._witnesses = cooldown_s, masked, witnesses
+        self._masked, self._witnesses = masked, witnesses
         self._accused: dict[str, Report] = {}  # by the member that noticed the break, in the order of the reports
         self._breaks: list[LinkBreak] = []
         self._step = 0  # the refused step; applied steps count from 1
@@ -148,8 +149,8 @@ class Quarantine:
             if self.exclusions.is_forgiven(peer_id, now):
                 self.exclusions.note_fall(peer_id, now)
             else:
-                why, most_s = "it died repeatedly", max(FIRST_FALL_S, self._cooldown_s)
-                seconds = self.exclusions.add(peer_id, why, now, FIRST_FALL_S, most_s)
+                why = "it died repeatedly"
+                seconds = self.exclusions.add(peer_id, why, now, FIRST_FALL_S, COOLDOWN_S)
                 text = f"{view.name_of(peer_id)} is excluded for {seconds:.0f} s: {why}"
                 yield Emit("warning", "flapping", text, peer_id)
         self.fallen.clear()  # each death counts once, also if no view can be formed now
@@ -262,7 +263,7 @@ class Quarantine:
             return None
         by_an_end = [claim for key, claim in self._accused.items() if frozenset({key, claim.suspect}) == ends]
         report = min(by_an_end, key=lambda claim: claim.cause not in WRONG)
-        self._breaks = [known for known in self._breaks if known.at > now - QUIET * self._cooldown_s]
+        self._breaks = [known for known in self._breaks if known.at > now - QUIET * COOLDOWN_S]
         common = next((known.ends & ends for known in reversed(self._breaks) if known.ends & ends), None)
         if common is None:
             self._breaks.append(LinkBreak(ends, now, report.cause in WRONG))
@@ -282,7 +283,7 @@ class Quarantine:
         self._breaks = [known for known in self._breaks if known.wrong]
 
     def _exclude(self, suspects: Sequence[str], why: str, view: View, now: float) -> str:
-        seconds = max([self.exclusions.add(suspect, why, now, self._cooldown_s, 600.0) for suspect in suspects])
+        seconds = max([self.exclusions.add(suspect, why, now, COOLDOWN_S, MOST_EXCLUDED_S) for suspect in suspects])
         return f"{'+'.join(map(view.name_of, suspects))} is excluded for {seconds:.0f} s"
 
     def view_began(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import accumulate, permutations
 
+from ring import coordination
 from ring.coordination import (
     CheckpointsSaved,
     Emit,
@@ -92,10 +93,10 @@ class RecoveryPolicy:
         if step_s > 0:
             self.step_s = self.step_s + 0.2 * (step_s - self.step_s) if self.step_s else step_s  # about ten steps
 
-    def patience_s(self, best: int, least_s: float, most_s: float) -> float:
+    def patience_s(self, best: int) -> float:
         """How long to wait for a peer that holds more than step ``best``: as long as the lost steps took to compute. So
         waiting in vain costs no more than giving up too early."""
-        return max(least_s, min((self.known_step - best) * self.step_s, most_s))
+        return max(coordination.GRACE_S, min((self.known_step - best) * self.step_s, coordination.BUILD_S))
 
     def arrived(self) -> None:
         """A worker came: it may bring what was lacking."""
@@ -205,7 +206,7 @@ class RecoveryPolicy:
 def members_of(
     replicas: Sequence[tuple[str, ...]], ready: Reports, roster: Roster, healthy: Collection[str], options: JobOptions
 ) -> tuple[MemberRecord, ...]:
-    """The members of a view, with their shares. A replica is as fast as its slowest member."""
+    """The members of a view, in rank order, with their shares. A replica is as fast as its slowest member."""
     peers = [roster.peers[peer_id].peer for replica in replicas for peer_id in replica]
     reports = [[ready[peer_id] for peer_id in replica] for replica in replicas]
     rule, total = options.share_rule, options.micro_batches
@@ -213,20 +214,7 @@ def members_of(
         windows = [max(1, *(report.windows for report in replica)) for replica in reports]
         return with_shares(peers, by_size(total, windows, rule.most), healthy, options.parts)
     unit_us = [0 if rule.equal else max(report.unit_us for report in replica) for replica in reports]
-    return records(peers, total, healthy, unit_us, options.parts)
-
-
-def records(
-    members: Sequence[JobWorker],
-    micro_batches: int,
-    healthy: Collection[str],
-    unit_us: Sequence[int] = (),
-    parts: int = 1,
-) -> tuple[MemberRecord, ...]:
-    """The members in rank order, those of a replica in a row. The replicas' shares follow the microseconds of a
-    micro-batch at each; 0: not known."""
-    counts = balanced(micro_batches, unit_us or [0] * (len(members) // parts))
-    return with_shares(members, counts, healthy, parts)
+    return with_shares(peers, balanced(total, unit_us), healthy, options.parts)
 
 
 def with_shares(

@@ -51,7 +51,7 @@ def test_the_time_to_catch_up_grows_with_the_state() -> None:
     desk.offer("c")
     desk.report("c", "ready", reduce_bytes=100 * 10**6)
     assert asked(desk) == ["c"]
-    desk.after(desk.core.options.grace_s + 299.0)
+    desk.after(co.GRACE_S + 299.0)
     assert not held(desk)
     desk.after(1.0)
     assert held(desk), "it heals within the ring"
@@ -176,7 +176,7 @@ def cut_off(step_s: float) -> Desk:
         desk.tell(co.StepCommitted(step, step_s))
     for peer_id in ("a", "b"):
         desk.tell(co.PeerLost(peer_id, "closed"))
-    desk.after(desk.core.options.grace_s)
+    desk.after(co.GRACE_S)
     assert desk.core.phase is JobPhase.WAITING
     desk.offer("x", "y")
     desk.ready("x", "y")

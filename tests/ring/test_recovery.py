@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from ring.coordination import JobWorker
 from ring.recovery import Recorder
-from ring.replicas import records
+from ring.replicas import with_shares
+from ring.token import balanced
 from ring.view import View
 from wire.job_messages import Report
 from wire.records import PHASES, RecoveryInfo, percentile, recovery_spread
@@ -16,7 +17,13 @@ from wire.records import PHASES, RecoveryInfo, percentile, recovery_spread
 
 def view(generation: int, step: int, members: str = "abc", healthy: str | None = None) -> View:
     peers = [JobWorker(peer_id, peer_id, "h", 1) for peer_id in members]
-    return View("j", generation, step, "00" * 16, records(peers, 8, members if healthy is None else healthy))
+    return View(
+        "j",
+        generation,
+        step,
+        "00" * 16,
+        with_shares(peers, balanced(8, [0] * len(peers)), members if healthy is None else healthy),
+    )
 
 
 def report(status: str, generation: int = 1, **values: object) -> Report:

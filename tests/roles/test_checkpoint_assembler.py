@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from p2ptrain.core.tensor_files import ADAPTER_FILE, TensorTable, header_of
 from p2ptrain.core.training import FilePlan
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine, StandInState
+from ring import coordination
 from roles.engine import Stage
-from roles.seed import jobs
 from tests.roles.in_process import Cluster, Gate, Peer
 from tests.roles.test_cluster import done
 from tests.roles.test_staged import unsplit_run
@@ -29,7 +28,7 @@ from tests.roles.test_staged import whole_of as whole_state_of
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Who is away does not come back, and is not waited for long."""
-    monkeypatch.setattr(jobs, "JobOptions", partial(jobs.JobOptions, grace_s=0.5))
+    monkeypatch.setattr(coordination, "GRACE_S", 0.5)
     return
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from configs.schema import Profile
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.lab.memory import MemoryNetwork
 from ring import coordination as co
-from roles.seed import jobs
 from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
 from tests.roles.in_process import Cluster, Gate, Peer
@@ -152,7 +150,7 @@ async def test_a_spare_takes_a_lost_stage_out_of_the_whole_checkpoint_of_another
     cluster: Cluster, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk of the lost one is gone with it."""
-    monkeypatch.setattr(jobs, "JobOptions", partial(co.JobOptions, grace_s=1.0))  # nobody comes back
+    monkeypatch.setattr(co, "GRACE_S", 1.0)  # nobody comes back
     profile, gate = profile_of(text, 2, 1, job={"steps": 22}), Gate(15)
     job = await cluster.create(profile)
     for _ in range(3):
