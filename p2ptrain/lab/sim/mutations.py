@@ -180,7 +180,7 @@ MUTATIONS = {
         ((jobs, "least_steps", lambda profile: 0),),
     ),
     # The redo buffer is not kept until the outcome is known.
-    "redo": Mutation(("kill-in-vote", "join"), {"member-handled": _clear_redo_buffer}),
+    "redo": Mutation(("kill-in-vote",), {"member-handled": _clear_redo_buffer}),
     # Directories are not flushed after their entries changed.
     "dir-sync": Mutation(("power-cut", "save"), rules=((ProcessDisk, "sync_dir", lambda self, path: None),)),
     # Reports lost while the seed was away are not repeated.
