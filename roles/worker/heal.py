@@ -190,8 +190,7 @@ class StepReplay:
 
     def steps_of(self, source: StateSource) -> set[int]:
         """The next steps that ``source`` can send, and reports as most sources do."""
-        agreed = (step for step, report in self._agreed.items() if source.reports.get(step) == report)
-        return {step for step in agreed if step >= source.first}
+        return {step for step, report in self._agreed.items() if source.reports.get(step) == report}
 
     def current(self) -> ReplayStep:
         """The step ``next``, which has arrived."""
@@ -258,7 +257,7 @@ class StateFetch:
         self._context, self.layout, self._request, self._generation = context, layout, request, generation
         self._candidates = deque(member for member in members if member.peer_id != context.peer_id)
         self._on_torn, self._on_progress = on_torn, on_progress
-        self.receiver = Receiver(_digest, on_landed=self._landed, on_dropped=self._on_dropped)
+        self.receiver = Receiver(_digest, on_landed=self._landed)
         self.sources: dict[str, StateSource] = {}
         self._conversations = 0  # tasks that each converse with one candidate after another, until none is left
         self._chosen: OfferedState | None = None
@@ -422,14 +421,6 @@ class StateFetch:
                 self._bytes_by_source[source.name] += self.layout.reduce_bytes
 
     # ----------------------------------------------------------------------------------------------------------- steps
-
-    def _on_dropped(self, source: PieceSource, key: Hashable) -> None:
-        state_source = self.sources.get(source.id)
-        if state_source is None or not isinstance(key, int):
-            source.end("it no longer has the state that it offered")
-            return
-        state_source.first = max(state_source.first, key + 1)
-        self._want_steps()
 
     def _want_steps(self) -> None:
         self.receiver.changed.set()

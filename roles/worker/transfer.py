@@ -112,12 +112,6 @@ class Transfer:
             self._give_back(former.under_way)
         return self.asks()
 
-    def drop_request(self, source: str, key: Hashable) -> None:
-        known = self._sources.get(source)
-        if known is not None and key in known.under_way:
-            known.under_way.remove(key)
-            self._give_back([key])
-
     def arrived(self, source: str, key: Hashable, digest: bytes) -> list[RangeQuery | GiveUp]:
         """Handle the arrival of a piece that was asked of ``source``; its bytes have ``digest``."""
         known = self._sources.get(source)
@@ -201,7 +195,6 @@ class Receiver:
     Args:
         digest: hashes a piece that has landed, as ``TransferPiece.digest``.
         on_landed: called with the source and the key of each verified piece.
-        on_dropped: called when a source no longer has a piece. Without it, such a source is at fault.
         slowest_bytes_s: a source that sends less is given up; 0: no limit.
 
     Attributes:
@@ -213,10 +206,9 @@ class Receiver:
         digest: Callable[[memoryview], Awaitable[bytes]],
         *,
         on_landed: Callable[[PieceSource, Hashable], None] = lambda source, key: None,
-        on_dropped: Callable[[PieceSource, Hashable], None] | None = None,
         slowest_bytes_s: float = 0.0,
     ) -> None:
-        self._digest, self._on_landed, self._on_dropped = digest, on_landed, on_dropped
+        self._digest, self._on_landed = digest, on_landed
         self._slowest_bytes_s = slowest_bytes_s
         self._core = Transfer()
         self._pieces: dict[Hashable, TransferPiece] = {}
@@ -254,9 +246,8 @@ class Receiver:
             async with source.line.keep_alive():
                 async for message in source.line.messages():
                     if isinstance(message, RangeGone):
-                        self.dropped_untrusted(source, message)
-                    else:
-                        heard(message)
+                        raise ProtocolError(f"it cannot send what it offered: {shortened(message.reason)}")
+                    heard(message)
                     self.changed.set()
                 cause = connection.close_cause
             if cause is not None and not isinstance(cause, ConnectionLost):
@@ -342,14 +333,6 @@ class Receiver:
             self._on_landed(source, key)
         self._carry_out([*instructions, *self._core.asks()])
         self.changed.set()
-
-    def dropped_untrusted(self, source: PieceSource, message: RangeGone) -> None:
-        key = self._end_request(source, message.stream)
-        if key is None or self._on_dropped is None:
-            raise ProtocolError(f"it cannot send what it offered: {shortened(message.reason)}")
-        self._core.drop_request(source.id, key)
-        self._on_dropped(source, key)
-        self._carry_out(self._core.asks())
 
 
 # -------------------------------------------------------------------------------------------------------------- sending

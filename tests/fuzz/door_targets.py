@@ -355,10 +355,7 @@ async def _healed(case: Healing) -> None:
     fetch.receiver.sources["d"] = sender
     for message in case.from_source:
         with suppress(ProtocolError):
-            if isinstance(message, RangeGone):
-                fetch.receiver.dropped_untrusted(sender, message)
-            else:
-                fetch.heard_untrusted(sender, message)
+            fetch.heard_untrusted(sender, message)
 
 
 HEALING = Target(
@@ -371,7 +368,6 @@ HEALING = Target(
         "roles.worker.heal.StepReplay.take_report_untrusted",
         "roles.worker.heal.offered_state_untrusted",
         "roles.worker.heal.check_report_untrusted",
-        "roles.worker.transfer.Receiver.dropped_untrusted",
     ),
     peak_bytes=1 << 20,
     weight=100,

@@ -91,12 +91,9 @@ def test_most_decide_and_ties_go_to_the_first(said: str, most: str | None) -> No
     assert most_frequent(said) == most
 
 
-def test_a_piece_that_is_gone_comes_from_another_and_one_that_is_forgotten_from_nobody() -> None:
+def test_a_piece_that_is_forgotten_comes_from_nobody() -> None:
     core = Transfer()
     core.want("p", right(1))
-    assert core.offers("a", {"p"}) == [RangeQuery("a", "p")]
-    core.drop_request("a", "p")
-    assert core.offers("a", ()) == []
     assert core.offers("b", {"p"}) == [RangeQuery("b", "p")]
     core.forget("p")
     assert core.arrived("b", "p", b"?") == [], "nobody minds what it is any more"
