@@ -322,7 +322,7 @@ def _check_backend(backend: str, *, plain: bool) -> None:
         )
 
 
-def table_of(report: BenchReport) -> tuple[list[str], list[list[str]]]:
+def make_table(report: BenchReport) -> tuple[list[str], list[list[str]]]:
     """Headings, and a row for each contender of each case."""
     heads = [
         "",
@@ -338,11 +338,18 @@ def table_of(report: BenchReport) -> tuple[list[str], list[list[str]]]:
         found = ((case.facts.get(name), shown) for name, (_, shown) in report.columns.items())
         facts = ["-" if value is None else shown(value) for value, shown in found]
         label = case.label
-        for each in case.contenders.values():
-            if each.seconds:
-                spread = human_spread(each.quantile_s(0.1), each.quantile_s(0.9))
-                rate = report.rate(case.amount / each.median_s)
-                row = [label, each.title, rate, human_duration(each.median_s), spread, str(len(each.seconds))]
+        for contender in case.contenders.values():
+            if contender.seconds:
+                spread = human_spread(contender.quantile_s(0.1), contender.quantile_s(0.9))
+                rate = report.rate(case.amount / contender.median_s)
+                row = [
+                    label,
+                    contender.title,
+                    rate,
+                    human_duration(contender.median_s),
+                    spread,
+                    str(len(contender.seconds)),
+                ]
                 rows.append(row + facts)
                 label, facts = "", [""] * len(facts)
     return heads, rows
@@ -358,7 +365,7 @@ def print_report(report: BenchReport) -> None:
     typer.echo(printable(f"{made['date']} · {made['command']}"))
     if not report.complete:
         typer.secho("interrupted: this is what was measured until then", fg="yellow")
-    heads, rows = table_of(report)
+    heads, rows = make_table(report)
     if rows:
         typer.echo()
         print_table(heads, rows, right=heads[2:])

@@ -94,7 +94,7 @@ def chaos(
     chosen = kinds_of(kinds, tls=tls, here=kinds_here())
     if faults and not chosen:
         raise UserError("--faults does not work with --kinds none", remedy="give --duration instead")
-    loaded = _profile(profile, sets, workers, attacked=bool(attack))
+    loaded = _load_profile(profile, sets, workers, attacked=bool(attack))
     root = Path(tempfile.mkdtemp(prefix="p2ptrain-chaos-")) if state is None else state.absolute()
     if root.is_dir() and any(root.iterdir()):
         raise UserError(f"{root} is not empty", remedy="name another directory: a run needs an empty one")
@@ -127,7 +127,7 @@ def chaos(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _profile(name: str, sets: list[str], workers: int, *, attacked: bool) -> Profile:
+def _load_profile(name: str, sets: list[str], workers: int, *, attacked: bool) -> Profile:
     """Load the profile, with this command's values for settings that the user did not choose."""
     from configs.loader import load
     from p2ptrain.lab.attacker import check_attacked

@@ -99,7 +99,7 @@ def analyze(
         print_json(analysis.to_json() | {"report": str(path), "figures": str(place)})
         return
     columns, rows = analysis.table()
-    print_table([it.upper() for it in columns], rows)
+    print_table([column.upper() for column in columns], rows)
     for sentence in analysis.conclusions():
         typer.echo(f"- {printable(sentence)}")
     typer.echo(f"the report is {path}; its figures are also in {place}, as SVG and PNG")

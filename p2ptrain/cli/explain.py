@@ -95,7 +95,7 @@ def explain(
         do = ["up", "--profile", profile, "--workers", str(where), *(["--link", link] if link else [])]
     else:
         where, do = read(cluster) if cluster else cluster_of_seed(seed), ["jobs", "create", "--profile", profile]
-    measured, members = calibrated(own, where, STRATEGIES, link or own.link.preset, quiet=as_json)
+    measured, members = calibrate_here(own, where, STRATEGIES, link or own.link.preset, quiet=as_json)
     found, refused = predict_all(profile, sets, own, members, measured, shape_here)
     best = recommend(found, own.ring.error_budget)
     reasons = explain_choice(best) if best else ["nothing can be recommended: no way is possible"]
@@ -104,7 +104,10 @@ def explain(
             do += ["--set", setting]
         reasons.append(f"do: p2ptrain {shlex.join(do)}{seed_option(seed) if do[0] == 'jobs' else ''}")
     if as_json:
-        there = {"members": [_member_map(one) for one in members.members], "ways": [one.to_map() for one in found]}
+        there = {
+            "members": [_map_member(member) for member in members.members],
+            "ways": [way.to_map() for way in found],
+        }
         print_json({**there, "refused": refused, "recommended": best.to_map() if best else None, "reasons": reasons})
         return
     _print_ways(found)
@@ -114,19 +117,19 @@ def explain(
 
 
 def show_one(profile: Profile, where: int | DescribedCluster, link: str = "", *, as_json: bool) -> None:
-    """Show the prediction for a profile as it is, for a dry run. ``where``: as for ``calibrated``."""
-    measured, members = calibrated(profile, where, [profile.job.strategy], link, quiet=as_json)
-    one = predict_calibrated(method_of(profile, shape_here(profile), len(members.members)), members, measured)
+    """Show the prediction for a profile as it is, for a dry run. ``where``: as for ``calibrate_here``."""
+    measured, members = calibrate_here(profile, where, [profile.job.strategy], link, quiet=as_json)
+    way = predict_calibrated(method_of(profile, shape_here(profile), len(members.members)), members, measured)
     if as_json:
-        print_json(one.to_map() | (plan_map(*one.plan) if one.plan else {}))
+        print_json(way.to_map() | (plan_map(*way.plan) if way.plan else {}))
         return
-    if one.plan:
-        print_training_plan(*one.plan)
+    if way.plan:
+        print_training_plan(*way.plan)
         typer.echo()
-    _print_ways([one])
+    _print_ways([way])
 
 
-def calibrated(
+def calibrate_here(
     profile: Profile, where: int | DescribedCluster, strategies: Sequence[str], link: str, *, quiet: bool
 ) -> tuple[dict[str, Calibration], DescribedCluster]:
     """As ``calibrate``. Raises ``typer.Exit`` after Ctrl+C."""
@@ -151,7 +154,7 @@ def shape_here(profile: Profile) -> ModelShape:
     return shape
 
 
-def _member_map(member: CandidateWorker) -> dict[str, Any]:
+def _map_member(member: CandidateWorker) -> dict[str, Any]:
     """A member for programs. A memory that is not known is 0, because JSON has no infinity."""
     names = ("id", "name", "memory_bytes", "flops", "on_host", "host", "host_flops")
     figures = {name: getattr(member, name) for name in names}
@@ -161,12 +164,13 @@ def _member_map(member: CandidateWorker) -> dict[str, Any]:
 def _print_ways(ways: Sequence[Prediction]) -> None:
     columns = ("STRATEGY", "CODEC", "TOKENS/S", "STEP", "COMPUTE", "EXCHANGE", "WAITS", "MEMORY", "SENT/STEP", "SENT/S")
     rows = []
-    for one in ways:
+    for way in ways:
         times = [
-            human_duration(each) for each in (one.step_s, one.compute_s + one.update_s, one.exchange_s, one.exposed_s)
+            human_duration(seconds)
+            for seconds in (way.step_s, way.compute_s + way.update_s, way.exchange_s, way.exposed_s)
         ]
-        sizes = [human_bytes(one.memory_bytes), human_bytes(one.sent_bytes), human_bytes(one.sent_bytes / one.step_s)]
-        rows.append((one.method.strategy, one.method.codec, f"{one.tokens_per_s:,.0f}", *times, *sizes))
+        sizes = [human_bytes(way.memory_bytes), human_bytes(way.sent_bytes), human_bytes(way.sent_bytes / way.step_s)]
+        rows.append((way.method.strategy, way.method.codec, f"{way.tokens_per_s:,.0f}", *times, *sizes))
     print_table(columns, rows, right=columns[2:], less=("EXCHANGE", "SENT/S"))
 
 
@@ -186,22 +190,26 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
         typer.echo(f"! job {printable(info.name)} still runs: on this machine it slows down what is measured", err=True)
     profile = Profile.from_spec_untrusted(spec)
     where = workers or (read(cluster) if cluster else cluster_of_seed(seed, info.members))
-    measured, members = calibrated(profile, where, [info.strategy], link or profile.link.preset, quiet=as_json)
+    measured, members = calibrate_here(profile, where, [info.strategy], link or profile.link.preset, quiet=as_json)
     if len(members.members) != size:
         text = f"the newest steps of job {info.name} had {size} members, and {len(members.members)} are described"
         raise UserError(text, remedy=f"give --workers {size} (of this machine), or --cluster FILE")
     method = method_of(profile, shape_here(profile), size)
-    one = predict_calibrated(replace(method, codec=info.codec or method.codec), members, measured)
+    way = predict_calibrated(replace(method, codec=info.codec or method.codec), members, measured)
     # A server's versions come in groups, so a median of theirs tells little.
     typical = statistics.mean if info.strategy == "server" else statistics.median
     peers = [peer for peer in ask(seed, lambda client: client.peers()) if peer.id in info.members]
     memory_bytes = max((peer.memory_bytes for peer in peers), default=0)
     figures = [
-        ("step_s", one.step_s, typical([(row.step_ms or 0.0) / 1e3 for row in timed]), human_duration),
-        ("tokens_per_s", one.tokens_per_s, typical([row.tokens_per_s or 0.0 for row in timed]), "{:,.0f}".format),
-        ("memory_bytes", one.memory_bytes, memory_bytes, human_bytes),
+        ("step_s", way.step_s, typical([(row.step_ms or 0.0) / 1e3 for row in timed]), human_duration),
+        ("tokens_per_s", way.tokens_per_s, typical([row.tokens_per_s or 0.0 for row in timed]), "{:,.0f}".format),
+        ("memory_bytes", way.memory_bytes, memory_bytes, human_bytes),
     ]
-    known = [(*each, 100 * (each[1] / each[2] - 1)) for each in figures if each[2]]
+    known = [
+        (key, predicted, actual, form, 100 * (predicted / actual - 1))
+        for key, predicted, actual, form in figures
+        if actual
+    ]
     if as_json:
         table = {
             key: {"predicted": predicted, "measured": actual, "error_percent": off}
@@ -209,7 +217,7 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
         }
         print_json({"job": info.id, "steps": len(timed), **table})
         return
-    how = f"{info.strategy} with {one.method.codec}, {size} members, {len(timed)} steps"
+    how = f"{info.strategy} with {way.method.codec}, {size} members, {len(timed)} steps"
     typer.echo(f"job {printable(info.name)}: {how}\n")
     rows = [(key, form(predicted), form(actual), f"{off:+.0f} %") for key, predicted, actual, form, off in known]
     print_table(("", "PREDICTED", "MEASURED", "ERROR"), rows, right=("PREDICTED", "MEASURED", "ERROR"))

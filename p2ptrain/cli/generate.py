@@ -268,7 +268,7 @@ def _read_prompts(prompt: str, file: str) -> list[Prompt]:
     if prompt and prompt != STDIN:
         return [Prompt(prompt)]
     name = "standard input" if (file or STDIN) == STDIN else file
-    content = _read(file or STDIN, name)
+    content = _read_text(file or STDIN, name)
     lines = [
         Prompt(line.removesuffix("\r"), f"line {number} of {name}")
         for number, line in enumerate(content.split("\n"), start=1)
@@ -279,7 +279,7 @@ def _read_prompts(prompt: str, file: str) -> list[Prompt]:
     return lines if file else [Prompt(content)]
 
 
-def _read(file: str, name: str) -> str:
+def _read_text(file: str, name: str) -> str:
     try:
         if file == STDIN:
             raw = sys.stdin.buffer.read(PROMPTS_BYTES + 1)

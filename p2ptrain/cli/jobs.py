@@ -195,10 +195,10 @@ def print_jobs(found: list[JobInfo]) -> None:
     columns = ("ID", "NAME", "STATE", "STEP", "OF", "LOSS", "VAL LOSS", "TOKENS/S", "MEMBERS", "CREATED")
     figures = ("STEP", "OF", "LOSS", "VAL LOSS", "TOKENS/S", "MEMBERS")
     less = ("CREATED", "MEMBERS", "VAL LOSS", "TOKENS/S", "OF")
-    print_table(columns, [_row(job) for job in found], right=figures, less=less, cut=("NAME",))
+    print_table(columns, [_job_row(job) for job in found], right=figures, less=less, cut=("NAME",))
 
 
-def _row(job: JobInfo) -> tuple[str, ...]:
+def _job_row(job: JobInfo) -> tuple[str, ...]:
     return (
         job.id,
         job.name,
@@ -239,7 +239,7 @@ def show(
         found = {"job": info.to_map(), "checkpoint": newest.to_map() if newest else None, "spec": settings}
         print_json(found | ({"workers": [peer.to_map() for peer in pushing]} if pushing else {}))
         return
-    print_pairs([*_pairs(info), *map(_pushed, pushing), ("checkpoint", _where(saved))])
+    print_pairs([*_job_rows(info), *map(_describe_pushes, pushing), ("checkpoint", _describe_checkpoints(saved))])
     if spec:
         typer.echo()
         print_pairs(
@@ -361,7 +361,7 @@ _METRICS = {
 """Field of ``MetricRow``, the most important first → its format."""
 
 
-def _where(checkpoints: list[CheckpointInfo]) -> str:
+def _describe_checkpoints(checkpoints: list[CheckpointInfo]) -> str:
     if (newest := newest_of(checkpoints)) is None:
         return "none"
     if newest.stage is None:
@@ -370,7 +370,7 @@ def _where(checkpoints: list[CheckpointInfo]) -> str:
     return f"step {newest.step:,} in parts: {', '.join(parts)}"
 
 
-def _ring(job: JobInfo) -> str:
+def _describe_ring(job: JobInfo) -> str:
     if not job.streams:
         return "none"
     text, slowest = f"{job.streams} stream{'s' if job.streams > 1 else ''}, {job.codec}", job.slowest_edge()
@@ -382,7 +382,7 @@ def _ring(job: JobInfo) -> str:
     return f"{text}; slowest edge {job.members[slowest]} → {right}: {rate}, {number(latency_ms, '.3g')} ms"
 
 
-def _stages(job: JobInfo) -> str:
+def _describe_stages(job: JobInfo) -> str:
     if not job.cuts:
         return f"{job.stages}" + ", cut by weights" * (job.strategy == "pipeline")
     return f"{job.stages}, beginning with layers {', '.join(map(str, [0, *job.cuts]))}"
@@ -394,12 +394,12 @@ _VERSIONS = (
 )
 
 
-def _pushed(peer: PeerInfo) -> tuple[str, str]:
+def _describe_pushes(peer: PeerInfo) -> tuple[str, str]:
     counted = f"{peer.accepted:,} gradients accepted, {peer.refused:,} refused"
     return f"from {peer.name}", f"{counted}; staleness {peer.staleness:.1f} on average, at most {peer.most_staleness}"
 
 
-def _pairs(job: JobInfo) -> list[tuple[str, str]]:
+def _job_rows(job: JobInfo) -> list[tuple[str, str]]:
     pairs = [
         ("id", job.id),
         ("name", job.name),
@@ -410,16 +410,16 @@ def _pairs(job: JobInfo) -> list[tuple[str, str]]:
             "members",
             f"{len(job.members)} in generation {job.generation}: {' → '.join(map(str, job.members)) or 'none'}",
         ),
-        *([("parts", _stages(job))] if job.stages > 1 else []),
+        *([("parts", _describe_stages(job))] if job.stages > 1 else []),
         *((score.peer, str(score)) for score in job.suspects()),
         *([("versions", _VERSIONS)] if job.strategy == "server" else []),
-        ("ring", _ring(job)),
+        ("ring", _describe_ring(job)),
         ("loss", f"{number(job.loss)} nats/token (validation {number(job.val_loss)})"),
         *([("privacy", f"epsilon {job.epsilon:.3f} at delta {job.delta:g}")] if job.epsilon and job.delta else []),
         ("learning rate", number(job.lr, ".3g")),
         ("gradient norm", number(job.grad_norm, ".3g")),
         ("speed", f"{number(job.tokens_per_s, ',.0f')} tokens/s, {job.tokens_total:,} tokens in all"),
-        ("step time", f"{number(job.step_ms, '.0f')} ms: " + ", ".join(_parts(job))),
+        ("step time", f"{number(job.step_ms, '.0f')} ms: " + ", ".join(_describe_times(job))),
         ("training time", human_seconds(job.trained_s)),
         ("created", human_time(job.created_at)),
     ]
@@ -430,7 +430,7 @@ def _pairs(job: JobInfo) -> list[tuple[str, str]]:
     return pairs
 
 
-def _parts(job: JobInfo) -> list[str]:
+def _describe_times(job: JobInfo) -> list[str]:
     parts = {"compute": job.compute_ms, "communicate": job.communicate_ms, "wait": job.wait_ms}
     return [f"{name} {number(value, '.0f')} ms" for name, value in parts.items()]
 
@@ -496,12 +496,12 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
         found = verdict.to_map() | {"ok": not is_wrong}
         print_json({"job": info.id, "state": info.state, "unrecorded": unrecorded, **found})
     else:
-        print_pairs(_audited(info, verdict, unrecorded))
+        print_pairs(_audit_rows(info, verdict, unrecorded))
     if is_wrong:
         raise typer.Exit(1)
 
 
-def _audited(info: JobInfo, verdict: AuditResult, unrecorded: int) -> list[tuple[str, str]]:
+def _audit_rows(info: JobInfo, verdict: AuditResult, unrecorded: int) -> list[tuple[str, str]]:
     samples = "not compared: no worker has reported their number"
     if verdict.private:
         samples = "not compared: each worker draws them from its own text (data.private)"

@@ -55,7 +55,7 @@ def join(options: JoinOptions) -> None:
     # Workers on one machine share its cores. By default OpenMP's threads spin while they wait, which made a step take
     # ten times as long. This must be set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    options = options.checked()
+    options = options.resolve()
     if options.role != "worker":
         from p2ptrain.cli.serving import join_to_serve
 

@@ -140,7 +140,7 @@ class JoinOptions:
         """Directory of the checkpoint that a verifier or a drafter serves."""
         return Path(self.model)
 
-    def checked(self) -> JoinOptions:
+    def resolve(self) -> JoinOptions:
         """The options with the directory of the model, after all checks. Raises ``UserError``."""
         from configs.schema import DEVICE_KIND
 

@@ -73,7 +73,7 @@ def print_failure(error: Exception) -> int:
 
     if isinstance(error, typer.Abort):  # Ctrl+C at a question
         return EXIT_INTERRUPTED
-    known = _translated(error)
+    known = _translate_error(error)
     # EX_SOFTWARE of sysexits.h
     code = known.exit_code if known is error or isinstance(known, UserError | StorageError) else 70
     print_error(known)
@@ -83,7 +83,7 @@ def print_failure(error: Exception) -> int:
     return code
 
 
-def _translated(error: Exception) -> P2PTrainError:
+def _translate_error(error: Exception) -> P2PTrainError:
     if isinstance(error, P2PTrainError):
         return error
     if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
@@ -104,7 +104,7 @@ def _usage_error(error: Any) -> UserError:
     from wire.address import without_secrets  # the wrong argument may be half of a ticket
 
     context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else _typed_command()
+    path = context.command_path if context is not None else _name_typed_command()
     message, option, param = str(error.message), getattr(error, "option_name", ""), getattr(error, "param", None)
     if hasattr(error, "possibilities"):
         return no_such("option", without_secrets(option), error.possibilities or (), path)
@@ -112,13 +112,13 @@ def _usage_error(error: Any) -> UserError:
         message = f"{option} takes no value" if "not take" in message else f"{option} needs a value"
     elif param is not None:
         name = param.opts[0] if param.param_type_name == "option" else param.metavar or param.name
-        message = f"{name}: {_complaint(error)}" if message else f"{name} is missing"
+        message = f"{name}: {_describe_complaint(error)}" if message else f"{name} is missing"
     else:
         message = message.replace("Got unexpected extra argument(s)", "too many arguments:")
     return UserError(without_secrets(message).rstrip("."), remedy=f"`{path} --help` shows what it takes")
 
 
-def _complaint(error: Any) -> str:
+def _describe_complaint(error: Any) -> str:
     if not hasattr(error.__cause__, "errors"):
         return str(error.message)
     from configs.loader import complaint
@@ -127,7 +127,7 @@ def _complaint(error: Any) -> str:
     return f"{details['input']} {complaint(details)}"
 
 
-def _typed_command() -> str:
+def _name_typed_command() -> str:
     from p2ptrain.cli.commands import Commands
     from p2ptrain.cli.output import json_output
 

@@ -92,7 +92,7 @@ def print_table(
         _narrow(widths, shutil.get_terminal_size().columns, less, cut)
     for row in cells:
         line = "  ".join(
-            _padded(_shortened(cell, widths[name]), widths[name], is_right=name in right)
+            _pad(_shorten(cell, widths[name]), widths[name], is_right=name in right)
             for name, cell in zip(columns, row, strict=True)
             if name in widths
         )
@@ -116,7 +116,7 @@ def _narrow(widths: dict[str, int], room: int, less: Sequence[str], cut: Collect
             widths[name] = min(whole[name], widths[name] + max(left(), 0))
 
 
-def _shortened(text: str, width: int) -> str:
+def _shorten(text: str, width: int) -> str:
     from rich.cells import cell_len
 
     if cell_len(text) <= width:
@@ -127,7 +127,7 @@ def _shortened(text: str, width: int) -> str:
     return f"…{text}" if is_path else f"{text}…"
 
 
-def _padded(text: str, width: int, *, is_right: bool) -> str:
+def _pad(text: str, width: int, *, is_right: bool) -> str:
     from rich.cells import cell_len
 
     space = " " * (width - cell_len(text))

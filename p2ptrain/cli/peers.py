@@ -59,8 +59,8 @@ def print_peers(found: list[PeerInfo], serving: dict[str, ServingInfo] | None = 
             number(peer.rtt_ms, ".1f"),
             f"{peer.tokens_per_s:,.0f}",
             f"{human_bytes(peer.memory_bytes)} / {human_bytes(peer.memory_total_bytes)}",
-            *(_served(peer, serving.get(peer.id)) if serving else ()),
-            *((str(peer.accepted), str(peer.refused), staleness_of(peer)) if pushes else ()),
+            *(_serving_cells(peer, serving.get(peer.id)) if serving else ()),
+            *((str(peer.accepted), str(peer.refused), _describe_staleness(peer)) if pushes else ()),
             peer.address,
         )
         for peer in found
@@ -73,7 +73,7 @@ def print_peers(found: list[PeerInfo], serving: dict[str, ServingInfo] | None = 
     print_table(columns, rows, right=(*figures, *of_serving[1:], *of_server), less=less, cut=("NAME",))
 
 
-def staleness_of(peer: PeerInfo) -> str:
+def _describe_staleness(peer: PeerInfo) -> str:
     return f"{peer.staleness:.1f}, at most {peer.most_staleness}"
 
 
@@ -104,7 +104,7 @@ def evict(
     )
 
 
-def _served(peer: PeerInfo, serving: ServingInfo | None) -> tuple[str, str, str]:
+def _serving_cells(peer: PeerInfo, serving: ServingInfo | None) -> tuple[str, str, str]:
     alpha = serving.stats.get("alpha") if serving is not None else None
     return peer.model or "-", str(peer.sessions) if peer.model else "-", "-" if alpha is None else f"{alpha:.0%}"
 
@@ -136,7 +136,7 @@ def parts(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
         print_json({"parts": [part.to_map() for part in found], "total": total})
         return
     less = ("TO NEXT", "LIMIT", "DTYPE", "WORK MS", "SESSIONS", "TOKENS/S", "NOTE", "MEMORY", "BUSY")
-    rows = [row for chain in chains_of(found) for row in _rows(chain)]
+    rows = [row for chain in chains_of(found) for row in _chain_rows(chain)]
     print_table(COLUMNS, rows, right=_FIGURES, less=less, cut=("MODEL", "HELD BY"))
     if total > len(found):
         typer.echo(f"{total - len(found)} more parts are held: one answer has no room for them.", err=True)
@@ -144,25 +144,25 @@ def parts(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
         typer.echo(f"No model is split over machines yet. To use one: {how_to_split(seed)}", err=True)
 
 
-def _rows(chain: ShownChain) -> list[tuple[str, ...]]:
+def _chain_rows(chain: ShownChain) -> list[tuple[str, ...]]:
     from wire.records import PartInfo
 
     name = f"{chain.name} #{chain.number + 1}" if chain.number else chain.name
     rows = [
-        _row(name, stage, "slowest" if stage is chain.slowest else "")
+        _part_row(name, stage, "slowest" if stage is chain.slowest else "")
         if isinstance(stage, PartInfo)
-        else _missing(name, chain, stage)
+        else _gap_row(name, chain, stage)
         for stage in chain.stages
     ]
-    return rows + [_row(name, part, "in no chain") for part in chain.unchained]
+    return rows + [_part_row(name, part, "in no chain") for part in chain.unchained]
 
 
-def _missing(name: str, chain: ShownChain, gap: Gap) -> tuple[str, ...]:
+def _gap_row(name: str, chain: ShownChain, gap: Gap) -> tuple[str, ...]:
     why = "no part fits this gap" if gap.held else "nobody holds these layers"
     return (name, f"{layers_text(gap.start, gap.stop)} of {chain.layers}", *(["-"] * (len(COLUMNS) - 3)), why)
 
 
-def _row(name: str, part: PartInfo, note: str) -> tuple[str, ...]:
+def _part_row(name: str, part: PartInfo, note: str) -> tuple[str, ...]:
     return (
         name,
         f"{layers_text(part.start, part.stop)} of {part.layers}",

@@ -106,7 +106,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
         stack.callback(compute.close)
-        text, form, weights = await compute.run(_prepared, directory, options.threads, whole=options.split is None)
+        text, form, weights = await compute.run(_load_text, directory, options.threads, whole=options.split is None)
 
         context = ClientContext(
             world=member.world,
@@ -141,7 +141,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         http = await _http(stack, member, options, service)
         member.on_drafters(drafters.update_list)
         member.answer("generate", partial(serve_texts, service))
-        member.serves(partial(_serving, service, model, digest, weights, http))
+        member.serves(partial(_describe_serving, service, model, digest, weights, http))
         known = "" if service.context is None else f", {service.context} tokens of context"
         news = f"{service.model} writes text in {model.dtype}{known}"
         member.notify("info", "serving", news + (f"; HTTP at {http}" if http else ""))
@@ -150,7 +150,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         await asyncio.Event().wait()  # until the member leaves
 
 
-def _prepared(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText, ChatFormat, str]:
+def _load_text(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText, ChatFormat, str]:
     """Load the text side of a model, its chat format, and the digest of its tensors. Raises ``ConfigError``."""
     text = ModelText(directory)
     found = text, ChatFormat(text.tokenizer), fingerprint(directory)
@@ -235,7 +235,7 @@ async def split_model(
 
     Raises ``P2PTrainError``: its files cannot be read, it does not split, or workers refuse to load it.
     """
-    chain = await _awaited_chain(member, context, options, console, text, sessions)
+    chain = await _wait_for_chain(member, context, options, console, text, sessions)
     pool_updater = Background()
     try:
         pool_updater.start(PoolUpdater(chain, member.ask).run(), "recruiting")
@@ -248,7 +248,7 @@ async def split_model(
         await within(LEAVE_S, chain.pool.close())
 
 
-async def _awaited_chain(
+async def _wait_for_chain(
     member: ServingMember,
     context: ClientContext,
     options: JoinOptions,
@@ -286,7 +286,7 @@ async def _awaited_chain(
             if pool is None or model is None or len(workers) < (options.split or 1):
                 there = f"{len(workers)} of {options.split} workers joined" if workers else "no worker has joined"
                 raise UserError(f"{there} to hold a part of the model", remedy="start some: p2ptrain join")
-            chain = await _loaded_by(pool, stages, console, model, text, sessions)
+            chain = await _load_into(pool, stages, console, model, text, sessions)
         except BaseException as problem:
             if pool is not None:
                 await within(LEAVE_S, pool.close())
@@ -306,7 +306,7 @@ async def _awaited_chain(
                 break
 
 
-async def _loaded_by(
+async def _load_into(
     pool: WorkerPool,
     options: SplitOptions,
     console: Console,
@@ -338,7 +338,7 @@ async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptio
     return f"http://{format_address(shown_host(host), port)}/v1"
 
 
-def _serving(service: VerifierService, model: ServedModel, tokenizer: str, weights: str, http: str) -> Serving:
+def _describe_serving(service: VerifierService, model: ServedModel, tokenizer: str, weights: str, http: str) -> Serving:
     drafters = service.drafters()
     return Serving(
         model=service.model,

@@ -166,7 +166,7 @@ def logs(
 
     async def read() -> None:
         async with operator(seed) as client:
-            ids = await _named(client, peer)
+            ids = await _find_peers(client, peer)
 
             def about(events: Iterable[Record]) -> list[EventInfo]:
                 return [item for item in events if isinstance(item, EventInfo) and (not peer or item.peer in ids)]
@@ -187,10 +187,10 @@ def logs(
     run(read())
 
 
-async def _named(client: SeedClient, peer: str) -> dict[str, str]:
+async def _find_peers(client: SeedClient, peer: str) -> dict[str, str]:
     """Id → name of the peers with this name or id. Raises ``UserError`` for an unknown peer."""
     peers = await client.peers() if peer else []
-    ids = {each.id: each.name for each in peers if peer in (each.id, each.name)}
+    ids = {info.id: info.name for info in peers if peer in (info.id, info.name)}
     if peer and not ids:
         raise UserError(f"there is no peer {peer}", remedy="see p2ptrain peers list")
     return ids
@@ -210,7 +210,7 @@ def _print_log(seed: str, peer: str, limit: int) -> None:
     from p2ptrain.cluster.running import running_seeds
 
     targets = read_targets(seed)
-    for state in [each.state for each in running_seeds() if each.address in targets]:
+    for state in [running.state for running in running_seeds() if running.address in targets]:
         path = Path(state, "logs", f"{Path(peer).name}.log")
         if path.is_file():
             typer.echo(f"{path}:")

@@ -102,7 +102,7 @@ class TextOptions:
         """The stop strings, unescaped. Raises ``UserError``."""
         from p2ptrain.core.stop_strings import StopStrings
 
-        texts = tuple(_unescaped(text) for text in self.stop)
+        texts = tuple(_unescape(text) for text in self.stop)
         StopStrings(texts)
         return texts
 
@@ -137,7 +137,7 @@ def check_dtype(dtype: str) -> None:
         check_one_of("--dtype", dtype, DTYPES)
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     parts, letters = list[str](), iter(text)
     for letter in letters:
         following = next(letters, "") if letter == "\\" else ""
@@ -168,7 +168,7 @@ def newest_in(directory: Path, *, download: bool = False) -> Path:
     quiet = json_output.wanted
     directory = model_directory(str(directory), download=download, quiet=quiet)
     if is_model(directory):
-        return _whole(directory)
+        return _check_whole(directory)
     with Console(quiet=quiet).during(lambda: f"looking for checkpoints in {directory}"):
         found = [path for path in directory.rglob("step-*/manifest.json") if path.parent.name[5:].isdigit()]
         configs = (*directory.glob("*/config.json"), *directory.glob(f"*/{ADAPTER_CONFIG}"))
@@ -177,21 +177,21 @@ def newest_in(directory: Path, *, download: bool = False) -> Path:
         remedy = "name a model as save_pretrained writes it; `p2ptrain checkpoints list` shows where jobs store theirs"
         raise UserError(f"{directory} holds no checkpoint", remedy=remedy)
     newest = max(found, key=lambda path: (path.stat().st_mtime, path.parent.name)).parent
-    return _whole(newest, len(found))
+    return _check_whole(newest, len(found))
 
 
 def newest_of_job(seed: str, job: str) -> Path:
     """The newest checkpoint of a job on this machine. Raises ``UserError``."""
     found = ask(seed, lambda client: client.checkpoints(job))
     if newest := newest_of(here := [item for item in found if is_model(item.path)]):
-        return _whole(Path(newest.path), len(here))
+        return _check_whole(Path(newest.path), len(here))
     if not found:
         raise UserError(f"job {job} has no checkpoint yet", remedy=f"p2ptrain jobs save {job}")
     machines = ", ".join(sorted({item.peer_name for item in found}))
     raise UserError(f"no checkpoint of job {job} lies on this machine", remedy=f"they lie on {machines}: run it there")
 
 
-def _whole(directory: Path, count: int = 0) -> Path:
+def _check_whole(directory: Path, count: int = 0) -> Path:
     """Return ``directory``, and say so if it was chosen from ``count``. Raises ``UserError`` if it is one part's."""
     from p2ptrain.core.checkpoint_parts import STAGE, STAGES, is_part
     from p2ptrain.core.checkpoints import read_checkpoint

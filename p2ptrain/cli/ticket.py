@@ -61,7 +61,7 @@ def new(
     role = role or ("operator" if operator else "worker")
     check_one_of("--role", role, ROLES)
     expires_s = seconds_of(expires, "--expires")
-    _show(*ask(seed, lambda client: client.new_ticket(role, expires_s, uses, host)), as_json)
+    _print_ticket(*ask(seed, lambda client: client.new_ticket(role, expires_s, uses, host)), as_json)
 
 
 @app.command("list")
@@ -86,7 +86,7 @@ def list_tickets(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -
             item.state,
             item.kind or "-",
             f"{item.used} of {item.uses or 'any'}",
-            _left(item.expires_at, time.time()),
+            _describe_expiry(item.expires_at, time.time()),
             item.host,
         )
         for item in tickets
@@ -123,10 +123,10 @@ def rotate(seed: SeedOption = DEFAULT_SEED, yes: YesOption = False, as_json: Jso
       p2ptrain ticket rotate --yes
     """
     confirm("Replace all tickets?", yes=yes)
-    _show(*ask(seed, lambda client: client.rotate_tickets()), as_json)
+    _print_ticket(*ask(seed, lambda client: client.rotate_tickets()), as_json)
 
 
-def _show(ticket: TicketInfo, text: str, as_json: bool) -> None:
+def _print_ticket(ticket: TicketInfo, text: str, as_json: bool) -> None:
     if as_json:
         print_json({"ticket": ticket.to_map(), "text": text})
         return
@@ -136,7 +136,7 @@ def _show(ticket: TicketInfo, text: str, as_json: bool) -> None:
     typer.echo(f"valid{end}; keep it secret. Use it as: p2ptrain {verb}", err=True)
 
 
-def _left(expires_at: float | None, now: float) -> str:
+def _describe_expiry(expires_at: float | None, now: float) -> str:
     if expires_at is None:
         return "never"
     return f"in {human_seconds(expires_at - now)}" if expires_at > now else human_time(expires_at)

@@ -133,16 +133,16 @@ def read_target(text: str) -> Ticket | tuple[str, int]:
     Raises:
         UserError: it is neither, or there is no such seed.
     """
-    if not text or (text.startswith("@") and _is(Path.is_dir, text[1:])):
+    if not text or (text.startswith("@") and _is_path(Path.is_dir, text[1:])):
         return the_running_seed(Path(text[1:]) if text else None)
     if text.startswith("@"):
-        text = _read(Path(text[1:]))
+        text = _read_file(Path(text[1:]))
     if not is_ticket(text):
         return parse_address(text)
     try:
         return Ticket.parse_untrusted(text)
     except ProtocolError as error:
-        remedy = f"a file that holds one is named with @: @{text}" if _is(Path.is_file, text) else error.remedy
+        remedy = f"a file that holds one is named with @: @{text}" if _is_path(Path.is_file, text) else error.remedy
         raise UserError(error.message, remedy=remedy) from error
 
 
@@ -154,7 +154,7 @@ def shown_address(target: Target) -> str:
     return format_address(*place_of(target))
 
 
-def _is(kind: Callable[[Path], bool], text: str) -> bool:
+def _is_path(kind: Callable[[Path], bool], text: str) -> bool:
     """Whether ``text`` is a path of this kind, such as ``Path.is_dir``; it may be anything that a user typed."""
     try:
         return kind(Path(text))
@@ -162,7 +162,7 @@ def _is(kind: Callable[[Path], bool], text: str) -> bool:
         return False
 
 
-def _read(path: Path) -> str:
+def _read_file(path: Path) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_TARGET_BYTES + 1)
@@ -190,15 +190,15 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
         StorageError: the credentials could not be stored.
     """
     if isinstance(target, Ticket):
-        return await _by_ticket(target, caller, base, afresh=afresh)
+        return await _reach_by_ticket(target, caller, base, afresh=afresh)
     host, port = target
     own = await is_own(host, port)
-    if own and (plain := await _plain_host(host, port, base)):
+    if own and (plain := await _find_plain_host(host, port, base)):
         return Access(plain, port, base)
-    if own and (local := _local_ticket(caller, port)):
-        return await _by_ticket(dataclasses.replace(local, host=host), caller, base, afresh=afresh)
-    if kept := _kept(caller, lambda _, address: address == (host, port)):
-        return _encrypted(host, port, kept, base)
+    if own and (local := _find_local_ticket(caller, port)):
+        return await _reach_by_ticket(dataclasses.replace(local, host=host), caller, base, afresh=afresh)
+    if kept := _find_credentials(caller, lambda _, address: address == (host, port)):
+        return _access_with(host, port, kept, base)
     remedy = f"check the address, or paste a ticket; {_advice(caller, own=own)}"
     raise UserError(f"no saved access to {format_address(host, port)}", remedy=remedy)
 
@@ -209,7 +209,7 @@ def _advice(caller: Caller, *, own: bool) -> str:
     return f"{text}; or ask as the user who runs it" if own else text
 
 
-async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: bool) -> Access:
+async def _reach_by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: bool) -> Access:
     from wire.enrol import enrol
 
     if ticket.role != caller.role:
@@ -219,7 +219,7 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
         may_join = caller.role == "worker" and ticket.role in ("verifier", "drafter")
         as_it_says = f"add --role {ticket.role}; or, " if may_join else ""
         raise UserError(text, remedy=as_it_says + _advice(caller, own=False))
-    credentials = None if afresh else _kept(caller, lambda kept, _: kept.pin == ticket.pin)
+    credentials = None if afresh else _find_credentials(caller, lambda kept, _: kept.pin == ticket.pin)
     if credentials is None:
         disk, peer_id = RealDisk(), caller.peer_id or new_id()
         directory = caller.store / f"{ticket.pin.hex()[:16]}-{peer_id}"
@@ -232,20 +232,20 @@ async def _by_ticket(ticket: Ticket, caller: Caller, base: Network, *, afresh: b
                 refusal.exit_code = UserError.exit_code  # the user's ticket is at fault
             raise
         write_atomic(disk, directory / ADDRESS_FILE, format_address(ticket.host, ticket.port).encode())
-    return _encrypted(ticket.host, ticket.port, credentials, base)
+    return _access_with(ticket.host, ticket.port, credentials, base)
 
 
-def _encrypted(host: str, port: int, credentials: Credentials, base: Network) -> Access:
+def _access_with(host: str, port: int, credentials: Credentials, base: Network) -> Access:
     from wire.enrol import RunMembership
 
     member = RunMembership(base, credentials, RealDisk(), LoopClock())
     return Access(host, port, member.network, member)
 
 
-def _local_ticket(caller: Caller, port: int) -> Ticket | None:
+def _find_local_ticket(caller: Caller, port: int) -> Ticket | None:
     for state in [*caller.states, *(seed.state for seed in running_seeds())]:
         try:
-            ticket = Ticket.parse_untrusted(_read(local_ticket_path(state, caller.role)))
+            ticket = Ticket.parse_untrusted(_read_file(local_ticket_path(state, caller.role)))
         except (UserError, ProtocolError):
             continue  # no seed ran there, or it is another user's
         if ticket.port == port:
@@ -256,7 +256,7 @@ def _local_ticket(caller: Caller, port: int) -> Ticket | None:
 # -------------------------------------------------------------------------------------------------- stored credentials
 
 
-def _kept(caller: Caller, fits: Callable[[Credentials, tuple[str, int]], bool]) -> Credentials | None:
+def _find_credentials(caller: Caller, fits: Callable[[Credentials, tuple[str, int]], bool]) -> Credentials | None:
     """The credentials valid longest of those that ``fits(credentials, address of their seed)`` accepts."""
     from wire.credentials import SKEW_S, Credentials
 
@@ -277,7 +277,7 @@ def _kept(caller: Caller, fits: Callable[[Credentials, tuple[str, int]], bool]) 
             continue  # the seed's clock may be ahead
         if fits(credentials, address):
             found.append(credentials)
-    return max(found, key=lambda each: each.identity.not_after, default=None)
+    return max(found, key=lambda credentials: credentials.identity.not_after, default=None)
 
 
 # ------------------------------------------------------------------------------------------------------ this machine
@@ -327,7 +327,7 @@ def _is_bindable(family: int, address: Any) -> bool:
     return True
 
 
-async def _plain_host(host: str, port: int, base: Network) -> str:
+async def _find_plain_host(host: str, port: int, base: Network) -> str:
     """The loopback address at which a local seed speaks without encryption; empty if there is none.
 
     It is an address and not a name, because a name may lead elsewhere later, and only this machine is trusted without

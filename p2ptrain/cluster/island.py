@@ -97,7 +97,7 @@ class LeadIsland:
         """Be the worker of ``make`` until ``stop`` is set, while all processes live. Raises ``P2PTrainError``."""
         from p2ptrain.cluster.console import unless_stopped
 
-        form: Callable[[], FormedIsland] = partial(self._form, self._options.place, None)
+        form: Callable[[], FormedIsland] = partial(self._form_island, self._options.place, None)
         if self._options.ours and not self._children:
             form = await self._start(name, console)
 
@@ -137,15 +137,15 @@ class LeadIsland:
             name = f"process {rank} of this worker"
             self._children.append(await PeerProcess.start(name, arguments, log, environment=environment))
         console.event("info", f"{size - 1} more process{'es' * (size > 2)} of this worker; logs: {self._logs}")
-        return partial(self._form, place, listener)
+        return partial(self._form_island, place, listener)
 
-    def _form(self, place: IslandPlace, listener: socket.socket | None) -> FormedIsland:
+    def _form_island(self, place: IslandPlace, listener: socket.socket | None) -> FormedIsland:
         from p2ptrain.compute.island import Island, meet
 
         device = self._options.pick()
-        return Island(place, device, meet(place, device, listener), self._tell_lost), device
+        return Island(place, device, meet(place, device, listener), self._report_lost), device
 
-    def _tell_lost(self, problem: P2PTrainError) -> None:
+    def _report_lost(self, problem: P2PTrainError) -> None:
         def tell() -> None:
             if not self._lost.done():
                 self._lost.set_exception(problem)

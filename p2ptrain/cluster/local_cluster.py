@@ -122,7 +122,7 @@ class PeerProcess:
             return False
         return True
 
-    def failed(self, what: str = "") -> JobFailed:
+    def failure(self, what: str = "") -> JobFailed:
         """The error that explains the end: the process's last error with its remedy and exit code, or the signal that
         killed it.
 
@@ -229,7 +229,7 @@ class LocalCluster:
             if b'"ready"' in ready:
                 break
             await end_all([seed])  # it said nothing, or the document of an error, which the log has too
-            problem = seed.failed("the seed did not start")
+            problem = seed.failure("the seed did not start")
             if port == self.port or problem.exit_code != UserError.exit_code:  # else that port may be in use
                 raise problem
         announcement = json.loads(ready)
@@ -276,11 +276,13 @@ class LocalCluster:
 
     async def joined(self, names: Collection[str]) -> None:
         """Wait until the seed lists these peers. Raises ``JobFailed`` after a time limit, or if a process ends."""
-        await self._until_listed(PeerInfo, lambda it: "" if it.state in ABSENT_STATES else it.name, set(names), "join")
+        await self._until_listed(
+            PeerInfo, lambda peer: "" if peer.state in ABSENT_STATES else peer.name, set(names), "join"
+        )
 
     async def serving(self, roles: Collection[str]) -> dict[str, Any]:
         """Wait until each of these roles is served; return its ``ServingInfo`` by role. Raises as ``joined``."""
-        return await self._until_listed(ServingInfo, lambda it: it.role, set(roles), "serve")
+        return await self._until_listed(ServingInfo, lambda info: info.role, set(roles), "serve")
 
     async def _until_listed(self, kind: type[R], key: Callable[[R], str], wanted: set[str], what: str) -> dict[str, R]:
         newest, there = dict[str, R](), dict[str, R]()  # by id, and by key
@@ -332,7 +334,7 @@ class LocalCluster:
                     child = ends.pop(end)
                     living -= child in others
                     if child in needed or living < least:
-                        raise child.failed()
+                        raise child.failure()
                     on_end(child)
                 if task.done():
                     return task.result()

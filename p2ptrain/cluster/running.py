@@ -36,7 +36,7 @@ def announced(address: tuple[str, int], state: Path) -> Iterator[None]:
     """Let commands of this user find the seed of this process, within the block."""
     from wire.address import format_address
 
-    path = _directory() / f"{_here()}{os.getpid()}"
+    path = _directory() / f"{_host_prefix()}{os.getpid()}"
     content = {"address": format_address(*address), "state": str(state.resolve())}
     with suppress(StorageError):  # then commands need --seed
         RealDisk().make_dir(path.parent)
@@ -57,7 +57,7 @@ def running_seeds() -> list[RunningSeed]:
     disk, found = RealDisk(), list[RunningSeed]()
     with suppress(StorageError):
         for name in disk.list_dir(_directory()):
-            path, pid = _directory() / name, name.removeprefix(_here())
+            path, pid = _directory() / name, name.removeprefix(_host_prefix())
             if not pid.isdecimal():
                 continue  # of another machine that shares this directory
             try:
@@ -88,17 +88,17 @@ def the_running_seed(state: Path | None = None) -> tuple[str, int]:
         for seed in found:
             if seed.state == state.resolve():
                 return seed.address
-        remedy = f"start it: p2ptrain seed --state {state}" + (f"; running: {_listed(found)}" if found else "")
+        remedy = f"start it: p2ptrain seed --state {state}" + (f"; running: {_list_seeds(found)}" if found else "")
         raise UserError(f"no seed of yours runs with --state {state}", remedy=remedy)
     if len(found) > 1:
         raise UserError(
-            f"{len(found)} seeds of yours run on this machine: {_listed(found)}",
+            f"{len(found)} seeds of yours run on this machine: {_list_seeds(found)}",
             remedy="name one of them: --seed @DIR, its --state, or --seed ADDRESS",
         )
     return found[0].address if found else ("127.0.0.1", DEFAULT_PORT)
 
 
-def _listed(seeds: list[RunningSeed]) -> str:
+def _list_seeds(seeds: list[RunningSeed]) -> str:
     from wire.address import format_address
 
     return ", ".join(f"{format_address(*seed.address)} (--state {seed.state})" for seed in seeds)
@@ -108,5 +108,5 @@ def _directory() -> Path:
     return default_state_dir() / "running"
 
 
-def _here() -> str:
+def _host_prefix() -> str:
     return f"{socket.gethostname()}-"

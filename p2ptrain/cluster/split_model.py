@@ -253,7 +253,7 @@ async def hold_model(
                     needed=[cluster.seed],
                     others=workers,
                     least=1,
-                    on_end=lambda child: console.event("warning", child.failed().message),
+                    on_end=lambda child: console.event("warning", child.failure().message),
                 )
             finally:
                 await within(LEAVE_S, chain.close())

@@ -244,7 +244,7 @@ class TrainingRun:
 
     def _report_end(self, worker: PeerProcess) -> None:
         if (worker.process.returncode or 0) < 0:  # one that was not killed has told the seed why it ended
-            problem = worker.failed()
+            problem = worker.failure()
             self._report("warning", f"{problem.message}; the other workers go on ({problem.remedy})")
 
     def _report(self, level: str, text: str) -> None:
@@ -288,7 +288,9 @@ class TrainingRun:
             case EventInfo() if record.level != "info" and record.wall >= began and self.view is None:
                 self._console.event(record.level, record.text, record.wall)
             case JobInfo():
-                before = next((one.state for one in self._observers.values() if one.job == record.id), record.state)
+                before = next(
+                    (known.state for known in self._observers.values() if known.job == record.id), record.state
+                )
                 job = f"job {record.name}"
                 if record.state == before:
                     return
@@ -389,7 +391,7 @@ class TrainingRun:
         verifier, drafter = cluster.peers[VERIFIER], cluster.peers[DRAFTER]
 
         def go_on_alone(child: PeerProcess) -> None:
-            self._report("warning", f"{child.failed().message}; the verifier continues without it")
+            self._report("warning", f"{child.failure().message}; the verifier continues without it")
 
         needed = [cluster.seed, verifier]
         await cluster.while_alive(asyncio.Event().wait(), needed=needed, others=[drafter], on_end=go_on_alone)

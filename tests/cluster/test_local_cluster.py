@@ -36,14 +36,14 @@ async def child(log: Path, *arguments: str) -> PeerProcess:
 
 
 async def test_its_own_error_and_remedy(tmp_path: Path) -> None:
-    failed = (await child(old(tmp_path), "sed")).failed("it did not start")
+    failed = (await child(old(tmp_path), "sed")).failure("it did not start")
     assert failed.exit_code == 2, "as that of the process"
     assert failed.message == "it did not start: no such command: sed"
     assert failed.remedy == f"did you mean seed? `p2ptrain --help` lists the commands; its log is {tmp_path / 'log'}"
 
 
 async def test_the_error_of_an_earlier_start_is_not_its_own(tmp_path: Path) -> None:
-    failed = (await child(old(tmp_path), "seed", "--help")).failed("it ended")
+    failed = (await child(old(tmp_path), "seed", "--help")).failure("it ended")
     assert (failed.message, failed.remedy) == ("it ended", f"its log is {tmp_path / 'log'}")
 
 
@@ -53,7 +53,7 @@ async def test_the_signal_that_killed_it(tmp_path: Path) -> None:
     )
     made.process.send_signal(signal.SIGKILL)
     await made.process.wait()
-    failed = made.failed("it ended")
+    failed = made.failure("it ended")
     assert failed.message == "it ended: it was killed by SIGKILL"
     assert failed.remedy == f"the machine may have run out of memory; its log is {tmp_path / 'log'}"
     assert failed.exit_code == 5

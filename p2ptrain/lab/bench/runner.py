@@ -133,7 +133,7 @@ class Members:
             line = b""
         if not line:
             await child.ended(1.0)
-            raise child.failed()
+            raise child.failure()
         answer: Answer = json.loads(line)
         if "failed" in answer:
             raise JobFailed(f"{child.name}: {answer['failed']}", remedy=answer["remedy"])

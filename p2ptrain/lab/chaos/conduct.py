@@ -224,7 +224,7 @@ class ProxiedCluster:
         async def watch() -> None:
             await child.process.wait()
             if not self.closing and child.process.pid not in self._expected:
-                self.exits.append(child.failed().message)
+                self.exits.append(child.failure().message)
             self.on_change()
 
         task = asyncio.create_task(watch(), name=f"watch {child.name}")
