@@ -34,8 +34,7 @@ class Background:
 
     async def settle(self, *, timeout_s: float, but: asyncio.Task[None] | None = None) -> None:
         """Wait until all tasks except ``but`` have ended, for ``timeout_s`` at most."""
-        waiting = self._tasks - {but, asyncio.current_task()}
-        if waiting:
+        if waiting := self._tasks - {but, asyncio.current_task()}:
             await asyncio.wait(waiting, timeout=timeout_s)
 
     async def stop(self) -> None:

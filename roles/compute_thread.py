@@ -1,4 +1,7 @@
-"""One thread for all computation, so that the event loop can answer heartbeats meanwhile."""
+"""One thread for all computation, so that the event loop can answer heartbeats meanwhile.
+
+``HangDetector`` tells a call that does not end from one that takes long: the worker then says so and leaves its ring.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The interface between bytes and tensors: what a worker needs from the code that computes, to train and to serve.
 
 ``compute.trainer.Trainer`` and ``compute.served_part.ServedPart`` implement it with torch, ``p2ptrain.lab.stand_in``
-without.
-All methods block. They run on one dedicated compute thread (``roles.compute_thread``), never on the event loop.
+without. All methods block: they run on the compute thread (``roles.compute_thread``), never on the event loop.
 """
 
 from __future__ import annotations

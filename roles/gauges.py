@@ -29,18 +29,15 @@ class Rate:
         self._events: deque[tuple[float, float]] = deque()
 
     def add(self, amount: float, now: float) -> None:
-        self._prune(now)
         self._events.append((now, amount))
+        self.per_s(now)  # forgets what is older
 
     def per_s(self, now: float) -> float:
-        self._prune(now)
+        while self._events and self._events[0][0] <= now - self.WINDOW_S:
+            self._events.popleft()
         if not self._events:
             return 0.0
         return sum(amount for _, amount in self._events) / max(now - self._events[0][0], 1.0)
-
-    def _prune(self, now: float) -> None:
-        while self._events and self._events[0][0] <= now - self.WINDOW_S:
-            self._events.popleft()
 
 
 class Gauges:

@@ -19,22 +19,21 @@ from p2ptrain.lab.stand_in import StandInEngine
 from roles.seed.authority import ROLES
 from tests.roles.in_process import DEADLINE_S, HOST, Cluster, Peer
 from tests.roles.test_cluster import at, done, small_profile, state_of
+from tests.wire.doubles import Owner
 from wire.address import Ticket
 from wire.client import SeedClient
 from wire.connection import Connection
 from wire.credentials import CERTIFICATE_LIFETIME_S
 from wire.enrol import RunMembership, enrol
-from wire.handshake import dial, local_hello, local_welcome, serve
+from wire.handshake import dial, local_hello, local_welcome
 from wire.messages import (
     EnrolGranted,
     EnrolOffer,
     EnrolRequest,
     EventNotice,
-    Hello,
     RefusalCode,
     Request,
     Response,
-    Welcome,
 )
 from wire.transport import TcpNetwork
 
@@ -197,21 +196,11 @@ async def test_a_worker_that_asks_like_an_operator_gets_nothing(secure: Cluster)
 
 async def as_worker(member: RunMembership, cluster: Cluster) -> Connection:
     """A control link, from somebody who answers when he is dialled back."""
-
-    async def decide(hello: Hello, connection: Connection) -> Welcome:
-        return local_welcome(peer_id=member.peer_id, name="x", wall=0.0)
-
-    async def hang_up(connection: Connection, hello: Hello) -> None: ...
-
-    server = await serve(member.network, HOST, 0, decide=decide, serve=hang_up, on_problem=lambda *_: None)
-    try:
-        hello = local_hello(
-            peer_id=member.peer_id, name="x", roles=["worker"], purpose="peer", port=server.address[1]
-        )  # fmt: skip
+    async with Owner(local_welcome(peer_id=member.peer_id, name="x", wall=0.0)).listening(member.network) as owner:
+        port = owner.address[1]
+        hello = local_hello(peer_id=member.peer_id, name="x", roles=["worker"], purpose="peer", port=port)
         connection, _ = await dial(member.network, *cluster.address, hello, timeout_s=DEADLINE_S, expect_role="seed")
         return connection
-    finally:
-        await server.close()
 
 
 async def test_a_revoked_ticket_ends_what_came_of_it_and_nothing_else(secure: Cluster) -> None:
@@ -305,23 +294,16 @@ async def test_a_worker_renews_at_half_life_and_the_next_connection_has_the_new_
     old = secure.root / "members" / first.identity.peer_id
     member = renewed[0]
     assert member.credentials.directory == old
-    seen: list[int] = []
-
-    async def decide(hello: Hello, connection: Connection) -> Welcome:
-        seen.append(connection.ends.identity.serial if connection.ends.identity else 0)
-        return local_welcome(peer_id=other.peer_id, name="other", wall=0.0)
-
-    async def hang_up(connection: Connection, hello: Hello) -> None: ...
-
     other = await secure.member(secure.ticket("worker"))
-    server = await serve(other.network, HOST, 0, decide=decide, serve=hang_up, on_problem=lambda *_: None)
-    hello = local_hello(peer_id=member.peer_id, name="x", roles=["worker"], purpose="ring")
-    connection, _ = await dial(member.network, *server.address, hello, timeout_s=5, expect_peer=other.peer_id)
-    assert seen == [member.credentials.identity.serial]
-    assert len(serials) == 1
-    assert serials[0] != seen[0]
-    await connection.close()
-    await server.close()
+    async with Owner(local_welcome(peer_id=other.peer_id, name="other", wall=0.0)).listening(other.network) as owner:
+        hello = local_hello(peer_id=member.peer_id, name="x", roles=["worker"], purpose="ring")
+        connection, _ = await dial(member.network, *owner.address, hello, timeout_s=5, expect_peer=other.peer_id)
+        identity = owner.served[0].ends.identity
+        assert identity is not None
+        assert identity.serial == member.credentials.identity.serial
+        assert len(serials) == 1
+        assert serials[0] != identity.serial
+        await connection.close()
     assert not first.task.done(), "the link that is up lives on"
 
 
