@@ -637,13 +637,14 @@ class ChaosRun:
         if not step or len(found.states) < plan.workers:
             text = f"{len(found.states)} of {plan.workers} hold a whole checkpoint of step {step}"
             equal = InvariantResult(equal.name, False, text)
+        unchecked = InvariantResult("no replica drifted", None, "not checked on plain TCP with damaged bytes")
         report.verdicts += [
             judge.none_of("training continues after every fault", [*faults.stuck, *failed]),
             judge.none_of("no process ended by itself", cluster.exits),
             judge.none_of("no worker is evicted without a fault", dropped + lost),
             *recorded,
             equal,
-            _unless(damaging, judge.none_of("no replica drifted", drift)),
+            unchecked if damaging else judge.none_of("no replica drifted", drift),
             judge.none_of(f"checkpoints are whole ({found.count} of them)", found.damaged),
             judge.none_of("no process is left behind", cluster.orphans()),
         ]
@@ -660,8 +661,3 @@ class ChaosRun:
 def _whole(cluster: ProxiedCluster, observer: JobObserver) -> bool:
     ids = {observer.id_of(place.name) for place in cluster.places.values()}
     return observer.step > 0 and len(ids) == cluster.workers and ids <= set(observer.members)
-
-
-def _unless(damaging: bool, verdict: InvariantResult) -> InvariantResult:
-    """Replace the verdict by "not checked" if bytes were damaged on links without encryption."""
-    return InvariantResult(verdict.name, None, "not checked on plain TCP with damaged bytes") if damaging else verdict

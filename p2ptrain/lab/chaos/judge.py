@@ -288,9 +288,9 @@ def steps_per_s(rows: Sequence[ObservedStep], begin_s: float, end_s: float) -> f
     return (after - before) / (end_s - begin_s) if end_s > begin_s else 0.0
 
 
-def _some(items: Sequence[object], most: int = 6) -> str:
-    shown = ", ".join(str(item) for item in items[:most])
-    return f"{shown}, and {len(items) - most} more" if len(items) > most else shown
+def _some(items: Sequence[object]) -> str:
+    shown = ", ".join(str(item) for item in items[:6])
+    return f"{shown}, and {len(items) - 6} more" if len(items) > 6 else shown
 
 
 # ---------------------------------------------------------------------------------------------------------- the report

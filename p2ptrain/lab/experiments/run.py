@@ -44,6 +44,7 @@ async def carry_out(
 
     ``on_progress``: called with what happens, and the seconds that are left; None before a run has ended.
     """
+    # Not of the loop, whose time is virtual in simulations: a person waits for the end.
     missing, total, began = results.missing(), len(results.plan.runs), time.monotonic()
     for done, run in enumerate(missing):
         left = len(missing) - done

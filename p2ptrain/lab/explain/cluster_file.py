@@ -66,9 +66,15 @@ def _cluster(file: File) -> DescribedCluster:
     if len(set(names)) < len(names):
         raise UserError(f"there are two members {next(name for name in names if names.count(name) > 1)}")
     links = dict.fromkeys(permutations(names, 2), LinkQuality.of_preset(preset_named(file.link)))
-    for way in file.between:
+    for number, way in enumerate(file.between, 1):
+        if unknown := set(way.members) - set(names):
+            remedy = f"members are {', '.join(names[:8])}"
+            raise UserError(f"between.{number}.members: there is no member {min(unknown)}", remedy=remedy)
         one, other = way.members
-        if (one, other) not in links:
-            raise UserError(f"{one} and {other} are not two members", remedy=f"members are {', '.join(names[:8])}")
-        links |= dict.fromkeys([(one, other), (other, one)], LinkQuality.of_preset(preset_named(way.link)))
+        if one == other:
+            raise UserError(f"between.{number}.members: both are {one}", remedy="name two members")
+        try:
+            links |= dict.fromkeys([(one, other), (other, one)], LinkQuality.of_preset(preset_named(way.link)))
+        except UserError as error:
+            raise UserError(f"between.{number}.link: {error.message}", remedy=error.remedy) from None
     return DescribedCluster(tuple(members), links)

@@ -339,17 +339,18 @@ class CheckpointChecks:
         self._promised[machine.host, stage] = step
 
     def loaded(self, machine: ObservedMachine, entry: CheckpointEntry | None, restore_step: int) -> None:
+        check = self._report.check
         step = entry.step if entry is not None else 0
         self._report.tell(f"{machine.host} loads step {step}")
         if entry is not None:
             known = entry.digest in self._manifests
-            self._report.check("loaded was saved", known, f"{machine.host} loads a checkpoint that nobody committed")
+            check("loaded was saved", known, f"{machine.host} loads a checkpoint that nobody committed")
             if (first := self._rows.get(entry.digest, step + 1)) <= step:
                 self._witnesses.resumed[machine.host] = machine.process, first, step
         key = machine.host, machine.stage
         if restore_step >= 0:
             promised = self._promised.pop(key, -1) == restore_step
-            self._report.check(
+            check(
                 "verified",
                 not promised or step == restore_step,
                 f"{machine.host} verified a checkpoint of step {restore_step}, but loads {step}",
@@ -366,9 +367,7 @@ class CheckpointChecks:
             }
             return
         least = self._announced.get(key, 0)
-        self._report.check(
-            "durable", step >= least, f"{machine.host} announced a checkpoint of step {least}, but loads {step}"
-        )
+        check("durable", step >= least, f"{machine.host} announced a checkpoint of step {least}, but loads {step}")
 
 
 class Observer:
@@ -438,29 +437,29 @@ class Observer:
             self.report.check("liar named", is_liar, f"{report.reason}, and that is true")
 
     def _commit(self, who: str, generation: int, step: int, lineage: str, before: str) -> None:
+        check = self.report.check
         known = self.history.committed.setdefault((generation, step), lineage)
-        self.report.check(
-            "no fork", known == lineage, f"{who}: generation {generation} has two lineages of step {step}"
-        )
+        check("no fork", known == lineage, f"{who}: generation {generation} has two lineages of step {step}")
         line = self.line
         if generation != line.generation:
             self.report.tell(f"{who} commits step {step} in the old generation {generation}")
             return
         self.report.tell(f"{who} commits step {step} {lineage[:6]} in generation {generation}")
         on_line = line.lineages.setdefault(step, lineage)
-        self.report.check("no fork", on_line == lineage, f"{who}: step {step} is committed with another lineage")
+        check("no fork", on_line == lineage, f"{who}: step {step} is committed with another lineage")
         parent = line.lineages.setdefault(step - 1, before)
-        self.report.check("no fork", parent == before, f"{who}: step {step} follows a step that is not the line's")
+        check("no fork", parent == before, f"{who}: step {step} follows a step that is not the line's")
 
     # -------------------------------------------------------------------------------------------------------- the seed
 
     def minted(self, view: View, restored: bool) -> None:
+        check = self.report.check
         line = self.line
         names = ",".join(member.name for member in view.members)
         self.report.tell(
             f"generation {view.generation} from step {view.step} {view.lineage[:6]}: {names}{' restored' * restored}"
         )
-        self.report.check(
+        check(
             "generations grow",
             view.generation > line.generation,
             f"generation {view.generation} follows {line.generation}",
@@ -472,7 +471,7 @@ class Observer:
         known = line.lineages.get(view.step, view.lineage)
         if known != view.lineage:
             line.left_at.add(view.step)
-        self.report.check(
+        check(
             "no fork",
             restored or known == view.lineage,
             f"generation {view.generation} begins at step {view.step} with another lineage",
@@ -480,20 +479,20 @@ class Observer:
         self.history.began[view.generation] = view.step
         if self._server is not None:
             held = self.states.holders.get((view.step, view.lineage))
-            self.report.check("versions", bool(held), f"nobody ever held the step {view.step} of the next view")
-        self.report.check(
+            check("versions", bool(held), f"nobody ever held the step {view.step} of the next view")
+        check(
             "nothing saved is taken back",
             view.step >= line.saved_step,
             f"generation {view.generation} begins at step {view.step}, but step {line.saved_step} was saved",
         )
-        self.report.check(
+        check(
             "progress",
             self.stages == 1 or len(self.history.members) < MOST_VIEWS,
             f"after {MOST_VIEWS} views the job is only at step {view.step}",
         )
         step, members = self.history.kept
         missing = members - {member.name for member in view.members}
-        self.report.check(
+        check(
             "restored keeps",
             view.step >= step and not missing,
             f"generation {view.generation} begins at step {view.step} of {step} known ones, without {missing}",
@@ -517,14 +516,15 @@ class Observer:
         """Check the seed's ledger at the end, when all members can reach the seed."""
         if head is None:
             return
+        check = self.report.check
         lineage, step = head.base_lineage, head.base_step
         anew = step == 0 or step in self.line.left_at
-        self.report.check("ledger", anew, f"the ledger begins at step {head.base_step}, where no view left the line")
+        check("ledger", anew, f"the ledger begins at step {head.base_step}, where no view left the line")
         for row in rows:
             step, lineage = step + 1, next_lineage(lineage, row.digest)
             on_line = self.line.lineages.get(row.step, lineage)
             fits = row.step == step and on_line == lineage and sum(counts_of_untrusted(row.counts)) == micro_batches
-            self.report.check("ledger", fits, f"the ledger's row of step {row.step} is not what was committed")
+            check("ledger", fits, f"the ledger's row of step {row.step} is not what was committed")
         self._versions(rows)
         missing = step + 1
         later = [
@@ -532,9 +532,7 @@ class Observer:
             for host, (process, _, last) in self._witnesses.spans.items()
             if process.alive and missing <= last and missing in self.line.lineages
         ]
-        self.report.check(
-            "ledger", not later, f"the ledger lacks step {missing}, and {later} know of that or later ones"
-        )
+        check("ledger", not later, f"the ledger lacks step {missing}, and {later} know of that or later ones")
 
     def _versions(self, rows: Sequence[LedgerRow]) -> None:
         if self._server is None:
