@@ -15,14 +15,12 @@ from p2ptrain.core.errors import JobFailed, ResourceError
 from p2ptrain.lab.bench import runner
 from p2ptrain.lab.bench.generate import GeneratedText, GeneratePlan, _texts
 from p2ptrain.lab.bench.network import AllReducePlan, BenchRing, measure_allreduce
-from p2ptrain.lab.bench.pipeline import PipelinePlan, measure_pipeline
 from p2ptrain.lab.bench.report import (
     BenchReport,
     Case,
     Contender,
     human_rate,
 )
-from ring.planning.schedule import StageCosts, StageSchedule, simulate
 from roles.timed_model import text_after
 
 Command = Callable[..., Any]
@@ -133,47 +131,6 @@ async def test_a_lossy_codec_may_lose_but_its_rival_may_not() -> None:
         await allreduce(members, codec="int8")
     members.error = 1e-8
     assert (await allreduce(members, codec="int8")).cases[0].facts["ring_to_fp32_ring"] == 1.5
-
-
-# ----------------------------------------------------------------------------------------------------------- pipeline
-
-
-class IdealMembers:
-    """Stages that take the ideal time, times ``slower`` where their schedule is the extended one."""
-
-    def __init__(self, stages: int, slower: float = 1.0) -> None:
-        self.stages, self.slower, self.rtt_s = stages, slower, 0.0
-
-    async def all(self, do: str, *, part: str, seconds: float = 0.0, **arguments: Any) -> list[dict[str, Any]]:
-        answer: dict[str, Any] = {}
-        if part == "listen":
-            self.rtt_s, answer = arguments["rtt_ms"] / 1e3, {"port": 1}
-        elif part == "form":
-            answer = {"round_trips_s": [self.rtt_s + 0.0005] * (self.stages - 1)}
-        elif part == "run":
-            schedule = StageSchedule(arguments["micro_batches"], tuple(arguments["warm_ups"]))
-            step_s = simulate(schedule, StageCosts.even(0.04, 0.08, [self.rtt_s] * (self.stages - 1)))
-            answer = {"seconds": step_s * self.slower}
-        return [answer] + [{"seconds": 99.0, "round_trips_s": []} | answer] * (self.stages - 1)
-
-
-async def pipeline(stages: int = 2, *, slower: float = 1.0, rtts: Sequence[float]) -> BenchReport:
-    plan = PipelinePlan(stages, 16, list(rtts), 0.04, 0.08, 2, 1 << 20)
-    report = plan.report()
-    await measure_pipeline(a_bench(IdealMembers(stages, slower)), plan, report)
-    return report
-
-
-async def test_ideal_stages_reach_the_known_figures() -> None:
-    report = await pipeline(rtts=[0.0, 20.0, 80.0, 200.0])
-    found = [[round(case.amount / each.median_s, 2) for each in case.contenders.values()] for case in report.cases]
-    assert found == [[0.94, 0.94, 0.94], [0.93, 0.87, 0.93], [0.91, 0.72, 0.91], [0.86, 0.53, 0.86]]
-    assert report.facts["least_part_of_ideal"] == pytest.approx(1.0)
-
-
-async def test_schedule_that_is_slower_than_its_ideal_is_noted() -> None:
-    report = await pipeline(slower=1.06, rtts=[20.0])
-    assert any("reaches 94.3 % of its ideal at least" in note for note in report.notes)
 
 
 # ----------------------------------------------------------------------------------------------------------- generate

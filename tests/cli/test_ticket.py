@@ -39,16 +39,18 @@ def test_a_new_ticket_is_alone_on_standard_output(command: Command, fake_seed: A
     assert fake_seed.asked[-1] == ("tickets.new", {"role": "worker", "expires_s": 604_800.0})
 
 
-def test_a_role_that_is_none_is_not_asked_for(command: Command, fake_seed: Any) -> None:
-    outcome = command("ticket", "new", "--role", "verifer")
-    assert (outcome.code, fake_seed.asked) == (2, [])
-    assert "did you mean verifier? use worker, operator, seed, verifier, drafter" in outcome.err
-
-
-def test_no_time(command: Command, fake_seed: Any) -> None:
-    outcome = command("ticket", "new", "--expires", "7")
-    assert (outcome.code, fake_seed.asked) == (2, [])
-    assert "--expires '7' is not a duration" in outcome.err
+@pytest.mark.parametrize(
+    ("option", "refusal"),
+    [
+        (("--role", "verifer"), "did you mean verifier? use worker, operator, seed, verifier, drafter"),
+        (("--expires", "7"), "--expires '7' is not a duration"),
+    ],
+)
+def test_invalid_option_is_refused_before_the_seed_is_asked(
+    command: Command, fake_seed: Any, option: tuple[str, str], refusal: str
+) -> None:
+    outcome = command("ticket", "new", *option)
+    assert (outcome.code, fake_seed.asked, refusal in outcome.err) == (2, [], True)
 
 
 def test_the_list_shows_how_each_one_stands(command: Command, fake_seed: Any) -> None:
