@@ -25,7 +25,7 @@ from ring.coordination import (
 )
 from ring.planning.measurements import LinkQuality, Links, known_link
 from ring.planning.ring_plan import RingOptions, RingPlan, plan_ring
-from ring.token import balanced, by_size
+from ring.token import balance_counts, by_size
 from ring.view import View
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import MemberRecord
@@ -214,7 +214,7 @@ def members_of(
         windows = [max(1, *(report.windows for report in replica)) for replica in reports]
         return with_shares(peers, by_size(total, windows, rule.most), healthy, options.parts)
     unit_us = [0 if rule.equal else max(report.unit_us for report in replica) for replica in reports]
-    return with_shares(peers, balanced(total, unit_us), healthy, options.parts)
+    return with_shares(peers, balance_counts(total, unit_us), healthy, options.parts)
 
 
 def with_shares(

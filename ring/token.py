@@ -322,7 +322,7 @@ class Shares:
 
     def after(self, unit_us: Sequence[int]) -> Shares:
         idle = [0 if count else steps + 1 for count, steps in zip(self.counts, self._idle_steps, strict=True)]
-        return Shares(probed(balanced(sum(self.counts), unit_us), unit_us, idle), idle)
+        return Shares(add_probe(balance_counts(sum(self.counts), unit_us), unit_us, idle), idle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +388,7 @@ def _limit(sizes: Sequence[int], most: float) -> float:
     return limit
 
 
-def balanced(micro_batches: int, unit_us: Sequence[int]) -> list[int]:
+def balance_counts(micro_batches: int, unit_us: Sequence[int]) -> list[int]:
     """Counts in rank order that sum to ``micro_batches``, with the least makespan. ``unit_us``: microseconds per
     micro-batch at each member; 0: not known, which counts as the median of the known.
 
@@ -412,7 +412,7 @@ def balanced(micro_batches: int, unit_us: Sequence[int]) -> list[int]:
     return counts
 
 
-def probed(counts: Sequence[int], unit_us: Sequence[int], idle_steps: Sequence[int]) -> list[int]:
+def add_probe(counts: Sequence[int], unit_us: Sequence[int], idle_steps: Sequence[int]) -> list[int]:
     """``counts``, or, if it is time to probe whether an idle member became faster, the same with a micro-batch for it
     from the busiest member. Probes cost at most ``PROBE_PERCENT`` of the time if the idle member is still slow.
     ``idle_steps``: for each rank, the number of consecutive steps without a micro-batch."""

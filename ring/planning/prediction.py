@@ -22,7 +22,7 @@ from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkTi
 from ring.planning.pipeline import TrainingPlan, plan_pipeline
 from ring.planning.ring_plan import NEARLY_BEST, SMALL_GATHERS, STATED_ERROR, RingOptions, plan_ring
 from ring.planning.workloads import TrainingWorkload
-from ring.token import balanced
+from ring.token import balance_counts
 
 BACKWARD = 2 / 3
 """The backward pass as a part of a micro-batch's time."""
@@ -249,7 +249,7 @@ def _summed(step: _Step) -> Prediction:
     method, members, size = step.method, step.members, len(step.members)
     is_local = method.strategy != "sync"
     units_us = [max(1, round(1e6 * step.micro_batch_s(member))) for member in members]
-    counts = balanced(step.training.micro_batches, [max(units_us)] * size if method.vectors else units_us)
+    counts = balance_counts(step.training.micro_batches, [max(units_us)] * size if method.vectors else units_us)
     each_s = step.measured.micro_batch_s + step.measured.update_s * is_local
     compute_s = max(count * each_s * step.slowdown(member) for count, member in zip(counts, members, strict=True))
     size_bytes = method.trained_bytes // method.fragments

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.token import PROBE_PERCENT, ShareRule, Shares, balanced, by_size, probed
+from ring.token import PROBE_PERCENT, ShareRule, Shares, add_probe, balance_counts, by_size
 
 UNITS = st.lists(st.integers(0, 1000), min_size=1, max_size=4)
 
@@ -35,7 +35,7 @@ def all_shares(micro_batches: int, members: int) -> list[tuple[int, ...]]:
 
 @given(micro_batches=st.integers(0, 9), units=UNITS)
 def test_no_other_shares_take_less_time(micro_batches: int, units: list[int]) -> None:
-    counts = balanced(micro_batches, units)
+    counts = balance_counts(micro_batches, units)
     assert sum(counts) == micro_batches
     assert min(counts) >= 0
     best = min(slowness(shares, known(units)) for shares in all_shares(micro_batches, len(units)))
@@ -53,18 +53,18 @@ def test_no_other_shares_take_less_time(micro_batches: int, units: list[int]) ->
     ],
 )
 def test_some_shares_of_eight(units: list[int], expected: list[int]) -> None:
-    assert balanced(8, units) == expected
+    assert balance_counts(8, units) == expected
 
 
 @given(slow=st.integers(1, 2000), fast=st.integers(1, 1000))
 def test_a_member_without_work_is_asked_now_and_then_at_a_bounded_cost(slow: int, fast: int) -> None:
-    units, counts = [fast, slow], balanced(8, [fast, slow])
+    units, counts = [fast, slow], balance_counts(8, [fast, slow])
     if counts[1]:
         return
     idle, span = 1, makespan(counts, units)
-    while probed(counts, units, [0, idle]) == counts:
+    while add_probe(counts, units, [0, idle]) == counts:
         idle += 1
-    assert probed(counts, units, [0, idle]) == [7, 1]
+    assert add_probe(counts, units, [0, idle]) == [7, 1]
     lost = max(0, makespan([7, 1], units) - span)
     assert 100 * lost <= PROBE_PERCENT * idle * span
     assert idle == 1 or 100 * (slow - span) > PROBE_PERCENT * (idle - 1) * span, "not more rarely than that"

@@ -22,7 +22,7 @@ from ring.ledger import (
     surviving_views,
 )
 from ring.replicas import with_shares
-from ring.token import Shares, balanced, next_lineage
+from ring.token import Shares, balance_counts, next_lineage
 from ring.view import View
 from wire.job_messages import LedgerRow, LedgerRows
 from wire.records import LedgerHead, ViewBegan
@@ -34,7 +34,7 @@ NONE = Begins()
 
 def view(generation: int, step: int, lineage: str = START, members: str = "ab") -> View:
     peers = [JobWorker(peer_id, peer_id, "h", 1) for peer_id in members]
-    return View("j", generation, step, lineage, with_shares(peers, balanced(M, [0] * len(peers)), members))
+    return View("j", generation, step, lineage, with_shares(peers, balance_counts(M, [0] * len(peers)), members))
 
 
 def row(step: int, generation: int = 1, counts: tuple[int, ...] = (4, 4), salt: str = "") -> LedgerRow:

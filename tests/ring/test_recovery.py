@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ring.coordination import JobWorker
 from ring.recovery import Recorder
 from ring.replicas import with_shares
-from ring.token import balanced
+from ring.token import balance_counts
 from ring.view import View
 from wire.job_messages import Report
 from wire.records import PHASES, RecoveryInfo, percentile, recovery_spread
@@ -22,7 +22,7 @@ def view(generation: int, step: int, members: str = "abc", healthy: str | None =
         generation,
         step,
         "00" * 16,
-        with_shares(peers, balanced(8, [0] * len(peers)), members if healthy is None else healthy),
+        with_shares(peers, balance_counts(8, [0] * len(peers)), members if healthy is None else healthy),
     )
 
 

@@ -12,7 +12,7 @@ from configs.schema import Profile
 from p2ptrain.lab.audit import AuditResult, audit
 from ring.coordination import JobWorker
 from ring.replicas import with_shares
-from ring.token import Shares, balanced, next_lineage
+from ring.token import Shares, balance_counts, next_lineage
 from ring.view import View
 from roles.seed import ledger as module
 from roles.seed.ledger import JobLedger
@@ -27,7 +27,7 @@ START = "00" * 16
 
 def view(generation: int, step: int, lineage: str = START, members: str = "ab") -> View:
     peers = [JobWorker(peer_id, peer_id, "h", 1) for peer_id in members]
-    return View("j1", generation, step, lineage, with_shares(peers, balanced(8, [0] * len(peers)), members))
+    return View("j1", generation, step, lineage, with_shares(peers, balance_counts(8, [0] * len(peers)), members))
 
 
 def row(step: int, generation: int = 1, members: int = 2) -> LedgerRow:

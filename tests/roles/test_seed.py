@@ -23,7 +23,7 @@ from p2ptrain.lab.memory import MemoryNetwork
 from ring.coordination import JobWorker
 from ring.detector import FailureDetector, beat_defaults
 from ring.replicas import with_shares
-from ring.token import balanced
+from ring.token import balance_counts
 from ring.view import View
 from roles.seed import events
 from roles.seed.admission import refuse_unreached
@@ -760,7 +760,7 @@ def test_a_ring_beats_as_its_own_links_allow(
 
 def test_a_loopback_address_is_told_on_the_seeds_machine_only() -> None:
     peers = [JobWorker("a", "a", "127.0.0.1", 1), JobWorker("b", "b", "10.0.0.2", 2), JobWorker("c", "c", "::1", 3)]
-    view = View("j", 1, 0, lineage_of(0), with_shares(peers, balanced(4, [0] * len(peers)), ["a"]), 2.0)
+    view = View("j", 1, 0, lineage_of(0), with_shares(peers, balance_counts(4, [0] * len(peers)), ["a"]), 2.0)
     assert [member.host for member in announcement_for("127.0.0.1", view).members] == ["127.0.0.1", "10.0.0.2", "::1"]
     elsewhere = announcement_for("10.0.0.9", view)
     assert [member.host for member in elsewhere.members] == ["", "10.0.0.2", ""]

@@ -14,7 +14,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from ring.coordination import JobWorker
 from ring.replicas import with_shares
-from ring.token import balanced
+from ring.token import balance_counts
 from ring.view import View
 from roles.seed import store as module
 from roles.seed.store import CheckpointChange, JobRecord, Records, SeedStore
@@ -26,7 +26,7 @@ JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps
 def view(generation: int, step: int, *peer_ids: str) -> View:
     peers = [JobWorker(peer_id, peer_id.upper(), "10.0.0.1", 7000) for peer_id in peer_ids]
     return View(
-        "j1", generation, step, f"L{step}", with_shares(peers, balanced(8, [0] * len(peers)), peer_ids[:1]), 2.5
+        "j1", generation, step, f"L{step}", with_shares(peers, balance_counts(8, [0] * len(peers)), peer_ids[:1]), 2.5
     )
 
 
