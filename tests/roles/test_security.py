@@ -17,7 +17,7 @@ from p2ptrain.core.errors import ConnectionLost, Refused
 from p2ptrain.core.world import LoopClock
 from p2ptrain.lab.stand_in import StandInEngine
 from roles.seed.authority import ROLES
-from tests.roles.in_process import DEADLINE_S, HOST, Cluster, Peer
+from tests.roles.in_process import DEADLINE_S, Cluster, Peer
 from tests.roles.test_cluster import at, done, small_profile, state_of
 from tests.wire.doubles import Owner
 from wire.address import Ticket
@@ -229,39 +229,6 @@ async def test_rotated_tickets_let_nobody_new_in_and_members_stay(secure: Cluste
 
 
 # ------------------------------------------------------------------------------------------------- neighbours, renewal
-
-
-async def test_a_member_that_is_not_the_neighbour_is_refused_in_a_running_ring(secure: Cluster) -> None:
-    gate, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def hold(step: int, index: int) -> None:
-        if step >= 2:
-            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(DEADLINE_S)
-
-    job = await secure.create(small_profile())
-    peers = [secure.join(lambda profile: StandInEngine(profile, on_micro_batch=hold)) for _ in range(2)]
-    item = await secure.job_until(job, at(2))
-    caller = await secure.member(await new_ticket(secure))
-    info = {each["id"]: each["address"] for each in (await secure.ask("peers.list"))["peers"]}
-    port = int(info[peers[0].identity.peer_id].rpartition(":")[2])
-    generation = item["generation"]
-    # Any worker of the run may be given the state, for any may join; but not of a view that this member is not in.
-    asked = ("ring", generation, RefusalCode.NOT_A_NEIGHBOUR), ("heal", generation + 1, RefusalCode.STALE_GENERATION)
-    for purpose, generation, code in asked:
-        hello = local_hello(
-            peer_id=caller.peer_id, name="x", roles=["worker"], purpose=purpose, job=job,
-            generation=generation, capabilities={"channel": "bulk"},
-        )  # fmt: skip
-        assert await refusal_without_remedy(dial(caller.network, HOST, port, hello, timeout_s=5)) == code
-    assert any("is not the left neighbour" in text for _, _, text in peers[0].told)
-    gate.set()
-    await secure.job_until(job, done)
-
-
-async def refusal_without_remedy(of: Awaitable[object]) -> str:
-    with pytest.raises(Refused) as caught:
-        await of
-    return caught.value.code
 
 
 class Ahead(LoopClock):

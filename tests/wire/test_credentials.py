@@ -20,7 +20,6 @@ from p2ptrain.core.errors import ProtocolError, StorageError
 from tests.wire.doubles import credentials, run
 from wire.credentials import (
     MAX_DER_BYTES,
-    SKEW_S,
     Credentials,
     authority_context,
     der_of,
@@ -87,11 +86,6 @@ def test_a_serial_that_no_authority_gives_is_refused_without_a_warning() -> None
     negative = bytes([positive[0] | 0x80]) + positive[1:]
     with pytest.raises(ProtocolError, match="not a certificate"):
         identity_of_untrusted(CERTIFICATE.replace(positive, negative))
-
-
-def test_certificates_are_valid_an_hour_early_for_late_clocks() -> None:
-    certificate = x509.load_der_x509_certificate(CERTIFICATE)
-    assert certificate.not_valid_before_utc.timestamp() == pytest.approx(MADE_AT - SKEW_S, abs=60)
 
 
 def test_the_authority_signs_peers_and_nothing_else() -> None:

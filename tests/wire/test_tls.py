@@ -225,20 +225,6 @@ async def test_a_caller_of_a_plain_seed_is_told_that_it_is_plain(network: Networ
 
 
 @on_every_plain_stage
-async def test_an_answer_that_is_no_tls(network: Network) -> None:
-    class Rude(Recorder):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.transport.write(b"SSH-2.0-nobody\r\n")
-
-    listener = await network.listen(HOST, 0, Rude)
-    with pytest.raises(Refused, match="does not speak TLS") as caught:
-        await dial(tls(network, credentials("a1")), *listener.address, hello(), timeout_s=5)
-    assert caught.value.code == "not-encrypted"
-    await listener.close()
-
-
-@on_every_plain_stage
 async def test_what_was_changed_on_the_way_ends_the_connection(network: Network) -> None:
     async with Owner().listening(tls(network, credentials("seed", "seed"))) as seed:
         near = await knock(tls(network, credentials("a1")), seed)
