@@ -233,8 +233,11 @@ class Cluster:
 
         async def work() -> None:
             member = await self.member(self.ticket("worker"), identity.peer_id) if self.encrypted else None
+            world = self.world(member.network if member else None)
+            if isinstance(world.threads, RealThreads):  # else they take virtual time
+                world = replace(world, threads=peer.threads)
             peer.worker = worker = Worker(
-                replace(self.world(member.network if member else None), threads=peer.threads),
+                world,
                 identity,
                 MemberOptions("worker", self.address, (HOST, 0), ("", 0), said),
                 build_engine=build_and_keep,
