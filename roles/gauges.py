@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from p2ptrain.core.container import memory_left_bytes
+from p2ptrain.core.footprint import memory_left_bytes
 from wire.messages import MAX_GPUS, GpuInfo
 
 GPUS_S = 1.0

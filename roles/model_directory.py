@@ -27,8 +27,7 @@ from typing import BinaryIO
 from p2ptrain.core.adapters import model_name
 from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
-from p2ptrain.core.model_config import config_untrusted
-from p2ptrain.core.tensor_files import ITEM_BYTES, MAX_DIMS, MAX_TENSORS, TensorEntry, TensorTable
+from p2ptrain.core.tensor_files import ITEM_BYTES, MAX_DIMS, MAX_TENSORS, TensorEntry, TensorTable, config_untrusted
 from wire.chain_messages import TensorRecord, TensorsPage
 from wire.job_messages import RANGE_BYTES
 

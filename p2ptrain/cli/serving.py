@@ -46,7 +46,7 @@ from roles.serving.worker_pool import ModelReference, WorkerPool, model_of_direc
 from roles.timed_model import load_timed_model
 from roles.verifier.drafters import Drafters, Vocabulary
 from roles.verifier.server import serve_texts
-from roles.verifier.service import ServiceOptions, VerifierService
+from roles.verifier.service import VerifierService
 from wire.address import format_address
 from wire.text_messages import Serving
 
@@ -133,7 +133,8 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
             name=model_name(directory),
             created=int(file_of(directory, "config.json").stat().st_mtime),
             drafters=drafters,
-            options=ServiceOptions(sessions=sessions, positions=0 if options.split is None else TYPICAL_POSITIONS),
+            sessions=sessions,
+            positions=0 if options.split is None else TYPICAL_POSITIONS,
             on_change=member.changed,
         )
         stack.push_async_callback(lambda: within(LEAVE_S, service.close()))

@@ -100,7 +100,7 @@ class TextOptions:
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings, unescaped. Raises ``UserError``."""
-        from p2ptrain.core.stop_strings import StopStrings
+        from p2ptrain.core.serving import StopStrings
 
         texts = tuple(_unescape(text) for text in self.stop)
         StopStrings(texts)
@@ -193,8 +193,7 @@ def newest_of_job(seed: str, job: str) -> Path:
 
 def _check_whole(directory: Path, count: int = 0) -> Path:
     """Return ``directory``, and say so if it was chosen from ``count``. Raises ``UserError`` if it is one part's."""
-    from p2ptrain.core.checkpoint_parts import STAGE, STAGES, is_part
-    from p2ptrain.core.checkpoints import read_checkpoint
+    from p2ptrain.core.checkpoints import STAGE, STAGES, is_part, read_checkpoint
     from p2ptrain.core.disk import RealDisk
 
     if count and not json_output.wanted:

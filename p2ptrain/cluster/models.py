@@ -17,8 +17,7 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.core.adapters import is_adapter, is_model
 from p2ptrain.core.errors import ConfigError, NetworkError, P2PTrainError, ResourceError, StorageError, UserError
 from p2ptrain.core.footprint import LLAMAS, llama_sizes
-from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
-from p2ptrain.core.tensor_files import adapter_alone
+from p2ptrain.core.tensor_files import MAX_CONFIG_BYTES, adapter_alone, config_untrusted
 from p2ptrain.core.text_files import find_files
 from p2ptrain.core.texts import human_bytes
 from ring.planning.workloads import ModelShape

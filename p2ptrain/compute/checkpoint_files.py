@@ -10,7 +10,7 @@ unchanged, and its weights keep their types. A tied embedding matrix is only in 
 last stage stores its copy beside its moments, so that each stage can resume from its own files alone.
 
 A shard writes its rows of every tensor and of every moment. Those of all shards are joined into the files of a whole
-model (``core.checkpoint_parts.join_rows``), from which any number of shards can resume, or none.
+model (``core.checkpoints.join_rows``), from which any number of shards can resume, or none.
 
 Weights that do not train are written from the module's own memory. With LoRA the files are those of peft, without the
 model; the optimizer's file then has the adapters, too.
@@ -41,7 +41,7 @@ from p2ptrain.compute.local import MERGED
 from p2ptrain.compute.model import load_model, outline
 from p2ptrain.compute.part import PartAssembly
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
-from p2ptrain.core.checkpoint_parts import ADAPTER, ROWS, shard_name, weights_index
+from p2ptrain.core.checkpoints import ADAPTER, ROWS, shard_name, weights_index
 from p2ptrain.core.errors import P2PTrainError, StorageError
 from p2ptrain.core.tensor_files import (
     ADAPTER_CONFIG,

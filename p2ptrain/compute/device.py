@@ -13,8 +13,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from p2ptrain.core.container import memory_left_bytes
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
+from p2ptrain.core.footprint import memory_left_bytes
 from p2ptrain.core.texts import human_bytes
 
 

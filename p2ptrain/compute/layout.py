@@ -33,7 +33,7 @@ from p2ptrain.compute.key_value_cache import CacheShape
 from p2ptrain.compute.model import first_line, outline
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import ModelSizes
-from p2ptrain.core.model_config import SPLIT_FAMILIES
+from p2ptrain.core.tensor_files import SPLIT_FAMILIES
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,8 @@ from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, UserError
-from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
 from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling, check_positions
-from p2ptrain.core.tensor_files import TensorTable
+from p2ptrain.core.tensor_files import MAX_CONFIG_BYTES, TensorTable, config_untrusted
 
 MAX_SESSIONS = 256
 _SMALLER_PART = "choose a smaller dtype, or split the model over more workers"

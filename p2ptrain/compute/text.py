@@ -30,8 +30,7 @@ from p2ptrain.compute.rendering import TEMPLATES
 from p2ptrain.compute.tokenizer import PLAIN_CHAT, TOKENIZER_FILES, Tokenizer, library_errors
 from p2ptrain.core.adapters import file_of
 from p2ptrain.core.errors import ConfigError, TooLong, UserError
-from p2ptrain.core.serving import Sampling, SamplingOptions
-from p2ptrain.core.stop_strings import StopStrings
+from p2ptrain.core.serving import Sampling, SamplingOptions, StopStrings
 from p2ptrain.core.texts import shortened
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ from p2ptrain.compute.activations import bytes_of
 from p2ptrain.compute.flat import trained_parameters
 from p2ptrain.compute.model import DRAWING, outline, seed_of
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.extras import install_command
 from p2ptrain.core.footprint import BASE_COPIES
+from p2ptrain.core.texts import install_command
 
 ALL_LINEAR = "all-linear"
 ADAPTER_NAME = "default"  # peft's name of the only adapter

@@ -75,9 +75,9 @@ def read_adapter(directory: Path, base: Path | None = None) -> Adapter:
     if not isinstance(alpha, int | float) or not 0 < alpha < 1e9:
         raise ConfigError(f"{path} has no lora_alpha", remedy="save the adapter again with peft")
     found = [base] if base is not None else [directory / name, Path(name)] if isinstance(name, str) and name else []
-    for each in found:
-        if os.path.isfile(each / "config.json"):  # False for a name that is too long
-            return Adapter(directory, each, float(alpha), bool(table.get("use_rslora")))
+    for place in found:
+        if os.path.isfile(place / "config.json"):  # False for a name that is too long
+            return Adapter(directory, place, float(alpha), bool(table.get("use_rslora")))
     raise ConfigError(
         f"the base model of the adapter {directory} is not there: {base or name or 'none is named'}",
         remedy=f"merge them: p2ptrain checkpoints merge {directory} OUT --base DIR, and use OUT; or correct "

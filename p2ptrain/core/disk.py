@@ -12,6 +12,8 @@ import itertools
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,53 +56,38 @@ class Lock(Protocol):
 class RealDisk:
     def read(self, path: Path, *, max_bytes: int) -> bytes:
         """Read the whole file. A file larger than ``max_bytes`` is refused before it is read."""
-        try:
+        with _translating("read", path):
             if path.stat().st_size > max_bytes:
                 raise StorageError(f"{path} is larger than the {max_bytes} bytes it may have")
             return path.read_bytes()
-        except OSError as error:
-            raise storage_error("read", path, error) from error
 
     def read_range(self, path: Path, start: int, stop: int) -> bytes:
         """Read bytes [start, stop) of the file. A shorter file is an error."""
-        try:
-            with path.open("rb", buffering=0) as file:
-                file.seek(start)
-                data = file.read(stop - start)
-        except OSError as error:
-            raise storage_error("read", path, error) from error
+        with _translating("read", path), path.open("rb", buffering=0) as file:
+            file.seek(start)
+            data = file.read(stop - start)
         if len(data) != stop - start:
             raise StorageError(f"{path} is too short: it has no bytes {start} to {stop}")
         return data
 
     def hash_file(self, path: Path) -> str:
         """SHA-256 of the file, hex. The file may be larger than memory."""
-        try:
-            with path.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise storage_error("read", path, error) from error
+        with _translating("read", path), path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def write_file(self, path: Path, data: bytes) -> None:
-        try:
+        with _translating("write", path):
             path.write_bytes(data)
-        except OSError as error:
-            raise storage_error("write", path, error) from error
 
     def append_file(self, path: Path, data: bytes | memoryview) -> None:
-        try:
-            with path.open("ab", buffering=0) as file:
-                left = memoryview(data)
-                while left:
-                    left = left[file.write(left) :]
-        except OSError as error:
-            raise storage_error("write", path, error) from error
+        with _translating("write", path), path.open("ab", buffering=0) as file:
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
 
     def set_mode(self, path: Path, mode: int) -> None:
-        try:
+        with _translating("restrict", path):
             path.chmod(mode)
-        except OSError as error:
-            raise storage_error("restrict", path, error) from error
 
     def sync_file(self, path: Path) -> None:
         self._sync(path, os.O_RDWR)
@@ -119,14 +106,12 @@ class RealDisk:
                 raise
 
     def _sync(self, path: Path, flags: int) -> None:
-        try:
+        with _translating("flush", path):
             descriptor = os.open(path, flags)
             try:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        except OSError as error:
-            raise storage_error("flush", path, error) from error
 
     def make_dir(self, path: Path) -> None:
         """Make ``path`` and its missing parents durably, for this user only.
@@ -134,59 +119,42 @@ class RealDisk:
         A flushed file is lost in a power cut if its directory is not durable. An existing directory is flushed too,
         because its maker may have died before the flush.
         """
-        try:
-            missing = list(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
+        with _translating("make the directory", path):
+            missing = list(itertools.takewhile(lambda place: not place.exists(), (path, *path.parents)))
             self._sync_if_ours((missing[-1].parent if missing else path).parent)
-            for each in dict.fromkeys((*reversed(missing), path)):
-                each.mkdir(mode=0o700, exist_ok=True)
+            for place in dict.fromkeys((*reversed(missing), path)):
+                place.mkdir(mode=0o700, exist_ok=True)
                 if missing:
-                    self.sync_dir(each.parent)  # at once: a kill leaves at most one that is not durable
-        except OSError as error:
-            raise storage_error("make the directory", path, error) from error
+                    self.sync_dir(place.parent)  # at once: a kill leaves at most one that is not durable
 
     def rename(self, source: Path, target: Path) -> None:
-        try:
+        with _translating("rename", source):
             os.replace(source, target)
-        except OSError as error:
-            raise storage_error("rename", source, error) from error
 
     def list_dir(self, path: Path) -> list[str]:
-        try:
+        with _translating("list", path), suppress(FileNotFoundError):
             return sorted(os.listdir(path))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise storage_error("list", path, error) from error
+        return []
 
     def is_dir(self, path: Path) -> bool:
         return path.is_dir()
 
     def size(self, path: Path) -> int:
-        try:
+        with _translating("stat", path):
             return path.stat().st_size
-        except OSError as error:
-            raise storage_error("stat", path, error) from error
 
     def remove_tree(self, path: Path) -> None:
-        try:
+        with _translating("remove", path), suppress(FileNotFoundError):
             path.unlink() if path.is_file() else shutil.rmtree(path)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise storage_error("remove", path, error) from error
 
     def free_bytes(self, path: Path) -> int:
-        try:
+        with _translating("measure the free space of", path):
             return shutil.disk_usage(path).free
-        except OSError as error:
-            raise storage_error("measure the free space of", path, error) from error
 
     def try_lock(self, path: Path) -> Lock | None:
         """Lock the file ``path``, and create it if necessary. None if another process holds the lock."""
-        try:
+        with _translating("open", path):
             handle = path.open("a+")
-        except OSError as error:
-            raise storage_error("open", path, error) from error
         try:
             if os.name == "nt":
                 import msvcrt
@@ -226,6 +194,14 @@ def write_atomic(disk: Disk, path: Path, data: bytes, *, private: bool = False) 
     disk.sync_file(temporary)
     disk.rename(temporary, path)
     disk.sync_dir(path.parent)
+
+
+@contextmanager
+def _translating(verb: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(verb, path, error) from error
 
 
 def storage_error(verb: str, path: Path, error: OSError) -> StorageError:

@@ -53,8 +53,6 @@ def first_error(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
 
 
 class UserError(P2PTrainError):
-    """The user's argument, file or request is invalid."""
-
     exit_code = 2
 
 
@@ -67,8 +65,6 @@ class TooLong(UserError):
 
 
 class PeerError(P2PTrainError):
-    """The other peer is at fault."""
-
     exit_code = 4
 
 
@@ -94,8 +90,6 @@ class Refused(PeerError):
 
 
 class NetworkError(P2PTrainError):
-    """The network between two peers is at fault."""
-
     exit_code = 3
 
 
@@ -124,14 +118,10 @@ class NeighbourAway(DeadlineExceeded):
 
 
 class ResourceError(P2PTrainError):
-    """Too little memory or device."""
-
     exit_code = 6
 
 
 class StorageError(P2PTrainError):
-    """A file or a directory is damaged, missing or cannot be written."""
-
     exit_code = 6
 
 
@@ -140,8 +130,6 @@ class DiskFull(StorageError):
 
 
 class JobFailed(P2PTrainError):
-    """The job itself failed."""
-
     exit_code = 5
 
 

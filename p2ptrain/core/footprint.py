@@ -1,5 +1,6 @@
-"""An estimate of the memory for training a part, from sizes alone. Workers check it before they build a part, and the
-seed uses it for placement. Standard library only.
+"""Memory: what a container leaves, and an estimate for training a part of a model, from sizes alone.
+
+Workers check the estimate before they build a part, and the seed uses it for placement.
 
 The compute device holds, per parameter, in fp32 (``compute.flat``): the weight, the gradient and two moments. On a CPU
 the gradient is also the reduce buffer, and clipping makes a copy of it. An accelerator needs no such copy; there the
@@ -24,6 +25,15 @@ gradient, and that for the members."""
 GPIPE = "gpipe"
 
 
+def memory_left_bytes() -> int | None:
+    """Bytes that this process's control group (cgroup v2) may still allocate; None without a limit."""
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            return max(0, int(limit.read()) - int(used.read()))
+    except (OSError, ValueError):  # no container, or "max": no limit
+        return None
+
+
 def layer_kept_bytes(tokens: int, *, width: int, inner: int) -> int:
     """Bytes that a layer keeps for a micro-batch's backward pass: in fp32, per token, about 16 times its width and 3
     times that of its feed-forward layer. A lower bound: attention adds to it."""
@@ -36,19 +46,14 @@ def head_kept_bytes(tokens: int, *, vocab: int) -> int:
 
 
 def least_in_flight(schedule: str, micro_batches: int, to_end: int, most: int) -> int:
-    """Micro-batches that a stage must have memory for, of those in a step. ``to_end``: number of stages from this one
-    to the last, including both. ``most``: configured maximum; 0: no maximum."""
+    """Micro-batches that a stage must have memory for, of those in a step. ``to_end``: stages from this one to the
+    last, including both. ``most``: configured maximum; 0: none."""
     return min(most, micro_batches) or (micro_batches if schedule == GPIPE else min(to_end, micro_batches))
 
 
 def copies(*, on_host: bool, trained: float = 1.0, held: float = 0.0) -> float:
-    """Copies of the weights, in fp32, on the compute device.
-
-    Args:
-        on_host: whether that is a CPU.
-        trained: size of what trains, as a share of the weights.
-        held: size of what is frozen, likewise.
-    """
+    """Copies of the weights, in fp32, on the compute device. ``on_host``: it is a CPU. ``trained``, ``held``: sizes of
+    what trains and of what is frozen, as shares of the weights."""
     return trained * (HOST_COPIES if on_host else DEVICE_COPIES) + held
 
 
@@ -68,12 +73,8 @@ def part_training_bytes(held_bytes: int, kept_bytes: int, inputs_bytes: int, *, 
 def shard_training_bytes(
     sizes: ModelSizes, kept_bytes: int, *, shards: int, accumulate: bool, on_host: bool
 ) -> tuple[int, int]:
-    """Bytes for training one of ``shards`` shards: of its rows, and beside them.
-
-    Args:
-        kept_bytes: for one micro-batch, by all layers and the head.
-        accumulate: whether whole gradients are kept.
-    """
+    """Bytes for training one of ``shards`` shards: of its rows, and beside them. ``kept_bytes``: for one micro-batch,
+    by all layers and the head. ``accumulate``: whole gradients are kept."""
     whole = sizes.weights_bytes(0, sizes.layers)
     largest = max(*sizes.layers_bytes, whole - sum(sizes.layers_bytes))
     return (
@@ -85,8 +86,8 @@ def shard_training_bytes(
 def in_flight_that_fit(memory_bytes: int, kept_bytes: int, inputs_bytes: int, *, recompute: bool, most: int) -> int:
     """Micro-batches, from 1 to ``most``, that fit into ``memory_bytes``, the memory left beside the weights. Other
     arguments are as in ``part_training_bytes``."""
-    each = inputs_bytes if recompute else kept_bytes
-    return max(1, min(most, (memory_bytes - (kept_bytes if recompute else 0)) // each)) if each else most
+    each_bytes = inputs_bytes if recompute else kept_bytes
+    return max(1, min(most, (memory_bytes - (kept_bytes if recompute else 0)) // each_bytes)) if each_bytes else most
 
 
 @dataclass(frozen=True, slots=True)

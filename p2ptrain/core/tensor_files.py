@@ -1,10 +1,11 @@
-"""Positions of the tensors in a model directory, so that the bytes of a single tensor can be read.
+"""The files of a model directory: positions of the tensors, so that the bytes of a single one can be read, and the
+check of ``config.json``.
 
 A safetensors file has 8 bytes (the header's length, little-endian), a JSON header with every tensor's dtype, shape and
 position, and the tensors' bytes (https://github.com/huggingface/safetensors#format). A model is one such file,
 ``model.safetensors``, or several files with an index from tensor to file, ``model.safetensors.index.json``.
 
-A directory may come from anywhere. So its headers are checked like a peer's bytes, before anything is allocated.
+A directory may come from anywhere, and a peer sends a configuration. So both are checked before anything is allocated.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -61,11 +62,8 @@ class TensorEntry:
 
 
 def header_entries_untrusted(header: bytes | memoryview, file: str, file_bytes: int) -> dict[str, TensorEntry]:
-    """Parse the JSON ``header`` (without its length) of a file of ``file_bytes`` bytes.
-
-    Raises:
-        ProtocolError: it is not a header, or its tensors overlap or do not fill the file exactly.
-    """
+    """Parse the JSON ``header`` (without its length) of a file of ``file_bytes`` bytes. Raises ``ProtocolError``: it is
+    not a header, or its tensors overlap or do not fill the file exactly."""
     named = _json_object_untrusted(header, f"the header of {file}")
     metadata = named.pop("__metadata__", None)
     if metadata is not None and not isinstance(metadata, dict):
@@ -73,7 +71,7 @@ def header_entries_untrusted(header: bytes | memoryview, file: str, file_bytes: 
     data_start = _LENGTH_BYTES + len(header)
     entries = {name: _entry_untrusted(name, item, file, data_start) for name, item in named.items()}
     end = data_start
-    for entry in sorted(entries.values(), key=lambda each: (each.start, each.stop)):
+    for entry in sorted(entries.values(), key=lambda item: (item.start, item.stop)):
         if entry.start != end:
             raise ProtocolError(f"the tensors of {file} overlap, or there are bytes between them")
         end = entry.stop
@@ -94,11 +92,8 @@ def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata
 
 
 def index_files_untrusted(encoded: bytes) -> dict[str, str]:
-    """Parse a ``model.safetensors.index.json``: tensor name → file name.
-
-    Raises:
-        ProtocolError: it is not an index, or a file name is not of a safetensors file below the directory.
-    """
+    """Parse a ``model.safetensors.index.json``: tensor name → file name. Raises ``ProtocolError``: it is not an index,
+    or a file name is not of a safetensors file below the directory."""
     where = _json_object_untrusted(encoded, INDEX_FILE).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise ProtocolError(f"{INDEX_FILE} has no weight_map")
@@ -130,7 +125,7 @@ class TensorTable:
         if (directory / (file or WEIGHTS_FILE)).is_file():  # transformers ignores an index beside it, too
             self.entries = self._header(file or WEIGHTS_FILE)
         elif not file and (directory / INDEX_FILE).is_file():
-            self.entries = self._indexed()
+            self.entries = self._read_index()
         else:
             if not file and (directory / ADAPTER_CONFIG).is_file():
                 raise adapter_alone(directory)
@@ -145,13 +140,8 @@ class TensorTable:
             )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytearray:
-        """Read only bytes [start, stop) of a tensor; all of its bytes by default.
-
-        Raises:
-            KeyError: there is no such tensor.
-            ValueError: the range is not inside the tensor.
-            StorageError: the file cannot be read, or became shorter.
-        """
+        """Read bytes [start, stop) of a tensor; by default all. Raises ``KeyError``, ``ValueError``: no such tensor or
+        range. ``StorageError``: the file cannot be read, or became shorter."""
         entry = self.entries[name]
         end = entry.size_bytes if stop is None else stop
         if not 0 <= start <= end <= entry.size_bytes:
@@ -170,13 +160,13 @@ class TensorTable:
             total.update(f"{name}\0{entry.dtype}\0{entry.shape}\0".encode("utf-8", "surrogatepass") + sample)
         return total.hexdigest()
 
-    def _indexed(self) -> dict[str, TensorEntry]:
+    def _read_index(self) -> dict[str, TensorEntry]:
         path = self.directory / INDEX_FILE
         size = self._size(path)
         if size > MAX_HEADER_BYTES:
             raise StorageError(f"{path} is larger than the {MAX_HEADER_BYTES} bytes it may have")
         encoded = bytes(self._read(INDEX_FILE, 0, size))
-        where = self._checked(lambda: index_files_untrusted(encoded))
+        where = self._parse(lambda: index_files_untrusted(encoded))
         files = {file: self._header(file) for file in sorted(set(where.values()))}
         lost = next((name for name, file in where.items() if name not in files[file]), None)
         if lost is not None:
@@ -190,9 +180,9 @@ class TensorTable:
             problem = f"{self.directory / file} is damaged: its header claims {length} bytes"
             raise StorageError(problem, remedy=_AGAIN)
         header = bytes(self._read(file, _LENGTH_BYTES, length))
-        return self._checked(lambda: header_entries_untrusted(header, file, size))
+        return self._parse(lambda: header_entries_untrusted(header, file, size))
 
-    def _checked(self, parse: Callable[[], _T]) -> _T:
+    def _parse(self, parse: Callable[[], _T]) -> _T:
         try:
             return parse()
         except ProtocolError as error:
@@ -265,3 +255,64 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         raise ValueError("a name occurs twice")
     return value
+
+
+# ------------------------------------------------------------------------------------------------------ config.json
+
+SPLIT_FAMILIES = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi3", "gemma", "gemma2", "gemma3_text", "granite",
+    "gpt2", "gpt_neox", "falcon", "opt", "deepseek_v3",
+)  # fmt: skip
+"""``model_type`` of the models that are known to split. Others may: ``compute.split_check`` tries them."""
+MAX_CONFIG_BYTES = 64 << 10
+_MAX_LAYERS = 1024
+_MOST_EXPERTS = 1024  # each expert may be a module
+_MOST = 1 << 24
+"""A bound above any model's vocabulary or width."""
+_MOST_LENGTH = 1 << 40  # a model whose context is a tensor is refused later, when its size is known
+_LENGTHS = ("theta", "position", "length", "window", "seq", "token_id", "seed")
+_LAYER_KEYS = ("num_hidden_layers", "n_layer")
+_CODE = ("auto_map", "trust_remote_code")
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def config_untrusted(text: str) -> dict[str, Any]:
+    """Parse a ``config.json`` as transformers does: ``{"__float__": "Infinity"}`` is a number. Its sizes are bounded,
+    so that the model can be built on torch's meta device in little time and memory. Keys that select code to run are
+    removed.
+
+    Raises:
+        ProtocolError: the text is not a valid configuration.
+    """
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ProtocolError(f"a model's configuration has more than {MAX_CONFIG_BYTES} characters")
+    try:
+        table = json.loads(text, object_hook=_float_or_table)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a model's configuration is not JSON ({type(error).__name__})") from error
+    if not isinstance(table, dict) or not isinstance(table.get("model_type"), str):
+        raise ProtocolError("a model's configuration has no model_type")
+    for key, value in _numbers(table):
+        most = _MOST_EXPERTS if "experts" in key else _MOST_LENGTH if any(word in key for word in _LENGTHS) else _MOST
+        if abs(value) > most:
+            raise ProtocolError(f"a model's configuration has {key[:64]} = {value}, which is out of range")
+    for key in _LAYER_KEYS:
+        if key in table and not (type(table[key]) is int and 1 <= table[key] <= _MAX_LAYERS):
+            raise ProtocolError(f"a model's configuration must have 1 to {_MAX_LAYERS} layers")
+    return {key: value for key, value in table.items() if key not in _CODE and not key.startswith("_")}
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    if type(value) is int:
+        yield key, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _numbers(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item, key)
+
+
+def _float_or_table(table: dict[str, Any]) -> Any:
+    name = table.get("__float__") if len(table) == 1 else None
+    return _FLOATS.get(name, table) if isinstance(name, str) else table

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.extras import install_command
+from p2ptrain.core.texts import install_command
 
 STDLIB = "stdlib"
 STDLIB_PARTS = ("asyncio", "email", "xml", "multiprocessing", "importlib", "http", "logging", "urllib")

@@ -1,9 +1,14 @@
-"""Texts for people: formatted sizes and ranges, and short, printable versions of a peer's texts."""
+"""Texts for people: formatted sizes and ranges, short, printable versions of a peer's texts, and commands to copy."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
+import shlex
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 from p2ptrain.core.errors import UserError
 
@@ -99,3 +104,28 @@ def check_one_of(option: str, value: str, values: Sequence[str], more: str = "")
     near = difflib.get_close_matches(value, values, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(f"{option} {value} is not a valid value", remedy=f"{hint}use {', '.join(values)}{more}")
+
+
+def install_command(extra: str, prefix: Path | None = None) -> str:
+    """The command that installs the packages of an extra of ``pyproject.toml`` for this interpreter.
+
+    p2ptrain is on no package index, so ``pip install 'p2ptrain[extra]'`` would find nothing.
+
+    Args:
+        prefix: directory of the environment; None: the running one.
+    """
+    try:
+        listed = importlib.metadata.requires("p2ptrain") or []
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        listed = []
+    marks = [needed.partition("; extra == ") for needed in listed]
+    packages = [name for name, _, mark in marks if mark.strip("\"'") == extra] or [f"PACKAGES-OF-{extra}"]
+    if ((prefix or Path(sys.prefix)) / "pipx_metadata.json").exists():
+        command = ["pipx", "inject", "p2ptrain"]
+    elif find_spec("pip"):
+        command = [sys.executable, "-m", "pip", "install"]
+    else:  # made by uv
+        command = ["uv", "pip", "install", "--python", sys.executable]
+    if sys.platform == "win32":
+        return " ".join(f'"{word}"' if set(word) & set(" <>=") else word for word in [*command, *packages])
+    return shlex.join([*command, *packages])

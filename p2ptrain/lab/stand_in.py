@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from configs.schema import Profile
 from p2ptrain.compute.gradients import UNIT, InnerSteps, gaussian, to_fixed, to_float
-from p2ptrain.core.checkpoint_parts import shard_name
+from p2ptrain.core.checkpoints import shard_name
 from p2ptrain.core.errors import JobFailed, StorageError
 from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan, OnFinal, TrainingData
 from roles.compute_thread import ComputeThread

@@ -31,7 +31,7 @@ from roles.drafter.drafting import (
     DraftInstruction,
     DraftSending,
     ids_untrusted,
-    packed,
+    pack_tokens,
     sampling_untrusted,
     verdict_untrusted,
 )
@@ -175,8 +175,6 @@ class DraftServer:
         """End all sessions. The connections are closed by whoever accepted them."""
         await self._tasks.stop()
 
-    # ----------------------------------------------------------------------------------------------------- connections
-
     def decide(self, hello: Hello) -> Refuse | None:
         """Decide whether a caller of purpose ``draft`` is served; None: yes."""
         if len(self._callers) >= MAX_CALLERS:
@@ -238,7 +236,7 @@ class DraftServer:
         session = _Session(stream, caller, core, opening, sampling, positions)
         caller.sessions[stream] = session
         self._sessions.add(session)
-        self._carry_out(session, core.begin())
+        self._carry_out(session, core.next_instructions())
         session.task = self._tasks.start(self._draft(session), f"draft {stream} of {caller.name}")
 
     def _give_up(self, session: _Session, problem: P2PTrainError) -> None:
@@ -255,8 +253,6 @@ class DraftServer:
         session.caller.sessions.pop(session.stream, None)
         if session.task is not None:
             session.task.cancel()
-
-    # -------------------------------------------------------------------------------------------------------- the core
 
     def _take_verdict_untrusted(self, session: _Session, message: Verdict, number: int) -> None:
         core, vocab_size = session.core, session.opening.vocab_size
@@ -280,7 +276,7 @@ class DraftServer:
                     self.gauge.tokens.add(len(tokens), self._now())
                     follows = position == session.drafted
                     session.drafted = position + len(tokens)
-                    drafts = Drafts(0 if follows else position, packed(tokens, session.opening.vocab_size))
+                    drafts = Drafts(0 if follows else position, pack_tokens(tokens, session.opening.vocab_size))
                     session.caller.send(drafts, generation=epoch, stream=session.stream)
 
     async def _draft(self, session: _Session) -> None:

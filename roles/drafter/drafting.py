@@ -87,26 +87,11 @@ class DraftedText:
     def known(self) -> int:
         return self._verified
 
-    def begin(self) -> list[DraftInstruction]:
-        return self._next_instructions()
+    def next_instructions(self) -> list[DraftInstruction]:
+        return [*self._sends(), *self._passes()]
 
     def take_verdict(self, verdict: DraftVerdict) -> list[DraftInstruction]:
         """Take a verdict. Raises ``ProtocolError``: no correct verifier sends it."""
-        self._apply(verdict)
-        return self._next_instructions()
-
-    def take_samples(self, samples: Sequence[int]) -> list[DraftInstruction]:
-        """Take the sample of the requested pass. Empty: none was requested, or it is not a token of the verifier."""
-        self._end_pass(samples)
-        return self._next_instructions()
-
-    def _next_instructions(self) -> list[DraftInstruction]:
-        sends = self._sends()
-        return [*sends, *self._passes()]
-
-    # ------------------------------------------------------------------------------------------------------ verdicts
-
-    def _apply(self, verdict: DraftVerdict) -> None:
         start, end = verdict.start, verdict.start + len(verdict.tokens)
         if verdict.number != self.number + 1:
             raise ProtocolError(f"verdict {verdict.number} arrived after verdict {self.number}")
@@ -129,8 +114,17 @@ class DraftedText:
         self._ids += verdict.tokens[len(self._ids) - start :]
         self._verified = end
         self._sent = max(self._sent, end)
+        return self.next_instructions()
 
-    # -------------------------------------------------------------------------------------------------------- passes
+    def take_samples(self, samples: Sequence[int]) -> list[DraftInstruction]:
+        """Take the sample of the requested pass. Empty: none was requested, or it is not a token of the verifier."""
+        if self._running:
+            self._running = False
+            self._held = self._reach  # fewer than requested if tokens were cut off meanwhile
+            self.ready = self.ready or self._held >= self._opened
+            if self._held == len(self._ids) < self._positions:
+                self._ids += samples
+        return self.next_instructions()
 
     def _passes(self) -> list[PassRequest]:
         size = len(self._ids)
@@ -150,15 +144,6 @@ class DraftedText:
         self._reach = stop
         return [PassRequest(self._held, tuple(self._ids[self._held : stop]), samples)]
 
-    def _end_pass(self, samples: Sequence[int]) -> None:
-        if not self._running:
-            return
-        self._running = False
-        self._held = self._reach  # fewer than requested if tokens were cut off meanwhile
-        self.ready = self.ready or self._held >= self._opened
-        if self._held == len(self._ids) < self._positions:
-            self._ids += samples
-
     @property
     def _limit(self) -> int:
         return min(self._verified + self._depth, self._positions)
@@ -177,9 +162,6 @@ class DraftedText:
         assert self._verified <= self._sent <= len(self._ids)
         assert self._held <= len(self._ids)
         assert self.epoch <= self.number
-
-
-# ------------------------------------------------------------------------------------------------------- messages
 
 
 def sampling_untrusted(opening: DraftOpen) -> Sampling:
@@ -207,7 +189,7 @@ def token_bytes(vocab_size: int) -> int:
     return 2 if vocab_size <= 1 << 16 else MOST_TOKEN_BYTES
 
 
-def packed(tokens: Iterable[int], vocab_size: int) -> bytes:
+def pack_tokens(tokens: Iterable[int], vocab_size: int) -> bytes:
     size = token_bytes(vocab_size)
     return b"".join(token.to_bytes(size, "little") for token in tokens)
 

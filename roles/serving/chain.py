@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Self
 
 from p2ptrain.core.errors import (
@@ -23,14 +22,22 @@ from p2ptrain.core.errors import (
     first_error,
 )
 from p2ptrain.core.serving import Sampling, check_positions
-from ring.planning.measurements import CandidateWorker, known_link
+from ring.planning.measurements import CandidateWorker
 from ring.planning.serving import replace_lost
 from roles.background import Background
 from roles.serving import chain_core as ev
 from roles.serving.chain_session import CLOSE_S, ChainSession, ChainTimes
 from roles.serving.local_model import CLOSE_REMEDY
 from roles.serving.worker_peer import ClientContext, WorkerAt, WorkerPeer
-from roles.serving.worker_pool import ChainPlan, LoadedPart, ModelReference, SeedRequest, WorkerPool, giving, workers_of
+from roles.serving.worker_pool import (
+    ChainPlan,
+    LoadedPart,
+    ModelReference,
+    SeedRequest,
+    WorkerPool,
+    sending_model,
+    workers_of,
+)
 from wire.messages import RefusalCode
 
 MOST_SESSIONS = 64
@@ -144,7 +151,7 @@ class StageChain:
     @property
     def loaded(self) -> list[LoadedPart]:
         """Each stage's answer to the load. Raises ``ConnectionLost``: a stage is lost at the moment."""
-        return [self.seated(index).loaded for index in range(self.stages)]
+        return [self.seat_at(index).loaded for index in range(self.stages)]
 
     @property
     def dtype(self) -> str:
@@ -167,11 +174,11 @@ class StageChain:
         encodings = {"encoding": encoding, "prefill_encoding": self.encodings[1] or encoding}
         draws = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
         seats = [seat.number if seat is not None else -1 for seat in self.seats]
-        now = self.client.world.clock.now
-        session = ChainSession(self, seats, about | encodings | draws, sample_from=sample_from, now=now)
+        opening = about | encodings | draws
+        session = ChainSession(self, seats, opening, sample_from=sample_from, world=self.client.world)
         self._sessions.add(session)
         try:
-            await session.opened()
+            await session.wait_until_open()
         except BaseException as problem:
             await session.close()
             if isinstance(problem, ResourceError) and self.lacking:  # ending other texts would free nothing
@@ -187,7 +194,7 @@ class StageChain:
         if self._peer_lost not in peer.on_lost:
             peer.on_lost.append(self._peer_lost)
         self._useless.discard(peer_id)
-        spares = (*(spare for spare in self.plan.spares if spare.id != peer_id), self.pool.placed(peer))
+        spares = (*(spare for spare in self.plan.spares if spare.id != peer_id), self.pool.candidate_of(peer))
         self.plan = replace(self.plan, wanted=replace(self.plan.wanted, links=dict(self.pool.links)), spares=spares)
         for index, seat in enumerate(self.seats):
             if seat is None:
@@ -219,14 +226,14 @@ class StageChain:
         """
         if index + 1 == self.stages:
             return None
-        seat = self.seated(index + 1)
+        seat = self.seat_at(index + 1)
         if seat.number != number:
             raise ConnectionLost(f"stage {index + 1} of the chain was replaced")
         return seat.peer.worker.address_for(peer.worker)
 
     def part_of(self, index: int) -> str:
         """Id of the part that the stage's peer holds. Raises ``ConnectionLost``: nobody holds it."""
-        return self.seated(index).loaded.part
+        return self.seat_at(index).loaded.part
 
     def replace(self, session: ChainSession, index: int, number: int, reason: str) -> None:
         """Handle a session's report that the peer in seat ``number`` is unusable; -1: the session knows of no peer."""
@@ -250,18 +257,16 @@ class StageChain:
         assert self._about is not None, "load() returns only after all stages are loaded"
         return self._about
 
-    def seated(self, index: int) -> StageAssignment:
+    def seat_at(self, index: int) -> StageAssignment:
         seat = self.seats[index]
         if seat is None:
             raise ConnectionLost(f"stage {index} of the chain is lost", remedy="try again soon: it may be replaced")
         return seat
 
     def _silence_s(self) -> float:
-        ids = [stage.peer.id for stage in self.plan.stages]
-        ways = [known_link(self.plan.wanted.links, here, there) for here, there in pairwise(ids)]
-        latencies_s = [way.latency_s for way in ways if way is not None]
-        latencies_s += [seat.peer.latency_s for seat in self.seats if seat is not None]
-        return max(self.client.silence_s, 16 * max(latencies_s, default=0.0))
+        # Two stages may be as far from each other as both from here together.
+        latencies_s = [seat.peer.latency_s for seat in self.seats if seat is not None]
+        return max(self.client.silence_s, 32 * max(latencies_s, default=0.0))
 
     def _peer_lost(self, peer: WorkerPeer, problem: P2PTrainError) -> None:
         self._useless.add(peer.worker.peer_id)
@@ -275,7 +280,7 @@ class StageChain:
         self.seats[index] = None
         self._useless.add(seat.peer.worker.peer_id)
         name = seat.peer.name
-        self.client.notify("warning", "stage-lost", f"{self._named(index)} on {name} is lost: {reason}")
+        self.client.notify("warning", "stage-lost", f"{self._describe(index)} on {name} is lost: {reason}")
         self._empty(index)
         for session in list(self._sessions):
             if not seat.peer.lost:
@@ -289,7 +294,7 @@ class StageChain:
         for session in list(self._sessions):
             session.fail(error)
 
-    def _named(self, index: int) -> str:
+    def _describe(self, index: int) -> str:
         stage = self.plan.stages[index]
         return f"stage {index} (layers {stage.start} to {stage.stop - 1})"
 
@@ -314,7 +319,7 @@ class StageChain:
         if seat is None:
             return  # lost again already: that loss starts another refill
         took_s = self.client.world.clock.now() - began
-        text = f"{seat.peer.name} holds {self._named(index)} now, after {took_s:.1f} s"
+        text = f"{seat.peer.name} holds {self._describe(index)} now, after {took_s:.1f} s"
         self.client.notify("info", "stage-replaced", text)
         for session in list(self._sessions):
             session.event(ev.StageAssigned(index, seat.number))
@@ -355,7 +360,7 @@ class StageChain:
         found, reason = replace_lost(replace(plan.wanted, apart=apart), plan.placement, empty, spares)
         if found is None:
             known = "; ".join([reason, *reasons])
-            text = f"no worker can hold {self._named(index)}: {known}"
+            text = f"no worker can hold {self._describe(index)}: {known}"
             raise ResourceError(text, remedy="start another worker with enough memory: p2ptrain join; then try again")
         self.plan = replace(plan, placement=found)
         self.client.notify("info", "stage-loading", f"{reason}: loading")
@@ -387,7 +392,7 @@ class StageChain:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(peer.turn)
             if self.model.source is not None:
-                await stack.enter_async_context(giving(self.client, self.model.source, peer.worker))
+                await stack.enter_async_context(sending_model(self.client, self.model.source, peer.worker))
             loaded = LoadedPart.from_map_untrusted(await peer.load(params, on_bytes))
         total_bytes = last.total_bytes or loaded.weights_bytes
         on_progress(LoadProgress(index, peer.name, total_bytes, total_bytes, True, loaded.received_bytes))

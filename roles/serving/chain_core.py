@@ -26,11 +26,10 @@ which all stages are missing:
 Repeated requests give the same tokens, because samples are numbered. But a rebuilt stage computed its positions in
 other batches, so a token may differ where rounding decides between two (rare in fp32, not in bf16).
 
-If a stage reports that it failed itself (not its link to the next), it is closed and opened again at the same peer. If
-it fails again before a pass was answered, its peer is replaced. If a stage cannot reach the next one, the next stage's
-peer is replaced; the second time its own peer is. Too many setbacks without an answer end the session. If no stage is
-lost and an answer is overdue, the epoch is raised. A stage that hangs does not answer the resume that follows, and is
-replaced. More than ``MOST_STALLS`` overdue answers in a row end the session.
+If a stage reports that it failed itself (not its link to the next), the session ends. If a stage cannot reach the next
+one, the next stage's peer is replaced; the second time its own peer is. Too many setbacks without an answer end the
+session. If no stage is lost and an answer is overdue, the epoch is raised. A stage that hangs does not answer the
+resume that follows, and is replaced. More than ``MOST_STALLS`` overdue answers in a row end the session.
 """
 
 from __future__ import annotations
@@ -118,8 +117,7 @@ class StageBroken:
 
 @dataclass(frozen=True, slots=True)
 class PassSubmitted:
-    """Cut the history to its first ``keep`` positions, then append ``ids``. ``samples``, ``sample_index``: as in
-    ``p2ptrain.core.serving.Pass``. ``prefill``: the ids belong to a prompt."""
+    """A pass, as in ``p2ptrain.core.serving.Pass``. ``prefill``: the ids belong to a prompt."""
 
     ids: tuple[int, ...]
     keep: int
@@ -190,7 +188,7 @@ class StageClose:
 
 @dataclass(frozen=True, slots=True)
 class StageReplace:
-    """Find another peer for the stage: the one in ``seat`` is unusable. -1: the stage has none."""
+    """Find another peer for the stage. -1: it has none; else the one in ``seat`` is unusable."""
 
     stage: int
     seat: int
@@ -209,8 +207,7 @@ class PassAnswered:
 
 @dataclass(frozen=True, slots=True)
 class SessionReady:
-    """The session runs: it was opened or mended. ``lost``: lost stages with reasons. ``took_s``: since the first
-    loss."""
+    """The session runs: it was opened or mended. ``lost``: lost stages with reasons. ``took_s``: since the first."""
 
     lost: tuple[tuple[int, str], ...]
     took_s: float
@@ -261,7 +258,7 @@ class _Stage:
         next_seat: seat of the next stage to which its link leads; None: it must dial again.
         has: positions that it holds in ``epoch``.
         ask: the open or resume under way.
-        failures: failures of its requests or of reaching the next stage, since a pass was last answered.
+        failures: failures of reaching the next stage, since a pass was last answered.
     """
 
     seat: int = -1
@@ -330,7 +327,7 @@ class ChainSessionCore:
             case PassSubmitted():
                 self._submit(event)
             case SamplesArrived():
-                self._arrived(event, now, out)
+                self._take_samples(event, now, out)
             case StageAssigned(index, seat):
                 if self._stages[index].seat < seat:
                     if self._stages[index].seat >= 0:  # its loss was not reported
@@ -343,11 +340,11 @@ class ChainSessionCore:
                 if self._stages[index].seat < 0:
                     self._fail(error, out)
             case StageAnswered():
-                self._agreed(event)
+                self._take_agreement(event)
             case StageDeclined():
-                self._declined(event, now, out)
+                self._take_refusal(event, now, out)
             case StageBroken():
-                self._broken(event, now, out)
+                self._take_break(event, now, out)
             case Tick(end):
                 if end:
                     self._close(out)
@@ -367,7 +364,7 @@ class ChainSessionCore:
             raise ValueError("a pass of this session is under way already")
         self.current = ForwardWork(event, len(self._stages) - 1)
 
-    def _arrived(self, event: SamplesArrived, now: float, out: list[ChainInstruction]) -> None:
+    def _take_samples(self, event: SamplesArrived, now: float, out: list[ChainInstruction]) -> None:
         if event.epoch != self.epoch or not self.awaited:
             return
         request = self.awaited[0]
@@ -375,7 +372,7 @@ class ChainSessionCore:
         if answer != (request.number, request.work.samples, request.last + 1):
             self._begin_mending(now)
             reason = f"it sent an invalid answer to request {request.number}"
-            self._set_back(f"stage {request.last}: {reason}", "", out)
+            self._count_setback(f"stage {request.last}: {reason}", "", out)
             self._give_up(request.last, reason, now, out)
             return
         self.awaited.popleft()
@@ -398,7 +395,7 @@ class ChainSessionCore:
         assert request.sent_at is not None
         out.append(PassAnswered(event.tokens, event.spent_us, now - request.sent_at, request.mended))
 
-    def _agreed(self, event: StageAnswered) -> None:
+    def _take_agreement(self, event: StageAnswered) -> None:
         stage = self._stages[event.stage]
         if stage.ask is not None and event.ask == stage.ask.ask:
             asked, stage.ask = stage.ask, None
@@ -406,34 +403,33 @@ class ChainSessionCore:
             stage.epoch, stage.next_seat = asked.epoch, asked.next_seat
             stage.has = 0 if asked.kind == "open" else max(0, min(event.position, self.committed))
 
-    def _declined(self, event: StageDeclined, now: float, out: list[ChainInstruction]) -> None:
+    def _take_refusal(self, event: StageDeclined, now: float, out: list[ChainInstruction]) -> None:
         stage = self._stages[event.stage]
         asked = stage.ask
         if asked is None or asked.ask != event.ask:
             return
         stage.ask = None
         self._begin_mending(now)  # the stage may already be in this epoch, and would get no resume
-        self._set_back(f"stage {event.stage} refuses to {asked.kind}: {event.reason}", event.remedy, out)
+        self._count_setback(f"stage {event.stage} refuses to {asked.kind}: {event.reason}", event.remedy, out)
         if event.code == NEXT_LOST:
-            self._unreached(event.stage, asked.next_seat, event.reason, now, out)
+            self._unreachable(event.stage, asked.next_seat, event.reason, now, out)
         elif event.code == UNKNOWN_SESSION:
             stage.opened = False
-            self._unlink(event.stage - 1)
+            if event.stage > 0:
+                self._stages[event.stage - 1].next_seat = None
         elif event.code in (TOO_SLOW, UNKNOWN_PART):
             self._give_up(event.stage, event.reason, now, out)
-        elif asked.kind == "open":  # no memory, or the model has fewer positions: any peer would refuse
+        else:  # no memory, or the model has fewer positions: any peer would refuse
             self._fail(PeerError(event.reason, remedy=event.remedy), out)
-        else:
-            self._failed_itself(event.stage, event.reason, now, out)
 
-    def _broken(self, event: StageBroken, now: float, out: list[ChainInstruction]) -> None:
+    def _take_break(self, event: StageBroken, now: float, out: list[ChainInstruction]) -> None:
         sender, message = self._stages[event.sender], event.message
         if message.epoch != self.epoch or sender.seat < 0 or not sender.opened:
             return
         self._begin_mending(now)
-        self._set_back(f"stage {event.sender} reports: {message.reason}", message.remedy, out)
+        self._count_setback(f"stage {event.sender} reports: {message.reason}", message.remedy, out)
         if message.lost == event.sender:
-            self._failed_itself(event.sender, message.reason, now, out)
+            self._fail(PeerError(message.reason, remedy=message.remedy), out)
         else:
             sender.next_seat = None  # it dials again; if that fails the next stage is given up
 
@@ -476,22 +472,7 @@ class ChainSessionCore:
         self._stages[index].sought = True
         out.append(StageReplace(index, seat, reason))
 
-    def _failed_itself(self, index: int, reason: str, now: float, out: list[ChainInstruction]) -> None:
-        """Reopen a stage whose state is invalid: at the same peer first, then at another one."""
-        stage = self._stages[index]
-        if stage.failures or self.phase is ChainPhase.ENDED or stage.seat < 0:
-            self._give_up(index, reason, now, out)
-            return
-        out.append(StageClose(index, stage.seat))
-        self._lost[index] = reason
-        self._stages[index] = _Stage(seat=stage.seat, failures=1)
-        self._unlink(index - 1)
-
-    def _unlink(self, index: int) -> None:
-        if index >= 0:
-            self._stages[index].next_seat = None
-
-    def _unreached(self, index: int, next_seat: int, reason: str, now: float, out: list[ChainInstruction]) -> None:
+    def _unreachable(self, index: int, next_seat: int, reason: str, now: float, out: list[ChainInstruction]) -> None:
         stage = self._stages[index]
         stage.next_seat = None
         if self._next_seat(index) != next_seat:
@@ -499,7 +480,7 @@ class ChainSessionCore:
         stage.failures += 1
         self._give_up(index if stage.failures > 1 else index + 1, reason, now, out)
 
-    def _set_back(self, what: str, remedy: str, out: list[ChainInstruction]) -> None:
+    def _count_setback(self, what: str, remedy: str, out: list[ChainInstruction]) -> None:
         self._setbacks += 1
         if self._setbacks > 8 + 3 * len(self._stages):
             text = f"the split model failed {self._setbacks} times without any progress; the last failure: {what}"

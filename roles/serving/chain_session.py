@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -22,8 +22,8 @@ from p2ptrain.core.errors import (
     Refused,
     UserError,
 )
-from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import shortened
+from p2ptrain.core.world import World
 from roles.background import Background
 from roles.serving import chain_core as ev
 from roles.serving.chain_core import ChainSessionCore
@@ -60,7 +60,7 @@ class ChainTimes:
         self.took_s += result.took_s
         spent_us = result.spent_us
         before = self.stages_us if len(self.stages_us) == len(spent_us) else [0] * len(spent_us)
-        self.stages_us = [one + other for one, other in zip(before, spent_us, strict=True)]
+        self.stages_us = [before_us + us for before_us, us in zip(before, spent_us, strict=True)]
 
 
 class SeatedChain(Protocol):
@@ -79,8 +79,7 @@ class SeatedChain(Protocol):
 
 
 class ChainSession:
-    """A ``ModelSession`` over all stages. Lost stages are replaced meanwhile, and the tokens stay the same. Made by
-    ``StageChain.open``.
+    """A ``ModelSession`` over all stages. Made by ``StageChain.open``.
 
     Args:
         seats: current seat of each stage; -1: nobody holds it.
@@ -97,13 +96,13 @@ class ChainSession:
         opening: dict[str, Any],
         *,
         sample_from: int,
-        now: Callable[[], float],
+        world: World,
     ) -> None:
-        self.id = new_id()
+        self.id = world.new_id()
         self.sample_from = sample_from
         self.mendings: list[tuple[str, float]] = []
-        self._chain, self._opening, self._now = chain, opening, now
-        self._core = ChainSessionCore(seats, now())
+        self._chain, self._opening, self._now = chain, opening, world.clock.now
+        self._core = ChainSessionCore(seats, self._now())
         self._answer: asyncio.Future[ev.PassAnswered] | None = None  # of the pass under way
         self._pending: deque[ev.ChainEvent] = deque()
         self._news = asyncio.Event()
@@ -112,8 +111,6 @@ class ChainSession:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = Background(self.fail)
         self._closed = False
-
-    # ---------------------------------------------------------------------------------------------------- for callers
 
     @property
     def lost(self) -> bool:
@@ -148,15 +145,13 @@ class ChainSession:
             return
         self._closed = True
         self.event(ev.Tick(end=True))
-        self._let_go(ConnectionLost("this session was closed meanwhile", remedy="open another session"))
+        self._fail_pass(ConnectionLost("this session was closed meanwhile", remedy="open another session"))
         if self._timer is not None:
             self._timer.cancel()
         await self._tasks.stop()
         self._chain.forget(self)
 
-    # -------------------------------------------------------------------------------------------------- for the chain
-
-    async def opened(self) -> None:
+    async def wait_until_open(self) -> None:
         """Wait until every stage has the session. Raises ``P2PTrainError`` if that fails."""
         self.event(ev.Tick())
         while not self._opened and self._error is None:
@@ -167,7 +162,7 @@ class ChainSession:
 
     def fail(self, error: BaseException) -> None:
         self._error = self._error or NetworkError(f"this client failed: {type(error).__name__}: {error}")
-        self._let_go(self._failure())
+        self._fail_pass(self._failure())
 
     def event(self, event: ev.ChainEvent) -> None:
         self._pending.append(event)
@@ -192,13 +187,11 @@ class ChainSession:
             reason = f"{peer.name}: {shortened(message.reason)}"
             self.event(ev.StageBroken(sender, replace(message, reason=reason, remedy=shortened(message.remedy))))
         else:
-            arrived = arrived_untrusted(message, self._chain.vocab_size)
-            last = len(arrived.spent_us) - 1
+            samples = samples_untrusted(message, self._chain.vocab_size)
+            last = len(samples.spent_us) - 1
             if last not in self._chain.held_by(peer):  # a stage must not put the blame on another one
                 raise ProtocolError(f"{peer.name} answered for stage {last}, which it does not hold")
-            self.event(arrived)
-
-    # ------------------------------------------------------------------------------------------------------ internals
+            self.event(samples)
 
     def _sender_untrusted(self, peer: WorkerPeer, message: ChainBroken) -> int | None:
         """The stage that sent it; None: ``peer`` holds no stage any more. Raises ``ProtocolError``."""
@@ -237,7 +230,7 @@ class ChainSession:
                     self._news.set()
                 case ev.SessionFailed(error):
                     self._error = error
-                    self._let_go(self._failure())
+                    self._fail_pass(self._failure())
 
     def _send(self, send: ev.ForwardSend) -> None:
         peer = self._chain.peer_in(0, send.seat)
@@ -280,7 +273,7 @@ class ChainSession:
             return "session.resume", params | {"keep": asked.keep}
         return "session.open", params | self._opening | {"part": self._chain.part_of(asked.stage)}
 
-    def _let_go(self, problem: NetworkError) -> None:
+    def _fail_pass(self, problem: NetworkError) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(problem)
         self._news.set()
@@ -302,7 +295,7 @@ class ChainSession:
         return failure
 
 
-def arrived_untrusted(message: Sampled, vocab_size: int) -> ev.SamplesArrived:
+def samples_untrusted(message: Sampled, vocab_size: int) -> ev.SamplesArrived:
     """Check a ``Sampled`` message. Raises ``ProtocolError``."""
     tokens = decode_ids(message.tokens)
     if not all(0 <= token < vocab_size for token in tokens):

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from p2ptrain.compute import first_import
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import P2PTrainError, Refused, UserError
-from p2ptrain.core.ids import new_id
 from p2ptrain.core.serving import Pass, Sampling, check_positions
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
@@ -29,7 +28,7 @@ CLOSE_REMEDY = "try again when other texts are finished"
 
 
 class LocalModel:
-    """A ``ServedModel`` on one compute thread. Its sessions take turns in the order of their passes.
+    """A ``ServedModel`` on one compute thread. Its sessions take turns.
 
     Args:
         engine: engine of all layers. compute: the thread on which it was made; it ends with this model.
@@ -50,6 +49,7 @@ class LocalModel:
         self.vocab_size, self.context, self.dtype = engine.vocab_size, context, engine.encoding
         self.engine, self._compute, self._clock = engine, compute, clock
         self._max_sessions, self._cache_bytes = max_sessions, cache_bytes
+        self._opened = 0  # sessions, closed ones too
         self._promised: dict[str, int] = {}  # cache bytes by session, until the engine has closed it
         self.sessions: set[LocalSession] = set()
         self._turn = asyncio.Lock()  # the lock serves its waiters in order
@@ -57,8 +57,10 @@ class LocalModel:
 
     async def open(self, *, positions: int, sampling: Sampling, sample_from: int) -> LocalSession:
         """As ``ServedModel.open``. Allocates the session's cache."""
-        name, need_bytes = new_id(), positions * self.engine.cache_position_bytes
+        need_bytes = positions * self.engine.cache_position_bytes
         self._check(positions, need_bytes)
+        self._opened += 1
+        name = f"session {self._opened}"
         self._promised[name] = need_bytes
         try:
             await self.in_turn(partial(self.engine.open, name, positions=positions, sampling=sampling))

@@ -1,6 +1,9 @@
 """The ``TextService`` over a model of this process or of its workers.
 
-What the model computed for a conversation stays for a while, so that the next question does not compute it again.
+A ``TextSession`` is one text under way: it has its passes computed one after another, and yields pieces of text as they
+come. While the pieces are not read, the next pass waits. So a slow reader delays only its own text, and memory stays
+bounded. What the model computed for a conversation stays for a while in ``IdleSessions``, so that the next question
+does not compute it again.
 """
 
 from __future__ import annotations
@@ -9,25 +12,204 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Protocol
 
 from p2ptrain.compute.text import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, ModelText, TextWriter
-from p2ptrain.core.errors import P2PTrainError, Refused, ResourceError, UserError
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, Refused, ResourceError, UserError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.background import Background
-from roles.serving.decoding import Decoding
-from roles.serving.model import ModelSession, ServedModel
-from roles.serving.text_session import TextSession
-from roles.serving.texts import TextRequest
+from roles.serving.model import Decoding, ModelSession, PassOutcome, ServedModel
+from roles.serving.text_stats import DrafterFacts, TextStats, TextSums, sums_of
+from roles.serving.texts import TextPiece, TextRequest, Writing, report_defect
 from wire.chain_messages import CHUNK
 from wire.messages import RefusalCode
 
+MOST_PIECES = 64
+"""Unread pieces after which the next pass waits."""
+PATIENCE_S = 2.0
+"""Time for a pass under way to end after a cancel: then its session can be used again."""
+READER_S = 120.0
+"""A text whose reader takes nothing for so long is ended."""
+
+
+class DraftSource(Protocol):
+    """Drafts for one text, from drafters that come and go. Only ``next_drafts`` waits; nothing raises."""
+
+    async def next_drafts(self) -> Sequence[int]:
+        """The drafts for the next pass. Waits for them as long as that saves time, and until ``close`` at most."""
+
+    def end_pass(self, outcome: PassOutcome) -> None:
+        """The model has computed a pass, and the text has grown."""
+
+    def facts(self) -> list[DrafterFacts]:
+        """Facts of the drafters that were ready in this text."""
+
+    def close(self) -> None:
+        """No more drafts are wanted. May be called twice."""
+
+
+class TextSession(Writing):
+    """A text that a model writes here.
+
+    Args:
+        session: of the model. It has ``cached`` positions of the prompt already.
+        chunk: returns the number of positions of a prompt that a pass may have now.
+        on_end: called once, when no pass is under way any more, with whether the model's session can be used again.
+    """
+
+    def __init__(
+        self,
+        session: ModelSession,
+        decoding: Decoding,
+        writer: TextWriter,
+        *,
+        cached: int,
+        left_out: int,
+        chunk: Callable[[], int],
+        now: Callable[[], float],
+        on_end: Callable[[TextSession, bool], None],
+    ) -> None:
+        super().__init__(decoding.prompt_tokens, left_out)
+        self.decoding = decoding
+        self._session, self._writer = session, writer
+        self._chunk, self._now, self._on_end = chunk, now, on_end
+        self._stats = TextStats(decoding.stats, began_at=now(), prompt_tokens=self.prompt_tokens, cached_tokens=cached)
+        self._drafts: DraftSource | None = None
+        self._taken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_computing = False
+
+    def begin(self, drafts: DraftSource | None) -> None:
+        """Start computing. ``drafts``: None: the model writes alone."""
+        self._drafts = drafts
+        self._task = Background().start(self._write(), "text")
+
+    # ----------------------------------------------------------------------------------------------------- for readers
+
+    async def __anext__(self) -> TextPiece:
+        piece = await super().__anext__()
+        self._taken.set()
+        return piece
+
+    def stats(self) -> dict[str, Any]:
+        return self._stats.as_map(self._now(), self._facts())
+
+    def sums(self) -> TextSums:
+        return sums_of(self.decoding.stats, self._stats.spent_s, self._facts())
+
+    async def end(self, error: P2PTrainError) -> None:
+        """Close with an error for the reader. Never raises."""
+        if not self._is_over():
+            self._error = error
+        await self.close()
+
+    async def close(self) -> None:
+        task = self._task
+        if task is None or task.done():
+            return
+        self._pieces.clear()
+        self._finish("cancelled")
+        impatient = asyncio.get_running_loop().call_later(PATIENCE_S, task.cancel)
+        task.add_done_callback(lambda _: impatient.cancel())
+        await asyncio.wait({task})
+
+    # ---------------------------------------------------------------------------------------------------------- passes
+
+    def _is_over(self) -> bool:
+        return bool(self.ended) or self._error is not None
+
+    async def _write(self) -> None:
+        try:
+            while not self._is_over():
+                await self._compute_pass()
+        except P2PTrainError as error:
+            self._fail(error)
+        except Exception as mistake:  # a defect of this program: the reader gets the error  # noqa: BLE001
+            self._fail(report_defect(mistake))
+        finally:
+            self._leave()
+
+    async def _compute_pass(self) -> None:
+        drafts = await self._drafts.next_drafts() if self._drafts is not None else ()
+        request = self.decoding.next_pass(drafts, chunk=self._chunk())
+        asked_at = self._now()
+        await self._room_for_pieces()
+        if self._is_over():
+            return
+        self._is_computing = True
+        result = await self._session.append(request)
+        self._is_computing = False
+        if self._is_over():
+            return
+        now = self._now()
+        outcome = self.decoding.take_samples(result.tokens, result.took_s, now)
+        self._stats.add_pass(now - asked_at, result.took_s, prefill=outcome.prefill)
+        self._add_piece(outcome.tokens)
+        if self._drafts is not None:
+            self._drafts.end_pass(outcome)
+        if self._writer.ended == "stop" or self.decoding.ended:  # the core does not know stop strings
+            self._finish({"stop": "end"}.get(self.decoding.ended, self.decoding.ended))
+
+    async def _room_for_pieces(self) -> None:
+        """Wait for the reader while there are many pieces. Raises ``DeadlineExceeded``: it takes none."""
+        while len(self._pieces) >= MOST_PIECES and not self._is_over():
+            self._taken.clear()
+            try:
+                async with asyncio.timeout(READER_S):
+                    await self._taken.wait()
+            except TimeoutError:
+                raise DeadlineExceeded(f"the client read none of the text for {READER_S:g} s") from None
+
+    def _add_piece(self, tokens: Sequence[int]) -> None:
+        if not tokens:
+            return
+        text, taken = "", 0
+        for token in tokens:
+            if self._writer.ended:
+                break
+            text += self._writer.take(token)
+            taken += 1
+        self._stats.add_tokens(taken, self._now())
+        self._pieces.append(TextPiece(text, tuple(tokens[:taken])))
+        self._news.set()
+
+    def _finish(self, ended: str) -> None:
+        if not self._is_over():
+            if rest := self._writer.finish():
+                self._pieces.append(TextPiece(rest, ()))
+            self.ended = "stop" if self._writer.ended == "stop" else ended
+        self._stop_waiting()
+
+    def _fail(self, error: P2PTrainError) -> None:
+        self._error = self._error or error
+        self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        self._stats.end(self._now())
+        self._news.set()
+        self._taken.set()
+        if self._drafts is not None:
+            self._drafts.close()
+
+    def _leave(self) -> None:
+        is_usable = self._error is None and not self._is_computing and bool(self.decoding.tokens)
+        self.ended = self.ended or ("" if self._error is not None else "cancelled")
+        self._stop_waiting()
+        self._on_end(self, is_usable)
+
+    def _facts(self) -> list[DrafterFacts]:
+        return self._drafts.facts() if self._drafts is not None else []
+
+
 CONVERSATION_POSITIONS = 4096
 """Least length of a conversation's session, if the context allows it, so that the next question fits, too."""
+IDLE_S = 180.0
+"""Time for which the computed part of a conversation stays for the next question."""
+WAIT_S = 60.0
+"""Time for which a text waits for memory that other texts use, or for its turn."""
 SHARED_CHUNK = 256
 """Positions of a prompt in one pass while other texts wait for their next token."""
-LEAST_CACHED = 16
-"""Least number of computed positions worth another use."""
 _ROLES = (SYSTEM, USER, ASSISTANT)
 
 
@@ -45,57 +227,62 @@ class PreparedText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenedSession:
-    """A model's session, the ids that it has computed, and the arguments of its opening."""
+    """A model's session with the arguments of its opening.
+
+    Attributes:
+        ids: those that it has computed.
+        cached: length of the text's prompt that it had before the text began.
+    """
 
     session: ModelSession
     positions: int
     sampling: Sampling
     ids: tuple[int, ...] = ()
+    cached: int = 0
 
-    def usable(self, ids: Sequence[int], positions: int, sampling: Sampling) -> int:
+    def usable_prefix(self, ids: Sequence[int], positions: int, sampling: Sampling) -> int:
         """Length of the prefix of ``ids`` that it has; 0: it does not fit, or another conversation may still need
         it."""
         same = common_prefix(self.ids, ids)
         fits = self.positions >= positions and self.sampling == sampling and not self.session.lost
-        return same if fits and same >= LEAST_CACHED and 2 * same >= len(self.ids) else 0
+        return same if fits and 2 * same >= len(self.ids) else 0
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    for place, (left, right) in enumerate(zip(one, other, strict=False)):
+def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
+    for place, (left, right) in enumerate(zip(ids, others, strict=False)):
         if left != right:
             return place
-    return min(len(one), len(other))
+    return min(len(ids), len(others))
 
 
 class IdleSessions:
     """Sessions of ended texts, for the next question of their conversation.
 
     Args:
-        most: at a time. idle_s: for how long.
+        limit: most at a time, each for ``IDLE_S``.
 
     Attributes:
         sessions: oldest first.
     """
 
-    def __init__(self, most: int, idle_s: float) -> None:
+    def __init__(self, limit: int) -> None:
         self.sessions: list[OpenedSession] = []
-        self._most, self._idle_s = most, idle_s
+        self._limit = limit
         self._closing = Background()
 
-    def take(self, ids: Sequence[int], positions: int, sampling: Sampling) -> tuple[OpenedSession, int] | None:
-        """The session with the longest prefix of ``ids``, and its length; None: there is none."""
-        for lost in [each for each in self.sessions if each.session.lost]:
+    def take(self, ids: Sequence[int], positions: int, sampling: Sampling) -> OpenedSession | None:
+        """The session with the longest prefix of ``ids``; None: there is none."""
+        for lost in [opened for opened in self.sessions if opened.session.lost]:
             self.drop(lost)
-        best = max(self.sessions, key=lambda each: each.usable(ids, positions, sampling), default=None)
-        if best is None or not (cached := best.usable(ids, positions, sampling)):
+        prefixes = [opened.usable_prefix(ids, positions, sampling) for opened in self.sessions]
+        if not (cached := max(prefixes, default=0)):
             return None
-        self.sessions.remove(best)
-        return best, cached
+        return replace(self.sessions.pop(prefixes.index(cached)), cached=cached)
 
     def add(self, opened: OpenedSession) -> None:
         self.sessions.append(opened)
-        asyncio.get_running_loop().call_later(self._idle_s, self._expire, opened)
-        if len(self.sessions) > self._most:
+        asyncio.get_running_loop().call_later(IDLE_S, self._expire, opened)
+        if len(self.sessions) > self._limit:
             self.drop(self.sessions[0])
 
     def drop(self, opened: OpenedSession) -> None:
@@ -131,8 +318,7 @@ class ModelTextService:
         form: format of conversations; None: read with the first conversation.
         name: of the model, for people and programs. created: Unix time of its files.
         positions: largest length of a text, prompt included; 0: the model's context.
-        idle: most conversations whose computed part stays for the next question. idle_s: for how long.
-        wait_s: how long a text waits for memory that other texts use.
+        idle: most conversations whose computed part stays for the next question.
     """
 
     def __init__(
@@ -146,16 +332,13 @@ class ModelTextService:
         created: int = 0,
         positions: int = 0,
         idle: int = 2,
-        idle_s: float = 180.0,
-        wait_s: float = 60.0,
     ) -> None:
         self.model, self.created = name, created
-        known = [each for each in (text.context, model.context, positions) if each]
-        self.context: int | None = min(known, default=None)
+        limits = [limit for limit in (text.context, model.context, positions) if limit]
+        self.context: int | None = min(limits, default=None)
         text.context = self.context
-        self.idle = IdleSessions(idle, idle_s)
+        self.idle = IdleSessions(idle)
         self._served, self._text, self._form = model, text, form
-        self._wait_s = wait_s
         self._now = world.clock.now
         self._thread = world.threads.start("text")  # tokenizing a long prompt takes a second
         self._texts: set[TextSession] = set()
@@ -170,28 +353,28 @@ class ModelTextService:
         self, request: TextRequest, on_end: Callable[[TextSession], None] = lambda session: None
     ) -> tuple[TextSession, OpenedSession]:
         """Make a text and the model's session for it. The caller begins the text at once. Raises as ``write``."""
-        prepared = await self._thread.submit(partial(self._prepared, request))
-        opened, cached = await self._opened(prepared)
+        prepared = await self._thread.submit(partial(self._prepare_ids, request))
+        opened = await self._open(prepared)
         opened.session.sample_from = len(prepared.ids)
         decoding = Decoding(
             prepared.ids,
             max_new_tokens=prepared.max_new_tokens,
             stop_ids=prepared.writer.end_tokens,
-            cached=cached,
+            cached=opened.cached,
         )
 
         def end(session: TextSession, is_usable: bool) -> None:
             self._texts.discard(session)
             self._ended.set()
             ended = replace(opened, ids=tuple(decoding.ids[:-1]))
-            (self.idle.add if is_usable and len(ended.ids) >= LEAST_CACHED else self.idle.drop)(ended)
+            (self.idle.add if is_usable else self.idle.drop)(ended)
             on_end(session)
 
         session = TextSession(
             opened.session,
             decoding,
             prepared.writer,
-            cached=cached,
+            cached=opened.cached,
             left_out=prepared.left_out,
             chunk=lambda: CHUNK if len(self._texts) <= 1 else SHARED_CHUNK,
             now=self._now,
@@ -204,32 +387,32 @@ class ModelTextService:
         """End all texts, with ``reason`` for their readers. Never raises."""
         ending = [session.end(reason) if reason is not None else session.close() for session in list(self._texts)]
         await asyncio.gather(*ending)
-        await self.idle.close(timeout_s=self._wait_s)
+        await self.idle.close(timeout_s=WAIT_S)
         self._thread.close()
 
     # ------------------------------------------------------------------------------------------------------- beginning
 
-    def _prepared(self, request: TextRequest) -> PreparedText:
+    def _prepare_ids(self, request: TextRequest) -> PreparedText:
         text = self._text
         sampling = text.sampling(request.sampling)
         if request.max_new_tokens is not None and request.max_new_tokens < 1:
             raise UserError(f"{request.max_new_tokens} new tokens are too few", remedy="ask for at least one")
         if not request.turns:
-            ids = self._checked_ids(text.prompt_ids(request.prompt))
-            most = self._most(len(ids)) if request.max_new_tokens is None else request.max_new_tokens
+            ids = self._check_ids(text.prompt_ids(request.prompt))
+            most = self._room_for_new_tokens(len(ids)) if request.max_new_tokens is None else request.max_new_tokens
             text.check_length(len(ids), most)
             return PreparedText(ids, most, 0, text.writer(ids, stop=request.stop), sampling, grows=False)
         if request.prompt:
             raise UserError("the request has both a prompt and a conversation", remedy="send one of them")
         form = self._form = self._form or ChatFormat(text.tokenizer)
         wanted = request.max_new_tokens or (CONVERSATION_POSITIONS if self.context is None else None)
-        ids, most, left_out = _conversation(request).fit(form, self.context, wanted)
-        self._checked_ids(ids)
+        ids, most, left_out = _read_conversation(request).fit(form, self.context, wanted)
+        self._check_ids(ids)
         ends = text.end_tokens | form.end_tokens
         writer = text.writer(ids, stop=(*form.stop, *request.stop), end_tokens=ends)
         return PreparedText(ids, most, left_out, writer, sampling, grows=True)
 
-    def _checked_ids(self, ids: list[int]) -> list[int]:
+    def _check_ids(self, ids: list[int]) -> list[int]:
         """Return ``ids``. Raises ``UserError``: the model lacks one of them."""
         if (top := max(ids, default=0)) >= (size := self._served.vocab_size):
             name = self._text.tokenizer.backend.id_to_token(top)
@@ -237,13 +420,13 @@ class ModelTextService:
             raise UserError(text, remedy="leave it out: the tokenizer has more tokens than the model's embedding")
         return ids
 
-    def _most(self, taken: int) -> int:
+    def _room_for_new_tokens(self, taken: int) -> int:
         """New tokens that fit. At least one, so that the check of the length reports a prompt that is too long."""
         return max(1, (self.context or CONVERSATION_POSITIONS + taken) - taken)
 
-    async def _opened(self, prepared: PreparedText) -> tuple[OpenedSession, int]:
-        """A session of the model, and the number of prompt positions that it has. If memory is short, close idle
-        sessions, then wait for texts. Raises as ``ServedModel.open``."""
+    async def _open(self, prepared: PreparedText) -> OpenedSession:
+        """Open a session of the model, or take an idle one. If memory is short, close idle sessions, then wait for
+        texts to end. Raises as ``ServedModel.open``."""
         ids, needs, sampling = prepared.ids, len(prepared.ids) + prepared.max_new_tokens, prepared.sampling
         if (found := self.idle.take(ids, needs, sampling)) is not None:
             return found
@@ -258,25 +441,25 @@ class ModelTextService:
                     raise
                 if room > needs:
                     room = needs
-                elif not await self.idle.free_memory(timeout_s=self._wait_s):
-                    await self._end_of_a_text(problem)
+                elif not await self.idle.free_memory(timeout_s=WAIT_S):
+                    await self._wait_for_memory(problem)
             else:
-                return OpenedSession(session, room, sampling), 0
+                return OpenedSession(session, room, sampling)
 
-    async def _end_of_a_text(self, problem: P2PTrainError) -> None:
+    async def _wait_for_memory(self, problem: P2PTrainError) -> None:
         """Wait until a text ends, for its memory. Raises ``problem``: there is none. ``Refused``: it takes too long."""
         if not self._texts:
             raise problem
         self._ended.clear()
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(WAIT_S):
                 await self._ended.wait()
         except TimeoutError:
             text = f"the model is busy: {len(self._texts)} texts use its memory"
             raise Refused(RefusalCode.BUSY, text, remedy="try again later, or ask for fewer tokens") from problem
 
 
-def _conversation(request: TextRequest) -> Conversation:
+def _read_conversation(request: TextRequest) -> Conversation:
     turns = request.turns
     for turn in turns:
         if turn.role not in _ROLES:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from roles.serving.decoding import PLACES, DecodingStats
+from roles.serving.model import PLACES, DecodingStats
 
 MOST_DRAFTERS = 32
 """Most drafters in the figures of a text, the most often right ones: the figures must fit a message."""
@@ -100,21 +100,21 @@ class TextStats:
             **{name: figures.get(name) for name in named},
             "acceptance_at": [figures[name] for at in range(1, PLACES + 1) if (name := f"right_at_{at}") in figures],
             **{name: getattr(core, name) for name in _COUNTS},
-            "bytes_in": sum(each.bytes_in for each in drafters),
-            "bytes_out": sum(each.bytes_out for each in drafters),
-            "drafters": _maps_of(drafters),
+            "bytes_in": sum(facts.bytes_in for facts in drafters),
+            "bytes_out": sum(facts.bytes_out for facts in drafters),
+            "drafters": _by_peer(drafters),
         }
 
 
-def _maps_of(drafters: Sequence[DrafterFacts]) -> list[dict[str, Any]]:
+def _by_peer(drafters: Sequence[DrafterFacts]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for each in drafters:
-        facts = asdict(each)
-        if (before := found.get(each.peer_id)) is not None:
-            facts |= {name: facts[name] + before[name] for name in ("bytes_in", "bytes_out", "accepted")}
-        found[each.peer_id] = facts
+    for facts in drafters:
+        table = asdict(facts)
+        if (before := found.get(facts.peer_id)) is not None:
+            table |= {name: table[name] + before[name] for name in ("bytes_in", "bytes_out", "accepted")}
+        found[facts.peer_id] = table
     best = sorted(found, key=lambda peer_id: -found[peer_id]["accepted"])[:MOST_DRAFTERS]
-    return [facts for peer_id, facts in found.items() if peer_id in best]
+    return [table for peer_id, table in found.items() if peer_id in best]
 
 
 def sums_of(core: DecodingStats, spent_s: Mapping[str, float], drafters: Sequence[DrafterFacts]) -> TextSums:
@@ -126,20 +126,20 @@ def sums_of(core: DecodingStats, spent_s: Mapping[str, float], drafters: Sequenc
         "drafted": core.drafted,
         "wasted": core.wasted,
         "pass_s": core.verify_s + core.wait_s,
-        "bytes": sum(each.bytes_in + each.bytes_out for each in drafters),
+        "bytes": sum(facts.bytes_in + facts.bytes_out for facts in drafters),
         **{f"{name}_s": seconds for name, seconds in spent_s.items()},
         **{f"tried {place}": tried for place, tried in enumerate(core.tried_at, 1)},
         **{f"right {place}": right for place, right in enumerate(core.accepted_at, 1)},
     }
-    for each in drafters:
-        sums[BY + each.peer_id] = sums.get(BY + each.peer_id, 0.0) + each.accepted
+    for facts in drafters:
+        sums[BY + facts.peer_id] = sums.get(BY + facts.peer_id, 0.0) + facts.accepted
     return sums
 
 
 def add_sums(sums: Iterable[TextSums]) -> dict[str, float]:
     total: dict[str, float] = {}
-    for each in sums:
-        for name, value in each.items():
+    for parts in sums:
+        for name, value in parts.items():
             total[name] = total.get(name, 0.0) + value
     return total
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
@@ -24,10 +24,13 @@ from wire.client import PendingCalls
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Refuse, Response
+from wire.text_messages import DrafterAddress
 
 LOADING_QUIET_S = 240.0
 """Longest time without progress while a part is loaded. Another client's load may come first, a disk may be slow, and
 the load ends with a self-test of the architecture."""
+OnBytes = Callable[[int, int], None]
+"""Callback (done, total) with the progress of a load."""
 Notify = Callable[[str, str, str], None]
 """Callback (level, kind, text) with news for people: what was lost, replaced or mended. Level: ``info`` or
 ``warning``."""
@@ -57,7 +60,13 @@ class ClientContext:
     role: str = "operator"
 
     async def dial(
-        self, at: PeerAt, purpose: str, *, role: str = "worker", job: str = "", timeout_s: float = DIAL_S
+        self,
+        at: WorkerAt | DrafterAddress,
+        purpose: str,
+        *,
+        role: str = "worker",
+        job: str = "",
+        timeout_s: float = DIAL_S,
     ) -> Connection:
         """Connect to another peer. A loopback address means the seed's machine. Raises as ``wire.handshake.dial``."""
         hello = local_hello(peer_id=self.peer_id, name=self.name, roles=[self.role], purpose=purpose, job=job)
@@ -66,17 +75,6 @@ class ClientContext:
             self.world.network, host, at.port, hello, timeout_s=timeout_s, expect_peer=at.peer_id, expect_role=role
         )
         return connection
-
-
-class PeerAt(Protocol):
-    """Where a peer is: ``WorkerAt``, or ``DrafterAddress``."""
-
-    @property
-    def peer_id(self) -> str: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +92,6 @@ class WorkerAt:
         return {"peer": self.peer_id, "host": host_dialled_from(other.host, self.host), "port": self.port}
 
 
-@dataclass(slots=True)
-class _PartLoad:
-    """A ``part.load`` under way. ``due``: time by which it must make progress."""
-
-    on_bytes: Callable[[int, int], None]
-    due: float
-
-
 class WorkerPeer:
     """See the module's docstring.
 
@@ -109,8 +99,7 @@ class WorkerPeer:
         latency_s: shortest one-way latency so far; 0 before ``measure``.
         problem: why the connection ended; None while it lives.
         on_lost: called once, with the reason, when the connection ends other than by ``close``.
-        listeners: session id → callback for messages of its stages there.
-        turn: lock for loading a part: one load at a time.
+        listeners: by session id, for messages of its stages. turn: one part is loaded at a time.
     """
 
     def __init__(self, context: ClientContext, worker: WorkerAt, connection: Connection) -> None:
@@ -124,7 +113,8 @@ class WorkerPeer:
         self._calls = PendingCalls()
         # A worker refuses more concurrent requests, and after a loss all sessions ask at once.
         self._asking = asyncio.Semaphore(16)
-        self._load: _PartLoad | None = None  # under way
+        self._on_bytes: OnBytes | None = None  # of the load under way
+        self._load_due = 0.0  # time by which it must make progress
         self.turn = asyncio.Lock()
         self._closed = False
         self._tasks = Background()
@@ -143,12 +133,10 @@ class WorkerPeer:
     def lost(self) -> bool:
         return self.problem is not None
 
-    @property
-    def silence_s(self) -> float:
-        return max(self._context.silence_s, 16 * self.latency_s)
-
     def watch_closely(self) -> None:
-        self._line.silence_s = min(self._line.silence_s, self.silence_s)
+        """From now on a short silence counts as death."""
+        silence_s = max(self._context.silence_s, 16 * self.latency_s)
+        self._line.silence_s = min(self._line.silence_s, silence_s)
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request and wait for its answer. Raises ``Refused``, ``DeadlineExceeded``, ``ConnectionLost``, each
@@ -169,7 +157,7 @@ class WorkerPeer:
             self.latency_s = min(self.latency_s or took_s, took_s)
         return self.latency_s
 
-    async def load(self, params: dict[str, Any], on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
+    async def load(self, params: dict[str, Any], on_bytes: OnBytes) -> dict[str, Any]:
         """Send ``part.load``. The caller holds ``turn``. ``on_bytes`` is called with (done, total).
 
         Raises:
@@ -177,17 +165,17 @@ class WorkerPeer:
         """
         assert self.turn.locked()
         now = self._context.world.clock.now
-        load = self._load = _PartLoad(on_bytes, now() + LOADING_QUIET_S)
+        self._on_bytes, self._load_due = on_bytes, now() + LOADING_QUIET_S
         asked = asyncio.create_task(self.ask("part.load", params, timeout_s=24 * 3600.0), name="part.load")
         try:
             while not asked.done():
-                await asyncio.wait([asked], timeout=max(0.0, load.due - now()))
-                if not asked.done() and now() >= load.due:
+                await asyncio.wait([asked], timeout=max(0.0, self._load_due - now()))
+                if not asked.done() and now() >= self._load_due:
                     text = f"{self.name} loads a part and made no progress for {LOADING_QUIET_S:.0f} s"
                     raise DeadlineExceeded(text, remedy="check its disk and its connection to the model's sender")
             return asked.result()
         finally:
-            self._load = None
+            self._on_bytes = None
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
 
@@ -210,8 +198,6 @@ class WorkerPeer:
         await self._tasks.settle(timeout_s=0.2, but=self._receiving)  # wait for the last requests
         await self._line.connection.close(timeout_s=0.5)
         await self._tasks.stop()
-
-    # ------------------------------------------------------------------------------------------------------ internals
 
     def _check(self) -> None:
         if self.problem is not None:
@@ -244,9 +230,9 @@ class WorkerPeer:
                 if listener is not None:  # otherwise the session was closed just now
                     listener(self, message)
             case PartLoading(done_bytes, total_bytes):
-                if self._load is not None:
-                    self._load.due = self._context.world.clock.now() + LOADING_QUIET_S
-                    self._load.on_bytes(done_bytes, total_bytes)
+                if self._on_bytes is not None:
+                    self._load_due = self._context.world.clock.now() + LOADING_QUIET_S
+                    self._on_bytes(done_bytes, total_bytes)
             case Refuse():
                 raise Refused(message.code, f"{self.name}: {message.message}", remedy=message.remedy)
             case _:

@@ -29,14 +29,8 @@ from wire.schema import Bound, Count, Id, Record
 SeedRequest = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 """A request to the seed, such as ``SeedClient.request``."""
 
-OFFER_S = 120.0
-"""Timeout of ``part.offer`` and ``model.measure``. Before its first offer a worker measures its memory speed, and it
-may be busy with others."""
-MODEL_OPEN_S = 600.0
-"""Timeout of ``model.open``. A worker hashes a model before it first sends it: seconds per gigabyte."""
-
-
-# ----------------------------------------------------------------------------------------------------------- the model
+OFFER_S = 120.0  # before its first offer a worker measures its memory speed, and it may be busy with others
+MODEL_OPEN_S = 600.0  # a worker hashes a model before it first sends it: seconds per gigabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +61,7 @@ class ModelReference:
 async def model_of_directory(context: ClientContext, directory: Path) -> ModelReference:
     """Open the model in a directory of this machine. This client sends its tensors to the stages that lack them.
 
-    Tensors are hashed once. Digests are cached in ``context.state`` by size and time of the files.
-
-    Raises:
-        ConfigError: the directory has no model in safetensors. StorageError: it cannot be read.
+    Digests of tensors are cached in ``context.state``. Raises ``ConfigError``, ``StorageError``.
     """
     cache = DigestCache(context.world.disk, context.state / CACHE_FILE) if context.state is not None else None
     async with _disk(context) as disk:
@@ -79,7 +70,7 @@ async def model_of_directory(context: ClientContext, directory: Path) -> ModelRe
 
 
 @asynccontextmanager
-async def giving(context: ClientContext, source: ModelDirectory, worker: WorkerAt) -> AsyncIterator[None]:
+async def sending_model(context: ClientContext, source: ModelDirectory, worker: WorkerAt) -> AsyncIterator[None]:
     """Send this client's copy of a model to ``worker`` within the block. Raises as ``wire.handshake.dial``."""
     connection = await context.dial(worker, "give", job=source.model)
     async with _disk(context) as disk:
@@ -94,7 +85,7 @@ async def giving(context: ClientContext, source: ModelDirectory, worker: WorkerA
 
 
 @asynccontextmanager
-async def _receiving(context: ClientContext, model: ModelReference) -> AsyncIterator[ModelReceiver]:
+async def _receiver(context: ClientContext, model: ModelReference) -> AsyncIterator[ModelReceiver]:
     if model.sender is None:
         raise UserError(f"no peer offers {model.name}", remedy="give its directory")
     connection = await context.dial(model.sender, "model", job=model.id)
@@ -111,9 +102,6 @@ async def _disk(context: ClientContext) -> AsyncIterator[Thread]:
         yield thread
     finally:
         thread.close()
-
-
-# ------------------------------------------------------------------------------------------------------ the workers
 
 
 async def workers_of(ask: SeedRequest) -> list[WorkerAt]:
@@ -133,9 +121,6 @@ async def workers_of(ask: SeedRequest) -> list[WorkerAt]:
             raise ProtocolError(f"the seed listed a peer at {info.address[:80]!r}: {error.message}") from error
         found.append(WorkerAt(info.id, info.name, host, port, info.device))
     return found
-
-
-# -------------------------------------------------------------------------------------------------------------- offers
 
 
 class OfferedPart(Record):
@@ -194,9 +179,6 @@ class LoadedPart(Record):
     resident_bytes: Count
 
 
-# --------------------------------------------------------------------------------------------------------------- plans
-
-
 @dataclass(frozen=True, slots=True)
 class ChainPlan:
     """A chain that can be loaded.
@@ -237,12 +219,8 @@ class WorkerPool:
 
     @classmethod
     async def connect(cls, context: ClientContext, workers: Sequence[WorkerAt], *, timeout_s: float = 5.0) -> Self:
-        """Dial all workers concurrently and get their offers. Workers that do not answer in time are left out.
-
-        Raises:
-            NetworkError: no worker answered; the message has the reason of each.
-            UserError: there is no worker.
-        """
+        """Dial all workers concurrently and get their offers. Workers that do not answer in time are left out. Raises
+        ``NetworkError`` if none answers, ``UserError`` if there is none."""
         if not workers:
             raise UserError("there is no worker to hold a part of the model", remedy="start one: p2ptrain join")
         pool = cls(context)
@@ -278,17 +256,17 @@ class WorkerPool:
         """Get the current offer of a peer. Raises ``P2PTrainError``."""
         self.offers[peer.worker.peer_id] = Offer.from_map_untrusted(await peer.ask("part.offer", {}, timeout_s=OFFER_S))
 
-    def placed(self, peer: WorkerPeer) -> CandidateWorker:
+    def candidate_of(self, peer: WorkerPeer) -> CandidateWorker:
         offer = self.offers[peer.worker.peer_id]
         return CandidateWorker(peer.worker.peer_id, peer.name, offer.memory_bytes, byte_s=1 / offer.stream_bps)
 
-    async def measured(self, config: str, dtype: str) -> ModelMeasurement:
+    async def measure_model(self, config: str, dtype: str) -> ModelMeasurement:
         """Ask a worker for the sizes of a model's parts, by the text of its ``config.json``: it has torch loaded, so
         this process need not load it. Raises ``Refused`` if the model does not split, else the last worker's error."""
         problem: P2PTrainError = NetworkError(
             "no worker is there to measure the model", remedy="start one: p2ptrain join"
         )
-        for peer in [each for each in self.peers.values() if not each.lost]:
+        for peer in [peer for peer in self.peers.values() if not peer.lost]:
             try:
                 answer = await peer.ask("model.measure", {"config": config, "dtype": dtype}, timeout_s=OFFER_S)
                 return ModelMeasurement.from_map_untrusted(answer)
@@ -315,17 +293,19 @@ class WorkerPool:
             positions: cache positions of all sessions together.
             activation_bytes: size of one position's hidden state between stages.
             stages: number of stages; None: the best number.
-            measure_s: time limit of the measurement.
 
         Raises:
             UserError, ResourceError: as ``ring.planning.serving.place_model``.
         """
         there = [peer for peer in self.peers.values() if not peer.lost]
-        seats = [self.placed(peer) for peer in there]
+        seats = [self.candidate_of(peer) for peer in there]
         await self._measure(seats, measure_s)
         wanted = ServingWorkload(sizes, positions, activation_bytes, self.context.peer_id, dict(self.links))
         made = place_model(wanted, seats, stages=stages)
-        if (loaded := self._loaded(wanted, model, dtype, seats)) is not None and stages in (None, len(loaded.stages)):
+        if (loaded := self._find_loaded_chain(wanted, model, dtype, seats)) is not None and stages in (
+            None,
+            len(loaded.stages),
+        ):
             made = loaded
         held = [self._holds(stage.peer.id, model, dtype, sizes.layers) for stage in made.stages]
         is_loaded = all((stage.start, stage.stop) in parts for stage, parts in zip(made.stages, held, strict=True))
@@ -334,13 +314,9 @@ class WorkerPool:
         return ChainPlan(dtype, wanted, made, spares, is_loaded)
 
     async def model_at(self, path: str, *, worker: str = "") -> ModelReference:
-        """Open a model on a worker. The worker sends it to others while this client is connected.
+        """Open the model in the directory ``path`` of a worker, which sends it to others while this client stays.
 
-        Args:
-            path: its directory there. worker: the worker's name or id; empty: any worker that has the model.
-
-        Raises:
-            Refused: no worker has a model there. UserError: there is no such worker.
+        ``worker``: name or id; empty: any. Raises ``Refused``: none has a model there. ``UserError``: no such worker.
         """
         asked = [peer for peer in self.peers.values() if worker in ("", peer.name, peer.worker.peer_id)]
         if not asked:
@@ -362,12 +338,8 @@ class WorkerPool:
         raise Refused("no-model", text, remedy="name a directory with config.json and *.safetensors on one of them")
 
     async def files(self, model: ModelReference, names: Sequence[str]) -> dict[str, bytes]:
-        """Read files that come with a model, such as its tokenizer's. Missing files are left out of the result.
-
-        Raises:
-            NetworkError, PeerError: the sender cannot send them, or sends wrong data. StorageError: they cannot be read
-                here.
-        """
+        """Read files that come with a model, such as its tokenizer's. Missing files are left out. Raises
+        ``NetworkError``, ``PeerError``: the sender fails. ``StorageError``: they cannot be read here."""
         found: dict[str, bytes] = {}
         if model.source is not None:
             records = {record.name: record for record in model.source.records if record.dtype == FILE}
@@ -376,7 +348,7 @@ class WorkerPool:
                     read = partial(model.source.read, name, 0, records[name].size_bytes)
                     found[name] = bytes(await disk.submit(read))
             return found
-        async with _receiving(self.context, model) as receiver:
+        async with _receiver(self.context, model) as receiver:
             table = await receiver.table(model.config)
             wanted = [table[name] for name in names if name in table and table[name].dtype == FILE]
             async for record, data in receiver.tensors(wanted):
@@ -402,10 +374,10 @@ class WorkerPool:
         if not wanted:
             return
         # 0.5 s remain for the answers.
-        params = {"peers": [each.address_for(me.worker) for each in wanted], "deadline_s": measure_s - 0.5}
+        params = {"peers": [worker.address_for(me.worker) for worker in wanted], "deadline_s": measure_s - 0.5}
         try:
             answer = await me.ask("links.measure", params, timeout_s=measure_s)
-            found = measured_untrusted(answer, {each.peer_id for each in wanted})
+            found = measured_untrusted(answer, {worker.peer_id for worker in wanted})
         except P2PTrainError as problem:  # an unknown link counts as the median
             self.context.notify("info", "links", f"{me.name} did not measure its links: {problem.message}")
             return
@@ -420,7 +392,7 @@ class WorkerPool:
             if (part.model, part.dtype, part.layers) == (model.id, dtype, layers) and part.start < part.stop <= layers
         ]
 
-    def _loaded(
+    def _find_loaded_chain(
         self, wanted: ServingWorkload, model: ModelReference, dtype: str, seats: Sequence[CandidateWorker]
     ) -> Placement | None:
         layers = wanted.sizes.layers

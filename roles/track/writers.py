@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from configs.schema import Track
 from p2ptrain.core.errors import P2PTrainError, Refused
-from p2ptrain.core.extras import install_command
+from p2ptrain.core.texts import install_command
 
 KEYS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 """Variables of the environment whose values are secret."""

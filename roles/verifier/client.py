@@ -16,7 +16,7 @@ from p2ptrain.core.world import Network
 from roles.background import Background
 from roles.line import QUIET_S, Line
 from roles.serving.texts import TextPiece, TextRequest, Writing
-from roles.verifier.protocol import error_untrusted, question
+from roles.verifier.server import encode_question, error_untrusted
 from wire import text_messages as wire
 from wire.address import advertised_host
 from wire.connection import Connection
@@ -85,15 +85,11 @@ class VerifierClient:
         return self._problem is not None
 
     async def write(self, request: TextRequest) -> RemoteText:
-        """Ask, and wait until the verifier begins to write; others may come first.
-
-        Raises:
-            UserError: the question is too large, or the verifier rejects it.
-            Refused, ResourceError, ...: the verifier's answer. NetworkError: the verifier is lost.
-        """
+        """Ask, and wait until the verifier begins to write; others may come first. Raises ``UserError``: the question
+        is too large. ``NetworkError``: the verifier is lost. ``P2PTrainError``: its answer."""
         if self._problem is not None:
             raise self._lost(None)
-        ask, data = question(request)
+        ask, data = encode_question(request)
         stream = self._next
         self._next += 1
         text = self._texts[stream] = RemoteText(self, stream)
@@ -225,7 +221,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return value

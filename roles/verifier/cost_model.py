@@ -152,6 +152,7 @@ class CostModel:
         self.sessions = 0
         self.passes = PassTimeModel()
         self._alone = MovingAverage(step_s)  # a step while all drafters rest
+        self._without_drafts = MovingAverage()  # steps without drafts while drafters work, since the last rest
         self._budget = FIRST_BUDGET  # steps
         self._tokens = self._seconds = 0.0  # while drafters work, with decay
         self._tried = 0  # tokens since drafters began or were last found useful
@@ -161,7 +162,10 @@ class CostModel:
 
     @property
     def step_s(self) -> float:
-        """Time of a step of the verifier alone; 0: not measured."""
+        """Time of a step of the verifier alone; 0: not measured. It is never above the time of a step beside
+        drafters: the machine may have been busy when it was measured."""
+        if self._without_drafts.count >= BASELINE_STEPS:
+            return min(self._alone.seconds, self._without_drafts.seconds)
         return self._alone.seconds
 
     @property
@@ -178,6 +182,8 @@ class CostModel:
             if self._left <= 0 and self.step_s:
                 self._begin()
             return
+        if not drafts:
+            self._without_drafts.add(seconds)
         step_s = self.step_s
         self._budget = min(self._budget + tokens - seconds / step_s, MOST_BUDGET)
         self._refill(tokens)
@@ -198,6 +204,7 @@ class CostModel:
 
     def _begin(self) -> None:
         self.resting = False
+        self._without_drafts = MovingAverage()
         self._tokens = self._seconds = 0.0
         self._tried = 0
         if not self.passes.known:

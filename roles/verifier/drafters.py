@@ -20,10 +20,10 @@ from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, Pr
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import printable
 from roles.background import Background
-from roles.drafter.drafting import DraftVerdict, packed, refused_untrusted, tokens_untrusted
+from roles.drafter.drafting import DraftVerdict, pack_tokens, refused_untrusted, tokens_untrusted
 from roles.gauges import MovingAverage
 from roles.line import QUIET_S, Line
-from roles.serving.decoding import PassOutcome
+from roles.serving.model import PassOutcome
 from roles.serving.text_stats import DrafterFacts
 from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import DrafterModel
@@ -81,7 +81,7 @@ class DraftSession:
     def send_verdict(self, verdict: DraftVerdict) -> None:
         """Send a verdict. Never raises."""
         try:
-            tokens = packed(verdict.tokens, self.link.tokens.vocab_size)
+            tokens = pack_tokens(verdict.tokens, self.link.tokens.vocab_size)
             self.send(Verdict(verdict.right, verdict.depth, tokens), generation=verdict.number)
         except (UserError, ValueError):  # more tokens than a frame holds: the drafter joined a long text late
             asyncio.get_running_loop().call_soon(self.link.lose, self)
@@ -292,13 +292,13 @@ class Drafters:
                 return
             link = self._links.get(peer_id)
             if link is None:
-                link = self._links[peer_id] = DrafterLink(self._context, at, self.tokens, on_change=self._changed)
+                link = self._links[peer_id] = DrafterLink(self._context, at, self.tokens, on_change=self._on_change)
                 self._lives[peer_id] = self._tasks.start(link.run(), f"drafter {at.name}")
             link.at = at  # address of the next dial
         for peer_id in self._links.keys() - listed.keys():
             self._forget(self._links[peer_id])
 
-    def connected(self) -> list[DrafterLink]:
+    def connected_links(self) -> list[DrafterLink]:
         return [link for link in self._links.values() if link.is_connected]
 
     async def close(self) -> None:
@@ -310,7 +310,7 @@ class Drafters:
 
     def best(self) -> list[DrafterLink]:
         """Drafters at which a session may be opened, best first. Sessions that a drafter has already count as delay."""
-        return sorted(self.connected(), key=lambda link: link.model.token_s(USUAL_PASS_S, sessions=link.sessions))
+        return sorted(self.connected_links(), key=lambda link: link.model.token_s(USUAL_PASS_S, sessions=link.sessions))
 
     def _fits(self, at: DrafterAddress) -> bool:
         if at.tokenizer == self.tokens.tokenizer:
@@ -328,7 +328,7 @@ class Drafters:
             self._links.pop(link.at.peer_id, None)
             self._lives.pop(link.at.peer_id).cancel()
 
-    def _changed(self, link: DrafterLink) -> None:
+    def _on_change(self, link: DrafterLink) -> None:
         if link.is_connected:
             for text in list(self.texts):
                 text.open_session()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from p2ptrain import __version__
 from p2ptrain.core.errors import P2PTrainError, UserError
-from p2ptrain.core.world import Clock, World
+from p2ptrain.core.world import World
 from roles.background import Background
 from roles.http.access import Keys, read_key, refuse_pages
 from roles.http.answers import (
@@ -38,7 +37,7 @@ from roles.http.answers import (
     while_wanted,
 )
 from roles.http.server import STOP_S, serving
-from roles.serving.texts import TextService, Writing
+from roles.serving.texts import TextRequest, TextService, Writing
 from roles.verifier.http_requests import HttpTextRequest, problem_of, read_chat, read_completion
 from wire.address import is_loopback
 from wire.transport import TcpNetwork
@@ -68,9 +67,9 @@ async def serving_http(
     Raises:
         UserError: the address cannot be used, or needs a key.
     """
-    sock = await listening(host, port, key)
+    sock = await open_socket(host, port, key)
     address: tuple[str, int] = sock.getsockname()[:2]
-    app = HttpApp(service, key=key, local=is_loopback(address[0]), clock=world.clock, random=world.random)
+    app = HttpApp(service, world, key=key, local=is_loopback(address[0]))
     try:
         async with serving(app, sock):
             try:
@@ -81,7 +80,7 @@ async def serving_http(
         await app.settle(timeout_s=STOP_S)
 
 
-async def listening(host: str, port: int, key: str | None) -> socket.socket:
+async def open_socket(host: str, port: int, key: str | None) -> socket.socket:
     """A listening socket. Arguments and errors as of ``serving_http``."""
     # The kernel gives up a machine that no longer answers after a minute.
     sock = await TcpNetwork(user_timeout_s=60.0).bound(host, port, option="--http")
@@ -96,7 +95,7 @@ async def listening(host: str, port: int, key: str | None) -> socket.socket:
 
 async def check_place(host: str, port: int, key_file: Path | None) -> None:
     """Raise ``UserError`` if ``host:port`` cannot be served with the key in this file. None: without a key."""
-    (await listening(host, port, None if key_file is None else read_key(key_file, lambda _: None))).close()
+    (await open_socket(host, port, None if key_file is None else read_key(key_file, lambda _: None))).close()
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -115,23 +114,17 @@ def model_card(service: TextService) -> dict[str, Any]:
     return card | {"context_length": service.context}
 
 
-def usage_of(prompt: int, new: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-
-
 class HttpApp(JsonApp):
     """The application.
 
     Args:
         key: API key of clients; None: none is needed.
         local: only this machine reaches it. Without a key, browsers' requests for foreign pages are then refused.
-        random: source of seeds for requests without one.
+        world: its randomness seeds requests without a seed.
     """
 
-    def __init__(
-        self, service: TextService, *, key: str | None, local: bool, clock: Clock, random: random.Random
-    ) -> None:
-        self.service, self._clock, self._random = service, clock, random
+    def __init__(self, service: TextService, world: World, *, key: str | None, local: bool) -> None:
+        self.service, self.world = service, world
         self._keys = None if key is None else Keys({key: "write"})
         self._pages_refused = local and key is None
         self._closing = Background()
@@ -144,14 +137,9 @@ class HttpApp(JsonApp):
         ]
         super().__init__(routes)
 
-    def draw_number(self, bits: int) -> int:
-        return self._random.getrandbits(bits)
-
     async def settle(self, *, timeout_s: float) -> None:
         await self._closing.settle(timeout_s=timeout_s)
         await self._closing.stop()
-
-    # access
 
     def let_in(self, asked: HTTPConnection) -> None:
         if self._pages_refused:
@@ -161,8 +149,6 @@ class HttpApp(JsonApp):
 
     def problem_of(self, error: P2PTrainError) -> Problem:
         return problem_of(error)
-
-    # routes
 
     async def _health(self, request: HttpRequest) -> Response:
         return json_response({"status": "ok"})
@@ -178,31 +164,31 @@ class HttpApp(JsonApp):
         chat = request.url.path == _CHAT
         read = read_chat if chat else read_completion
         body = await read_body(request, MOST_BODY_BYTES)
-        asked = await asyncio.to_thread(read, body, lambda: self.draw_number(63))
+        asked = await asyncio.to_thread(read, body, lambda: self.world.random.getrandbits(63))
         self._check_model(asked.model)
-        return _Reply(self, asked, chat=chat, created=int(self._clock.wall()))
+        return _Reply(self, asked, chat=chat)
 
     def _check_model(self, name: str) -> None:
         if name != self.service.model:
             here = f"this endpoint has only the model {self.service.model}"
             raise Problem(404, here, code="model_not_found", param="model")
 
-    # writing
-
     async def close(self, writing: Writing) -> None:
         await asyncio.wait({self._closing.start(writing.close(), "close a writing")})
 
 
 class _Reply:
-    """The answer to one request, an ASGI application. Its client may leave at any point. ``created``: Unix seconds."""
+    """The answer to one request, an ASGI application. Its client may leave at any point."""
 
-    def __init__(self, app: HttpApp, asked: HttpTextRequest, *, chat: bool, created: int) -> None:
-        self._app, self._asked, self._chat, self._created = app, asked, chat, created
-        self._ident = f"{'chatcmpl' if chat else 'cmpl'}-{app.draw_number(96):024x}"
+    def __init__(self, app: HttpApp, asked: HttpTextRequest, *, chat: bool) -> None:
+        self._app, self._asked, self._chat = app, asked, chat
+        self._created = int(app.world.clock.wall())
+        self._ident = f"{'chatcmpl' if chat else 'cmpl'}-{app.world.random.getrandbits(96):024x}"
         self._began = False
+        self._prompt_tokens = self._new_tokens = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._streamed(send) if self._asked.stream else self._whole(scope, receive, send)
+        work = self._send_stream(send) if self._asked.stream else self._send_whole(scope, receive, send)
         try:
             await while_wanted(receive, work, self._app.stopping)
         except Exception as error:
@@ -213,58 +199,56 @@ class _Reply:
             # No [DONE]: the text is incomplete.
             await _send(send, event(self._app.problem(error).as_json()), more=False)
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        texts: list[tuple[str, str]] = []
-        prompt, new, headers = 0, 0, dict[str, str]()
-        for text in self._asked.texts:
-            writing = await self._app.service.write(text)
-            try:
-                headers |= _left_out(writing)
-                prompt += writing.prompt_tokens
-                pieces: list[str] = []
-                async for piece in writing:
-                    pieces.append(piece.text)
-                    new += len(piece.tokens)
-                texts.append(("".join(pieces), _reason(writing)))
-            finally:
-                await self._app.close(writing)
-        self._began = True
-        await json_response(self._whole_body(texts, usage_of(prompt, new)), headers=headers)(scope, receive, send)
+    @asynccontextmanager
+    async def _writing(self, text: TextRequest) -> AsyncIterator[Writing]:
+        writing = await self._app.service.write(text)
+        self._prompt_tokens += writing.prompt_tokens
+        try:
+            yield writing
+        finally:
+            await self._app.close(writing)
 
-    async def _streamed(self, send: Send) -> None:
-        prompt = new = 0
-        for index, text in enumerate(self._asked.texts):
-            writing = await self._app.service.write(text)
-            try:
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        choices: list[dict[str, Any]] = []
+        headers: dict[str, str] = {}
+        for index, request in enumerate(self._asked.texts):
+            async with self._writing(request) as writing:
+                headers |= _left_out(writing)
+                text = ""
+                async for piece in writing:
+                    text += piece.text
+                    self._new_tokens += len(piece.tokens)
+                reason = _reason(writing)
+            written = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            choices.append({"index": index, **written, "logprobs": None, "finish_reason": reason})
+        self._began = True
+        body = self._frame("chat.completion") | {"choices": choices, "usage": self._usage()}
+        await json_response(body, headers=headers)(scope, receive, send)
+
+    async def _send_stream(self, send: Send) -> None:
+        for index, request in enumerate(self._asked.texts):
+            async with self._writing(request) as writing:
                 if not self._began:  # only now is it certain that the text begins
                     self._began = True
                     headers = HEADERS | _EVENTS | _left_out(writing)
                     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
                     await send({"type": "http.response.start", "status": 200, "headers": encoded})
-                prompt += writing.prompt_tokens
                 if self._chat:
                     await _send(send, self._event(index, {"role": "assistant", "content": ""}))
                 async for piece in writing:
-                    new += len(piece.tokens)
+                    self._new_tokens += len(piece.tokens)
                     if piece.text:
                         await _send(send, self._event(index, {"content": piece.text} if self._chat else piece.text))
                 reason = _reason(writing)
-            finally:
-                await self._app.close(writing)
             await _send(send, self._event(index, {} if self._chat else "", reason))
         if self._asked.include_usage:
-            usage = {"choices": [], "usage": usage_of(prompt, new)}
+            usage = {"choices": [], "usage": self._usage()}
             await _send(send, event(self._frame("chat.completion.chunk") | usage))
         await _send(send, DONE, more=False)
 
-    # formats
-
-    def _whole_body(self, texts: list[tuple[str, str]], usage: dict[str, int]) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
-        for index, (text, reason) in enumerate(texts):
-            written = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-            choices.append({"index": index, **written, "logprobs": None, "finish_reason": reason})
-        return self._frame("chat.completion") | {"choices": choices, "usage": usage}
+    def _usage(self) -> dict[str, int]:
+        prompt, new = self._prompt_tokens, self._new_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def _event(self, index: int, content: str | dict[str, str], reason: str | None = None) -> bytes:
         choice = {"index": index, "delta" if self._chat else "text": content, "logprobs": None, "finish_reason": reason}

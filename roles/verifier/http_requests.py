@@ -110,7 +110,7 @@ def read_chat(body: bytes, draw_seed: Callable[[], int]) -> HttpTextRequest:
     for index, message in enumerate(fields.messages):
         for name, value in (message.model_extra or {}).items():
             if name != "name" and value not in (None, []):  # earlier answers may have empty fields
-                raise _refused(f"messages.{index}.{shortened(name, 64)}", _TEXT_ONLY)
+                raise _unsupported(f"messages.{index}.{shortened(name, 64)}", _TEXT_ONLY)
     if fields.messages[-1].role != "user":
         raise wrong("messages", "the last message must be a user's, for the model to answer")
     return _request(fields, ({"turns": tuple(message.turn() for message in fields.messages)},), draw_seed)
@@ -185,12 +185,12 @@ def _check_other(name: str, value: object) -> None:
     if value is None:
         return
     harmless, why = NOT_OBEYED[name]
-    if not any(type(value) is type(one) and value == one for one in harmless):
-        raise _refused(name, why)
+    if not any(type(value) is type(known) and value == known for known in harmless):
+        raise _unsupported(name, why)
 
 
 def _request(fields: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callable[[], int]) -> HttpTextRequest:
-    named = {most for most in (fields.max_tokens, fields.max_completion_tokens) if most is not None}
+    named = {limit for limit in (fields.max_tokens, fields.max_completion_tokens) if limit is not None}
     if len(named) > 1:
         raise wrong("max_tokens", "max_completion_tokens is its new name, and has another value")
     if fields.stream_options is not None and not fields.stream:
@@ -215,5 +215,5 @@ def _request(fields: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callab
     return HttpTextRequest(fields.model, texts, stream=bool(fields.stream), include_usage=usage)
 
 
-def _refused(param: str, why: str) -> Problem:
+def _unsupported(param: str, why: str) -> Problem:
     return Problem(400, f"{param} is not supported here: {why}", code="unsupported_parameter", param=param)

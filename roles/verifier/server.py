@@ -1,23 +1,39 @@
 """Answers clients that want text (purpose ``generate``), several questions of each at a time.
 
-When a client leaves, its texts end. A slow client is sent no faster than it reads; its texts wait.
+When a client leaves, its texts end. A slow client is sent no faster than it reads; its texts wait. The functions at
+the end encode and decode questions and refusals (``wire.text_messages``), for ``client``, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import suppress
+from itertools import accumulate
 
+from p2ptrain.compute.text import Turn
 from p2ptrain.core.activations import encode_ids
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import (
+    ConfigError,
+    ConnectionLost,
+    DeadlineExceeded,
+    JobFailed,
+    NetworkError,
+    P2PTrainError,
+    ProtocolError,
+    Refused,
+    ResourceError,
+    StorageError,
+    UserError,
+)
+from p2ptrain.core.serving import SamplingOptions
+from p2ptrain.core.texts import printable, shortened
 from roles.background import Background
 from roles.line import QUIET_S, Line
-from roles.serving.texts import TextPiece, TextRequest, TextService, Writing, report_defect
-from roles.verifier.protocol import refused, request_untrusted
+from roles.serving.texts import TextRequest, TextService, Writing, report_defect
 from wire import text_messages as wire
 from wire.connection import Connection
 from wire.messages import Hello, Message, RefusalCode
+from wire.text_messages import MOST_BYTES, MOST_STOPS, MOST_TURNS, STOP_CHARS
 
 MOST_ASKED = 16
 """Most questions of one client under way."""
@@ -38,17 +54,12 @@ async def serve_texts(service: TextService, connection: Connection, hello: Hello
         await caller.tasks.stop()
 
 
-class _CallerGone(Exception):
-    """The client's connection is lost; ``listen`` notices it, too. (A model may lose connections of its own.)"""
-
-
 class _Caller:
     def __init__(self, service: TextService, connection: Connection) -> None:
         self.tasks = Background()
         self._service, self._connection = service, connection
         self._line = Line(connection, QUIET_S)
         self._asked: dict[int, asyncio.Task[None]] = {}
-        self._stopped: set[int] = set()
 
     async def listen(self) -> None:
         with suppress(ConnectionLost):
@@ -67,69 +78,115 @@ class _Caller:
                 if len(self._asked) >= MOST_ASKED:
                     text = f"this connection already has {MOST_ASKED} questions"
                     error = Refused(RefusalCode.BUSY, text, remedy="wait for an answer")
-                    self._connection.send(refused(error), stream=stream)  # ``listen`` handles a lost connection
+                    self._connection.send(encode_refusal(error), stream=stream)  # ``listen`` handles a lost connection
                     return
                 self._asked[stream] = self.tasks.start(self._answer(stream, request), f"question {stream}")
-                self._asked[stream].add_done_callback(lambda _: self._forget(stream))
+                self._asked[stream].add_done_callback(lambda _: self._asked.pop(stream))
             case wire.StreamClose():
-                # The client may not know yet that the text has ended.
-                if (task := self._asked.get(stream)) is not None and stream not in self._stopped:
-                    self._stopped.add(stream)
+                if (task := self._asked.get(stream)) is not None:  # else the text has just ended
                     task.cancel()
             case _:
                 raise ProtocolError(f"a client sent an unexpected {type(message).__name__}")
-
-    def _forget(self, stream: int) -> None:
-        if self._asked.pop(stream).cancelled() and stream in self._stopped:  # cancelled before it began
-            with suppress(_CallerGone):
-                self._send(wire.TextWritten("cancelled", {}), stream)
-        self._stopped.discard(stream)
 
     async def _answer(self, stream: int, request: TextRequest) -> None:
         last: Message
         writing: Writing | None = None
         try:
-            try:
-                writing = await self._service.write(request)
-                await self._send_all(stream, writing)
-                last = wire.TextWritten(writing.ended, writing.stats())
-            except asyncio.CancelledError:
-                if stream not in self._stopped or writing is None:
-                    raise
-                await writing.close()
-                last = wire.TextWritten("cancelled", writing.stats())
-            except P2PTrainError as error:
-                last = refused(error)
-            except _CallerGone:
-                return
-            except Exception as mistake:  # a defect of this program: the client must not wait  # noqa: BLE001
-                last = refused(report_defect(mistake))
-            with suppress(_CallerGone):
-                self._send(last, stream)
+            writing = await self._service.write(request)
+            await self._send_all(stream, writing)
+            last = wire.TextWritten(writing.ended, writing.stats())
+        except P2PTrainError as error:
+            last = encode_refusal(error)
+        except Exception as mistake:  # a defect of this program: the client must not wait  # noqa: BLE001
+            last = encode_refusal(report_defect(mistake))
         finally:
             if writing is not None:
                 await writing.close()
+        with suppress(ConnectionLost):
+            self._connection.send(last, stream=stream)
 
     async def _send_all(self, stream: int, writing: Writing) -> None:
-        self._send(wire.QuestionAccepted(writing.prompt_tokens, writing.left_out), stream)
+        self._connection.send(wire.QuestionAccepted(writing.prompt_tokens, writing.left_out), stream=stream)
         async for piece in writing:
-            for part in _frames(piece):
-                self._send(part, stream)
+            self._connection.send(wire.PieceWritten(piece.text[:SENT_CHARS], encode_ids(piece.tokens)), stream=stream)
+            for start in range(SENT_CHARS, len(piece.text), SENT_CHARS):
+                self._connection.send(wire.PieceWritten(piece.text[start : start + SENT_CHARS], b""), stream=stream)
             if self._connection.unsent_bytes > UNSENT_BYTES:
                 try:
                     await self._connection.flush(timeout_s=READ_S)
-                except (ConnectionLost, DeadlineExceeded) as problem:
+                except DeadlineExceeded as problem:
                     self._connection.abort(problem)
-                    raise _CallerGone from problem
-
-    def _send(self, message: Message, stream: int) -> None:
-        try:
-            self._connection.send(message, stream=stream)
-        except ConnectionLost as problem:
-            raise _CallerGone from problem
+                    raise
 
 
-def _frames(piece: TextPiece) -> Iterator[wire.PieceWritten]:
-    yield wire.PieceWritten(piece.text[:SENT_CHARS], encode_ids(piece.tokens))
-    for start in range(SENT_CHARS, len(piece.text), SENT_CHARS):
-        yield wire.PieceWritten(piece.text[start : start + SENT_CHARS], b"")
+_CODES: dict[str, type[P2PTrainError]] = {
+    "bad-request": UserError,
+    "wrong-settings": ConfigError,
+    "no-memory": ResourceError,
+    "damaged": StorageError,
+    "lost-a-stage": NetworkError,
+    "failed": JobFailed,
+    "protocol-error": ProtocolError,
+}
+"""Code → class. If an error has several of these classes, the last one counts, so subclasses come last."""
+
+
+def encode_question(request: TextRequest) -> tuple[wire.TextQuestion, bytes]:
+    """Encode a request. Raises ``UserError``: it exceeds the limits."""
+    texts = [turn.text.encode() for turn in request.turns] or [request.prompt.encode()]
+    if (size_bytes := sum(map(len, texts))) > MOST_BYTES or len(texts) > MOST_TURNS:
+        raise UserError(
+            f"the question has {size_bytes} bytes in {len(texts)} parts",
+            remedy=f"shorten it: at most {MOST_BYTES >> 20} MiB in {MOST_TURNS} parts",
+        )
+    if len(request.stop) > MOST_STOPS or any(len(text) > STOP_CHARS for text in request.stop):
+        raise UserError(f"more than {MOST_STOPS} stop strings, or over {STOP_CHARS} characters", remedy="give fewer")
+    wanted = request.sampling
+    ask = wire.TextQuestion(
+        sizes=[len(text) for text in texts],
+        roles=[turn.role for turn in request.turns],
+        max_new_tokens=request.max_new_tokens or 0,
+        temperature=wanted.temperature,
+        top_k=wanted.top_k,
+        top_p=wanted.top_p,
+        seed=wanted.seed,
+        stop=list(request.stop),
+        speculate=request.speculate,
+    )
+    return ask, b"".join(texts)
+
+
+def request_untrusted(ask: wire.TextQuestion, data: bytes | bytearray) -> TextRequest:
+    """Decode a question. ``data`` has ``ask.size_bytes`` bytes. Raises ``ProtocolError``: no client sends it."""
+    try:
+        sampling = SamplingOptions(ask.temperature, ask.top_k, ask.top_p, ask.seed)
+        stops = list(accumulate(ask.sizes))
+        texts = [data[stop - size_bytes : stop].decode() for size_bytes, stop in zip(ask.sizes, stops, strict=True)]
+    except (UserError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"invalid question: {shortened(str(error), 200)}") from error
+    turns = tuple(Turn(role[:40], text) for role, text in zip(ask.roles, texts, strict=False))
+    return TextRequest(
+        prompt="" if turns else texts[0],
+        turns=turns,
+        max_new_tokens=ask.max_new_tokens or None,
+        sampling=sampling,
+        stop=tuple(ask.stop),
+        speculate=ask.speculate,
+    )
+
+
+def encode_refusal(error: P2PTrainError) -> wire.StreamRefused:
+    code = error.code if isinstance(error, Refused) else "failed"
+    for name, kind in _CODES.items():
+        if isinstance(error, kind):
+            code = name
+    return wire.StreamRefused(shortened(code, 64), shortened(error.message), shortened(error.remedy))
+
+
+def error_untrusted(message: wire.StreamRefused, who: str, more: str = "") -> P2PTrainError:
+    """A verifier's refusal as an error for people. ``more``: text to add. Never raises."""
+    text, remedy = f"{who}: {printable(message.reason)}{more}", printable(message.remedy)
+    kind = _CODES.get(message.code)
+    if kind is None or kind is ProtocolError:
+        return Refused(printable(message.code, 64), text, remedy=remedy)
+    return kind(text, remedy=remedy)

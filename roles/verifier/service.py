@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 
 from p2ptrain.compute.text import ChatFormat, ModelText
@@ -15,38 +14,17 @@ from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.gauges import Rate
-from roles.serving.decoding import DecodingStats
-from roles.serving.model import PassRequest, ServedModel
-from roles.serving.text_service import ModelTextService, OpenedSession
-from roles.serving.text_session import TextSession
+from roles.serving.model import DecodingStats, PassRequest, ServedModel
+from roles.serving.text_service import WAIT_S, ModelTextService, OpenedSession, TextSession
 from roles.serving.text_stats import RecentSums, add_sums, figures_of, shares_of
 from roles.serving.texts import TextRequest
-from roles.verifier.cost_model import MOST_DRAFTS, CostModel
+from roles.verifier.cost_model import CostModel
 from roles.verifier.drafters import DrafterLink, Drafters, TextDrafts
 from roles.verifier.speculation import Speculation
 from wire.messages import RefusalCode
 
 WARM_UP = (8, 9)
 """Before the first request: positions of a prompt, and steps whose median is measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceOptions:
-    """Settings that a person chooses.
-
-    Attributes:
-        sessions: texts written at a time. waiting: most requests that wait, each for ``wait_s`` at most.
-        positions, idle, idle_s: as of ``ModelTextService``.
-        most_drafts: most drafts in a pass; the cost model may use fewer.
-    """
-
-    sessions: int = 4
-    waiting: int = 32
-    wait_s: float = 60.0
-    positions: int = 0
-    idle: int = 2
-    idle_s: float = 180.0
-    most_drafts: int = MOST_DRAFTS
 
 
 class VerifierFigures:
@@ -96,8 +74,9 @@ class VerifierService(ModelTextService):
     """A ``ModelTextService`` with drafters and a queue of requests.
 
     Args:
-        model, text, form, name, created: as of ``ModelTextService``.
+        model, text, form, name, created, positions, idle: as of ``ModelTextService``.
         drafters: None: there are none.
+        sessions: texts written at a time. waiting: most requests that wait, each for ``WAIT_S`` at most.
         on_change: called when a text begins or ends.
 
     Attributes:
@@ -114,25 +93,17 @@ class VerifierService(ModelTextService):
         name: str,
         created: int,
         drafters: Drafters | None = None,
-        options: ServiceOptions | None = None,
+        sessions: int = 4,
+        waiting: int = 32,
+        positions: int = 0,
+        idle: int = 2,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        options = options or ServiceOptions()
-        super().__init__(
-            world,
-            model,
-            text,
-            form=form,
-            name=name,
-            created=created,
-            positions=options.positions,
-            idle=options.idle,
-            idle_s=options.idle_s,
-            wait_s=options.wait_s,
-        )
+        super().__init__(world, model, text, form=form, name=name, created=created, positions=positions, idle=idle)
         self.cost_model = CostModel()
-        self._options, self._drafters, self._on_change = options, drafters, on_change
-        self._places, self._waiting = asyncio.Semaphore(options.sessions), 0
+        self._drafters, self._on_change = drafters, on_change
+        self._most_texts, self._most_waiting = sessions, waiting
+        self._places, self._waiting = asyncio.Semaphore(sessions), 0
         self._figures = VerifierFigures()
         self._is_closed = False
 
@@ -185,8 +156,8 @@ class VerifierService(ModelTextService):
     def drafters(self) -> list[tuple[DrafterLink, float | None]]:
         """Connected drafters, each with its share of the recent right drafts; None: there were none."""
         shares = self._figures.shares()
-        connected = self._drafters.connected() if self._drafters is not None else []
-        return [(link, shares.get(link.at.peer_id, 0.0) if shares else None) for link in connected]
+        links = self._drafters.connected_links() if self._drafters is not None else []
+        return [(link, shares.get(link.at.peer_id, 0.0) if shares else None) for link in links]
 
     async def close(self, reason: P2PTrainError | None = None) -> None:
         """End all texts, with ``reason`` for their readers. The model stays open. Never raises."""
@@ -195,17 +166,16 @@ class VerifierService(ModelTextService):
 
     async def _enter(self) -> None:
         """Wait for a place, in the order of requests. Raises ``Refused``: too busy."""
-        options = self._options
-        busy = f"{options.sessions} texts are being written, and {self._waiting} wait"
+        busy = f"{self._most_texts} texts are being written, and {self._waiting} wait"
         remedy = "try again in a few seconds, or start another verifier"
-        if self._places.locked() and self._waiting >= options.waiting:
+        if self._places.locked() and self._waiting >= self._most_waiting:
             raise Refused(RefusalCode.BUSY, f"the verifier is busy: {busy}", remedy=remedy)
         self._waiting += 1
         try:
-            async with asyncio.timeout(options.wait_s):
+            async with asyncio.timeout(WAIT_S):
                 await self._places.acquire()
         except TimeoutError:
-            text = f"the verifier is busy: no place became free within {options.wait_s:.0f} s"
+            text = f"the verifier is busy: no place became free within {WAIT_S:.0f} s"
             raise Refused(RefusalCode.BUSY, text, remedy=remedy) from None
         finally:
             self._waiting -= 1
@@ -215,7 +185,6 @@ class VerifierService(ModelTextService):
             session.decoding,
             self.cost_model,
             vocab_size=self._served.vocab_size,
-            most_drafts=self._options.most_drafts,
         )
         return TextDrafts(drafters, core, positions=opened.positions, sampling=opened.sampling, now=self._now)
 

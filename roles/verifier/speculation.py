@@ -1,20 +1,176 @@
 """The core of drafts for one text: how many the next pass takes and waits for, and what drafters are told. Pure.
 
-The model is never idle for long: a pass without drafts is a step of plain decoding (``roles.serving.decoding``). A
-*line* (``DraftLine``) is what one drafter drafted after the tokens that it knew to be the text's. Late drafts, for
-positions that the text has already, are compared with the text, and the line is kept if they agree.
+The model is never idle for long: a pass without drafts is a step of plain decoding (``roles.serving.model``).
+
+A *line* is what one drafter drafted after the tokens that it knew to be verified. Its *epoch* is the number of the
+verdict that began it, 0 for the opening. The verifier compares the line with the text as both grow; late drafts, for
+positions that the text has already, too. If they differ, the line is *dead*. A verdict tells the drafter, which cuts
+its line and begins a new one. The new line's epoch is that verdict's number, and it starts where that verdict's tokens
+end or later. Until then the drafts of the dead line are dropped.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
 from p2ptrain.core.errors import ProtocolError
-from roles.drafter.drafting import DraftVerdict
-from roles.serving.decoding import Decoding, PassOutcome
+from roles.drafter.drafting import GROUP, DraftVerdict
+from roles.serving.model import Decoding, PassOutcome
 from roles.verifier.cost_model import DEPTH, MOST_DRAFTS, CostModel, DrafterModel, choose
-from roles.verifier.draft_line import DraftLine
+
+SHORTEST_WAIT_S = 0.0005
+"""Shortest wait for a missing draft: a wait that rounds to zero would never end."""
+
+
+class DraftLine:
+    """One drafter's line in one text.
+
+    Args:
+        known: number of tokens that the drafter was opened with. depth: drafts beyond them that it may make.
+        model: averages of the drafter, which this line updates.
+
+    Attributes:
+        epoch: epoch of the line. dead: the line contradicts the text.
+        ahead: drafts of the line from the end of the text on.
+        wasted: drafts that were wrong or based on a wrong token.
+        size: tokens of the text that the drafter knows, or will know without a further message.
+        depth: in the last verdict: most drafts beyond ``size``; 0: the drafter rests.
+        sizes: ``size`` at each verdict, by its number; at 0 that of the opening.
+    """
+
+    def __init__(self, known: int, depth: int, model: DrafterModel, now: float = 0.0) -> None:
+        self.size, self.depth, self.sizes = known, depth, [known]
+        self._reach = depth  # drafts beyond ``size`` that may still arrive
+        self._free = known + depth  # the drafter may draft up to here before the last verdict arrives
+        self._sent_at = now  # time of the last verdict
+        self.model = model
+        self.epoch = 0
+        self.dead = False
+        self.ahead: deque[int] = deque()
+        self.wasted = 0
+        self._end = self._matched = known  # next draft's position; position up to which line and text agree
+        self._drafts_at = now  # time of the last drafts
+        self._cut_at: float | None = None  # time of the verdict that ended the line
+        self._cut_size = 0  # size of the text in that verdict
+
+    def receive_untrusted(
+        self, epoch: int, position: int, tokens: Sequence[int], text: Sequence[int], now: float
+    ) -> None:
+        """Add drafts, and compare them with ``text``. Raises ``ProtocolError``: no correct drafter sends them."""
+        begins = self._check(epoch, position, tokens)
+        if begins:
+            self._waste_ahead()
+            self.epoch, self.dead = epoch, False
+        follows = not begins and position == self._end
+        self._end = position + len(tokens)
+        if self.dead:
+            self.wasted += len(tokens)
+            return
+        if begins:
+            self._cut_at = None
+        elif follows:
+            self.model.draft.add((now - self._drafts_at) / len(tokens))
+        self._drafts_at = now
+        known = text[position : self._end]
+        agreed = next((at for at, token in enumerate(known) if token != tokens[at]), len(known))
+        self._matched = min(position + agreed, len(text))
+        if agreed < len(known):
+            self.dead = True
+            self.wasted += len(tokens) - agreed
+            self._waste_ahead()
+        else:
+            self.ahead.extend(tokens[agreed:])
+        self.model.add_comparison(agreed, failed=self.dead)
+
+    def _check(self, epoch: int, position: int, tokens: Sequence[int]) -> bool:
+        """Raise ``ProtocolError`` for drafts that no correct drafter sends. Returns whether they begin a new line."""
+        last, stop, limit = len(self.sizes) - 1, position + len(tokens), self.size + self._reach
+        if not 0 <= epoch <= last:
+            raise ProtocolError(f"drafts name verdict {epoch}, but the last one sent is {last}")
+        if not tokens:
+            raise ProtocolError("drafts without a token")
+        if not 0 <= position <= stop <= limit:
+            raise ProtocolError(f"drafts end at position {stop}, but the limit is {limit}")
+        if epoch < self.epoch:
+            raise ProtocolError(f"drafts for verdict {epoch} arrived after drafts for verdict {self.epoch}")
+        if epoch > self.epoch:
+            first = self.sizes[epoch]
+            if not first <= position <= self.size:
+                raise ProtocolError(f"drafts start at position {position}, expected {first} to {self.size}")
+            return True
+        if not self._end <= position <= max(self.size, self._end):
+            raise ProtocolError(f"drafts continue at position {position}, expected {self._end}, or at most {self.size}")
+        return False
+
+    def compare_growth(self, tokens: Sequence[int]) -> None:
+        """Compare the line with ``tokens``, by which the text has grown."""
+        agreed, failed = 0, False
+        for token in tokens:
+            if not self.ahead or failed:
+                break
+            failed = self.ahead[0] != token
+            if failed:
+                self.dead = True
+                self._waste_ahead()
+            else:
+                self.ahead.popleft()
+                agreed += 1
+        self._matched += agreed
+        self.model.add_comparison(agreed, failed=failed)
+
+    def _waste_ahead(self) -> None:
+        self.wasted += len(self.ahead)
+        self.ahead.clear()
+
+    def make_verdict(self, text: Sequence[int], depth: int, now: float) -> DraftVerdict:
+        """Make a verdict that brings the drafter to all tokens of the text."""
+        rested, start = not self.depth, max(self.size, self._matched)
+        right = start - self.size
+        self._free = self.size + self.depth
+        self.size, self.depth, self._sent_at = len(text), depth, now
+        self._reach = max(self._reach, depth)
+        self.sizes.append(self.size)
+        if self.dead and depth and (self._cut_at is None or rested):
+            self._cut_at, self._cut_size = now, len(text)
+        return DraftVerdict(len(self.sizes) - 1, start, tuple(text[start:]), depth, right)
+
+    @property
+    def anew_s(self) -> float:
+        """Expected time until the first drafts of a new line."""
+        return self.model.restart_s + 2 * GROUP * self.model.draft.seconds
+
+    def waits_s(self, size: int, most: int, now: float) -> list[float]:
+        """Expected seconds until one draft beyond the text's ``size`` tokens is there, two, and so on, as far as
+        predictable."""
+        draft_s = self.model.draft.seconds
+        waits = [0.0] * min(len(self.ahead), most)
+        if self.dead:
+            if self._cut_at is None or not self.depth:
+                return waits
+            first, since = self._cut_size, self._cut_at + self.model.restart_s - draft_s
+        else:
+            first, since = self._end, self._drafts_at
+        overdue = 0.0
+        for position in range(size + len(waits), min(size + most, self.size + self.depth)):
+            due = since + (position - first + 1) * draft_s
+            if position >= self._free:
+                due = max(due, self._sent_at + 2 * self.model.latency_s)
+            if due <= now:  # overdue: expect it to be as late again
+                overdue = max(overdue, now - due, SHORTEST_WAIT_S)
+            waits.append(max(due - now, SHORTEST_WAIT_S) + overdue)
+        return waits
+
+    def validate(self, size: int) -> None:
+        assert self.size <= size
+        assert self._matched <= min(size, self._end)
+        assert self.depth <= self._reach
+        assert len(self.ahead) <= self._reach
+        assert not self.dead or not self.ahead
+        assert self.dead or not self.ahead or self._end == size + len(self.ahead)
+        assert self.epoch < len(self.sizes)
+
 
 RESTING_TOKENS = 32
 """A resting drafter gets the text, too, so many tokens at a time."""
@@ -26,19 +182,15 @@ class Speculation:
     Args:
         model: cost model that all texts of the verifier share.
         vocab_size: token ids are below it.
-        most_drafts: most drafts in a pass; at least 1.
 
     Attributes:
         right: right drafts in passes, by drafter, in the order in which they were ready.
     """
 
-    def __init__(
-        self, decoding: Decoding, model: CostModel, *, vocab_size: int, most_drafts: int = MOST_DRAFTS
-    ) -> None:
+    def __init__(self, decoding: Decoding, model: CostModel, *, vocab_size: int) -> None:
         self.right: list[int] = []
         self.opening_depth = 0 if model.resting else DEPTH
         self.decoding, self._model, self._vocab_size = decoding, model, vocab_size
-        self._most_drafts = max(1, most_drafts)
         self._guide = 0  # place in ``right`` of the drafter whose drafts the pass contains
         self._line: DraftLine | None = None  # of the drafter, of which there is one at a time
         self._waited_s = 0.0  # before the pass under way
@@ -51,8 +203,6 @@ class Speculation:
         if not self._is_over:
             self._is_over = True
             self._model.sessions -= 1
-
-    # -------------------------------------------------------------------------------------------------------- drafters
 
     def begin_line(self, known: int, drafter: DrafterModel, now: float) -> None:
         """A drafter has processed the first ``known`` ids of the text. The drafter before it, if any, is lost.
@@ -90,7 +240,7 @@ class Speculation:
         line, ids = self._line, self.decoding.ids
         if line is None or self.decoding.ended:
             return None
-        news, rests = len(ids) - line.verdicts.size, not line.verdicts.depth
+        news, rests = len(ids) - line.size, not line.depth
         if rests == self._model.resting and news < (RESTING_TOKENS if rests else 1):
             return None
         return line.make_verdict(ids, 0 if self._model.resting else DEPTH, now)
@@ -98,8 +248,6 @@ class Speculation:
     def _count_wasted(self, line: DraftLine) -> None:
         self.decoding.stats.wasted += line.wasted
         line.wasted = 0
-
-    # ---------------------------------------------------------------------------------------------------------- passes
 
     def next_drafts(self, now: float) -> tuple[tuple[int, ...], float]:
         """The drafts of the next pass, and 0.0; or no drafts, and how long to wait before the next call."""
@@ -118,7 +266,7 @@ class Speculation:
         passes, line = self._model.passes, self._line
         if not passes.known or line is None:
             return 0, 0.0
-        room = min(self.decoding.draft_room, self._most_drafts, passes.most_drafts)
+        room = min(self.decoding.draft_room, MOST_DRAFTS, passes.most_drafts)
         step_s = passes.seconds(0)
         tokens, seconds = self._rate
         return choose(

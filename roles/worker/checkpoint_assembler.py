@@ -19,22 +19,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.core.checkpoint_parts import (
+from p2ptrain.core.checkpoints import (
     LINEAGE,
+    MANIFEST,
     STAGE,
     STAGES,
+    CheckpointEntry,
+    Meta,
     add_whole_adapter,
     is_of_stage,
     join_rows,
-    of_the_whole,
-    part_of,
-)
-from p2ptrain.core.checkpoints import (
-    MANIFEST,
-    CheckpointEntry,
-    Meta,
     manifest_of,
     manifest_untrusted,
+    of_the_whole,
+    part_of,
     read_checkpoint,
     step_name,
 )

@@ -17,7 +17,7 @@ from configs.schema import Privacy
 from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import ConfigError, StorageError
-from p2ptrain.core.extras import install_command
+from p2ptrain.core.texts import install_command
 from ring.session import RingSession
 from roles.worker.checkpoint_store import CheckpointFiles
 

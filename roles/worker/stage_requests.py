@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from p2ptrain.core import texts
 from p2ptrain.core.activations import ENCODINGS
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
-from p2ptrain.core.model_config import config_untrusted
 from p2ptrain.core.serving import PartSpec, Sampling, check_sampling
+from p2ptrain.core.tensor_files import config_untrusted
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.job_messages import MAX_STAGES
 from wire.messages import Silence

@@ -1,6 +1,6 @@
 """Small models of the families that split, with random weights, norms and biases included.
 
-``FAMILIES`` has every one of ``p2ptrain.core.model_config.SPLIT_FAMILIES``, some of them in several forms.
+``FAMILIES`` has every one of ``p2ptrain.core.tensor_files.SPLIT_FAMILIES``, some of them in several forms.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from p2ptrain.compute.model import ModelSpec, build_model
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.tuning import TuningSpec
 from p2ptrain.core.adapters import read_adapter
-from p2ptrain.core.checkpoint_parts import weights_index
+from p2ptrain.core.checkpoints import weights_index
 from p2ptrain.core.errors import StorageError
 from p2ptrain.core.tensor_files import INDEX_FILE
 from tests.compute.tiny_trainer import tiny, tiny_trainer

@@ -15,8 +15,7 @@ from p2ptrain.compute.fsdp import ShardSpec, shard_rows
 from p2ptrain.compute.process_group import Array
 from p2ptrain.compute.recipe import ModelRecipe
 from p2ptrain.compute.trainer import Trainer
-from p2ptrain.core.checkpoint_parts import join_rows
-from p2ptrain.core.checkpoints import Draft
+from p2ptrain.core.checkpoints import Draft, join_rows
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, ResourceError, StorageError
 from tests.compute.saving import check_kept, make_given, save

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.errors import ConfigError
-from p2ptrain.core.model_config import SPLIT_FAMILIES
+from p2ptrain.core.tensor_files import SPLIT_FAMILIES
 
 from .families import FAMILIES
 

@@ -23,8 +23,7 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.tuning import TuningSpec
 from p2ptrain.core.adapters import read_adapter
-from p2ptrain.core.checkpoint_parts import add_whole_adapter
-from p2ptrain.core.checkpoints import CheckpointStore, pieces
+from p2ptrain.core.checkpoints import CheckpointStore, add_whole_adapter, pieces
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, StorageError
 from p2ptrain.core.tensor_files import TensorTable

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.core.checkpoint_parts import ROWS, join_rows, shard_name, weights_index
-from p2ptrain.core.checkpoints import Draft
+from p2ptrain.core.checkpoints import ROWS, Draft, join_rows, shard_name, weights_index
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError
 from p2ptrain.core.tensor_files import INDEX_FILE, TensorTable, header_of

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.stop_strings import StopStrings
+from p2ptrain.core.serving import StopStrings
 
 LETTERS = st.text("ab\n", max_size=30)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4)

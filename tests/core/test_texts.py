@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import tomllib
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2ptrain.core import texts
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import TEXT_CHARS, human_bytes, printable, seconds_of, shortened, size_of
+from p2ptrain.core.texts import TEXT_CHARS, human_bytes, install_command, printable, seconds_of, shortened, size_of
 
 
 @given(st.text(max_size=40), st.integers(1, 20))
@@ -75,3 +80,21 @@ def test_no_size(text: str) -> None:
 )
 def test_sizes_for_people(size_bytes: int, text: str) -> None:
     assert human_bytes(size_bytes) == text
+
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+@pytest.mark.parametrize("extra", [*tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]])
+def test_the_command_installs_the_packages_of_an_extra_for_this_interpreter(extra: str) -> None:
+    command = install_command(extra)
+    assert command.startswith(f"{sys.executable} -m pip install "), command
+    packages = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"][extra]
+    assert [word.strip("'") for word in command.split()[4:]] == packages
+
+
+def test_pipx_and_uv_install_in_their_own_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pipx_metadata.json").touch()
+    assert install_command("experiments", tmp_path) == "pipx inject p2ptrain 'seaborn>=0.13'"
+    monkeypatch.setattr(texts, "find_spec", lambda name: None)
+    assert install_command("wandb") == f"uv pip install --python {sys.executable} 'wandb>=0.22'"

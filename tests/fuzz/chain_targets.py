@@ -21,7 +21,7 @@ from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.serving.chain import StageChain
-from roles.serving.chain_session import _position_untrusted, arrived_untrusted
+from roles.serving.chain_session import _position_untrusted, samples_untrusted
 from roles.serving.worker_peer import ClientContext, WorkerAt
 from roles.serving.worker_pool import ModelReference, WorkerPool, model_of_directory
 from tests.roles.serving.decoding import generate
@@ -65,12 +65,12 @@ _ENDED = st.builds(
 
 
 def _check_ended(message: Sampled) -> None:
-    found = arrived_untrusted(instance_untrusted(Sampled, asdict(message)), VOCAB)
+    found = samples_untrusted(instance_untrusted(Sampled, asdict(message)), VOCAB)
     assert len(found.spent_us) <= MAX_STAGES
     assert all(0 <= token < VOCAB for token in found.tokens)
 
 
-ENDED = Target("chain-works", _ENDED, _check_ended, ("roles.serving.chain_session.arrived_untrusted",))
+ENDED = Target("chain-works", _ENDED, _check_ended, ("roles.serving.chain_session.samples_untrusted",))
 
 # ------------------------------------------------------------------------------------------------------ a whole client
 
@@ -126,7 +126,7 @@ async def _generated(
         session = await generate(chain, [1, 2, 3], max_new_tokens=6, sampling=Sampling(temperature=0))
         left = list(said)
         async for token in session:
-            assert 0 <= token.id < VOCAB
+            assert 0 <= token < VOCAB
             for index, message in left[:3]:
                 _say(stages[index], session.session.id, message)
             del left[:3]

@@ -15,11 +15,12 @@ from p2ptrain.compute.activations import decode_untrusted, ids_untrusted
 from p2ptrain.compute.island import COMMANDS, command_untrusted
 from p2ptrain.core.activations import ENCODINGS, IDS, activation_bytes
 from p2ptrain.core.errors import ProtocolError
-from p2ptrain.core.model_config import MAX_CONFIG_BYTES, config_untrusted
 from p2ptrain.core.tensor_files import (
     ITEM_BYTES,
+    MAX_CONFIG_BYTES,
     MAX_DIMS,
     MAX_TENSORS,
+    config_untrusted,
     header_entries_untrusted,
     index_files_untrusted,
 )
@@ -211,7 +212,7 @@ CONFIGS = Target(
     mutated(_CONFIGS.map(lambda table: json.dumps(table).encode()), most=2).map(lambda data: data.decode("latin-1"))
     | st.sampled_from(["[" * 50_000, '{"a":' * 10_000, "9" * 5000, '{"model_type":"a"' + " " * MAX_CONFIG_BYTES, ""]),
     _check_config,
-    ("p2ptrain.core.model_config.config_untrusted",),
+    ("p2ptrain.core.tensor_files.config_untrusted",),
     peak_bytes=8 << 20,  # a thousand levels of nesting, until it is refused
 )
 

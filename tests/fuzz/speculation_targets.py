@@ -15,7 +15,7 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.drafter.drafting import (
     DraftVerdict,
-    packed,
+    pack_tokens,
     refused_untrusted,
     sampling_untrusted,
     tokens_untrusted,
@@ -50,7 +50,7 @@ PROMPT = [5, 80, 11]
 GREEDY = Sampling(temperature=0)
 
 _SMALL = st.integers(-1, 12)
-_IDS = st.lists(st.integers(0, VOCAB) | st.just((1 << 16) - 1), max_size=6).map(lambda ids: packed(ids, VOCAB))
+_IDS = st.lists(st.integers(0, VOCAB) | st.just((1 << 16) - 1), max_size=6).map(lambda ids: pack_tokens(ids, VOCAB))
 _BYTES = _IDS | mutated(_IDS)
 _OPENING = DraftOpen(3, 3, 40, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, 8, 2.0)
 _OPENINGS = made(
@@ -197,7 +197,7 @@ _AS_DRAFTER = st.tuples(
     | made(DraftReady)
     | _REFUSALS
     | _VERDICTS
-    | st.just(Drafts(0, packed([1, 2], VOCAB))),
+    | st.just(Drafts(0, pack_tokens([1, 2], VOCAB))),
     st.sampled_from([0, 0, 0, -1, 1]),
     st.sampled_from([0, 0, 0, 0, 1, -1]),
 )
@@ -208,7 +208,7 @@ LINKS = Target(
     played(_drafted),
     (
         "roles.verifier.drafters.DrafterLink._take_untrusted",
-        "roles.verifier.draft_line.DraftLine.receive_untrusted",
+        "roles.verifier.speculation.DraftLine.receive_untrusted",
         "roles.verifier.speculation.Speculation.receive_untrusted",
     ),
     peak_bytes=16 << 20,

@@ -11,7 +11,7 @@ from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.serving.texts import TextRequest
 from roles.verifier.client import VerifierClient
-from roles.verifier.protocol import request_untrusted
+from roles.verifier.server import request_untrusted
 from wire import text_messages as wire
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
@@ -59,7 +59,7 @@ QUESTIONS = Target(
     "questions",
     st.tuples(_ASK, st.binary(max_size=8) | st.just("é€😀".encode())),
     _check_question,
-    ("roles.verifier.protocol.request_untrusted",),
+    ("roles.verifier.server.request_untrusted",),
     peak_bytes=40 << 20,  # a question of 4 MiB, its letters four bytes each, and cut once
 )
 
@@ -122,7 +122,7 @@ CLIENTS = Target(
     (
         "roles.verifier.client.VerifierClient._take_untrusted",
         "roles.verifier.client.RemoteText.take_untrusted",
-        "roles.verifier.protocol.error_untrusted",
+        "roles.verifier.server.error_untrusted",
     ),
     peak_bytes=8 << 20,
     weight=30,

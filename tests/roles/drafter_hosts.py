@@ -21,7 +21,7 @@ from roles.drafter.draft_server import DraftingModel, DraftServer
 from roles.drafter.drafting import DraftVerdict, verdict_untrusted
 from roles.engine import StageEngine
 from roles.line import Line
-from roles.serving.decoding import Decoding, DecodingStats
+from roles.serving.model import Decoding, DecodingStats
 from roles.serving.text_stats import DrafterFacts
 from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import CostModel
@@ -134,7 +134,6 @@ class Liar:
 
     Args:
         says: from the session's stream, the verdict (None: the session was opened), its number and the connection.
-        takes_in: whether it ever says so of a stream.
         late_s: after so long it says what time it is.
 
     Attributes:
@@ -147,7 +146,6 @@ class Liar:
     verdicts: int = 0
     openings: int = 0
     closed: list[int] = field(default_factory=list)
-    takes_in: Callable[[int], bool] = lambda stream: True
     problems: list[P2PTrainError] = field(default_factory=list)
     host: str = ""
     vocab_size: int = VOCAB
@@ -184,9 +182,8 @@ class Liar:
                         await line.receive_bulk(4 * opening.count, stream=frame.stream)
                         self.openings += 1
                         verified[frame.stream] = opening.count
-                        if self.takes_in(frame.stream):
-                            connection.send(DraftReady(5.0), stream=frame.stream)
-                            self.says(frame.stream, None, 0, connection)
+                        connection.send(DraftReady(5.0), stream=frame.stream)
+                        self.says(frame.stream, None, 0, connection)
                     case StreamClose():
                         self.closed.append(frame.stream)
                     case Verdict() as verdict:
@@ -242,7 +239,7 @@ class Written:
 
 def there(source: Drafters) -> list[str]:
     """Peer ids of the drafters that a verifier is connected to."""
-    return [link.at.peer_id for link in source.connected()]
+    return [link.at.peer_id for link in source.connected_links()]
 
 
 async def write(

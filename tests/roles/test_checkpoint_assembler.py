@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.core.checkpoint_parts import ADAPTER, is_part, of_the_whole, part_of, shard_name
-from p2ptrain.core.checkpoints import CheckpointEntry, read_checkpoint, verify_checkpoint
+from p2ptrain.core.checkpoints import (
+    ADAPTER,
+    CheckpointEntry,
+    is_part,
+    of_the_whole,
+    part_of,
+    read_checkpoint,
+    shard_name,
+    verify_checkpoint,
+)
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.tensor_files import ADAPTER_FILE, TensorTable, header_of
 from p2ptrain.core.training import FilePlan

@@ -11,7 +11,7 @@ import torch
 from p2ptrain.compute.served_part import load_whole
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.serving.decoding import DecodingStats
+from roles.serving.model import DecodingStats
 from roles.verifier.drafters import Drafters, Vocabulary
 from tests.compute.families import VOCAB, make, opened
 from tests.roles.drafter_hosts import DrafterHost, Written, around_of, drafter_hosts, model_serves, write

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from p2ptrain.core.errors import StorageError, UserError
-from p2ptrain.core.extras import install_command
-from p2ptrain.core.texts import human_bytes, human_duration
+from p2ptrain.core.texts import human_bytes, human_duration, install_command
 from p2ptrain.lab.experiments.grid import Grid
 from p2ptrain.lab.experiments.results import CURVES, DONE, POINT, Row, bytes_to, time_to
 

@@ -1,43 +1,22 @@
-"""Plain decoding over a chain: a prompt in chunks, then one position after another."""
+"""Decoding over any model: plain, token by token, and with drafts that are right or wrong as a number decides."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Self
 
 from p2ptrain.core.serving import Sampling
 from roles.serving.chain import StageChain
 from roles.serving.chain_session import ChainSession
-from roles.serving.decoding import Decoding
+from roles.serving.model import Decoding, ModelSession, PassResult
 from roles.serving.text_service import common_prefix
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One new token.
-
-    Attributes:
-        number: of the generation's new tokens, from 0.
-        stages_us: microseconds that each stage computed on the request that sampled it, in order.
-        took_s: from the moment at which that request was sent to the arrival of the token: computing, hops and mending.
-        mended: a stage was lost and replaced meanwhile.
-    """
-
-    id: int
-    number: int
-    stages_us: tuple[int, ...]
-    took_s: float
-    mended: bool = False
-
-    @property
-    def compute_s(self) -> float:
-        """Of all stages together; the rest of ``took_s`` is the way and the waiting."""
-        return sum(self.stages_us) / 1e6
 
 
 class Generation:
     """Tokens of a session as they come: an async iterator."""
+
+    result: PassResult
 
     def __init__(self, session: ChainSession, ids: Sequence[int], tokens: int) -> None:
         self.session = session
@@ -60,17 +39,18 @@ class Generation:
     def mendings(self) -> list[tuple[str, float]]:
         return self.session.mendings
 
-    def __aiter__(self) -> AsyncIterator[Token]:
+    def __aiter__(self) -> AsyncIterator[int]:
         return self
 
-    async def __anext__(self) -> Token:
+    async def __anext__(self) -> int:
+        """The next token; ``result`` is that of its pass."""
         if self.ended:
             raise StopAsyncIteration
         while True:
-            made = await self.session.append(self._decoding.next_pass())
+            self.result = await self.session.append(self._decoding.next_pass())
             self._held = self._decoding.ids.copy()
-            for token in self._decoding.take_samples(made.tokens, made.took_s, 0.0).tokens:
-                return Token(token, len(self.tokens) - 1, made.spent_us, made.took_s, made.mended)
+            for token in self._decoding.take_samples(self.result.tokens, self.result.took_s, 0.0).tokens:
+                return token
 
     async def close(self) -> None:
         await self.session.close()
@@ -94,3 +74,35 @@ async def generate(
         positions=positions or len(ids) + max_new_tokens, sampling=sampling, sample_from=len(ids)
     )
     return Generation(session, ids, max_new_tokens)
+
+
+async def decoded(
+    session: ModelSession,
+    prompt: Sequence[int],
+    wanted: Sequence[int],
+    *,
+    drafts: int,
+    seed: int = 0,
+    right: float = 0.7,
+    vocab_size: int = 97,
+    chunk: int = 2048,
+    cached: int = 0,
+) -> Decoding:
+    """As many tokens as ``wanted`` has.
+
+    Args:
+        wanted: what drafts are copied from, each with chance ``right``; others are any number.
+        drafts: in a pass, at most; it has any number of them from 0 on. 0: plain decoding.
+        chunk: positions of the prompt in a pass. cached: of the prompt, which the session has.
+    """
+    rng = random.Random(seed)
+    session.sample_from = len(prompt)
+    decoding = Decoding(prompt, max_new_tokens=len(wanted), cached=cached)
+    while not decoding.ended:
+        made = len(decoding.tokens)
+        count = min(rng.randrange(drafts + 1), decoding.draft_room) if made and drafts else 0
+        ahead = [token if rng.random() < right else rng.randrange(vocab_size) for token in wanted[made : made + count]]
+        result = await session.append(decoding.next_pass(ahead, chunk=chunk))
+        assert result.took_s >= 0
+        decoding.take_samples(result.tokens, result.took_s, 0.0)
+    return decoding

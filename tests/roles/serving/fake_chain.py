@@ -164,13 +164,6 @@ class Chain:
             link.queue.clear()
             self._tell_broken(link.source, index + 1, ev.NEXT_LOST)
 
-    def spoil(self, index: int) -> None:
-        """The stage's next work would fail: it says so, and drops the session's history."""
-        stage = self.stages[index]
-        if stage.alive and stage.epoch >= 0:
-            self._tell_broken(stage, index, "failed")
-            self.forget(index)
-
     def forget(self, index: int) -> None:
         """The stage drops the session without a word, but that its end of the link from the stage before is closed."""
         stage = self.stages[index]

@@ -56,7 +56,7 @@ class Scene:
 
     async def plan(self, replica: WorkerPool, model: ModelReference, **options: Any) -> ChainPlan:
         options = {"positions": 400, "activation_bytes": 4 * WIDTH, "dtype": "fp32", "stages": 3} | options
-        found = await replica.measured(model.config, options["dtype"])
+        found = await replica.measure_model(model.config, options["dtype"])
         return await replica.plan(model, found.sizes, **options)
 
     @asynccontextmanager

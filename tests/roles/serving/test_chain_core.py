@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.core.errors import ResourceError
 from roles.serving import chain_core as ev
 from roles.serving.chain_core import MOST_STALLS, ChainPhase, ChainSessionCore
-from roles.serving.decoding import Decoding
+from roles.serving.model import Decoding
 from roles.serving.text_service import common_prefix
 from wire.chain_messages import ChainBroken
 
@@ -83,7 +83,7 @@ def disturbing(rng: random.Random, deaths: int, other: int) -> Callable[[Chain],
             chain.kill(index)
         if left["other"] and rng.random() < 0.02:
             left["other"] -= 1
-            rng.choice([chain.cut, chain.spoil, chain.forget] if len(chain.stages) > 1 else [chain.spoil])(index)
+            chain.cut(index)
 
     return disturb
 
@@ -217,20 +217,14 @@ def test_a_missing_answer_raises_the_epoch_and_then_ends_the_session() -> None:
     assert "did not answer" in failed.error.message
 
 
-def test_a_stage_that_failed_is_reopened_and_the_second_time_replaced() -> None:
+def test_a_stage_that_failed_ends_the_session() -> None:
     core = ChainSessionCore([1, 1], 0.0)
     core.handle(ev.Tick(), 0.0)
     core.handle(ev.StageAnswered(1, 1), 0.0)
     core.handle(ev.StageAnswered(0, 2), 0.0)
     core.handle(ev.PassSubmitted((5,), 0, 1, 0), 0.0)
     out = core.handle(ev.StageBroken(1, ChainBroken("", 1, 1, "failed", "out of memory")), 1.0)
-    # The stage before dials it when it is open again: its session is another one now.
-    assert [type(item) for item in out] == [ev.StageClose, ev.StageAsk]
-    (resume,) = core.handle(ev.StageAnswered(1, 3), 1.0)
-    assert isinstance(resume, ev.StageAsk)
-    assert any(isinstance(item, ev.ForwardSend) for item in core.handle(ev.StageAnswered(0, resume.ask), 1.0))
-    out = core.handle(ev.StageBroken(1, ChainBroken("", 2, 1, "failed", "out of memory")), 2.0)
-    assert ev.StageReplace(1, 1, "out of memory") in out
+    assert [type(item) for item in out] == [ev.StageClose, ev.StageClose, ev.SessionFailed]
 
 
 def test_a_refusal_that_another_peer_would_repeat_ends_the_session() -> None:
@@ -297,13 +291,3 @@ def test_a_peer_that_sends_an_invalid_answer_is_replaced() -> None:
     assert [item for item in out if isinstance(item, ev.StageReplace)] == [
         ev.StageReplace(1, 1, f"it sent an invalid answer to request {send.number}")
     ]
-
-
-def test_a_shared_prefix_is_not_computed_again() -> None:
-    chain = Chain(3, 0, random.Random(3))
-    first = generate(chain, [1, 2, 3, 4], 3)
-    again = [1, 2, 3, 4, *first, 9, 10]
-    before = len(chain.done)
-    assert common_prefix(chain.core.ids, again) == 6  # the last token of a generation was never taken in
-    assert generate(chain, again, 2) == undisturbed(3, again, 2)
-    assert len(chain.done) == before + 2

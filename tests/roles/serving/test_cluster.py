@@ -77,7 +77,7 @@ async def test_tokens_come_though_a_worker_is_killed(tmp_path: Path, encrypted: 
                 made: list[int] = []
                 async with asyncio.timeout(30):
                     async for token in session:
-                        made.append(token.id)
+                        made.append(token)
                         if len(made) == 6:
                             await next(peer for peer in peers if peer.identity.name == names[1]).die()
             assert made == tokens_of(CONFIG, PROMPT, 20, SEEDED)

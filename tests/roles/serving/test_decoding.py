@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roles.serving.decoding import Decoding
-from roles.serving.model import PassRequest
+from roles.serving.model import Decoding, PassRequest
 
 
 def test_a_text_ends_at_a_stop_token_or_at_its_length() -> None:

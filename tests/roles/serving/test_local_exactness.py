@@ -15,7 +15,7 @@ from roles.compute_thread import ComputeThread
 from roles.serving.local_model import LocalModel, load_local_engine
 from tests.compute.families import VOCAB, make
 
-from .by_hand import decoded
+from .decoding import decoded
 
 PROMPT = [(7 * index * index) % VOCAB for index in range(9)]
 TOKENS = 24

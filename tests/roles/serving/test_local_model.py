@@ -20,7 +20,7 @@ from roles.serving.local_model import LocalModel, load_local_engine
 from roles.serving.model import ModelSession, PassRequest
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 
-from .by_hand import decoded
+from .decoding import decoded
 
 CONFIG = stand_in_config(layers=3, context=200)
 GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)

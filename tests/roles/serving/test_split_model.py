@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.core.errors import NetworkError, P2PTrainError, Refused, UserError
+from p2ptrain.core.errors import P2PTrainError, Refused, UserError
 from p2ptrain.core.serving import Sampling
 from roles.serving.chain import MOST_SESSIONS
 from roles.serving.model import ModelSession, PassRequest, PassResult, ServedModel
 from tests.roles.serving.scene import CONFIG, Scene, play
 from tests.roles.stage_stand_in import tokens_of
 
-from .by_hand import decoded
+from .decoding import decoded
 
 GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
 PROMPT = [5, 80, 11, 11, 3]
@@ -165,22 +165,3 @@ def test_a_session_that_is_closed_within_a_pass(tmp_path: Path) -> None:
         assert set(scene.sessions().values()) == {0}
 
     play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
-
-
-def test_a_lost_stage_without_a_spare_fails_the_pass_with_a_remedy(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        slowly(scene)
-        async with scene.chain() as chain:
-            session = await chain.open(positions=60, sampling=GREEDY, sample_from=1)
-            disturbed = Disturbed(session, scene, {2: (0.015, "w1")})
-            with pytest.raises(NetworkError, match="the split model broke and cannot be repaired") as caught:
-                await decoded(disturbed, PROMPT, tokens_of(CONFIG, PROMPT, 30, GREEDY), drafts=6, seed=3)
-            assert "p2ptrain join" in caught.value.remedy
-
-    play(
-        tmp_path,
-        test,
-        names=("w0", "w1", "w2"),
-        delay_s=lambda source, target: NEAR_S,
-        limit_bytes=58_000,  # for one part and its sessions, not for two
-    )

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
-from roles.drafter.drafting import DraftedText, DraftInstruction, DraftSending, DraftVerdict, packed
-from roles.serving.decoding import Decoding, DecodingStats
-from roles.serving.model import PassRequest
-from roles.verifier.cost_model import MOST_DRAFTS, CostModel, DrafterModel
+from roles.drafter.drafting import DraftedText, DraftInstruction, DraftSending, DraftVerdict, pack_tokens
+from roles.serving.model import Decoding, DecodingStats, PassRequest
+from roles.verifier.cost_model import CostModel, DrafterModel
 from roles.verifier.speculation import Speculation
 from wire.codec import encode
 from wire.text_messages import Drafts, Verdict
@@ -31,16 +30,14 @@ class DrafterSetting:
 
     Attributes:
         alpha: how often its draft is right if those before are. draft_s: that a draft takes it.
-        round_trip_s: of the link to it; each way takes half. jitter_s: more, evenly spread, in order.
-        from_s, until_s: it joins and is lost then.
+        round_trip_s: of the link to it; each way takes half.
+        until_s: it is lost then.
         alphas: other values of ``alpha``, from a position of the text on each.
     """
 
     alpha: float
     draft_s: float = 0.005
     round_trip_s: float = 0.0
-    jitter_s: float = 0.0
-    from_s: float = 0.0
     until_s: float = float("inf")
     alphas: tuple[tuple[int, float], ...] = ()
 
@@ -52,9 +49,8 @@ class Setting:
     Attributes:
         pass_s: that a pass with so many drafts takes the target.
         shared: a pass that begins while a drafter computes takes so much longer: they share processors.
-        model, most_drafts: as of ``Speculation``; None: a step alone is known. at_s: it begins then.
-        noise: of a pass's time, as sigma of a log-normal factor with median 1. load: the machine has other work by
-            turns, ``load_s`` at a time: passes take this share longer then.
+        model: as of ``Speculation``; None: a step alone is known. at_s: it begins then.
+        noise: of a pass's time, as sigma of a log-normal factor with median 1.
     """
 
     drafters: tuple[DrafterSetting, ...]
@@ -66,9 +62,6 @@ class Setting:
     model: CostModel | None = None
     at_s: float = 0.0
     noise: float = 0.0
-    load: float = 0.0
-    load_s: float = 1.0
-    most_drafts: int = MOST_DRAFTS
 
 
 @dataclass(slots=True)
@@ -78,7 +71,7 @@ class Outcome:
     Attributes:
         seconds: from the prompt's end, which gave the first token, to the last token.
         alone_s: in which the target would have been there by itself.
-        gaps: between two passes' ends, longest first. passes: (begin, drafts, accepted).
+        gaps: between two passes' ends, longest first.
     """
 
     tokens: int
@@ -87,17 +80,6 @@ class Outcome:
     payload_bytes: int
     stats: DecodingStats
     gaps: list[float] = field(default_factory=list)
-    passes: list[tuple[float, int, int]] = field(default_factory=list)
-
-    @property
-    def token_s(self) -> float:
-        """Time of a token."""
-        return self.seconds / (self.tokens - 1)
-
-    @property
-    def token_bytes(self) -> float:
-        """Bodies of drafts and verdicts for a token."""
-        return self.payload_bytes / self.tokens
 
 
 def constant(pass_s: float) -> Callable[[int], float]:
@@ -134,12 +116,14 @@ class _Drafter:
 
         def begin() -> None:
             self._core = DraftedText(ids, prompt=self._run.setting.prompt, positions=len(self._run.truth), depth=depth)
-            self._carry_out(self._core.begin())
+            self._carry_out(self._core.next_instructions())
 
         self._send(True, begin)
 
     def take_verdict(self, verdict: DraftVerdict) -> None:
-        self._run.payload_bytes += len(encode(Verdict(verdict.right, verdict.depth, packed(verdict.tokens, VOCAB))))
+        self._run.payload_bytes += len(
+            encode(Verdict(verdict.right, verdict.depth, pack_tokens(verdict.tokens, VOCAB)))
+        )
         self._send(True, lambda: self._carry_out(self._text.take_verdict(verdict)))
 
     @property
@@ -148,7 +132,7 @@ class _Drafter:
         return self._core
 
     def _send(self, there: bool, act: Callable[[], None]) -> None:
-        delay = self.setting.round_trip_s / 2 + self._dice.random() * self.setting.jitter_s
+        delay = self.setting.round_trip_s / 2
         self._arrivals[there] = max(self._arrivals[there], self._run.now + delay)
         self._run.at(self._arrivals[there], lambda: None if self.lost else act())
 
@@ -170,7 +154,7 @@ class _Drafter:
                     self._run.after(self.setting.draft_s, partial(self._ran, item))
                 case DraftSending(epoch, position, tokens):
                     self._run.payload_bytes += len(
-                        encode(Drafts(0 if position == self._drafted else position, packed(tokens, VOCAB)))
+                        encode(Drafts(0 if position == self._drafted else position, pack_tokens(tokens, VOCAB)))
                     )
                     self._drafted = position + len(tokens)
                     receive = partial(self._run.receive, epoch, position, tokens)
@@ -210,7 +194,6 @@ class Simulation:
             self.decoding,
             setting.model or CostModel(setting.pass_s(0)),
             vocab_size=VOCAB,
-            most_drafts=setting.most_drafts,
         )
         self._is_computing = False
         self._due = float("inf")  # until then the next pass waits for drafts
@@ -221,14 +204,7 @@ class Simulation:
         self._drafters = [_Drafter(number, item, self) for number, item in enumerate(setting.drafters, 1)]
         self._ends: list[float] = []
         self._history: list[int] = []  # of the target
-        self._passes: list[tuple[float, int, int]] = []
         self._times = random.Random(f"{setting.seed} times")
-
-    def _factor(self) -> float:
-        """What a pass takes, of what it takes by itself at a time when the machine has nothing else to do."""
-        setting = self.setting
-        loaded = setting.load and int(self.now / setting.load_s) % 2
-        return self._times.lognormvariate(0.0, setting.noise) * (1 + setting.load * loaded)
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         """Do something then."""
@@ -265,7 +241,11 @@ class Simulation:
         self._is_computing = True
         drafts = 0 if self.decoding.in_prompt else len(request.ids) - 1
         busy = any(drafter.busy for drafter in self._drafters)
-        seconds = self.setting.pass_s(drafts) * (1 + self.setting.shared * busy) * self._factor()
+        seconds = (
+            self.setting.pass_s(drafts)
+            * (1 + self.setting.shared * busy)
+            * self._times.lognormvariate(0.0, self.setting.noise)
+        )
         self.after(seconds, partial(self.go_on, partial(self._end_pass, request, seconds)))
 
     def _end_pass(self, request: PassRequest, seconds: float) -> None:
@@ -283,8 +263,6 @@ class Simulation:
         self.core.end_pass(outcome)
         if outcome.tokens:
             self._ends.append(self.now)
-        if not outcome.prefill:
-            self._passes.append((self.now - seconds, outcome.drafts, len(outcome.tokens) - 1))
         self.send_verdict()
 
     def _lose(self, drafter: _Drafter) -> None:
@@ -294,7 +272,7 @@ class Simulation:
     def run(self) -> Outcome:
         """To its end."""
         for drafter in self._drafters:
-            self.after(drafter.setting.from_s, drafter.open)
+            self.after(0.0, drafter.open)
             if drafter.setting.until_s < float("inf"):
                 self.after(drafter.setting.until_s, partial(self._lose, drafter))
         self.after(0.0, self.go_on)
@@ -312,7 +290,7 @@ class Simulation:
         gaps = sorted((after - before for before, after in pairwise(ends)), reverse=True)
         seconds = ends[-1] - ends[0]
         alone_s = (len(text) - 1) * self.setting.pass_s(0)
-        return Outcome(len(text), seconds, alone_s, self.payload_bytes, self.decoding.stats, gaps, self._passes)
+        return Outcome(len(text), seconds, alone_s, self.payload_bytes, self.decoding.stats, gaps)
 
 
 def simulate(setting: Setting) -> Outcome:

@@ -17,8 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from p2ptrain.core.errors import ProtocolError
 from roles.drafter.drafting import DraftedText, DraftInstruction, DraftSending, DraftVerdict
-from roles.serving.decoding import Decoding
-from roles.serving.model import PassRequest
+from roles.serving.model import Decoding, PassRequest
 from roles.verifier.cost_model import CostModel, DrafterModel
 from roles.verifier.speculation import Speculation
 
@@ -179,7 +178,7 @@ class SpeculativeText(RuleBasedStateMachine):
         core = DraftedText(history, prompt=len(self.prompt), positions=100, depth=self.core.opening_depth)
         self.drafters[number] = drafter = Drafter(core, alpha, seed, gaps, known=len(history))
         self.numbers[number] = 0
-        self.drafts(drafter, core.begin())
+        self.drafts(drafter, core.next_instructions())
 
     @rule()
     def joins_in_nonsense(self) -> None:
@@ -297,12 +296,12 @@ class SpeculativeText(RuleBasedStateMachine):
             if drafter.core and not self.decoding.ended:
                 line = self.core._line
                 assert line is not None
-                size = line.verdicts.size
+                size = line.size
                 assert size == drafter.core.known
-                assert line.verdicts.number == drafter.core.number
+                assert len(line.sizes) - 1 == drafter.core.number
                 assert drafter.core._ids[:size] == self.decoding.ids[:size]
                 fresh = drafter.core.epoch > line.epoch  # it was cut, and has not drafted since
-                untold = line.verdicts.depth == 0 and size < len(self.decoding.ids)  # it rests, and hears of it later
+                untold = line.depth == 0 and size < len(self.decoding.ids)  # it rests, and hears of it later
                 assert fresh or (line.epoch == drafter.core.epoch and (untold or not line.dead))
         while not self.decoding.ended:
             if self.running:

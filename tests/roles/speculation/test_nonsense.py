@@ -6,8 +6,7 @@ import pytest
 
 from p2ptrain.core.errors import ProtocolError
 from roles.drafter.drafting import DraftedText, DraftSending, DraftVerdict
-from roles.serving.decoding import Decoding
-from roles.serving.model import PassRequest
+from roles.serving.model import Decoding, PassRequest
 from roles.verifier.cost_model import CostModel, DrafterModel
 from roles.verifier.speculation import Speculation
 
@@ -61,7 +60,7 @@ def test_a_drafter_that_sends_invalid_drafts_is_dropped(
 def drafter() -> DraftedText:
     """It sent a line of four from position 3."""
     core = DraftedText(PROMPT, prompt=3, positions=20, depth=4)
-    (run,) = core.begin()
+    (run,) = core.next_instructions()
     assert run == PassRequest(0, PROMPT, 1)
     sent: list[DraftSending] = []
     for token in (4, 5, 6, 7):

@@ -23,7 +23,7 @@ from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.serving.model import PassRequest, PassResult
 from roles.verifier.drafters import Drafters, Vocabulary
-from roles.verifier.service import ServiceOptions, VerifierService
+from roles.verifier.service import VerifierService
 from tests.roles.drafter_hosts import TOKENIZER, DrafterHost, Wobbly, around_of, drafter_hosts, model_serves
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 
@@ -72,7 +72,7 @@ class ScriptedTarget:
     before: Callable[[int], Any] = lambda count: None
     vocab_size: int = 256
     context: int | None = 600
-    label: str = "stand-in"
+    dtype: str = "fp32"
     runs: list[tuple[int, tuple[int, ...], int]] = field(default_factory=list)
     open_now: dict[str, int] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
@@ -87,9 +87,6 @@ class ScriptedTarget:
         self.stage.open(name, positions=positions, sampling=sampling)
         self.open_now[name] = positions
         return _TargetSession(self, name, sample_from)
-
-    def facts(self) -> dict[str, Any]:
-        return {"kind": "scripted"}
 
     async def close(self) -> None:
         """Nothing is kept."""
@@ -157,7 +154,7 @@ def service(
         name="stand-in",
         created=0,
         drafters=drafters,
-        options=ServiceOptions(**options),
+        **options,
     )
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 import pytest_asyncio
 
-from p2ptrain.core.serving import Sampling
-from roles.serving import text_session as session
+from roles.serving import text_service as session
 from roles.verifier.http_app import serving_http
 from roles.verifier.service import VerifierService
-from tests.roles.verifier.doubles import ScriptedTarget, reference, service, text_of, world
+from tests.roles.verifier.doubles import ScriptedTarget, service, world
 
 from .conftest import PATIENCE_S
 
@@ -36,38 +34,6 @@ async def asked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Quest
             yield client, serving, target
     await serving.close()
     assert not target.open_now
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-async def test_the_text_is_the_models_own(asked: QuestionAccepted, stream: bool, temperature: float) -> None:
-    client, serving, _ = asked
-    made: Any = await client.completions.create(
-        model=serving.model, prompt="def f(x):", max_tokens=40, temperature=temperature, seed=11, stream=stream
-    )
-    expected = reference("def f(x):", 40, Sampling(0.9, 50, 1.0, 11) if temperature else Sampling(0.0))
-    choices = [event.choices[0] async for event in made] if stream else [made.choices[0]]
-    assert "".join(choice.text for choice in choices) == text_of(expected)
-    assert choices[-1].finish_reason == "length"
-    if not stream:
-        assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (9, 40)
-
-
-async def test_a_conversation_is_answered(asked: QuestionAccepted) -> None:
-    client, serving, _ = asked
-    messages: list[Any] = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
-    made = await client.chat.completions.create(model=serving.model, messages=messages, max_tokens=8)
-    assert made.choices[0].message.content is not None
-    assert made.usage is not None
-    assert made.usage.completion_tokens <= 8
-
-
-@pytest.mark.parametrize("asks", [{"prompt": "x" * 5000}, {"prompt": "x", "max_tokens": 5000}])
-async def test_a_text_beyond_the_context_is_refused(asked: QuestionAccepted, asks: dict[str, Any]) -> None:
-    client, serving, _ = asked
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.completions.create(model=serving.model, **asks)
-    assert caught.value.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("stream", [False, True])

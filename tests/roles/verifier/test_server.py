@@ -28,8 +28,7 @@ from roles.line import Line
 from roles.serving.texts import TextRequest
 from roles.verifier import server as server_module
 from roles.verifier.client import RemoteText, VerifierClient
-from roles.verifier.protocol import question
-from roles.verifier.server import MOST_ASKED, serve_texts
+from roles.verifier.server import MOST_ASKED, encode_question, serve_texts
 from roles.verifier.service import VerifierService
 from tests.roles.verifier.doubles import ScriptedTarget, connected_drafters, failing_at, reference, service, text_of
 from wire import text_messages as wire
@@ -194,7 +193,7 @@ def test_a_slow_reader_gets_its_text_and_delays_no_other(tmp_path: Path, monkeyp
     async def scene() -> None:
         async with verifier(tmp_path) as there:
             slow, other = await there.raw(), await there.client()
-            ask, data = question(wish(400))
+            ask, data = encode_question(wish(400))
             slow.send(ask, stream=1)
             slow.send_bulk(memoryview(data), generation=0, stream=1)
             tokens, line = b"", Line(slow)
@@ -217,7 +216,7 @@ def test_a_client_that_reads_nothing_is_disconnected(tmp_path: Path, monkeypatch
         async with verifier(tmp_path, target=ScriptedTarget(pass_s=0.001)) as there:
             stuck = await there.raw()
             for stream in range(1, 5):
-                ask, data = question(wish(580))
+                ask, data = encode_question(wish(580))
                 stuck.send(ask, stream=stream)
                 stuck.send_bulk(memoryview(data), generation=0, stream=stream)
             for _ in range(100):  # it says that it lives, and reads nothing

@@ -13,7 +13,7 @@ from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import ConfigError, DeadlineExceeded, Refused, UserError
 from p2ptrain.core.serving import Sampling, SamplingOptions
 from p2ptrain.lab.memory import run_virtual
-from roles.serving.text_session import READER_S, TextSession
+from roles.serving.text_service import IDLE_S, READER_S, TextSession
 from roles.serving.texts import TextRequest
 from roles.verifier.drafters import Drafters
 from roles.verifier.service import VerifierService
@@ -228,12 +228,12 @@ def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path) -> None:
 def test_idle_sessions_are_closed_for_memory_and_after_a_while(tmp_path: Path) -> None:
     async def scene() -> None:
         target = ScriptedTarget(room=80)
-        serving = service(tmp_path, target, idle_s=60.0)
+        serving = service(tmp_path, target)
         await read(await serving.write(wish(40)))
         assert len(target.open_now) == len(serving.idle.sessions) == 1
         await read(await serving.write(wish(40, prompt="another one")))  # there is no room for both
         assert len(target.open_now) == 1
-        await asyncio.sleep(61)
+        await asyncio.sleep(IDLE_S + 1)
         assert not target.open_now
         await settled(serving, target)
 
