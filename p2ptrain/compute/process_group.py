@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -222,11 +223,45 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def _reduce_all(self, tensors: list[torch.Tensor], opts: Any) -> RingWork:
         reduction, timeout_s = _reduction(opts), self._seconds(opts)
+        if any(tensor.is_sparse for tensor in tensors):
+            return _join([self._sparse_sum(tensor, reduction, timeout_s) for tensor in tensors])
         pending = []
         for tensor in tensors:
             array, put_back = _flat(tensor)
             pending.append(self.operations.all_reduce(array, _dtype(tensor), reduction, timeout_s, put_back))
         return RingWork(pending, tensors)
+
+    def _sparse_sum(self, tensor: torch.Tensor, reduction: str, timeout_s: float) -> RingWork:
+        """Sum tensors that hold a few rows each, such as gradients of an embedding: gather all rows. It waits once, for
+        their numbers."""
+        if reduction != "sum":
+            raise ValueError(f"the backend {NAME} only sums sparse tensors, it has no {reduction} of them")
+        own, size = tensor.coalesce(), self._own_size
+        counts = np.zeros(size, np.int64)
+        counts[self._own_rank] = own._nnz()
+        RingWork([self.operations.all_gather(counts, timeout_s, _nothing)], []).wait()
+        most, limit = int(counts.max()), math.prod(tensor.shape[: tensor.sparse_dim()])
+        if counts.min() < 0 or most > limit:
+            raise ValueError(f"a member has {most} rows of a sparse tensor that has {limit} at most")
+        indices = torch.zeros(size, tensor.sparse_dim(), most, dtype=torch.int64)
+        values = torch.zeros(size, most, *own.values().shape[1:], dtype=own.dtype)
+        indices[self._own_rank, :, : own._nnz()] = own.indices()
+        values[self._own_rank, : own._nnz()] = own.values()
+
+        def add_up() -> None:
+            parts = (
+                torch.sparse_coo_tensor(
+                    indices[rank, :, :count], values[rank, :count], tensor.shape, check_invariants=True
+                )
+                for rank, count in enumerate(counts.tolist())
+            )
+            tensor.copy_(sum(parts, start=torch.zeros_like(tensor)).coalesce())
+
+        pending = [
+            self.operations.all_gather(_flat(part)[0], timeout_s, done)
+            for part, done in ((indices, _nothing), (values, add_up))
+        ]
+        return RingWork(pending, [tensor])
 
     def reduce(self, tensors: Any, opts: Any = None) -> RingWork:
         tensor = _single(tensors)
@@ -511,7 +546,7 @@ def _flat(tensor: torch.Tensor, *, read: bool = True) -> tuple[Array, Done]:
     ``read``: False if the old elements do not count.
     """
     if tensor.layout != torch.strided:
-        raise ValueError(f"the backend {NAME} takes dense tensors, not {tensor.layout}: use sparse=False")
+        raise ValueError(f"the backend {NAME} takes dense tensors, not {tensor.layout}")
     if tensor.device.type != "cpu":
         return _on_host(tensor, read=read)
     stored = _stored(tensor)

@@ -42,15 +42,36 @@ TEXT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _CHATS_AT_ONCE = 8
 _PROMPT_IDS = 8  # ids of the prompt to decode with the first new one
-_UNSUPPORTED = (
-    "repetition_penalty", "encoder_repetition_penalty", "typical_p", "no_repeat_ngram_size", "min_p", "epsilon_cutoff",
-    "eta_cutoff", "min_length", "min_new_tokens", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
-    "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty", "num_beams",
-    "num_beam_groups", "diversity_penalty", "penalty_alpha", "guidance_scale", "top_h", "dola_layers", "stop_strings",
-    "token_healing", "watermarking_config",
-)  # fmt: skip
-"""Settings of ``generation_config.json`` that would change sampling."""
-_NEUTRAL = (None, 0, 1)
+_UNSUPPORTED = {
+    "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "typical_p": 1,
+    "no_repeat_ngram_size": 0,
+    "min_p": 0,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0,
+    "penalty_alpha": 0,
+    "guidance_scale": 1,
+    "top_h": None,
+    "dola_layers": None,
+    "stop_strings": None,
+    "token_healing": False,
+    "watermarking_config": None,
+}
+"""Unsupported settings of ``generation_config.json`` that would change sampling, with their neutral values (beside
+None)."""
 
 
 class ModelText:
@@ -108,7 +129,11 @@ class ModelText:
         """A sentence about the unsupported settings in ``generation_config.json`` that are not neutral; empty if there
         are none."""
         settings = self._generation or {}
-        unused = [f"{key} = {settings[key]}" for key in _UNSUPPORTED if settings.get(key) not in _NEUTRAL]
+        unused = [
+            f"{key} = {settings[key]}"
+            for key, neutral in _UNSUPPORTED.items()
+            if settings.get(key) not in (None, neutral)
+        ]
         file = f"{self.directory.name}/generation_config.json"
         return shortened(f"{file} also says {', '.join(unused)}: not applied") if unused else ""
 

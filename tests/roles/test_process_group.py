@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,21 @@ def test_memory_may_be_resized_after_an_operation() -> None:
     tensors = [torch.ones(3), torch.ones(3)]
     everyone(group(2), lambda m: m.allreduce([tensors[m.rank()]]))
     assert [tensor.resize_(5)[:3].tolist() for tensor in tensors] == [[2.0] * 3] * 2
+
+
+def test_sparse_tensors_add_up() -> None:
+    members = group(3)
+    tensors = [
+        torch.sparse_coo_tensor([[0, rank]], [[1.0, 2.0], [3.0, rank]], (4, 2), check_invariants=True)
+        for rank in range(3)
+    ]
+    expected = sum(tensor.to_dense() for tensor in tensors)
+    with ThreadPoolExecutor(3) as threads:  # it waits for the numbers of rows
+        list(threads.map(lambda m: m.allreduce([tensors[m.rank()]]).wait(), members))
+    assert all(torch.equal(tensor.to_dense(), expected) for tensor in tensors)
+    maximum = options(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match="only sums sparse tensors"):
+        members[0].allreduce([tensors[0]], maximum)
 
 
 def test_coalesced_operations_and_barriers() -> None:
