@@ -7,7 +7,6 @@ raises ``ProtocolError``.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from functools import cache
 from typing import Any
 
@@ -47,7 +46,7 @@ def encode(message: Message) -> bytes:
         body: bytes = msgpack.packb(fields, use_bin_type=True, default=_fields_of)
     else:
         cls: Any = type(message)
-        rest = fields.pop(_rest_of(cls))
+        rest = fields.pop(_names_of(cls)[-1])
         if not isinstance(rest, bytes):
             raise TypeError(f"{cls.__name__} ends with {type(rest).__name__}, not with bytes")
         body = b"".join(msgpack.packb(value, use_bin_type=True) for value in fields.values()) + rest
@@ -87,13 +86,6 @@ def decode_untrusted(kind: int, body: bytes | bytearray | memoryview) -> Message
         if type(version) is int and version != PROTOCOL_VERSION:
             return _foreign(cls, version, source.get("software"))
     return instance_untrusted(cls, source, lenient=kind <= LAST_HANDSHAKE_KIND)
-
-
-@cache
-def _rest_of(cls: Any) -> str:
-    name = _names_of(cls)[-1]
-    assert typing.get_type_hints(cls)[name] is bytes, cls
-    return name
 
 
 def _values_untrusted(cls: type[Message], body: bytes | bytearray | memoryview) -> dict[str, Any]:

@@ -335,7 +335,10 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         self._inner = cast(asyncio.Transport, transport)  # uvloop's do not subclass it
         peername = transport.get_extra_info("peername") or ("", 0)  # None if the connection is lost already
         self._shaper = self._shaper_to(*peername[:2])
-        self._buffer_bytes = _window_bytes(self._shaper.preset)
+        preset = self._shaper.preset
+        in_flight_bytes = (preset.rate_bps or 1e9) / 8 * (preset.delay_s + preset.jitter_s)
+        # The bandwidth-delay product plus a reserve, so that the link never idles.
+        self._buffer_bytes = min(int(in_flight_bytes) + SPARE_BYTES, 8 << 20)
         # The inner transport then reports each time that it is empty, which flow control here needs.
         self._inner.set_write_buffer_limits(high=0)
         self._protocol.connection_made(self)
@@ -411,9 +414,3 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
-
-
-def _window_bytes(preset: LinkPreset) -> int:
-    """The bandwidth-delay product plus a reserve, so that the link never idles."""
-    in_flight_bytes = (preset.rate_bps or 1e9) / 8 * (preset.delay_s + preset.jitter_s)
-    return min(int(in_flight_bytes) + SPARE_BYTES, 8 << 20)
