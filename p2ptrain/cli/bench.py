@@ -1,4 +1,4 @@
-"""``p2ptrain bench ...``."""
+"""``p2ptrain bench ...``: reads what to measure, has ``p2ptrain.lab.bench`` measure it, and prints the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``p2ptrain checkpoints ...``."""
+"""``p2ptrain checkpoints ...``: a seed's checkpoints are listed, restored and deleted; adapters are merged here."""
 
 from __future__ import annotations
 

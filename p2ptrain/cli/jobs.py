@@ -1,4 +1,4 @@
-"""``p2ptrain jobs ...``."""
+"""``p2ptrain jobs ...``: sends a seed requests about jobs, and prints what it answers."""
 
 from __future__ import annotations
 

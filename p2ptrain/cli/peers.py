@@ -1,4 +1,4 @@
-"""``p2ptrain peers`` and ``p2ptrain parts``."""
+"""``p2ptrain peers`` and ``p2ptrain parts``: tables of a seed's peers, and of the layers that they hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``p2ptrain profiles ...``."""
+"""``p2ptrain profiles ...``: the profiles that ship, and where each effective setting comes from."""
 
 from __future__ import annotations
 

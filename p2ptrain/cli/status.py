@@ -1,4 +1,4 @@
-"""``p2ptrain status``, ``p2ptrain tui`` and ``p2ptrain logs``."""
+"""``p2ptrain status``, ``p2ptrain tui`` and ``p2ptrain logs``: a cluster on one screen, full-screen, and by events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``p2ptrain ticket ...``."""
+"""``p2ptrain ticket ...``: has a seed make, list, revoke and replace the tickets with which machines join it."""
 
 from __future__ import annotations
 

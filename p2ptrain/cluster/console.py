@@ -75,11 +75,11 @@ class Console:
         if last:
             self.finish()
 
-    def loading(self, done_bytes: int, total_bytes: int, more: str = "", *, last: bool = False) -> None:
+    def loading(self, done_bytes: int, total_bytes: int) -> None:
         """Show how much of a model is loaded. Where lines are not rewritten, a second must have passed before."""
         self._loading_s = self._now() if self._loading_s is None else self._loading_s
         if self._live or self._now() - self._loading_s > SHORT_S:
-            self.progress(f"loading  {human_bytes(done_bytes)} of {human_bytes(total_bytes)}{more}", last=last)
+            self.progress(f"loading  {human_bytes(done_bytes)} of {human_bytes(total_bytes)}")
 
     @contextmanager
     def during(self, text: Callable[[], str]) -> Iterator[None]:
