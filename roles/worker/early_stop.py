@@ -1,9 +1,10 @@
-"""When a job ends early: after ``validation.patience`` validations without a better loss, or when its privacy budget is
-spent (``roles.worker.privacy``). Pure.
+"""Decides that a job ends early: its privacy budget is spent (``roles.worker.privacy``), or its validation loss did not
+improve for ``validation.patience`` validations. Pure.
 
-When a view begins its members exchange what they know, and all go on from what most of those know that hold the state.
-So all reach the same verdict from then on, and one member can neither end the job nor keep it from its end. Each says
-``Flag.STOP`` with the step after that validation, which is the job's last. What is known travels in the checkpoints.
+All members must decide alike. So they validate at the same steps and count the same losses. When a view begins, the
+members that hold the job's state send each other their counts, and all take the count that most of them sent: newcomers
+learn it, and a lying minority can neither end the job nor prolong it. When the end is due, each member sets
+``Flag.STOP`` in its token of the next step, which is the job's last. Checkpoints store the count.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ _KEYS = ("validated_step", "best_val_loss", "best_val_step", "validations_since_
 
 
 @dataclass(frozen=True, slots=True)
-class Validations:
-    """``step``: of the newest validation; ``best``: least loss, first reached at ``best_step``; ``since``: validations
-    since then."""
+class ValidationCount:
+    """``step``: of the newest validation; ``best_loss``: least loss, first reached at ``best_step``; ``since_best``:
+    number of validations since then."""
 
     step: int = 0
-    best: float = math.inf
+    best_loss: float = math.inf
     best_step: int = 0
-    since: int = 0
+    since_best: int = 0
 
-    def with_loss(self, step: int, loss: float) -> Validations:
-        if loss < self.best:
-            return Validations(step, loss, step)
-        return Validations(step, self.best, self.best_step, self.since + 1)
+    def with_loss(self, step: int, loss: float) -> ValidationCount:
+        if loss < self.best_loss:
+            return ValidationCount(step, loss, step)
+        return ValidationCount(step, self.best_loss, self.best_step, self.since_best + 1)
 
 
 class EarlyStop:
@@ -43,54 +44,59 @@ class EarlyStop:
 
     def __init__(self, patience: int, budget: Budget | None = None) -> None:
         self._patience, self.budget = patience, budget
-        self._known = Validations()
+        self._count = ValidationCount()
 
     @property
     def is_due(self) -> bool:
-        return 0 < self._patience <= self._known.since or (self.budget is not None and self.budget.is_due)
+        """Whether the next step is the job's last."""
+        return 0 < self._patience <= self._count.since_best or (self.budget is not None and self.budget.is_due)
 
     @property
     def reason(self) -> str:
         """Why the job ends early; empty if it does not."""
         if self.budget is not None and self.budget.is_due:
             return self.budget.reason
-        known = self._known
-        least = f"no better validation loss than {known.best:.4g} (step {known.best_step})"
-        return f"stopped early: {least} in {known.since} validation{'s'[: known.since != 1]}" if self.is_due else ""
+        if not self.is_due:
+            return ""
+        count = self._count
+        best = f"no better validation loss than {count.best_loss:.4g} (step {count.best_step})"
+        return f"stopped early: {best} in {count.since_best} validation{'s'[: count.since_best != 1]}"
 
     def spent_privacy(self) -> dict[str, float]:
         """The privacy that the job has spent, to be reported with a step; empty if it has no budget."""
         return {} if self.budget is None else {"epsilon": self.budget.epsilon, "delta": self.budget.delta}
 
     def message(self) -> bytes:
-        return _WIRE.pack(*astuple(self._known))
+        return _WIRE.pack(*astuple(self._count))
 
-    def agree_untrusted(self, messages: Sequence[bytes], step: int) -> None:
-        """Take up what most members know that know anything; of equally many, what ends the job last.
+    def agree_untrusted(self, messages: Sequence[bytes], applied: int) -> None:
+        """Take the count that most ``messages`` have; of two with equally many, the one that ends the job later.
 
         Args:
-            messages: of each member (``message``). What cannot be known counts as nothing.
-            step: that the members have applied.
+            messages: of all members that hold the state. Invalid and impossible ones are ignored.
+            applied: steps that these members have applied.
         """
-        told = [Validations(*_WIRE.unpack(message)) for message in messages if len(message) == _WIRE.size]
-        votes = Counter(known for known in told if max(known.best_step, known.since, 1) <= known.step <= step)
-        self._known = min(votes, key=lambda known: (-votes[known], known.since, -known.step), default=Validations())
+        counts = [ValidationCount(*_WIRE.unpack(message)) for message in messages if len(message) == _WIRE.size]
+        votes = Counter(count for count in counts if max(count.best_step, count.since_best, 1) <= count.step <= applied)
+        ranked = sorted(votes, key=lambda count: (-votes[count], count.since_best, -count.step))
+        self._count = ranked[0] if ranked else ValidationCount()
 
     def add_validation(self, step: int, loss: float) -> None:
-        if not self.is_due:  # else this is the validation of the last step
-            self._known = self._known.with_loss(step, loss)
+        if not self.is_due:  # otherwise this validation follows the last step, and must not change the reason
+            self._count = self._count.with_loss(step, loss)
 
     def meta(self) -> Meta:
-        known = dict(zip(_KEYS, astuple(self._known), strict=True)) if self._known.step and self._patience else {}
-        return known | self.budget.meta() if self.budget is not None else known
+        has_count = self._count.step and self._patience
+        count = dict(zip(_KEYS, astuple(self._count), strict=True)) if has_count else {}
+        return count | self.budget.meta() if self.budget is not None else count
 
     def resume_from(self, meta: Meta) -> None:
-        """Go on from a checkpoint's ``meta``, or from nothing. The state was replaced by that of another step."""
+        """Restore the count from a checkpoint's ``meta``, or start afresh if it has no valid one."""
         if self.budget is not None:
             self.budget.resume_from(meta)
-        step, best, best_step, since = (meta.get(key) for key in _KEYS)
-        self._known = Validations()
-        if isinstance(best, float) and all(
-            isinstance(number, int) and number >= 0 for number in (step, best_step, since)
-        ):
-            self._known = Validations(step, best, best_step, since)  # type: ignore[arg-type]
+        step, best_loss, best_step, since_best = (meta.get(key) for key in _KEYS)
+        valid = all(isinstance(number, int) and number >= 0 for number in (step, best_step, since_best))
+        if valid and isinstance(best_loss, float):
+            self._count = ValidationCount(step, best_loss, best_step, since_best)  # type: ignore[arg-type]
+        else:
+            self._count = ValidationCount()

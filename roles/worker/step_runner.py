@@ -61,8 +61,8 @@ class StepRunner(ActivityRunner):
         if state.early.budget is not None:
             await state.early.budget.agree(session, patience_s=self._patience_s())
         if state.profile.validation.patience:
-            known = await session.all_gather(state.early.message(), patience_s=self._patience_s())
-            healthy = [message for message, member in zip(known, view.members, strict=True) if member.healthy]
+            messages = await session.all_gather(state.early.message(), patience_s=self._patience_s())
+            healthy = [message for message, member in zip(messages, view.members, strict=True) if member.healthy]
             state.early.agree_untrusted(healthy, view.step)
 
     def stage_load(self) -> StageLoad | None:

@@ -131,10 +131,10 @@ def after(patience: int, *losses: float) -> EarlyStop:
 
 def test_a_newcomer_learns_the_count_from_the_others() -> None:
     old, new = after(3, 5.0, 4.0, 4.5, 4.0), after(3)
-    told = [new.message(), old.message()]
-    for each in (new, old):
-        each.agree_untrusted(told, 40)
-        each.add_validation(50, 4.25)
+    messages = [new.message(), old.message()]
+    for member in (new, old):
+        member.agree_untrusted(messages, 40)
+        member.add_validation(50, 4.25)
     assert new.reason == old.reason == f"{TELLS} 4 (step 20) in 3 validations"
     assert new.is_due
 
@@ -142,9 +142,9 @@ def test_a_newcomer_learns_the_count_from_the_others() -> None:
 def test_one_member_ends_no_job_by_what_it_says_of_the_validations() -> None:
     known, lie = after(3, 5.0, 4.0), after(3, 1.0, 5.0, 5.0, 5.0)
     assert lie.is_due
-    for told in ([lie, known, known], [known, lie]):
+    for counts in ([lie, known, known], [known, lie]):
         member = after(3, 5.0, 4.0)
-        member.agree_untrusted([each.message() for each in told], 40)
+        member.agree_untrusted([count.message() for count in counts], 40)
         assert member.message() == known.message()
     known.agree_untrusted([lie.message(), b"x", EarlyStop(3).message()], 30)
     assert not known.is_due, "of a step that is to come, or nothing"
