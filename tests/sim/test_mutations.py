@@ -16,7 +16,7 @@ FOUND = {
     "digest": (3, "no fork"),
     "norm": (16, "true norm"),
     "stop": (1, "every step"),
-    "redo": (18, "same bits"),
+    "redo": (24, "same bits"),
     "dir-sync": (3, "durable"),
     "ledger": (3, "ledger"),
     "rows": (22, "ledger"),
@@ -37,7 +37,7 @@ FOUND = {
     "bound": (19, "versions"),
     "weight": (2, "versions"),
     "numbers": (21, "versions"),
-    "lost": (18, "nothing saved is taken back"),
+    "lost": (146, "nothing saved is taken back"),
 }
 WITHIN = 60
 """Schedules within which each of them is found, from any number on; searched where the product has moved on."""
