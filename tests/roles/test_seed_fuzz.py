@@ -1,21 +1,25 @@
-"""Whatever members say, if it can be decoded at all, the seed lives and serves everybody else. Operators' requests:
-``tests/fuzz/door_targets.py``."""
+"""Whatever members and operators say, if it can be decoded at all, the seed lives and serves everybody else."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from configs.schema import Profile
-from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.lab.memory import MemoryNetwork
-from tests.fuzz.strategies import REAL, TEXT, WHOLE, made
+from roles.seed.job_requests import JobRequests
+from roles.seed.operator_api import ClusterRequests
+from tests.fuzz.strategies import FREE, REAL, TEXT, WHOLE, made
 from tests.roles.in_process import Cluster
 from tests.roles.scripted import DEADLINE_S, ScriptedPeer
 from wire.chain_messages import PartsHeld
@@ -63,6 +67,11 @@ REPORTS = st.builds(
 SAID = st.one_of(
     [likely(kind) for kind in TOLD] + [REPORTS] * 4 + [st.sampled_from(list(MESSAGE_TYPES.values())).flatmap(likely)]
 )
+METHODS = sorted(ClusterRequests(*[MagicMock()] * 8).methods() | JobRequests(*[MagicMock()] * 4).methods())
+PARAMS = st.dictionaries(
+    st.sampled_from(["job", "name", "profile", "spec", "id", "limit", "after_step", "after_id", "port"]),
+    FREE | st.sampled_from([PROFILE.to_spec(), "[" * 9000, '{"job": {"steps": 1e999}}', "tiny"]), max_size=5,
+)  # fmt: skip
 
 
 class FuzzedPeer(ScriptedPeer):
@@ -82,7 +91,7 @@ class FuzzedPeer(ScriptedPeer):
             await self.join(job=self.job, generation=1 if self.job else 0)
 
 
-async def play(said: list[tuple[int, Message]]) -> None:
+async def beside_a_ring(talk: Callable[[Cluster, list[FuzzedPeer]], Awaitable[None]]) -> None:
     """Two workers train beside those that talk; nothing may go wrong but what is answered or ends a connection."""
     wrong: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: wrong.append(context))
@@ -99,11 +108,11 @@ async def play(said: list[tuple[int, Message]]) -> None:
             await peer.assigned()
         for peer in peers[:2]:
             await peer.viewed()
-        for index, message in said:
-            await peers[index].tell(message)
+        await talk(cluster, peers)
         for method in ("cluster.info", "peers.list", "jobs.list", "checkpoints.list", "events.list", "serving.list"):
             await cluster.ask(method)
-        await cluster.job_until(job, lambda job: True)
+        if job in [item["id"] for item in (await cluster.ask("jobs.list"))["jobs"]]:
+            await cluster.job_until(job, lambda job: True)
         for peer in peers:
             await peer.close()
         await cluster.close()  # raises what ended the seed, if anything did
@@ -113,4 +122,20 @@ async def play(said: list[tuple[int, Message]]) -> None:
 @FUZZ
 @given(said=st.lists(st.tuples(st.integers(0, 3), SAID), min_size=1, max_size=12))
 def test_no_member_takes_the_seed_down(said: list[tuple[int, Message]]) -> None:
-    asyncio.run(play(said))
+    async def talk(cluster: Cluster, peers: list[FuzzedPeer]) -> None:
+        for index, message in said:
+            await peers[index].tell(message)
+
+    asyncio.run(beside_a_ring(talk))
+
+
+@FUZZ
+@given(requests=st.lists(st.tuples(st.sampled_from(METHODS) | TEXT, PARAMS), min_size=1, max_size=12))
+def test_no_operator_takes_the_seed_down(requests: list[tuple[str, dict[str, Any]]]) -> None:
+    async def talk(cluster: Cluster, peers: list[FuzzedPeer]) -> None:
+        async with cluster.operator() as client:
+            for method, params in requests:
+                with suppress(Refused, ValueError):  # refused, or too long for a frame
+                    await client.request(method, params)
+
+    asyncio.run(beside_a_ring(talk))
