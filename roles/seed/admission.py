@@ -124,7 +124,7 @@ class EnrolmentPolicy:
         connection.send(EnrolGranted(certificate_der))
 
     async def renew(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
-        """Renew the certificate that open_at this connection. Raises ``Refused``, ``ProtocolError``."""
+        """Renew the certificate with which this connection was opened. Raises ``Refused``, ``ProtocolError``."""
         authority, identity = self._authority_for("renewing a certificate"), connection.ends.identity
         if identity is None:
             raise Refused("no-certificate", "this connection has no certificate that could be renewed")
