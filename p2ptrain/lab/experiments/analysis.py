@@ -49,6 +49,8 @@ MEASURES = {
 """Columns of the results that are compared, and their titles. Times and bytes to a loss come before them."""
 IN_WORDS = ("val_loss", "tokens_per_s", "sent_bytes")
 """Those that conclusions are about, with the times and bytes to a loss."""
+OF_EQUAL_TOKENS = ("val_loss", "sent_bytes")
+"""Those that say nothing between cells that trained on different numbers of tokens."""
 MORE_IS_BETTER = "tokens_per_s"
 
 
@@ -102,6 +104,8 @@ class Analysis:
         known = table[list(titles)].astype(float).where(table["state"] == DONE)
         self.measures = {name: title for name, title in titles.items() if known[name].fillna(0).any()}
         self._cells = known.groupby(self.axes, observed=True)
+        is_uneven = (table["state"] == DONE) & (table["members_min"] < table["members_mean"]).fillna(False)
+        self._uneven = is_uneven.groupby(self.axes, observed=True).sum()
 
     def estimates(self, measure: str) -> Any:
         """A row for each cell: ``mean`` over its runs that are done and know the measure, ``half_95``: half of the
@@ -120,13 +124,18 @@ class Analysis:
         rows = []
         for cell, states in self.states.items():
             runs = [f"{states[DONE]}", *(f"{state} ({count})" for state, count in states.items() if state != DONE)]
-            rows.append([*self._named(cell).values(), " + ".join(runs), *(text[cell] for text in texts)])
+            uneven = f", members were away in {self._uneven[cell]}" if self._uneven[cell] else ""
+            rows.append([*self._named(cell).values(), " + ".join(runs) + uneven, *(text[cell] for text in texts)])
         return [*filter(None, self.axes), "runs", *self.measures.values()], rows
 
     def conclusions(self) -> list[str]:
         """What the results support, in sentences."""
         simulated = " (simulated)" * self.grid.simulated
         sentences = [f"{len(self.rows)} of {self.grid.planned} runs have a result{simulated}."]
+        if uneven := int(self._uneven.sum()):
+            text = f"In {uneven} of them members were away for some steps: their times and bytes are of fewer workers."
+            sentences.append(text)
+        tokens = self.estimates("tokens")["mean"]
         for measure in (it for it in self.measures if it in IN_WORDS or it not in MEASURES):
             known = self.estimates(measure).dropna(subset="mean")
             known = known.sort_values("mean", ascending=measure != MORE_IS_BETTER, kind="stable")
@@ -142,6 +151,12 @@ class Analysis:
                     cells = cells[is_reached]
                 if cells.empty or np.allclose(cells["mean"], cells["mean"].iloc[0], rtol=1e-3):
                     continue  # nothing to choose
+                trained = tokens[cells.index]
+                if measure in OF_EQUAL_TOKENS and not np.allclose(trained, trained.iloc[0], rtol=1e-3):
+                    numbers = " to ".join(shown("tokens", number) for number in (trained.min(), trained.max()))
+                    text = f"not compared: the runs trained on different numbers of tokens ({numbers})."
+                    sentences.append(f"{about}: {text}")
+                    continue
                 best, others = cells.iloc[0], cells.iloc[1:]
                 reach = (best["half_95"] + others["half_95"]).fillna(math.inf)  # one run tells nothing apart
                 near = [cell[-1] for cell in others[abs(others["mean"] - best["mean"]) <= reach].index]

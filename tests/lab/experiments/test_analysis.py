@@ -80,6 +80,16 @@ def test_each_condition_has_its_best_choice() -> None:
     assert "tokens/s: best with context = 128 (4,000), not told apart from 64." in words  # by one run each
 
 
+def test_no_best_loss_is_named_between_different_numbers_of_tokens() -> None:
+    rows = [row("64", batch, n, val_loss=loss + n / 100, tokens=tokens, seconds_to_2=tokens, bytes_to_2=loss)
+            for batch, loss, tokens in (("4", 2.0, 1000.0), ("8", 1.0, 2000.0)) for n in (1, 2, 3)]  # fmt: skip
+    words = "\n".join(analysis(rows).conclusions())
+    assert "validation loss: not compared: the runs trained on different numbers of tokens (1,000 to 2,000)." in words
+    assert "validation loss: best" not in words
+    assert "time to a validation loss of 2: best with batch = 4" in words
+    assert "bytes sent to a validation loss of 2: best with batch = 8" in words
+
+
 def test_a_cell_of_which_some_runs_missed_a_loss_is_not_the_fastest() -> None:
     rows = [row("64", "4", 1, seconds_to_2=1.0), row("64", "4", 2)]
     rows += [row("64", "8", n, seconds_to_2=9.0 + n) for n in (1, 2)]
@@ -87,6 +97,13 @@ def test_a_cell_of_which_some_runs_missed_a_loss_is_not_the_fastest() -> None:
     missed = "not reached by every run of 4, which are left out."
     assert f"With context = 64: time to a validation loss of 2: {missed}" in words
     assert not any("best with batch = 4" in sentence for sentence in words)
+
+
+def test_runs_with_members_away_are_marked() -> None:
+    rows = [row("64", "4", 1, members_mean=2.5, members_min=2.0), row("64", "4", 2, members_mean=3.0, members_min=3.0)]
+    made = analysis(rows)
+    assert made.conclusions()[1].startswith("In 1 of them members were away for some steps")
+    assert made.table()[1][0][2] == "2, members were away in 1"
 
 
 def test_axes_that_do_not_exist_are_refused() -> None:
