@@ -186,7 +186,7 @@ class Coordinator:
         for peer_id, known in self._roster.peers.items():
             if peer_id in self._roster.running | self._catch_ups.moving:
                 continue
-            if peer_id in self._quarantine.exclusions.out:
+            if peer_id in self._quarantine.exclusions.peer_ids:
                 reasons[peer_id] = self._quarantine.exclusions.reason(peer_id)
             elif self.phase is JobPhase.PAUSED:
                 reasons[peer_id] = "the job is paused", math.inf
@@ -451,9 +451,9 @@ class Coordinator:
         self._forget(peer_id)
         if known is None or self.view is None or self.view.rank_of(peer_id) is None:
             return
-        self._quarantine.fallen.add(peer_id)
+        self._quarantine.lost_members.add(peer_id)
         if event.left:
-            self._quarantine.excused.add(peer_id)
+            self._quarantine.excused_members.add(peer_id)
         if was_running and self.phase is JobPhase.RUNNING:
             if event.left:
                 self._stop(now, f"{known.peer.name} left")
@@ -582,14 +582,14 @@ class Coordinator:
         verdict = self._quarantine.judge(survivors, self.view, self._roster, now) if self.view else None
         if verdict is None:
             return False
-        if verdict.hopeless:
+        if verdict.fails_job:
             self._end(JobPhase.FAILED, verdict.text)
             return True
-        self._tell("error" if verdict.pauses else "warning", verdict.kind, verdict.text)
-        if verdict.pauses:
+        self._tell("error" if verdict.pauses_job else "warning", verdict.kind, verdict.text)
+        if verdict.pauses_job:
             self.paused = True
             self._go(JobPhase.PAUSED, verdict.text)
-        return verdict.pauses
+        return verdict.pauses_job
 
     def _all_done(self, survivors: Reports) -> bool:
         return self._roster.whole(survivors) and all(report.status == "done" for report in survivors.values())
@@ -604,7 +604,7 @@ class Coordinator:
             early = next((report.reason for report in survivors.values() if report.reason), "")
             self._end(JobPhase.DONE, early or "every step is done")
             return True
-        ready = roster.candidates(self._quarantine.exclusions.out)
+        ready = roster.candidates(self._quarantine.exclusions.peer_ids)
         if min(options.places, *map(len, roster.by_part(ready))) > len(survivors) // roster.parts:
             for peer_id in ready.keys() - survivors.keys():
                 self._catch_ups.let_in(peer_id)
@@ -624,7 +624,7 @@ class Coordinator:
     def _try_mint(self, now: float) -> None:
         if self._save_result(now):
             return
-        if self.view is not None and self._too_few(len(self._roster.candidates(self._quarantine.exclusions.out))):
+        if self.view is not None and self._too_few(len(self._roster.candidates(self._quarantine.exclusions.peer_ids))):
             return
         if self.restore and not self._try_restore(self.restore, now):
             return
@@ -632,7 +632,7 @@ class Coordinator:
             self._mint(state, now)
             return
         self._recall()  # they follow a ring that is gone, or that this seed does not know
-        ready = self._roster.candidates(self._quarantine.exclusions.out)
+        ready = self._roster.candidates(self._quarantine.exclusions.peer_ids)
         if not self._roster.whole(ready):
             self._recovery.short_since = None
             self._deadlines.drop("grace", "build")
@@ -688,7 +688,8 @@ class Coordinator:
     def _try_restore(self, restore: co.Restore, now: float) -> bool:
         """Mint a view from the chosen checkpoint, once all peers had the time to load it. The peer that verified it may
         still be on its way back. Returns True if no peer could load it, so another state is needed."""
-        overdue, ready = "restore" in self._deadlines.passed, self._roster.candidates(self._quarantine.exclusions.out)
+        overdue = "restore" in self._deadlines.passed
+        ready = self._roster.candidates(self._quarantine.exclusions.peer_ids)
         loaded = {peer_id: report for peer_id, report in ready.items() if report.applied == restore.step
                   and restore.lineage in ("", report.lineage)}  # fmt: skip
         state = newest(self._roster.by_part(loaded))
@@ -723,7 +724,7 @@ class Coordinator:
             self._out += self._quarantine.exclude_repeated_deaths(survivors, before, now)
         standing = roster.standing()
         healthy = {key for key, report in standing.items() if key not in moving and holds(report, step, lineage)}
-        ready = roster.candidates(self._quarantine.exclusions.out, healthy)
+        ready = roster.candidates(self._quarantine.exclusions.peer_ids, healthy)
         if carried and not self.options.asynchronous:  # rule 7
             at_once = healthy | survivors.keys()
             now_fit = {key: report for key, report in ready.items() if key in at_once or may_enter(key)}
@@ -733,7 +734,7 @@ class Coordinator:
             return
         reduce_bytes = max(report.reduce_bytes for report in ready.values())
         plan = self._ring_planner.plan(formed, roster, reduce_bytes)
-        order = plan.order[::-1] if self._quarantine.turned else plan.order
+        order = plan.order[::-1] if self._quarantine.reverses_ring else plan.order
         replicas = [formed[first] for first in order]
         if self.options.asynchronous:
             replicas = self._put_server_first(replicas, healthy)
@@ -755,7 +756,7 @@ class Coordinator:
             streams=plan.streams,
             sub_chunk_bytes=plan.sub_chunk_bytes,
             codec=plan.codec,
-            lenient=self._quarantine.lenient,
+            lenient=self._quarantine.refused.lenient,
             reduce_bytes=reduce_bytes,
             stages=roster.parts,
         )
@@ -816,7 +817,7 @@ class Coordinator:
     def _let_in(self, now: float) -> list[str]:
         """Rule 7: names of newcomers to let in now, if the view has room. Asks others to catch up."""
         view, catch_ups = self.view, self._catch_ups
-        excluded = self._quarantine.exclusions.out
+        excluded = self._quarantine.exclusions.peer_ids
         standing = {key: report for key, report in self._roster.standing().items() if key not in excluded}
         by_part = self._roster.by_part(standing)
         room = min(self.options.places - view.replicas, *map(len, by_part)) if view else 0
@@ -912,9 +913,9 @@ class Coordinator:
         for peer_id in sorted(peer_ids):
             known, loading, name = self._roster.peers.get(peer_id), peer_id in self._roster.healing, self._name(peer_id)
             self._forget(peer_id)
-            self._quarantine.fallen.add(peer_id)
+            self._quarantine.lost_members.add(peer_id)
             if known and loading:
-                self._quarantine.excused.add(peer_id)
+                self._quarantine.excused_members.add(peer_id)
                 self._roster.peers[peer_id] = KnownPeer(known.peer)
                 continue
             if known:
@@ -934,7 +935,7 @@ class Coordinator:
         self._tell("error" if phase is JobPhase.FAILED else "info", f"job-{phase}", reason)
         self._go(phase, reason)
         self._roster.clear()
-        self._quarantine.exclusions.out.clear()
+        self._quarantine.exclusions.peer_ids.clear()
         self._planner.end()
         self._catch_ups.clear()
         self._failures = co.WorkerFailures()

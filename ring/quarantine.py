@@ -1,32 +1,35 @@
-"""Which peers to exclude from the next view for a while. Pure; ``now`` is passed in.
+"""Decides which peers of a job are excluded from its next view, and for how long. Pure; ``now`` is passed in.
+
+The coordinator calls ``judge`` when a ring broke and all its members have stopped and reported why.
 
 Rules
-    1. One back-off serves all reasons. A peer that is excluded again before it was quiet for ten times its last
-       exclusion is excluded for twice as long. After that it starts afresh. A new connection changes nothing.
-    2. A step that the members refused names a suspect, which is excluded: its contribution is an outlier or not finite,
-       its sum differs from most others', it told a figure that the others know to be false, or its right neighbour
-       received other bytes than it sent (exact mode). A contribution is the work of a whole replica, so all its members
-       are excluded.
-    3. If a second replica contributes the same, the data is the cause. The same holds if one replica does so again and
-       is alone. The excluded members are absolved, and the next view is *lenient*: it applies the step if it is finite.
-       If then again two replicas fail, or the only one, no member can compute the step, and the job fails.
-    4. If the sum is wrong and no member told so, the step is repeated, and then tried without one replica after the
-       other. Without the culprit it is committed: that one stays excluded, and the others are absolved. Sums with masks
-       are not tried, because two of them would show a contribution: the job pauses.
-    5. A break names two members: the suspect, and the one that noticed. Either may be at fault. So the next ring runs
-       the other way round, and gives both other neighbours. The member that two breaks have in common is excluded; of
-       the same two again, the suspect. Breaks count until a step is committed; those by bytes that break the protocol,
-       or that a living member withholds, for ``QUIET`` cooldowns. If a suspect itself names another member, as it waits
-       for that one, it is not at fault. A death explains any break.
-    6. A member that dies repeatedly is excluded for longer each time.
+    1. *Back-off*, one for all reasons: each exclusion lasts twice as long as the peer's last one, unless the peer was
+       quiet for ten times that long in between. A new connection changes nothing.
+    2. *Refused step with a suspect*: the suspect is excluded. Its contribution is an outlier or not finite, its sum
+       differs from most others', it sent a figure that the others know to be false, or its right neighbour received
+       other bytes than it sent (exact mode). A contribution is the work of a whole replica, so all its members are
+       excluded.
+    3. *The data is the cause* if the contributions of two replicas to one step are refused, or twice those of the only
+       replica. Its suspects are absolved, and the next view is *lenient*: it applies outliers that are finite. If the
+       same happens again in lenient views, no member can compute the step, and the job fails.
+    4. *Refused step without a suspect*: the sum is wrong, and no member reported that it caused it. The step is
+       repeated, first with all members, then each time without another replica. If it is committed, the replica that
+       was left out last stays excluded. With masked sums none is left out, because the difference of two sums would
+       reveal a contribution: the job pauses.
+    5. *Broken link*: either end may be at fault. The next ring runs the other way round, so that both ends get another
+       neighbour. The member that two broken links have in common is excluded; if the same link broke twice, its
+       suspect. A suspect that waits for another member in turn is not at fault. Members that died or left explain any
+       break. A broken link counts until the next commit; if a member sent invalid bytes or withheld some, then for
+       ``QUIET_FACTOR`` cooldowns.
+    6. *Repeated deaths*: from the second on, each excludes the peer.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ring.coordination import Emit, Reports, Roster
 from ring.view import View
@@ -35,15 +38,15 @@ from wire.job_messages import Report
 
 CAUSES = frozenset({"contribution", "digest", "hop", "figure"})
 """Values of ``Report.cause`` for a refused step."""
-WRONG = frozenset({"protocol", "stalled"})
-"""Values of ``Report.cause`` of breaks that no network explains."""
+MISCONDUCT = frozenset({"protocol", "stalled"})
+"""Values of ``Report.cause`` of a broken link that a bad network does not explain."""
 DIAL = "dial"
 """The ``Report.cause`` of a member that the reporter could not connect to."""
-QUIET = 10
+QUIET_FACTOR = 10
 """How long a peer must be quiet to be forgiven, as a multiple of its last exclusion."""
 COOLDOWN_S, MOST_EXCLUDED_S = 30.0, 600.0
 """First exclusion, which doubles each time, and the longest."""
-FIRST_FALL_S = 1.0
+DEATH_COOLDOWN_S = 1.0
 """First exclusion after repeated deaths. A death and a newcomer cost a ring about as much, so less is no use."""
 
 _NOT_FINITE = (
@@ -53,155 +56,185 @@ _NOT_FINITE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Exclusion:
-    """Why a ring broke. ``text``: for people. ``hopeless``: no member can compute the step. ``pauses``: a person must
-    find the member at fault."""
+class BreakVerdict:
+    """Why a ring broke, and what follows, as an event. ``fails_job``: no member can compute the step. ``pauses_job``:
+    only a person can find the member at fault."""
 
     kind: str
     text: str
-    hopeless: bool = False
-    pauses: bool = False
+    fails_job: bool = False
+    pauses_job: bool = False
+
+
+class Accusation(NamedTuple):
+    """Why a member refused a step, as it reported. ``other_end``: of the hop on which bytes changed."""
+
+    step: int
+    cause: str
+    suspect: str
+    other_end: str
+
+
+@dataclass(slots=True)
+class RefusedStep:
+    """What happened to a step that the members refused.
+
+    Attributes:
+        contributors: members whose contributions were refused (rule 3). ``lenient``: apply outliers in the next view.
+        is_repeated: whether it was repeated with all members (rule 4).
+        left_out: members without which it is repeated now. ``all_left_out``: all that a repetition left out so far.
+    """
+
+    step: int = 0
+    contributors: set[str] = field(default_factory=set)
+    lenient: bool = False
+    is_repeated: bool = False
+    left_out: list[str] = field(default_factory=list)
+    all_left_out: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkBreak:
-    """Two members whose link broke. ``wrong``: by a cause in ``WRONG``."""
+    """Two members whose link broke. ``misconduct``: by a cause in ``MISCONDUCT``."""
 
     ends: frozenset[str]
     at: float
-    wrong: bool
+    misconduct: bool
+
+
+class Exclusion(NamedTuple):
+    """The last exclusion of a peer: how long, until when, and why."""
+
+    seconds: float
+    until: float
+    reason: str
 
 
 class Exclusions:
-    """Which peers of a job are excluded, why and until when. A peer that is excluded again stays out for longer."""
+    """Exclusions of a job's peers with back-off (rule 1). ``peer_ids``: these should be in no view."""
 
     def __init__(self) -> None:
-        self.out: set[str] = set()  # these should be in no view
-        self._last: dict[str, tuple[float, float]] = {}  # length of the last exclusion, and its end
-        self._why: dict[str, str] = {}
+        self.peer_ids: set[str] = set()
+        self._last: dict[str, Exclusion] = {}  # also of peers that are excluded no more but not forgiven
 
     def next(self) -> list[float]:
-        return [self._last[peer_id][1] for peer_id in self.out]
+        return [self._last[peer_id].until for peer_id in self.peer_ids]
 
     def expire(self, now: float) -> None:
-        self.out = {peer_id for peer_id in self.out if self._last[peer_id][1] > now}
-        self._why = {key: why for key, why in self._why.items() if key in self.out}
-        self._last = {
-            key: last for key, last in self._last.items() if key in self.out or not self.is_forgiven(key, now)
-        }
+        self.peer_ids = {peer_id for peer_id in self.peer_ids if self._last[peer_id].until > now}
+        for peer_id in [*self._last]:
+            if peer_id not in self.peer_ids and self.is_forgiven(peer_id, now):
+                del self._last[peer_id]
 
     def reason(self, peer_id: str) -> tuple[str, float]:
-        """Why a peer of ``out`` is excluded, and until when."""
-        return f"it is excluded: {self._why[peer_id]}", self._last[peer_id][1]
+        """Why a peer of ``peer_ids`` is excluded, and until when."""
+        return f"it is excluded: {self._last[peer_id].reason}", self._last[peer_id].until
 
     def is_forgiven(self, peer_id: str, now: float) -> bool:
-        seconds, until = self._last.get(peer_id, (0.0, -math.inf))
-        return now - until >= QUIET * max(seconds, FIRST_FALL_S)
+        last = self._last.get(peer_id)
+        return last is None or now - last.until >= QUIET_FACTOR * max(last.seconds, DEATH_COOLDOWN_S)
 
-    def note_fall(self, peer_id: str, now: float) -> None:
+    def note_death(self, peer_id: str, now: float) -> None:
         """Note a first death: it excludes nobody, but the next one does."""
-        self._last[peer_id] = 0.0, now
+        self._last[peer_id] = Exclusion(0.0, now, "it died")
 
-    def add(self, peer_id: str, why: str, now: float, first_s: float, most_s: float) -> float:
+    def add(self, peer_id: str, reason: str, now: float, first_s: float, most_s: float) -> float:
         """Exclude a peer for ``first_s``, or for twice as long as before, up to ``most_s``. Returns the seconds."""
-        again = not self.is_forgiven(peer_id, now)
-        seconds = min(max(2 * self._last[peer_id][0], first_s), most_s) if again else first_s
-        self._last[peer_id], self._why[peer_id] = (seconds, now + seconds), why
-        self.out.add(peer_id)
+        seconds = first_s
+        if not self.is_forgiven(peer_id, now):
+            seconds = min(max(2 * self._last[peer_id].seconds, first_s), most_s)
+        self._last[peer_id] = Exclusion(seconds, now + seconds, reason)
+        self.peer_ids.add(peer_id)
         return seconds
 
     def absolve(self, peer_ids: Collection[str]) -> None:
-        self.out.difference_update(peer_ids)
+        self.peer_ids.difference_update(peer_ids)
         for peer_id in peer_ids:
             self._last.pop(peer_id, None)
 
 
 class Quarantine:
-    """Keeps the faults of one job's peers.
+    """Judges breaks of one job's rings, and excludes the members at fault.
 
     Args:
         masked: nobody sees the contribution of one member (``roles.strategies.secure``).
-        witnesses: members that must report alike why a step was refused, so that no lone member accuses another.
+        witnesses: members that must report the same about a refused step, so that no lone member accuses another.
 
     Attributes:
-        lenient: whether the next view applies an outlier.
         broken: whether the current view's ring broke.
-        fallen: members of the current view that are gone, which explains any break. ``excused``: members of ``fallen``
-            that left on purpose, or only lost a state that they were fetching.
+        lost_members: members of the current view that died or left.
+        excused_members: those of them that left on purpose, or only lost a state that they were fetching.
+        refused: the newest step that was refused.
     """
 
     def __init__(self, *, masked: bool = False, witnesses: int = 2) -> None:
         self.exclusions = Exclusions()
-        self.lenient = self.broken = False
-        self.fallen: set[str] = set()
-        self.excused: set[str] = set()
+        self.broken = False
+        self.lost_members: set[str] = set()
+        self.excused_members: set[str] = set()
+        self.refused = RefusedStep()
         self._masked, self._witnesses = masked, witnesses
-        self._accused: dict[str, Report] = {}  # by the member that noticed the break, in the order of the reports
+        self._accusations: dict[str, Report] = {}  # by the member that noticed the break, in the order of the reports
         self._breaks: list[LinkBreak] = []
-        self._step = 0  # the refused step; applied steps count from 1
-        self._contributors: set[str] = set()  # the members whose contributions to that step were refused
-        self._tried: list[str] | None = None  # those without which that step was tried; None: it was not repeated yet
-        self._tries: list[str] = []  # those without which it is tried now
 
-    def exclude_repeated_deaths(self, back: Collection[str], view: View, now: float) -> Iterator[Emit]:
-        """Exclude those of the ``fallen`` members of ``view`` that are not ``back`` and died repeatedly."""
-        for peer_id in sorted(self.fallen - self.excused - set(back)):
+    def exclude_repeated_deaths(self, survivors: Collection[str], view: View, now: float) -> Iterator[Emit]:
+        """Exclude the lost members of ``view`` that died repeatedly (rule 6), unless they are back."""
+        for peer_id in sorted(self.lost_members - self.excused_members - set(survivors)):
             if self.exclusions.is_forgiven(peer_id, now):
-                self.exclusions.note_fall(peer_id, now)
+                self.exclusions.note_death(peer_id, now)
             else:
-                why = "it died repeatedly"
-                seconds = self.exclusions.add(peer_id, why, now, FIRST_FALL_S, COOLDOWN_S)
-                text = f"{view.name_of(peer_id)} is excluded for {seconds:.0f} s: {why}"
+                seconds = self.exclusions.add(peer_id, "it died repeatedly", now, DEATH_COOLDOWN_S, COOLDOWN_S)
+                text = f"{view.name_of(peer_id)} is excluded for {seconds:.0f} s: it died repeatedly"
                 yield Emit("warning", "flapping", text, peer_id)
-        self.fallen.clear()  # each death counts once, also if no view can be formed now
+        self.lost_members.clear()  # each death counts once, also if no view can be formed now
 
     # --------------------------------------------------------------------------------------------------------- verdicts
 
     @property
-    def turned(self) -> bool:
-        """Whether the next ring runs the other way round."""
+    def reverses_ring(self) -> bool:
+        """Whether the next ring runs the other way round (rule 5)."""
         return len(self._breaks) % 2 == 1
 
     def take_report(self, reporter: str, report: Report) -> None:
-        noticed = report.beside or reporter
-        if report.suspect and (noticed not in self._accused or noticed == reporter):  # else it repeats what it heard
-            self._accused[noticed] = report
+        noticed_by = report.beside or reporter
+        # A member's own report counts more than what others repeat after it.
+        if report.suspect and (noticed_by not in self._accusations or noticed_by == reporter):
+            self._accusations[noticed_by] = report
 
     def take_commit(self, step: int) -> None:
         self._forget_links()
-        if step >= self._step:
-            self._contributors.clear()
-            self._step, self.lenient, self._tried, self._tries = 0, False, None, []
+        if step >= self.refused.step:
+            self.refused = RefusedStep(step)
 
-    def judge(self, survivors: Reports, view: View, roster: Roster, now: float) -> Exclusion | None:
-        """Judge a break of ``view`` once all members are stopped. Returns the cause and the consequence; usually None.
-        ``survivors``: the living members."""
+    def judge(self, survivors: Reports, view: View, roster: Roster, now: float) -> BreakVerdict | None:
+        """Judge a break of ``view``. ``survivors``: its living members. None: nobody is at fault as far as is known."""
         return self._judge_refusal(survivors, view, roster, now) or self._judge_link(survivors, view, now)
 
-    def _judge_refusal(self, survivors: Reports, view: View, roster: Roster, now: float) -> Exclusion | None:
+    def _judge_refusal(self, survivors: Reports, view: View, roster: Roster, now: float) -> BreakVerdict | None:
         votes = Counter(
-            (report.applied + 1, report.cause, report.suspect, report.beside)
+            Accusation(report.applied + 1, report.cause, report.suspect, report.beside)
             for report in survivors.values()
             if report.status == "broken" and report.cause in CAUSES
         )
         agreed = {vote: count for vote, count in votes.items() if count >= min(self._witnesses, view.size)}
         if not agreed:
             return None  # members that lost a neighbour may not have seen the vote
-        step, cause, suspect, other_end = min(agreed, key=lambda vote: (vote[1] != "hop", -agreed[vote], vote))
-        if step != self._step:
-            self.take_commit(self._step)
-            self._step = step
-        self.exclusions.absolve(self._tries)
-        self._tries = []
+        # A wrong hop explains other wrong figures of the step, so it comes first.
+        step, cause, suspect, other_end = min(agreed, key=lambda vote: (vote.cause != "hop", -agreed[vote], vote))
+        if step != self.refused.step:
+            self._forget_links()
+            self.refused = RefusedStep(step)
+        self.exclusions.absolve(self.refused.left_out)
+        self.refused.left_out = []
         if not suspect:
-            return self._judge_untraced(step, view, now)
+            return self._judge_untraced(view, now)
         suspects, name = [suspect], view.name_of
         if cause == "contribution":
             if (rank := view.rank_of(suspect)) is not None:
                 suspects = [member.peer_id for member in view.replica(rank)]
             what = f"{'+'.join(map(name, suspects))} sent gradients that are not finite or are outliers"
             alone = not roster.whole({key: report for key, report in survivors.items() if key not in suspects})
-            if verdict := self._judge_data(step, suspects, what, alone=alone):
+            if verdict := self._judge_data(suspects, what, alone=alone):
                 return verdict
         elif cause == "figure":
             what = f"{name(suspect)} told what the other members know to be false"
@@ -210,84 +243,95 @@ class Quarantine:
         else:
             what = f"{name(suspect)} holds another sum than the other members"
         done = self._exclude(suspects, what, view, now)
-        return Exclusion("step-refused", f"step {step} was not applied: {what}: {done}")
+        return BreakVerdict("step-refused", f"step {step} was not applied: {what}: {done}")
 
-    def _judge_data(self, step: int, suspects: list[str], what: str, *, alone: bool) -> Exclusion | None:
-        """Rule 3: whether the data is the cause, rather than the replica of ``suspects``, which may be ``alone``."""
-        others = self._contributors.difference(suspects)
-        confirmed = bool(others) or (alone and not self._contributors.isdisjoint(suspects))
-        if self.lenient and confirmed:
-            return Exclusion("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
-        self._contributors = {*suspects} if alone else self._contributors.union(suspects)
-        if not confirmed:
+    def _judge_data(self, suspects: list[str], what: str, *, alone: bool) -> BreakVerdict | None:
+        """Rule 3. None: the replica of ``suspects`` is the cause. ``alone``: the others cannot form a replica."""
+        refused = self.refused
+        others = refused.contributors.difference(suspects)
+        data_is_cause = bool(others) or (alone and not refused.contributors.isdisjoint(suspects))
+        if refused.lenient and data_is_cause:
+            text = f"step {refused.step} cannot be computed: {_NOT_FINITE}"
+            return BreakVerdict("step-refused", text, fails_job=True)
+        refused.contributors = {*suspects} if alone else refused.contributors.union(suspects)
+        if not data_is_cause:
             return None
-        self.lenient = True
+        refused.lenient = True
         self.exclusions.absolve(others)
         if not alone:
-            self._contributors.clear()
+            refused.contributors.clear()  # in the lenient view two must fail again
         done = "another worker sent the same, so the data is the cause; the step is applied if it is finite"
-        return Exclusion("step-refused", f"step {step} was not applied: {what}: {done}")
+        return BreakVerdict("step-refused", f"step {refused.step} was not applied: {what}: {done}")
 
-    def _judge_untraced(self, step: int, view: View, now: float) -> Exclusion:
+    def _judge_untraced(self, view: View, now: float) -> BreakVerdict:
         """Rule 4."""
-        text = f"step {step} was not applied: the sum is not finite or an outlier, and no member told that it caused it"
+        refused, kind = self.refused, "step-refused"
+        cause = "the sum is not finite or an outlier, and no member told that it caused it"
+        text = f"step {refused.step} was not applied: {cause}"
         if self._masked:
             asked = ", ".join(member.name for member in view.members)
             text = f"{text}, and masks hide whose it is: ask who runs {asked}"
-        if self._tried is None:
-            self._tried = []
-            return Exclusion("step-refused", f"{text}; it may be damage in transit, so it is computed again")
+        if not refused.is_repeated:
+            refused.is_repeated = True
+            return BreakVerdict(kind, f"{text}; it may be damage in transit, so it is computed again")
         if self._masked:
-            self._tried = None
-            return Exclusion("step-refused", text, pauses=True)
-        left = [rank for rank, member in enumerate(view.members) if member.peer_id not in self._tried]
-        if not left:
-            return Exclusion("step-refused", f"step {step} cannot be computed: {_NOT_FINITE}", hopeless=True)
-        self._tries = [member.peer_id for member in view.replica(left[0])]
-        self._tried += self._tries
-        return Exclusion("step-refused", f"{text}: it is tried without: {self._exclude(self._tries, text, view, now)}")
+            refused.is_repeated = False  # after the pause it starts afresh
+            return BreakVerdict(kind, text, pauses_job=True)
+        ranks = [rank for rank, member in enumerate(view.members) if member.peer_id not in refused.all_left_out]
+        if not ranks:
+            return BreakVerdict(kind, f"step {refused.step} cannot be computed: {_NOT_FINITE}", fails_job=True)
+        refused.left_out = [member.peer_id for member in view.replica(ranks[0])]
+        refused.all_left_out += refused.left_out
+        done = self._exclude(refused.left_out, text, view, now)
+        return BreakVerdict(kind, f"{text}: it is tried without: {done}")
 
-    def _judge_link(self, survivors: Reports, view: View, now: float) -> Exclusion | None:
+    def _judge_link(self, survivors: Reports, view: View, now: float) -> BreakVerdict | None:
         """Rule 5."""
-        if not self._accused:
+        if not self._accusations:
             return None
         if any(report.applied > view.step for report in survivors.values()):
             self._forget_links()
-        noticed, report = next(iter(self._accused.items()))
-        followed = {noticed}  # from each member to the one that it waits for, to the first that accuses nobody
-        while report.suspect in self._accused and report.suspect not in followed:
-            followed.add(noticed := report.suspect)
-            report = self._accused[noticed]
-        ends = frozenset({noticed, report.suspect})
-        if self.fallen or len(ends) < 2 or not ends <= set(survivors):
+        ends = self._find_broken_link()
+        if self.lost_members or len(ends) < 2 or not ends <= set(survivors):
             return None
-        by_an_end = [claim for key, claim in self._accused.items() if frozenset({key, claim.suspect}) == ends]
-        report = min(by_an_end, key=lambda claim: claim.cause not in WRONG)
-        self._breaks = [known for known in self._breaks if known.at > now - QUIET * COOLDOWN_S]
-        common = next((known.ends & ends for known in reversed(self._breaks) if known.ends & ends), None)
+        claims = [claim for accuser, claim in self._accusations.items() if frozenset({accuser, claim.suspect}) == ends]
+        report = min(claims, key=lambda claim: claim.cause not in MISCONDUCT)
+        earliest = now - QUIET_FACTOR * COOLDOWN_S
+        self._breaks = [link_break for link_break in self._breaks if link_break.at > earliest]
+        common = next((shared for link_break in reversed(self._breaks) if (shared := link_break.ends & ends)), None)
         if common is None:
-            self._breaks.append(LinkBreak(ends, now, report.cause in WRONG))
+            self._breaks.append(LinkBreak(ends, now, report.cause in MISCONDUCT))
             return None
         culprit = next(iter(common)) if len(common) == 1 else report.suspect
-        self._breaks = [known for known in self._breaks if culprit not in known.ends]
+        self._breaks = [link_break for link_break in self._breaks if culprit not in link_break.ends]
         text = f"the link between {' and '.join(sorted(map(view.name_of, ends)))} keeps breaking"
         if len(common) == 1:
             text = f"the links of {view.name_of(culprit)} to two neighbours broke one after the other"
-        if report.cause in WRONG or report.cause == DIAL:
+        if report.cause in MISCONDUCT or report.cause == DIAL:
             text += f" ({report.reason})"
         if report.cause == DIAL and (rank := view.rank_of(report.suspect)) is not None:
             text += f". On {view.members[rank].name}'s machine: {how_to_open(view.members[rank].port)}"
-        return Exclusion("link", f"{text}: {self._exclude([culprit], text, view, now)}")
+        return BreakVerdict("link", f"{text}: {self._exclude([culprit], text, view, now)}")
+
+    def _find_broken_link(self) -> frozenset[str]:
+        """The ends of the link that broke first. A member that waits for its neighbour accuses it, and so do those that
+        wait for this member. So follow the accusations to the first suspect that accuses nobody."""
+        accuser = next(iter(self._accusations))
+        followed = {accuser}
+        while (suspect := self._accusations[accuser].suspect) in self._accusations and suspect not in followed:
+            followed.add(suspect)
+            accuser = suspect
+        return frozenset({accuser, suspect})
 
     def _forget_links(self) -> None:
-        self._breaks = [known for known in self._breaks if known.wrong]
+        self._breaks = [link_break for link_break in self._breaks if link_break.misconduct]
 
-    def _exclude(self, suspects: Sequence[str], why: str, view: View, now: float) -> str:
-        seconds = max([self.exclusions.add(suspect, why, now, COOLDOWN_S, MOST_EXCLUDED_S) for suspect in suspects])
+    def _exclude(self, suspects: Sequence[str], reason: str, view: View, now: float) -> str:
+        seconds = max(self.exclusions.add(peer_id, reason, now, COOLDOWN_S, MOST_EXCLUDED_S) for peer_id in suspects)
         return f"{'+'.join(map(view.name_of, suspects))} is excluded for {seconds:.0f} s"
 
     def view_began(self) -> None:
         self.broken = False
-        self._accused.clear()
-        self.fallen.clear()
-        self.excused.clear()
+        self._accusations.clear()
+        self.lost_members.clear()
+        self.excused_members.clear()

@@ -6,7 +6,7 @@ from ring import coordination as co
 from ring.coordination import CATCHING_UP_PER_MEMBER, JobPhase
 from ring.coordinator import Coordinator
 from ring.planning.measurements import LinkQuality
-from ring.quarantine import FIRST_FALL_S
+from ring.quarantine import DEATH_COOLDOWN_S
 from tests.ring.test_coordinator import Desk, healthy, ids, peer
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
@@ -159,7 +159,7 @@ def test_a_dead_member_is_named_and_told_how_long_it_is_kept_out_when_it_is_back
     assert "name-c is excluded for 1 s: it died repeatedly" in [it.text for it in desk.said if isinstance(it, co.Emit)]
     assert desk.core.kept_out() == {}
     desk.offer("c")
-    assert desk.core.kept_out() == {"c": ("it is excluded: it died repeatedly", desk.now + FIRST_FALL_S)}
+    assert desk.core.kept_out() == {"c": ("it is excluded: it died repeatedly", desk.now + DEATH_COOLDOWN_S)}
 
 
 # ------------------------------------------------------------------------------------------------------- shares, doubt
@@ -249,6 +249,6 @@ def test_a_member_excluded_in_the_last_moment_leaves_no_view_of_too_few() -> Non
         assert (desk.core.phase is JobPhase.WAITING) is waits  # its second death excludes it for a while
         if waits:
             assert desk.core.reason == "one more worker is needed (2 of 3 are ready)"
-            desk.after(FIRST_FALL_S)
+            desk.after(DEATH_COOLDOWN_S)
         assert ids(desk.minted()) == ["a", "b", "c"]
         desk.tell(co.StepCommitted(step + 1))

@@ -206,7 +206,7 @@ MUTATIONS = {
     # After a break the ring runs the same way, and heartbeats do not say how far a member is.
     "turned": Mutation(
         ("withhold",),
-        rules=((Quarantine, "turned", False), (RingSession, "status", lambda self: (0, AT_WORK))),
+        rules=((Quarantine, "reverses_ring", False), (RingSession, "status", lambda self: (0, AT_WORK))),
     ),
     # Bytes are not checked before they are passed on.
     "check": Mutation(("garble", "join"), {"vote": lambda machine, vote: (vote[0], None)}),
