@@ -1,14 +1,14 @@
-"""A model directory that a peer can send to others: its tensors are hashed, and read by ranges.
+"""A model directory that a peer can send to others: its tensors and small files, their digests, and reads by ranges.
 
-A sender first sends the table: records of its tensors and small files. The model's id is a hash over everything that
-decides what the model computes. The receiver accepts a table only if it leads to the requested id. So a sender can lie
-about the small files only.
+A sender first sends the *table*: a *record* (name, dtype, shape, digest) of each tensor and small file. The receiver
+then requests ranges of bytes. An *entry* says where in which file a sender finds them.
 
-Senders may be hostile, and all peers that request the same id share parts. So both hashes are BLAKE2b; a checksum such
-as xxh3 is easy to forge. Digests of tensors have 256 bits. Ids have 224 bits, the longest hex text that ``is_id``
-accepts. One core hashes 0.9 GB/s. A receiver hashes every byte that it loads; the disk or the network takes as long. A
-sender hashes a file once, and caches the digests by size and modification time. The cache only serves to make tables.
-If a file changes unnoticed, the receiver's hash differs, so it refuses the data.
+Senders may lie. A model's id is a hash over its config and the records of its tensors. The receiver refuses a table
+that does not lead to the requested id, and bytes that do not match their digest. So only small files can be forged. All
+peers that request the same id share parts, so hashes must resist forgery, unlike xxh3: BLAKE2b with 256 bits for
+tensors, and with 224 for ids, because ``is_id`` accepts no longer text. One core hashes 0.9 GB/s, about the speed of a
+disk or network. A sender hashes each file once: it caches the digests by the file's size and modification time. If a
+file changes and keeps both, receivers notice.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from p2ptrain.core.adapters import model_name
 from p2ptrain.core.disk import Disk, write_atomic
@@ -48,9 +48,21 @@ _CACHED_FILES = 256
 MAX_TENSOR_BYTES = 4 << 30
 """Larger tensors are refused: a record, with a digest per range, must fit into a control frame."""
 _MAX_CONFIG_BYTES = 48 << 10  # the text of config.json is sent in a request
+_REMEDY = "give a directory that save_pretrained wrote"
 
-Stamp = tuple[int, int]
-"""A file's size in bytes and modification time in ns. If neither changes, the file counts as unchanged."""
+
+class FileStamp(NamedTuple):
+    """If neither changes, a file counts as unchanged."""
+
+    size_bytes: int
+    mtime_ns: int
+
+
+class HashedFile(NamedTuple):
+    """A file as it was when it was hashed. ``digests``: by name of the tensor."""
+
+    stamp: FileStamp
+    digests: Mapping[str, bytes]
 
 
 # ------------------------------------------------------------------------------------------------------------ the table
@@ -61,8 +73,8 @@ def is_file_name(name: str) -> bool:
     return _FILE_NAME.fullmatch(name) is not None
 
 
-def digest_of(data: bytes | bytearray | memoryview) -> bytes:
-    """The digest in a record: the digests of all ranges of a tensor or small file, joined. Releases the GIL."""
+def hash_ranges(data: bytes | bytearray | memoryview) -> bytes:
+    """The digest in a record: the hashes of all ranges of a tensor or small file, joined. Releases the GIL."""
     view = memoryview(data)
     ranges = (view[start : start + RANGE_BYTES] for start in range(0, max(len(view), 1), RANGE_BYTES))
     return b"".join(hashlib.blake2b(part, digest_size=DIGEST_BYTES).digest() for part in ranges)
@@ -72,28 +84,27 @@ def digest_size(size_bytes: int) -> int:
     return DIGEST_BYTES * max(1, -(-size_bytes // RANGE_BYTES))
 
 
-def model_id(config: str, records: Iterable[TensorRecord]) -> str:
+def compute_model_id(config: str, records: Iterable[TensorRecord]) -> str:
     """The id of the model with this text of ``config.json`` and these tensors. Small files do not count."""
-    total = hashlib.blake2b(digest_size=ID_BYTES)
-    _put(total, config.encode("utf-8", "surrogatepass"))
-    for record in sorted((item for item in records if item.dtype != FILE), key=lambda item: item.name):
-        _put(total, record.name.encode("utf-8", "surrogatepass"))
-        _put(total, f"{record.dtype} {record.shape}".encode())
-        _put(total, record.digest)
-    return total.hexdigest()
+    fields = [config.encode("utf-8", "surrogatepass")]
+    for record in sorted((record for record in records if record.dtype != FILE), key=lambda record: record.name):
+        fields += [record.name.encode("utf-8", "surrogatepass"), f"{record.dtype} {record.shape}".encode()]
+        fields.append(record.digest)
+    model_hash = hashlib.blake2b(digest_size=ID_BYTES)
+    for data in fields:
+        model_hash.update(len(data).to_bytes(8, "little"))  # so no other fields join to the same bytes
+        model_hash.update(data)
+    return model_hash.hexdigest()
 
 
-def _put(total: hashlib.blake2b, data: bytes) -> None:
-    total.update(len(data).to_bytes(8, "little"))
-    total.update(data)
-
-
-def page_of(records: Sequence[TensorRecord], first: int) -> TensorsPage:
+def make_page(records: Sequence[TensorRecord], first: int) -> TensorsPage:
+    """As many records from ``first`` on as fit a frame."""
     page: list[TensorRecord] = []
-    size = 0
+    size_bytes = 0
     for record in records[max(first, 0) : max(first, 0) + _PAGE_RECORDS]:
-        size += 80 + len(record.digest) + len(record.name.encode("utf-8", "replace")) + 9 * len(record.shape)
-        if size > _PAGE_BYTES:
+        name = record.name.encode("utf-8", "replace")
+        size_bytes += 80 + len(record.digest) + len(name) + 9 * len(record.shape)  # 9: of an int in msgpack; 80: others
+        if size_bytes > _PAGE_BYTES:
             break
         page.append(record)
     return TensorsPage(len(records), page)
@@ -107,7 +118,7 @@ class TableReceiver:
         self._total = -1
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.records) == self._total
 
     def take_untrusted(self, page: TensorsPage) -> None:
@@ -144,50 +155,48 @@ class DigestCache:
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._disk, self._path = disk, path
-        self._files: dict[str, tuple[Stamp, dict[str, bytes]]] | None = None
+        self._files: dict[str, HashedFile] | None = None  # None: not read yet
 
-    def get(self, path: Path, stamp: Stamp) -> Mapping[str, bytes]:
-        kept, digests = self._known().get(str(path), ((-1, -1), {}))
-        return digests if kept == stamp else {}
+    def get(self, path: Path, stamp: FileStamp) -> Mapping[str, bytes]:
+        """The digests of a file's tensors; none if the file changed since."""
+        hashed = self._read_files().get(str(path))
+        return hashed.digests if hashed is not None and hashed.stamp == stamp else {}
 
-    def put(self, path: Path, stamp: Stamp, digests: Mapping[str, bytes]) -> None:
-        files = self._known()
+    def put(self, path: Path, hashed: HashedFile) -> None:
+        files = self._read_files()
         files.pop(str(path), None)
-        files[str(path)] = (stamp, dict(digests))
+        files[str(path)] = hashed
         while len(files) > _CACHED_FILES:
-            del files[next(iter(files))]
+            del files[next(iter(files))]  # the oldest
         table = {
-            name: {"stamp": list(kept), "digests": {key: value.hex() for key, value in known.items()}}
-            for name, (kept, known) in files.items()
+            name: {"stamp": list(stamp), "digests": {tensor: digest.hex() for tensor, digest in digests.items()}}
+            for name, (stamp, digests) in files.items()
         }
         self._disk.make_dir(self._path.parent)
         write_atomic(self._disk, self._path, json.dumps({"files": table}).encode())
 
-    def _known(self) -> dict[str, tuple[Stamp, dict[str, bytes]]]:
+    def _read_files(self) -> dict[str, HashedFile]:
         if self._files is None:
             self._files = {}
             if self._path.name in self._disk.list_dir(self._path.parent):
-                try:
+                with suppress(ProtocolError, StorageError):  # damaged: the tensors are hashed again
                     self._files = parse_cache_untrusted(self._disk.read(self._path, max_bytes=MAX_CACHE_BYTES))
-                except (ProtocolError, StorageError):
-                    self._files = {}  # damaged: the tensors are hashed again
         return self._files
 
 
-def parse_cache_untrusted(data: bytes) -> dict[str, tuple[Stamp, dict[str, bytes]]]:
-    """Parse the file of a ``DigestCache``. Raises ``ProtocolError``."""
+def parse_cache_untrusted(data: bytes) -> dict[str, HashedFile]:
+    """Parse the file of a ``DigestCache``: its files by path. Raises ``ProtocolError``."""
     try:
-        files = json.loads(data)["files"]
-        found = {}
-        for path, entry in files.items():
-            size, mtime_ns = (int(number) for number in entry["stamp"])
+        files: dict[str, HashedFile] = {}
+        for path, entry in json.loads(data)["files"].items():
+            size_bytes, mtime_ns = (int(number) for number in entry["stamp"])
             digests = {str(name): bytes.fromhex(text) for name, text in entry["digests"].items()}
             if any(not digest or len(digest) % DIGEST_BYTES for digest in digests.values()):  # e.g. of an older hash
                 raise ProtocolError(f"invalid digest of a tensor in {str(path)[:80]!r}")
-            found[str(path)] = ((size, mtime_ns), digests)
+            files[str(path)] = HashedFile(FileStamp(size_bytes, mtime_ns), digests)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"the table of digests is damaged ({type(error).__name__})") from None
-    return found
+    return files
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +206,7 @@ class ModelDirectory:
     Attributes:
         model: its id.
         records: of the tensors, sorted by name, then of the small files.
+        entries: the same tensors and files, by name. ``stamps``: by file name.
     """
 
     directory: Path
@@ -204,7 +214,7 @@ class ModelDirectory:
     config: str
     records: tuple[TensorRecord, ...]
     entries: Mapping[str, TensorEntry]
-    stamps: Mapping[str, Stamp]
+    stamps: Mapping[str, FileStamp]
 
     @property
     def name(self) -> str:
@@ -215,7 +225,7 @@ class ModelDirectory:
         entry = self.entries.get(name)
         if entry is None or not 0 <= start <= stop <= entry.size_bytes:
             raise StorageError(f"{self.directory} has no bytes {start} to {stop} of {name[:80]!r}")
-        with _opened(self.directory / entry.file) as (file, stamp):
+        with _open_file(self.directory / entry.file) as (file, stamp):
             if stamp != self.stamps[entry.file]:
                 raise StorageError(f"{self.directory / entry.file} changed since it was opened")
             return read_range(file, entry.start + start, stop - start)
@@ -228,47 +238,50 @@ def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
         ConfigError: there is no usable model in safetensors.
         StorageError: a file is damaged, missing or unreadable, or changed meanwhile.
     """
-    before = _stamps(directory)  # taken before the headers are read, to detect a later change
-    table = table_of(directory)
-    small = [name for name, (size_bytes, _) in before.items() if is_file_name(name) and size_bytes <= MAX_FILE_BYTES]
+    stamps = _read_stamps(directory)  # before the headers are read, to detect a later change
+    table = read_table(directory)
+    small = [name for name, stamp in stamps.items() if is_file_name(name) and stamp.size_bytes <= MAX_FILE_BYTES]
     if "config.json" not in small:
-        raise ConfigError(f"{directory} has no config.json", remedy="give a directory that save_pretrained wrote")
-    with _opened(directory / "config.json") as (file, stamp):
-        if stamp[0] > _MAX_CONFIG_BYTES:
-            raise ConfigError(f"{directory / 'config.json'} is larger than {_MAX_CONFIG_BYTES} bytes")
-        try:
-            config = read_range(file, 0, stamp[0]).decode()
-            config_untrusted(config)
-        except UnicodeDecodeError as error:
-            raise StorageError(f"{directory / 'config.json'} is not UTF-8 text") from error
-        except ProtocolError as error:
-            text = f"{directory / 'config.json'} is not valid: {error.message}"
-            raise ConfigError(text, remedy="give a directory that save_pretrained wrote") from error
+        raise ConfigError(f"{directory} has no config.json", remedy=_REMEDY)
+    config = _read_config(directory / "config.json")
     if any(entry.size_bytes > MAX_TENSOR_BYTES for entry in table.entries.values()):
         raise ConfigError(f"{directory} has a tensor of more than {MAX_TENSOR_BYTES >> 30} GiB")
     if any(not name.isprintable() for name in table.entries):
         raise StorageError(f"{directory} has a tensor whose name is not text")
     entries = dict(sorted(table.entries.items()))
     for name in sorted(small)[:MAX_FILES]:
-        size_bytes = before[name][0]
+        size_bytes = stamps[name].size_bytes
         entries[name] = TensorEntry(name, FILE, (size_bytes,), 0, size_bytes)
-    digests: dict[str, bytes] = {}
-    stamps: dict[str, Stamp] = {}
-    for file_name in sorted({entry.file for entry in entries.values()}):
-        path, inside = directory / file_name, {name: item for name, item in entries.items() if item.file == file_name}
-        stamps[file_name], found = _digests(path, inside, cache)
-        if stamps[file_name] != before.get(file_name):
-            raise StorageError(f"{path} changed while it was opened", remedy="try again")
-        digests |= found
+    files: dict[str, HashedFile] = {}
+    for name in sorted({entry.file for entry in entries.values()}):
+        contents = {tensor: entry for tensor, entry in entries.items() if entry.file == name}
+        files[name] = _hash_file(directory / name, contents, cache)
+        if files[name].stamp != stamps.get(name):
+            raise StorageError(f"{directory / name} changed while it was opened", remedy="try again")
     records = tuple(
-        TensorRecord(name, entry.dtype, list(entry.shape), entry.size_bytes, digests[name])
+        TensorRecord(name, entry.dtype, list(entry.shape), entry.size_bytes, files[entry.file].digests[name])
         for name, entry in entries.items()
     )
-    return ModelDirectory(directory, model_id(config, records), config, records, entries, stamps)
+    return ModelDirectory(directory, compute_model_id(config, records), config, records, entries, stamps)
 
 
-def table_of(directory: Path) -> TensorTable:
-    """The tensors of a directory that a peer named. Raises ``ConfigError``, ``StorageError``."""
+def _read_config(path: Path) -> str:
+    with _open_file(path) as (file, stamp):
+        if stamp.size_bytes > _MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} is larger than {_MAX_CONFIG_BYTES} bytes")
+        data = read_range(file, 0, stamp.size_bytes)
+    try:
+        config = data.decode()
+        config_untrusted(config)
+    except UnicodeDecodeError as error:
+        raise StorageError(f"{path} is not UTF-8 text") from error
+    except ProtocolError as error:
+        raise ConfigError(f"{path} is not valid: {error.message}", remedy=_REMEDY) from error
+    return config
+
+
+def read_table(directory: Path) -> TensorTable:
+    """Read the entries of the tensors in a directory that a peer named. Raises ``ConfigError``, ``StorageError``."""
     try:
         return TensorTable(directory)
     except OSError as error:  # such as a name that is too long, or missing permission
@@ -287,38 +300,40 @@ def read_range(file: BinaryIO, start: int, size_bytes: int) -> bytearray:
     return data
 
 
-def _digests(
-    path: Path, entries: Mapping[str, TensorEntry], cache: DigestCache | None
-) -> tuple[Stamp, dict[str, bytes]]:
-    with _opened(path) as (file, stamp):
-        known = cache.get(path, stamp) if cache is not None else {}
+def _hash_file(path: Path, entries: Mapping[str, TensorEntry], cache: DigestCache | None) -> HashedFile:
+    """Hash the tensors of one file, or take their digests from the cache."""
+    with _open_file(path) as (file, stamp):
+        cached = cache.get(path, stamp) if cache is not None else {}
         sizes = {name: digest_size(entry.size_bytes) for name, entry in entries.items()}
-        if sizes == {name: len(known[name]) for name in entries if name in known}:
-            return stamp, {name: known[name] for name in entries}
-        found: dict[str, bytes] = {}
+        if sizes == {name: len(cached[name]) for name in entries if name in cached}:
+            return HashedFile(stamp, {name: cached[name] for name in entries})
+        digests: dict[str, bytes] = {}
         for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
             starts = range(entry.start, max(entry.stop, entry.start + 1), RANGE_BYTES)
             ranges = (read_range(file, start, min(RANGE_BYTES, entry.stop - start)) for start in starts)
-            found[name] = b"".join(map(digest_of, ranges))
+            digests[name] = b"".join(map(hash_ranges, ranges))
+    hashed = HashedFile(stamp, digests)
     if cache is not None:
-        cache.put(path, stamp, found)
-    return stamp, found
+        cache.put(path, hashed)
+    return hashed
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, Stamp]]:
+def _open_file(path: Path) -> Iterator[tuple[BinaryIO, FileStamp]]:
     try:
         with path.open("rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            yield file, (status.st_size, status.st_mtime_ns)
+            yield file, _stamp(os.fstat(file.fileno()))
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _stamps(directory: Path) -> dict[str, Stamp]:
+def _read_stamps(directory: Path) -> dict[str, FileStamp]:
     try:
-        with os.scandir(directory) as entries:
-            found = ((entry.name, entry.stat()) for entry in entries if entry.is_file())
-            return {name: (status.st_size, status.st_mtime_ns) for name, status in found}
+        with os.scandir(directory) as files:
+            return {file.name: _stamp(file.stat()) for file in files if file.is_file()}
     except OSError:
-        return {}  # it is said by who reads a file
+        return {}  # reading the table reports it
+
+
+def _stamp(status: os.stat_result) -> FileStamp:
+    return FileStamp(status.st_size, status.st_mtime_ns)

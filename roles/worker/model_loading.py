@@ -40,11 +40,11 @@ from roles.model_directory import (
     DigestCache,
     ModelDirectory,
     TableReceiver,
-    digest_of,
-    model_id,
+    compute_model_id,
+    hash_ranges,
+    make_page,
     open_model,
-    page_of,
-    table_of,
+    read_table,
 )
 from roles.worker.context import PeerContext
 from roles.worker.part_cache import Part, PartCache, PartKey, part_key
@@ -109,7 +109,7 @@ async def give(
                 case RangeRequest() if not is_open():
                     connection.send(RangeGone(message.stream, NO_LONGER_OPEN))
                 case TensorsRequest(name, first) if name == model.model and 0 <= first < len(model.records):
-                    connection.send(page_of(model.records, first))
+                    connection.send(make_page(model.records, first))
                 case TensorsRequest(name):
                     connection.send(TensorsPage(0, [], f"this connection does not send model {name[:40]}"))
                 case RangeRequest():
@@ -129,7 +129,7 @@ class ModelReceiver:
         self._model = model
 
         async def digest(data: memoryview) -> bytes:
-            return await thread.submit(partial(digest_of, data))
+            return await thread.submit(partial(hash_ranges, data))
 
         self._receiver = Receiver(digest, slowest_bytes_s=SLOWEST_BYTES_S)
         self._pages: dict[str, asyncio.Future[TensorsPage]] = {}
@@ -180,16 +180,16 @@ class ModelReceiver:
 
     async def _table_of(self, source: PieceSource, config: str) -> dict[str, TensorRecord]:
         recipient = TableReceiver()
-        while not recipient.complete:
+        while not recipient.is_complete:
             waiting = self._pages[source.id] = source.line.new_waiter()
             source.line.connection.send(TensorsRequest(self._model, len(recipient.records)))
             page = await source.line.wait_for(waiting)
             if page.error:
                 raise ProtocolError(shortened(page.error))
             recipient.take_untrusted(page)
-        found = model_id(config, recipient.records.values())
-        if found != self._model:
-            raise ProtocolError(f"its table is that of model {found}, not of {self._model}")
+        model_id = compute_model_id(config, recipient.records.values())
+        if model_id != self._model:
+            raise ProtocolError(f"its table is that of model {model_id}, not of {self._model}")
         return recipient.records
 
     async def tensors(self, records: Sequence[TensorRecord]) -> AsyncIterator[tuple[TensorRecord, bytearray]]:
@@ -363,7 +363,7 @@ class Loader:
         if not path:
             return None
         with suppress(StorageError, ConfigError):
-            return await self._disk.submit(partial(table_of, Path(path)))
+            return await self._disk.submit(partial(read_table, Path(path)))
         return None
 
     async def _read(self, own: TensorTable, record: TensorRecord) -> bytearray | None:
@@ -373,7 +373,7 @@ class Loader:
 
         def read() -> bytearray | None:
             data = own.read(record.name)
-            return data if digest_of(data) == record.digest else None
+            return data if hash_ranges(data) == record.digest else None
 
         with suppress(StorageError):
             return await self._disk.submit(read)

@@ -186,8 +186,8 @@ _CACHED = json.dumps({"files": {"/m/a": {"stamp": [5, 6], "digests": {"x": "0" *
 
 
 def _check_cached(data: bytes) -> None:
-    found = parse_cache_untrusted(data)
-    assert all(len(digest) % 32 == 0 for _, digests in found.values() for digest in digests.values())
+    files = parse_cache_untrusted(data)
+    assert all(len(digest) % 32 == 0 for file in files.values() for digest in file.digests.values())
 
 
 CACHED = Target(
