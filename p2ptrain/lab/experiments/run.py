@@ -214,7 +214,7 @@ class RunJob:
     def __init__(self, job: str, workers: JobWorkers, show: Show) -> None:
         self.observer = JobObserver(job, on_step=self._show_step, on_record=self._take)
         self.trouble = ""
-        self._workers, self._show = workers, show
+        self._workers, self._show, self._unsaved = workers, show, dict[str, str]()
 
     @property
     def description(self) -> str:
@@ -246,7 +246,7 @@ class RunJob:
         self._show(f"step {row.step}/{total}" + ("" if row.loss is None else f"  loss {row.loss:.3f}"))
 
     def _take(self, record: Record) -> None:
-        job = self.observer.job
+        job, info = self.observer.job, self.observer.info
         match record:
             case JobInfo() if record.id == job:
                 self._workers.ids.update(record.members)
@@ -254,5 +254,11 @@ class RunJob:
                     self._show(self.description)
             case EventInfo() if record.job == job and record.kind == "member-failed":
                 self.trouble = self.trouble or record.text
+            case EventInfo() if record.job == job and record.kind == "checkpoint-failed":
+                self._unsaved[record.peer] = record.text
             case PeerInfo():
                 self._workers.take(record, job, self.observer.step)
+        if info is not None and info.state == "saving":
+            there = [peer for peer in self._workers.ids if self._workers.states.get(peer) not in ABSENT_STATES]
+            if there and all(f"step {info.step}:" in self._unsaved.get(peer, "") for peer in there):
+                self.trouble = self.trouble or self._unsaved[there[0]]  # each has tried to save the result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from configs.schema import Profile
 from p2ptrain.core.errors import Refused, StorageError, UserError
 from p2ptrain.lab.experiments.grid import GridPlan, GridRun, plan_of
 from p2ptrain.lab.experiments.results import Result, Results, load
-from p2ptrain.lab.experiments.run import carry_out, measure
+from p2ptrain.lab.experiments.run import carry_out, measure, members_away
 from p2ptrain.lab.experiments.simulated import simulate
 from p2ptrain.lab.memory import run_virtual
 from p2ptrain.lab.stand_in import StandInEngine
 from tests.roles.in_process import Cluster, Gate
+from tests.roles.test_checkpointing import HangingCluster
 
 NUMEL = 64
 TABLES: dict[str, Any] = {
@@ -61,6 +63,11 @@ async def test_a_run_measures_its_losses_and_every_byte_that_its_workers_sent(cl
     assert figures["bytes_to_1e+09"] == result.curve[2][3]
     assert (figures["seconds_to_1e-09"], figures["bytes_to_1e-09"]) == (None, None)
     assert (figures["members_mean"], figures["members_min"], figures["generation_changes"]) == (2, 2, 0)
+
+
+def test_absent_members_are_counted_by_steps() -> None:
+    assert members_away([3, 3, 4], 3) == ""
+    assert members_away([3, 2, 1, 3], 3) == "2 of 4 steps had fewer than 3 workers, 1 at the least"
 
 
 async def test_a_run_that_trained_alone_is_not_done(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +118,24 @@ async def test_too_little_memory_and_a_loss_that_is_not_finite_are_results(
     assert result.state == state
     assert result.reason
     assert result.figures["steps"] == (2 if state == "diverged" else 0)
+
+
+async def test_a_result_that_no_disk_takes_ends_its_run_with_the_reason(tmp_path: Path) -> None:
+    cluster = HangingCluster(tmp_path)
+    cluster.disk.broken = True
+    cluster.disk.go.set()
+    await cluster.start_seed()
+    try:
+        made = plan({"job.workers": [1]})
+        await cluster.join(stand_in).joined.wait()
+        async with cluster.operator() as client:
+            result = await measure(client, made.runs[0], made, lambda text: None)
+        assert result.state == "failed"
+        assert "no checkpoint at step 6: cannot write" in result.reason
+        assert result.figures["steps"] == 6
+    finally:
+        with suppress(StorageError):  # the worker's end says it again
+            await cluster.close()
 
 
 async def test_a_job_whose_workers_do_not_come_ends_the_experiment(
