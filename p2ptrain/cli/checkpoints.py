@@ -86,7 +86,7 @@ def restore(
       p2ptrain checkpoints restore 3f9a12bc04de@200@5c1be07a9f3d
       p2ptrain checkpoints restore 3f9a12bc04de@200@5c1be07a9f3d --shards 4
     """
-    confirm(f"Go back to {checkpoint}? Later steps are run again.", yes=yes)
+    confirm(f"Go back to {checkpoint}? Later steps are run again.", seed, "checkpoints", checkpoint, yes=yes)
     job = ask(seed, lambda client: client.restore(checkpoint, shards))
     print_json({"job": job}) if as_json else typer.echo(f"job {printable(job)} goes back to {checkpoint}")
 
@@ -101,7 +101,7 @@ def delete(
     Example:
       p2ptrain checkpoints delete 3f9a12bc04de@200@5c1be07a9f3d --yes
     """
-    confirm(f"Delete {checkpoint} for good?", yes=yes)
+    confirm(f"Delete {checkpoint} for good?", seed, "checkpoints", checkpoint, yes=yes)
     ask(seed, lambda client: client.delete_checkpoint(checkpoint))
     print_json({"deleted": checkpoint}) if as_json else typer.echo(f"{checkpoint} is deleted")
 

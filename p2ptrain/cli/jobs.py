@@ -443,7 +443,7 @@ def _add_verb(verb: str, done: str, explained: str, question: str = "") -> None:
     def ask_and_tell(
         job: JobArgument, yes: YesOption = False, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False
     ) -> None:
-        confirm(question.format(job), yes=yes)
+        confirm(question.format(job), seed, "jobs", job, yes=yes)
         tell(job, seed, as_json)
 
     examples = [f"p2ptrain jobs {verb} tiny", *([f"p2ptrain jobs {verb} tiny --yes"] if question else [])]

@@ -93,7 +93,7 @@ def evict(
       p2ptrain peers evict laptop
       p2ptrain peers evict laptop --yes
     """
-    confirm(f"Evict {peer} for good?", yes=yes)
+    confirm(f"Evict {peer} for good?", seed, "peers", peer, yes=yes)
     evicted, name = ask(seed, lambda client: client.evict(peer))
     if as_json:
         print_json({"evicted": evicted, "name": name})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import re
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import MISSING, field, fields
@@ -133,10 +134,17 @@ def ask(seed: str, question: Callable[[SeedClient], Awaitable[T]]) -> T:
     return run(once())
 
 
-def confirm(question: str, *, yes: bool) -> None:
-    """Ask before an action that cannot be undone. Raises ``UserError`` without a yes or a terminal."""
+def confirm(question: str, seed: str = "", group: str = "", name: str = "", *, yes: bool) -> None:
+    """Ask before an action that cannot be undone. Raises ``UserError`` without the object, a yes, or a terminal."""
+
+    async def is_listed(client: SeedClient) -> bool:
+        listed = await getattr(client, group)()
+        return any(item.id.startswith(name) or getattr(item, "name", "") == name for item in listed)
+
     if yes:
         return
+    if name and not re.fullmatch("[0-9a-f]{12}", name) and not ask(seed, is_listed):
+        raise UserError(f"there is no {group.removesuffix('s')} {name}", remedy=f"see p2ptrain {group} list")
     if not sys.stdin.isatty():
         text = f"there is no terminal to ask: {printable(question)}"
         raise UserError(text, remedy="add --yes to do it without a question")

@@ -26,7 +26,7 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_seconds, printable
 from wire.address import how_to_join
-from wire.records import FINISHED_STATES, ClusterInfo, EventInfo, JobInfo, PeerInfo
+from wire.records import FINISHED_STATES, CheckpointInfo, ClusterInfo, EventInfo, JobInfo, PeerInfo
 
 if TYPE_CHECKING:
     from wire.client import SeedClient
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 RECENT_S = 600.0
 SHOWN = 8  # peers, jobs and problems, so that all fits one screen
 NEWEST = 200  # events that a seed sends at a time
+AT_WORK = frozenset({"idle", "serving", "following", "training"})
+PASSING = frozenset({"lost", "seed-lost", "hung", "struck-off", "not-following", "ring-broken", "step-refused", "link"})
 
 
 def status(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
@@ -51,7 +53,8 @@ def status(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None
     async def look() -> tuple[ClusterInfo, list[PeerInfo], list[JobInfo], list[str], float]:
         async with operator(seed) as client:
             cluster, peers, jobs = await client.cluster(), await client.peers(), await client.jobs()
-            events, now = await client.events(-NEWEST, NEWEST), await client.clock()
+            saved, now = await client.checkpoints(), await client.clock()
+            events = [item for item in await client.events(-NEWEST, NEWEST) if not is_over(item, peers, jobs, saved)]
             return cluster, peers, jobs, attention(cluster, peers, jobs, events, now), now
 
     cluster, peers, jobs, problems, now = run(look())
@@ -94,6 +97,18 @@ def groups(peers: list[PeerInfo]) -> dict[str, list[PeerInfo]]:
         if peer.group and peer.state not in ("lost", "left", "evicted"):
             found.setdefault(peer.group, []).append(peer)
     return found
+
+
+def is_over(event: EventInfo, peers: list[PeerInfo], jobs: list[JobInfo], saved: list[CheckpointInfo]) -> bool:
+    """Whether a problem has passed: its job has ended well, or its peer has saved, or both are at work again."""
+    job = next((job for job in jobs if job.id == event.job), None)
+    if event.job and (job is None or job.state in ("done", "cancelled")):
+        return True
+    if event.kind == "checkpoint-failed":
+        return any(item.peer_id == event.peer and item.created_at > event.wall for item in saved)
+    peer = next((peer for peer in peers if peer.id == event.peer), None)
+    is_at_work = peer.state in AT_WORK and event.job in ("", peer.job) if peer else not event.peer
+    return event.kind in PASSING and is_at_work and (job is None or job.state == "running")
 
 
 def attention(

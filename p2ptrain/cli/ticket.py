@@ -108,7 +108,7 @@ def revoke(
       p2ptrain ticket revoke 3fa9
       p2ptrain ticket revoke 3fa9 --yes
     """
-    confirm(f"Disconnect and lock out all peers that joined with ticket {ticket}?", yes=yes)
+    confirm(f"Disconnect and lock out all peers that joined with ticket {ticket}?", seed, "tickets", ticket, yes=yes)
     revoked = ask(seed, lambda client: client.revoke_ticket(ticket))
     print_json({"ticket": revoked.to_map()}) if as_json else typer.echo(f"ticket {printable(revoked.id)} is revoked")
 

@@ -12,7 +12,8 @@ from configs.loader import load
 from configs.schema import Profile
 from p2ptrain.core.errors import Refused
 from tui.chains import how_to_split
-from wire.records import CheckpointInfo, JobInfo, MemberScore, PartInfo, PeerInfo, ServingInfo
+from wire.records import CheckpointInfo, JobInfo, MemberScore, PartInfo, PeerInfo, ServingInfo, TicketInfo
+from wire.schema import Record
 
 Command = Callable[..., Any]
 
@@ -254,16 +255,29 @@ def test_a_refusal_names_the_remedy(command: Command, fake_seed: Any) -> None:
     ],
 )
 def test_what_cannot_be_undone_needs_an_answer_or_yes(command: Command, fake_seed: Any, typed: str) -> None:
+    group, _, *name = typed.replace("ticket ", "tickets ").split()
+    fake_seed.answers[f"{group}.list"] = {group: []}
+    if name:
+        outcome = command(*typed.split())
+        assert (outcome.code, f"error: there is no {group[:-1]} {name[0]}\n" in outcome.err) == (2, True)
+    known: dict[str, Record] = {
+        "jobs": dataclasses.replace(JOB, name="tiny"),
+        "checkpoints": dataclasses.replace(CHECKPOINT, id="x@1@y"),
+        "peers": dataclasses.replace(PEER, name="laptop"),
+        "tickets": TicketInfo("00112233aabb", "worker", "open", None, "", 1.0, None, None, 0),
+    }
+    fake_seed.answers[f"{group}.list"] = {group: [known[group].to_map()]}
     outcome = command(*typed.split(), "--json")
     assert (outcome.code, outcome.json["error"]["remedy"]) == (2, "add --yes to do it without a question")
     outcome = command(*typed.split(), typed="n\n")
     assert outcome.code == 2
     assert outcome.err.endswith("error: nothing was done\n")
     assert command(*typed.split(), typed="").code == 130, "Ctrl+C or Ctrl+D at the question"
-    assert fake_seed.asked == []
+    assert {method for method, _ in fake_seed.asked} <= {f"{group}.list"}
+    fake_seed.asked.clear()
     command(*typed.split(), typed="y\n")
     command(*typed.split(), "--yes", typed="")
-    assert len(fake_seed.asked) == 2
+    assert len([method for method, _ in fake_seed.asked if method != f"{group}.list"]) == 2
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

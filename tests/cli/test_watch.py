@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli.output import print_table
+from p2ptrain.cli.status import is_over
 from p2ptrain.cluster.running import announced
 from p2ptrain.core.errors import ConnectionLost, Unreachable, UserError
 from tests.cli.test_operator_commands import CHECKPOINT, JOB, PEER
@@ -222,3 +223,26 @@ def test_logs_are_the_events_and_what_the_process_wrote(command: Command, fake_s
     assert shown[3].endswith("laptop is lost")
     assert command("logs", "nobody").code == 2
     assert command("logs", "--follow", "--json").code == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "peer", "job", "saved_at", "over"),
+    [
+        ("ring-broken", {}, {}, 0, True),
+        ("ring-broken", {}, {"state": "forming"}, 0, False),
+        ("hung", {"state": "idle", "job": ""}, {}, 0, False),
+        ("lost", {"state": "lost", "job": ""}, {}, 0, False),
+        ("member-failed", {}, {}, 0, False),
+        ("member-failed", {"state": "idle", "job": ""}, {"state": "done"}, 0, True),
+        ("checkpoint-failed", {}, {}, 1.7e9 + 40, False),
+        ("checkpoint-failed", {}, {}, 1.7e9 + 60, True),
+        ("data", {}, {}, 0, False),
+    ],
+)
+def test_status_leaves_out_what_has_passed(
+    kind: str, peer: dict[str, Any], job: dict[str, Any], saved_at: float, over: bool
+) -> None:
+    event = dataclasses.replace(LOST, kind=kind, job=JOB.id)
+    saved = dataclasses.replace(CHECKPOINT, created_at=saved_at)
+    at_work = dataclasses.replace(PEER, **{"job": JOB.id, **peer})
+    assert is_over(event, [at_work], [dataclasses.replace(JOB, **job)], [saved]) == over
