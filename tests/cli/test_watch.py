@@ -170,8 +170,10 @@ def test_status_says_what_needs_attention(command: Command, fake_seed: Any) -> N
         "peers.list": {"peers": [PEER.to_map()]},
         "jobs.list": {"jobs": [JOB.to_map()]},
         "events.list": {"events": [LOST.to_map()]},
+        "checkpoints.list": {"checkpoints": []},
         "probe.clock": {"wall": 1.7e9 + 60},
     }
+    assert command("status").out.splitlines()[-1] == "✓ nothing needs attention", "it trains again"
     fake_seed.answers["peers.list"] = {"peers": [PEER.to_map() | {"state": "building"}]}
     outcome = command("status")
     assert outcome.code == 0
