@@ -172,36 +172,36 @@ class MemberProcess(ABC):
             world=world,
             seeds=KnownSeeds([options.seed, *options.others], self._terms, self._on_term),
             wait_s=options.wait_s,
-            hello=self._hello,
-            pulse=lambda: replace(self._pulse(), gpus=self.gauges.gpus()),
-            on_message=self._message,
-            on_up=self._up,
-            on_down=self._down,
+            hello=self._make_hello,
+            pulse=lambda: replace(self._make_heartbeat(), gpus=self.gauges.gpus()),
+            on_message=self._on_message,
+            on_up=self._on_connected,
+            on_down=self._on_disconnected,
         )
 
     # --------------------------------------------------------------------------------------------- what each role does
 
     @abstractmethod
-    async def _live(self) -> None:
+    async def _run_role(self) -> None:
         """Run until cancelled. The member leaves if this returns or raises ``P2PTrainError``."""
 
     @abstractmethod
-    def _seed_up(self, welcome: Welcome) -> None: ...
+    def _on_welcome(self, welcome: Welcome) -> None: ...
 
     @abstractmethod
     def _continuing_work(self) -> str:
         """What continues without the seed, in words; empty if nothing does."""
 
     @abstractmethod
-    def _pulse(self) -> Heartbeat: ...
+    def _make_heartbeat(self) -> Heartbeat: ...
 
     @abstractmethod
-    def _refusal(self, hello: Hello) -> Refuse | None: ...
+    def _find_refusal(self, hello: Hello) -> Refuse | None: ...
 
     @abstractmethod
     async def _serve(self, connection: Connection, hello: Hello) -> None: ...
 
-    def _message(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message:
             case EventNotice(level=level, text=text):
                 self._notify_person(level, "seed", printable(text))
@@ -210,7 +210,7 @@ class MemberProcess(ABC):
             case _:
                 raise ProtocolError(f"unexpected message {type(message).__name__} from the seed to a {self.role}")
 
-    def _hello(self) -> Hello:
+    def _make_hello(self) -> Hello:
         return local_hello(
             peer_id=self.peer_id,
             name=self.name,
@@ -221,7 +221,7 @@ class MemberProcess(ABC):
             port=self._options.advertise[1] or self._port,
         )
 
-    def _job(self) -> str:
+    def _job_id(self) -> str:
         return ""
 
     # ------------------------------------------------------------------------------------------------ common to all
@@ -240,7 +240,7 @@ class MemberProcess(ABC):
 
     def notify(self, level: str, kind: str, text: str) -> None:
         self._notify_person(level, kind, text)
-        self._link.send(EventNotice(level, kind, text, self._job()))
+        self._link.send(EventNotice(level, kind, text, self._job_id()))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Be a member until ``stop`` is set, then leave within two seconds.
@@ -248,7 +248,7 @@ class MemberProcess(ABC):
         Raises:
             NetworkError, Refused: the seed cannot be reached, or refuses this member.
             UserError: the port is in use.
-            P2PTrainError: raised by ``_live``.
+            P2PTrainError: raised by ``_run_role``.
         """
         host, port = self._options.listen
         refusals = Refusals(partial(self._notify_person, "warning", "refused"))
@@ -259,7 +259,7 @@ class MemberProcess(ABC):
         try:
             async with self._tasks:
                 link = self._tasks.create_task(self._link.run(), name="seed link")
-                living = self._tasks.create_task(self._guarded(), name=self.role)
+                living = self._tasks.create_task(self._run_role_until_problem(), name=self.role)
                 stopped = self._tasks.create_task(stop.wait(), name="stop")
                 await asyncio.wait({link, living, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 self._end_renewal()
@@ -276,9 +276,9 @@ class MemberProcess(ABC):
         if self._problem is not None:
             raise self._problem
 
-    async def _guarded(self) -> None:
+    async def _run_role_until_problem(self) -> None:
         try:
-            await self._live()
+            await self._run_role()
         except* P2PTrainError as group:  # caught here, so that the seed is told why this member leaves
             self._problem = first_error(group)
 
@@ -287,7 +287,9 @@ class MemberProcess(ABC):
         await self._link.leave(self._problem.message if self._problem else "its user stopped it")
 
     async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
-        return self._refusal(hello) or local_welcome(peer_id=self.peer_id, name=self.name, wall=self.world.clock.wall())
+        return self._find_refusal(hello) or local_welcome(
+            peer_id=self.peer_id, name=self.name, wall=self.world.clock.wall()
+        )
 
     def _machine_stats(self) -> dict[str, float]:
         stats = self.gauges.machine()
@@ -295,13 +297,13 @@ class MemberProcess(ABC):
             stats["rtt_ms"] = self._link.rtt_ms
         return stats
 
-    def _up(self, welcome: Welcome) -> None:
+    def _on_connected(self, welcome: Welcome) -> None:
         if self._membership is not None:
             self._renewing = self._tasks.create_task(self._renew(self._membership), name="certificate")
         self._notify_person("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
-        self._seed_up(welcome)
+        self._on_welcome(welcome)
 
-    def _down(self, problem: P2PTrainError) -> None:
+    def _on_disconnected(self, problem: P2PTrainError) -> None:
         self._end_renewal()
         text, continuing = f"lost the seed: {problem.message}; trying to find it again", self._continuing_work()
         self.notify("warning", "seed-lost", f"{text}; {continuing}" if continuing else text)
@@ -403,7 +405,7 @@ class ServingMember(MemberProcess):
 
     # ------------------------------------------------------------------------------------------------- as every member
 
-    async def _live(self) -> None:
+    async def _run_role(self) -> None:
         reporting = self._tasks.create_task(self._report_serving(), name="serving")
         try:
             await self._welcomed.wait()
@@ -414,7 +416,7 @@ class ServingMember(MemberProcess):
     def _continuing_work(self) -> str:
         return "sessions go on" if self._serving is not None else ""
 
-    def _pulse(self) -> Heartbeat:
+    def _make_heartbeat(self) -> Heartbeat:
         state, stats = "building", self._machine_stats()
         if self._serving is not None:
             serving = self._serving()
@@ -433,12 +435,12 @@ class ServingMember(MemberProcess):
                 self._announced = serving
             await asyncio.sleep(REPORT_INTERVAL_S)  # collect further changes
 
-    def _seed_up(self, welcome: Welcome) -> None:
+    def _on_welcome(self, welcome: Welcome) -> None:
         self._announced = None
         self.changed()
         self._welcomed.set()
 
-    def _message(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message:
             case DrafterList() if self.role == "verifier":
                 self.drafters = drafters_untrusted(message, self.seed_host)
@@ -447,9 +449,9 @@ class ServingMember(MemberProcess):
                 text = f"a {self.role} does not support the request {message.method[:80]!r}"
                 self._link.send(Response(message.id, {}, "unknown-method", text))
             case _:
-                super()._message(message)
+                super()._on_message(message)
 
-    def _refusal(self, hello: Hello) -> Refuse | None:
+    def _find_refusal(self, hello: Hello) -> Refuse | None:
         if hello.purpose == "probe":
             return None
         if hello.purpose not in PURPOSES[self.role]:

@@ -73,7 +73,7 @@ class Context(PeerContext):
         beats: returns (heartbeat_s, death_s) between neighbours.
         disk: thread for all access to the job's directory.
         notify: shows a text to the person here and at the seed.
-        tell: shows a text to the person here only, because the seed knows it already.
+        notify_here: shows a text to the person here only, because the seed knows it already.
         build_engine: blocking; called on the compute thread.
         strategies: returns a job's strategy factory (``roles.strategies.strategy_of``).
         on_step: called after every commit with (applied, total, the step's metrics).
@@ -83,7 +83,7 @@ class Context(PeerContext):
     inbound: Inbound
     disk: Thread
     notify: Notify
-    tell: Notify
+    notify_here: Notify
     build_engine: BuildEngine
     strategies: Callable[[Profile], Factory]
     on_step: Callable[[int, int, dict[str, float]], None]

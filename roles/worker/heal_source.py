@@ -305,7 +305,7 @@ class HealSource:
             self._release(recipient)
             if recipient.sent_bytes:
                 size = f"{recipient.sent_bytes / 1e6:.1f} MB"
-                self._context.tell("info", "gave", f"sent {size} of state and steps to {recipient.name}")
+                self._context.notify_here("info", "gave", f"sent {size} of state and steps to {recipient.name}")
 
     # ------------------------------------------------------------------------------------------------------ internals
 

@@ -53,7 +53,7 @@ class ActivityRunner(Protocol):
     def carry_out(self, instruction: object) -> None:
         """Carry out an instruction that takes no time."""
 
-    def figures(self) -> dict[str, float]:
+    def contribution_stats(self) -> dict[str, float]:
         """What is shown of this worker's contributions to the job."""
         return {}
 
@@ -156,7 +156,7 @@ class JobState:
         context, profile, stage = self._context, self.profile, self.stage
         self.reports.engine = engine = await context.compute.run(context.build_engine, profile, stage)
         if engine.data.note:
-            notify = context.tell if profile.data.private else context.notify  # it names files
+            notify = context.notify_here if profile.data.private else context.notify  # it names files
             notify("warning", "data", engine.data.note)
 
     async def load(self, restore: RestorePoint) -> ev.StateLoaded:

@@ -329,7 +329,7 @@ class Reports:
             every = "all " * (report.applied >= self._core.steps_total)
             how = self._stopped_early() or f"{every}{report.applied:,} steps"
             done = f"the job is done: {how}; waits for a new job"
-            self._context.tell("info", "done", f"trained: {how}; not saved here" if self.unsaved() else done)
+            self._context.notify_here("info", "done", f"trained: {how}; not saved here" if self.unsaved() else done)
         if report.status == "broken":
             self._context.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
 
@@ -356,7 +356,7 @@ class Reports:
 
     def cannot_go_on(self, problem: P2PTrainError) -> str:
         text = f"{problem.message}; {problem.remedy}" if problem.remedy else problem.message
-        self._context.tell("error", "worker-failed", text)  # the seed hears it in a report
+        self._context.notify_here("error", "worker-failed", text)  # the seed hears it in a report
         if self._profile.data.private:  # it may quote the text, or name files
             return "the terminal of this worker says why: its data is private"
         return text
@@ -407,7 +407,7 @@ class Reports:
 
     def view_began(self, view: View, *, formed_s: float) -> None:
         self.clock.view_began(formed_s=formed_s)
-        self._context.tell("info", "view", describe_view(view, self._context.peer_id))
+        self._context.notify_here("info", "view", describe_view(view, self._context.peer_id))
         self.ledger.tell_beyond(view.ledger_step)
 
     def step_done(self, step: int, scores: dict[str, float], *, redone: bool) -> None:
@@ -446,7 +446,7 @@ class Reports:
         values |= self._early.spent_privacy()
         self.steps.tell(applied, session.view, session.rank, values)
 
-    def held(self, load: StageLoad | None, *, state_bytes: int, limit_bytes: int) -> list[HeldPart]:
+    def list_held_parts(self, load: StageLoad | None, *, state_bytes: int, limit_bytes: int) -> list[HeldPart]:
         if load is None or self.engine is None:
             return []
         return [

@@ -75,11 +75,11 @@ class JobRunner:
         self._restore = restore  # where the next load begins
         self.connections = ViewConnections(context, profile, on_broken=self._handle)
         healer = Healer(context, core, progress=self.state.count_progress, stage=stage)
-        self.way: ActivityRunner
+        self.activity_runner: ActivityRunner
         if isinstance(core, VersionMember):
-            self.way = VersionRunner(context, core, self.state, self.connections)
+            self.activity_runner = VersionRunner(context, core, self.state, self.connections)
         else:
-            self.way = StepRunner(context, core, self.state, self.connections, healer)
+            self.activity_runner = StepRunner(context, core, self.state, self.connections, healer)
         self.follower = Follower(
             context, core, healer, report=self.state.reports.send, handle=self._on_followed, tasks=self._tasks
         )
@@ -102,7 +102,7 @@ class JobRunner:
                 self._disband("the job was released")
         finally:
             self._disband("this worker ended")
-            self.way.close()
+            self.activity_runner.close()
             self.state.close()
             gc.collect()  # a strategy, and the modules of FSDP2, refer to themselves
 
@@ -132,7 +132,7 @@ class JobRunner:
         self._restore = point
         self.follower.end(partial(self._handle, ev.StateDiscarded("the job goes back to a checkpoint")))
 
-    def call_back(self) -> None:
+    def report_again(self) -> None:
         """Assigned again: stop following, then report the state held here."""
 
         def report() -> None:
@@ -146,11 +146,11 @@ class JobRunner:
     def on_seed_back(self) -> None:
         self.state.reports.seed_is_back(follows=self.follower.active, level=self.follower.is_level)
 
-    def held(self, limit_bytes: int) -> list[HeldPart]:
-        load, state_bytes = self.way.stage_load(), self.connections.state_bytes
-        return self.state.reports.held(load, state_bytes=state_bytes, limit_bytes=limit_bytes)
+    def list_held_parts(self, limit_bytes: int) -> list[HeldPart]:
+        load, state_bytes = self.activity_runner.stage_load(), self.connections.state_bytes
+        return self.state.reports.list_held_parts(load, state_bytes=state_bytes, limit_bytes=limit_bytes)
 
-    async def stand_still(self) -> None:
+    async def wait_until_stopped(self) -> None:
         while self.core.running:
             self._standing.clear()
             await self._standing.wait()
@@ -174,10 +174,10 @@ class JobRunner:
         """Stop in the ring, and save the state that this member holds. Failures are only reported."""
         if self.core.running and self.core.view is not None:
             self._handle(ev.ViewBroken(self.core.view.generation, "", "this worker leaves"))
-            await self.stand_still()
+            await self.wait_until_stopped()
         await self.state.save(is_due=self.has_unsaved_state)
 
-    async def give_state(self, connection: Connection, hello: Hello) -> None:
+    async def send_state(self, connection: Connection, hello: Hello) -> None:
         if not self.state.is_built or self.follower.active:
             raise PeerError("this member has no state to send")
         await self.state.heal_source.give(connection, hello, self.state.engine)
@@ -217,10 +217,10 @@ class JobRunner:
                 self._start(self._load)
             case ev.FormRing():
                 self._start(partial(self._form, instruction))
-            case _ if (activity := self.way.activities.get(type(instruction))) is not None:
+            case _ if (activity := self.activity_runner.activities.get(type(instruction))) is not None:
                 self._start(partial(activity, instruction))
             case _:
-                self.way.carry_out(instruction)
+                self.activity_runner.carry_out(instruction)
 
     def _start(self, activity: Activity) -> None:
         work = self._guarded(activity)
@@ -252,7 +252,7 @@ class JobRunner:
             await state.early.budget.load()
         if not state.is_built:
             await state.build()
-            self.way.build()
+            self.activity_runner.build()
         restore, self._restore = self._restore, RestorePoint()
         loaded = await state.load(restore)
         self.connections.state_bytes = state.heal_source.state_bytes
@@ -265,7 +265,7 @@ class JobRunner:
         here = form.view.members[session.rank].host
         neighbours = sum(member.host == here for member in form.view.members)
         await context.compute.run(state.engine.share_cores, neighbours)
-        await self.way.begin_view(session)
+        await self.activity_runner.begin_view(session)
         state.heal_source.view_began()
         state.reports.view_began(form.view, formed_s=context.world.clock.now() - form_began)
         return ev.ActivityFinished(form.ticket)

@@ -57,7 +57,7 @@ class VersionRunner(ActivityRunner):
                 self._work, state.engine, compute, session, messages, self._record, state.profile
             )
 
-    def figures(self) -> dict[str, float]:
+    def contribution_stats(self) -> dict[str, float]:
         return self._record.figures()
 
     def carry_out(self, instruction: object) -> None:

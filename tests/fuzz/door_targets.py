@@ -333,7 +333,7 @@ async def _healed(case: Healing) -> None:
             with suppress(ProtocolError, StorageError):
                 assert piece_untrusted(given, None, message).nbytes == message.stop - message.start
     world = SimpleNamespace(clock=LoopClock(), probe=Probe())
-    context = SimpleNamespace(world=world, compute=_Inline(), peer_id="healer", tell=lambda *text: None)
+    context = SimpleNamespace(world=world, compute=_Inline(), peer_id="healer", notify_here=lambda *text: None)
     core = SimpleNamespace(view=_VIEW, may_give=True, torn=False, applied=7, lineage=_LINEAGE, square_sum=1.0)
     source = HealSource(context, core, want_snapshot=lambda: None)  # type: ignore[arg-type]
     hello = local_hello(peer_id="healer", name="healer", roles=["worker"], purpose="heal", job="job", generation=3)

@@ -56,7 +56,7 @@ def around_of(world: World, told: list[tuple[str, str, str]], peer_id: str = "me
         seed_host=seed_host,
         beats=lambda: (0.5, 2.0),
         notify=lambda *notice: told.append(notice),
-        tell=lambda *notice: told.append(notice),
+        notify_here=lambda *notice: told.append(notice),
     )
     around.hello, around.dial = partial(PeerContext.hello, around), partial(PeerContext.dial, around)
     return around

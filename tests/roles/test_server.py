@@ -189,7 +189,7 @@ async def test_no_worker_waits_for_a_slow_one_and_its_stale_gradient_is_refused(
     late = next(peer for peer in peers if peer.engines[-1] is slow[0])
     assert late.worker is not None
     assert late.worker._runner is not None
-    assert late.worker._runner.way.figures()["refused"] >= 1
+    assert late.worker._runner.activity_runner.contribution_stats()["refused"] >= 1
 
 
 class NotFinite(StandInEngine):
