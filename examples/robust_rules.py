@@ -20,7 +20,7 @@ from p2ptrain.compute.recipe import ModelRecipe
 from p2ptrain.compute.robust import aggregate, aggregate_scalars
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import JobFailed
-from p2ptrain.lab.attacker import ATTACKS, attacking
+from p2ptrain.lab.attacker import ATTACKS, add_attack
 from roles.worker.build import training_spec
 
 STEPS = 60
@@ -43,7 +43,7 @@ def final_loss(rule: str, attack: str, members: int, byzantine: int) -> float:
     spec = training_spec(load("tiny", {}, [*SETS, f"batch.micro_batches={members}"]).profile)
     device = pick_device("cpu", 1)
     honest = Trainer(ModelRecipe(spec, device))
-    wrong = attacking(Trainer(ModelRecipe(spec, device)), attack, micro_batches=members, seed=1) if attack else honest
+    wrong = add_attack(Trainer(ModelRecipe(spec, device)), attack, micro_batches=members, seed=1) if attack else honest
     for trainer in (honest, wrong):
         trainer.state.load_initial()
     rows = np.empty((members, honest.reduce_buffer.size), np.float32)

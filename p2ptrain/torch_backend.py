@@ -1,7 +1,8 @@
-"""The backend ``p2p`` of torch.distributed: its registration, and the root that composes its parts.
+"""The backend ``p2p`` of torch.distributed: registers it, and makes its process groups.
 
-``import torch`` calls ``autoload`` by the entry point in ``pyproject.toml``. It must be fast and must not fail. So
-everything else is imported when the first process group is made.
+``import torch`` calls ``autoload`` by the entry point in ``pyproject.toml``. It must be fast and must not fail, so each
+function imports what it needs. All groups of a process share a ``GroupHost``. A ticket in ``P2PTRAIN_TICKET`` encrypts
+their connections; without one they stay on this machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from p2ptrain.compute.process_group import RingProcessGroup
-    from roles.process_group import GroupHost, Reached
+    from roles.process_group import GroupHost, GroupNetwork
 
 TICKET_VARIABLE = "P2PTRAIN_TICKET"
 _host: GroupHost | None = None
@@ -24,41 +25,43 @@ def autoload() -> None:
     import torch.distributed as dist
 
     if dist.is_available():
-        dist.Backend.register_backend("p2p", _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend("p2p", _create_group, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(options: Any, backend_options: Any) -> RingProcessGroup:
+def _create_group(options: Any, backend_options: Any) -> RingProcessGroup:
     """Make a process group; torch calls it on every member. Raises ``DistBackendError`` or ``ImportError``."""
-    _check_not_hidden()
+    _check_packages_not_hidden()
     from p2ptrain.compute.process_group import group_of
 
-    return group_of(options, _join)
+    return group_of(options, _join_group)
 
 
-def _join(store: Any, group: str, rank: int, size: int, names: list[str], timeout_s: float) -> Any:
+def _join_group(store: Any, group: str, rank: int, size: int, names: list[str], timeout_s: float) -> Any:
+    """As ``GroupHost.join``. Starts the host; a forked child starts its own, as the thread stays with the parent."""
     global _host
     from p2ptrain.cli.runtime import loop_factory
     from roles.process_group import start_host
 
     if _host is None or _host.process != os.getpid():
-        _host = start_host(loop_factory(), _reach)
+        _host = start_host(loop_factory(), _open_network)
     return _host.join(store, group, rank, size, names, timeout_s)
 
 
-async def _reach(peer_id: str) -> Reached:
-    """The network of this process's groups. With a ticket it is encrypted, under the authority of the ticket's seed.
+async def _open_network(peer_id: str) -> GroupNetwork:
+    """Open the network of this process's groups. With a ticket, the ticket's seed signs a certificate for it.
 
-    Raises ``UserError`` if the ticket is not valid; its text does not repeat it. Else as ``reach_one``.
+    Raises as ``reach_one``. If the variable holds no ticket, the ``UserError`` does not repeat it: it may be a secret.
     """
-    from roles.process_group import Reached
+    from roles.process_group import GroupNetwork
     from wire.transport import TcpNetwork
 
     network, ticket = TcpNetwork(), os.environ.get(TICKET_VARIABLE, "")
     if not ticket:
-        return Reached(network)
+        return GroupNetwork(network)
     from p2ptrain.cluster.access import Caller, reach_one, read_targets, shown_host
     from p2ptrain.cluster.running import default_state_dir
     from p2ptrain.core.errors import NetworkError, ProtocolError, UserError
+    from wire.address import Ticket
 
     root = default_state_dir()
     caller = Caller("worker", root / "process-groups", [root], peer_id)
@@ -67,17 +70,22 @@ async def _reach(peer_id: str) -> Reached:
         targets = read_targets(ticket)
         access = await reach_one(targets, caller, network)
     except (NetworkError, UserError) as problem:
-        if any(not isinstance(target, tuple) for target in targets):
+        if any(isinstance(target, Ticket) for target in targets):
             raise
+        # Only the parser of tickets leaves the text out of its message.
         why = problem.message if isinstance(problem.__cause__, ProtocolError) else "no seed answers under it"
         remedy = "copy all that `p2ptrain ticket new` prints at the seed, or name a file that holds it: @FILE"
         raise UserError(f"{TICKET_VARIABLE} does not lead to a seed: {why}", remedy=remedy) from None
-    encrypted = access.member is not None
-    return Reached(access.network, shown_host("0.0.0.0"), encrypted, (access.host, access.port))  # noqa: S104 - a name
+    return GroupNetwork(
+        access.network,
+        host=shown_host("0.0.0.0"),  # noqa: S104 - nothing listens there: it stands for every interface
+        encrypted=access.member is not None,
+        seed=(access.host, access.port),
+    )
 
 
-def _check_not_hidden() -> None:
-    """Raise ``ImportError`` if a file of the user's hides one of our packages, which have short names."""
+def _check_packages_not_hidden() -> None:
+    """Raise ``ImportError`` if a file of the user hides one of our packages, which have short names."""
     home = Path(__file__).resolve().parent.parent
     for name in ("wire", "ring", "roles"):
         try:

@@ -79,13 +79,13 @@ class GroupPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class GroupNetwork:
     """The network of a process's groups.
 
     Attributes:
         host: this machine's address for the others.
         encrypted: whether the network is.
-        seed: where the seed is that shows the groups; None if there is none.
+        seed: host and port of the seed that lists the groups; None if there is none.
     """
 
     network: Network
@@ -231,10 +231,10 @@ class GroupHost:
         process: the id of this process; a child that was forked later has no such thread.
     """
 
-    def __init__(self, reached: Reached, peer_id: str) -> None:
-        self.world = real_world(reached.network)
+    def __init__(self, group_network: GroupNetwork, peer_id: str) -> None:
+        self.world = real_world(group_network.network)
         self.peer_id, self.process = peer_id, os.getpid()
-        self._host, self._encrypted, self._seed = reached.host, reached.encrypted, reached.seed
+        self._host, self._encrypted, self._seed = group_network.host, group_network.encrypted, group_network.seed
         self._link: SeedLink | None = None
         self._port = 0
         self._groups: dict[str, _Group] = {}
@@ -369,21 +369,21 @@ class GroupHost:
 
 def start_host(
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None,
-    reach: Callable[[str], Awaitable[Reached]],
+    open_network: Callable[[str], Awaitable[GroupNetwork]],
 ) -> GroupHost:
     """Start the thread of this process's groups. It leaves all groups when the process ends.
 
     Args:
-        reach: returns the network for a peer id.
+        open_network: called with the peer id of this process.
 
-    Raises what ``reach`` raises, and ``UserError`` if no port is free.
+    Raises what ``open_network`` raises, and ``UserError`` if no port is free.
     """
     started: Future[GroupHost] = Future()
 
     async def live() -> None:
         try:
             peer_id = new_id()
-            host = GroupHost(await reach(peer_id), peer_id)
+            host = GroupHost(await open_network(peer_id), peer_id)
             await host.listen()
         except BaseException as error:  # noqa: BLE001 - carried to the caller
             started.set_exception(error)

@@ -130,7 +130,7 @@ def chaos(
 def _load_profile(name: str, sets: list[str], workers: int, *, attacked: bool) -> Profile:
     """Load the profile, with this command's values for settings that the user did not choose."""
     from configs.loader import load
-    from p2ptrain.lab.attacker import check_attacked
+    from p2ptrain.lab.attacker import check_attackable
 
     wanted = {
         "job.workers": (workers, f"--workers {workers}"),
@@ -146,7 +146,7 @@ def _load_profile(name: str, sets: list[str], workers: int, *, attacked: bool) -
             remedy=f"give --workers {made.job.workers}",
         )
     if attacked:
-        check_attacked(made.job)
+        check_attackable(made.job)
     if made.checkpoint.every == 0:
         raise UserError("checkpoint.every = 0: there would be nothing to compare", remedy=f"set it to {SAVE_EVERY}")
     return made

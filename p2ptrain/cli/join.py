@@ -135,7 +135,7 @@ class WorkerFactory:
             own = with_data(profile, self._options.data)
             with context.console.during(lambda: f"reading {own.data.path} and building the model"):
                 engine = build_engine(own, stage)
-            return self._attacking(engine, own) if self._options.attack else engine
+            return self._add_attack(engine, own) if self._options.attack else engine
 
         def show_step(applied: int, total: int, values: dict[str, float]) -> None:
             context.console.progress(step_line(applied, total, values), last=applied == total)
@@ -152,8 +152,8 @@ class WorkerFactory:
             holding=parts,
         ).run
 
-    def _attacking(self, engine: Engine, profile: Profile) -> Engine:
-        from p2ptrain.lab.attacker import attacking
+    def _add_attack(self, engine: Engine, profile: Profile) -> Engine:
+        from p2ptrain.lab.attacker import add_attack
 
         micro_batches = profile.batch.micro_batches
-        return attacking(engine, self._options.attack, micro_batches=micro_batches, seed=os.getpid())
+        return add_attack(engine, self._options.attack, micro_batches=micro_batches, seed=os.getpid())

@@ -11,7 +11,7 @@ import pytest
 from p2ptrain.cli.join import WorkerFactory
 from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.compute.trainer import Trainer
-from p2ptrain.lab.attacker import ALIE_Z, FLIP, NOISE, SCALE, attacking
+from p2ptrain.lab.attacker import ALIE_Z, FLIP, NOISE, SCALE, add_attack
 from p2ptrain.lab.stand_in import StandInEngine
 from roles.engine import Engine
 from tests.compute.tiny_trainer import tiny_trainer
@@ -31,7 +31,7 @@ def contribution(engine: Engine, step: int, count: int) -> Any:
 
 
 def attacker(attack: str) -> Engine:
-    return attacking(StandInEngine(PROFILE), attack, micro_batches=4, seed=3)
+    return add_attack(StandInEngine(PROFILE), attack, micro_batches=4, seed=3)
 
 
 def test_flipped_scaled_and_random_vectors() -> None:
@@ -62,7 +62,7 @@ def test_a_worker_of_chaos_learns_wrong_labels_and_validates_with_right_ones(tmp
     text = tmp_path / "text"
     text.write_text("a tale of two towns " * 200)
     honest = tiny_trainer(text)
-    wrong = WorkerFactory(JoinOptions(attack="label-flip"))._attacking(tiny_trainer(text), PROFILE)
+    wrong = WorkerFactory(JoinOptions(attack="label-flip"))._add_attack(tiny_trainer(text), PROFILE)
     for engine in (honest, wrong):
         engine.state.load_initial()
     true, sent = contribution(honest, 0, 2)[:-1], contribution(wrong, 0, 2)[:-1]

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from p2ptrain.compute.process_group import RingProcessGroup, RingWork
-from roles.process_group import GroupHost, Reached, start_host
+from roles.process_group import GroupHost, GroupNetwork, start_host
 from wire.transport import TcpNetwork
 
 TIMEOUT = timedelta(seconds=30)
@@ -23,10 +23,10 @@ _numbers = itertools.count()
 def host(member: int) -> GroupHost:
     """The host of one member; its thread ends with the tests."""
 
-    async def reach(peer_id: str) -> Reached:
-        return Reached(TcpNetwork())
+    async def open_network(peer_id: str) -> GroupNetwork:
+        return GroupNetwork(TcpNetwork())
 
-    return start_host(None, reach)
+    return start_host(None, open_network)
 
 
 @cache

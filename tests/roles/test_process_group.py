@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions, _create_work_from_futur
 from configs.schema import Profile
 from p2ptrain import torch_backend
 from p2ptrain.core.errors import DeadlineExceeded, UserError
-from roles.process_group import Reached, start_host
+from roles.process_group import GroupNetwork, start_host
 from tests.roles.in_process import Cluster
 from tests.roles.process_groups import TIMEOUT, everyone, group, host, new_group
 from wire.transport import TcpNetwork
@@ -417,8 +417,8 @@ async def test_the_seed_of_a_ticket_lists_a_group_as_long_as_it_lives(
     cluster = Cluster(tmp_path, TcpNetwork())
     await cluster.start_seed()
 
-    async def reach(peer_id: str) -> Reached:
-        return Reached(TcpNetwork(), seed=cluster.address)
+    async def open_network(peer_id: str) -> GroupNetwork:
+        return GroupNetwork(TcpNetwork(), seed=cluster.address)
 
     async def until(state: str) -> list[dict[str, Any]]:
         """The members, as soon as the seed lists both with this state."""
@@ -432,7 +432,7 @@ async def test_the_seed_of_a_ticket_lists_a_group_as_long_as_it_lives(
         return sorted(known.values(), key=lambda item: str(item["name"]))
 
     await cluster.create(Profile.model_validate({"job": {"workers": 2}}))  # they are no workers for it
-    hosts = [start_host(None, reach) for _ in range(2)]
+    hosts = [start_host(None, open_network) for _ in range(2)]
     try:
         members = await asyncio.to_thread(new_group, 2, hosts=hosts.__getitem__)
         found = await until("training")
@@ -459,6 +459,6 @@ async def test_the_seed_of_a_ticket_lists_a_group_as_long_as_it_lives(
 async def test_what_is_no_ticket_is_not_repeated(monkeypatch: pytest.MonkeyPatch, ticket: str) -> None:
     monkeypatch.setenv("P2PTRAIN_TICKET", ticket)
     with pytest.raises(UserError, match="P2PTRAIN_TICKET does not lead to a seed") as caught:
-        await torch_backend._reach("0" * 12)
+        await torch_backend._open_network("0" * 12)
     text = f"{caught.value} {caught.value.remedy}"
     assert not any(part in text for part in ("wrong", "a secret", "AbCd"))

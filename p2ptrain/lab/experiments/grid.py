@@ -18,7 +18,7 @@ from configs.schema import Profile, Table
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import LLAMAS
 from p2ptrain.core.texts import seconds_of
-from p2ptrain.lab.attacker import ATTACKS, check_attacked
+from p2ptrain.lab.attacker import ATTACKS, check_attackable
 
 T = TypeVar("T", bound=Table)
 
@@ -171,7 +171,7 @@ def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: s
     try:
         first = load_settings(base, {key: value for key, value in settings.items() if key not in own}).alone()
         if own.get("attack"):
-            check_attacked(first.job)
+            check_attackable(first.job)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}", remedy=error.remedy) from None
     job, model, is_private = first.job, first.model, first.data.private

@@ -11,7 +11,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import NetworkError, P2PTrainError, StorageError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.world import LoopClock, World
-from p2ptrain.lab.attacker import attacking
+from p2ptrain.lab.attacker import add_attack
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.sim.machine import (
     ATTACKER,
@@ -239,7 +239,7 @@ class SimMachine:
         if profile.job.strategy == "federated":
             engine.data.windows = 1000 * int(self.host[1:])
         attack = "sign-flip" if self.host == ATTACKER and profile.robust.rule not in ("", "mean") else ""
-        return attacking(engine, attack, micro_batches=profile.batch.micro_batches, seed=0)
+        return add_attack(engine, attack, micro_batches=profile.batch.micro_batches, seed=0)
 
     def _spoil(self, buffer: Buffer) -> None:
         """Spoil the next ``lies`` contributions. A lone member stops before its third lie: the job would rightly fail,
