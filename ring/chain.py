@@ -30,7 +30,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.world import World
 from ring.links import ThisMember, Topology, connect_neighbours
 from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, RingBroken
-from ring.planning.schedule import MAX_MICRO_BATCHES, Kind, StageSchedule
+from ring.planning.schedule import MAX_MICRO_BATCHES, OperationKind, StageSchedule
 from ring.view import View
 from wire.connection import Connection
 from wire.frame import MAX_BULK_BYTES
@@ -310,9 +310,9 @@ class Chain:
         """End the chain in the middle of a step: buffers are still posted and payloads still borrowed."""
         self.links.give_up(None, ConnectionLost(reason))
 
-    def blame(self, kind: Kind, error: P2PTrainError) -> None:
+    def blame(self, kind: OperationKind, error: P2PTrainError) -> None:
         """Count the neighbour that sent the payload for an operation of ``kind`` as lost: the payload was invalid."""
-        hop = self._before if kind is Kind.FORWARD else self._after
+        hop = self._before if kind is OperationKind.FORWARD else self._after
         assert hop is not None, "the chain has no neighbour on this side"
         self.links.give_up(hop.neighbour, error)
 
@@ -334,11 +334,13 @@ class Chain:
         self._streams = range(self._next_stream, self._next_stream + schedule.micro_batches)
         self._next_stream = self._streams.stop
         if self._before is not None:
-            self._before.expect(self._streams, self.activation_bytes, ahead=schedule.ahead(self.stage - 1))
+            self._before.expect(
+                self._streams, self.activation_bytes, ahead=schedule.count_receive_buffers(self.stage - 1)
+            )
         if self._after is not None and schedule.backward:
-            self._after.expect(self._streams, self.gradient_bytes, ahead=schedule.ahead(self.stage))
+            self._after.expect(self._streams, self.gradient_bytes, ahead=schedule.count_receive_buffers(self.stage))
 
-    async def receive(self, kind: Kind, index: int, *, patience_s: float) -> Payload | None:
+    async def receive(self, kind: OperationKind, index: int, *, patience_s: float) -> Payload | None:
         """Wait for the input of the operation of ``kind`` on micro-batch ``index``; None if it needs no payload. The
         payload belongs to the caller until ``release``.
 
@@ -347,19 +349,19 @@ class Chain:
                 stuck.
             ConnectionLost, ProtocolError: the chain broke; ``broken`` names the suspect.
         """
-        hop = self._before if kind is Kind.FORWARD else self._after
+        hop = self._before if kind is OperationKind.FORWARD else self._after
         if hop is None:
             return None
-        what = f"{'activations' if kind is Kind.FORWARD else 'gradients'} of micro-batch {index}"
+        what = f"{'activations' if kind is OperationKind.FORWARD else 'gradients'} of micro-batch {index}"
         return await self._receive(hop, self._stream(index), what, patience_s)
 
-    def release(self, kind: Kind, payload: Payload | None) -> None:
+    def release(self, kind: OperationKind, payload: Payload | None) -> None:
         """Note that a payload from ``receive`` is no longer in use, so that another one may come."""
-        hop = self._before if kind is Kind.FORWARD else self._after
+        hop = self._before if kind is OperationKind.FORWARD else self._after
         if hop is not None and payload is not None and not self.broken.done():
             hop.release()
 
-    def send(self, kind: Kind, index: int, payload: Payload) -> None:
+    def send(self, kind: OperationKind, index: int, payload: Payload) -> None:
         """Send the output of the operation of ``kind`` on micro-batch ``index``, without waiting. ``payload`` must not
         change until ``finish`` returned.
 
@@ -368,7 +370,9 @@ class Chain:
             ConnectionLost, ProtocolError, DeadlineExceeded: the chain was broken before.
         """
         hop, nbytes = (
-            (self._after, self.activation_bytes) if kind is Kind.FORWARD else (self._before, self.gradient_bytes)
+            (self._after, self.activation_bytes)
+            if kind is OperationKind.FORWARD
+            else (self._before, self.gradient_bytes)
         )
         if hop is None or payload.dtype != np.uint8 or payload.shape != (nbytes,) or not payload.flags.c_contiguous:
             raise ValueError(f"{payload.dtype} of shape {payload.shape} for a payload of {nbytes} bytes")

@@ -31,7 +31,7 @@ from p2ptrain.core.footprint import GPIPE, part_training_bytes
 from p2ptrain.core.texts import human_bytes, join_some
 from ring.planning.cuts import MOST_WORKERS, Array, ChainCosts, Score, cut_places, find_best_chain, tabulate
 from ring.planning.measurements import CandidateWorker, Links, LinkTimes
-from ring.planning.schedule import StageCosts, choose_schedule, simulate
+from ring.planning.schedule import StageCosts, choose_schedule, simulate_step_s
 from ring.planning.workloads import TrainingWorkload
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
@@ -190,7 +190,9 @@ def _plan_of(
         [hop.round_trip_s for hop in hops],
         pace_s or 1.0,
         max_in_flight=training.max_in_flight,
-        room=[min(training.most_in_flight(start, stop, worker) for worker in group) for group, start, stop in parts],
+        memory_limits=[
+            min(training.most_in_flight(start, stop, worker) for worker in group) for group, start, stop in parts
+        ],
     )
     costs = StageCosts(
         tuple(forwards_s),
@@ -198,7 +200,7 @@ def _plan_of(
         tuple(hop.there_s for hop in hops),
         tuple(hop.back_s for hop in hops),
     )
-    chain_s = max(simulate(schedule, costs) + (share - schedule.micro_batches) * pace_s, share * occupied_s)
+    chain_s = max(simulate_step_s(schedule, costs) + (share - schedule.micro_batches) * pace_s, share * occupied_s)
     reduce_s = _reduce_s(training, parts, times)
     used = {candidate for group, *_ in parts for candidate in group}
     info = TrainingPlanInfo(
@@ -228,7 +230,7 @@ def _plan_of(
             training.sizes.weights_bytes(start, stop),
             max(training.need_bytes(stage, start, stop, on_host=candidate.on_host) for candidate in group),
             min((int(worker.memory_bytes) for worker in group if worker.memory_bytes < math.inf), default=0),
-            schedule.in_flight(stage),
+            schedule.count_in_flight(stage),
             computes_s[stage] if known else None,
             round_trips_s[stage] if known else None,
         )

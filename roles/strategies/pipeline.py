@@ -23,7 +23,7 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.training import OnFinal
 from p2ptrain.core.world import LoopClock
 from ring.chain import Chain, Payload
-from ring.planning.schedule import Kind, StageOperation, StageSchedule, choose_schedule, forwards
+from ring.planning.schedule import OperationKind, StageOperation, StageSchedule, choose_schedule, plan_forwards
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import PipelineEngine
@@ -76,11 +76,11 @@ class StageRunner:
         """
         chain = self._chain
         chain.begin(schedule)
-        self._passes, self._spent = {Kind.FORWARD: forward, Kind.BACKWARD: backward}, StageStep()
+        self._passes, self._spent = {OperationKind.FORWARD: forward, OperationKind.BACKWARD: backward}, StageStep()
         began = self._clock()
         under_way: deque[asyncio.Task[None]] = deque()
         try:
-            for operation in schedule.order(chain.stage):
+            for operation in schedule.list_operations(chain.stage):
                 payload = await chain.receive(operation.kind, operation.index, patience_s=patience_s)
                 while len(under_way) >= QUEUED:
                     await under_way.popleft()
@@ -227,7 +227,7 @@ class PipelinePasses(Work):
             raise NotImplementedError("validation has no backward passes")
 
         for start in range(first, first + count, self._ahead):
-            schedule = forwards(self._replica_chain.stages, min(self._ahead, first + count - start))
+            schedule = plan_forwards(self._replica_chain.stages, min(self._ahead, first + count - start))
             await self._run(schedule, partial(forward, start), backward, patience_s)
         return total, targets
 
@@ -242,7 +242,7 @@ class PipelinePasses(Work):
             self._replica_chain.round_trips_s,
             self._period_s,
             max_in_flight=self._settings.max_in_flight,
-            room=self._replica_chain.in_flight,
+            memory_limits=self._replica_chain.in_flight,
         )
 
     @property

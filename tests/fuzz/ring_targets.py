@@ -23,7 +23,7 @@ from p2ptrain.core.ids import is_id
 from ring.chain import figures_untrusted
 from ring.codecs import CODECS, codec_named
 from ring.planning.measurements import LinkQuality
-from ring.planning.schedule import extended
+from ring.planning.schedule import plan_extended
 from ring.staleness import Accepted, ContributionStatus, PullReply, PullRequest, packed, unpacked_untrusted
 from ring.token import TOKEN_BYTES, Flag, Token, check_untrusted
 from ring.view import View
@@ -361,7 +361,7 @@ def _check_figures(case: tuple[bytes, int]) -> None:
     assert (len(round_trips_s), len(rooms)) == (stages - 1, stages)
     assert struct.unpack(f"!{2 * stages - 1}d", payload) == (*round_trips_s, *rooms)
     if round_trips_s:  # what they are for
-        extended(4, round_trips_s, 0.1, max_in_flight=[min(room or 4, 4) for room in rooms])
+        plan_extended(4, round_trips_s, 0.1, max_in_flight=[min(room or 4, 4) for room in rooms])
 
 
 FIGURES = Target("chain-figures", _packed_figures(), _check_figures, ("ring.chain.figures_untrusted",))

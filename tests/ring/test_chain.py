@@ -16,12 +16,12 @@ from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.ring_member import LocalMember, local_view
 from ring.chain import PATIENCE_PART, Chain, Payload, figures_untrusted
 from ring.links import Topology
-from ring.planning.schedule import Kind, StageSchedule, extended, gpipe, one_f_one_b
+from ring.planning.schedule import OperationKind, StageSchedule, plan_extended, plan_gpipe, plan_one_f_one_b
 from tests.ring.local import local_chain, networks_apart, virtual
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.transport import TcpNetwork
 
-F, B = Kind.FORWARD, Kind.BACKWARD
+F, B = OperationKind.FORWARD, OperationKind.BACKWARD
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait
 ACTIVATION_BYTES, GRADIENT_BYTES = 64, 40
 SIZES = {"activation_bytes": ACTIVATION_BYTES, "gradient_bytes": GRADIENT_BYTES}
@@ -32,7 +32,7 @@ def network(request: pytest.FixtureRequest) -> Network:
     return MemoryNetwork() if request.param == "memory" else TcpNetwork()
 
 
-def content(kind: Kind, step: int, index: int, stage: int, nbytes: int) -> Payload:
+def content(kind: OperationKind, step: int, index: int, stage: int, nbytes: int) -> Payload:
     """What the stage makes: nothing else has these bytes."""
     return np.random.default_rng([kind is F, step, index, stage]).integers(0, 256, nbytes, np.uint8)
 
@@ -40,7 +40,7 @@ def content(kind: Kind, step: int, index: int, stage: int, nbytes: int) -> Paylo
 async def run_step(chain: Chain, schedule: StageSchedule, step: int = 0, *, patience_s: float = 30.0) -> None:
     """All operations of one stage, without any computing; what comes must be what the neighbour sent."""
     chain.begin(schedule)
-    for operation in schedule.order(chain.stage):
+    for operation in schedule.list_operations(chain.stage):
         kind, index = operation.kind, operation.index
         sender = chain.stage + (-1 if kind is F else 1)
         payload = await chain.receive(kind, index, patience_s=patience_s)
@@ -65,10 +65,10 @@ async def everyone(members: list[LocalMember], act: Callable[[Chain], Coroutine[
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 async def test_every_payload_arrives_where_it_belongs_step_after_step(count: int, network: Network) -> None:
     schedules = [
-        gpipe(count, 7),
-        one_f_one_b(count, 5),
-        extended(9, [0.3] * (count - 1), 0.1),
-        one_f_one_b(count, 1),
+        plan_gpipe(count, 7),
+        plan_one_f_one_b(count, 5),
+        plan_extended(9, [0.3] * (count - 1), 0.1),
+        plan_one_f_one_b(count, 1),
     ]
     async with local_chain(count, network, **SIZES) as members:
 
@@ -87,7 +87,7 @@ async def test_no_more_buffers_are_held_than_the_schedule_says() -> None:
     """A stage that takes nothing: the sender's payloads wait on its own side."""
     async with local_chain(2, MemoryNetwork(), **SIZES) as members:
         first, last = (member.chain for member in members)
-        schedule = gpipe(2, 16)
+        schedule = plan_gpipe(2, 16)
         first.begin(schedule)
         last.begin(schedule)
         for index in range(16):
@@ -106,7 +106,7 @@ async def test_sent_memory_is_borrowed_until_the_step_is_finished() -> None:
         first, last = (member.chain for member in members)
         bulk = last.links.neighbours[0].bulks[0]
         bulk._transport.pause_reading()
-        schedule = gpipe(2, 2)
+        schedule = plan_gpipe(2, 2)
         first.begin(schedule)
         last.begin(schedule)
         sent = [np.full(ACTIVATION_BYTES, index + 1, np.uint8) for index in range(2)]
@@ -187,7 +187,7 @@ async def test_a_ring_and_a_chain_of_the_same_members_in_the_same_view(network: 
         await asyncio.gather(members[2].form(view), members[2].form_chain(view, order=order, **SIZES), *early)
         await asyncio.gather(*(member.session.barrier() for member in members))
     assert [member.chain.stage for member in members] == [1, 2, 0]
-    await everyone(members, lambda chain: run_step(chain, one_f_one_b(3, 4)))
+    await everyone(members, lambda chain: run_step(chain, plan_one_f_one_b(3, 4)))
     members[0].chain.close("a new schedule")
     async with asyncio.timeout(AT_ONCE_S):
         assert (await members[1].chain.broken).suspect == "a"
@@ -223,7 +223,8 @@ async def test_a_death_in_a_step_ends_every_stage_at_once_and_names_it(
     async with local_chain(count, network, **SIZES) as members:
         others = [member for stage, member in enumerate(members) if stage != victim]
         tasks = [
-            asyncio.create_task(run_step(member.chain, one_f_one_b(count, 8), patience_s=3600)) for member in others
+            asyncio.create_task(run_step(member.chain, plan_one_f_one_b(count, 8), patience_s=3600))
+            for member in others
         ]
         for _ in range(20):
             await asyncio.sleep(0)  # let them begin; without the victim none of them comes to an end
@@ -236,7 +237,7 @@ async def test_a_death_in_a_step_ends_every_stage_at_once_and_names_it(
         assert {cause.suspect for cause in causes} == {name}
         assert all(f" {name}: " in cause.cause.message for cause in causes), causes
         with pytest.raises(ConnectionLost, match=f" {name}: "):
-            others[0].chain.begin(gpipe(count, 1))
+            others[0].chain.begin(plan_gpipe(count, 1))
 
 
 @virtual
@@ -244,9 +245,9 @@ async def test_of_several_that_wait_who_stands_beside_the_stuck_one_gives_up_fir
     """c beats and reads, and computes nothing: a, b and d all wait, and the first word is of c."""
     async with local_chain(4, MemoryNetwork(), **SIZES) as members:
         running = [member for member in members if member.peer_id != "c"]
-        members[2].chain.begin(one_f_one_b(4, 4))
+        members[2].chain.begin(plan_one_f_one_b(4, 4))
         began = asyncio.get_running_loop().time()
-        steps = [run_step(member.chain, one_f_one_b(4, 4), patience_s=20) for member in running]
+        steps = [run_step(member.chain, plan_one_f_one_b(4, 4), patience_s=20) for member in running]
         ends = await asyncio.gather(*steps, return_exceptions=True)
         took_s = asyncio.get_running_loop().time() - began
         assert 20 * (1 + PATIENCE_PART) <= took_s < 20 * (1 + 2 * PATIENCE_PART)
@@ -261,7 +262,7 @@ async def test_a_payload_that_dribbles_in_is_no_silence() -> None:
     network = EmulatedNetwork(MemoryNetwork(), preset, seed=0)
     async with local_chain(2, network, activation_bytes=256 << 10, gradient_bytes=8) as members:
         began = asyncio.get_running_loop().time()
-        await everyone(members, lambda chain: run_step(chain, gpipe(2, 2), patience_s=1.5))
+        await everyone(members, lambda chain: run_step(chain, plan_gpipe(2, 2), patience_s=1.5))
         assert asyncio.get_running_loop().time() - began > 3.5, "each takes longer than the patience"
 
 
@@ -274,7 +275,7 @@ async def test_who_leaves_after_its_step_does_not_spoil_it_for_the_others(count:
         async with local_chain(count, network, **SIZES) as members:
 
             async def act(chain: Chain) -> None:
-                await run_step(chain, one_f_one_b(chain.stages, 3))
+                await run_step(chain, plan_one_f_one_b(chain.stages, 3))
                 chain.close("done")
 
             await everyone(members, act)

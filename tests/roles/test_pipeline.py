@@ -16,7 +16,7 @@ from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.ring_member import LocalMember
 from ring.chain import Payload
-from ring.planning.schedule import StageSchedule, extended, gpipe, one_f_one_b
+from ring.planning.schedule import StageSchedule, plan_extended, plan_gpipe, plan_one_f_one_b
 from roles.compute_thread import ComputeFailed, ComputeThread
 from roles.strategies.pipeline import StageRunner, StageStep
 from tests.ring.local import local_chain
@@ -70,7 +70,11 @@ def in_one_process(step: int, micro_batches: int) -> ArithmeticPart:
 
 def schedules(stages: int, micro_batches: int) -> list[StageSchedule]:
     far = [0.2 + 0.1 * hop for hop in range(stages - 1)]
-    return [gpipe(stages, micro_batches), one_f_one_b(stages, micro_batches), extended(micro_batches, far, 0.12)]
+    return [
+        plan_gpipe(stages, micro_batches),
+        plan_one_f_one_b(stages, micro_batches),
+        plan_extended(micro_batches, far, 0.12),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers
@@ -91,7 +95,7 @@ async def test_every_schedule_gives_the_numbers_of_one_process(count: int, netwo
                 together = np.concatenate([part.gradients for part in parts])
                 assert together.tobytes() == whole.gradients.tobytes(), schedule
                 assert [parts[-1].losses[index] for index in range(micro_batches)] == list(whole.losses.values())
-                assert [part.most_kept for part in parts] == [schedule.in_flight(stage) for stage in range(count)]
+                assert [part.most_kept for part in parts] == [schedule.count_in_flight(stage) for stage in range(count)]
                 assert all(part.kept == 0 for part in parts)
         assert not any(member.chain.broken.done() for member in members)
 
@@ -165,7 +169,7 @@ async def test_a_stage_killed_in_mid_step_ends_the_others_at_once_and_is_named(v
         local_chain(3, TcpNetwork(), activation_bytes=64, gradient_bytes=64) as members,
         runners(members, parts) as stages,
     ):
-        running = [asyncio.create_task(stage.run(0, one_f_one_b(3, 8), patience_s=3600)) for stage in stages]
+        running = [asyncio.create_task(stage.run(0, plan_one_f_one_b(3, 8), patience_s=3600)) for stage in stages]
         assert await asyncio.to_thread(held.begun.wait, 30)
         members[victim].die()
         others = [task for stage, task in enumerate(running) if stage != victim]
@@ -207,7 +211,7 @@ async def test_an_engine_that_fails_ends_the_step_of_all() -> None:
         local_chain(3, MemoryNetwork(), activation_bytes=64, gradient_bytes=64) as members,
         runners(members, thirds(ArithmeticPart, Broken, ArithmeticPart)) as stages,
     ):
-        running = [stage.run(0, one_f_one_b(3, 4), patience_s=3600) for stage in stages]
+        running = [stage.run(0, plan_one_f_one_b(3, 4), patience_s=3600) for stage in stages]
         async with asyncio.timeout(AT_ONCE_S):
             ends = await asyncio.gather(*running, return_exceptions=True)
         assert isinstance(ends[1], ComputeFailed)
@@ -224,7 +228,7 @@ async def test_who_sends_what_cannot_be_read_is_blamed() -> None:
         local_chain(3, MemoryNetwork(), activation_bytes=64, gradient_bytes=64) as members,
         runners(members, thirds(ArithmeticPart, Picky, ArithmeticPart)) as stages,
     ):
-        running = [stage.run(0, one_f_one_b(3, 4), patience_s=3600) for stage in stages]
+        running = [stage.run(0, plan_one_f_one_b(3, 4), patience_s=3600) for stage in stages]
         async with asyncio.timeout(AT_ONCE_S):
             ends = await asyncio.gather(*running, return_exceptions=True)
         assert isinstance(ends[1], ProtocolError)
@@ -241,7 +245,7 @@ async def test_a_step_that_is_given_up_ends_the_chain() -> None:
         local_chain(3, MemoryNetwork(), activation_bytes=64, gradient_bytes=64) as members,
         runners(members, parts) as stages,
     ):
-        running = [asyncio.create_task(stage.run(0, one_f_one_b(3, 8), patience_s=3600)) for stage in stages]
+        running = [asyncio.create_task(stage.run(0, plan_one_f_one_b(3, 8), patience_s=3600)) for stage in stages]
         assert await asyncio.to_thread(held.begun.wait, 30)
         running[2].cancel()
         try:

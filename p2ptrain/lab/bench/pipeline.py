@@ -17,7 +17,14 @@ from p2ptrain.lab.bench.runner import Answer, Bench, Members, interleave
 from p2ptrain.lab.bench.sockets import peer_id
 from p2ptrain.lab.ring_member import LocalMember, local_view
 from ring.chain import Payload
-from ring.planning.schedule import StageCosts, StageSchedule, extended, gpipe, one_f_one_b, simulate
+from ring.planning.schedule import (
+    StageCosts,
+    StageSchedule,
+    plan_extended,
+    plan_gpipe,
+    plan_one_f_one_b,
+    simulate_step_s,
+)
 from roles.compute_thread import ComputeThread
 from roles.strategies.pipeline import StageRunner
 from wire.emulate import EmulatedNetwork, LinkPreset
@@ -46,9 +53,9 @@ class PipelinePlan:
         """Contender → its schedule, for the measured round trips of the hops."""
         period_s = self.forward_s + self.backward_s
         return {
-            "extended": extended(self.micro_batches, round_trips_s, period_s),
-            "1f1b": one_f_one_b(self.stages, self.micro_batches),
-            "gpipe": gpipe(self.stages, self.micro_batches),
+            "extended": plan_extended(self.micro_batches, round_trips_s, period_s),
+            "1f1b": plan_one_f_one_b(self.stages, self.micro_batches),
+            "gpipe": plan_gpipe(self.stages, self.micro_batches),
         }
 
     def report(self) -> BenchReport:
@@ -82,9 +89,9 @@ async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: BenchR
     how: Answer = {"forward_s": plan.forward_s, "backward_s": plan.backward_s, "payload_bytes": plan.payload_bytes}
     first, *_ = await members.all("stage", part="form", ports=ports, **how)
     found_s: list[float] = first["round_trips_s"]
-    costs = StageCosts.even(plan.forward_s, plan.backward_s, [round_trip_ms / 1e3] * (plan.stages - 1))
+    costs = StageCosts.of_equal_stages(plan.forward_s, plan.backward_s, [round_trip_ms / 1e3] * (plan.stages - 1))
     schedules = plan.schedules(found_s)
-    ideal_s = {name: simulate(schedule, costs) for name, schedule in schedules.items()}
+    ideal_s = {name: simulate_step_s(schedule, costs) for name, schedule in schedules.items()}
 
     async def sample(name: str) -> float:
         schedule = schedules[name]
@@ -103,7 +110,7 @@ async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: BenchR
         "ideal": [plan.busy_s / ideal_s[name] for name in schedules],
     }
     for name, schedule in schedules.items():
-        in_flight = [schedule.in_flight(stage) for stage in range(plan.stages)]
+        in_flight = [schedule.count_in_flight(stage) for stage in range(plan.stages)]
         case.contenders[name].facts = {"ideal_s": ideal_s[name], "in_flight": in_flight}
     await interleave(report, case, sample, rounds=plan.steps, budget_s=0.0, progress=bench.progress)
     case.facts["reached"] = ideal_s["extended"] / case.contenders["extended"].median_s
