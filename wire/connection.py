@@ -24,7 +24,7 @@ from wire.address import format_address
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
 from wire.frame import BulkDone, ControlFrame, FrameDecoder, encode_bulk_header, encode_control
 from wire.messages import Message, RefusalCode, Refuse
-from wire.tls import tls_problem
+from wire.tls import translate_ssl_error
 
 if TYPE_CHECKING:  # an unencrypted cluster need not load cryptography
     from wire.credentials import PeerIdentity
@@ -339,7 +339,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if isinstance(exc, ssl.SSLError):
-            self._end(tls_problem(exc, str(self.ends)))
+            self._end(translate_ssl_error(exc, str(self.ends)))
         self._end_by_peer(f"the connection to {self.ends} broke: {exc or 'it was reset'}")
         self.closed.set()
 

@@ -190,7 +190,7 @@ class RunMembership:
         )
         await asyncio.to_thread(granted.save, self._disk)  # a slow disk must not delay heartbeats
         self.credentials = granted
-        self.network.use(granted)
+        self.network.present(granted)
 
     async def keep_fresh(self, ask: Ask) -> None:
         """Renew at every half-life until cancelled. Raises as ``renew``."""

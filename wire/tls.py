@@ -9,13 +9,13 @@ Copies. In: kernel → a buffer that all connections of a network share (a read 
 decrypted into the buffer of the protocol above, which is a bulk payload's destination. Out: the caller's memory is
 encrypted ``PIECE_BYTES`` at a time, only as fast as the kernel takes it. So a slow peer costs one piece of memory.
 
-States::
+States of a ``TlsTransport``, with what it does as it enters the next one::
 
-    QUIET    nothing was read or sent yet          → SHAKING
-    SHAKING  handshake done                        → OPEN     connection_made
-    QUIET, SHAKING  anything else                  → FAILED   send alert and FIN; read and drop what still comes
-    OPEN     close(), or the peer's close_notify   → CLOSING  send all that was written, close_notify, FIN
-    any      the transport below is lost           → LOST     connection_lost, if connection_made was called
+    QUIET      this side dialled, or a byte arrives  → HANDSHAKE
+    HANDSHAKE  the handshake succeeded               → OPEN     connection_made
+    QUIET, HANDSHAKE  the handshake failed           → FAILED   send alert and FIN; read and drop what still comes
+    OPEN       close(), or the peer's close_notify   → CLOSING  send all that was written, close_notify, FIN
+    any        the transport below is lost           → LOST     connection_lost, if connection_made was called
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ JOIN_AGAIN = "join again with a fresh ticket: p2ptrain ticket new, at the seed"
 CHECK_CLOCKS = "check the date and time of both machines; a seed whose authority is not valid says so when it starts"
 
 # Keys: OpenSSL's X509_V_ERR_*, for which the ssl module has no names.
-_VERIFY = {
+_CERTIFICATE_ERRORS = {
     9: (RefusalCode.CERTIFICATE_NOT_YET_VALID, "a certificate that is not valid yet", CHECK_CLOCKS),
     10: (RefusalCode.CERTIFICATE_EXPIRED, "an expired certificate", f"{CHECK_CLOCKS}, or {JOIN_AGAIN}"),
     26: (RefusalCode.CERTIFICATE_UNTRUSTED, "a certificate for another purpose", JOIN_AGAIN),
@@ -65,21 +65,21 @@ _ALERTS = {
 }
 
 
-def tls_problem(error: ssl.SSLError, who: str) -> P2PTrainError:
-    """Translate ``error``, which ended the TLS connection with ``who`` (host and port)."""
+def translate_ssl_error(error: ssl.SSLError, address: str) -> P2PTrainError:
+    """Translate ``error``, which ended the TLS connection with ``address`` (host and port)."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        code, what, remedy = _VERIFY.get(error.verify_code, _UNTRUSTED)
-        return Refused(code, f"{who} presented {what}", remedy=remedy)
+        code, what, remedy = _CERTIFICATE_ERRORS.get(error.verify_code, _UNTRUSTED)
+        return Refused(code, f"{address} presented {what}", remedy=remedy)
     reason = error.reason or ""
     words = reason.replace("_", " ").lower()
     if "ALERT" in reason:
         for name, (code, what, remedy) in _ALERTS.items():
             if reason.endswith(name):
-                return Refused(code, f"{who} refuses: {what}", remedy=remedy)
-        return ConnectionLost(f"{who} ended TLS: {words}")
+                return Refused(code, f"{address} refuses: {what}", remedy=remedy)
+        return ConnectionLost(f"{address} ended TLS: {words}")
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return Refused(RefusalCode.NOT_PERMITTED, f"{who} presented no certificate", remedy=JOIN_AGAIN)
-    return ProtocolError(f"{who} does not speak TLS correctly: {words or 'no reason given'}")
+        return Refused(RefusalCode.NOT_PERMITTED, f"{address} presented no certificate", remedy=JOIN_AGAIN)
+    return ProtocolError(f"{address} does not speak TLS correctly: {words or 'no reason given'}")
 
 
 # -------------------------------------------------------------------------------------------------------- the transport
@@ -104,7 +104,7 @@ class NotTlsError(ConnectionError):
 
 class _State(Enum):
     QUIET = auto()
-    SHAKING = auto()
+    HANDSHAKE = auto()
     OPEN = auto()
     CLOSING = auto()
     FAILED = auto()
@@ -119,10 +119,10 @@ class TlsRecords:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._backlog: deque[memoryview] = deque()  # in the writers' memory; the first view shrinks
         self.backlog_bytes = 0
-        self.answers_bytes = 0  # encrypted bytes that OpenSSL made on its own while it decrypted
-        self.heard = False  # whether the peer's first byte was one of TLS
+        self.answers_bytes = 0  # encrypted bytes that OpenSSL made while it decrypted, such as key updates
+        self.is_tls = False  # whether the peer's first byte begins a TLS record
 
-    def begin(self) -> None:
+    def begin_handshake(self) -> None:
         self.ssl = self._context.wrap_bio(self._incoming, self._outgoing, server_side=self._server_side)
 
     def take_encrypted(self) -> bytes:
@@ -135,12 +135,16 @@ class TlsRecords:
         return bool(self._incoming.pending or self.ssl.pending())
 
     def decrypt(self, into: memoryview) -> tuple[int, Exception | None]:
-        """Fill ``into``. Return its length and why reading ended, if it did; ``EOFError``: close_notify."""
+        """Decrypt into ``into``. Return the number of bytes, and the exception that ended reading, if any did.
+
+        ``EOFError``: the peer's close_notify. ``SSLWantReadError``: the rest of a record is missing. Another
+        ``SSLError``: the connection is broken.
+        """
         end: Exception | None = None
         filled, size = 0, into.nbytes
         read, incoming, pending = self.ssl.read, self._incoming, self.ssl.pending
         try:
-            while filled < size and (incoming.pending or pending()):  # an exception costs as much as a record
+            while filled < size and (incoming.pending or pending()):  # SSLWantReadError costs as much as a record
                 nbytes = cast(int, read(size - filled, into[filled:]))
                 if not nbytes:
                     end = EOFError()
@@ -173,25 +177,27 @@ class TlsRecords:
 
 
 class TlsTransport(FlowControl, asyncio.BufferedProtocol):
-    """A transport to the protocol above and a protocol to the transport below. This class is the dialling side.
-
-    ``settled`` is done when the handshake succeeded or failed. ``ended`` is set when the transport below is lost.
+    """A transport to the protocol above, and a protocol to the transport below. This class is the dialling side.
 
     Args:
-        factory: makes the protocol above when the handshake is done.
-        shared: the buffer that the transport below reads into; used by one thread only.
+        factory: makes the protocol above when the handshake succeeded.
+        read_buffer: into which the transports below all connections of this thread read.
+
+    Attributes:
+        handshake_result: raises what made the handshake fail.
+        below_lost: set when the transport below is lost.
     """
 
     def __init__(
-        self, context: ssl.SSLContext, factory: ProtocolFactory, shared: memoryview, *, server_side: bool = False
+        self, context: ssl.SSLContext, factory: ProtocolFactory, read_buffer: memoryview, *, server_side: bool = False
     ) -> None:
         super().__init__(_NO_PROTOCOL)
         self._records = TlsRecords(context, server_side=server_side)
         self._factory = factory
-        self._shared = shared
+        self._read_buffer = read_buffer
         self._loop = asyncio.get_running_loop()
-        self.settled: asyncio.Future[None] = self._loop.create_future()
-        self.ended = asyncio.Event()
+        self.handshake_result: asyncio.Future[None] = self._loop.create_future()
+        self.below_lost = asyncio.Event()
         self._state = _State.QUIET
         self._below_full = False
         self._reading = True
@@ -201,49 +207,53 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
 
     # --------------------------------------------------------------------------------------------- around the handshake
 
-    def _arrived(self) -> None:
-        self.begin()
+    @property
+    def _is_opening(self) -> bool:
+        return self._state in (_State.QUIET, _State.HANDSHAKE)
 
-    def _opened(self) -> None:
-        if not self.settled.done():
-            self.settled.set_result(None)
+    def _on_connected(self) -> None:
+        self.begin_handshake()
 
-    def _failed(self, error: Exception) -> None:
-        if not self.settled.done():
-            self.settled.set_exception(error)
+    def _on_handshake_done(self) -> None:
+        if not self.handshake_result.done():
+            self.handshake_result.set_result(None)
 
-    def begin(self) -> None:
-        self._state = _State.SHAKING
-        self._records.begin()
-        self._shake()
+    def _on_handshake_failed(self, error: Exception) -> None:
+        if not self.handshake_result.done():
+            self.handshake_result.set_exception(error)
 
-    def fail(self, error: Exception, last_words: bytes = b"") -> None:
-        """Abandon the handshake. ``last_words`` are sent as they are: an alert, or an unencrypted ``Refuse``."""
-        if self._state not in (_State.QUIET, _State.SHAKING):
+    def begin_handshake(self) -> None:
+        self._state = _State.HANDSHAKE
+        self._records.begin_handshake()
+        self._continue_handshake()
+
+    def fail_handshake(self, error: Exception, last_words: bytes = b"") -> None:
+        """Abandon the handshake, if there still is one. ``last_words``: sent without TLS: an alert or a ``Refuse``."""
+        if not self._is_opening:
             return
         self._state = _State.FAILED
         if last_words:
             self._below.write(last_words)
-        self._failed(error)
+        self._on_handshake_failed(error)
         if not self._below.is_closing():
             self._below.write_eof()
             self._linger = self._loop.call_later(LINGER_S, self._below.abort)
 
-    def _shake(self) -> None:
+    def _continue_handshake(self) -> None:
         try:
             self._records.ssl.do_handshake()
         except ssl.SSLWantReadError:
             self._send_encrypted()
             return
         except ssl.SSLError as error:
-            self.fail(error, self._records.take_encrypted())
+            self.fail_handshake(error, self._records.take_encrypted())
             return
         self._send_encrypted()
         self._state = _State.OPEN
         self._protocol = self._factory()
         self._protocol.connection_made(self)
-        self._opened()
-        self._loop.call_soon(self._resumed)  # deliver what came right after the handshake
+        self._on_handshake_done()
+        self._loop.call_soon(self._deliver_and_resume)  # deliver what came right after the handshake
 
     # ------------------------------------------------------------------------------------ for the protocol above: reads
 
@@ -255,12 +265,12 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
     def resume_reading(self) -> None:
         if not self._reading:
             self._reading = True
-            self._loop.call_soon(self._resumed)
+            self._loop.call_soon(self._deliver_and_resume)
 
     def is_reading(self) -> bool:
         return self._reading and self._state is _State.OPEN
 
-    def _resumed(self) -> None:
+    def _deliver_and_resume(self) -> None:
         try:
             self._deliver()
         except Exception as error:  # noqa: BLE001 - reported to the loop, as every transport of asyncio does
@@ -283,7 +293,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             if isinstance(end, ssl.SSLWantReadError):
                 break
             if isinstance(end, ssl.SSLError):
-                self._break(end)
+                self._close_after_error(end)
             elif end is not None:
                 self._deliver_eof()
         if self._eof_below and self.is_reading():
@@ -302,7 +312,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             if not self._protocol.eof_received():
                 self.close()
 
-    def _break(self, error: ssl.SSLError) -> None:
+    def _close_after_error(self, error: ssl.SSLError) -> None:
         if self._state is _State.OPEN:
             self._error = error
             self._state = _State.CLOSING
@@ -322,7 +332,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             view = bytes_view(data)
             if view.nbytes:
                 self._records.write(view)
-        self._pump()
+        self._encrypt_backlog()
         self._maybe_pause()
 
     def get_write_buffer_size(self) -> int:
@@ -332,22 +342,22 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Send what was written and close_notify, then close. Nothing more is read."""
-        if self._state in (_State.QUIET, _State.SHAKING):
+        if self._is_opening:
             self.abort()
         elif self._state is _State.OPEN:
             self._state = _State.CLOSING
             self._below.pause_reading()
-            self._finish()
+            self._close_when_sent()
 
     def abort(self) -> None:
         if self._state is _State.LOST:
             return
         self._records.drop_backlog()
         if self._state is not _State.FAILED:
-            shaking = self._state in (_State.QUIET, _State.SHAKING)
-            self._state = _State.CLOSING
-            if shaking:
-                self._failed(ConnectionAbortedError("this side closed the connection during the TLS handshake"))
+            was_opening, self._state = self._is_opening, _State.CLOSING
+            if was_opening:
+                error = ConnectionAbortedError("this side closed the connection during the TLS handshake")
+                self._on_handshake_failed(error)
         self._below.abort()
 
     def is_closing(self) -> bool:
@@ -358,19 +368,19 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             return self._records.ssl
         return self._below.get_extra_info(name, default)
 
-    def _pump(self) -> None:
+    def _encrypt_backlog(self) -> None:
         try:
             while self._records.backlog_bytes and not self._below_full:
                 self._records.encrypt_piece()
                 self._send_encrypted()
         except ssl.SSLError as error:
-            self._break(error)
+            self._close_after_error(error)
 
     def _send_encrypted(self) -> None:
         if encrypted := self._records.take_encrypted():
             self._below.write(encrypted)
 
-    def _finish(self) -> None:
+    def _close_when_sent(self) -> None:
         if not self._records.backlog_bytes and not self._below.is_closing():
             with suppress(ssl.SSLError):  # the peer has not answered; no need to wait (RFC 8446, 6.1)
                 self._records.ssl.unwrap()
@@ -382,33 +392,33 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._below = cast(asyncio.Transport, transport)
         self._below.set_write_buffer_limits(high=0)
-        self._arrived()
+        self._on_connected()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._shared
+        return self._read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._state in (_State.CLOSING, _State.FAILED):
             return
-        if not self._records.heard:
-            if self._shared[0] not in (0x16, 0x15):  # a handshake record, or an alert
-                self._not_tls(bytes(self._shared[: min(nbytes, 16)]))
+        if not self._records.is_tls:
+            if self._read_buffer[0] not in (0x16, 0x15):  # a handshake record, or an alert
+                self._refuse_plain(bytes(self._read_buffer[: min(nbytes, 16)]))
                 return
-            self._records.heard = True
-        self._records.feed(self._shared[:nbytes])
+            self._records.is_tls = True
+        self._records.feed(self._read_buffer[:nbytes])
         if self._state is _State.OPEN:
             self._deliver()
-        elif self._state is _State.SHAKING:
-            self._shake()
+        elif self._state is _State.HANDSHAKE:
+            self._continue_handshake()
         else:
-            self.begin()
+            self.begin_handshake()
 
-    def _not_tls(self, start: bytes) -> None:
-        self.fail(NotTlsError(f"it began with {start[:4]!r}"))
+    def _refuse_plain(self, start: bytes) -> None:
+        self.fail_handshake(NotTlsError(f"it began with {start[:4]!r}"))
 
     def eof_received(self) -> bool:
-        if self._state in (_State.QUIET, _State.SHAKING):
-            self.fail(ConnectionResetError("it closed the connection in the middle of the TLS handshake"))
+        if self._is_opening:
+            self.fail_handshake(ConnectionResetError("it closed the connection in the middle of the TLS handshake"))
         if self._state is not _State.OPEN:
             return False
         self._eof_below = True
@@ -416,24 +426,25 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         return True  # close() closes it after the unsent bytes
 
     def connection_lost(self, exc: Exception | None) -> None:
-        before, self._state = self._state, _State.LOST
+        was_opening, self._state = self._is_opening, _State.LOST
         if self._linger is not None:
             self._linger.cancel()
         self._records.drop_backlog()
-        if before in (_State.QUIET, _State.SHAKING):
-            self._failed(exc or ConnectionResetError("the connection broke in the middle of the TLS handshake"))
+        if was_opening:
+            error = exc or ConnectionResetError("the connection broke in the middle of the TLS handshake")
+            self._on_handshake_failed(error)
         elif self._protocol is not _NO_PROTOCOL:
             self._protocol.connection_lost(self._error or exc)
-        self.ended.set()
+        self.below_lost.set()
 
     def pause_writing(self) -> None:
         self._below_full = True
 
     def resume_writing(self) -> None:
         self._below_full = False
-        self._pump()
+        self._encrypt_backlog()
         if self._state is _State.CLOSING:
-            self._finish()
+            self._close_when_sent()
         elif self._state is _State.OPEN:
             self._maybe_resume()
 
@@ -451,12 +462,12 @@ BUSY_ALERT = b"\x15\x03\x03\x00\x02\x02\x50"
 
 
 class TlsDialler:
-    """The half of ``TlsNetwork`` that dials. A newcomer without a certificate may use it."""
+    """Dials over TLS; the half of ``TlsNetwork`` that a newcomer without a certificate can use."""
 
     def __init__(self, network: Network, context: ssl.SSLContext) -> None:
         self._network = network
         self._client_context = context
-        self.shared = memoryview(bytearray(READ_BYTES))
+        self.read_buffer = memoryview(bytearray(READ_BYTES))
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
         """Dial and complete the TLS handshake within ``timeout_s``.
@@ -471,20 +482,20 @@ class TlsDialler:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        shaking = TlsTransport(self._client_context, factory, self.shared)
-        await self._network.connect(host, port, lambda: shaking, timeout_s=timeout_s)
-        who = format_address(host, port)
+        transport = TlsTransport(self._client_context, factory, self.read_buffer)
+        await self._network.connect(host, port, lambda: transport, timeout_s=timeout_s)
+        address = format_address(host, port)
         try:
             async with asyncio.timeout_at(deadline):
-                await shaking.settled
+                await transport.handshake_result
         except TimeoutError:
-            shaking.abort()
+            transport.abort()
             raise no_answer(host, port, timeout_s) from None
         except OSError as error:
-            await shaking.ended.wait()  # within LINGER_S
-            raise handshake_problem(error, who, dialled=True) from error
+            await transport.below_lost.wait()  # within LINGER_S
+            raise translate_handshake_error(error, address, dialled=True) from error
         except BaseException:
-            shaking.abort()
+            transport.abort()
             raise
 
 
@@ -502,9 +513,9 @@ class TlsNetwork(TlsDialler):
         super().__init__(network, credentials.client_context())
         self._require_client_certificate = require_client_certificate
         self.half_open = HalfOpen()  # of callers whose TLS handshake has not ended
-        self.use(credentials)
+        self.present(credentials)
 
-    def use(self, credentials: Credentials) -> None:
+    def present(self, credentials: Credentials) -> None:
         """Present ``credentials`` on new connections; open connections stay. Raises ``StorageError``."""
         server_context = credentials.server_context(require_client_certificate=self._require_client_certificate)
         self._client_context, self.server_context = credentials.client_context(), server_context
@@ -513,15 +524,15 @@ class TlsNetwork(TlsDialler):
         self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
     ) -> Listener:
         """Accept on ``host:port``; call ``factory`` after each successful TLS handshake. Raises ``UserError``."""
-        strangers: set[_Accepted] = set()
-        accept = partial(_Accepted, self, factory, strangers, on_problem)
-        return _TlsListener(await self._network.listen(host, port, accept, on_problem), strangers)
+        handshakes: set[_AcceptedTransport] = set()
+        accept = partial(_AcceptedTransport, self, factory, handshakes, on_problem)
+        return _TlsListener(await self._network.listen(host, port, accept, on_problem), handshakes)
 
 
 @dataclass(frozen=True, slots=True)
 class _TlsListener:
     listener: Listener
-    strangers: set[_Accepted]
+    handshakes: set[_AcceptedTransport]
 
     @property
     def address(self) -> Address:
@@ -529,42 +540,46 @@ class _TlsListener:
 
     async def close(self) -> None:
         await self.listener.close()
-        for stranger in list(self.strangers):
-            stranger.abort()
+        for transport in list(self.handshakes):
+            transport.abort()
 
 
-class _Accepted(TlsTransport):
-    """The accepting side. Its number and time are limited until the handshake ended."""
+class _AcceptedTransport(TlsTransport):
+    """The accepting side. The number of handshakes under way and the time of each are limited."""
 
     def __init__(
-        self, network: TlsNetwork, factory: ProtocolFactory, strangers: set[_Accepted], on_problem: OnProblem | None
+        self,
+        network: TlsNetwork,
+        factory: ProtocolFactory,
+        handshakes: set[_AcceptedTransport],
+        on_problem: OnProblem | None,
     ) -> None:
-        super().__init__(network.server_context, factory, network.shared, server_side=True)
+        super().__init__(network.server_context, factory, network.read_buffer, server_side=True)
         self._half_open = network.half_open
-        self._strangers = strangers
+        self._handshakes = handshakes
         self._on_problem = on_problem
         self._remote: Address = ("?", 0)
         self._deadline: asyncio.TimerHandle | None = None
 
-    def _arrived(self) -> None:
+    def _on_connected(self) -> None:
         name = self._below.get_extra_info("peername")
         if name is not None:  # None: the connection was reset already
             self._remote = (str(name[0]), int(name[1]))
         if busy := self._half_open.enter(self._remote[0]):
-            self._tell(Refused(RefusalCode.BUSY, busy, remedy="try again in a few seconds"))
+            self._report_problem(Refused(RefusalCode.BUSY, busy, remedy="try again in a few seconds"))
             self._on_problem = None  # report it once
             self._below.write(BUSY_ALERT)
             self._below.close()
             return
-        self._strangers.add(self)
+        self._handshakes.add(self)
         self._deadline = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._end_slow_handshake)
 
-    def _opened(self) -> None:
+    def _on_handshake_done(self) -> None:
         self._leave()
 
-    def _failed(self, error: Exception) -> None:
+    def _on_handshake_failed(self, error: Exception) -> None:
         if not isinstance(error, ConnectionAbortedError):  # this side aborted
-            self._tell(handshake_problem(error, format_address(*self._remote), dialled=False))
+            self._report_problem(translate_handshake_error(error, format_address(*self._remote), dialled=False))
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -574,41 +589,41 @@ class _Accepted(TlsTransport):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-            self._strangers.discard(self)
+            self._handshakes.discard(self)
             self._half_open.leave(self._remote[0])
 
-    def _not_tls(self, start: bytes) -> None:
+    def _refuse_plain(self, start: bytes) -> None:
         here = self._below.get_extra_info("sockname") or ("",)  # the same address at both ends: this machine's
         is_hello = start[LENGTH_BYTES : LENGTH_BYTES + 1] == bytes((Hello.KIND,))
         if is_hello and (is_loopback(self._remote[0]) or here[0] == self._remote[0]):
             self._on_problem = None  # a command of this machine asks whether the cluster is encrypted
         refuse = Refuse(RefusalCode.TLS_REQUIRED, "this cluster is encrypted", JOIN)
-        self.fail(NotTlsError(f"it began with {start[:4]!r}"), _plain(refuse))
+        self.fail_handshake(NotTlsError(f"it began with {start[:4]!r}"), _encode_plain(refuse))
 
     def _end_slow_handshake(self) -> None:
         error = TimeoutError(f"it did not complete the TLS handshake within {HANDSHAKE_TIMEOUT_S:g} s")
-        refuse = _plain(Refuse(RefusalCode.TOO_SLOW, str(error), "try again"))
-        self.fail(error, BUSY_ALERT if self._records.heard else refuse)
+        refuse = _encode_plain(Refuse(RefusalCode.TOO_SLOW, str(error), "try again"))
+        self.fail_handshake(error, BUSY_ALERT if self._records.is_tls else refuse)
 
-    def _tell(self, problem: P2PTrainError) -> None:
+    def _report_problem(self, problem: P2PTrainError) -> None:
         if self._on_problem is not None:
             self._on_problem(problem, self._remote)
 
 
-def handshake_problem(error: Exception, who: str, *, dialled: bool) -> P2PTrainError:
+def translate_handshake_error(error: Exception, address: str, *, dialled: bool) -> P2PTrainError:
     if isinstance(error, ssl.SSLError):
-        return tls_problem(error, who)
+        return translate_ssl_error(error, address)
     if isinstance(error, NotTlsError):
         code, remedy = RefusalCode.TLS_REQUIRED, "run p2ptrain join with a ticket there"
         if dialled:
             code = RefusalCode.NOT_ENCRYPTED
             remedy = "check the port; if that cluster is here and not encrypted, use its address without a ticket"
-        return Refused(code, f"{who} does not speak TLS: {error}", remedy=remedy)
+        return Refused(code, f"{address} does not speak TLS: {error}", remedy=remedy)
     if isinstance(error, TimeoutError) and not dialled:
-        return Refused(RefusalCode.TOO_SLOW, f"{who}: {error}")
+        return Refused(RefusalCode.TOO_SLOW, f"{address}: {error}")
     remedy = "check that p2ptrain listens there and that its cluster is encrypted" if dialled else ""
-    return ConnectionLost(f"{who}: {error}", remedy=remedy)
+    return ConnectionLost(f"{address}: {error}", remedy=remedy)
 
 
-def _plain(refuse: Refuse) -> bytes:
+def _encode_plain(refuse: Refuse) -> bytes:
     return encode_control(Refuse.KIND, encode(refuse), generation=0, stream=0)

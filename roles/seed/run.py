@@ -198,7 +198,7 @@ async def _watch_directory(disk: Disk, directory: Path) -> None:
 async def _renew_credentials(network: TlsNetwork, sign: Callable[[], Awaitable[Credentials]], clock: Clock) -> None:
     while True:
         await until_half_life(clock.wall(), clock)
-        network.use(await sign())
+        network.present(await sign())
 
 
 async def run_seed(

@@ -80,7 +80,7 @@ async def test_a_renewed_certificate_is_presented_from_the_next_connection_on(ne
     mine = tls(network, before)
     async with Owner().listening(tls(network, credentials("seed", "seed"))) as seed:
         first = await knock(mine, seed)
-        mine.use(after)
+        mine.present(after)
         second = await knock(mine, seed)
         assert [far.ends.identity for far in seed.served] == [before.identity, after.identity]
         assert not first.closed.is_set()
