@@ -20,7 +20,7 @@ from typing import Annotated
 from p2ptrain.core.errors import ProtocolError
 from wire.job_messages import MAX_STAGES
 from wire.messages import Message
-from wire.schema import Amount, Bound, Count, Declared, IdOrNone, Token
+from wire.schema import Amount, Bound, ContentId, Count, Declared, IdOrNone
 
 CHUNK = 2048
 """Most positions in one ``ForwardRequest``. Longer prompts come as several requests that flow through the chain."""
@@ -148,8 +148,8 @@ class HeldPart(Declared):
         next: peer id of the next stage; empty at the last one.
     """
 
-    part: Token
-    model: Token
+    part: ContentId
+    model: ContentId
     name: str
     start: Count
     stop: Count

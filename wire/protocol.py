@@ -13,7 +13,7 @@ from typing import Any
 from wire import codec, frame, records
 from wire.handshake import HANDSHAKE_TIMEOUT_S, PERMITTED
 from wire.messages import BULK_KIND, PROTOCOL_VERSION, Message
-from wire.schema import MAX_DEPTH, Bound, Record, arms_of
+from wire.schema import MAX_DEPTH, Bound, Record, list_alternatives
 
 _NAMES = {int: "whole number", float: "number", str: "text", types.NoneType: "nothing"}
 
@@ -84,19 +84,21 @@ def _markdown(text: str) -> str:
 
 
 def _type(hint: Any) -> str:
-    return " or ".join(_arm(arm, bound) for arm, bound in arms_of(hint)).replace("|", "\\|")
+    return " or ".join(
+        _describe_alternative(alternative, bound) for alternative, bound in list_alternatives(hint)
+    ).replace("|", "\\|")
 
 
-def _arm(arm: Any, bound: Bound | None) -> str:
-    origin, args = typing.get_origin(arm), typing.get_args(arm)
-    if arm is Any:
+def _describe_alternative(alternative: Any, bound: Bound | None) -> str:
+    origin, args = typing.get_origin(alternative), typing.get_args(alternative)
+    if alternative is Any:
         name = "free-form value"
     elif origin in (list, tuple):
         name = f"list of {_type(args[0])}"
     elif origin is dict:
         name = f"map of {_type(args[1])}"
     else:
-        name = _NAMES.get(arm, arm.__name__)
+        name = _NAMES.get(alternative, alternative.__name__)
     if bound is None:
         return name
     return f"{name} (`{bound.pattern}`)" if bound.pattern else f"{name} ({bound})"

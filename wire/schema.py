@@ -1,9 +1,9 @@
-"""The message schema: compiles the annotations of a dataclass into a check of a peer's values.
+"""The message schema: compiles a dataclass's annotations into a converter from a peer's map to an instance.
 
 A dataclass is the only declaration of a message, of a record in a message, or of a request's parameters. The type of a
-field is its annotation; ``Annotated[int, Bound(0, 64)]`` adds a bound. ``instance_untrusted`` makes an instance from a
-peer's value, or raises ``ProtocolError``. The dataclass's method ``check`` holds conditions on several fields. The fuzz
-targets (``tests.fuzz``) and ``docs/protocol.md`` (``wire.protocol``) use the same declarations.
+field is its annotation; ``Annotated[int, Bound(0, 64)]`` adds a bound. If the dataclass has a method ``check``, it
+tests conditions on several fields. ``instance_untrusted`` converts, or raises ``ProtocolError``; no converter raises
+anything else. The fuzz targets (``tests.fuzz``) and ``docs/protocol.md`` (``wire.protocol``) use the declarations, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import ID_PATTERN
 
 T = TypeVar("T")
-Check = Callable[[Any], Any]
+Converter = Callable[[Any], Any]
+"""Returns a peer's value as the declared type. Raises ``ProtocolError`` if it has another type or is out of bounds."""
 
 MAX_DEPTH = 8
 """Levels of lists and maps in a free-form value (``Any``)."""
@@ -61,8 +62,8 @@ class Bound:
         return " to ".join(end for end in (least, most) if "inf" not in end)
 
 
+# 2**53: the largest integer up to which JSON readers hold all integers exactly.
 Count = Annotated[int, Bound(0, 2**53)]
-"""Up to the largest integer that JSON readers hold exactly."""
 Figure = Annotated[float, Bound(-(2**53), 2**53)]
 Amount = Annotated[float, Bound(0, 2**53)]
 Share = Annotated[float, Bound(0, 1)]
@@ -71,10 +72,10 @@ Host = Annotated[str, Bound(0, 255)]
 Digest = Annotated[bytes, Bound(16, 16)]
 Id = Annotated[str, Bound(pattern=ID_PATTERN)]
 IdOrNone = Annotated[str, Bound(pattern=f"({ID_PATTERN})?")]
-Token = Annotated[str, Bound(pattern=r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")]
-"""Id of a part or of a model: a digest in hex, or a job's id."""
+ContentId = Annotated[str, Bound(pattern=r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")]
+"""Id of a model, a part of one or its tokenizer: a digest in hex, or a job's id."""
+ContentIdOrNone = Annotated[str, Bound(pattern=r"[0-9A-Za-z._-]{0,128}")]
 Lineage = Annotated[str, Bound(pattern="[0-9a-f]{32}")]
-TokenOrNone = Annotated[str, Bound(pattern=r"[0-9A-Za-z._-]{0,128}")]
 
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -109,100 +110,107 @@ def instance_untrusted(cls: type[T], source: object, *, lenient: bool = False) -
     """
     if not isinstance(source, dict):
         raise ProtocolError(f"{cls.__name__} is not a map")
-    result: T = _dataclass_check(cast(Any, cls), lenient)(source)
+    result: T = _compile_dataclass(cast(Any, cls), lenient)(source)
     return result
 
 
 @cache
-def _dataclass_check(cls: Any, lenient: bool) -> Check:
+def _compile_dataclass(cls: Any, lenient: bool) -> Converter:
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = dataclasses.fields(cls)
-    checks = {item.name: check_of(hints[item.name], f"{cls.__name__}.{item.name}", lenient=lenient) for item in fields}
+    converters = {
+        item.name: compile_converter(hints[item.name], f"{cls.__name__}.{item.name}", lenient=lenient)
+        for item in fields
+    }
     optional = {
         item.name
         for item in fields
         if item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
     }
-    together = getattr(cls, "check", None)
+    check_instance = getattr(cls, "check", None)
 
-    def check(source: dict[str, Any]) -> Any:
-        if missing := checks.keys() - source.keys() - (optional if lenient else set()):
+    def convert(source: dict[str, Any]) -> Any:
+        if missing := converters.keys() - source.keys() - (optional if lenient else set()):
             raise ProtocolError(f"{cls.__name__} lacks {min(missing)!r}")
-        if not lenient and (unknown := source.keys() - checks.keys()):
+        if not lenient and (unknown := source.keys() - converters.keys()):
             raise ProtocolError(f"{cls.__name__} has an unknown field {min(unknown)[:40]!r}")
-        item = cls(**{name: check_field(source[name]) for name, check_field in checks.items() if name in source})
-        if together is not None:
-            together(item)
-        return item
+        instance = cls(**{name: to_field(source[name]) for name, to_field in converters.items() if name in source})
+        if check_instance is not None:
+            check_instance(instance)
+        return instance
 
-    return check
+    return convert
 
 
-def arms_of(hint: Any) -> list[tuple[Any, Bound | None]]:
-    """The alternatives of an annotation, each with its bound."""
+def list_alternatives(hint: Any) -> list[tuple[Any, Bound | None]]:
+    """Return each type that an annotation allows, with its bound: ``int`` and ``str`` of ``int | str``."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return [arm for alternative in typing.get_args(hint) for arm in arms_of(alternative)]
+        return [pair for member in typing.get_args(hint) for pair in list_alternatives(member)]
     if typing.get_origin(hint) is Annotated:
         inner, *extras = typing.get_args(hint)
         bound = next((extra for extra in extras if isinstance(extra, Bound)), None)
-        return [(arm, bound if arm is not types.NoneType else None) for arm, _ in arms_of(inner)]
+        return [
+            (alternative, bound if alternative is not types.NoneType else None)
+            for alternative, _ in list_alternatives(inner)
+        ]
     return [(hint, None)]
 
 
-def check_of(hint: Any, where: str, *, lenient: bool = False) -> Check:
-    """Compile the check of one value; ``where`` names it in errors."""
+def compile_converter(hint: Any, where: str, *, lenient: bool = False) -> Converter:
+    """Compile the converter of a value with annotation ``hint``; ``where`` names the value in errors."""
     if hint is Any:
-        return lambda value: _json_like(value, where, MAX_DEPTH)
-    arms: dict[type, Check] = {}
-    for arm, bound in arms_of(hint):
-        check = _bounded(_arm_check(arm, where, lenient), bound, where)
-        if arm is float:  # encoders may write 1.0 as 1; an int arm of the same union takes precedence
-            arms.setdefault(int, check)
-        arms[dict if dataclasses.is_dataclass(arm) else typing.get_origin(arm) or arm] = check
-    if tuple in arms:  # it travels as a list
-        arms[list] = arms[tuple]
+        return lambda value: _check_free_form(value, where, MAX_DEPTH)
+    by_type: dict[type, Converter] = {}  # keys: types as msgpack and JSON decode them
+    for alternative, bound in list_alternatives(hint):
+        converter = _add_bound(_compile_alternative(alternative, where, lenient), bound, where)
+        if alternative is float:  # encoders may write 1.0 as 1; an int alternative takes precedence
+            by_type.setdefault(int, converter)
+        received_type = dict if dataclasses.is_dataclass(alternative) else typing.get_origin(alternative) or alternative
+        by_type[received_type] = converter
+    if tuple in by_type:  # it travels as a list
+        by_type[list] = by_type[tuple]
 
-    def check_value(value: Any) -> Any:
-        arm = arms.get(type(value))
-        if arm is None:
+    def convert(value: Any) -> Any:
+        converter = by_type.get(type(value))
+        if converter is None:
             raise ProtocolError(f"{where} has type {type(value).__name__}")
-        return arm(value)
+        return converter(value)
 
-    return check_value
+    return convert
 
 
-def _bounded(check: Check, bound: Bound | None, where: str) -> Check:
+def _add_bound(converter: Converter, bound: Bound | None, where: str) -> Converter:
     if bound is None:
-        return check
+        return converter
 
-    def check_bound(value: Any, bound: Bound = bound) -> Any:
+    def convert(value: Any, bound: Bound = bound) -> Any:
         bound.check(value, where)
-        return check(value)
+        return converter(value)
 
-    return check_bound
+    return convert
 
 
-def _arm_check(arm: Any, where: str, lenient: bool) -> Check:
-    if dataclasses.is_dataclass(arm):
-        return _dataclass_check(cast(Any, arm), lenient)
-    origin, args = typing.get_origin(arm), typing.get_args(arm)
+def _compile_alternative(alternative: Any, where: str, lenient: bool) -> Converter:
+    if dataclasses.is_dataclass(alternative):
+        return _compile_dataclass(cast(Any, alternative), lenient)
+    origin, args = typing.get_origin(alternative), typing.get_args(alternative)
     if origin in (list, tuple):
-        item = check_of(args[0], where, lenient=lenient)
-        return lambda value: origin(item(element) for element in value)
+        to_element = compile_converter(args[0], where, lenient=lenient)
+        return lambda value: origin(to_element(element) for element in value)
     if origin is dict:
-        key, item = check_of(args[0], where), check_of(args[1], where, lenient=lenient)
-        return lambda value: {key(name): item(element) for name, element in value.items()}
-    assert arm in (int, float, str, bytes, bool, types.NoneType), f"{where}: no check for {arm}"
-    return float if arm is float else lambda value: value
+        to_key, to_value = compile_converter(args[0], where), compile_converter(args[1], where, lenient=lenient)
+        return lambda value: {to_key(key): to_value(element) for key, element in value.items()}
+    assert alternative in (int, float, str, bytes, bool, types.NoneType), f"{where}: no converter for {alternative}"
+    return float if alternative is float else lambda value: value
 
 
-def _json_like(value: Any, where: str, depth: int) -> Any:
+def _check_free_form(value: Any, where: str, depth: int) -> Any:
     if type(value) in (str, int, float, bool, types.NoneType):
         return value
     if depth == 0:
         raise ProtocolError(f"{where} is more than {MAX_DEPTH} levels deep")
     if type(value) is list:
-        return [_json_like(element, where, depth - 1) for element in value]
+        return [_check_free_form(element, where, depth - 1) for element in value]
     if type(value) is dict:
-        return {key: _json_like(element, where, depth - 1) for key, element in value.items()}
+        return {key: _check_free_form(element, where, depth - 1) for key, element in value.items()}
     raise ProtocolError(f"{where} holds a {type(value).__name__}")

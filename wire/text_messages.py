@@ -32,7 +32,7 @@ from typing import Annotated, Any
 from p2ptrain.core.errors import ProtocolError
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.messages import Message, Silence
-from wire.schema import Bound, Count, Declared, Figure, Id, TokenOrNone
+from wire.schema import Bound, ContentIdOrNone, Count, Declared, Figure, Id
 
 
 class StreamRefused(Message, kind=71):
@@ -212,7 +212,7 @@ class ServingFacts(Declared):
     model: str
     vocab_size: Annotated[int, Bound(0, 1 << 31)] = 0
     context: Count = 0
-    tokenizer: TokenOrNone = ""
+    tokenizer: ContentIdOrNone = ""
     http: str = ""
     sessions: Count = 0
     stats: Annotated[dict[StatName, Figure], Bound(0, 64)] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class ServingFacts(Declared):
     drafter_alpha: list[Figure] = field(default_factory=list)
     drafter_latency_ms: list[Figure] = field(default_factory=list)
     drafter_share: list[Figure] = field(default_factory=list)
-    weights: TokenOrNone = ""
+    weights: ContentIdOrNone = ""
 
     def check(self) -> None:
         for figures in (self.drafter_alpha, self.drafter_latency_ms, self.drafter_share):

@@ -14,7 +14,7 @@ import msgpack
 from hypothesis import strategies as st
 
 from wire.codec import MAX_HANDSHAKE_ITEMS, MAX_LIST_ITEMS, MAX_MAP_ITEMS
-from wire.schema import Bound, arms_of
+from wire.schema import Bound, list_alternatives
 
 WHOLE = st.integers(-(2**63), 2**64 - 1) | st.sampled_from([0, 1, -1, 65535, 65536, 2**31, 2**53, 2**63, 2**64 - 1])
 REAL = st.floats() | st.sampled_from([0.0, 1.0, -0.0, 1e308, 5e-324])
@@ -98,19 +98,19 @@ _BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
 
 def of(hint: Any, *, valid: bool = False) -> st.SearchStrategy[Any]:
     """Values of an annotation; where it has a bound nearly always within it, and always where ``valid``."""
-    return st.one_of([_of_arm(arm, bound, valid) for arm, bound in arms_of(hint)])
+    return st.one_of([_of_alternative(alternative, bound, valid) for alternative, bound in list_alternatives(hint)])
 
 
-def _of_arm(arm: Any, bound: Bound | None, valid: bool) -> st.SearchStrategy[Any]:
-    if arm in _BY_TYPE:
+def _of_alternative(alternative: Any, bound: Bound | None, valid: bool) -> st.SearchStrategy[Any]:
+    if alternative in _BY_TYPE:
         if bound is None:
-            return _BY_TYPE[arm]
-        return _within(arm, bound) if valid else mostly(_within(arm, bound), _BY_TYPE[arm])
-    if dataclasses.is_dataclass(arm):
-        return made(arm, valid=valid)
-    origin, args = typing.get_origin(arm), typing.get_args(arm)
+            return _BY_TYPE[alternative]
+        return _within(alternative, bound) if valid else mostly(_within(alternative, bound), _BY_TYPE[alternative])
+    if dataclasses.is_dataclass(alternative):
+        return made(alternative, valid=valid)
+    origin, args = typing.get_origin(alternative), typing.get_args(alternative)
     if origin is tuple:
-        return _of_arm(list[args[0]], bound, valid).map(tuple)  # type: ignore[valid-type]
+        return _of_alternative(list[args[0]], bound, valid).map(tuple)  # type: ignore[valid-type]
     items = [of(item, valid=valid) for item in args]
     make: Any = st.lists if origin is list else st.dictionaries
     few = make(*items, max_size=3)
@@ -121,17 +121,17 @@ def _of_arm(arm: Any, bound: Bound | None, valid: bool) -> st.SearchStrategy[Any
     )
 
 
-def _within(arm: Any, bound: Bound) -> st.SearchStrategy[Any]:
+def _within(alternative: Any, bound: Bound) -> st.SearchStrategy[Any]:
     if bound.one_of:
         return st.sampled_from(bound.one_of)
     if bound.pattern:
         return st.from_regex(re.compile(bound.pattern, re.ASCII), fullmatch=True)
     least, most = max(bound.least, -(2.0**53)), min(bound.most, 2.0**53)
-    if arm is int:
+    if alternative is int:
         return st.integers(int(least), min(int(most), int(least) + 9)) | st.integers(int(least), int(most))
-    if arm is float:
+    if alternative is float:
         return st.floats(least, most)
-    text = st.text if arm is str else st.binary
+    text = st.text if alternative is str else st.binary
     return text(min_size=int(max(least, 0)), max_size=int(min(most, max(least, 0) + 20)))
 
 
@@ -154,7 +154,9 @@ def conforms(value: Any, hint: Any) -> bool:
     """Whether a value has its annotation's type and bound, all the way down. Written apart from what it judges."""
     if hint is Any:
         return conforms(value, list[Any] | dict[str, Any] | str | int | float | bool | None)
-    return any(_conforms(value, arm) and _is_within(value, bound) for arm, bound in arms_of(hint))
+    return any(
+        _conforms(value, alternative) and _is_within(value, bound) for alternative, bound in list_alternatives(hint)
+    )
 
 
 def _is_within(value: Any, bound: Bound | None) -> bool:
@@ -166,20 +168,22 @@ def _is_within(value: Any, bound: Bound | None) -> bool:
     return math.isfinite(number) and bound.least <= number <= bound.most
 
 
-def _conforms(value: Any, arm: Any) -> bool:
-    if dataclasses.is_dataclass(arm):
-        assert isinstance(arm, type)
-        hints = typing.get_type_hints(arm, include_extras=True)
-        fields = dataclasses.fields(arm)
-        return type(value) is arm and all(conforms(getattr(value, item.name), hints[item.name]) for item in fields)
-    origin, args = typing.get_origin(arm), typing.get_args(arm)
+def _conforms(value: Any, alternative: Any) -> bool:
+    if dataclasses.is_dataclass(alternative):
+        assert isinstance(alternative, type)
+        hints = typing.get_type_hints(alternative, include_extras=True)
+        fields = dataclasses.fields(alternative)
+        return type(value) is alternative and all(
+            conforms(getattr(value, item.name), hints[item.name]) for item in fields
+        )
+    origin, args = typing.get_origin(alternative), typing.get_args(alternative)
     if origin in (list, tuple):
         return type(value) is origin and all(conforms(each, args[0]) for each in value)
     if origin is dict:
         return type(value) is dict and all(
             conforms(key, args[0]) and conforms(each, args[1]) for key, each in value.items()
         )
-    return type(value) is arm
+    return type(value) is alternative
 
 
 # ----------------------------------------------------------------------------------------------------------- msgpack

@@ -61,9 +61,9 @@ def longest_path_s(schedule: StageSchedule, costs: StageCosts) -> float:
         waits += [((stage, later), (stage, before), 0.0) for before, later in pairwise(order)]
         for index in range(schedule.micro_batches):
             if stage + 1 in stages:
-                hop = costs.there_s[stage]
+                hop = costs.activation_hop_s[stage]
                 waits.append(((stage + 1, StageOperation(F, index)), (stage, StageOperation(F, index)), hop))
-                hop = costs.back_s[stage]
+                hop = costs.gradient_hop_s[stage]
                 waits.append(((stage, StageOperation(B, index)), (stage + 1, StageOperation(B, index)), hop))
             else:
                 waits.append(((stage, StageOperation(B, index)), (stage, StageOperation(F, index)), 0.0))
@@ -184,7 +184,7 @@ def test_extended_keeps_uneven_stages_as_busy_as_all_forwards_first_would(
     forward_s, backward_s, there_s, back_s = zip(*stages, strict=True)
     costs = StageCosts(forward_s, backward_s, there_s[1:], back_s[1:])
     period_s = max(there + back for there, back in zip(forward_s, backward_s, strict=True))
-    round_trips_s = [there + back for there, back in zip(costs.there_s, costs.back_s, strict=True)]
+    round_trips_s = [there + back for there, back in zip(costs.activation_hop_s, costs.gradient_hop_s, strict=True)]
     schedule = plan_extended(micro_batches, round_trips_s, period_s)
     most_s = simulate_step_s(plan_gpipe(len(stages), micro_batches), costs)
     assert simulate_step_s(schedule, costs) <= most_s * (1 + MAX_SLOWDOWN) + 1e-9
