@@ -86,20 +86,20 @@ class GroupHop:
     """Seconds of a micro-batch from one group to the next, at the slowest of their links: activations there, gradients
     back, and how long it occupies the link."""
 
-    there_s: float
-    back_s: float
+    activation_hop_s: float
+    gradient_hop_s: float
     occupied_s: float
 
     @classmethod
     def between(cls, training: TrainingWorkload, times: LinkTimes, senders: Group, receivers: Group) -> GroupHop:
         pairs = [(sender.id, receiver.id) for sender, receiver in zip(senders, receivers, strict=True)]
-        there_s, sent_s = times.slowest(pairs, training.activation_bytes)
-        back_s, returned_s = times.slowest([pair[::-1] for pair in pairs], training.gradient_bytes)
-        return cls(there_s + sent_s, back_s + returned_s, max(sent_s, returned_s))
+        activation_hop_s, sent_s = times.slowest(pairs, training.activation_bytes)
+        gradient_hop_s, returned_s = times.slowest([pair[::-1] for pair in pairs], training.gradient_bytes)
+        return cls(activation_hop_s + sent_s, gradient_hop_s + returned_s, max(sent_s, returned_s))
 
     @property
     def round_trip_s(self) -> float:
-        return self.there_s + self.back_s
+        return self.activation_hop_s + self.gradient_hop_s
 
 
 def _groups(training: TrainingWorkload, workers: Sequence[CandidateWorker]) -> Iterator[list[Group]]:
@@ -197,8 +197,8 @@ def _plan_of(
     costs = StageCosts(
         tuple(forwards_s),
         tuple(all_s - one_s for all_s, one_s in zip(computes_s, forwards_s, strict=True)),
-        tuple(hop.there_s for hop in hops),
-        tuple(hop.back_s for hop in hops),
+        tuple(hop.activation_hop_s for hop in hops),
+        tuple(hop.gradient_hop_s for hop in hops),
     )
     chain_s = max(simulate_step_s(schedule, costs) + (share - schedule.micro_batches) * pace_s, share * occupied_s)
     reduce_s = _reduce_s(training, parts, times)

@@ -92,11 +92,15 @@ async def test_no_more_buffers_are_held_than_the_schedule_says() -> None:
         last.begin(schedule)
         for index in range(16):
             first.send(F, index, content(F, 0, index, 0, ACTIVATION_BYTES))
-        held = [await last.receive(F, index, patience_s=30) for index in range(schedule.ahead(0))]
+        held = [await last.receive(F, index, patience_s=30) for index in range(schedule.count_receive_buffers(0))]
         finishing = asyncio.create_task(first.finish(patience_s=30))
         with pytest.raises(DeadlineExceeded, match="this stage waited for activations of micro-batch 3"):
-            await last.receive(F, schedule.ahead(0), patience_s=0.2)
-        assert len({payload.ctypes.data for payload in held if payload is not None}) == schedule.ahead(0) == 3
+            await last.receive(F, schedule.count_receive_buffers(0), patience_s=0.2)
+        assert (
+            len({payload.ctypes.data for payload in held if payload is not None})
+            == schedule.count_receive_buffers(0)
+            == 3
+        )
         with pytest.raises(ConnectionLost):
             await finishing
 

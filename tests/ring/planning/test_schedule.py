@@ -119,7 +119,7 @@ def test_stage_is_never_further_ahead_of_the_next_one_than_its_buffers(
     """Whatever the speeds: one end of a hop does what it can while the other one does not begin with its next."""
     schedule, _ = made
     for hop in range(schedule.stages - 1):
-        before, after = schedule.list_operations(hop), schedule.order(hop + 1)
+        before, after = schedule.list_operations(hop), schedule.list_operations(hop + 1)
         count, first = schedule.micro_batches, schedule.warm_ups[hop + 1]
         in_turns = {F: range(first, count), B: range(count - 1 - schedule.warm_ups[hop])}
         for kind, sender, receiver in ((F, before, after), (B, after, before)):
