@@ -24,6 +24,14 @@ BuildEngine = Callable[[Profile, Stage], Engine]
 
 
 @dataclass(frozen=True, slots=True)
+class BeatTimes:
+    """Interval of heartbeats between neighbours, and the silence that counts as death. The seed sends its own."""
+
+    heartbeat_s: float = 0.5
+    death_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
 class PeerContext:
     """This worker, for the parts of it that serve other peers and dial them.
 
@@ -70,7 +78,6 @@ class Context(PeerContext):
     """What a runner needs of its worker.
 
     Attributes:
-        beats: returns (heartbeat_s, death_s) between neighbours.
         disk: thread for all access to the job's directory.
         notify: shows a text to the person here and at the seed.
         notify_here: shows a text to the person here only, because the seed knows it already.
@@ -79,7 +86,7 @@ class Context(PeerContext):
         on_step: called after every commit with (applied, total, the step's metrics).
     """
 
-    beats: Callable[[], tuple[float, float]]
+    beats: Callable[[], BeatTimes]
     inbound: Inbound
     disk: Thread
     notify: Notify

@@ -470,7 +470,7 @@ class Healer:
         ahead = [*same_part[own:], *same_part[:own]]  # each healing member begins with other sources
         sources = [member for member in ahead if member.healthy]
         have = (-1, "") if instruction.torn or core.applied >= view.step else (core.applied, core.lineage)
-        silence_s = max(view.death_s, self._context.beats()[1])
+        silence_s = max(view.death_s, self._context.beats().death_s)
         request = HealRequest(core.job, view.step, view.lineage, silence_s, *have, stage=self.stage.index)
         try:
             return await self._to_the_start(request, view.generation, sources, engine)
@@ -594,7 +594,7 @@ class Follower:
     async def _follow(self, message: CatchUp, engine: Engine) -> None:
         context, core = self._context, self._core
         have = (-1, "") if core.torn else (core.applied, core.lineage)
-        request = HealRequest(core.job, -1, "", context.beats()[1], *have, stage=self._healer.stage.index)
+        request = HealRequest(core.job, -1, "", context.beats().death_s, *have, stage=self._healer.stage.index)
 
         def on_torn() -> None:
             self._handle(ev.StateTorn())

@@ -135,10 +135,10 @@ class Stages:
     def close(self) -> None:
         self._models.close()
 
-    def seed_up(self) -> None:
+    def report_anew(self) -> None:
         self._reported = []
 
-    async def job_assigned(self) -> None:
+    async def make_room_for_job(self) -> None:
         """Unload idle parts: the job may need their memory."""
         await self.requests.unload(self.cache.expired(self._now(), idle_s=0.0))
 

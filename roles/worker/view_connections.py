@@ -135,11 +135,11 @@ class ViewConnections:
         )
 
     def _with_beats(self, view: View) -> View:
-        usual_s = self._context.beats()
+        beats = self._context.beats()
         return replace(
             view,
-            heartbeat_s=self._membership.heartbeat_s or view.heartbeat_s or usual_s[0],
-            death_s=self._membership.death_s or view.death_s or usual_s[1],
+            heartbeat_s=self._membership.heartbeat_s or view.heartbeat_s or beats.heartbeat_s,
+            death_s=self._membership.death_s or view.death_s or beats.death_s,
         )
 
     def _watch(self, session: RingSession | Chain) -> None:

@@ -34,7 +34,7 @@ from roles.strategies import strategy_of
 from roles.strategies.strategy import Factory
 from roles.worker.checkpoint_assembler import FileSender, checkpoints_dir
 from roles.worker.checkpoint_store import CheckpointFiles, lineage_of
-from roles.worker.context import BuildEngine, Context
+from roles.worker.context import BeatTimes, BuildEngine, Context
 from roles.worker.job_state import JobFiles, RestorePoint
 from roles.worker.links import Prober, ProbeResponder
 from roles.worker.runner import JobRunner
@@ -102,7 +102,7 @@ class Worker(MemberProcess):
         self._warm_up = warm_up
         self._probe_responder = ProbeResponder()
         self._file_sender = FileSender(world.disk, self._disk, identity.directory / JOBS, self._wait_for_save)
-        self._beats = (0.5, 2.0)  # heartbeat_s, death_s between neighbours until the seed sends its own
+        self._beats = BeatTimes()
         self._runner: JobRunner | None = None
         self._earlier_jobs_bytes = 0  # sent in the rings of the jobs before this one
         self._job_task: asyncio.Task[None] | None = None
@@ -197,9 +197,9 @@ class Worker(MemberProcess):
         return Heartbeat(0, runner.state.progress, runner.core.applied, state, stats)
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        self._beats = (welcome.heartbeat_s, welcome.death_s)
+        self._beats = BeatTimes(welcome.heartbeat_s, welcome.death_s)
         if self._stages is not None:
-            self._stages.seed_up()
+            self._stages.report_anew()
         if (runner := self._runner) is None:
             return
         if (view := runner.core.view) and view.term < welcome.term:
@@ -265,7 +265,7 @@ class Worker(MemberProcess):
             self._link.send(Report(message.job, 0, "failed", 0, 0, "", reason=shortened(reason, REASON_CHARS)))
             return
         if self._stages is not None:
-            self._tasks.create_task(self._stages.job_assigned(), name="make room for the job")
+            self._tasks.create_task(self._stages.make_room_for_job(), name="make room for the job")
         self._runner = JobRunner(
             self._context,
             job=message.job,

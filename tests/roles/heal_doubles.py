@@ -22,7 +22,7 @@ from p2ptrain.lab.stand_in import StandInEngine
 from ring.token import first_lineage, next_lineage
 from ring.view import View
 from roles.snapshots import Snapshots
-from roles.worker.context import PeerContext
+from roles.worker.context import BeatTimes, PeerContext
 from roles.worker.heal_source import HealSource
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
@@ -54,7 +54,7 @@ def around_of(world: World, told: list[tuple[str, str, str]], peer_id: str = "me
         peer_id=peer_id,
         name=peer_id,
         seed_host=seed_host,
-        beats=lambda: (0.5, 2.0),
+        beats=BeatTimes,
         notify=lambda *notice: told.append(notice),
         notify_here=lambda *notice: told.append(notice),
     )

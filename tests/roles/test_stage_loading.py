@@ -514,11 +514,11 @@ def test_a_job_takes_the_memory_of_idle_parts(tmp_path: Path, model: ModelDirect
     async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
         async with giving(network.at("client"), "w0", model):
             await client.ask("part.load", load_params(model, 0, 4, 4))
-        await stage.stages.job_assigned()
+        await stage.stages.make_room_for_job()
         assert stage.stages.cache.parts, "it is in use"
         client.connection.abort()
         await asyncio.sleep(0.1)
-        await stage.stages.job_assigned()
+        await stage.stages.make_room_for_job()
         assert not stage.stages.cache.parts
 
     with_stage(tmp_path, test)
