@@ -35,7 +35,7 @@ from wire.transport import TcpNetwork
 if TYPE_CHECKING:
     from p2ptrain.compute.gloo import GlooGroup
     from p2ptrain.lab.bench.pipeline import StageMember
-    from p2ptrain.lab.bench.training import TrainingContender
+    from p2ptrain.lab.bench.training import TrainingMember
 
 TILE_NUMEL = 262_147  # a prime, so that the repeated pattern differs on every chunk and sub-chunk
 
@@ -82,7 +82,7 @@ class BenchMember:
         self._dtype = "float32"
         self._codec: Codec | None = None
         self._piece_bytes = 0
-        self._training: TrainingContender | None = None
+        self._training: TrainingMember | None = None
         self._stage: StageMember | None = None
 
     @property
@@ -241,10 +241,10 @@ class BenchMember:
     # ------------------------------------------------------------------------------------------------ other benchmarks
 
     async def build(self, *, spec: str, threads: int, rivals: list[str], micro_batch_s: float = 0.0) -> Answer:
-        """Build the trainers of one profile; ``rivals``: also these. ``micro_batch_s``: see ``TrainingContender``."""
-        from p2ptrain.lab.bench.training import TrainingContender
+        """Build the trainers of one profile; ``rivals``: also these. ``micro_batch_s``: see ``TrainingMember``."""
+        from p2ptrain.lab.bench.training import TrainingMember
 
-        self._training = await TrainingContender.build(
+        self._training = await TrainingMember.build(
             spec, self.session, threads=threads, gloo=self._gloo, rivals=rivals, micro_batch_s=micro_batch_s
         )
         return self._training.facts

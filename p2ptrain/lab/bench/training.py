@@ -1,6 +1,7 @@
-"""``bench step``: training steps of this project and of DistributedDataParallel, block by block in turn.
+"""``bench step``: training steps of this project and of torch, a block of steps of each in turn.
 
-A step uses the parts of a worker: engine, strategy, ring, the vote of the tokens, the commit. Only the seed is missing,
+``measure_steps`` runs in the command's process and orders blocks. A ``TrainingMember`` in each member's process runs
+them with the parts of a worker: engine, strategy, ring, the vote of the tokens, the commit. Only the seed is missing,
 which is not on the path of a step.
 """
 
@@ -33,12 +34,13 @@ if TYPE_CHECKING:
     from p2ptrain.compute.gloo import GlooGroup
     from p2ptrain.compute.rivals import DdpTrainer
 
-RING, USUAL, DDP = "ring", "usual", "ddp"
-"""The contenders: this project; this project without exact mode, if the profile has it; and torch."""
-TORCH = {DDP: "DDP on Gloo", "ddp-p2p": "DDP on p2p", "fsdp2": "FSDP2 on Gloo", "fsdp2-p2p": "FSDP2 on p2p"}
-"""The contenders of torch. The last three are measured only if the backend p2p is."""
+RING, USUAL = "ring", "usual"
+"""The contenders of this project: as the profile says; and without exact mode, if the profile has it."""
+DDP = "ddp"
+RIVALS = {DDP: "DDP on Gloo", "ddp-p2p": "DDP on p2p", "fsdp2": "FSDP2 on Gloo", "fsdp2-p2p": "FSDP2 on p2p"}
+"""The contenders of torch, and their titles. All but DDP are measured only to judge the backend p2p of torch."""
 BLOCK_STEPS = 5
-"""Consecutive steps of one contender. It has warm caches, and all contenders meet the same load."""
+"""Steps of a block: enough to warm the caches, and so few that all contenders meet the same load of the machine."""
 WARM_STEPS = 3  # not counted: the first steps allocate, and DDP orders its buckets
 STEP_S = 30.0  # a slow step, for deadlines
 PATIENCE_S = 120.0
@@ -46,7 +48,8 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What to measure: ``steps`` of each contender, with ``threads`` for each of the ``workers``."""
+    """What to measure: ``steps`` of each contender, with ``threads`` for each of the ``workers``. ``backend_p2p``: also
+    the rivals that judge this backend of torch."""
 
     profile: Profile
     name: str
@@ -54,7 +57,7 @@ class StepPlan:
     threads: int
     steps: int
     ring: BenchRing
-    torch: bool = False
+    backend_p2p: bool = False
 
     def report(self) -> BenchReport:
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
@@ -74,70 +77,72 @@ async def measure_steps(bench: Bench, plan: StepPlan, report: BenchReport) -> No
     async with bench.members(plan.workers, threads=plan.threads) as members:
         await form_ring(bench, members, ring)
         bench.progress("loading torch, the model and the data")
-        report.torch, missing = await open_gloo(members, STEP_S * 20, p2p=plan.torch)
+        report.torch, missing = await open_gloo(members, STEP_S * 20, p2p=plan.backend_p2p)
         if ring.link:
             missing = f"the link {ring.link} is emulated inside this program's connections"
         if missing:
             report.notes.append(f"DDP is left out: {missing}")
         else:
-            contenders |= {name: Contender(title) for name, title in TORCH.items() if plan.torch or name == DDP}
+            names = RIVALS if plan.backend_p2p else (DDP,)
+            contenders |= {name: Contender(RIVALS[name]) for name in names}
             if ring.tls:
                 report.notes.append("Gloo knows no encryption: DDP is measured as it is, in plain TCP")
-        rivals = [name for name in TORCH if name in contenders]
-        how: Answer = {"spec": plan.profile.to_spec(), "threads": plan.threads, "rivals": rivals}
-        facts, *_ = await members.all("build", seconds=STEP_S, **how)
-        for each in contenders.values():
-            each.facts = {"losses": [], "exposed_s": [], "communicating_s": []}
+        setup_notes = report.notes
+        rivals = [name for name in RIVALS if name in contenders]
+        spec = plan.profile.to_spec()
+        facts, *_ = await members.all("build", seconds=STEP_S, spec=spec, threads=plan.threads, rivals=rivals)
+        for contender in contenders.values():
+            contender.facts = {"losses": [], "exposed_s": [], "communicating_s": []}
         case = Case("", facts["tokens_per_step"], contenders, {"reduce_bytes": facts["reduce_bytes"]})
-        await _block(members, contenders, 0, WARM_STEPS, counted=False)
+        await _run_blocks(members, contenders, 0, WARM_STEPS, counted=False)
         report.cases.append(case)
-        for done in range(0, plan.steps, BLOCK_STEPS):
-            count = min(BLOCK_STEPS, plan.steps - done)
-            await _block(members, contenders, WARM_STEPS + done, count, counted=True)
-            rates = (f"{each.title} {report.rate(case.amount / each.median_s)}" for each in contenders.values())
-            bench.progress(f"step {done + count} of {plan.steps}, tokens/s: {', '.join(rates)}")
-            conclude(report, case)
+        for first in range(0, plan.steps, BLOCK_STEPS):
+            count = min(BLOCK_STEPS, plan.steps - first)
+            await _run_blocks(members, contenders, WARM_STEPS + first, count, counted=True)
+            rates = (f"{entry.title} {report.rate(case.amount / entry.median_s)}" for entry in contenders.values())
+            bench.progress(f"step {first + count} of {plan.steps}, tokens/s: {', '.join(rates)}")
+            report.notes = setup_notes + summarize(case)
 
 
-async def _block(members: Members, contenders: dict[str, Contender], first: int, count: int, *, counted: bool) -> None:
-    for name, each in contenders.items():
+async def _run_blocks(
+    members: Members, contenders: dict[str, Contender], first: int, count: int, *, counted: bool
+) -> None:
+    """Run ``count`` steps from ``first`` on of each contender. A step takes as long as its slowest member. Losses count
+    during warm-up, too."""
+    for name, contender in contenders.items():
         answers = await members.all("train", contender=name, first=first, count=count, seconds=count * STEP_S)
-        add_block(each, answers, counted=counted)
+        contender.facts["losses"] += answers[0]["losses"]
+        if counted:
+            contender.seconds += [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
+            for fact in ("exposed_s", "communicating_s"):
+                steps = zip(*(answer.get(fact, ()) for answer in answers), strict=True)
+                contender.facts[fact] += [mean(step) for step in steps]
 
 
-def add_block(contender: Contender, answers: list[Answer], *, counted: bool) -> None:
-    """Add the samples of a block. A step takes as long as its slowest member. Losses count during warm-up, too."""
-    contender.facts["losses"] += answers[0]["losses"]
-    if counted:
-        contender.seconds += [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
-        for name in ("exposed_s", "communicating_s"):
-            steps = zip(*(answer.get(name, ()) for answer in answers), strict=True)
-            contender.facts[name] += [mean(step) for step in steps]
-
-
-def conclude(report: BenchReport, case: Case) -> None:
-    """Compute the facts and notes from the steps so far."""
-    ours, facts = case.contenders[RING], case.facts
-    waited_s, under_way_s = (math.fsum(ours.facts[name]) for name in ("exposed_s", "communicating_s"))
+def summarize(case: Case) -> list[str]:
+    """Compute the facts of ``case`` from the steps so far. Returns notes that explain them."""
+    ring, facts = case.contenders[RING].facts, case.facts
+    exposed_s, communicating_s = math.fsum(ring["exposed_s"]), math.fsum(ring["communicating_s"])
     facts["ring_to_ddp"] = case.ratio(DDP, RING)
     facts["ddp_p2p_to_gloo"] = case.ratio(DDP, "ddp-p2p")
     facts["fsdp2_p2p_to_gloo"] = case.ratio("fsdp2", "fsdp2-p2p")
     facts["exact_to_usual_step"] = case.ratio(RING, USUAL)
-    facts["hidden"] = max(0.0, 1 - waited_s / under_way_s) if under_way_s else None
+    facts["hidden"] = max(0.0, 1 - exposed_s / communicating_s) if communicating_s else None
     notes = [
-        f"communication: a step waits {human_duration(mean(ours.facts['exposed_s']))} for the ring after its backward "
+        f"communication: a step waits {human_duration(mean(ring['exposed_s']))} for the ring after its backward "
         f"pass; {human_bytes(facts['reduce_bytes'])} a step; hidden: the part that overlaps the backward pass"
     ]
-    if (cost := facts["exact_to_usual_step"]) is not None:
-        notes.append(f"exact sums: a step takes {cost:.2f} times as long as in the usual mode")
-    if theirs := [case.contenders[name] for name in TORCH if name in case.contenders]:
-        pairs = [pair for each in theirs for pair in zip(ours.facts["losses"], each.facts["losses"], strict=False)]
-        facts["largest_relative_loss_difference"] = most = max(abs(one - other) / abs(other) for one, other in pairs)
-        notes.append(f"losses of the same {len(ours.facts['losses'])} steps differ by {most:.1e} at most, relative")
-    report.notes = [note for note in report.notes if "left out" in note or "Gloo knows" in note] + notes
+    if (factor := facts["exact_to_usual_step"]) is not None:
+        notes.append(f"exact sums: a step takes {factor:.2f} times as long as in the usual mode")
+    if rivals := [case.contenders[name].facts for name in RIVALS if name in case.contenders]:
+        pairs = [pair for rival in rivals for pair in zip(ring["losses"], rival["losses"], strict=False)]
+        largest = max(abs(loss - rival_loss) / abs(rival_loss) for loss, rival_loss in pairs)
+        facts["largest_relative_loss_difference"] = largest
+        notes.append(f"losses of the same {len(ring['losses'])} steps differ by {largest:.1e} at most, relative")
+    return notes
 
 
-def _engine(profile: Profile, threads: int, micro_batch_s: float) -> Engine:
+def _build_engine(profile: Profile, threads: int, micro_batch_s: float) -> Engine:
     if not micro_batch_s:
         return engine_builder(device="cpu", threads=threads)(profile, WHOLE)
     from p2ptrain.compute.model import model_config, parameter_count
@@ -149,28 +154,28 @@ def _engine(profile: Profile, threads: int, micro_batch_s: float) -> Engine:
 
 @dataclass(slots=True)
 class RingTrainer:
-    """This project's trainer in one mode."""
+    """This project's trainer in one mode, at one member. ``lineage``: of the steps that it has committed."""
 
     engine: Engine
     strategy: Strategy
     lineage: str
 
 
-class TrainingContender:
-    """The trainers of one member; ``build`` makes them. ``ours``: by contender."""
+class TrainingMember:
+    """One member's trainers of all contenders, by name; ``build`` makes them. Rivals are trainers of torch."""
 
     def __init__(
         self,
         session: RingSession,
         compute: ComputeThread,
-        ours: dict[str, RingTrainer],
+        trainers: dict[str, RingTrainer],
         rivals: dict[str, DdpTrainer],
         micro_batches: int,
     ) -> None:
-        self._session, self._compute, self._ours = session, compute, ours
-        self._rivals = rivals
+        self._session, self._compute = session, compute
+        self._trainers, self._rivals = trainers, rivals
         self._first, self._count = shares(micro_batches, session.size)[session.rank]
-        engine = ours[RING].engine
+        engine = trainers[RING].engine
         self.facts: Answer = {
             "tokens_per_step": micro_batches * engine.data.tokens_per_micro_batch,
             "reduce_bytes": engine.reduce_buffer.nbytes,
@@ -187,40 +192,38 @@ class TrainingContender:
         gloo: GlooGroup | None = None,
         rivals: Sequence[str] = (),
         micro_batch_s: float = 0.0,
-    ) -> TrainingContender:
+    ) -> TrainingMember:
         """``micro_batch_s``: wait so long instead of computing. Raises what ``Trainer`` and ``DdpTrainer`` raise."""
         profile = Profile.from_spec_untrusted(spec)
         compute = ComputeThread()
         modes = {RING: profile}
         if profile.job.exact:  # the usual mode shows what exact mode costs
             modes[USUAL] = profile.model_copy(update={"job": profile.job.model_copy(update={"exact": False})})
-        factory, ours = strategy_of(profile), {}
+        make_strategy, trainers = strategy_of(profile), {}
         for name, mode in modes.items():
-            engine = await compute.run(_engine, mode, threads, micro_batch_s)
-            strategy = factory(engine, compute, lambda: None, profile.ring.bucket_bytes)
+            engine = await compute.run(_build_engine, mode, threads, micro_batch_s)
+            strategy = make_strategy(engine, compute, lambda: None, profile.ring.bucket_bytes)
             await strategy.begin_view(session, cast(ConnectPeers, None))  # each member holds the whole model
-            ours[name] = RingTrainer(engine, strategy, first_lineage("bench"))
-        theirs: dict[str, DdpTrainer] = {}
+            trainers[name] = RingTrainer(engine, strategy, first_lineage("bench"))
+        torch_trainers: dict[str, DdpTrainer] = {}
         for name in rivals:
             from p2ptrain.compute.rivals import DdpTrainer
 
             assert gloo is not None, "no group was opened"
             kind, _, backend = name.partition("-")
             make = partial(DdpTrainer, backend=backend or "gloo", sharded=kind != DDP)
-            theirs[name] = await compute.run(make, gloo, training_spec(profile))
-        return cls(session, compute, ours, theirs, profile.batch.micro_batches)
+            torch_trainers[name] = await compute.run(make, gloo, training_spec(profile))
+        return cls(session, compute, trainers, torch_trainers, profile.batch.micro_batches)
 
     async def train(self, contender: str, first: int, count: int) -> Answer:
-        """Run ``count`` steps. Returns the seconds and the loss of each; for the ring also its communication times."""
+        """Run the steps from ``first`` on. Returns the seconds and loss of each; of the ring also its communication."""
         if contender in self._rivals:
             return await self._train_rival(self._rivals[contender], first, count)
         answer: Answer = {"seconds": [], "losses": [], "exposed_s": [], "communicating_s": [], "computed_s": 0.0}
-        sent_bytes = self._session.links.bytes_out
+        bytes_before = self._session.links.bytes_out
         for step in range(first, first + count):
-            began = time.perf_counter()
-            answer["losses"].append(await self._step(self._ours[contender], step, answer))
-            answer["seconds"].append(time.perf_counter() - began)
-        answer["sent_bytes"] = self._session.links.bytes_out - sent_bytes
+            await self._run_step(self._trainers[contender], step, answer)
+        answer["sent_bytes"] = self._session.links.bytes_out - bytes_before
         return answer
 
     async def _train_rival(self, rival: DdpTrainer, first: int, count: int) -> Answer:
@@ -231,19 +234,21 @@ class TrainingContender:
             seconds.append(time.perf_counter() - began)
         return {"seconds": seconds, "losses": await self._compute.run(rival.losses)}
 
-    async def _step(self, ours: RingTrainer, step: int, answer: Answer) -> float:
-        session, strategy = self._session, ours.strategy
+    async def _run_step(self, trainer: RingTrainer, step: int, answer: Answer) -> None:
+        """Run one step as a worker does, and add its times and loss to ``answer``."""
+        session, strategy = self._session, trainer.strategy
         began = time.perf_counter()
         await strategy.compute(step, self._first, self._count, patience_s=PATIENCE_S)
         answer["computed_s"] += time.perf_counter() - began
         contribution = await strategy.reduce()
         answer["exposed_s"].append(strategy.exposed_s)
         answer["communicating_s"].append(strategy.communicating_s)
-        lineage = bytes.fromhex(ours.lineage)
-        mine = Token(session.view.generation, step, Flag(0), contribution.part, contribution.digest, lineage)
-        gathered = await session.all_gather(mine.encode(), patience_s=PATIENCE_S)
-        tokens = [Token.decode_untrusted(token) for token in gathered]
-        if reason := next(filter(None, (difference(mine, token) for token in tokens)), ""):
+        lineage = bytes.fromhex(trainer.lineage)
+        own = Token(session.view.generation, step, Flag(0), contribution.part, contribution.digest, lineage)
+        messages = await session.all_gather(own.encode(), patience_s=PATIENCE_S)
+        tokens = [Token.decode_untrusted(message) for message in messages]
+        if reason := next(filter(None, (difference(own, token) for token in tokens)), ""):
             raise JobFailed(f"the members do not hold the same bytes: {reason} differs")
-        ours.lineage = next_lineage(ours.lineage, contribution.digest)
-        return (await strategy.commit(step, contribution.part)).loss
+        trainer.lineage = next_lineage(trainer.lineage, contribution.digest)
+        answer["losses"].append((await strategy.commit(step, contribution.part)).loss)
+        answer["seconds"].append(time.perf_counter() - began)
