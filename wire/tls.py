@@ -43,7 +43,7 @@ JOIN = "join with a ticket: p2ptrain ticket new, at the seed"
 JOIN_AGAIN = "join again with a fresh ticket: p2ptrain ticket new, at the seed"
 CHECK_CLOCKS = "check the date and time of both machines; a seed whose authority is not valid says so when it starts"
 
-# Keys: OpenSSL's X509_V_ERR_*, for which the ssl module has no names.
+# OpenSSL's X509_V_ERR_*, for which the ssl module has no names → code, what the peer presented, remedy.
 _CERTIFICATE_ERRORS = {
     9: (RefusalCode.CERTIFICATE_NOT_YET_VALID, "a certificate that is not valid yet", CHECK_CLOCKS),
     10: (RefusalCode.CERTIFICATE_EXPIRED, "an expired certificate", f"{CHECK_CLOCKS}, or {JOIN_AGAIN}"),
@@ -55,7 +55,7 @@ _UNTRUSTED = (
     f"check the address; if the seed was set up anew, {JOIN_AGAIN}",
 )
 
-# Keys: the end of SSLError.reason for alerts that the peer sent (RFC 8446, section 6.2).
+# The end of SSLError.reason for an alert that the peer sent (RFC 8446, section 6.2) → code, why it refuses, remedy.
 _ALERTS = {
     "CERTIFICATE_REQUIRED": (RefusalCode.NOT_PERMITTED, "it requires a certificate of this side", JOIN_AGAIN),
     "CERTIFICATE_EXPIRED": (RefusalCode.CERTIFICATE_EXPIRED, "this side's certificate has expired", JOIN_AGAIN),
@@ -413,8 +413,8 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
         else:
             self.begin_handshake()
 
-    def _refuse_plain(self, start: bytes) -> None:
-        self.fail_handshake(NotTlsError(f"it began with {start[:4]!r}"))
+    def _refuse_plain(self, first_bytes: bytes) -> None:
+        self.fail_handshake(NotTlsError(f"it began with {first_bytes[:4]!r}"))
 
     def eof_received(self) -> bool:
         if self._is_opening:
@@ -575,7 +575,7 @@ class _AcceptedTransport(TlsTransport):
         self._deadline = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._end_slow_handshake)
 
     def _on_handshake_done(self) -> None:
-        self._leave()
+        self._release_place()
 
     def _on_handshake_failed(self, error: Exception) -> None:
         if not isinstance(error, ConnectionAbortedError):  # this side aborted
@@ -583,22 +583,22 @@ class _AcceptedTransport(TlsTransport):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._leave()
+        self._release_place()
 
-    def _leave(self) -> None:
+    def _release_place(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
             self._handshakes.discard(self)
             self._half_open.leave(self._remote[0])
 
-    def _refuse_plain(self, start: bytes) -> None:
-        here = self._below.get_extra_info("sockname") or ("",)  # the same address at both ends: this machine's
-        is_hello = start[LENGTH_BYTES : LENGTH_BYTES + 1] == bytes((Hello.KIND,))
-        if is_hello and (is_loopback(self._remote[0]) or here[0] == self._remote[0]):
+    def _refuse_plain(self, first_bytes: bytes) -> None:
+        local_end = self._below.get_extra_info("sockname") or ("",)  # the same address at both ends: this machine's
+        is_hello = first_bytes[LENGTH_BYTES : LENGTH_BYTES + 1] == bytes((Hello.KIND,))
+        if is_hello and (is_loopback(self._remote[0]) or local_end[0] == self._remote[0]):
             self._on_problem = None  # a command of this machine asks whether the cluster is encrypted
         refuse = Refuse(RefusalCode.TLS_REQUIRED, "this cluster is encrypted", JOIN)
-        self.fail_handshake(NotTlsError(f"it began with {start[:4]!r}"), _encode_plain(refuse))
+        self.fail_handshake(NotTlsError(f"it began with {first_bytes[:4]!r}"), _encode_plain(refuse))
 
     def _end_slow_handshake(self) -> None:
         error = TimeoutError(f"it did not complete the TLS handshake within {HANDSHAKE_TIMEOUT_S:g} s")

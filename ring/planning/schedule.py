@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 
 from p2ptrain.core.footprint import GPIPE
 from wire.job_messages import MAX_STAGES
@@ -84,16 +85,12 @@ class StageSchedule:
     def list_operations(self, stage: int) -> tuple[StageOperation, ...]:
         """Return the operations of ``stage`` in order."""
         warm_up, count = self.warm_ups[stage], self.micro_batches
+        forwards = [StageOperation(OperationKind.FORWARD, index) for index in range(count)]
         if not self.backward:
-            return tuple(StageOperation(OperationKind.FORWARD, index) for index in range(count))
-        operations = [StageOperation(OperationKind.FORWARD, index) for index in range(warm_up)]
-        for index in range(count - warm_up):
-            operations += (
-                StageOperation(OperationKind.FORWARD, warm_up + index),
-                StageOperation(OperationKind.BACKWARD, index),
-            )
-        operations += (StageOperation(OperationKind.BACKWARD, index) for index in range(count - warm_up, count))
-        return tuple(operations)
+            return tuple(forwards)
+        backwards = [StageOperation(OperationKind.BACKWARD, index) for index in range(count)]
+        pairs = zip(forwards[warm_up:], backwards, strict=False)
+        return *forwards[:warm_up], *chain.from_iterable(pairs), *backwards[count - warm_up :]
 
     def count_in_flight(self, stage: int) -> int:
         """Return how many micro-batches' activations ``stage`` keeps at the same time, at most."""
@@ -211,15 +208,12 @@ def simulate_step_s(schedule: StageSchedule, costs: StageCosts) -> float:
     while any(pending):
         ended_count = len(ended_s)
         for stage in stages:
-            duration_s = {
-                OperationKind.FORWARD: costs.forward_s[stage],
-                OperationKind.BACKWARD: costs.backward_s[stage],
-            }
             while pending[stage] and (
                 (arrival_s := _find_arrival_s(stage, pending[stage][0], ended_s, costs)) is not None
             ):
                 operation = pending[stage].popleft()
-                free_s[stage] = ended_s[stage, operation] = max(arrival_s, free_s[stage]) + duration_s[operation.kind]
+                duration_s = (costs.forward_s if operation.kind is OperationKind.FORWARD else costs.backward_s)[stage]
+                free_s[stage] = ended_s[stage, operation] = max(arrival_s, free_s[stage]) + duration_s
         assert len(ended_s) > ended_count, "stages wait for ever"
     return max(free_s)
 
