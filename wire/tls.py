@@ -181,7 +181,7 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
 
     Args:
         factory: makes the protocol above when the handshake succeeded.
-        read_buffer: into which the transports below all connections of this thread read.
+        read_buffer: the transport below reads into it. The connections of a thread share it.
 
     Attributes:
         handshake_result: raises what made the handshake fail.
