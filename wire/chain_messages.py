@@ -1,15 +1,17 @@
-"""Messages of a split model's chain (``roles.serving``, ``roles.worker.stages``).
+"""Messages of a chain: stages (workers) that hold consecutive parts of one model, and the client that writes text with
+it (``roles.serving``, ``roles.worker.stages``). The first column is the purpose that the peer that dials names.
 
 ::
 
-    client  → stage    (purpose ``chain``)  Request → Response: part.offer, part.load, part.free, model.open,
-                       model.measure, session.open, session.resume, session.close; meanwhile stage → client PartLoading
-    client  → first stage, stage → next stage (purpose ``stage``)   ForwardRequest, then one bulk frame
-    stage at which a ForwardRequest ends → client     Sampled
-    stage   → client                        ChainBroken: the next stage is lost, or this one failed
-    receiver → sender   (purposes ``model``: the receiver dials; ``give``: the sender dials)
-                       TensorsRequest → TensorsPage; RangeRequest → bulk frame | RangeGone
-    both ways on every idle connection      KeepAlive, so that silence means that the peer is dead
+    chain         client → stage       Request → Response: part.offer, part.load, part.free, model.open,
+                                       model.measure, session.open, session.resume, session.close
+                  client → first stage ForwardRequest, then one bulk frame
+                  stage → client       PartLoading, during part.load; Sampled, from the stage at which a ForwardRequest
+                                       ends; ChainBroken: the next stage is lost, or this one failed
+    stage         stage → next stage   ForwardRequest, then one bulk frame
+    model, give   receiver → sender    TensorsRequest → TensorsPage; RangeRequest → bulk frame | RangeGone
+                                       (of weights; model: the receiver dials; give: the sender dials)
+    all           both ways            KeepAlive while idle, so that silence means that the peer is dead
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from wire.job_messages import MAX_STAGES
 from wire.messages import Message
 from wire.schema import Amount, Bound, ContentId, Count, Declared, IdOrNone
 
-CHUNK = 2048
+MAX_REQUEST_POSITIONS = 2048
 """Most positions in one ``ForwardRequest``. Longer prompts come as several requests that flow through the chain."""
 NEXT_LOST, UNKNOWN_SESSION, UNKNOWN_PART = "next-stage", "unknown-session", "unknown-part"
 """Codes of refusals and of ``ChainBroken``: the next stage cannot be reached; the session or part is not here."""
 MAX_POSITIONS = 1 << 20
+"""Most positions of a session."""
 Positions = Annotated[int, Bound(0, MAX_POSITIONS)]
 CHAIN_STREAM = 1
 """Stream of the bulk frame after each ``ForwardRequest``. Frames stay in order, so one stream is enough."""
@@ -36,15 +39,15 @@ class ForwardRequest(Message, kind=38):
     """Client or stage to the next stage: compute more positions of a session. They follow in a bulk frame.
 
     Attributes:
-        epoch: grows when the chain is repaired; frames of an older epoch are dropped.
-        number: of this sending; it rises with every request sent, also a repeated one. The answer repeats it.
-        keep: the session is first cut to its first ``keep`` positions.
-        count: positions in the payload.
-        encoding: of the payload (``p2ptrain.core.activations``); to the first stage ``ids`` (int32, little-endian).
+        epoch: rises when the chain is repaired; a stage drops requests of an older epoch.
+        number: rises with every request that the client sends, also if it sends one again. ``Sampled`` repeats it.
+        keep: before computing, each stage forgets the session's positions from this one on, such as rejected drafts.
+        count: positions in the bulk frame.
+        encoding: of the bulk frame (``p2ptrain.core.activations``); to the first stage ``ids`` (int32, little-endian).
         last: index of the stage at which the request ends.
-        samples: for this many of the last positions a token is sampled; 0 if the request ends before the last stage.
-        sample_index: index of the first sample, from which its noise follows.
-        spent_us: microseconds that each stage so far computed, in order.
+        samples: the last stage samples a token after each of this many last positions; 0 if the request ends earlier.
+        sample_index: number of the first of these samples in its text; with the session's seed it gives the noise.
+        spent_us: microseconds of computing at each stage so far, in order.
         prefill: the positions are of a prompt and travel in the session's ``prefill_encoding``; drafts do not.
     """
 
@@ -67,7 +70,7 @@ class Sampled(Message, kind=39):
     session: str
     epoch: int
     number: int
-    tokens: Annotated[bytes, Bound(0, 4 * CHUNK)]
+    tokens: Annotated[bytes, Bound(0, 4 * MAX_REQUEST_POSITIONS)]
     spent_us: Annotated[list[Count], Bound(0, MAX_STAGES)]
 
     def check(self) -> None:
@@ -76,10 +79,10 @@ class Sampled(Message, kind=39):
 
 
 class ChainBroken(Message, kind=41):
-    """Stage to client: the session cannot go on here, because the next stage is lost or this one failed.
+    """Stage to client: the session cannot go on at this stage.
 
     Attributes:
-        lost: index of the stage that is lost, or of the sender if its own computation failed.
+        lost: index of the next stage if that is lost, or of the sender if its own computation failed.
         code, reason, remedy: as in ``Refuse``.
     """
 
@@ -106,7 +109,7 @@ class TensorRecord(Declared):
     """A tensor of a model directory, or one of its small files (dtype ``FILE``, shape its bytes).
 
     Attributes:
-        digest: BLAKE2b-256 of each 4 MiB of its bytes, 32 bytes each, concatenated.
+        digest: BLAKE2b-256 of each 4 MiB of its bytes, 32 bytes each, joined.
     """
 
     name: str
@@ -117,14 +120,14 @@ class TensorRecord(Declared):
 
 
 class TensorsRequest(Message, kind=43):
-    """Receiver to sender: send the table of contents of ``model`` from entry ``first`` on."""
+    """Receiver to sender: send the records of ``model`` from number ``first`` on."""
 
     model: str
     first: int
 
 
 class TensorsPage(Message, kind=44):
-    """As many entries as fit a frame, of ``total``. ``error`` is set if the sender does not have the model."""
+    """As many records as fit a frame, of ``total``. ``error`` is set if the sender does not have the model."""
 
     total: int
     tensors: list[TensorRecord]
@@ -138,10 +141,11 @@ class HeldPart(Declared):
         part: the part's id.
         model: the model's id, shared by all its parts.
         name: of the model, for display.
+        start, stop: it has the model's layers [start, stop), of ``layers``.
         cache_bytes: most that the caches of the open sessions may grow to.
         limit_bytes: bytes that this worker allows for parts and their caches.
         compute_ms: average time of one forward request, or of one micro-batch in training; 0 if unknown.
-        busy: share of the last seconds in which it computed; the rest is its bubble.
+        busy: share of the last seconds in which it computed; the rest it waited (the bubble).
         sessions: number of open sessions.
         tokens_per_s: positions computed per second.
         out_position_bytes: bytes that one position takes on the wire to ``next``.

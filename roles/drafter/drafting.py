@@ -22,7 +22,7 @@ from p2ptrain.core.errors import ProtocolError, Refused, UserError
 from p2ptrain.core.serving import Sampling, check_sampling
 from p2ptrain.core.texts import printable
 from roles.serving.model import PassRequest
-from wire.chain_messages import CHUNK
+from wire.chain_messages import MAX_REQUEST_POSITIONS
 from wire.text_messages import MOST_TOKEN_BYTES, DraftOpen, StreamRefused, Verdict
 
 OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full", "engine"
@@ -138,7 +138,7 @@ class DraftedText:
             size = self._verified - 1
             if self._held >= size:
                 return []
-        stop = min(self._held + CHUNK, size)
+        stop = min(self._held + MAX_REQUEST_POSITIONS, size)
         samples = int(stop == size)
         self._running = True
         self._reach = stop

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, PeerError
-from wire.chain_messages import CHUNK, NEXT_LOST, UNKNOWN_PART, UNKNOWN_SESSION, ChainBroken
+from wire.chain_messages import MAX_REQUEST_POSITIONS, NEXT_LOST, UNKNOWN_PART, UNKNOWN_SESSION, ChainBroken
 
 TOO_SLOW = "too-slow"
 """Code of ``StageDeclined``, set by the client: no answer came in time."""
@@ -356,8 +356,8 @@ class ChainSessionCore:
     # --------------------------------------------------------------------------------------------------------- events
 
     def _submit(self, event: PassSubmitted) -> None:
-        if not 0 < len(event.ids) <= CHUNK:
-            raise ValueError(f"a forward request has 1 to {CHUNK} positions, not {len(event.ids)}")
+        if not 0 < len(event.ids) <= MAX_REQUEST_POSITIONS:
+            raise ValueError(f"a forward request has 1 to {MAX_REQUEST_POSITIONS} positions, not {len(event.ids)}")
         if not 0 <= event.keep <= len(self.ids) or not 0 <= event.samples <= len(event.ids) or event.sample_index < 0:
             raise ValueError(f"invalid pass: it keeps {event.keep} of {len(self.ids)} positions")
         if self.current is not None:
@@ -532,7 +532,7 @@ class ChainSessionCore:
             if dials and not self._ready(index + 1):
                 continue
             kind, keep = ("resume", self.committed) if stage.opened else ("open", 0)
-            timeout_s = _patience_s(CHUNK)  # a request of another session may have to end first
+            timeout_s = _patience_s(MAX_REQUEST_POSITIONS)  # a request of another session may have to end first
             self._last_ask += 1
             stage.ask = StageAsk(kind, index, stage.seat, self._last_ask, self.epoch, timeout_s, next_seat, keep)
             out.append(stage.ask)

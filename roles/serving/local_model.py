@@ -19,7 +19,7 @@ from roles.compute_thread import ComputeThread
 from roles.engine import StageEngine
 from roles.serving.model import PassRequest, PassResult
 from roles.timed_model import load_timed_model
-from wire.chain_messages import CHUNK
+from wire.chain_messages import MAX_REQUEST_POSITIONS
 from wire.messages import RefusalCode
 
 T = TypeVar("T")
@@ -142,8 +142,8 @@ class LocalSession:
         if self._failed or self._closed:
             raise RuntimeError("the session is closed, or a pass has failed")
         ids, engine = request.ids, self._model.engine
-        if not 0 < len(ids) <= CHUNK:
-            raise ValueError(f"a pass has 1 to {CHUNK} positions, not {len(ids)}")
+        if not 0 < len(ids) <= MAX_REQUEST_POSITIONS:
+            raise ValueError(f"a pass has 1 to {MAX_REQUEST_POSITIONS} positions, not {len(ids)}")
         index = request.sample_index(self.sample_from)
         work = Pass(request.keep, memoryview(encode_ids(ids)), len(ids), IDS, engine.encoding, request.samples, index)
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from p2ptrain.core.serving import Sampling
-from wire.chain_messages import CHUNK
+from wire.chain_messages import MAX_REQUEST_POSITIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ModelSession(Protocol):
         """The session has failed, in use or not, and can only be closed."""
 
     async def append(self, request: PassRequest) -> PassResult:
-        """Compute a pass of up to ``CHUNK`` token ids of the model. Passes are answered in the order of the calls.
+        """Compute a pass of up to ``MAX_REQUEST_POSITIONS`` token ids. Passes are answered in the order of the calls.
 
         After a cancelled or failed pass the session can only be closed.
 
@@ -199,7 +199,7 @@ class Decoding:
         """Most drafts that the next pass can use: it gives one token more than it has right drafts."""
         return self._stop - len(self.ids) - 1
 
-    def next_pass(self, drafts: Sequence[int] = (), *, chunk: int = CHUNK) -> PassRequest:
+    def next_pass(self, drafts: Sequence[int] = (), *, chunk: int = MAX_REQUEST_POSITIONS) -> PassRequest:
         """The next pass: ``chunk`` positions of the prompt at most; then the last token and ``drafts``."""
         if self.in_prompt:
             stop = min(self._cached + chunk, self.prompt_tokens)

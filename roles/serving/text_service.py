@@ -22,7 +22,7 @@ from roles.background import Background
 from roles.serving.model import Decoding, ModelSession, PassOutcome, ServedModel
 from roles.serving.text_stats import DrafterFacts, TextStats, TextSums, sums_of
 from roles.serving.texts import TextPiece, TextRequest, Writing, report_defect
-from wire.chain_messages import CHUNK
+from wire.chain_messages import MAX_REQUEST_POSITIONS
 from wire.messages import RefusalCode
 
 MOST_PIECES = 64
@@ -376,7 +376,7 @@ class ModelTextService:
             prepared.writer,
             cached=opened.cached,
             left_out=prepared.left_out,
-            chunk=lambda: CHUNK if len(self._texts) <= 1 else SHARED_CHUNK,
+            chunk=lambda: MAX_REQUEST_POSITIONS if len(self._texts) <= 1 else SHARED_CHUNK,
             now=self._now,
             on_end=end,
         )

@@ -24,7 +24,15 @@ from roles.worker.context import PeerContext
 from roles.worker.part_cache import MAX_SESSIONS, Part, PartCache
 from roles.worker.stage_requests import CloseRequest, OpenRequest, PeerAddress, ResumeRequest
 from roles.worker.stage_session import StageSession
-from wire.chain_messages import CHAIN_STREAM, CHUNK, NEXT_LOST, UNKNOWN_SESSION, ChainBroken, ForwardRequest, Sampled
+from wire.chain_messages import (
+    CHAIN_STREAM,
+    MAX_REQUEST_POSITIONS,
+    NEXT_LOST,
+    UNKNOWN_SESSION,
+    ChainBroken,
+    ForwardRequest,
+    Sampled,
+)
 from wire.connection import Connection, Received
 from wire.messages import Hello, Message, RefusalCode
 
@@ -260,7 +268,7 @@ class ForwardRequests:
             NetworkError: the payload did not arrive.
         """
         if stage is None:
-            if work.encoding != IDS or not 0 < work.count <= CHUNK:
+            if work.encoding != IDS or not 0 < work.count <= MAX_REQUEST_POSITIONS:
                 raise ProtocolError(f"a request of session {work.session[:64]!r}, which is not open here")
             await line.receive_bulk(ID_BYTES * work.count, stream=CHAIN_STREAM)
             return

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.errors import ProtocolError, Refused
 from roles.worker.stage_requests import OpenRequest
-from wire.chain_messages import CHUNK, ForwardRequest
+from wire.chain_messages import MAX_REQUEST_POSITIONS, ForwardRequest
 
 MOST_QUEUED = 256
 """Requests that a first stage may queue. It never stops reading: the client's other requests use this connection."""
@@ -63,8 +63,8 @@ class StageSession:
 
     def payload_bytes_untrusted(self, work: ForwardRequest) -> int:
         """Check ``work`` and return its payload's size. Allocates nothing. Raises ``ProtocolError``."""
-        if not 0 < work.count <= CHUNK:
-            raise ProtocolError(f"a request of {work.count} positions; 1 to {CHUNK} are allowed")
+        if not 0 < work.count <= MAX_REQUEST_POSITIONS:
+            raise ProtocolError(f"a request of {work.count} positions; 1 to {MAX_REQUEST_POSITIONS} are allowed")
         if not 0 <= work.keep <= self.asked.positions - work.count:
             text = (
                 f"a request of {work.count} positions after {work.keep}, but the session is for {self.asked.positions}"

@@ -27,7 +27,7 @@ from roles.serving.worker_pool import ModelReference, WorkerPool, model_of_direc
 from tests.roles.serving.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
-from wire.chain_messages import CHUNK, ChainBroken, PartLoading, Sampled
+from wire.chain_messages import MAX_REQUEST_POSITIONS, ChainBroken, PartLoading, Sampled
 from wire.job_messages import MAX_STAGES
 from wire.messages import KeepAlive, Message, Request, Response
 from wire.schema import instance_untrusted
@@ -60,7 +60,12 @@ _SPENT = st.lists(st.integers(0, 1000), max_size=4) | st.lists(WHOLE, max_size=3
 _SMALL = st.integers(-1, 6)
 _ATTEMPT = st.sampled_from([1, 1, 1, 2, 2, 0, -1, 3])  # what is not of the one that counts is not looked at
 _ENDED = st.builds(
-    Sampled, st.just("s"), _ATTEMPT, _SMALL, _TOKENS | st.binary(max_size=9) | st.just(bytes(4 * CHUNK + 4)), _SPENT
+    Sampled,
+    st.just("s"),
+    _ATTEMPT,
+    _SMALL,
+    _TOKENS | st.binary(max_size=9) | st.just(bytes(4 * MAX_REQUEST_POSITIONS + 4)),
+    _SPENT,
 )
 
 

@@ -16,7 +16,7 @@ from roles.worker import stage_requests
 from roles.worker.model_loading import _owned_untrusted
 from tests.roles.stage_doubles import PORT, open_params, session_of
 from tests.roles.stage_stand_in import WIDTH, StandInBuilder, StandInStage, shapes_of, stand_in_config, stand_in_part
-from wire.chain_messages import CHUNK, ForwardRequest, TensorRecord, TensorsPage
+from wire.chain_messages import MAX_REQUEST_POSITIONS, ForwardRequest, TensorRecord, TensorsPage
 
 from .engine import Target, accepted
 from .strategies import FREE, REAL, TEXT, WHOLE, made, mutated
@@ -114,7 +114,7 @@ def _check_work(case: tuple[ForwardRequest, int, bytes]) -> None:
     session = session_of("s1", index)
     with suppress(ProtocolError):
         size = session.payload_bytes_untrusted(work)
-        assert 0 < size <= CHUNK * 4 * WIDTH
+        assert 0 < size <= MAX_REQUEST_POSITIONS * 4 * WIDTH
         assert size == activation_bytes(work.encoding, work.count, WIDTH)
         assert work.keep + work.count <= 64
     engine: StandInStage = _ENGINE if index == 0 else stand_in_part(CONFIG, 1, 3)

@@ -17,7 +17,7 @@ from wire.chain_messages import ChainBroken
 from .fake_chain import VOCAB, Chain, picked, reference
 
 MOST_STEPS = 40_000
-PATIENCE_S = ev.ANSWER_S + ev.POSITION_S * ev.CHUNK
+PATIENCE_S = ev.ANSWER_S + ev.POSITION_S * ev.MAX_REQUEST_POSITIONS
 
 
 def undisturbed(stages: int, prompt: list[int], tokens: int) -> list[int]:
@@ -106,7 +106,7 @@ def test_the_same_tokens_come_whatever_is_lost(seed: int, monkeypatch: pytest.Mo
 def test_passes_with_drafts_give_the_same_samples_whatever_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in speculative decoding: each pass may cut off what earlier ones brought."""
     rng = random.Random(seed)
-    monkeypatch.setattr("roles.serving.chain_core.CHUNK", 5)
+    monkeypatch.setattr("roles.serving.chain_core.MAX_REQUEST_POSITIONS", 5)
     monkeypatch.setattr("roles.serving.chain_core.CHUNK_AGAIN", 5)
     stages, deaths, other = rng.randrange(1, 6), rng.randrange(7), rng.randrange(4)
     chain = Chain(stages, deaths + 3 * other + 2 * deaths, rng)
