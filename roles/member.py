@@ -159,7 +159,7 @@ class MemberProcess(ABC):
     ) -> None:
         self.world, self.identity, self.role = world, identity, options.role
         self._options, self._membership = options, membership
-        self._notify_person = notify
+        self._notify_here = notify
         self.gauges = Gauges(world.clock.now)
         self._disk = world.threads.start("disk")
         self._leaving = False
@@ -204,7 +204,7 @@ class MemberProcess(ABC):
     def _on_message(self, message: Message) -> None:
         match message:
             case EventNotice(level=level, text=text):
-                self._notify_person(level, "seed", printable(text))
+                self._notify_here(level, "seed", printable(text))
             case Refuse():
                 raise Refused(message.code, message.message, remedy=message.remedy)
             case _:
@@ -239,7 +239,7 @@ class MemberProcess(ABC):
         return self._port
 
     def notify(self, level: str, kind: str, text: str) -> None:
-        self._notify_person(level, kind, text)
+        self._notify_here(level, kind, text)
         self._link.send(EventNotice(level, kind, text, self._job_id()))
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -251,7 +251,7 @@ class MemberProcess(ABC):
             P2PTrainError: raised by ``_run_role``.
         """
         host, port = self._options.listen
-        refusals = Refusals(partial(self._notify_person, "warning", "refused"))
+        refusals = Refusals(partial(self._notify_here, "warning", "refused"))
         server = await serve(
             self.world.network, host, port, decide=self._decide, serve=self._serve, on_problem=refusals
         )
@@ -300,7 +300,7 @@ class MemberProcess(ABC):
     def _on_connected(self, welcome: Welcome) -> None:
         if self._membership is not None:
             self._renewing = self._tasks.create_task(self._renew(self._membership), name="certificate")
-        self._notify_person("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
+        self._notify_here("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
         self._on_welcome(welcome)
 
     def _on_disconnected(self, problem: P2PTrainError) -> None:

@@ -261,7 +261,7 @@ class Worker(MemberProcess):
             profile = Profile.from_spec_untrusted(message.spec)
         except ProtocolError as problem:  # the seed has another version: stay connected
             reason = f"this version cannot read the job's profile: {problem.message}"
-            self._notify_person("error", "worker-failed", reason)
+            self._notify_here("error", "worker-failed", reason)
             self._link.send(Report(message.job, 0, "failed", 0, 0, "", reason=shortened(reason, REASON_CHARS)))
             return
         if self._stages is not None:
@@ -279,7 +279,7 @@ class Worker(MemberProcess):
             stage=stage,
         )
         part = f"{stage} of the model" if stage.split else "the model"
-        self._notify_person("info", "building", f"building {part} of job {message.job}")
+        self._notify_here("info", "building", f"building {part} of job {message.job}")
         self._job_task = self._tasks.create_task(self._runner.run(), name=f"job {message.job}")
 
     async def _answer(self, request: Request) -> None:
@@ -384,7 +384,7 @@ class Worker(MemberProcess):
 
     async def _save_last_copy(self, runner: JobRunner) -> None:
         text = f"saving step {runner.core.applied}, which no other worker keeps"
-        self._notify_person("info", "leaving", f"{text}; press Ctrl+C again not to wait")
+        self._notify_here("info", "leaving", f"{text}; press Ctrl+C again not to wait")
         cause = ""
         try:
             async with asyncio.timeout(SAVE_S):
