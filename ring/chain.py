@@ -206,7 +206,6 @@ class Chain:
         round_trips_s: for each hop, equal on all stages: time of activations there and gradients back, without
             computing.
         in_flight: for each stage, equal on all stages: micro-batches that it has memory for; 0: any number.
-        broken: resolves to ``RingBroken`` when the chain has ended, for whatever reason.
         progress: payloads received and sent so far, plus what the owner adds; every heartbeat carries it.
     """
 
@@ -234,13 +233,17 @@ class Chain:
         self._next_stream = _FIRST_STREAM
         self._streams: range | None = None  # of the current step
         self.links = NeighbourLinks(self, world.clock, view, rank, left=before, right=after, what="chain")
-        self.broken: asyncio.Future[RingBroken] = self.links.broken
         self._before, self._after = (
             Hop(neighbour, view.generation, on_moved=self._moved, on_error=self.links.failed) if neighbour else None
             for neighbour in (before, after)
         )
 
     # ---------------------------------------------------------------------------------------------- forming and ending
+
+    @property
+    def broken(self) -> asyncio.Future[RingBroken]:
+        """Resolves when the chain has ended, for whatever reason."""
+        return self.links.broken
 
     @classmethod
     async def form(

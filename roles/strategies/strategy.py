@@ -156,7 +156,6 @@ class Strategy:
         self._outgoing: _Outgoing | None = None
         self._patience_s, self._probe = PATIENCE_S, Probe()
         self._computed_at = 0.0
-        self._now = LoopClock().now
         self.exposed_s = self.communicating_s = 0.0
 
     @property
@@ -197,7 +196,7 @@ class Strategy:
         await self.work.compute(step, first, count, on_final, patience_s=patience_s)
         if not is_ready:
             await run(outgoing.finish)
-        self._computed_at = self._now()
+        self._computed_at = LoopClock().now()
 
     async def reduce(self) -> Contribution:
         """Wait until the members' contributions are reduced. Then all that hold the same part hold the same bytes."""
@@ -208,7 +207,7 @@ class Strategy:
         if self._parts is not None:
             await self._parts.sum_tied(patience_s=self._patience_s)
         await self._exchange.finish()
-        self.exposed_s = self._now() - self._computed_at
+        self.exposed_s = LoopClock().now() - self._computed_at
         self.communicating_s = transfer.communicating_s
         contribution = await self._compute.run(self._summarize, self._outgoing.own)
         if self._parts is None:
