@@ -1,8 +1,16 @@
-"""The terminal app: panels over a store, redrawn at most ten times a second, and only if something changed."""
+"""The terminal app. A ``SeedSource`` fills a store with what the seed sends, and panels draw from it.
+
+Rules
+    1. Ten times a second the app draws the panels whose topics changed since, at most every ``EVERY_S``; and at once
+       those whose size, colours or job changed.
+    2. A large terminal (``-wide``) shows all panels, a small one (``-compact``) one of six views. Such classes of the
+       app select the panels; ``app.tcss`` has the layout.
+    3. The *job in view* is the one chosen in the table of jobs, otherwise the seed's current job. Keys act on it.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from rich.text import Text
 from textual import events
@@ -31,9 +39,10 @@ from wire.records import JobInfo
 WIDE_COLUMNS, WIDE_ROWS = 120, 38
 """From this size on everything is shown at once; below it, one of six views."""
 VIEWS = ("Cluster", "Training", "Jobs", "Events", "Chains", "Serving")
-STAYS_S = 7 * 86_400.0
-CHAINS, SERVING = 5, 6
-"""The views of split models and of serving. In the wide layout they replace ring and training."""
+CLUSTER, CHAINS, SERVING = 1, 5, 6
+"""Numbers of views: their keys. In the wide layout the last two replace the panels of ring and training."""
+STICKY_S = 7 * 86_400.0
+"""Timeout of a notification that stays until a click removes it."""
 PANELS = (
     HeaderBar,
     RingPanel,
@@ -76,6 +85,14 @@ _LEGENDS = {
     },
     "Serving: where a token's time goes": SPENT_LOOKS,
 }
+
+
+class Drawing(NamedTuple):
+    """What a panel was last drawn from."""
+
+    layout: object = None
+    versions: object = None
+    drawn_at: float = 0.0
 
 
 class HelpScreen(ModalScreen[None]):
@@ -171,11 +188,11 @@ class P2PTrainApp(App[bool]):
         self.source = source
         self.clock = clock or LoopClock()
         self.chosen_job: str | None = None
-        self.view = 1
+        self.view = CLUSTER
         self.wide = False
         self._refresh_hz = refresh_hz
-        self._drawn: dict[type[Any], tuple[object, object, float]] = {}  # panel → manner, news, time of the drawing
-        self._asked: set[str] = set()
+        self._drawings: dict[type[Any], Drawing] = {}  # by class of panel
+        self._requests: set[str] = set()  # under way
         self._phase = LinkPhase.CONNECTING
 
     # -------------------------------------------------------------------------------------------------------- drawing
@@ -220,36 +237,39 @@ class P2PTrainApp(App[bool]):
         if not self.screen_stack or not self.screen_stack[0].query(HeaderBar):
             return  # the app is closing: its panels are gone, its timer is not
         if self.chosen_job not in self.source.store.jobs:
-            self.chosen_job = None  # it was forgotten
+            self.chosen_job = None  # the seed no longer lists it
         store, job, now = self.source.store, self.job, self.clock.now()
-        self._tell_of_the_link(store.link)
-        self._choose_drawing(job)
+        self._notify_link_change(store.link)
+        self._choose_top_panel(job)
         if job is not None:
             self.source.watch(job.id)
         frame = Frame(store, job, now, self.clock.wall(), self.palette, self.source.address)
-        for kind in PANELS:
-            panel: Any = self.screen_stack[0].query_one(kind)
+        for panel_class in PANELS:
+            panel: Any = self.screen_stack[0].query_one(panel_class)
             if not panel.display or panel.size.width == 0:
                 continue
-            shape = (panel.size, *(child.size for child in panel.children))
-            manner = (job.id if job else "", self.theme, shape)  # a change of it is drawn at once
-            news = (*(store.versions[topic] for topic in sorted(kind.TOPICS)), int(now) if kind.TIMED else 0)
-            old_manner, old_news, drawn_at = self._drawn.get(kind, (None, None, 0.0))
-            if old_manner != manner or (old_news != news and now - drawn_at >= kind.EVERY_S):
-                self._drawn[kind] = manner, news, now
+            sizes = (panel.size, *(child.size for child in panel.children))
+            layout = (job.id if job else "", self.theme, sizes)
+            second = int(now) if panel_class.TIMED else 0
+            versions = (*(store.versions[topic] for topic in sorted(panel_class.TOPICS)), second)
+            last = self._drawings.get(panel_class, Drawing())
+            is_due = last.versions != versions and now - last.drawn_at >= panel_class.EVERY_S
+            if is_due or last.layout != layout:
+                self._drawings[panel_class] = Drawing(layout, versions, now)
                 panel.show(frame)
 
-    def _choose_drawing(self, job: JobInfo | None) -> None:
+    def _choose_top_panel(self, job: JobInfo | None) -> None:
+        """Show serving or chains in the place of the ring, if the user chose so or no ring trains."""
         store = self.source.store
-        instead = self.view == 1 and self.chosen_job is None and not (job is not None and job.members)
-        serving = self.view == SERVING or (instead and bool(store.serving))
-        chains = self.view == CHAINS or (instead and bool(store.parts) and not serving)
-        for name, wanted in (("-chains", chains), ("-serving", serving)):
-            if wanted != self.has_class(name):
-                self.set_class(wanted, name)
+        idle = self.view == CLUSTER and self.chosen_job is None and not (job is not None and job.members)
+        serving = self.view == SERVING or (idle and bool(store.serving))
+        chains = self.view == CHAINS or (idle and bool(store.parts) and not serving)
+        for name, shown in (("-chains", chains), ("-serving", serving)):
+            if shown != self.has_class(name):
+                self.set_class(shown, name)
                 self.call_after_refresh(self.refresh_panels)
 
-    def _tell_of_the_link(self, link: SeedConnection) -> None:
+    def _notify_link_change(self, link: SeedConnection) -> None:
         before, self._phase = self._phase, link.phase
         if link.phase is before:
             return
@@ -267,10 +287,11 @@ class P2PTrainApp(App[bool]):
 
     def _lay_out(self, size: Size) -> None:
         self.wide = size.width >= WIDE_COLUMNS and size.height >= WIDE_ROWS
-        self._set_only("-wide" if self.wide else "-compact", "-wide", "-compact")
+        self._switch_class("-wide" if self.wide else "-compact", "-wide", "-compact")
         self.call_after_refresh(self.refresh_panels)
 
-    def _set_only(self, name: str, *names: str) -> None:
+    def _switch_class(self, name: str, *names: str) -> None:
+        """Add the class ``name`` and remove the others of ``names``."""
         if not self.has_class(name):
             self.remove_class(*names, update=False)
             self.add_class(name)
@@ -279,7 +300,7 @@ class P2PTrainApp(App[bool]):
 
     def action_view(self, number: int) -> None:
         self.view = number
-        self._set_only(f"-view-{number}", *(f"-view-{other}" for other in range(1, len(VIEWS) + 1)))
+        self._switch_class(f"-view-{number}", *(f"-view-{other}" for other in range(1, len(VIEWS) + 1)))
         tabs = [
             Content.styled(f" {index} {name} ", "$background on $accent bold")
             if index == number
@@ -289,7 +310,7 @@ class P2PTrainApp(App[bool]):
         self.screen_stack[0].query_one("#tabs", Static).update(Content(" ").join(tabs))
         self.call_after_refresh(self._enter_view)
 
-    def go_to(self, number: int) -> None:
+    def open_view(self, number: int) -> None:
         """Show view ``number``, also before the app has started; for the code that runs the app."""
         self.view = number
         if self.screen_stack and self.screen_stack[0].query(HeaderBar):
@@ -301,9 +322,9 @@ class P2PTrainApp(App[bool]):
 
     def action_step(self, by: int) -> None:
         """Move the focus; past the last widget of a compact view, go to the next view."""
-        chain = self.screen.focus_chain
-        at = chain.index(self.focused) + by if self.focused in chain else 0
-        if len(self.screen_stack) == 1 and not self.wide and not 0 <= at < len(chain):
+        widgets = self.screen.focus_chain
+        index = widgets.index(self.focused) + by if self.focused in widgets else 0
+        if len(self.screen_stack) == 1 and not self.wide and not 0 <= index < len(widgets):
             self.action_view((self.view - 1 + by) % len(VIEWS) + 1)
         elif by > 0:
             self.screen.focus_next()
@@ -314,8 +335,8 @@ class P2PTrainApp(App[bool]):
         """Show the details of the row under the cursor. In Jobs the cursor also chooses the job in view."""
         if event.option_list.id == "jobs-table":
             self.chosen_job = event.option_id
-        for kind in (PeersPanel, JobsPanel, CheckpointsPanel, EventsPanel):
-            self._drawn.pop(kind, None)
+        for panel_class in (PeersPanel, JobsPanel, CheckpointsPanel, EventsPanel):
+            self._drawings.pop(panel_class, None)
         self.refresh_panels()
 
     def action_flip_theme(self) -> None:
@@ -330,11 +351,10 @@ class P2PTrainApp(App[bool]):
         where = cluster.address if cluster and cluster.address else self.source.address
         self.exit(message=f"The cluster goes on. Look again: p2ptrain tui {where}")
 
-    def tell(self, level: str, title: str, text: str) -> None:
-        """Show a message of the code that runs the app. It stays until a click removes it, since nobody may be looking
-        now."""
+    def show_message(self, level: str, title: str, text: str) -> None:
+        """Show a message of the code that runs the app. It stays, because nobody may be looking now."""
         severity: SeverityLevel = "warning" if level == "warning" else "error" if level == "error" else "information"
-        self.notify(text, title=title, severity=severity, timeout=STAYS_S, markup=False)
+        self.notify(text, title=title, severity=severity, timeout=STICKY_S, markup=False)
 
     def action_interrupt(self) -> None:
         self.exit(True)
@@ -347,12 +367,12 @@ class P2PTrainApp(App[bool]):
             text = "create one with p2ptrain jobs create --profile tiny"
             self.notify(text, title="There is no job yet", severity="warning")
             return
-        asked = f"{verb} {job.id}"
-        if asked not in self._asked:  # a repeating key sends one request
-            self._asked.add(asked)
-            self.run_worker(self._ask(verb, job), name=asked)
+        request = f"{verb} {job.id}"
+        if request not in self._requests:  # a repeating key sends one request
+            self._requests.add(request)
+            self.run_worker(self._request(verb, job), name=request)
 
-    async def _ask(self, verb: str, job: JobInfo) -> None:
+    async def _request(self, verb: str, job: JobInfo) -> None:
         try:
             await self.source.request(f"jobs.{verb}", {"job": job.id})
         except P2PTrainError as error:
@@ -361,7 +381,7 @@ class P2PTrainApp(App[bool]):
         else:
             self.notify(_DONE[verb], title=job.name, markup=False)
         finally:
-            self._asked.discard(f"{verb} {job.id}")
+            self._requests.discard(f"{verb} {job.id}")
 
     def action_cancel_job(self) -> None:
         job = self.job
@@ -369,13 +389,13 @@ class P2PTrainApp(App[bool]):
             self.action_ask("cancel")  # reports why it cannot
             return
 
-        def cancel_if(yes: bool | None) -> None:
-            if yes:
-                self.run_worker(self._ask("cancel", job))
+        def cancel_if_confirmed(confirmed: bool | None) -> None:
+            if confirmed:
+                self.run_worker(self._request("cancel", job))
 
         end = f"It stops for good at step {job.step:,} of {job.steps_total:,}. Its checkpoints stay."
         text = f"{end}\nTo stop for a while only, pause it with p."
-        self.push_screen(ConfirmScreen(f"Cancel {job.name}?", text, "Cancel the job"), cancel_if)
+        self.push_screen(ConfirmScreen(f"Cancel {job.name}?", text, "Cancel the job"), cancel_if_confirmed)
 
 
 _DONE = {

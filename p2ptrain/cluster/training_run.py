@@ -498,14 +498,14 @@ class FullScreenView:
 
     def show_notice(self, level: str, text: str) -> None:
         if level != "info":
-            self.app.tell(level, "Trouble", text)
+            self.app.show_message(level, "Trouble", text)
 
     def show_served(self, text: str) -> None:
         """Show that the models are served, and how to use them."""
         from tui.app import SERVING
 
-        self.app.go_to(SERVING)
-        self.app.tell("info", "The models are served", text)
+        self.app.open_view(SERVING)
+        self.app.show_message("info", "The models are served", text)
 
     def _show_end(self, work: asyncio.Task[Any]) -> None:
         if work.cancelled():
@@ -513,9 +513,9 @@ class FullScreenView:
         leaves = "q closes the view and stops what was started here"
         problem = work.exception()
         if problem is None:
-            self.app.tell("info", "The run has ended", leaves)
+            self.app.show_message("info", "The run has ended", leaves)
             return
         text = f"{type(problem).__name__}: {problem}"
         if isinstance(problem, P2PTrainError):
             text = "\n".join(filter(None, (problem.message, problem.remedy)))
-        self.app.tell("error", "The run has failed", f"{text}\n{leaves}")
+        self.app.show_message("error", "The run has failed", f"{text}\n{leaves}")
