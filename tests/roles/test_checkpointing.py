@@ -148,7 +148,7 @@ async def test_a_run_does_not_end_for_a_broken_disk_but_before_its_result_is_on_
     peers = [cluster.join() for _ in range(stages)]
     held = await cluster.job_until(job, lambda item: item["state"] == "saving")
     assert held["step"] == STEPS
-    assert "Input/output error. another disk" in held["reason"]
+    assert "Input/output error; another disk" in held["reason"]
     assert await cluster.saved() == set()
     assert "checkpoint-failed" in [kind for _, kind, _ in peers[0].told]
     assert not list(cluster.root.glob("worker-1/jobs/**/checkpoints/.new-*")), "what was begun is cleared"
