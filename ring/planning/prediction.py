@@ -247,7 +247,7 @@ class _Step:
 def _summed(step: _Step) -> Prediction:
     """sync, local and federated: all members hold the whole model, and sum over one ring."""
     method, members, size = step.method, step.members, len(step.members)
-    is_local = method.strategy != "sync"
+    is_local = method.strategy in ("local", "federated")
     units_us = [max(1, round(1e6 * step.micro_batch_s(member))) for member in members]
     counts = balance_counts(step.training.micro_batches, [max(units_us)] * size if method.vectors else units_us)
     each_s = step.measured.micro_batch_s + step.measured.update_s * is_local

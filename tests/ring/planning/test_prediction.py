@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from configs.schema import Job
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
 from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkQuality
@@ -43,6 +44,12 @@ def cluster(
 ) -> DescribedCluster:
     there = tuple(CandidateWorker(f"w{n}", f"w{n}", memory_bytes, flops) for n in range(size))
     return DescribedCluster(there, {(one.id, other.id): link for one in there for other in there if one is not other})
+
+
+@pytest.mark.parametrize("strategy", get_args(Job.model_fields["strategy"].annotation))
+def test_every_strategy_is_predicted(strategy: str) -> None:
+    stages = 2 if strategy in ("pipeline", "sharded") else 1
+    assert predict(method(strategy, stages=stages), cluster(2), MEASURED).step_s > 0
 
 
 @pytest.mark.parametrize("link", [NEAR, FAR])
