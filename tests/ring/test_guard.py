@@ -40,6 +40,13 @@ def test_what_is_absurdly_long_is_refused_by_who_knows_what_is_usual() -> None:
     assert not forgetful.refuses(401.0, lenient=False)
 
 
+def test_a_few_outliers_do_not_change_what_is_usual() -> None:
+    guard = experienced(10.0)
+    for _ in range(3):
+        guard.committed(1e12)
+    assert guard.refuses(401.0, lenient=False)
+
+
 def judged(
     changed: dict[int, dict[str, object]], members: int = 3, last: float = 1.0, stages: int = 1
 ) -> TokenFault | None:
