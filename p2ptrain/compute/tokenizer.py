@@ -150,7 +150,10 @@ class Tokenizer:
         arrays, left = [np.zeros(0, self.dtype)], iter(texts)
         while batch := list(islice(left, _TEXTS_PER_CALL)):
             encodings = self.encodings(batch, add_special_tokens=False)
-            arrays += [np.array([*begin, *encoding.ids, *end], self.dtype) for encoding in encodings]
+            # One array per batch: many short ones would take several times the memory of their ids.
+            arrays.append(
+                np.concatenate([np.array([*begin, *encoding.ids, *end], self.dtype) for encoding in encodings])
+            )
         return np.concatenate(arrays)
 
     def save(self, directory: Path, *, chat: bool = False) -> None:
