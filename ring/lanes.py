@@ -178,7 +178,6 @@ class Lane:
         self._receiving: deque[Flow] = deque()
         self._sending: deque[Flow] = deque()
         self._posted: deque[tuple[Flow, Receive, npt.NDArray[np.uint8] | None]] = deque()  # with its scratch slot
-        self._flushing: deque[Flow] = deque()  # all sent, but the kernel may not have all of it
         self._scratch = ScratchSlots()
         self._encoder = SubChunkEncoder()
         self._sums: tuple[xxhash.xxh3_64, xxhash.xxh3_64] | None = None  # sent, received; if audited
@@ -214,7 +213,7 @@ class Lane:
         self._right.on_drained = None
         if self._next_turn is not None:
             self._next_turn.cancel()
-        for queue in (self._receiving, self._sending, self._posted, self._flushing):
+        for queue in (self._receiving, self._sending, self._posted):
             queue.clear()
 
     # -------------------------------------------------------------------------------------------------------- receiving
@@ -289,16 +288,13 @@ class Lane:
         if not self._probe.alter("lane-sends", True):
             return
         while not self._right.unsent_bytes:
-            while self._flushing:
-                flow = self._flushing.popleft()
-                flow.flushed = True
-                self._check_done(flow)
             if not self._sending or self._stopped:
                 return
             flow = self._sending[0]
             if flow.schedule.all_sent:
                 self._sending.popleft()
-                self._flushing.append(flow)
+                flow.flushed = True
+                self._check_done(flow)
                 continue
             if turn_bytes >= TURN_BYTES:
                 self._next_turn = asyncio.get_running_loop().call_soon(self._go_on)

@@ -35,13 +35,12 @@ class DraftLine:
         epoch: epoch of the line. dead: the line contradicts the text.
         ahead: drafts of the line from the end of the text on.
         wasted: drafts that were wrong or based on a wrong token.
-        size: tokens of the text that the drafter knows, or will know without a further message.
         depth: in the last verdict: most drafts beyond ``size``; 0: the drafter rests.
-        sizes: ``size`` at each verdict, by its number; at 0 that of the opening.
+        sizes: tokens of the text in each verdict, by its number; at 0 in the opening.
     """
 
     def __init__(self, known: int, depth: int, model: DrafterModel, now: float = 0.0) -> None:
-        self.size, self.depth, self.sizes = known, depth, [known]
+        self.depth, self.sizes = depth, [known]
         self._reach = depth  # drafts beyond ``size`` that may still arrive
         self._free = known + depth  # the drafter may draft up to here before the last verdict arrives
         self._sent_at = now  # time of the last verdict
@@ -54,6 +53,11 @@ class DraftLine:
         self._drafts_at = now  # time of the last drafts
         self._cut_at: float | None = None  # time of the verdict that ended the line
         self._cut_size = 0  # size of the text in that verdict
+
+    @property
+    def size(self) -> int:
+        """Tokens of the text that the drafter knows, or will know without a further message."""
+        return self.sizes[-1]
 
     def receive_untrusted(
         self, epoch: int, position: int, tokens: Sequence[int], text: Sequence[int], now: float
@@ -129,9 +133,9 @@ class DraftLine:
         rested, start = not self.depth, max(self.size, self._matched)
         right = start - self.size
         self._free = self.size + self.depth
-        self.size, self.depth, self._sent_at = len(text), depth, now
+        self.depth, self._sent_at = depth, now
         self._reach = max(self._reach, depth)
-        self.sizes.append(self.size)
+        self.sizes.append(len(text))
         if self.dead and depth and (self._cut_at is None or rested):
             self._cut_at, self._cut_size = now, len(text)
         return DraftVerdict(len(self.sizes) - 1, start, tuple(text[start:]), depth, right)
