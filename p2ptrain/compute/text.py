@@ -392,10 +392,11 @@ class Conversation:
             ids = ids_from(first)
             least = 1 if answer_tokens is None else room
             if len(ids) + least > context:
+                left = context - len(ids)
                 raise TooLong(
                     f"the question has {len(ids)} tokens, the model's context is {context}, and {least} are kept for "
                     "the answer",
-                    remedy="shorten the question",
+                    remedy="shorten the question" + (f", or ask for at most {left} new tokens" if left > 0 else ""),
                 )
             dropped, self._first = first - self._first, first
         return FittedPrompt(ids, min(answer_tokens or context, context - len(ids)), dropped)

@@ -289,8 +289,9 @@ def test_the_room_of_an_answer(tmp_path: Path) -> None:
     assert talk.fit(form, None, 999)[1:] == (999, 0)
     assert talk.fit(form, 200, 999)[1:] == (200 - length, 0), "what is left, a quarter of the context at least"
     assert talk.fit(form, length + 10, 10)[1:] == (10, 0)
-    with pytest.raises(UserError, match=rf"the question has {length} tokens, the model's context is {length + 9}"):
+    with pytest.raises(UserError, match=rf"the question has {length} tokens, .* is {length + 9}, and 10 are") as raised:
         talk.fit(form, length + 9, 10)
+    assert raised.value.remedy == "shorten the question, or ask for at most 9 new tokens"
     assert talk.fit(form, length + 9, None)[1:] == (9, 0), "an answer of any length may use what is left"
     with pytest.raises(UserError, match="and 1 are kept for the answer"):
         talk.fit(form, length, None)
