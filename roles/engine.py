@@ -54,7 +54,7 @@ class Engine(Protocol):
             the members in place. It begins with the front while the rest is still being computed. The engine does not
             change final elements before the next ``begin_step``, because they are kept for a redo.
         scalars: how many numbers are behind the gradients in ``reduce_buffer``.
-        exact_from: the codec is not applied to elements from this index on (norms, biases, losses). They are few.
+        codec_numel: the codec encodes so many elements; the few after them (norms, biases, losses) stay plain.
         exact: whether ``reduce_buffer`` is int64 fixed point. Then the bits of all sums, and so of the whole run, do
             not depend on which member computes a micro-batch.
         pipeline, shards, noise, slots: what only some strategies need; None if this engine lacks it.
@@ -70,7 +70,7 @@ class Engine(Protocol):
     @property
     def scalars(self) -> int: ...
     @property
-    def exact_from(self) -> int: ...
+    def codec_numel(self) -> int: ...
     @property
     def exact(self) -> bool: ...
     @property

@@ -351,7 +351,7 @@ class IslandBuffer(ReduceBuffer):
         if island.place.leads:
             numel = self._rows.whole.numel + self.scalars
             self._total = torch.zeros(numel, pin_memory=recipe.device.kind == "cuda")
-            self.array, self.exact_from = self._total.numpy(), self._rows.whole.decayed_numel
+            self.array, self.codec_numel = self._total.numpy(), self._rows.whole.decayed_numel
 
     def finish(self, on_final: OnFinal | None) -> None:
         self._update.finish()

@@ -36,7 +36,7 @@ class ReduceBuffer:
 
     Attributes:
         array: shape (numel + scalars,), on the host; ``roles.engine.Engine.reduce_buffer``.
-        exact_from: as in ``roles.engine.Engine``.
+        codec_numel: as in ``roles.engine.Engine``.
     """
 
     def __init__(self, recipe: ModelRecipe, built: BuiltPart, update: StepUpdate) -> None:
@@ -55,7 +55,7 @@ class ReduceBuffer:
             hook = partial(self._progress.gradient_final, index)
             flat.model.get_parameter(segment.name).register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.array: npt.NDArray[Any] = self._host.numpy()
-        self.exact_from = update.numel - (flat.numel - flat.decayed_numel)
+        self.codec_numel = update.numel - (flat.numel - flat.decayed_numel)
 
     @property
     def scalars(self) -> int:

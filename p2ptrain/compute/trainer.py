@@ -156,7 +156,8 @@ class Trainer:
         self.state = make_state(recipe, self.built, update, self.batches.digest)
         self.pipeline = self._passes if self._sharded is None else None
         self.reduce_buffer: npt.NDArray[Any] = self._buffer.array
-        self.scalars, self.exact_from, self.exact = self._buffer.scalars, self._buffer.exact_from, recipe.spec.exact
+        self.scalars, self.codec_numel = self._buffer.scalars, self._buffer.codec_numel
+        self.exact = recipe.spec.exact
         self.exchanged, self.partial_square_sum = self._buffer.exchanged, self._buffer.partial_square_sum
         self.noise = update if isinstance(update, LocalSteps | ClippedGradients) else None
         self.slots = update if isinstance(update, ExactAverage) else None

@@ -149,7 +149,7 @@ class StandInEngine:
             own_numel + self.scalars, np.int64 if self.exact else np.float32
         )
         self._fits = True
-        self.exact_from = own_numel
+        self.codec_numel = own_numel
 
     @staticmethod
     def _inner_steps_of(profile: Profile, numel: int) -> InnerSteps | None:

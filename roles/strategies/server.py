@@ -99,8 +99,8 @@ class Version(NamedTuple):
 
 
 def contribution_bytes(engine: Engine, codec: Codec | None) -> int:
-    buffer, exact_from = engine.reduce_buffer, engine.exact_from
-    return buffer.nbytes if codec is None else codec.encoded_bytes(exact_from) + buffer[exact_from:].nbytes
+    buffer, codec_numel = engine.reduce_buffer, engine.codec_numel
+    return buffer.nbytes if codec is None else codec.encoded_bytes(codec_numel) + buffer[codec_numel:].nbytes
 
 
 def member_error(session: RingSession, rank: int, why: str, cause: str = "") -> NeighbourAway:
@@ -162,16 +162,17 @@ class ContributionCombiner:
 
     def _decode(self, contribution: Accepted, vector: npt.NDArray[Any], count: int) -> None:
         """Put a contribution, as if it were of all micro-batches, into ``vector``."""
-        slot, exact_from, scalars = self.slots[contribution.rank - 1], self._engine.exact_from, self._engine.scalars
+        slot = self.slots[contribution.rank - 1]
+        codec_numel, scalars = self._engine.codec_numel, self._engine.scalars
         if self._codec is None:
             vector[:] = slot.view(vector.dtype)
         else:
-            encoded_bytes = self._codec.encoded_bytes(exact_from)
+            encoded_bytes = self._codec.encoded_bytes(codec_numel)
             try:
-                self._codec.decode(slot[:encoded_bytes], vector[:exact_from])
+                self._codec.decode(slot[:encoded_bytes], vector[:codec_numel])
             except ProtocolError as problem:
                 raise member_error(self._session, contribution.rank, problem.message, cause_of(problem)) from problem
-            vector[exact_from:] = slot[encoded_bytes:].view(vector.dtype)
+            vector[codec_numel:] = slot[encoded_bytes:].view(vector.dtype)
         vector[:-scalars] *= np.float32(count * contribution.weight)
         vector[-scalars:] *= np.float32(count)
 
@@ -416,7 +417,7 @@ class VersionWorker:
         self._buffer = profile.server.buffer
         self._codec = codec_of(session)
         feedback = self._codec is not None and self._codec.feedback
-        self._residual = np.zeros(engine.exact_from, np.float32) if feedback else None
+        self._residual = np.zeros(engine.codec_numel, np.float32) if feedback else None
         self._number: int | None = None  # of the contribution to compute
         self.share = profile.batch.micro_batches // self._buffer
         self.rows = b""
@@ -462,17 +463,17 @@ class VersionWorker:
 
     def _encoded(self) -> Bytes:
         self._engine.finish_gradients()
-        buffer, exact_from, codec, residual = (
-            self._engine.reduce_buffer, self._engine.exact_from, self._codec, self._residual
+        buffer, codec_numel, codec, residual = (
+            self._engine.reduce_buffer, self._engine.codec_numel, self._codec, self._residual
         )  # fmt: skip
         if codec is None:
             return buffer.view(np.uint8)
-        encoded_bytes, values = codec.encoded_bytes(exact_from), buffer[:exact_from]
+        encoded_bytes, values = codec.encoded_bytes(codec_numel), buffer[:codec_numel]
         encoded = np.empty(contribution_bytes(self._engine, codec), np.uint8)
         if residual is not None:
             values += residual
         codec.encode(values, encoded[:encoded_bytes])
-        encoded[encoded_bytes:] = buffer[exact_from:].view(np.uint8)
+        encoded[encoded_bytes:] = buffer[codec_numel:].view(np.uint8)
         if residual is not None:
             codec.decode(encoded[:encoded_bytes], residual)
             with np.errstate(all="ignore"):

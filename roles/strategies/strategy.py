@@ -228,14 +228,14 @@ class Strategy:
 
     def _bounds(self, step: int) -> Bounds:
         """The operations of a step, as ranges of the buffer: buckets of what may be encoded, then the exact rest."""
-        exact_from, bounds = self._engine.exact_from, []
+        codec_numel, bounds = self._engine.codec_numel, []
         for start, stop in self._engine.exchanged(step):
-            lossy = min(stop, exact_from) - start
+            lossy = min(stop, codec_numel) - start
             if lossy > 0:
                 buckets = bucket_bounds(lossy, self._engine.reduce_buffer.itemsize, self._bucket_bytes)
                 bounds += [(start + low, start + high) for low, high in buckets]
-            if stop > exact_from:
-                bounds.append((max(start, exact_from), stop))
+            if stop > codec_numel:
+                bounds.append((max(start, codec_numel), stop))
         return bounds
 
     def _summarize(self, own: float) -> Contribution:

@@ -1,6 +1,6 @@
-"""Synchronous data parallelism: each member computes whole micro-batches, and the gradients are summed.
+"""Synchronous data parallelism: ``MicroBatches`` computes gradients, and ``GradientSum`` has the ring sum them.
 
-What a lossy codec leaves out of this member's contributions stays in its *residual* and is added to the next step's.
+The error of a lossy codec in this member's contribution stays in its *residual*, and is added to the next step's.
 The residual is not part of the replicated state: it changes what a member contributes, never how the reduced bytes,
 equal everywhere, are applied. So it may be dropped at any time, at the cost of one step's rounding. It is dropped with
 every new view, hence after every aborted step.
@@ -39,8 +39,7 @@ class MicroBatches(Work):
     async def compute(self, step: int, first: int, count: int, on_final: OnFinal | None, *, patience_s: float) -> None:
         last = first + count - 1
         for index in range(first, first + count):
-            at_the_end = on_final if index == last else None
-            await self._compute.run(self._engine.micro_batch, step, index, at_the_end)
+            await self._compute.run(self._engine.micro_batch, step, index, on_final if index == last else None)
             self._progress()
 
     async def validate(self, first: int, count: int, *, patience_s: float) -> tuple[float, int]:
@@ -53,29 +52,30 @@ class MicroBatches(Work):
 
 
 class GradientSum(Exchange):
-    """The members' contributions are summed in the reduce buffer, in the codec of the view.
+    """The ring sums the members' contributions in the reduce buffer, in the codec of the view.
 
-    ``measure``: returns the squared norm of a range of this member's contribution; usually that of the buffer.
+    ``square_sum``: of elements [start, stop) of this member's contribution; by default those of the reduce buffer.
     """
 
-    def __init__(self, engine: Engine, measure: Callable[[int, int], float] | None = None) -> None:
-        self._engine, self._measure = engine, measure or engine.partial_square_sum
+    def __init__(self, engine: Engine, square_sum: Callable[[int, int], float] | None = None) -> None:
+        self._engine, self._square_sum = engine, square_sum or engine.partial_square_sum
         self._codec: Codec | None = None
         self._residual: npt.NDArray[np.float32] | None = None
-        self.scores = {}
+        self.scores = {}  # only robust rules score members
 
     async def begin_view(self, ring: RingSession) -> None:
         codec = self._codec = None if self._engine.exact else codec_of(ring)
-        self._residual = np.zeros(self._engine.exact_from, np.float32) if codec is not None and codec.feedback else None
+        feedback = codec is not None and codec.feedback
+        self._residual = np.zeros(self._engine.codec_numel, np.float32) if feedback else None
 
     def begin_step(self, step: int, count: int, bounds: Bounds) -> list[RingPiece]:
         buffer, residual = self._engine.reduce_buffer, self._residual
         return [
             RingPiece(buffer[start:stop], self._codec, residual[start:stop] if residual is not None else None)
-            if start < self._engine.exact_from
+            if start < self._engine.codec_numel
             else RingPiece(buffer[start:stop])
             for start, stop in bounds
         ]
 
     def prepare(self, start: int, stop: int) -> float:
-        return self._measure(start, stop)
+        return self._square_sum(start, stop)

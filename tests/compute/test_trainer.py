@@ -71,8 +71,8 @@ def test_final_elements_of_the_reduce_buffer_do_not_change(
         assert numels == sorted(numels)
         assert len(set(numels)) > len(trainer.built.flat.segments) / 3, "the layout is far from the order of backward"
         assert all(final.startswith(front) for _, front in follower.fronts)
-        early = max(numel for numel, _ in follower.fronts[:-1] if numel < trainer.exact_from)
-        assert early > trainer.exact_from / 2, "the embedding is what comes last"
+        early = max(numel for numel, _ in follower.fronts[:-1] if numel < trainer.codec_numel)
+        assert early > trainer.codec_numel / 2, "the embedding is what comes last"
         assert max(numels) <= trainer.built.flat.numel
         plain.begin_step(step)
         for index in share:

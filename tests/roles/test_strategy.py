@@ -44,7 +44,7 @@ class Pieces(StandInEngine):
         self, numel: int = 1000, vectors: int = 7, on_front: Callable[[int], None] = lambda numel: None
     ) -> None:
         super().__init__(PROFILE, numel=numel)
-        self.exact_from = numel - vectors
+        self.codec_numel = numel - vectors
         self._on_front = on_front
         self.whole = threading.Event()
 

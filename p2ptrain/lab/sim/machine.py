@@ -570,7 +570,7 @@ class SimEngine(StandInEngine):
         super().micro_batch(step, index, None)
         if on_final is not None and self._inner is None:  # last micro-batch of the share; nothing was sent yet
             self._spoil(self.reduce_buffer)
-            on_final(self.exact_from // 2)
+            on_final(self.codec_numel // 2)
 
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         super().finish_gradients(on_final)
