@@ -36,9 +36,9 @@ from wire.connection import Connection
 from wire.frame import MAX_BULK_BYTES
 
 PINGS = 3  # the first one finds TCP with its smallest window
-PATIENCE_PART = 0.1
-"""Extra patience for each stage beyond the awaited neighbour, as a part of the patience. So the stage next to a stuck
-one gives up first."""
+EXTRA_PATIENCE = 0.1
+"""Extra patience for each stage beyond the awaited neighbour, as a share of the patience. So the stage next to a
+stuck one gives up first."""
 
 _STREAMS = 1 << 32
 _GATHERED, _RETURNED = PINGS, PINGS + 1  # streams of the round trips, on their way to the first stage and from it
@@ -69,8 +69,8 @@ class Hop:
         self._generation = generation
         self._on_moved, self._on_error = on_moved, on_error
         self._expected: deque[int] = deque()  # streams that no buffer is posted for yet
-        self._nbytes = self._ahead = 0  # of a buffer; the most buffers that are out
-        self._out = 0  # buffers that are posted, full or in use
+        self._nbytes = self._max_buffers = 0  # size of a buffer; the most held at a time
+        self._held_buffers = 0  # posted, full or in use
         self._posted: set[int] = set()
         self._arrived: dict[int, Payload] = {}
         self._waiting: dict[int, asyncio.Future[Payload]] = {}
@@ -99,11 +99,11 @@ class Hop:
 
     # -------------------------------------------------------------------------------------------------------- receiving
 
-    def expect(self, streams: Sequence[int], nbytes: int, *, ahead: int) -> None:
-        """Expect these payloads of ``nbytes`` each, in this order, with at most ``ahead`` buffers posted, full or in
-        use. All earlier expected payloads must have arrived."""
+    def expect(self, streams: Sequence[int], nbytes: int, *, buffers: int) -> None:
+        """Expect these payloads of ``nbytes`` each, in this order, with at most ``buffers`` of them posted, full or
+        in use. All earlier expected payloads must have arrived."""
         self._expected.extend(streams)
-        self._nbytes, self._ahead = nbytes, ahead
+        self._nbytes, self._max_buffers = nbytes, buffers
         self._post()
 
     def arrival(self, stream: int) -> asyncio.Future[Payload]:
@@ -117,13 +117,13 @@ class Hop:
 
     def release(self) -> None:
         """Note that a payload is no longer in use."""
-        self._out -= 1
+        self._held_buffers -= 1
         self._post()
 
     def _post(self) -> None:
-        while self._expected and not self._stopped and self._out < self._ahead:
+        while self._expected and not self._stopped and self._held_buffers < self._max_buffers:
             stream, buffer = self._expected.popleft(), np.empty(self._nbytes, np.uint8)
-            self._out += 1
+            self._held_buffers += 1
             self._posted.add(stream)
             bulk = self._bulk(stream)
             try:
@@ -156,7 +156,7 @@ class Hop:
     def all_flushed(self) -> asyncio.Future[None]:
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.get_running_loop().create_future()
-        self._tell_flushed()
+        self._resolve_flushed()
         return self._flushing
 
     def _bulk(self, stream: int) -> Connection:
@@ -179,9 +179,9 @@ class Hop:
             except P2PTrainError as error:
                 self._on_error(bulk, error)
                 return
-        self._tell_flushed()
+        self._resolve_flushed()
 
-    def _tell_flushed(self) -> None:
+    def _resolve_flushed(self) -> None:
         if self._flushing is not None and not self._flushing.done() and self.flushed:
             self._flushing.set_result(None)
 
@@ -335,20 +335,18 @@ class Chain:
         if self._next_stream + schedule.micro_batches > _STREAMS:
             self._next_stream = _FIRST_STREAM
         self._streams = range(self._next_stream, self._next_stream + schedule.micro_batches)
-        self._next_stream = self._streams.stop
+        self._next_stream, count_buffers = self._streams.stop, schedule.count_receive_buffers
         if self._before is not None:
-            self._before.expect(
-                self._streams, self.activation_bytes, ahead=schedule.count_receive_buffers(self.stage - 1)
-            )
+            self._before.expect(self._streams, self.activation_bytes, buffers=count_buffers(self.stage - 1))
         if self._after is not None and schedule.backward:
-            self._after.expect(self._streams, self.gradient_bytes, ahead=schedule.count_receive_buffers(self.stage))
+            self._after.expect(self._streams, self.gradient_bytes, buffers=count_buffers(self.stage))
 
     async def receive(self, kind: OperationKind, index: int, *, patience_s: float) -> Payload | None:
         """Wait for the input of the operation of ``kind`` on micro-batch ``index``; None if it needs no payload. The
         payload belongs to the caller until ``release``.
 
         Raises:
-            DeadlineExceeded: no byte of a payload came for ``patience_s`` plus ``PATIENCE_PART``: the neighbour is
+            DeadlineExceeded: no byte of a payload came for ``patience_s`` plus ``EXTRA_PATIENCE``: the neighbour is
                 stuck.
             ConnectionLost, ProtocolError: the chain broke; ``broken`` names the suspect.
         """
@@ -414,27 +412,26 @@ class Chain:
     async def _exchange(self, mine_s: float, patience_s: float) -> None:
         if self.stages == 1:
             return
-        mine = self.in_flight[self.stage]
-        known_s, rooms = [0.0] * (self.stages - 1), [0] * self.stages
+        known_s, in_flight = [0.0] * (self.stages - 1), [0] * self.stages
         if self._after is not None:
-            known_s, rooms = await self._figures(self._after, _GATHERED, patience_s)
+            known_s, in_flight = await self._figures(self._after, _GATHERED, patience_s)
             known_s[self.stage] = mine_s
-        rooms[self.stage] = mine
+        in_flight[self.stage] = self.in_flight[self.stage]
         if self._before is not None:
-            self._before.send(_GATHERED, _packed([*known_s, *rooms]))
-            known_s, rooms = await self._figures(self._before, _RETURNED, patience_s)
+            self._before.send(_GATHERED, _packed([*known_s, *in_flight]))
+            known_s, in_flight = await self._figures(self._before, _RETURNED, patience_s)
         if self._after is not None:
-            self._after.send(_RETURNED, _packed([*known_s, *rooms]))
+            self._after.send(_RETURNED, _packed([*known_s, *in_flight]))
         for hop in self._hops:
             await self._wait(hop, hop.all_flushed(), "the kernel to take the round trips", patience_s)
-        self.round_trips_s, self.in_flight = tuple(known_s), tuple(rooms)
+        self.round_trips_s, self.in_flight = tuple(known_s), tuple(in_flight)
 
     async def _ping(self, patience_s: float) -> float:
         shortest_s, hop = math.inf, self._after
         if hop is None:
             return 0.0
         payload = np.zeros(self.activation_bytes, np.uint8)
-        hop.expect(range(PINGS), self.gradient_bytes, ahead=1)
+        hop.expect(range(PINGS), self.gradient_bytes, buffers=1)
         for ping in range(PINGS):
             began = self._now()
             hop.send(ping, payload)
@@ -448,14 +445,14 @@ class Chain:
         if hop is None:
             return
         payload = np.zeros(self.gradient_bytes, np.uint8)
-        hop.expect(range(PINGS), self.activation_bytes, ahead=1)
+        hop.expect(range(PINGS), self.activation_bytes, buffers=1)
         for ping in range(PINGS):
             await self._receive(hop, ping, "the neighbour's ping", patience_s)
             hop.release()
             hop.send(ping, payload)
 
     async def _figures(self, hop: Hop, stream: int, patience_s: float) -> tuple[list[float], list[int]]:
-        hop.expect([stream], (2 * self.stages - 1) * _FIGURE.size, ahead=1)
+        hop.expect([stream], (2 * self.stages - 1) * _FIGURE.size, buffers=1)
         payload = await self._receive(hop, stream, "the round trips of the other hops", patience_s)
         try:
             figures = figures_untrusted(payload.tobytes(), self.stages)
@@ -465,7 +462,7 @@ class Chain:
         hop.release()
         return figures
 
-    # ------------------------------------------------------------------------------------------------------ internals
+    # -------------------------------------------------------------------------------------------------------- internals
 
     @property
     def _hops(self) -> list[Hop]:
@@ -491,7 +488,7 @@ class Chain:
     ) -> None:
         """Wait until ``future`` is done; break the chain if the neighbour makes no progress for too long."""
         beyond = self.stage - 1 if hop is self._before else self.stages - 2 - self.stage
-        patience_s *= 1 + PATIENCE_PART * beyond
+        patience_s *= 1 + EXTRA_PATIENCE * beyond
         self._waits[hop] = what
         moved_at, unsent_bytes = self._now(), hop.unsent_bytes
         try:
@@ -511,6 +508,8 @@ class Chain:
 
     def _moved(self) -> None:
         self.progress += 1
+
+    # ---------------------------------------------------------------------------- what ``links`` calls (``LinksOwner``)
 
     def is_busy(self) -> bool:
         return self._streams is not None
@@ -540,9 +539,9 @@ def figures_untrusted(payload: bytes, stages: int) -> tuple[list[float], list[in
     if len(payload) != (2 * stages - 1) * _FIGURE.size:
         raise ProtocolError(f"figures of {stages} stages have an invalid length of {len(payload)} bytes")
     figures = [figure for (figure,) in _FIGURE.iter_unpack(payload)]
-    round_trips_s, rooms = figures[: stages - 1], figures[stages - 1 :]
+    round_trips_s, in_flight = figures[: stages - 1], figures[stages - 1 :]
     if not all(0 <= seconds <= 3600 for seconds in round_trips_s):
         raise ProtocolError("a round trip is not between 0 and 3600 s")
-    if not all(0 <= count <= MAX_MICRO_BATCHES and count == int(count) for count in rooms):
+    if not all(0 <= count <= MAX_MICRO_BATCHES and count == int(count) for count in in_flight):
         raise ProtocolError(f"a number of micro-batches is not a whole number from 0 to {MAX_MICRO_BATCHES}")
-    return round_trips_s, [int(count) for count in rooms]
+    return round_trips_s, [int(count) for count in in_flight]

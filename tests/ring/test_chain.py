@@ -14,7 +14,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.ring_member import LocalMember, local_view
-from ring.chain import PATIENCE_PART, Chain, Payload, figures_untrusted
+from ring.chain import EXTRA_PATIENCE, Chain, Payload, figures_untrusted
 from ring.links import Topology
 from ring.planning.schedule import OperationKind, StageSchedule, plan_extended, plan_gpipe, plan_one_f_one_b
 from tests.ring.local import local_chain, networks_apart, virtual
@@ -254,7 +254,7 @@ async def test_of_several_that_wait_who_stands_beside_the_stuck_one_gives_up_fir
         steps = [run_step(member.chain, plan_one_f_one_b(4, 4), patience_s=20) for member in running]
         ends = await asyncio.gather(*steps, return_exceptions=True)
         took_s = asyncio.get_running_loop().time() - began
-        assert 20 * (1 + PATIENCE_PART) <= took_s < 20 * (1 + 2 * PATIENCE_PART)
+        assert 20 * (1 + EXTRA_PATIENCE) <= took_s < 20 * (1 + 2 * EXTRA_PATIENCE)
         suspects = [(await member.chain.broken).suspect for member in running]
         assert suspects == ["c", "c", "b"], "behind c it is heard from c itself that b is gone"
         assert [type(end) for end in ends].count(Stalled) == 1
