@@ -41,7 +41,7 @@ from roles.member import ServingMember
 from roles.serving.chain import LOOK_S, PoolUpdater, StageChain
 from roles.serving.local_model import LocalModel, load_local_engine
 from roles.serving.model import ServedModel
-from roles.serving.worker_peer import ClientContext, WorkerAt
+from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import ModelReference, WorkerPool, model_of_directory, workers_of
 from roles.timed_model import load_timed_model
 from roles.verifier.drafters import Drafters, Vocabulary
@@ -263,7 +263,7 @@ async def _wait_for_chain(
     used says whether the model splits; only then its files are hashed.
     """
 
-    async def known() -> list[WorkerAt]:
+    async def known() -> list[WorkerAddress]:
         while True:
             try:
                 return await workers_of(member.ask)

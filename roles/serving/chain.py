@@ -28,7 +28,7 @@ from roles.background import Background
 from roles.serving import chain_core as ev
 from roles.serving.chain_session import CLOSE_S, ChainSession, ChainTimes
 from roles.serving.local_model import CLOSE_REMEDY
-from roles.serving.worker_peer import ClientContext, WorkerAt, WorkerPeer
+from roles.serving.worker_peer import ClientContext, WorkerAddress, WorkerPeer
 from roles.serving.worker_pool import (
     ChainPlan,
     LoadedPart,
@@ -390,7 +390,7 @@ class StageChain:
             "positions": plan.positions,
         }
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(peer.turn)
+            await stack.enter_async_context(peer.load_lock)
             if self.model.source is not None:
                 await stack.enter_async_context(sending_model(self.client, self.model.source, peer.worker))
             loaded = LoadedPart.from_map_untrusted(await peer.load(params, on_bytes))
@@ -425,7 +425,7 @@ class PoolUpdater:
         finally:
             await self._tasks.stop()
 
-    async def _candidates(self) -> list[WorkerAt]:
+    async def _candidates(self) -> list[WorkerAddress]:
         peers = self._pool.peers
         try:
             listed = await workers_of(self._ask_seed)
@@ -436,7 +436,7 @@ class PoolUpdater:
             found += [peer.worker for peer in peers.values() if not peer.lost and not self._chain.held_by(peer)]
         return found
 
-    async def _ask(self, worker: WorkerAt) -> None:
+    async def _ask(self, worker: WorkerAddress) -> None:
         """Connect to a worker, or get the current offer of a connected one, and add it to the spares."""
         try:
             peer = self._pool.peers.get(worker.peer_id)

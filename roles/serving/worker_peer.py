@@ -61,7 +61,7 @@ class ClientContext:
 
     async def dial(
         self,
-        at: WorkerAt | DrafterAddress,
+        at: WorkerAddress | DrafterAddress,
         purpose: str,
         *,
         role: str = "worker",
@@ -78,7 +78,7 @@ class ClientContext:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerAt:
+class WorkerAddress:
     """A worker that may hold a stage. ``host`` is its host as the seed sees it."""
 
     peer_id: str
@@ -87,7 +87,7 @@ class WorkerAt:
     port: int
     device: str = ""
 
-    def address_for(self, other: WorkerAt) -> dict[str, Any]:
+    def address_for(self, other: WorkerAddress) -> dict[str, Any]:
         """The address that ``other`` dials. An empty host: the seed's machine."""
         return {"peer": self.peer_id, "host": host_dialled_from(other.host, self.host), "port": self.port}
 
@@ -99,10 +99,10 @@ class WorkerPeer:
         latency_s: shortest one-way latency so far; 0 before ``measure``.
         problem: why the connection ended; None while it lives.
         on_lost: called once, with the reason, when the connection ends other than by ``close``.
-        listeners: by session id, for messages of its stages. turn: one part is loaded at a time.
+        listeners: by session id, for messages of its stages. load_lock: held while a part is loaded.
     """
 
-    def __init__(self, context: ClientContext, worker: WorkerAt, connection: Connection) -> None:
+    def __init__(self, context: ClientContext, worker: WorkerAddress, connection: Connection) -> None:
         self.worker = worker
         self.latency_s = 0.0
         self.problem: P2PTrainError | None = None
@@ -112,16 +112,16 @@ class WorkerPeer:
         self._line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
         self._calls = PendingCalls()
         # A worker refuses more concurrent requests, and after a loss all sessions ask at once.
-        self._asking = asyncio.Semaphore(16)
+        self._request_slots = asyncio.Semaphore(16)
         self._on_bytes: OnBytes | None = None  # of the load under way
         self._load_due = 0.0  # time by which it must make progress
-        self.turn = asyncio.Lock()
+        self.load_lock = asyncio.Lock()
         self._closed = False
         self._tasks = Background()
         self._receiving = self._tasks.start(self._receive(), f"peer {worker.name}")
 
     @classmethod
-    async def dial(cls, context: ClientContext, worker: WorkerAt, *, timeout_s: float) -> Self:
+    async def dial(cls, context: ClientContext, worker: WorkerAddress, *, timeout_s: float) -> Self:
         """Connect to the worker. Raises as ``wire.handshake.dial``."""
         return cls(context, worker, await context.dial(worker, "chain", timeout_s=timeout_s))
 
@@ -141,11 +141,10 @@ class WorkerPeer:
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request and wait for its answer. Raises ``Refused``, ``DeadlineExceeded``, ``ConnectionLost``, each
         naming the worker."""
-        async with self._asking:  # requests ahead of it have deadlines too
-            self._check()
-            return await self._calls.ask(
-                self._line.connection.send, method, params, whom=self.name, timeout_s=timeout_s
-            )
+        async with self._request_slots:  # requests ahead of it have deadlines too
+            self._check_alive()
+            send = self._line.connection.send
+            return await self._calls.ask(send, method, params, whom=self.name, timeout_s=timeout_s)
 
     async def measure(self) -> float:
         """Measure the one-way latency in seconds. Raises as ``ask``."""
@@ -158,12 +157,12 @@ class WorkerPeer:
         return self.latency_s
 
     async def load(self, params: dict[str, Any], on_bytes: OnBytes) -> dict[str, Any]:
-        """Send ``part.load``. The caller holds ``turn``. ``on_bytes`` is called with (done, total).
+        """Send ``part.load``. The caller holds ``load_lock``. ``on_bytes`` is called with (done, total).
 
         Raises:
             DeadlineExceeded: no progress for ``LOADING_QUIET_S``. Refused, ConnectionLost: as ``ask``.
         """
-        assert self.turn.locked()
+        assert self.load_lock.locked()
         now = self._context.world.clock.now
         self._on_bytes, self._load_due = on_bytes, now() + LOADING_QUIET_S
         asked = asyncio.create_task(self.ask("part.load", params, timeout_s=24 * 3600.0), name="part.load")
@@ -199,7 +198,7 @@ class WorkerPeer:
         await self._line.connection.close(timeout_s=0.5)
         await self._tasks.stop()
 
-    def _check(self) -> None:
+    def _check_alive(self) -> None:
         if self.problem is not None:
             raise ConnectionLost(f"{self.name} is lost: {self.problem.message}", remedy=self.problem.remedy)
 

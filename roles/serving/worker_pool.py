@@ -20,7 +20,7 @@ from ring.planning.serving import PlacedStage, Placement, place_model, price_cha
 from ring.planning.workloads import ServingWorkload
 from roles.model_directory import CACHE_FILE, FILE, DigestCache, ModelDirectory, open_model
 from roles.seed.links import measured_untrusted
-from roles.serving.worker_peer import ClientContext, WorkerAt, WorkerPeer
+from roles.serving.worker_peer import ClientContext, WorkerAddress, WorkerPeer
 from roles.worker.model_loading import ModelReceiver, give
 from wire.address import parse_address
 from wire.records import ABSENT_STATES, PeerInfo
@@ -49,10 +49,10 @@ class ModelReference:
     name: str
     config: str
     source: ModelDirectory | None = None
-    sender: WorkerAt | None = None
+    sender: WorkerAddress | None = None
     path: str = ""
 
-    def load_params(self, worker: WorkerAt) -> dict[str, Any]:
+    def load_params(self, worker: WorkerAddress) -> dict[str, Any]:
         """Parameters of ``part.load``: what the model is, and which peer sends it to ``worker``."""
         sender = self.sender.address_for(worker) if self.sender is not None else None
         return {"model": self.id, "name": self.name, "config": self.config, "path": self.path, "sender": sender}
@@ -70,7 +70,7 @@ async def model_of_directory(context: ClientContext, directory: Path) -> ModelRe
 
 
 @asynccontextmanager
-async def sending_model(context: ClientContext, source: ModelDirectory, worker: WorkerAt) -> AsyncIterator[None]:
+async def sending_model(context: ClientContext, source: ModelDirectory, worker: WorkerAddress) -> AsyncIterator[None]:
     """Send this client's copy of a model to ``worker`` within the block. Raises as ``wire.handshake.dial``."""
     connection = await context.dial(worker, "give", job=source.model)
     async with _disk(context) as disk:
@@ -104,7 +104,7 @@ async def _disk(context: ClientContext) -> AsyncIterator[Thread]:
         thread.close()
 
 
-async def workers_of(ask: SeedRequest) -> list[WorkerAt]:
+async def workers_of(ask: SeedRequest) -> list[WorkerAddress]:
     """The workers that the seed reports as reachable. Raises what ``ask`` raises."""
     answer = await ask("peers.list", {})
     peers = answer.get("peers")
@@ -119,7 +119,7 @@ async def workers_of(ask: SeedRequest) -> list[WorkerAt]:
             host, port = parse_address(info.address)
         except UserError as error:
             raise ProtocolError(f"the seed listed a peer at {info.address[:80]!r}: {error.message}") from error
-        found.append(WorkerAt(info.id, info.name, host, port, info.device))
+        found.append(WorkerAddress(info.id, info.name, host, port, info.device))
     return found
 
 
@@ -218,7 +218,7 @@ class WorkerPool:
         self.links: dict[tuple[str, str], LinkQuality] = {}
 
     @classmethod
-    async def connect(cls, context: ClientContext, workers: Sequence[WorkerAt], *, timeout_s: float = 5.0) -> Self:
+    async def connect(cls, context: ClientContext, workers: Sequence[WorkerAddress], *, timeout_s: float = 5.0) -> Self:
         """Dial all workers concurrently and get their offers. Workers that do not answer in time are left out. Raises
         ``NetworkError`` if none answers, ``UserError`` if there is none."""
         if not workers:
@@ -230,13 +230,13 @@ class WorkerPool:
             raise NetworkError(f"no worker can be used: {reasons}", remedy="run p2ptrain check on this machine")
         return pool
 
-    async def _try(self, worker: WorkerAt, timeout_s: float) -> None:
+    async def _try(self, worker: WorkerAddress, timeout_s: float) -> None:
         try:
             await self.admit(worker, timeout_s=timeout_s)
         except P2PTrainError as problem:
             self.refused[worker.name] = problem.message
 
-    async def admit(self, worker: WorkerAt, *, timeout_s: float = 5.0) -> WorkerPeer:
+    async def admit(self, worker: WorkerAddress, *, timeout_s: float = 5.0) -> WorkerPeer:
         """Dial one more worker, or a lost one again. Raises ``P2PTrainError``: it cannot be used."""
         peer = await WorkerPeer.dial(self.context, worker, timeout_s=timeout_s)
         try:

@@ -22,7 +22,7 @@ from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.serving.chain import StageChain
 from roles.serving.chain_session import _position_untrusted, samples_untrusted
-from roles.serving.worker_peer import ClientContext, WorkerAt
+from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import ModelReference, WorkerPool, model_of_directory
 from tests.roles.serving.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
@@ -108,7 +108,7 @@ async def _talked(said: list[tuple[int, Message]]) -> None:
     world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
     context = ClientContext(world, "client", "client", "seed")
     replica = await WorkerPool.connect(
-        context, [WorkerAt(stage.name, stage.name, stage.name, PORT) for stage in stages]
+        context, [WorkerAddress(stage.name, stage.name, stage.name, PORT) for stage in stages]
     )
     try:
         async with asyncio.timeout(900):

@@ -15,7 +15,7 @@ from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.serving.chain import LoadProgress, StageChain
-from roles.serving.worker_peer import ClientContext, WorkerAt
+from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import ChainPlan, ModelReference, WorkerPool, model_of_directory
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
@@ -43,8 +43,8 @@ class Scene:
     told: list[tuple[str, str, str]] = field(default_factory=list)
     progress: list[LoadProgress] = field(default_factory=list)
 
-    def at(self) -> list[WorkerAt]:
-        return [WorkerAt(name, name, name, PORT) for name in self.workers]
+    def at(self) -> list[WorkerAddress]:
+        return [WorkerAddress(name, name, name, PORT) for name in self.workers]
 
     async def replica(self, without: str = "") -> WorkerPool:
         return await WorkerPool.connect(self.context, [worker for worker in self.at() if worker.name != without])
