@@ -32,7 +32,7 @@ from p2ptrain.core.ids import is_id, new_id
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import World
 from roles.gauges import Gauges
-from roles.seed_link import KnownSeeds, Notify, SeedLink, WaitS, load_terms, no_wait, store_terms
+from roles.seed_link import KnownSeeds, Notify, RetryTimeS, SeedLink, load_terms, no_retry, store_terms
 from wire.address import advertised_host
 from wire.connection import Connection
 from wire.enrol import LOOK_S, RunMembership
@@ -125,7 +125,7 @@ class MemberOptions:
         listen: host and port to listen on (port 0: any free one; None: as ``wire.handshake.serve``).
         advertise: the address told to others; "" or 0: the one that the seed sees.
         capabilities: device and memory, shown to people and used for placement.
-        wait_s: for a seed that does not answer yet.
+        retry_time_s: for a seed that does not answer yet.
     """
 
     role: str
@@ -134,7 +134,7 @@ class MemberOptions:
     advertise: tuple[str, int]
     capabilities: dict[str, Scalar]
     others: tuple[tuple[str, int], ...] = ()
-    wait_s: WaitS = no_wait
+    retry_time_s: RetryTimeS = no_retry
 
 
 class MemberProcess(ABC):
@@ -171,7 +171,7 @@ class MemberProcess(ABC):
         self._link = SeedLink(
             world=world,
             seeds=KnownSeeds([options.seed, *options.others], self._terms, self._on_term),
-            wait_s=options.wait_s,
+            retry_time_s=options.retry_time_s,
             hello=self._make_hello,
             pulse=lambda: replace(self._make_heartbeat(), gpus=self.gauges.gpus()),
             on_message=self._on_message,

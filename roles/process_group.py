@@ -37,7 +37,7 @@ from ring.dtypes import REDUCTIONS, Array, divide, storage_dtype
 from ring.links import Inbound
 from ring.session import RingSession
 from ring.view import View
-from roles.seed_link import KnownSeeds, SeedLink, may_pass
+from roles.seed_link import KnownSeeds, SeedLink, is_transient
 from wire.connection import Connection
 from wire.handshake import local_hello, local_welcome, serve
 from wire.job_messages import MemberRecord
@@ -332,7 +332,7 @@ class GroupHost:
         )  # fmt: skip
         self._link = SeedLink(
             world=self.world, seeds=KnownSeeds([self._seed], {}, on_term=lambda: None),
-            wait_s=lambda problem: math.inf if may_pass(problem) else 0.0,
+            retry_time_s=lambda problem: math.inf if is_transient(problem) else 0.0,
             hello=lambda: hello, pulse=lambda: Heartbeat(0, 0, 0, "training", {}), on_message=_heard_from_seed,
             on_up=lambda welcome: None, on_down=lambda problem: None,
         )  # fmt: skip

@@ -55,8 +55,8 @@ MAX_CLUSTERS = 8
 Address = tuple[str, int]
 Notify = Callable[[str, str, str], None]
 """(level, kind, text)"""
-WaitS = Callable[[P2PTrainError], float]
-"""The error of an attempt to reach the seed → for how many seconds to try again; 0: it ends with this error."""
+RetryTimeS = Callable[[P2PTrainError], float]
+"""The error of an attempt to reach the seed → for how many seconds to try again; 0: the error is raised."""
 
 # Refusals that another try cannot change, and those that it soon may.
 _FINAL = frozenset({RefusalCode.VERSION, RefusalCode.TICKET_REVOKED, RefusalCode.EVICTED})
@@ -69,25 +69,25 @@ def _is_final(problem: P2PTrainError) -> bool:
     return isinstance(problem, Refused) and problem.code in _FINAL
 
 
-def may_pass(problem: P2PTrainError) -> bool:
+def is_transient(problem: P2PTrainError) -> bool:
     """Whether a seed that is not there, busy or restarting may soon accept a newcomer. Other refusals stay."""
     return isinstance(problem, NetworkError) or (isinstance(problem, Refused) and problem.code in _PASSING)
 
 
-def no_wait(problem: P2PTrainError) -> float:
+def no_retry(problem: P2PTrainError) -> float:
     return 0.0
 
 
-async def until_reached(attempt: Callable[[], Awaitable[T]], wait_s: WaitS, random: Random) -> T:
-    """Repeat ``attempt`` while ``wait_s`` of its error is positive. Raises the last error."""
+async def until_reached(attempt: Callable[[], Awaitable[T]], retry_time_s: RetryTimeS, random: Random) -> T:
+    """Repeat ``attempt`` while ``retry_time_s`` of its error is positive. Raises the last error."""
     delay_s = 0.1
     while True:
         try:
             return await attempt()
         except P2PTrainError as problem:
-            if not (rest_s := wait_s(problem)) > 0:
+            if not (left_s := retry_time_s(problem)) > 0:
                 raise
-        await asyncio.sleep(min(delay_s * (0.5 + random.random()), rest_s))
+        await asyncio.sleep(min(delay_s * (0.5 + random.random()), left_s))
         # A refused try costs one packet, and 500 members that connect at once take the seed a second.
         delay_s = min(2 * delay_s, MOST_DELAY_S)
 
@@ -164,7 +164,7 @@ class SeedLink:
     """One member's link to its seed.
 
     Args:
-        wait_s: for a first connection.
+        retry_time_s: for a first connection.
         hello, pulse: make the current ``Hello`` (it names the running view), and a ``Heartbeat`` without its number.
         on_up, on_down: called when the link is up, and when it is lost.
     """
@@ -174,14 +174,14 @@ class SeedLink:
         *,
         world: World,
         seeds: KnownSeeds,
-        wait_s: WaitS,
+        retry_time_s: RetryTimeS,
         hello: Callable[[], Hello],
         pulse: Callable[[], Heartbeat],
         on_message: Callable[[Message], None],
         on_up: Callable[[Welcome], None],
         on_down: Callable[[P2PTrainError], None],
     ) -> None:
-        self._world, self._seeds, self._wait_s = world, seeds, wait_s
+        self._world, self._seeds, self._retry_time_s = world, seeds, retry_time_s
         self._outbox = Outbox(world.clock.now)
         self._hello, self._pulse = hello, pulse
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
@@ -223,10 +223,10 @@ class SeedLink:
         """Stay connected until ``leave`` is called, or cancelled.
 
         Raises:
-            NetworkError, Refused: the *first* connection failed, in ``wait_s``, or the seed refuses for good.
+            NetworkError, Refused: the *first* connection failed, in ``retry_time_s``, or the seed refuses for good.
                 Other later losses and refusals are only reported to ``on_down``, so that a worker trains on.
         """
-        connection, welcome = await until_reached(self._dial, self._wait_s, self._world.random)
+        connection, welcome = await until_reached(self._dial, self._retry_time_s, self._world.random)
         while True:
             problem = await self._live(connection, welcome)
             if self._leaving:
@@ -276,7 +276,7 @@ class SeedLink:
         clock, random = self._world.clock, self._world.random
         tell_at = clock.now()
 
-        def wait_s(problem: P2PTrainError) -> float:
+        def retry_time_s(problem: P2PTrainError) -> float:
             nonlocal tell_at
             if _is_final(problem):
                 return 0.0
@@ -287,7 +287,7 @@ class SeedLink:
             return math.inf
 
         await asyncio.sleep(0.05 + 0.1 * random.random())  # not all members at once
-        return await until_reached(self._dial, wait_s, random)
+        return await until_reached(self._dial, retry_time_s, random)
 
     async def _live(self, connection: Connection, welcome: Welcome) -> P2PTrainError:
         self._connection = connection

@@ -1,4 +1,4 @@
-"""What every ``p2ptrain join`` does, whatever its role: it claims a slot, finds its seed, and stays.
+"""What every ``p2ptrain join`` does, whatever its role: it claims a slot, finds its seed, and runs until Ctrl+C.
 
 ``join`` reads the options into ``JoinOptions``. It then runs ``run_member`` with a worker, or ``serving.join_to_serve``
 for the other roles.
@@ -22,7 +22,7 @@ from p2ptrain.core.texts import human_seconds
 from p2ptrain.core.threads import SlowThreads
 from p2ptrain.core.world import LoopClock, Network, World, real_world
 from roles.member import Identity, MemberOptions, claim
-from roles.seed_link import WaitS, may_pass, until_reached
+from roles.seed_link import RetryTimeS, is_transient, until_reached
 from roles.worker.build import capabilities
 from wire.address import format_address, is_loopback
 from wire.emulate import EmulatedNetwork, preset_named
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SeedRoute:
-    """A way to the seed, and where to listen. ``others``: seeds to try if this one stays away."""
+    """A way to the seed, and where to listen. ``others``: seeds to try if this one is lost."""
 
     access: Access
     listen: tuple[str, int | None]
     others: tuple[tuple[str, int], ...]
-    wait_s: WaitS
+    retry_time_s: RetryTimeS
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +73,16 @@ async def run_member(options: JoinOptions, make: MakeMember) -> None:
     console, stop = stoppable(with_parent=options.with_parent)
     base, role, targets = _network(options.link), options.role, options.targets
     identity = claim(RealDisk(), options.root, role=role, name=options.name, slot=options.slot)
-    here = ProcessContext(identity, console, stop)
+    process = ProcessContext(identity, console, stop)
     places = [place_of(target) for target in targets]
     caller = Caller(role, identity.directory / "credentials", [options.root, default_state_dir()], identity.peer_id)
     listen_host, afresh = options.host, False
     clock = LoopClock()
     began = clock.now()
 
-    def wait_s(problem: P2PTrainError) -> float:
+    def retry_time_s(problem: P2PTrainError) -> float:
         waited_s = clock.now() - began
-        if not may_pass(problem) or waited_s >= options.wait_s:
+        if not is_transient(problem) or waited_s >= options.wait_s:
             return 0.0
         reason = f"{problem.message} ({problem.remedy})" if problem.remedy else problem.message
         text = f"waiting for the seed, {human_seconds(waited_s)}: {reason}; Ctrl+C gives up"
@@ -94,16 +94,16 @@ async def run_member(options: JoinOptions, make: MakeMember) -> None:
             reaching = partial(reach_one, targets, caller, base, afresh=afresh)
             access = await unless_stopped(
                 stop,
-                until_reached(reaching, wait_s, random.Random()),  # noqa: S311 - a delay
+                until_reached(reaching, retry_time_s, random.Random()),  # noqa: S311 - a delay
             )
             if access is None:
                 break
-            place = format_address(access.host, access.port)
-            console.event("info", f"{role} {identity.name} ({identity.peer_id}) joins {place}")
-            others = tuple(place for place in places if place != (access.host, access.port))
+            seed = access.host, access.port
+            console.event("info", f"{role} {identity.name} ({identity.peer_id}) joins {format_address(*seed)}")
+            others = tuple(place for place in places if place != seed)
             listen = listen_host or usual_host(access.host), options.port
             try:
-                await make(here, SeedRoute(access, listen, others, wait_s))(stop)
+                await make(process, SeedRoute(access, listen, others, retry_time_s))(stop)
                 break
             except Refused as refusal:
                 if refusal.code == RefusalCode.LOOPBACK_ONLY and not listen_host:
@@ -134,7 +134,7 @@ def member_options(options: JoinOptions, route: SeedRoute, **more: Scalar) -> Me
         advertise=options.advertised,
         capabilities=capabilities(options.device) | more,
         others=route.others,
-        wait_s=route.wait_s,
+        retry_time_s=route.retry_time_s,
     )
 
 
@@ -144,7 +144,7 @@ def _network(link: str) -> Network:
 
 
 def usual_host(seed: str) -> str:
-    """The default address to listen on: other members must reach it, and may be wherever the seed is."""
+    """The default address to listen on: loopback if the seed is dialled there, else all addresses."""
     if is_loopback(seed):
         return seed if ":" in seed else "127.0.0.1"
     return every_interface()

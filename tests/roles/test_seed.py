@@ -30,7 +30,7 @@ from roles.seed.admission import refuse_unreached
 from roles.seed.peers import announcement_for, ring_beats
 from roles.seed.run import run_seed
 from roles.seed.store import Records
-from roles.seed_link import may_pass
+from roles.seed_link import is_transient
 from tests.roles.scripted import DEADLINE_S, HOST, ScriptedPeer, lineage_of
 from wire.client import SeedClient
 from wire.connection import Connection
@@ -227,7 +227,7 @@ async def test_a_peer_that_only_checks_is_dialled_back_and_not_listed(bench: Ben
 def test_a_slow_peer_may_try_again_and_a_closed_port_is_final(problem: P2PTrainError, code: str) -> None:
     refuse = refuse_unreached(problem, 7339)
     assert refuse.code == code
-    assert may_pass(Refused(refuse.code, refuse.message)) == (code == RefusalCode.TOO_SLOW)
+    assert is_transient(Refused(refuse.code, refuse.message)) == (code == RefusalCode.TOO_SLOW)
     assert ("firewall" in refuse.remedy) == (code == RefusalCode.UNREACHABLE)
 
 

@@ -16,7 +16,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from roles.seed_link import KnownSeeds, SeedLink, WaitS, may_pass, no_wait
+from roles.seed_link import KnownSeeds, RetryTimeS, SeedLink, is_transient, no_retry
 from tests.wire.doubles import on_virtual_time
 from wire.connection import Connection
 from wire.handshake import PeerServer, local_hello, local_welcome, serve
@@ -102,7 +102,7 @@ def metrics(step: int) -> StepMetrics:
 
 
 @asynccontextmanager
-async def linked(seed: FakeSeed, wait_s: WaitS = no_wait) -> AsyncIterator[Linked]:
+async def linked(seed: FakeSeed, retry_time_s: RetryTimeS = no_retry) -> AsyncIterator[Linked]:
     downs, messages = Box[P2PTrainError](), Box[Message]()
     network = seed.world.network
 
@@ -115,7 +115,7 @@ async def linked(seed: FakeSeed, wait_s: WaitS = no_wait) -> AsyncIterator[Linke
     link = SeedLink(
         world=replace(seed.world, network=network.at("worker")),
         seeds=KnownSeeds([("seed", 1)], {}, lambda: None),
-        wait_s=wait_s,
+        retry_time_s=retry_time_s,
         hello=lambda: local_hello(peer_id="w", name="w", roles=["worker"], purpose="peer", port=5),
         pulse=lambda: Heartbeat(0, 1, 2, "training", {}),
         on_message=heard,
@@ -206,11 +206,11 @@ async def test_the_first_join_must_succeed() -> None:
 async def test_a_newcomer_waits_for_a_seed_that_is_not_there_yet() -> None:
     seed, told = FakeSeed(world()), Box[P2PTrainError]()
 
-    def wait_s(problem: P2PTrainError) -> float:
+    def retry_time_s(problem: P2PTrainError) -> float:
         told.put(problem)
         return math.inf
 
-    async with linked(seed, wait_s) as here:
+    async with linked(seed, retry_time_s) as here:
         assert all(isinstance(problem, Unreachable) for problem in await told.until(5))
         seed.refusals = [Refuse(RefusalCode.SHUTTING_DOWN, "not now")]
         await seed.start()
@@ -229,10 +229,10 @@ async def test_waiting_ends_in_time() -> None:
 
 
 def test_most_refusals_are_not_waited_out() -> None:
-    passing = {code for code in RefusalCode if may_pass(Refused(code, ""))}
+    passing = {code for code in RefusalCode if is_transient(Refused(code, ""))}
     assert passing == {RefusalCode.BUSY, RefusalCode.SHUTTING_DOWN, RefusalCode.TOO_SLOW}
-    assert may_pass(Unreachable("nobody answers"))
-    assert not may_pass(ProtocolError("garbage"))
+    assert is_transient(Unreachable("nobody answers"))
+    assert not is_transient(ProtocolError("garbage"))
 
 
 @on_virtual_time
