@@ -32,7 +32,7 @@ from p2ptrain.cli.runtime import (
 from p2ptrain.cluster.access import addresses_for_others, operator, operator_name, shown_host
 from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.jobs import create_job
-from p2ptrain.cluster.running import announced, default_state_dir
+from p2ptrain.cluster.running import announce_seed, default_state_dir
 from p2ptrain.core.errors import P2PTrainError, UserError
 from wire.address import EVERYWHERE, Ticket, dialable_host, format_address, is_loopback
 from wire.records import FINISHED_STATES
@@ -178,7 +178,7 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
             near = dialable_host(bound), port
             async with AsyncExitStack() as stack:
                 if not options.with_parent:
-                    stack.enter_context(announced(near, root))
+                    stack.enter_context(announce_seed(near, root))
                 try:
                     shown = None
                     if web is not None:

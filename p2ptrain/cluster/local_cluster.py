@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from p2ptrain.cluster.access import open_operator, operator
-from p2ptrain.cluster.running import announced
+from p2ptrain.cluster.running import announce_seed
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import (
     ConnectionLost,
@@ -49,11 +49,9 @@ R = TypeVar("R", PeerInfo, ServingInfo)
 LOOPBACK = "127.0.0.1"
 LEAVE_S = 3.0  # a worker leaves within two seconds
 SEED_READY_S = 20.0
-THERE_S = 180.0
-"""Time limit for all peers to join. They import torch first, which is slow if many share few cores."""
-DEATH_KNOWN_S = 2.0  # from the end of a process' connections to the end of the process
-AGAIN_S = 0.1
-"""Pause between attempts to reach a seed that is down. It limits the precision of times after the seed's return."""
+READY_S = 180.0
+"""Time limit for all peers to join, or to serve. They import torch first, which is slow if many share few cores."""
+EXIT_AFTER_CLOSE_S = 2.0  # a dying process ends at most so long after its connections
 LINE_BYTES = 64 << 20
 """The longest line of a child's output. A benchmark sends all its texts in one line."""
 
@@ -112,15 +110,13 @@ class PeerProcess:
         if self.process.stdin is not None:
             self.process.stdin.close()
 
-    async def ended(self, timeout_s: float = LEAVE_S) -> bool:
-        """Wait for the end. After ``timeout_s`` kill the process, and return False."""
+    async def wait_or_kill(self, timeout_s: float = LEAVE_S) -> None:
+        """Wait for the end; after ``timeout_s`` kill the process."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.process.wait()
         except TimeoutError:
             await self.kill()
-            return False
-        return True
 
     def failure(self, what: str = "") -> JobFailed:
         """The error that explains the end: the process's last error with its remedy and exit code, or the signal that
@@ -161,16 +157,16 @@ class PeerProcess:
 async def end_all(children: Sequence[PeerProcess]) -> None:
     for child in children:
         child.ask_to_leave()
-    await asyncio.gather(*(child.ended() for child in children))
+    await asyncio.gather(*(child.wait_or_kill() for child in children))
 
 
 class LocalCluster:
     """A seed and peers with their state below ``root``.
 
     Args:
-        port: of the seed; 0: a free one, or, of a ``shown`` cluster, the usual one if it is free when the seed starts.
+        port: of the seed; 0: a free one, or, with ``announce``, the usual one if it is free when the seed starts.
         web: where the seed answers HTTP, as ``up --web`` says; None: nowhere.
-        shown: commands of this user find the seed.
+        announce: let commands of this user find the seed.
 
     Attributes:
         peers: the processes besides the seed, by name.
@@ -184,11 +180,11 @@ class LocalCluster:
         *,
         tls: bool = False,
         web: tuple[str, int] | None = None,
-        shown: bool = False,
+        announce: bool = False,
     ) -> None:
         self.root, self.tls, self.web, self.url = root, tls, web, ""
-        self.port = port or (0 if shown else free_port())
-        self._shown, self._announced = shown, ExitStack()
+        self.port = port or (0 if announce else free_port())
+        self._announce, self._announcement = announce, ExitStack()
         self._seed: PeerProcess | None = None
         self.peers: dict[str, PeerProcess] = {}
 
@@ -200,7 +196,7 @@ class LocalCluster:
     def logs(self) -> Path:
         return self.root / "logs"
 
-    def workers_start(self, count: int) -> str:
+    def start_notice(self, count: int) -> str:
         return f"{count} worker{'s start' if count > 1 else ' starts'}; logs are in {self.logs}"
 
     @property
@@ -216,9 +212,9 @@ class LocalCluster:
         arguments = ["seed", "--no-job", "--json", "--host", LOOPBACK, "--state", str(self.root)]
         arguments += [*["--tls"] * self.tls, *(["--http", format_address(*self.web)] if self.web else [])]
         for port in [self.port] if self.port else [DEFAULT_PORT, 0]:
-            place = ["--port", str(port)]
+            port_option = ["--port", str(port)]
             seed = self._seed = await PeerProcess.start(
-                "seed", [*arguments, *place], self.logs / "seed.log", listen=True
+                "seed", [*arguments, *port_option], self.logs / "seed.log", listen=True
             )
             assert seed.process.stdout is not None
             try:
@@ -229,13 +225,13 @@ class LocalCluster:
             if b'"ready"' in ready:
                 break
             await end_all([seed])  # it said nothing, or the document of an error, which the log has too
-            problem = seed.failure("the seed did not start")
-            if port == self.port or problem.exit_code != UserError.exit_code:  # else that port may be in use
-                raise problem
-        announcement = json.loads(ready)
-        self.port, self.url = int(announcement["port"]), str(announcement.get("http", ""))
-        if self._shown:
-            self._announced.enter_context(announced((LOOPBACK, self.port), self.root))
+            failure = seed.failure("the seed did not start")
+            if port == self.port or failure.exit_code != UserError.exit_code:  # else that port may be in use
+                raise failure
+        ready_event = json.loads(ready)
+        self.port, self.url = int(ready_event["port"]), str(ready_event.get("http", ""))
+        if self._announce:
+            self._announcement.enter_context(announce_seed((LOOPBACK, self.port), self.root))
         return seed
 
     async def start_peer(self, name: str, slot: int, *options: str, target: str = "", attack: str = "") -> PeerProcess:
@@ -274,31 +270,31 @@ class LocalCluster:
     async def connect(self) -> SeedClient:
         return (await open_operator((LOOPBACK, self.port), state=self.root))[1]
 
-    async def joined(self, names: Collection[str]) -> None:
+    async def wait_until_joined(self, names: Collection[str]) -> None:
         """Wait until the seed lists these peers. Raises ``JobFailed`` after a time limit, or if a process ends."""
         await self._until_listed(
             PeerInfo, lambda peer: "" if peer.state in ABSENT_STATES else peer.name, set(names), "join"
         )
 
-    async def serving(self, roles: Collection[str]) -> dict[str, Any]:
-        """Wait until each of these roles is served; return its ``ServingInfo`` by role. Raises as ``joined``."""
+    async def wait_until_serving(self, roles: Collection[str]) -> dict[str, Any]:
+        """Wait until each of these roles is served; return its ``ServingInfo`` by role. Raises as the above."""
         return await self._until_listed(ServingInfo, lambda info: info.role, set(roles), "serve")
 
     async def _until_listed(self, kind: type[R], key: Callable[[R], str], wanted: set[str], what: str) -> dict[str, R]:
-        newest, there = dict[str, R](), dict[str, R]()  # by id, and by key
+        newest, listed = dict[str, R](), dict[str, R]()  # by id, and by key
 
         async def work() -> dict[str, R]:
-            nonlocal there
+            nonlocal listed
             try:
-                async with asyncio.timeout(THERE_S), self.operator() as client:
+                async with asyncio.timeout(READY_S), self.operator() as client:
                     async for records in client.news():
                         newest.update({item.id: item for item in records if isinstance(item, kind)})
-                        there = {key(item): item for item in newest.values()}
-                        if wanted <= there.keys():
-                            return there
+                        listed = {key(item): item for item in newest.values()}
+                        if wanted <= listed.keys():
+                            return listed
                     raise ConnectionLost("the seed ended")
             except TimeoutError:
-                text = f"{' and '.join(sorted(wanted - there.keys()))} did not {what} within {THERE_S:.0f} s"
+                text = f"{' and '.join(sorted(wanted - listed.keys()))} did not {what} within {READY_S:.0f} s"
                 raise JobFailed(text, remedy=f"see the logs in {self.logs}") from None
 
         return await self.while_alive(work(), needed=[self.seed, *self.peers.values()])
@@ -329,7 +325,7 @@ class LocalCluster:
                 await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
                 if ends and task.done() and isinstance(task.exception(), NetworkError):
                     # A dying process closes its connections first. Its own end explains more than the network error.
-                    await asyncio.wait(ends, timeout=DEATH_KNOWN_S, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(ends, timeout=EXIT_AFTER_CLOSE_S, return_when=asyncio.FIRST_COMPLETED)
                 for end in [end for end in ends if end.done()]:
                     child = ends.pop(end)
                     living -= child in others
@@ -349,7 +345,7 @@ class LocalCluster:
         """End all processes, the seed last, so that it records what the others saved. May be called twice."""
         await end_all(list(self.peers.values()))
         await end_all([self._seed] if self._seed is not None else [])
-        self._announced.close()
+        self._announcement.close()
 
 
 def own_texts(profile: Profile, workers: int, data: list[str]) -> tuple[str, ...]:

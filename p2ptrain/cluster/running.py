@@ -32,7 +32,7 @@ def default_state_dir() -> Path:
 
 
 @contextmanager
-def announced(address: tuple[str, int], state: Path) -> Iterator[None]:
+def announce_seed(address: tuple[str, int], state: Path) -> Iterator[None]:
     """Let commands of this user find the seed of this process, within the block."""
     from wire.address import format_address
 

@@ -233,15 +233,15 @@ async def hold_model(
 
     ``on_loaded``: called with the model, and the seed's address.
     """
-    cluster = LocalCluster(plan.root, plan.port, web=plan.web, shown=True)
+    cluster = LocalCluster(plan.root, plan.port, web=plan.web, announce=True)
 
     async def work() -> None:
         await cluster.start_seed()
         if cluster.url:
             console.event("info", f"watch in a browser: {cluster.url}")
         await cluster.start_workers(plan.workers, *plan.options())
-        console.event("info", cluster.workers_start(plan.workers))
-        await cluster.joined(list(cluster.peers))
+        console.event("info", cluster.start_notice(plan.workers))
+        await cluster.wait_until_joined(list(cluster.peers))
         workers, options = list(cluster.peers.values()), SplitOptions(plan.stages, plan.dtype)
         found = plan_split(options, plan.checkpoint, "", cluster.address, conversation_positions, console)
         async with found as split:

@@ -145,7 +145,7 @@ class TrainingRun:
     """
 
     def __init__(self, plan: TrainingPlan, console: Console, on_served: Callable[[ServedPair], object]) -> None:
-        self.cluster = LocalCluster(plan.root, plan.port, web=plan.web, shown=True)
+        self.cluster = LocalCluster(plan.root, plan.port, web=plan.web, announce=True)
         self.view: FullScreenView | None = None
         self._plan, self._console, self._on_served = plan, console, on_served
         self._workers: list[PeerProcess] = []
@@ -193,7 +193,7 @@ class TrainingRun:
         options += ["--link", plan.link] * bool(plan.link)
         await self.cluster.start_workers(plan.workers, *options, straggler=plan.straggler, texts=plan.texts)
         self._workers = list(self.cluster.peers.values())
-        console.event("info", self.cluster.workers_start(plan.workers))
+        console.event("info", self.cluster.start_notice(plan.workers))
 
     async def _note_finished(self, profile: Profile) -> None:
         """Say that a job of these settings is done. Raises ``UserError`` if it had another number of steps: the person
@@ -378,7 +378,7 @@ class TrainingRun:
                 options += ["--http", format_address(*plan.http)]
                 options += [] if plan.api_keys is None else ["--api-key-file", str(plan.api_keys)]
             await cluster.start_peer(role, 1, *options)
-        http = (await cluster.serving({VERIFIER, DRAFTER}))[VERIFIER].http
+        http = (await cluster.wait_until_serving({VERIFIER, DRAFTER}))[VERIFIER].http
         commands = [f'p2ptrain generate "def " --stats{self._seed_option}', f"p2ptrain chat{self._seed_option}"]
         if http:
             key = "" if plan.api_keys is None else f' -H "Authorization: Bearer $(cat {quote(str(plan.api_keys))})"'

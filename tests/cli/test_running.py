@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.cluster.access import read_target
-from p2ptrain.cluster.running import announced, running_seeds
+from p2ptrain.cluster.running import announce_seed, running_seeds
 from p2ptrain.core.errors import UserError
 
 Command = Callable[..., Any]
@@ -26,7 +26,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_it_is_found_while_it_runs_and_by_this_user_alone(home: Path, tmp_path: Path) -> None:
     assert read_target("") == ("127.0.0.1", 7337)
-    with announced(HERE, tmp_path):
+    with announce_seed(HERE, tmp_path):
         (file,) = home.iterdir()
         assert file.stat().st_mode & 0o777 == 0o600
         assert read_target("") == read_target(f"@{tmp_path}") == HERE
@@ -37,7 +37,7 @@ def test_it_is_found_while_it_runs_and_by_this_user_alone(home: Path, tmp_path: 
 
 
 def test_files_of_processes_that_died_are_ignored_and_removed(home: Path, tmp_path: Path) -> None:
-    with announced(HERE, tmp_path):
+    with announce_seed(HERE, tmp_path):
         (file,) = home.iterdir()
         host = file.name.removesuffix(str(os.getpid()))
         for pid in ("1", f"{2**22 + 1}"):  # one that began after the file was written, and none
@@ -51,9 +51,9 @@ def test_files_of_processes_that_died_are_ignored_and_removed(home: Path, tmp_pa
 
 
 def test_of_several_one_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with announced(HERE, tmp_path):
+    with announce_seed(HERE, tmp_path):
         monkeypatch.setattr("os.getpid", os.getppid)
-        with announced(("127.0.0.1", 9001), tmp_path / "other"), pytest.raises(UserError) as refused:
+        with announce_seed(("127.0.0.1", 9001), tmp_path / "other"), pytest.raises(UserError) as refused:
             read_target("")
     assert refused.value.message.startswith("2 seeds of yours run on this machine: ")
     assert f"127.0.0.1:9000 (--state {tmp_path})" in refused.value.message
@@ -64,7 +64,7 @@ def test_commands_ask_it(command: Command, fake_seed: Any, tmp_path: Path, monke
     fake_seed.answers["jobs.list"] = {"jobs": []}
     host, _, port = fake_seed.address.rpartition(":")
     monkeypatch.setenv("P2PTRAIN_SEED", "127.0.0.1:1")  # a typed --seed wins
-    with announced((host, int(port)), tmp_path):
+    with announce_seed((host, int(port)), tmp_path):
         assert command("jobs", "list", "--seed", f"@{tmp_path}", "--json").json == {"jobs": []}
         monkeypatch.setenv("P2PTRAIN_SEED", "")
         assert command("jobs", "list", "--json").json == {"jobs": []}

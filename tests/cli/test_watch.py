@@ -17,7 +17,7 @@ import pytest
 
 from p2ptrain.cli.output import print_table
 from p2ptrain.cli.status import is_over
-from p2ptrain.cluster.running import announced
+from p2ptrain.cluster.running import announce_seed
 from p2ptrain.core.errors import ConnectionLost, Unreachable, UserError
 from tests.cli.test_operator_commands import CHECKPOINT, JOB, PEER
 from wire.records import ClusterInfo, EventInfo, MemberScore, MetricRow
@@ -219,7 +219,7 @@ def test_logs_are_the_events_and_what_the_process_wrote(command: Command, fake_s
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "laptop.log").write_text("one\ntwo\nthree\n")
     host, _, port = fake_seed.address.rpartition(":")
-    with announced((host, int(port)), tmp_path):
+    with announce_seed((host, int(port)), tmp_path):
         shown = command("logs", "laptop", "--limit", "2").out.splitlines()
     assert shown[:3] == [f"{tmp_path / 'logs' / 'laptop.log'}:", "  two", "  three"]
     assert shown[3].endswith("laptop is lost")

@@ -65,7 +65,7 @@ async def test_a_port_that_is_taken_when_the_seed_starts_is_no_obstacle_if_nobod
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(local_cluster, "DEFAULT_PORT", taken.getsockname()[1])
-        cluster = LocalCluster(tmp_path, shown=True)
+        cluster = LocalCluster(tmp_path, announce=True)
         try:
             await cluster.start_seed()
             assert cluster.port not in (0, taken.getsockname()[1])
@@ -174,9 +174,9 @@ async def test_a_peer_that_went_away_again_has_not_joined(tmp_path: Path, monkey
     seed = Seed([one], [replace(one, state="left")], [two])
 
     monkeypatch.setattr(cluster, "operator", lambda: nullcontext(seed))
-    await cluster.joined(["one"])
+    await cluster.wait_until_joined(["one"])
     with pytest.raises(ConnectionLost):
-        await cluster.joined(["one", "two"])
+        await cluster.wait_until_joined(["one", "two"])
 
 
 async def test_the_result_of_work(tmp_path: Path) -> None:

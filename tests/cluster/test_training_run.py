@@ -156,7 +156,7 @@ async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     monkeypatch.setattr(
         LocalCluster, "start_peer", lambda local, *words, **more: made.start_peer(local, *words, **more)
     )
-    monkeypatch.setattr(LocalCluster, "serving", served)
+    monkeypatch.setattr(LocalCluster, "wait_until_serving", served)
     yield made
     if made.cluster is not None:
         await made.cluster.close()

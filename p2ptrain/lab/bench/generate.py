@@ -150,10 +150,10 @@ async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], rou
             options = ("--role", "drafter", "--model", str(models["drafter"]), *threads, *link)
             await cluster.start_peer("drafter", 1, *options)
         if plan.stages:
-            await cluster.joined(list(cluster.peers))
+            await cluster.wait_until_joined(list(cluster.peers))
         options = ("--role", "verifier", "--model", str(models["verifier"]), "--http", f"{LOOPBACK}:{port}", *link)
         await cluster.start_peer("verifier", 1, *options, *(["--split", str(plan.stages)] if plan.stages else threads))
-        peers.model = (await cluster.serving({"verifier", *models.keys() & {"drafter"}}))["verifier"].model
+        peers.model = (await cluster.wait_until_serving({"verifier", *models.keys() & {"drafter"}}))["verifier"].model
         for number in range(2):  # warm up both
             await peers.write(number, "auto", min(64, plan.tokens))
         yield peers

@@ -68,7 +68,7 @@ class Bench:
             for child in children:
                 child.ask_to_leave()
             # A member has nothing to save, so it leaves at once.
-            await asyncio.gather(*(child.ended(0.4) for child in children))
+            await asyncio.gather(*(child.wait_or_kill(0.4) for child in children))
 
 
 async def conduct(report: BenchReport, work: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
@@ -132,7 +132,7 @@ class Members:
         except (BrokenPipeError, ConnectionResetError):
             line = b""
         if not line:
-            await child.ended(1.0)
+            await child.wait_or_kill(1.0)
             raise child.failure()
         answer: Answer = json.loads(line)
         if "failed" in answer:

@@ -557,7 +557,7 @@ class ChaosRun:
         try:
             for number in range(1, plan.workers + 1):
                 await cluster.start_worker(number)
-            self._console.event("info", local.workers_start(plan.workers))
+            self._console.event("info", local.start_notice(plan.workers))
             remedy = f"the logs are in {local.logs}"
             if not await observer.until(lambda: bool(cluster.exits) or _whole(cluster, observer), PATIENCE_S):
                 raise JobFailed("the workers did not form a ring", remedy=remedy)

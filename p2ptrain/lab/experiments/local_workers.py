@@ -53,7 +53,7 @@ class LocalWorkers:
         await self._cluster.start_workers(
             machine.workers, *options, straggler=machine.straggler, texts=texts, attacks=machine.attacks
         )
-        await self._cluster.joined(list(self._cluster.peers))
+        await self._cluster.wait_until_joined(list(self._cluster.peers))
 
     async def end(self) -> None:
         """End the processes, and delete what they kept but for their logs."""

@@ -53,11 +53,11 @@ async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, 
     cluster = LocalCluster(Path(tempfile.mkdtemp(prefix="p2ptrain-explain-")))  # kept after a failure, for its logs
 
     async def work() -> StrategyTimings:
-        console.progress(cluster.workers_start(workers))
+        console.progress(cluster.start_notice(workers))
         await cluster.start_seed()
         threads = profile.device.threads or threads_each(workers)
         await cluster.start_workers(workers, "--threads", str(threads), "--device", profile.device.kind)
-        await cluster.joined(cluster.peers)
+        await cluster.wait_until_joined(cluster.peers)
         training = _trained(cluster, profile, workers, strategies, console.progress)
         return await LocalCluster.while_alive(training, needed=[cluster.seed, *cluster.peers.values()])
 

@@ -32,7 +32,7 @@ class Recorded(LocalCluster):
     async def start_peer(self, name: str, slot: int, *options: str, target: str = "", attack: str = "") -> Any:
         self.peers[name] = [*options, *filter(None, [attack])]
 
-    async def joined(self, names: list[str]) -> None:
+    async def wait_until_joined(self, names: list[str]) -> None:
         assert names == list(self.peers)
 
     async def end(self) -> None:
