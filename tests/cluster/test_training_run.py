@@ -308,7 +308,7 @@ async def test_a_result_that_cannot_be_saved_is_told_and_not_called_done(
     assert (outcome["state"], outcome["checkpoint"]) == ("not saved", None)
     assert f"the steps up to {STEPS} are lost" in outcome["reason"]
     assert told[0].startswith("warning: job pair is trained, but cannot end: the result, step 200, is not saved yet")
-    assert "no space on /x. free some" in told[0]
+    assert "no space on /x; free some" in told[0]
 
 
 async def test_a_worker_that_ends_alone_ends_it_with_its_last_words(machine: Machine) -> None:
