@@ -98,10 +98,10 @@ class WorkerFactory:
 
     @cached_property
     def _parts(self) -> Holding:
-        from roles.worker.build import holding
+        from roles.worker.build import build_holding
 
         options = self._options
-        return holding(device=options.device, threads=options.threads, memory_bytes=options.memory_bytes)
+        return build_holding(device=options.device, threads=options.threads, memory_bytes=options.memory_bytes)
 
     def make(self, context: ProcessContext, route: SeedRoute) -> MemberRun:
         """A worker of one process. It also holds parts of models."""

@@ -1,4 +1,4 @@
-"""Builds engines from profiles. Only this module of the worker imports torch, and only inside functions."""
+"""Builds a worker's engines and ``Holding``; its only module that imports torch, and only inside functions."""
 
 from __future__ import annotations
 
@@ -93,38 +93,38 @@ def engine_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0)
         from p2ptrain.compute.recipe import ModelRecipe
         from p2ptrain.compute.trainer import Trainer
 
-        exact = profile.job.exact  # then only the job sets the threads: their number decides a gradient's last bits
-        cores = profile.device.threads or 1 if exact else threads or profile.device.threads
-        spec, chosen = training_spec(profile), pick_device(device or profile.device.kind, cores)
+        of_job = profile.device.threads  # an exact job takes no other number: it decides a gradient's last bits
+        count = (of_job or 1) if profile.job.exact else (threads or of_job)
+        spec, chosen = training_spec(profile), pick_device(device or profile.device.kind, count)
         if not stage.split:
             recipe = ModelRecipe(spec, chosen)
         elif profile.job.strategy == "sharded":
-            recipe = ModelRecipe(spec, chosen, shard=shard_of(stage, profile.sharded, chosen, memory_bytes))
+            recipe = ModelRecipe(spec, chosen, shard=shard_spec(stage, profile.sharded, chosen, memory_bytes))
         else:
-            recipe = ModelRecipe(spec, chosen, stage_of(stage, profile, spec.model, memory_bytes))
+            recipe = ModelRecipe(spec, chosen, stage_spec(stage, profile, spec.model, memory_bytes))
         return Trainer(recipe)
 
     return build
 
 
-def stage_of(stage: Stage, profile: Profile, model: ModelSpec, memory_bytes: int) -> StageSpec:
+def stage_spec(stage: Stage, profile: Profile, model: ModelSpec, memory_bytes: int) -> StageSpec:
     """A stage of a pipeline. Raises as ``stage_bounds``."""
     from p2ptrain.compute.recipe import stage_bounds
     from p2ptrain.compute.stage import StageSpec
 
-    split, to_end = profile.pipeline, stage.count - stage.index
+    split, stages_to_end = profile.pipeline, stage.count - stage.index
     return StageSpec(
         stage.index,
         stage_bounds(model, stage.count, split.cuts),
         activations=split.activations,
         gradients="fp32" if split.activations == "fp32" else "bf16",
         recompute=split.recompute,
-        in_flight=least_in_flight(split.schedule, profile.batch.micro_batches, to_end, split.max_in_flight),
+        in_flight=least_in_flight(split.schedule, profile.batch.micro_batches, stages_to_end, split.max_in_flight),
         memory_bytes=memory_bytes,
     )
 
 
-def shard_of(stage: Stage, sharded: Sharded, device: ComputeDevice, memory_bytes: int) -> ShardSpec:
+def shard_spec(stage: Stage, sharded: Sharded, device: ComputeDevice, memory_bytes: int) -> ShardSpec:
     """A shard whose process group has no operations yet: the strategy gives them in each view. Raises ``ConfigError``
     if the device cannot hold shards."""
     from p2ptrain.compute.fsdp import ShardSpec, mesh_of
@@ -137,7 +137,7 @@ def shard_of(stage: Stage, sharded: Sharded, device: ComputeDevice, memory_bytes
 
 
 def island_builder(island: Island, device: ComputeDevice, memory_bytes: int = 0) -> BuildEngine:
-    """Return the builder of an island's engines, at its leader. ``memory_bytes``: as in ``island_trainer``."""
+    """Return the builder of engines of an island (``compute.island``) at its leader. ``memory_bytes``: as below."""
 
     def build(profile: Profile, stage: Stage) -> Engine:
         check_island(profile)
@@ -169,7 +169,7 @@ def check_island(profile: Profile) -> None:
             raise ConfigError(text, remedy=f"{remedy}: p2ptrain join --device cuda:0, p2ptrain join --device cuda:1")
 
 
-def holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
+def build_holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
     """Return what a worker needs to hold parts of split models.
 
     Args:
@@ -218,13 +218,12 @@ def training_spec(profile: Profile) -> TrainingSpec:
     from p2ptrain.compute.tuning import TuningSpec
 
     model, data, batch, lora = profile.model, profile.data, profile.batch, profile.lora
-    local, clip_norm = None, profile.privacy.clip_norm if profile.privacy.epsilon else 0.0
+    local, clip_norm = None, (profile.privacy.clip_norm if profile.privacy.epsilon else 0.0)
     if profile.job.strategy == "local":
         local = LocalSpec(**profile.local.model_dump(), clip_norm=clip_norm)
     elif profile.job.strategy == "federated":
-        pull = profile.federated.proximal
-        slotted = slots(profile)
-        local = LocalSpec(1.0, 0.0, proximal=pull, fresh=True, clip_norm=clip_norm, slots=slotted)
+        averaged = LocalSpec(outer_lr=1.0, outer_momentum=0.0, fresh=True)  # the outer step is the members' average
+        local = replace(averaged, proximal=profile.federated.proximal, clip_norm=clip_norm, slots=slots(profile))
     freeze_a = profile.job.strategy == "federated" and profile.federated.average == "frozen-a"
     return TrainingSpec(
         model=replace(fill_from(ModelSpec, model), path=Path(model.path) if model.path else None),

@@ -27,7 +27,7 @@ from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.member import ServingMember
 from roles.serving.texts import TextRequest
 from roles.verifier.client import VerifierClient
-from roles.worker.build import holding
+from roles.worker.build import build_holding
 from tests.compute.families import generated, opened
 from tests.compute.tiny_trainer import tiny
 from tests.roles.in_process import Cluster, Peer
@@ -125,7 +125,7 @@ def _parts(worker: Any) -> list[Any]:
 
 
 def join(cluster: Cluster, slot: int, memory_bytes: int = HALF_BYTES) -> Peer:
-    return cluster.join(slot=slot, holding=holding(device="cpu", threads=1, memory_bytes=memory_bytes))
+    return cluster.join(slot=slot, holding=build_holding(device="cpu", threads=1, memory_bytes=memory_bytes))
 
 
 @asynccontextmanager
