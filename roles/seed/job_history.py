@@ -188,23 +188,20 @@ class ViewCensus:
     """The views that the members of one job report.
 
     Attributes:
-        settled: set once the job goes on. It is set from the start unless the seed was restored.
+        settled: set once the job goes on. over: set once no message waits any more, either. Both are set from the
+            start unless the seed was restored.
         changed: set when a member connected, or reported its view.
         early_messages: messages of workers, the oldest first, that wait until the job is settled.
     """
 
     def __init__(self, job: str, peers: PeerTable, *, minted_below: int, unsettled: bool) -> None:
-        self.settled, self.changed = asyncio.Event(), asyncio.Event()
+        self.settled, self.over, self.changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.early_messages: deque[tuple[ConnectedPeer, Message]] = deque()
         self._job, self._peers, self._minted_below = job, peers, minted_below
         self._reported: dict[str, View] = {}
         if not unsettled:
             self.settled.set()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the job is settled, and no message waits any more."""
-        return self.settled.is_set() and not self.early_messages
+            self.over.set()
 
     def report(self, peer_id: str, view: View) -> None:
         """Take in a view that an earlier term minted. Raises ``ProtocolError`` if no such view can exist."""

@@ -278,14 +278,15 @@ class Seed:
         """Handle a worker's message. While a restored seed does not know the job's newest view, messages are queued;
         views are taken in at once."""
         census = controller.census if controller is not None else None
-        if census is None or census.is_over or isinstance(message, PartsHeld):
+        if census is None or census.over.is_set() or isinstance(message, PartsHeld):
             await self._handle_of_job(peer, controller, message)
         elif isinstance(message, ViewAnnounced):
             census.report(peer.id, View.of(message))
-        else:
-            if len(census.early_messages) >= MAX_EARLY_MESSAGES:
-                await census.settled.wait()
+        elif len(census.early_messages) < MAX_EARLY_MESSAGES:
             census.early_messages.append((peer, message))
+        else:
+            await census.over.wait()
+            await self._handle_of_job(peer, controller, message)
 
     def _take_early_messages(self, job: str) -> None:
         assert self._tasks is not None
@@ -303,6 +304,7 @@ class Seed:
                 send_last_word(peer.connection, problem)
                 peer.connection.abort(problem)
             early.popleft()
+        controller.census.over.set()
 
     async def _handle_of_job(self, peer: ConnectedPeer, controller: JobController | None, message: Message) -> None:
         match message:
