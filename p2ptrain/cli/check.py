@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from p2ptrain.cli.joining import usual_host
 from p2ptrain.cli.output import human_time, print_json
 from p2ptrain.cli.runtime import (
     DEFAULT_SEED,
@@ -37,6 +36,7 @@ from p2ptrain.cluster.access import (
     reach,
     read_target,
     shown_address,
+    usual_host,
 )
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from p2ptrain.cluster.access import MENDED_BY_A_TICKET, Access, Caller, place_of, reach_one
+from p2ptrain.cluster.access import MENDED_BY_A_TICKET, Access, Caller, place_of, reach_one, usual_host
 from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.disk import RealDisk
@@ -24,7 +24,7 @@ from p2ptrain.core.world import LoopClock, Network, World, real_world
 from roles.member import Identity, MemberOptions, claim
 from roles.seed_link import RetryTimeS, is_transient, until_reached
 from roles.worker.build import capabilities
-from wire.address import format_address, is_loopback
+from wire.address import format_address
 from wire.emulate import EmulatedNetwork, preset_named
 from wire.messages import RefusalCode, Scalar
 from wire.transport import TcpNetwork, every_interface
@@ -141,10 +141,3 @@ def member_options(options: JoinOptions, route: SeedRoute, **more: Scalar) -> Me
 def _network(link: str) -> Network:
     tcp = TcpNetwork()
     return EmulatedNetwork(tcp, preset_named(link), os.getpid()) if link else tcp
-
-
-def usual_host(seed: str) -> str:
-    """The default address to listen on: loopback if the seed is dialled there, else all addresses."""
-    if is_loopback(seed):
-        return seed if ":" in seed else "127.0.0.1"
-    return every_interface()

@@ -37,7 +37,7 @@ from wire.address import (
     without_secrets,
 )
 from wire.messages import RefusalCode
-from wire.transport import TcpNetwork, resolve, unreachable
+from wire.transport import TcpNetwork, every_interface, resolve, unreachable
 
 if TYPE_CHECKING:
     from wire.client import SeedClient
@@ -281,6 +281,13 @@ def _find_credentials(caller: Caller, fits: Callable[[Credentials, tuple[str, in
 
 
 # ------------------------------------------------------------------------------------------------------ this machine
+
+
+def usual_host(seed: str) -> str:
+    """The default address to listen on: loopback if the seed is dialled there, else all addresses."""
+    if is_loopback(seed):
+        return seed if ":" in seed else "127.0.0.1"
+    return every_interface()
 
 
 def shown_host(host: str) -> str:

@@ -19,6 +19,7 @@ from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining, serving
 from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.cli.joining import MemberRun, ProcessContext, SeedRoute
+from p2ptrain.cluster.access import usual_host
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.island import IslandOptions
 from p2ptrain.core.errors import ResourceError, Unreachable, UserError
@@ -67,7 +68,7 @@ def test_a_worker_is_what_nobody_names(command: Command, begun: list[JoinOptions
     [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("fd00::1", every_interface())],
 )
 def test_a_member_listens_where_its_seed_can_reach_it(seed: str, host: str) -> None:
-    assert joining.usual_host(seed) == host
+    assert usual_host(seed) == host
 
 
 def test_a_verifier_and_its_options(command: Command, begun: list[JoinOptions], model: Path) -> None:
