@@ -249,9 +249,8 @@ def generate(
     """Measure texts with a far drafter, and of a split model.
 
     Peers run as join starts them, over emulated far links. By default the models only take time, and the drafter is
-    right as often as --alpha says. It is compared with the verifier alone, and with the computed time of a protocol in
-    which both sides wait for each other. Real models are compared with transformers' generate and its assisted
-    generation.
+    right as often as --alpha says. It is compared with the verifier alone. Real models are compared with transformers'
+    generate and its assisted generation.
 
     \b
     Examples:

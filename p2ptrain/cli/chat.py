@@ -152,8 +152,9 @@ class ServiceThread:
         with contextlib.suppress(TimeoutError):  # longer than the clean-up of what was entered
             self.call(self._stack.aclose(), 4.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(1.0)
+        if not self._thread.is_alive():  # else it blocks, and ends with the process
+            self._loop.close()
 
 
 async def _next_piece(pieces: AsyncIterator[TextPiece]) -> TextPiece | None:

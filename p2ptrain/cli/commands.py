@@ -86,7 +86,7 @@ class Commands(Group):
         CommandEntry("jobs", "jobs:app", "Create, show, watch, pause, resume, save and cancel jobs.", _WATCH),
         CommandEntry("checkpoints", "checkpoints:app", "List, restore and delete checkpoints.", _WATCH),
         CommandEntry("explain", "explain:explain", "Predict the cost of a step; recommend a strategy.", _WATCH),
-        CommandEntry("bench", "bench:app", "Measure this machine, and compare it with targets.", _WATCH),
+        CommandEntry("bench", "bench:app", "Measure this machine, and compare it with rivals.", _WATCH),
         CommandEntry("experiment", "experiment:app", "Train a grid of settings; compare the results.", _WATCH),
         CommandEntry("chaos", "chaos:chaos", "Inject faults into a local cluster; check recovery.", _WATCH),
         CommandEntry("sim", "sim:sim", "Simulate whole clusters under faults; check what must hold.", _WATCH),

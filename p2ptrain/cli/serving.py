@@ -102,7 +102,6 @@ async def serve(member: ServingMember, options: JoinOptions, console: Console) -
 
 async def _verify(member: ServingMember, options: JoinOptions, console: Console) -> None:
     directory, sessions = options.model_directory, options.sessions or USUAL_SESSIONS
-    assert directory is not None
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
         stack.callback(compute.close)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from p2ptrain.cluster.local_cluster import LocalCluster, PeerProcess, end_all
+from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, end_all
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, UserError
 from p2ptrain.core.island import MOST_PROCESSES, IslandPlace, place_in
 from p2ptrain.core.threads import RealThreads
@@ -31,7 +31,6 @@ FormedIsland: TypeAlias = "tuple[Island, ComputeDevice]"
 MakeIslandWorker: TypeAlias = "Callable[[FormedIsland], Callable[[asyncio.Event], Coroutine[Any, Any, None]]]"
 """Makes what runs the worker until the event is set."""
 
-LOOPBACK = "127.0.0.1"
 FOLLOW_S = 8.0
 """How long a follower that is told to leave waits for its leader to end the island."""
 

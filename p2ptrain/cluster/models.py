@@ -1,6 +1,6 @@
 """The data and the models that a person names: checked before any process starts, fetched from the hub, and measured.
 
-Workers measure a model that they serve (``roles.serving.worker_pool.WorkerPool.measured``). The sizes of one to be
+Workers measure a model that they serve (``roles.serving.worker_pool.WorkerPool.measure_model``). The sizes of one to be
 trained are computed here for a new model of the Llama family, which needs no torch, and measured for others.
 """
 
@@ -211,6 +211,6 @@ def config_text(directory: Path, stages: int | None = None) -> str:
         raise StorageError(f"cannot read {path}: {error}") from error
     table = config_untrusted(text)
     layers = table.get("num_hidden_layers", table.get("n_layer"))
-    if isinstance(layers, int):  # if it has another name, a worker knows it (``split.measured``)
+    if isinstance(layers, int):  # if it has another name, a worker knows it (``split_model.measure_model``)
         check_stages(layers, stages)
     return text

@@ -116,7 +116,7 @@ async def plan_split(
 
 
 async def measure_model(pool: WorkerPool, config: str, options: SplitOptions) -> ModelMeasurement:
-    """Raises as ``WorkerPool.measured``; ``ConfigError`` for more stages than layers."""
+    """Raises as ``WorkerPool.measure_model``; ``ConfigError`` for more stages than layers."""
     found = await pool.measure_model(config, options.dtype)
     check_stages(found.sizes.layers, options.stages)
     return found

@@ -8,7 +8,7 @@ only what is missing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,9 +28,9 @@ from p2ptrain.cluster.jobs import (
 )
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, end_all, part_bytes, threads_each
 from p2ptrain.core.adapters import is_model
-from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, ProtocolError, UserError
+from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, UserError
 from wire.address import DEFAULT_PORT, format_address
-from wire.records import FINISHED_STATES, EventInfo, JobInfo, MetricRow
+from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, MetricRow
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -124,7 +124,7 @@ async def train(
             if run.view is not None and await run.view.show(working):
                 console.event("info", LEAVING)
                 stop.set()
-            elif run.view is not None:
+            elif run.view is not None and not working.done():
                 run.leave_view()
             await unless_stopped(stop, working)
         finally:
@@ -280,7 +280,6 @@ class TrainingRun:
             states = {observer.state for observer in observers}
             if states <= FINISHED_STATES or states & (FINISHED_STATES - {"done"}):
                 return
-        raise ConnectionLost("the seed ended")
 
     def _report_news(self, record: Record, began: float) -> None:
         """Report trouble since this start, and that a job stops or goes on. Called before the observers take it."""
@@ -329,17 +328,14 @@ class TrainingRun:
                     if info.state not in _UNDER_WAY:
                         continue
                     await self.client.tell_job(info.id, "pause")
-                    while info.state in _UNDER_WAY or (info.state == "paused" and not await self._is_saved(info)):
+                    saved: list[CheckpointInfo] = []
+                    while info.state in _UNDER_WAY or (info.state == "paused" and not _is_saved(info, saved)):
                         await asyncio.sleep(SAVE_LOOK_S)
                         info, _ = await self.client.job(info.id)
+                        saved = await self.client.checkpoints(info.id)
         except (TimeoutError, P2PTrainError) as error:
             text = error.message if isinstance(error, P2PTrainError) else f"it took longer than {SAVE_S:g} s"
             self._console.event("warning", f"the newest steps may not be saved: {text}")
-
-    async def _is_saved(self, job: JobInfo) -> bool:
-        """Whether the whole model, or every stage of it, is saved at the job's step."""
-        parts = {item.stage for item in await self.client.checkpoints(job.id) if item.step == job.step}
-        return not job.step or None in parts or len(parts) == job.stages
 
     async def _summarize(self, observer: JobObserver) -> JobSummary:
         """The summary of a job; one that goes on is interrupted now."""
@@ -347,8 +343,8 @@ class TrainingRun:
         assert info is not None, "each observer has begun"
         with suppress(P2PTrainError):  # the seed may be lost: then the newest report counts
             info, _ = await self.client.job(observer.job)
-            newest = newest_of(await self.client.checkpoints(observer.job))
-            is_saved = await self._is_saved(info)
+            saved = await self.client.checkpoints(observer.job)
+            newest, is_saved = newest_of(saved), _is_saved(info, saved)
         summary = summarize_job(info, newest)
         if info.state in FINISHED_STATES:
             return summary
@@ -466,6 +462,12 @@ def _has_settings_of(spec: str, profile: Profile, **job: int) -> bool:
         return False  # of another version
     job |= {"workers": profile.job.workers}
     return found.model_copy(update={"job": found.job.model_copy(update=job)}) == profile
+
+
+def _is_saved(job: JobInfo, saved: Iterable[CheckpointInfo]) -> bool:
+    """Whether the whole model, or every stage of it, is among ``saved`` at the job's step."""
+    parts = {item.stage for item in saved if item.step == job.step}
+    return not job.step or None in parts or len(parts) == job.stages
 
 
 def check_whole(role: str, summary: JobSummary) -> None:

@@ -540,7 +540,7 @@ class ChaosRun:
     async def _cluster(self, root: Path) -> AsyncIterator[tuple[ProxiedCluster, JobObserver, ChaosHistory]]:
         plan = self.plan
         local, threads = LocalCluster(root, tls=plan.tls), plan.profile.device.threads or threads_each(plan.workers)
-        cluster = ProxiedCluster(local, plan.workers, threads, lambda: observer.wake(), plan.attack_of)
+        cluster = ProxiedCluster(local, plan.workers, threads, lambda: None, plan.attack_of)
         self.clusters.append(cluster)
         await cluster.start_seed()
         name = Path(plan.profile_name).stem
@@ -548,10 +548,12 @@ class ChaosRun:
             job = await client.create_job(name, name, plan.profile.to_spec())
         history = ChaosHistory(job)
         observer = JobObserver(job, on_record=lambda record: history.take(record, now()))
+        cluster.on_change = observer.wake
 
         async def observe() -> None:
-            async for _ in observer.run(local.operator):
-                pass
+            with suppress(P2PTrainError):  # ``until`` raises it
+                async for _ in observer.run(local.operator):
+                    pass
 
         observing = asyncio.create_task(observe())
         try:

@@ -119,14 +119,14 @@ class PrivacyChecks:
 
     def __init__(self, report: Checklist) -> None:
         self._report = report
-        self._used: set[tuple[bytes, int, int]] = set()  # keys and masks
+        self._used: set[tuple[bytes, int]] = set()  # keys, and the ranks that used them
         self._attempts: dict[tuple[int, int], set[str]] = {}  # generation, step → hosts that contributed
         self._released = 0  # attempts that all members of their view made
 
-    def used(self, key: bytes, number: int = 0, rank: int = 0) -> None:
-        once = (key, number, rank) not in self._used
-        self._used.add((key, number, rank))
-        self._report.check("used once", once, f"noise or the masks of step {number} are used twice")
+    def used(self, key: bytes, rank: int = 0) -> None:
+        once = (key, rank) not in self._used
+        self._used.add((key, rank))
+        self._report.check("used once", once, f"rank {rank} uses a key of noise or masks twice")
 
     def spent(self, who: str, view: View, step: int, releases: int) -> None:
         """A member is about to make a private contribution. ``releases``: its count, with this one."""

@@ -43,7 +43,6 @@ class MachineProbe(Probe):
     def __init__(self, observer: Observer, machine: ObservedMachine, process: Process, mutation: Mutation) -> None:
         self._observer, self._machine, self._process = observer, machine, process
         self._acts = mutation.acts
-        self._core: JobMember | None = None
         # Of the core before the event: steps and lineage, view, and whether it was healing.
         self._before: tuple[tuple[int, str], View | None, bool] = ((0, ""), None, False)
         self._minting: dict[int, bool] = {}  # generation → whether a person restores; of views that are being stored
@@ -65,9 +64,9 @@ class MachineProbe(Probe):
     # ------------------------------------------------------------------------------------------------------ a worker
 
     def _member_handled(self, core: JobMember, event: object, instructions: list[object]) -> None:
-        new = core is not self._core
+        new = core is not self._machine.core
         before, view, healing = ((0, ""), None, False) if new else self._before
-        self._core = self._machine.core = core
+        self._machine.core = core
         self._before = (core.applied, core.lineage), core.view, core.phase is MemberPhase.HEALING
         if (core.applied, core.lineage) != before:  # a member does not commit the steps that it is given
             pulled = isinstance(core, VersionMember) and not core.is_server
