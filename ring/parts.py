@@ -124,7 +124,7 @@ class StagePlanner:
         try:
             info, stages = plan_pipeline(training, there, links)
         except (ResourceError, UserError) as refusal:
-            self.unfit = f"{refusal.message}; {refusal.remedy}"
+            self.unfit = refusal.with_remedy
             return {}, [*notices, Emit("warning", "does-not-fit", self.unfit)]
         self._planned, self.unfit = True, ""
         if not training.cuts:

@@ -30,14 +30,17 @@ class Rate:
 
     def add(self, amount: float, now: float) -> None:
         self._events.append((now, amount))
-        self.per_s(now)  # forgets what is older
+        self._prune(now)
 
     def per_s(self, now: float) -> float:
-        while self._events and self._events[0][0] <= now - self.WINDOW_S:
-            self._events.popleft()
+        self._prune(now)
         if not self._events:
             return 0.0
         return sum(amount for _, amount in self._events) / max(now - self._events[0][0], 1.0)
+
+    def _prune(self, now: float) -> None:
+        while self._events and self._events[0][0] <= now - self.WINDOW_S:
+            self._events.popleft()
 
 
 class Gauges:

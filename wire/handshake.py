@@ -260,7 +260,7 @@ class Refusals:
 
     def __call__(self, problem: P2PTrainError, address: tuple[str, int]) -> None:
         if isinstance(problem, ResourceError):
-            self._alarm(f"{problem.message}; {problem.remedy}")
+            self._alarm(problem.with_remedy)
         expected = isinstance(problem, Refused) and problem.code == RefusalCode.LOOPBACK_ONLY  # it comes again
         if not isinstance(problem, PeerError) or expected:
             return

@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from p2ptrain.compute.sampling import Indices, permuted
 from p2ptrain.compute.text import ASSISTANT, USER, ChatFormat, TrainingText
 from p2ptrain.compute.tokenizer import Tokenizer, Tokens
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.text_files import STDLIB, search_files
+from p2ptrain.core.text_files import STDLIB, search_files, unreadable
 from p2ptrain.core.texts import human_bytes
 
 _BLOCK_WINDOWS = 16
@@ -146,7 +147,7 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer, model_tokens: int | None =
     it has a token that the model lacks; or as ``pack_conversations``; ``UserError``: a file cannot be read or is not
     text, or too many rows cannot be used; ``ResourceError``: the text does not fit into memory."""
     files, not_read = search_files(spec.path, spec.format)
-    total = sum(file.stat().st_size for file in files)
+    total = sum(_size(file) for file in files)
     read_bytes = min(total, spec.limit_bytes or total)
     copies = 3 if tokenizer.is_bytes else 8
     remedy = f"set data.limit_bytes = {available_bytes(HOST) // copies}"
@@ -175,6 +176,13 @@ def load_corpus(spec: DataSpec, tokenizer: Tokenizer, model_tokens: int | None =
     hasher.update(b"" if marks is None else marks.data)
     digest = hasher.hexdigest()
     return Corpus(tokens, tokenizer.vocab_size, spec.sequence_tokens, digest, training, validation, marks, note)
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise unreadable(file, error) from error
 
 
 def split_windows(spec: DataSpec, windows: int, left_out: Sequence[str] = ()) -> tuple[Indices, Indices]:

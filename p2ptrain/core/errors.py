@@ -42,6 +42,10 @@ class P2PTrainError(Exception):
         self.message = message
         self.remedy = remedy
 
+    @property
+    def with_remedy(self) -> str:
+        return f"{self.message}; {self.remedy}" if self.remedy else self.message
+
 
 def first_error(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
     """The error of a task group to show: the first, which caused the others."""

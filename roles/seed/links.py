@@ -96,17 +96,21 @@ class Survey:
 
     def measure_all_before(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
         """Measure all links between these peers, each from one side, then call ``then``, at most ``START_S`` later."""
-        if self._start(self.measure_among(peer_ids, then), "measure for a plan") is None:
+
+        async def measure() -> None:
+            await self.measure_among(peer_ids)
             then()
 
-    async def measure_among(self, peer_ids: Sequence[str], then: Callable[[], object]) -> None:
+        if self._start(measure(), "measure for a plan") is None:
+            then()
+
+    async def measure_among(self, peer_ids: Sequence[str]) -> None:
         workers = [peer for peer_id in sorted(peer_ids) if (peer := self._peers.get(peer_id)) is not None]
         requests = []
         for index, peer in enumerate(workers):
             if to_measure := self._peers_to_measure(peer, [other.id for other in workers[index + 1 :]]):
                 requests.append(self._ask(peer, to_measure[:MAX_AT_ONCE], START_S))
         await asyncio.gather(*requests)
-        then()
 
     def drop(self, peer_id: str) -> None:
         """Cancel the measurements of ``measure_before`` for a peer that left, reported again, or was assigned anew."""

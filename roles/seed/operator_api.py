@@ -126,7 +126,7 @@ async def measure_workers(workers: Sequence[ConnectedPeer], survey: Survey) -> N
     with suppress(TimeoutError):
         async with asyncio.timeout(SPEED_WAIT_S):
             await asyncio.gather(*(worker.speed_reported.wait() for worker in workers if worker.flops is None))
-    await survey.measure_among([worker.id for worker in workers], lambda: None)
+    await survey.measure_among([worker.id for worker in workers])
 
 
 class ClusterRequests:

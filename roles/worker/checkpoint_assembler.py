@@ -143,7 +143,7 @@ class CheckpointAssembler:
             try:
                 entry = await self._assemble(target)
             except P2PTrainError as problem:
-                self.problem = f"{problem.message}; {problem.remedy}".rstrip("; ")
+                self.problem = problem.with_remedy
                 text = f"cannot assemble the checkpoint of step {target.step}: {self.problem}"
                 self._context.notify("warning", "not-gathered", f"{text}; its parts remain where they were saved")
             else:

@@ -259,7 +259,7 @@ class Checkpointing:
                     entry = await self._files.save(snapshot, [*plan, *extra_files], meta, urgent=wait, spared=spared)
             except P2PTrainError as problem:
                 # A full disk must not end the run: the state is in memory, here and at every member.
-                before, self.problem = self.problem, f"{problem.message}; {problem.remedy}".rstrip("; ")
+                before, self.problem = self.problem, problem.with_remedy
                 if (before, self._failed) != (self.problem, key):  # else it is said already
                     text = f"no checkpoint at step {step}: {self.problem}"
                     self._context.notify("error", "checkpoint-failed", text)

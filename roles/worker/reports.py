@@ -355,7 +355,7 @@ class Reports:
             self._context.notify("warning", "hung", f"{text}; restart this worker if it does not end")
 
     def cannot_go_on(self, problem: P2PTrainError) -> str:
-        text = f"{problem.message}; {problem.remedy}" if problem.remedy else problem.message
+        text = problem.with_remedy
         self._context.notify_here("error", "worker-failed", text)  # the seed hears it in a report
         if self._profile.data.private:  # it may quote the text, or name files
             return "the terminal of this worker says why: its data is private"

@@ -27,6 +27,7 @@ from p2ptrain.core.errors import (
     StorageError,
 )
 from p2ptrain.core.texts import shortened
+from roles.background import Background
 from roles.line import QUIET_S, Line
 from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
 from wire.messages import Message
@@ -212,7 +213,7 @@ class Receiver:
         self._slowest_bytes_s = slowest_bytes_s
         self._core = Transfer()
         self._pieces: dict[Hashable, TransferPiece] = {}
-        self._verifying: set[asyncio.Task[None]] = set()
+        self._verifying = Background()
         self.sources: dict[str, PieceSource] = {}
         self.problems: dict[str, str] = {}
         self.changed = asyncio.Event()
@@ -322,9 +323,7 @@ class Receiver:
 
     def _take(self, source: PieceSource, stream: int) -> None:
         key = self._end_request(source, stream)
-        verifying = asyncio.create_task(self._verify(source, key, self._pieces.get(key)), name="verify")
-        self._verifying.add(verifying)
-        verifying.add_done_callback(self._verifying.discard)
+        self._verifying.start(self._verify(source, key, self._pieces.get(key)), "verify")
 
     async def _verify(self, source: PieceSource, key: Hashable, piece: TransferPiece | None) -> None:
         digest = await self._digest(piece.into) if piece is not None and piece.digest else b""

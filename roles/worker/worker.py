@@ -234,7 +234,6 @@ class Worker(MemberProcess):
                 self.notify("info", "released", f"released from the job: {message.reason}")
                 runner.state.reports.tell_rows()
                 self._release_runner(runner)
-                self._runner = None
 
     def _find_runner(self, job: str) -> JobRunner | None:
         return self._runner if self._job_id() == job else None
@@ -242,6 +241,7 @@ class Worker(MemberProcess):
     def _release_runner(self, runner: JobRunner) -> None:
         self._earlier_jobs_bytes += runner.connections.totals()[1]
         runner.release()
+        self._runner = None
 
     def _on_assign(self, message: Assign) -> None:
         if not is_id(message.job):
