@@ -513,8 +513,8 @@ def _tensors(disk: Disk, draft: Draft, file: str) -> tuple[dict[str, TensorEntry
         found = header_entries_untrusted(header, file, size_bytes)
     except ProtocolError as error:
         raise StorageError(error.message) from error
-    metadata = json.loads(header).get("__metadata__", {}).items()
-    metadata = {name: value for name, value in metadata if isinstance(value, str)}
+    metadata = json.loads(header).get("__metadata__") or {}  # null is a header without metadata
+    metadata = {name: value for name, value in metadata.items() if isinstance(value, str)}
     return dict(sorted(found.items(), key=lambda item: item[1].start)), metadata
 
 

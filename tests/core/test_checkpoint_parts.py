@@ -58,3 +58,16 @@ def test_rows_that_do_not_fit_together_are_refused(tmp_path: Path, shapes: list[
         draft.end()
     with pytest.raises(StorageError, match="the rows of w do not fit together"):
         join_rows(RealDisk(), draft)
+
+
+def test_metadata_of_a_shard_may_be_null(tmp_path: Path) -> None:
+    draft = Draft(RealDisk(), tmp_path / "draft", 1)
+    for index in range(2):
+        header = json.dumps(
+            {"__metadata__": None, "w": {"dtype": "U8", "shape": [1, 2], "data_offsets": [0, 2]}}
+        ).encode()
+        draft.begin(shard_name(f"{ROWS}model", index, 2))
+        draft.add(len(header).to_bytes(8, "little") + header + bytes([index, index]))
+        draft.end()
+    join_rows(RealDisk(), draft)
+    assert TensorTable(draft.path).read("w") == b"\0\0\1\1"
