@@ -617,12 +617,10 @@ class HalfOpen:
     """Limits the connections whose handshake has not ended.
 
     Args:
-        limit: of all connections.
         limit_per_machine: of connections from one address (IPv6: from one /64 network).
     """
 
-    def __init__(self, limit: int = MAX_HALF_OPEN, limit_per_machine: int = MAX_HALF_OPEN_PER_MACHINE) -> None:
-        self._limit = limit
+    def __init__(self, limit_per_machine: int = MAX_HALF_OPEN_PER_MACHINE) -> None:
         self._limit_per_machine = limit_per_machine
         self._by_machine: Counter[str] = Counter()
 
@@ -631,7 +629,7 @@ class HalfOpen:
         machine = machine_of(host)
         if self._by_machine[machine] >= self._limit_per_machine:
             return f"{self._by_machine[machine]} handshakes with {machine} are under way"
-        if self._by_machine.total() >= self._limit:
+        if self._by_machine.total() >= MAX_HALF_OPEN:
             return f"{self._by_machine.total()} handshakes are under way"
         self._by_machine[machine] += 1
         return ""

@@ -285,7 +285,6 @@ class IslandTrainer(Trainer):
             make_state=partial(IslandState, island),
         )
         self._island, self.device = island, island.label
-        self._validated: dict[int, tuple[float, int]] = {}  # results of this state, by micro-batch
 
     def share_cores(self, workers: int) -> None:
         with self._island.command("share_cores", workers):
@@ -314,7 +313,6 @@ class IslandTrainer(Trainer):
             super().finish_gradients(on_final)
 
     def take(self, step: int, norm: float) -> tuple[float, float]:
-        self._validated = {}
         with self._island.command("take", step, norm):
             return super().take(step, norm)
 
@@ -323,9 +321,9 @@ class IslandTrainer(Trainer):
     def validate(self, first: int, count: int) -> tuple[float, int]:
         losses, targets = 0.0, 0
         for index in range(first, min(first + count, self.batches.validation_count)):
-            if index not in self._validated:
+            if index not in self.state.validated:
                 self.validate_round(index)
-            loss, number = self._validated[index]
+            loss, number = self.state.validated[index]
             losses, targets = losses + loss, targets + number
         return losses, targets
 
@@ -337,7 +335,7 @@ class IslandTrainer(Trainer):
             own = torch.tensor(super().validate(index, 1), dtype=torch.float64)
             results = self._island.all_gather(own)
         for rank, result in enumerate(results):
-            self._validated[first + rank] = float(result[0]), int(result[1])
+            self.state.validated[first + rank] = float(result[0]), int(result[1])
 
 
 class IslandBuffer(ReduceBuffer):
@@ -373,7 +371,11 @@ class IslandBuffer(ReduceBuffer):
 
 
 class IslandState(TrainingState):
-    """The state of an island: the leader's blobs and checkpoints are those of the whole model."""
+    """The state of an island: the leader's blobs and checkpoints are those of the whole model.
+
+    Attributes:
+        validated: sum of losses and number of targets of validation micro-batches, until the state changes.
+    """
 
     def __init__(self, island: Island, recipe: ModelRecipe, built: BuiltPart, update: StepUpdate, corpus: str) -> None:
         super().__init__(recipe, built, update, corpus)
@@ -381,6 +383,7 @@ class IslandState(TrainingState):
         self._rows = RowExchange(island, built.flat)
         self._whole = self._rows.whole
         self._gathered: dict[str, Tensor] = {}  # the leader's blobs, until the state changes
+        self.validated: dict[int, tuple[float, int]] = {}
         if island.place.leads:
             whole = BuiltPart(self._whole, None, None)
             self._planner = CheckpointPlanner(recipe, whole, corpus, {})
@@ -423,7 +426,7 @@ class IslandState(TrainingState):
 
     def changed(self) -> None:
         super().changed()
-        self._gathered = {}
+        self._gathered, self.validated = {}, {}
         self._whole.parameters = self._whole.gradients
 
 

@@ -137,7 +137,7 @@ class Experiments:
             await carry_out(results, execute, partial(self._tell, results, "running"), lambda run, row: None)
             state, why = "done", ""
         except P2PTrainError as error:
-            why = f"{error.message}; {error.remedy}"
+            why = error.with_remedy
         finally:
             self._tell(results, state, why)
             results.close()

@@ -35,7 +35,7 @@ class LocalWorkers:
         except JobFailed as error:  # a process ended; the end of the seed is no result
             if self._cluster.seed.process.returncode is not None:
                 raise
-            result = Result(failure(error.message), f"{error.message}; {error.remedy}")
+            result = Result(failure(error.message), error.with_remedy)
         if result.state != DONE:
             await self.end()
         return result
