@@ -3,73 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from p2ptrain.core.footprint import ModelSizes
 from ring import coordination as co
 from ring.coordinator import Coordinator
 from ring.planning.workloads import ModelShape, TrainingWorkload
 from ring.view import View
-from tests.ring import history
-from tests.ring.history import PEERS, History
+from tests.ring.history import Disk, Member
 from wire.codec import encode
+from wire.job_messages import Report
 
+PEERS = ["a", "b", "c", "d", "e", "f"]
+LAST_STEP = 40
 SHAPE = ModelShape.of(ModelSizes((1 << 20,) * 6, (0,) * 6, 1 << 20, 1 << 20, 0), 8, 8, 8)
 MEMORY = {"a": 0, "b": 64 << 20, "c": 48 << 20, "d": 64 << 20, "e": 12 << 20, "f": 2 << 20}
 """``e`` can hold a small part, ``f`` none, the others any."""
 SPEED = {"a": 1e9, "b": 2e9, "c": 1e9, "d": 4e9, "e": 1e9, "f": 9e9}
 
 
-@dataclass
-class Disk:
-    """What a worker's disk holds, by stage: (step, lineage), oldest first; and of the whole model."""
+class Cluster(RuleBasedStateMachine):
+    """A job's core, its shell and its workers."""
 
-    saved: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
-    wholes: list[tuple[int, str]] = field(default_factory=list)
-
-    def of(self, stage: int) -> list[tuple[int, str]]:
-        return self.saved.setdefault(stage, [(0, "0")])
-
-    def adopt(self, stage: int, state: tuple[int, str]) -> None:
-        """The stage's part of somebody's whole checkpoint."""
-        self.saved[stage] = [*(saved for saved in self.of(stage) if saved[0] < state[0]), state]
-
-
-@dataclass
-class Member(history.Member):
-    """``disk``: that of its machine. ``holders``: who else has what it was told to go back to."""
-
-    disk: Disk = field(default_factory=Disk)
-    stage: int | None = None
-    restore: int = -1
-    holders: list[Member] = field(default_factory=list, repr=False)
-
-    @property
-    def assigned(self) -> bool:
-        return self.stage is not None
-
-    def check_place(self, view: View, rank: int) -> None:
-        assert view.stage_of(rank) == self.stage, "at a stage that it does not hold"
-
-    def newest_saved(self) -> tuple[int, str]:
-        assert self.stage is not None
-        known, wholes = self.disk.of(self.stage), self.disk.wholes
-        if self.restore >= 0:
-            known[:] = [saved for saved in known if saved[0] <= self.restore]
-            wholes[:] = [saved for saved in wholes if saved[0] <= self.restore]
-            there = [holder.disk.wholes for holder in self.holders if holder.alive and not holder.frozen]
-            wholes = [whole for those in (wholes, *there) for whole in those if whole[0] == self.restore]
-        if wholes and wholes[0][0] > known[-1][0]:
-            self.disk.adopt(self.stage, max(wholes, key=lambda whole: whole[0]))
-        self.restore = -1
-        return self.disk.of(self.stage)[-1]
-
-
-class Cluster(History):
     stages = 2
     replicas, micro_batches = 1, 2
     enough = "abcdef"  # with these the job must come to run
@@ -83,23 +43,40 @@ class Cluster(History):
     def begin(self, running: int) -> None:
         self.core = Coordinator("job", self.options)
         self.cuts: tuple[int, ...] = ()  # as they are kept
-        self.disks = {peer_id: Disk() for peer_id in PEERS}
         self.surveys = 0
         self.wanted: set[int] = set()  # steps that a person went back to
         self.full: set[str] = set()  # those whose disks take nothing more
         self.kept: set[tuple[int | None, tuple[int, str]]] = set()  # part and state of every save of a result
-        self.began()
-        self.begins_with(running)
+        self.now = 0.0
+        self.disks = {peer_id: Disk() for peer_id in PEERS}
+        self.members = {peer_id: Member(peer_id, disk=self.disks[peer_id]) for peer_id in PEERS}
+        self.offered: set[str] = set()  # to this job, as the shell keeps it
+        self.linked: set[str] = set()  # as the seed knows it
+        self.minted: list[View] = []
+        self.heard: dict[str, Report] = {}
+        self.nonce = 0
+        self.last_step = LAST_STEP
+        self.branch: frozenset[str] | None = None
+        for peer_id in PEERS[:running]:
+            self.start(peer_id)
+        for _ in range(3):
+            self.settle()
+            self.step(0, True)
 
-    def new_member(self, peer_id: str) -> Member:
-        return Member(peer_id, disk=self.disks[peer_id])
+    # ---- the shell
 
     def peer_of(self, peer_id: str) -> co.JobWorker:
         return co.JobWorker(peer_id, peer_id, "h", 1, memory_bytes=MEMORY[peer_id], flops=SPEED[peer_id])
 
     def tell(self, event: co.Event) -> None:
         had = {peer_id: self.core.part_of(peer_id) for peer_id in self.core.peer_ids}
-        super().tell(event)
+        if isinstance(event, co.PeerReported):
+            self.heard[event.peer_id] = event.report
+        before = self.core.view
+        items = self.core.handle(event, self.now)
+        self.core.validate()
+        for item in items:
+            self.carry_out(item, before)
         there = self.core.peer_ids
         assert {part for peer_id, part in had.items() if peer_id in there and part is not None} <= {
             self.core.part_of(peer_id) for peer_id in there
@@ -127,6 +104,8 @@ class Cluster(History):
             saved = {(stage, state) for disk in self.disks.values() for stage in disk.saved for state in disk.of(stage)}
             assert done.items() <= saved | self.kept, "a result is on no disk"
             self.offered.clear()
+        elif isinstance(item, co.SetState) and item.state in ("cancelled", "failed"):
+            self.offered.clear()
         elif isinstance(item, co.SendRelease):
             self.offered.discard(item.peer_id)
             member = self.members[item.peer_id]
@@ -134,8 +113,18 @@ class Cluster(History):
                 self.leave_ring(member)
                 member.stage, member.building, member.catching_up = None, False, False
                 member.status, member.view, member.prepared_lineage = "", None, ""
-        else:
-            self.carry_out_alike(item, before)
+        elif isinstance(item, co.Mint):
+            self.check_mint(item, before)
+            for record in item.view.members:
+                if record.peer_id in self.linked and self.members[record.peer_id].reached:
+                    self.members[record.peer_id].enter(item.view)
+        elif isinstance(item, co.SendHold):
+            for peer_id in item.peer_ids:
+                member = self.members[peer_id]
+                if member.reached and member.view and member.view.generation == item.generation:
+                    if member.status in ("held", "done"):
+                        member.say(member.status)
+                    member.hold = True
 
     @rule(peer_id=st.sampled_from(PEERS))
     def fill_or_free_the_disk(self, peer_id: str) -> None:
@@ -262,8 +251,255 @@ class Cluster(History):
             self.surveys -= 1
             self.tell(co.Signal.SURVEYED)
 
-    def settle_first(self) -> None:
+    # ---- the ring
+
+    def leave_ring(self, member: Member) -> None:
+        """Its neighbours see their sockets close, and so on round the ring."""
+        was_training, view = member.trains, member.view
+        member.status = ""
+        if was_training and view:
+            self.break_ring(view, member.peer_id)
+
+    def break_ring(self, view: View, suspect: str) -> None:
+        for record in view.members:
+            member = self.members[record.peer_id]
+            if member.trains and member.view is view and not member.frozen:
+                if member.torn:
+                    member.building, member.view, member.status = True, None, ""
+                else:
+                    member.say("broken", suspect)
+
+    def ring(self) -> list[Member]:
+        """The members of a view that can take a step: all are in it, whole and alike."""
+        for view in reversed(self.minted):
+            members = [self.members[record.peer_id] for record in view.members]
+            if all(member.trains and member.view is view and not member.frozen for member in members):
+                return members
+        return []
+
+    # ---- what happens
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def start(self, peer_id: str) -> None:
+        if not self.members[peer_id].alive:
+            self.members[peer_id] = member = Member(peer_id, disk=self.disks[peer_id])
+            member.alive = True
+            self.connect(member)
+
+    def connect(self, member: Member) -> None:
+        member.linked = True
+        self.linked.add(member.peer_id)
+        if member.stage is not None:
+            self.offered.add(member.peer_id)
+            self.tell(co.PeerReturned(self.peer_of(member.peer_id), member.view.generation if member.view else 0))
+            if member.stage is not None and member.status not in ("", "pending") and not member.catching_up:
+                member.say("ready" if member.status in co.OUTSIDE else member.status)
+        self.offer()
+
+    def offer(self) -> None:
+        """Free workers go to the job, as the seed's scheduler has it."""
+        for peer_id in sorted(self.linked - self.offered):
+            if not self.core.refusal(peer_id):
+                self.offered.add(peer_id)
+                self.tell(co.PeerOffered(self.peer_of(peer_id)))
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def build(self, peer_id: str) -> None:
+        member = self.members[peer_id]
+        if member.alive and member.building and not member.frozen:
+            member.load()
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def deliver(self, peer_id: str) -> None:
+        member = self.members[peer_id]
+        if member.sent:
+            self.tell(member.sent.popleft())
+            self.offer()
+
+    @rule()
+    def settle(self) -> None:
+        """Everything that is on its way arrives."""
         self.survey()
+        for _ in range(3):
+            for peer_id in PEERS:
+                self.build(peer_id)
+            self.deliver_all()
+        self.heal()
+        for peer_id in PEERS:
+            self.catch_up(peer_id)
+        self.deliver_all()
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def catch_up(self, peer_id: str) -> None:
+        """It has fetched what the ring holds; from now on it takes each step with the first that commits it."""
+        member, ring = self.members[peer_id], self.ring()
+        if member.catching_up and ring and not any(other.torn for other in ring):
+            member.catching_up, member.applied, member.lineage = False, ring[0].applied, ring[0].lineage
+            member.say("following")
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def lose_the_sources(self, peer_id: str) -> None:
+        """What it fetched is worth nothing: it loads its own checkpoint and begins anew."""
+        member = self.members[peer_id]
+        if member.catching_up:
+            member.building, member.status = True, ""
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def freeze(self, peer_id: str) -> None:
+        """Its neighbours notice; what is on its way from it still arrives."""
+        member = self.members[peer_id]
+        if member.trains and not member.frozen and member.view:
+            member.frozen = True
+            self.break_ring(member.view, peer_id)
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def thaw(self, peer_id: str) -> None:
+        """It finds all its connections closed."""
+        member = self.members[peer_id]
+        if member.frozen:
+            self.unlink(member)
+            member.frozen = False
+            if member.torn:
+                member.building, member.view, member.status = True, None, ""
+            else:
+                member.status = "broken"
+
+    @rule(rank=st.integers(0, 5), cause=st.sampled_from(["contribution", "digest", "hop"]), again=st.integers(1, 3))
+    def refuse(self, rank: int, cause: str, again: int) -> None:
+        for _ in range(again):
+            ring = self.ring()
+            if not ring or any(member.torn for member in ring) or ring[0].applied >= self.last_step:
+                return
+            suspect, beside = ring[rank % len(ring)], ring[(rank + 1) % len(ring)]
+            for member in ring:
+                member.say("broken", suspect.peer_id, cause, beside.peer_id)
+            self.settle()
+
+    @rule(then=st.booleans())
+    def step_and_settle(self, then: bool) -> None:
+        self.step(0, True)
+        if then:
+            self.settle()
+
+    @rule(committers=st.integers(1, 3))
+    def die_in_mid_commit(self, committers: int) -> None:
+        self.settle()
+        self.step(committers, False)
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def restart(self, peer_id: str) -> None:
+        self.die(peer_id)
+        self.start(peer_id)
+        self.settle()
+
+    @rule(committers=st.integers(0, 6), told=st.booleans())
+    def step(self, committers: int, told: bool) -> None:
+        """All prepare; the first ``committers`` apply, then one that did dies, unless all did."""
+        members = self.ring()
+        if not members or any(member.torn for member in members):
+            return
+        assert len({(member.applied, member.lineage) for member in members}) == 1, "a fork"
+        if members[0].applied >= self.last_step:
+            for member in members:
+                member.say("done")
+            return
+        self.nonce += 1
+        lineage = f"{members[0].lineage[:20]}.{self.nonce}"
+        for member in members:
+            member.prepared_lineage = lineage
+        applied = members[: committers or len(members)]
+        before = members[0].applied, members[0].lineage
+        for member in applied:
+            member.applied, member.lineage, member.prepared_lineage = member.applied + 1, lineage, ""
+        for other in self.members.values():
+            if other.alive and other.status == "following" and (other.applied, other.lineage) == before:
+                other.applied, other.lineage = members[0].applied, lineage
+        if len(applied) < len(members):
+            self.kill(applied[0])
+            return
+        if told and members[0].linked:
+            members[0].sent.append(co.StepCommitted(members[0].applied))
+        if any(member.hold for member in members):
+            for member in members:
+                member.say("held")
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def die(self, peer_id: str) -> None:
+        if self.members[peer_id].alive:
+            self.kill(self.members[peer_id])
+
+    def kill(self, member: Member) -> None:
+        self.leave_ring(member)
+        member.alive = False
+        self.unlink(member)
+
+    def unlink(self, member: Member) -> None:
+        if member.linked:
+            member.linked = False
+            member.sent.clear()
+            self.linked.discard(member.peer_id)
+            self.offered.discard(member.peer_id)
+            self.tell(co.PeerLost(member.peer_id, "closed"))
+            self.offer()
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def leave(self, peer_id: str) -> None:
+        member = self.members[peer_id]
+        if member.reached:
+            self.leave_ring(member)
+            member.alive = member.linked = False
+            member.sent.clear()
+            self.linked.discard(peer_id)
+            self.offered.discard(peer_id)
+            self.tell(co.PeerLost(peer_id, "stopped", left=True))
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def lose_the_seed(self, peer_id: str) -> None:
+        self.unlink(self.members[peer_id])
+
+    @rule(peer_id=st.sampled_from(PEERS))
+    def find_the_seed(self, peer_id: str) -> None:
+        member = self.members[peer_id]
+        if member.alive and not member.linked and not member.frozen:
+            self.connect(member)
+
+    @rule(rank=st.integers(0, 5))
+    def cut(self, rank: int) -> None:
+        members = self.ring()
+        if len(members) > 1 and members[0].view:
+            self.break_ring(members[0].view, members[rank % len(members)].peer_id)
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 30.0]))
+    def wait(self, seconds: float) -> None:
+        """Reports that are on their way arrive long before a deadline: a stuck peer is a fault of its own."""
+        if seconds > 1.0:
+            self.deliver_all()
+            for member in self.members.values():
+                if member.frozen:
+                    self.unlink(member)
+        self.now += seconds
+        self.tell(co.Signal.TICK)
+        self.offer()
+
+    def deliver_all(self) -> None:
+        while any(member.sent for member in self.members.values()):
+            for peer_id in PEERS:
+                self.deliver(peer_id)
+
+    @rule()
+    def pause(self) -> None:
+        self.tell(co.Signal.PAUSE)
+
+    @rule()
+    def resume(self) -> None:
+        self.tell(co.Signal.RESUME)
+        self.offer()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "core"):
+            self.core.validate()
+            self.core.kept_out()  # raises nothing
 
     @rule(one=st.sampled_from(PEERS), other=st.sampled_from(PEERS), committers=st.integers(0, 3))
     def two_die(self, one: str, other: str, committers: int) -> None:
@@ -402,9 +638,30 @@ class Cluster(History):
         self.tell_saved()
 
     def teardown(self) -> None:
-        if hasattr(self, "full"):
-            self.full.clear()
-        self.comes_to_run(sorted(self.enough), 80)
+        """All faults stop, and enough workers are there: the job must come to run, or be done."""
+        if not hasattr(self, "core"):
+            return
+        self.full.clear()
+        self.tell(co.Signal.RESUME)
+        for peer_id in self.enough:
+            if not self.members[peer_id].alive:
+                self.start(peer_id)
+        for _ in range(80):
+            for peer_id in PEERS:
+                self.thaw(peer_id)
+                self.find_the_seed(peer_id)
+            self.settle()
+            self.deliver_all()
+            ring = self.ring()
+            if self.core.state == "done" or "cannot be computed" in self.core.reason:
+                return
+            runs = ring and ring[0].view is self.core.view and not any(member.torn or member.hold for member in ring)
+            if self.core.state == "running" and runs:
+                return
+            self.step(0, True)
+            self.wait(30.0)
+        stuck = "\n".join(str(member) for member in self.members.values())
+        pytest.fail(f"{self.core.state}: {self.core.reason}\n{stuck}\n" + self.core.history.replace("; ", "\n"))
 
 
 class Whole(Cluster):
@@ -433,4 +690,7 @@ class Sized(Cluster):
 
 @pytest.mark.parametrize(("cluster", "examples"), [(Whole, 100), (Cluster, 70), (ThreeStages, 50), (Sized, 35)])
 def test_random_histories(cluster: type[Cluster], examples: int) -> None:
-    history.check(cluster, examples)
+    play = settings(
+        max_examples=examples, stateful_step_count=50, suppress_health_check=list(HealthCheck), derandomize=True
+    )
+    run_state_machine_as_test(cluster, settings=play)
