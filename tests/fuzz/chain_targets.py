@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import P2PTrainError, ProtocolError
+from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
@@ -32,23 +31,20 @@ from wire.job_messages import MAX_STAGES
 from wire.messages import KeepAlive, Message, Request, Response
 from wire.schema import instance_untrusted
 
-from .engine import Target, played, send_if_valid
+from .engine import send_if_valid, target
 from .strategies import FREE, TEXT, WHOLE, made
 
 CONFIG = stand_in_config(layers=3, rows=1)
 VOCAB = 97
 
-RESUMED = Target(
+
+@target(
     "chain-positions",
     st.fixed_dictionaries({}, optional={"position": FREE | WHOLE}),
-    lambda answer: _refused_or(lambda: _position_untrusted(answer)),
-    ("roles.serving.chain_session._position_untrusted",),
+    "roles.serving.chain_session._position_untrusted",
 )
-
-
-def _refused_or(parse: Any) -> None:
-    with suppress(ProtocolError):
-        assert parse() >= 0
+def _check_position(answer: dict[str, Any]) -> None:
+    assert _position_untrusted(answer) >= 0
 
 
 # ------------------------------------------------------------------------------------------------- a session's answers
@@ -69,13 +65,12 @@ _ENDED = st.builds(
 )
 
 
+@target("chain-works", _ENDED, "roles.serving.chain_session.samples_untrusted")
 def _check_ended(message: Sampled) -> None:
     found = samples_untrusted(instance_untrusted(Sampled, asdict(message)), VOCAB)
     assert len(found.spent_us) <= MAX_STAGES
     assert all(0 <= token < VOCAB for token in found.tokens)
 
-
-ENDED = Target("chain-works", _ENDED, _check_ended, ("roles.serving.chain_session.samples_untrusted",))
 
 # ------------------------------------------------------------------------------------------------------ a whole client
 
@@ -98,6 +93,15 @@ def _model() -> tuple[Path, tempfile.TemporaryDirectory[str]]:
     return write_model(Path(kept.name) / "model", CONFIG), kept
 
 
+@target(
+    "chain-clients",
+    _SAID | st.just([(0, ChainBroken("s", 1, 0, "failed", "it failed", ""))]),
+    "roles.serving.worker_peer.WorkerPeer._take_untrusted",
+    "roles.serving.chain_session.ChainSession._sender_untrusted",
+    "roles.serving.chain_session.ChainSession.take_untrusted",
+    peak_bytes=16 << 20,
+    weight=10,
+)
 async def _talked(said: list[tuple[int, Message]]) -> None:
     """Two stages of a session lie between its tokens. It goes on, or ends with an error, and nothing else breaks."""
     directory, kept = _model()
@@ -150,19 +154,3 @@ def _say(stage: Stage, session: str, message: Message) -> None:
         message = ChainBroken(session, message.epoch, message.lost, message.code, message.reason, message.remedy)
     for client in stage.stages._clients:
         send_if_valid(client.line.connection, message)
-
-
-CLIENT = Target(
-    "chain-clients",
-    _SAID | st.just([(0, ChainBroken("s", 1, 0, "failed", "it failed", ""))]),
-    played(_talked),
-    (
-        "roles.serving.worker_peer.WorkerPeer._take_untrusted",
-        "roles.serving.chain_session.ChainSession._sender_untrusted",
-        "roles.serving.chain_session.ChainSession.take_untrusted",
-    ),
-    peak_bytes=16 << 20,
-    weight=10,
-)
-
-TARGETS = (RESUMED, ENDED, CLIENT)

@@ -31,7 +31,7 @@ from wire.credentials import (
 )
 from wire.enrol import _certificate_untrusted
 
-from .engine import Target
+from .engine import target
 from .strategies import FREE, mutated
 
 _DER = serialization.Encoding.DER
@@ -136,6 +136,12 @@ def _named() -> st.SearchStrategy[Named]:
     return mutated(st.deferred(lambda: st.sampled_from(_raw_alternatives()))).map(Named)
 
 
+@target(
+    "certificates",
+    st.deferred(lambda: certificates()) | _named(),
+    "wire.credentials.identity_of_untrusted",
+    "wire.credentials.certificate_of_untrusted",
+)
 def _check_certificate(case: bytes | Named) -> None:
     identity = identity_of_untrusted(case.certificate() if isinstance(case, Named) else case)
     assert is_id(identity.peer_id)
@@ -148,6 +154,7 @@ def _check_certificate(case: bytes | Named) -> None:
         return
 
 
+@target("certificate-requests", st.deferred(lambda: requests()) | _named(), "wire.credentials.request_of_untrusted")
 def _check_request(case: bytes | Named) -> None:
     peer_id, key = request_of_untrusted(case.request() if isinstance(case, Named) else case)
     assert is_id(peer_id)
@@ -163,6 +170,15 @@ def _granted() -> tuple[Run, bytes, bytes, bytes]:
     return made, key_pem, made.sign(csr_der, roles=("worker",)), made.sign(other, roles=("worker",))
 
 
+_ANSWERS = st.dictionaries(st.just("certificate"), FREE | st.binary().map(lambda raw: base64.b64encode(raw).decode()))
+
+
+@target(
+    "grants",
+    st.tuples(st.deferred(lambda: mutated(st.sampled_from(_granted()[2:]), most=2) | certificates()), _ANSWERS),
+    "wire.credentials.granted_untrusted",
+    "wire.enrol._certificate_untrusted",
+)
 def _check_granted(case: tuple[bytes, dict[str, Any]]) -> None:
     der, answer = case
     made, key_pem, _, _ = _granted()
@@ -176,26 +192,3 @@ def _check_granted(case: tuple[bytes, dict[str, Any]]) -> None:
         assert found.identity.peer_id == "a1"
         assert found.identity.not_after > time.time()
     assert isinstance(_certificate_untrusted(answer), bytes)
-
-
-CERTIFICATE = Target(
-    "certificates",
-    st.deferred(lambda: certificates()) | _named(),
-    _check_certificate,
-    ("wire.credentials.identity_of_untrusted", "wire.credentials.certificate_of_untrusted"),
-)
-REQUEST = Target(
-    "certificate-requests",
-    st.deferred(lambda: requests()) | _named(),
-    _check_request,
-    ("wire.credentials.request_of_untrusted",),
-)
-_ANSWERS = st.dictionaries(st.just("certificate"), FREE | st.binary().map(lambda raw: base64.b64encode(raw).decode()))
-GRANTED = Target(
-    "grants",
-    st.tuples(st.deferred(lambda: mutated(st.sampled_from(_granted()[2:]), most=2) | certificates()), _ANSWERS),
-    _check_granted,
-    ("wire.credentials.granted_untrusted", "wire.enrol._certificate_untrusted"),
-)
-
-TARGETS = (CERTIFICATE, REQUEST, GRANTED)

@@ -27,7 +27,7 @@ from p2ptrain.core.tensor_files import (
 from roles.worker.checkpoint_assembler import parse_offer_untrusted
 from wire.job_messages import FilesRequest
 
-from .engine import Target
+from .engine import target
 from .strategies import FREE, TEXT, WHOLE, mostly, mutated
 
 _FILE_BYTES = 1 << 20
@@ -55,6 +55,16 @@ _HUGE = st.integers(0, 2**62).map(lambda n: {"a": {"dtype": "F32", "shape": [n] 
 _ODD: Any = st.sampled_from([b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe", b"9" * 5000, b'{"a":1,"a":1}', b""])
 
 
+@target(
+    "tensor-headers",
+    _headers()
+    | st.tuples(mutated(_headers().map(lambda case: case[0])), st.integers(0, _FILE_BYTES))
+    | st.tuples(_HUGE.map(lambda named: json.dumps(named).encode()) | _ODD | st.binary(max_size=40), st.just(64)),
+    "p2ptrain.core.tensor_files.header_entries_untrusted",
+    "p2ptrain.core.tensor_files._entry_untrusted",
+    "p2ptrain.core.tensor_files._json_object_untrusted",
+    peak_bytes=8 << 20,  # a thousand levels of nesting, until it is refused
+)
 def _check_header(case: tuple[bytes, int]) -> None:
     header, file_bytes = case
     entries = header_entries_untrusted(header, "model.safetensors", file_bytes)
@@ -74,6 +84,13 @@ _INDEXES = st.fixed_dictionaries(
 )
 
 
+@target(
+    "tensor-index",
+    mutated(_INDEXES.map(lambda index: json.dumps(index).encode()), most=2) | _ODD | st.binary(max_size=40),
+    "p2ptrain.core.tensor_files.index_files_untrusted",
+    "p2ptrain.core.tensor_files._json_object_untrusted",
+    peak_bytes=8 << 20,
+)
 def _check_index(encoded: bytes) -> None:
     where = index_files_untrusted(encoded)
     assert 0 < len(where) <= MAX_TENSORS
@@ -81,27 +98,6 @@ def _check_index(encoded: bytes) -> None:
         assert file.endswith(".safetensors")
         assert not set(file) & set("\\\x00")
         assert all(part and not part.startswith(".") for part in file.split("/"))
-
-
-_MODULE = "p2ptrain.core.tensor_files."
-_JSON = f"{_MODULE}_json_object_untrusted"
-
-HEADERS = Target(
-    "tensor-headers",
-    _headers()
-    | st.tuples(mutated(_headers().map(lambda case: case[0])), st.integers(0, _FILE_BYTES))
-    | st.tuples(_HUGE.map(lambda named: json.dumps(named).encode()) | _ODD | st.binary(max_size=40), st.just(64)),
-    _check_header,
-    (f"{_MODULE}header_entries_untrusted", f"{_MODULE}_entry_untrusted", _JSON),
-    peak_bytes=8 << 20,  # a thousand levels of nesting, until it is refused
-)
-INDEX = Target(
-    "tensor-index",
-    mutated(_INDEXES.map(lambda index: json.dumps(index).encode()), most=2) | _ODD | st.binary(max_size=40),
-    _check_index,
-    (f"{_MODULE}index_files_untrusted", _JSON),
-    peak_bytes=8 << 20,
-)
 
 
 _STEP = 7
@@ -129,22 +125,20 @@ _PART = st.fixed_dictionaries(
 )
 
 
+@target(
+    "part-manifests",
+    mutated(_PART.map(lambda manifest: json.dumps(manifest).encode()), most=2)
+    | _ODD_MANIFESTS
+    | st.binary(max_size=40),
+    "p2ptrain.core.checkpoints.manifest_untrusted",
+    "roles.worker.checkpoint_assembler.parse_offer_untrusted",
+    peak_bytes=8 << 20,
+)
 def _check_offer(manifest: bytes) -> None:
     meta, files = parse_offer_untrusted(manifest, _ASKED)
     assert (meta["job"], meta["stage"], meta["stages"]) == ("job1", 1, 2)
     assert set(files) == {"model-00002-of-00002.safetensors"}, "a file of another stage"
     assert all(0 <= size <= 1 << 48 for size, _ in files.values())
-
-
-OFFER = Target(
-    "part-manifests",
-    mutated(_PART.map(lambda manifest: json.dumps(manifest).encode()), most=2)
-    | _ODD_MANIFESTS
-    | st.binary(max_size=40),
-    _check_offer,
-    ("p2ptrain.core.checkpoints.manifest_untrusted", "roles.worker.checkpoint_assembler.parse_offer_untrusted"),
-    peak_bytes=8 << 20,
-)
 
 
 _VOCAB = 100
@@ -161,6 +155,14 @@ def _payloads(draw: st.DrawFn) -> tuple[bytes, str, int, int]:
     return draw(mutated(st.just(payload), most=1)), encoding, said, width
 
 
+@target(
+    "activations",
+    _payloads(),
+    "p2ptrain.compute.activations.decode_untrusted",
+    "p2ptrain.compute.activations.ids_untrusted",
+    "p2ptrain.compute.activations._checked_untrusted",
+    peak_bytes=1 << 20,
+)
 def _check_payload(case: tuple[bytes, str, int, int]) -> None:
     payload, encoding, rows, width = case
     for dtype in (torch.float32, torch.bfloat16):
@@ -188,6 +190,13 @@ _CONFIGS = st.fixed_dictionaries(
 )
 
 
+@target(
+    "model-configs",
+    mutated(_CONFIGS.map(lambda table: json.dumps(table).encode()), most=2).map(lambda data: data.decode("latin-1"))
+    | st.sampled_from(["[" * 50_000, '{"a":' * 10_000, "9" * 5000, '{"model_type":"a"' + " " * MAX_CONFIG_BYTES, ""]),
+    "p2ptrain.core.tensor_files.config_untrusted",
+    peak_bytes=8 << 20,  # a thousand levels of nesting, until it is refused
+)
 def _check_config(text: str) -> None:
     table = config_untrusted(text)
     assert len(text) <= MAX_CONFIG_BYTES
@@ -198,24 +207,6 @@ def _check_config(text: str) -> None:
     assert 1 <= layers <= 1024
 
 
-_ACTIVATIONS = "p2ptrain.compute.activations."
-
-PAYLOADS = Target(
-    "activations",
-    _payloads(),
-    _check_payload,
-    tuple(f"{_ACTIVATIONS}{name}" for name in ("decode_untrusted", "ids_untrusted", "_checked_untrusted")),
-    peak_bytes=1 << 20,
-)
-CONFIGS = Target(
-    "model-configs",
-    mutated(_CONFIGS.map(lambda table: json.dumps(table).encode()), most=2).map(lambda data: data.decode("latin-1"))
-    | st.sampled_from(["[" * 50_000, '{"a":' * 10_000, "9" * 5000, '{"model_type":"a"' + " " * MAX_CONFIG_BYTES, ""]),
-    _check_config,
-    ("p2ptrain.core.tensor_files.config_untrusted",),
-    peak_bytes=8 << 20,  # a thousand levels of nesting, until it is refused
-)
-
 # ------------------------------------------------------------------------------- what the leader of an island commands
 
 _WRONG = st.none() | st.booleans() | TEXT | st.binary(max_size=8) | st.floats() | st.integers(-(2**63), 2**63)
@@ -224,21 +215,16 @@ _COMMAND_VALUES = {int: 7, float: 0.5, str: "{}"}
 _COMMANDS = [msgpack.packb([name, *(_COMMAND_VALUES[kind] for kind in kinds)]) for name, kinds in COMMANDS.items()]
 
 
-def _check_command(body: bytes) -> None:
-    name, *arguments = command_untrusted(body)
-    assert tuple(map(type, arguments)) == COMMANDS[name]
-
-
-ISLAND = Target(
+@target(
     "island-commands",
     mutated(st.sampled_from(_COMMANDS))
     | st.tuples(st.sampled_from(sorted(COMMANDS)), st.lists(_WRONG, max_size=4)).map(
         lambda command: msgpack.packb([command[0], *command[1]])
     )
     | st.sampled_from([b"\xdd\xff\xff\xff\xff", b"\x91" * 5000, b"\x91\xdb\xff\xff\xff\xff"]),
-    _check_command,
-    ("p2ptrain.compute.island.command_untrusted",),
+    "p2ptrain.compute.island.command_untrusted",
     peak_bytes=1 << 20,
 )
-
-TARGETS = (HEADERS, INDEX, OFFER, PAYLOADS, CONFIGS, ISLAND)
+def _check_command(body: bytes) -> None:
+    name, *arguments = command_untrusted(body)
+    assert tuple(map(type, arguments)) == COMMANDS[name]

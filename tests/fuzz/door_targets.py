@@ -37,7 +37,7 @@ from wire.job_messages import BlobRecord, HealOffer, HealRequest, MemberRecord, 
 from wire.messages import Hello, Message, Refuse, Welcome
 from wire.tls import TlsNetwork
 
-from .engine import Target, played
+from .engine import target
 from .strategies import WHOLE, chunked, made, mostly, mutated
 
 # ---------------------------------------------------------------------------------------------------------- the doorway
@@ -158,6 +158,19 @@ def _seed_credentials() -> Any:
     return credentials("seed", "seed")
 
 
+@target(
+    "doorway",
+    st.builds(
+        ProbeContext,
+        st.booleans(),
+        st.booleans(),
+        chunked(mutated(_FIRST, most=2)),
+        st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 255)), max_size=2),
+        st.sampled_from(["stays", "closes", "aborts"]),
+    ),
+    peak_bytes=4 << 20,
+    weight=50,
+)
 async def _visited(visit: ProbeContext) -> None:
     problems: list[P2PTrainError] = []
     network = MemoryNetwork()
@@ -195,22 +208,6 @@ async def _visited(visit: ProbeContext) -> None:
     for half_open in (server._half_open, *([door.half_open] if visit.tls else [])):
         assert not half_open._by_machine, "a place in the doorway is not given back"
 
-
-DOORWAY = Target(
-    "doorway",
-    st.builds(
-        ProbeContext,
-        st.booleans(),
-        st.booleans(),
-        chunked(mutated(_FIRST, most=2)),
-        st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 255)), max_size=2),
-        st.sampled_from(["stays", "closes", "aborts"]),
-    ),
-    played(_visited),
-    (),
-    peak_bytes=4 << 20,
-    weight=50,
-)
 
 # ------------------------------------------------------------------------------------------------- said to a connection
 
@@ -325,6 +322,17 @@ class _Inline:
         return function(*args)
 
 
+@target(
+    "healing",
+    st.builds(Healing, _then(_ASKED, _WANTED), _then(_OFFERED, _NEWS), st.booleans()),
+    "roles.worker.heal_source.piece_untrusted",
+    "roles.worker.heal.StateFetch.heard_untrusted",
+    "roles.worker.heal.StepReplay.take_report_untrusted",
+    "roles.worker.heal.offered_state_untrusted",
+    "roles.worker.heal.check_report_untrusted",
+    peak_bytes=1 << 20,
+    weight=100,
+)
 async def _healed(case: Healing) -> None:
     given = Snapshot(7, _LINEAGE, 1.0, _STATE)
     to_source = [message for message in case.to_source if _frame_if_small(message)]  # the others are never on the wire
@@ -356,21 +364,3 @@ async def _healed(case: Healing) -> None:
     for message in case.from_source:
         with suppress(ProtocolError):
             fetch.heard_untrusted(sender, message)
-
-
-HEALING = Target(
-    "healing",
-    st.builds(Healing, _then(_ASKED, _WANTED), _then(_OFFERED, _NEWS), st.booleans()),
-    played(_healed),
-    (
-        "roles.worker.heal_source.piece_untrusted",
-        "roles.worker.heal.StateFetch.heard_untrusted",
-        "roles.worker.heal.StepReplay.take_report_untrusted",
-        "roles.worker.heal.offered_state_untrusted",
-        "roles.worker.heal.check_report_untrusted",
-    ),
-    peak_bytes=1 << 20,
-    weight=100,
-)
-
-TARGETS = (DOORWAY, HEALING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 import time
 import tracemalloc
@@ -41,8 +42,26 @@ class Target:
     cases: st.SearchStrategy[Any]
     check: Callable[[Any], None]
     parsers: tuple[str, ...]
-    peak_bytes: int = 256 << 10
-    weight: int = 200
+    peak_bytes: int
+    weight: int
+
+
+TARGETS: list[Target] = []
+"""Those of all modules that were imported."""
+Check = Callable[[Any], None] | Callable[[Any], Coroutine[Any, Any, None]]
+
+
+def target(
+    name: str, cases: st.SearchStrategy[Any], *parsers: str, peak_bytes: int = 256 << 10, weight: int = 200
+) -> Callable[[Check], Check]:
+    """Make a target of a check. A coroutine runs on virtual time, and no task and no callback of it may fail."""
+
+    def register(check: Check) -> Check:
+        run_check: Any = _played(check) if inspect.iscoroutinefunction(check) else check
+        TARGETS.append(Target(name, cases, run_check, parsers, peak_bytes, weight))
+        return check
+
+    return register
 
 
 @dataclass
@@ -112,9 +131,7 @@ def _measured(target: Target, case: Any) -> int:
         tracemalloc.stop()
 
 
-def played(scene: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], None]:
-    """Make a check of a coroutine: it runs on virtual time, and no task and no callback may fail."""
-
+def _played(scene: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], None]:
     async def run_scene(case: Any) -> None:
         failures: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))

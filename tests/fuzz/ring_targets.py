@@ -37,7 +37,7 @@ from roles.worker.worker import CheckpointRequest
 from wire.job_messages import CODEC_NAMES, MAX_STAGES, MemberRecord, ViewAnnounced
 from wire.schema import instance_untrusted
 
-from .engine import Target, accepted
+from .engine import accepted, target
 from .strategies import FREE, REAL, WHOLE, made, mostly, mutated, mutated_text
 
 LINEAGE = "ab" * 16
@@ -79,6 +79,7 @@ def _announced(draw: st.DrawFn) -> ViewAnnounced:
     )
 
 
+@target("views", _announced() | made(ViewAnnounced), "wire.schema.instance_untrusted")
 def _check_view(message: ViewAnnounced) -> None:
     source = dataclasses.asdict(message)
     view = View.of(instance_untrusted(ViewAnnounced, source))
@@ -93,14 +94,12 @@ def _check_view(message: ViewAnnounced) -> None:
     assert all(sum(member.count for member in ring.members) == sum(m.count for m in view.members) for ring in rings)
 
 
-VIEW = Target("views", _announced() | made(ViewAnnounced), _check_view, ("wire.schema.instance_untrusted",))
-
-
 _STAGE = st.fixed_dictionaries(
     {}, optional={"stage": mostly(st.integers(0, 3), FREE), "stages": mostly(st.integers(1, 300), FREE)}
 )
 
 
+@target("stages", _STAGE, "wire.schema.instance_untrusted")
 def _check_stage(params: dict[str, Any]) -> None:
     asked = instance_untrusted(CheckpointRequest, {"job": "a1", "step": 1} | params, lenient=True)
     assert 0 <= asked.stage < asked.stages <= MAX_STAGES
@@ -109,20 +108,17 @@ def _check_stage(params: dict[str, Any]) -> None:
 _PLACE = json.dumps(asdict(GroupPlace("a", "", 1, "machine"))).encode()
 
 
+@target(
+    "places of members in a store",
+    mutated(st.just(_PLACE)) | st.binary(max_size=100),
+    "roles.process_group._place_untrusted",
+)
 def _check_place(written: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         place = _place_untrusted(written)
         assert is_id(place.peer_id)
         assert 0 < place.port < 65536
 
-
-PLACE = Target(
-    "places of members in a store",
-    mutated(st.just(_PLACE)) | st.binary(max_size=100),
-    _check_place,
-    ("roles.process_group._place_untrusted",),
-)
-STAGE = Target("stages", _STAGE, _check_stage, ("wire.schema.instance_untrusted",))
 
 # ------------------------------------------------------------------------------------------------------------- tokens
 
@@ -135,6 +131,12 @@ def _signed(body: bytes) -> bytes:
     return body + zlib.crc32(body).to_bytes(4, "big")
 
 
+@target(
+    "tokens",
+    mutated(st.just(_TOKEN)) | mutated(st.just(_TOKEN[:-4])).map(_signed) | st.binary(max_size=2 * TOKEN_BYTES),
+    "ring.token.Token.decode_untrusted",
+    "ring.token.check_untrusted",
+)
 def _check_token(data: bytes) -> None:
     with suppress(ProtocolError):
         check_untrusted(data, _MINE)
@@ -143,13 +145,6 @@ def _check_token(data: bytes) -> None:
     assert token.encode() == data
 
 
-TOKEN = Target(
-    "tokens",
-    mutated(st.just(_TOKEN)) | mutated(st.just(_TOKEN[:-4])).map(_signed) | st.binary(max_size=2 * TOKEN_BYTES),
-    _check_token,
-    ("ring.token.Token.decode_untrusted", "ring.token.check_untrusted"),
-)
-
 # ------------------------------------------------------------------------------------------------ a parameter server
 
 _REQUEST = PullRequest(True, 3, LINEAGE, b"d" * 16).encode()
@@ -157,6 +152,13 @@ _REPLY = PullReply(ContributionStatus.ACCEPTED, 2, 50, True, False, False, 7, LI
 _MADE_OF = packed([Accepted(0, 4, 2, 50, 0.5), Accepted(2, 5, 3, 50, 1.0)])
 
 
+@target(
+    "pulls",
+    mutated(st.sampled_from([_REQUEST, _REPLY, _MADE_OF])) | st.binary(max_size=100),
+    "ring.staleness.PullRequest.decode_untrusted",
+    "ring.staleness.PullReply.decode_untrusted",
+    "ring.staleness.unpacked_untrusted",
+)
 def _check_pulled(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         assert PullRequest.decode_untrusted(data).encode()[1:] == data[1:]
@@ -167,23 +169,18 @@ def _check_pulled(data: bytes) -> None:
         assert [one.rank for one in unpacked_untrusted(data, (1, 0, 1))] == [0, 2]
 
 
-PULLED = Target(
-    "pulls",
-    mutated(st.sampled_from([_REQUEST, _REPLY, _MADE_OF])) | st.binary(max_size=100),
-    _check_pulled,
-    (
-        "ring.staleness.PullRequest.decode_untrusted",
-        "ring.staleness.PullReply.decode_untrusted",
-        "ring.staleness.unpacked_untrusted",
-    ),
-)
-
 # -------------------------------------------------------------------------------------------------------- validations
 
 _KNOWN = EarlyStop(2)
 _KNOWN.add_validation(7, 2.5)
 
 
+@target(
+    "validations",
+    mutated(st.just(_KNOWN.message())) | st.binary(max_size=40),
+    "roles.worker.early_stop.EarlyStop.agree_untrusted",
+    "roles.worker.boundary.mean_loss_untrusted",
+)
 def _check_validations(data: bytes) -> None:
     known = EarlyStop(2)
     known.agree_untrusted([data, bytes(8)], 9)
@@ -193,30 +190,22 @@ def _check_validations(data: bytes) -> None:
     assert 0 <= loss <= 1e6 or (odd == [0, 1, 2] and math.isnan(loss))
 
 
-VALIDATIONS = Target(
-    "validations",
-    mutated(st.just(_KNOWN.message())) | st.binary(max_size=40),
-    _check_validations,
-    ("roles.worker.early_stop.EarlyStop.agree_untrusted", "roles.worker.boundary.mean_loss_untrusted"),
-)
-
 # -------------------------------------------------------------------------------------------------------------- masks
 
 _SECRET = X25519PrivateKey.from_private_bytes(b"\1" * 32)
 _PUBLIC = _SECRET.public_key().public_bytes_raw()
 
 
+@target(
+    "masks",
+    st.binary(min_size=32, max_size=32) | mutated(st.sampled_from([_PUBLIC, bytes(32)])),
+    "roles.strategies.secure.pair_keys_untrusted",
+    "roles.strategies.secure._shared_secret_untrusted",
+)
 def _check_key(data: bytes) -> None:
     keys = pair_keys_untrusted(_SECRET, [_PUBLIC, data], 0, "job 1 ")
     assert [len(key) for key in keys.values()] == [32]
 
-
-MASKS = Target(
-    "masks",
-    st.binary(min_size=32, max_size=32) | mutated(st.sampled_from([_PUBLIC, bytes(32)])),
-    _check_key,
-    ("roles.strategies.secure.pair_keys_untrusted", "roles.strategies.secure._shared_secret_untrusted"),
-)
 
 # ------------------------------------------------------------------------------------------------------------- codecs
 
@@ -257,6 +246,19 @@ _GUARD = 8
 _MARK = np.float32(77.0)
 
 
+@target(
+    "codecs",
+    _encoded(),
+    "ring.codecs.base.Codec._check_untrusted",
+    "ring.codecs.base.Codec._decode_add_untrusted",
+    "ring.codecs.kinds.Fp32._decode_untrusted",
+    "ring.codecs.kinds.Fp32._decode_add_untrusted",
+    "ring.codecs.kinds.Bf16._decode_untrusted",
+    "ring.codecs.kinds.Blockwise._decode_untrusted",
+    "ring.codecs.kinds.TopK._decode_untrusted",
+    "ring.codecs.kinds.TopK._decode_add_untrusted",
+    "ring.codecs.kinds.TopK._elements_untrusted",
+)
 def _check_codec(case: Encoded) -> None:
     codec, encoded = codec_named(case.name), np.frombuffer(case.data, np.uint8)
     decoded = np.full(case.numel + 2 * _GUARD, _MARK, np.float32)
@@ -281,23 +283,6 @@ def _check_codec(case: Encoded) -> None:
         assert (array[:_GUARD] == _MARK).all(), "written before the array"
         assert (array[_GUARD + case.numel :] == _MARK).all(), "written past the array"
 
-
-CODEC = Target(
-    "codecs",
-    _encoded(),
-    _check_codec,
-    (
-        "ring.codecs.base.Codec._check_untrusted",
-        "ring.codecs.base.Codec._decode_add_untrusted",
-        "ring.codecs.kinds.Fp32._decode_untrusted",
-        "ring.codecs.kinds.Fp32._decode_add_untrusted",
-        "ring.codecs.kinds.Bf16._decode_untrusted",
-        "ring.codecs.kinds.Blockwise._decode_untrusted",
-        "ring.codecs.kinds.TopK._decode_untrusted",
-        "ring.codecs.kinds.TopK._decode_add_untrusted",
-        "ring.codecs.kinds.TopK._elements_untrusted",
-    ),
-)
 
 # -------------------------------------------------------------------------------------------------------------- links
 
@@ -327,6 +312,7 @@ _LINK = st.fixed_dictionaries(
 _MEASURED = st.fixed_dictionaries({}, optional={"links": mostly(st.lists(mostly(_LINK, FREE), max_size=3), FREE)})
 
 
+@target("links", st.tuples(_TO_MEASURE, _MEASURED), "roles.seed.links.measured_untrusted")
 def _check_links(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
     params, result = case
     try:
@@ -341,8 +327,6 @@ def _check_links(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
     assert all(isinstance(quality, LinkQuality) for quality in found.values())
 
 
-LINKS = Target("links", st.tuples(_TO_MEASURE, _MEASURED), _check_links, ("roles.seed.links.measured_untrusted",))
-
 # ------------------------------------------------------------------------------------------------------ chain figures
 
 
@@ -355,6 +339,7 @@ def _packed_figures(draw: st.DrawFn) -> tuple[bytes, int]:
     return draw(payload | mutated(payload)), stages
 
 
+@target("chain-figures", _packed_figures(), "ring.chain.figures_untrusted")
 def _check_figures(case: tuple[bytes, int]) -> None:
     payload, stages = case
     round_trips_s, rooms = figures_untrusted(payload, stages)
@@ -363,8 +348,6 @@ def _check_figures(case: tuple[bytes, int]) -> None:
     if round_trips_s:  # what they are for
         plan_extended(4, round_trips_s, 0.1, max_in_flight=[min(room or 4, 4) for room in rooms])
 
-
-FIGURES = Target("chain-figures", _packed_figures(), _check_figures, ("ring.chain.figures_untrusted",))
 
 # ----------------------------------------------------------------------------------------------------------- profiles
 
@@ -392,18 +375,13 @@ def _specs(draw: st.DrawFn) -> str:
 _PIECES = ["[" * 9000, "{", "}", '"', "\\ud800", "1e999", "NaN", "Infinity", "9" * 5000, "-0", "null", "true", ","]
 
 
+@target(
+    "profiles",
+    _specs() | mutated_text([json.dumps(_SPEC), "{}"], _PIECES),
+    "configs.schema.Profile.from_spec_untrusted",
+    peak_bytes=4 << 20,
+)
 def _check_profile(text: str) -> None:
     profile = Profile.from_spec_untrusted(text)
     with accepted():
         assert Profile.from_spec_untrusted(profile.to_spec()) == profile
-
-
-PROFILE = Target(
-    "profiles",
-    _specs() | mutated_text([json.dumps(_SPEC), "{}"], _PIECES),
-    _check_profile,
-    ("configs.schema.Profile.from_spec_untrusted",),
-    peak_bytes=4 << 20,
-)
-
-TARGETS = (VIEW, PLACE, STAGE, TOKEN, PULLED, VALIDATIONS, MASKS, CODEC, LINKS, FIGURES, PROFILE)

@@ -23,7 +23,7 @@ from wire.records import LedgerHead, runs_of
 from wire.schema import instance_untrusted
 from wire.text_messages import MAX_DRAFTERS, DrafterAddress, DrafterList
 
-from .engine import Target, accepted
+from .engine import accepted, target
 from .strategies import FREE, TEXT, made, mostly, mutated
 
 _SIZES = st.integers(1, 2**40)
@@ -36,6 +36,7 @@ _SHAPES = st.fixed_dictionaries(
 )
 
 
+@target("model-shapes", _SHAPES | FREE, "wire.schema.Record.from_map_untrusted")
 def _check_shape(source: object) -> None:
     shape = ModelShape.from_map_untrusted(source)
     assert 1 <= shape.sizes.layers <= MAX_LAYERS
@@ -56,6 +57,11 @@ _DRAFTERS = made(
 )
 
 
+@target(
+    "drafters-here",
+    st.tuples(st.lists(_DRAFTERS, max_size=MAX_DRAFTERS + 2), st.sampled_from(["127.0.0.1", "10.0.0.9", "seed"])),
+    "roles.member.drafters_untrusted",
+)
 def _check_drafters(case: tuple[list[DrafterAddress], str]) -> None:
     drafters, seed_host = case
     found = drafters_untrusted(DrafterList(drafters), seed_host)
@@ -85,6 +91,13 @@ def _told(draw: st.DrawFn) -> LedgerRows:
     return draw(made(LedgerRows, rows=st.just(rows), lineage=mostly(st.just(START), st.text(max_size=40))))
 
 
+@target(
+    "ledger-rows",
+    _told() | made(LedgerRows),
+    "ring.ledger.rows_untrusted",
+    "ring.ledger.counts_of_untrusted",
+    "roles.seed.ledger.JobLedger.take_untrusted",
+)
 def _check_told(message: LedgerRows) -> None:
     ledger = JobLedger("j")
     ledger.view_began(View("j", 1, 0, START, _VIEW.members))
@@ -101,14 +114,6 @@ def _check_told(message: LedgerRows) -> None:
         assert 1 <= entry.row.step <= 10
 
 
-TOLD = Target(
-    "ledger-rows",
-    _told() | made(LedgerRows),
-    _check_told,
-    ("ring.ledger.rows_untrusted", "ring.ledger.counts_of_untrusted", "roles.seed.ledger.JobLedger.take_untrusted"),
-)
-
-
 @st.composite
 def _file(draw: st.DrawFn) -> bytes:
     first, shares = draw(st.integers(1, 3)), st.sampled_from([[4], [1, 3], [2**32 - 1] * 9])
@@ -120,6 +125,13 @@ def _file(draw: st.DrawFn) -> bytes:
     return json.dumps({"head": asdict(head), "runs": [run.to_map() for run in runs_of(rows)]}).encode()
 
 
+@target(
+    "ledger-files",
+    _file() | mutated(_file()),
+    "roles.worker.reports.WorkerLedger.loaded_untrusted",
+    "roles.worker.reports.WorkerLedger.take_up_untrusted",
+    peak_bytes=512 << 10,
+)
 def _check_file(data: bytes) -> None:
     kept = WorkerLedger("j", lambda rows: None)
     kept.loaded_untrusted(2, next_lineage(next_lineage(START, bytes(16)), bytes(16)), data)
@@ -133,37 +145,8 @@ def _metrics(draw: st.DrawFn) -> bytes:
     return json.dumps(rows).encode()
 
 
+@target("metrics-files", _metrics() | mutated(_metrics()), "roles.worker.reports.StepReporter.loaded_untrusted")
 def _check_metrics(data: bytes) -> None:
     kept = StepReporter(job="j", steps_total=9, send=lambda row: None, on_step=lambda *step: None)
     kept.loaded_untrusted(2, data)
     assert all(step <= 2 for step, _ in kept._rows)
-
-
-TARGETS = (
-    Target(
-        "metrics-files",
-        _metrics() | mutated(_metrics()),
-        _check_metrics,
-        ("roles.worker.reports.StepReporter.loaded_untrusted",),
-    ),
-    Target(
-        "ledger-files",
-        _file() | mutated(_file()),
-        _check_file,
-        ("roles.worker.reports.WorkerLedger.loaded_untrusted", "roles.worker.reports.WorkerLedger.take_up_untrusted"),
-        peak_bytes=512 << 10,
-    ),
-    Target(
-        "model-shapes",
-        _SHAPES | FREE,
-        _check_shape,
-        ("wire.schema.Record.from_map_untrusted",),
-    ),
-    Target(
-        "drafters-here",
-        st.tuples(st.lists(_DRAFTERS, max_size=MAX_DRAFTERS + 2), st.sampled_from(["127.0.0.1", "10.0.0.9", "seed"])),
-        _check_drafters,
-        ("roles.member.drafters_untrusted",),
-    ),
-    TOLD,
-)

@@ -43,7 +43,7 @@ from wire.messages import Message, Request
 from wire.schema import instance_untrusted
 from wire.text_messages import MAX_DEPTH, DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict
 
-from .engine import Target, played, send_if_valid
+from .engine import send_if_valid, target
 from .strategies import WHOLE, made, mutated
 
 PROMPT = [5, 80, 11]
@@ -73,6 +73,15 @@ _REFUSALS = made(StreamRefused)
 _NUMBERS = st.integers(0, 5) | WHOLE.filter(lambda number: 0 <= number < 1 << 64)
 
 
+@target(
+    "draft-words",
+    st.tuples(_OPENINGS | _DRAFTS | _VERDICTS | made(DraftReady) | _REFUSALS, _NUMBERS),
+    "roles.drafter.drafting.sampling_untrusted",
+    "roles.drafter.drafting.verdict_untrusted",
+    "roles.drafter.drafting.tokens_untrusted",
+    "roles.drafter.drafting.refused_untrusted",
+    weight=60,
+)
 def _check_words(case: tuple[Message, int]) -> None:
     message, number = case
     message = instance_untrusted(type(message), asdict(message))
@@ -96,19 +105,6 @@ def _check_words(case: tuple[Message, int]) -> None:
             assert (refused.code + refused.message + refused.remedy).isprintable()
 
 
-WORDS = Target(
-    "draft-words",
-    st.tuples(_OPENINGS | _DRAFTS | _VERDICTS | made(DraftReady) | _REFUSALS, _NUMBERS),
-    _check_words,
-    (
-        "roles.drafter.drafting.sampling_untrusted",
-        "roles.drafter.drafting.verdict_untrusted",
-        "roles.drafter.drafting.tokens_untrusted",
-        "roles.drafter.drafting.refused_untrusted",
-    ),
-    weight=60,
-)
-
 # ----------------------------------------------------------------------------------------------------- a whole drafter
 
 
@@ -124,6 +120,25 @@ def _say(connection: Connection, said: list[tuple[Message, int, int, bytes]]) ->
                 connection.send_bulk(memoryview(payload), generation=0, stream=stream)
 
 
+_STREAMS = st.sampled_from([1, 1, 1, 2, 2, 3, 0])
+_AS_VERIFIER = st.tuples(
+    _VERDICTS | _OPENINGS | st.just(StreamClose()) | st.just(Request(1, "probe.clock", {})) | _DRAFTS,
+    st.sampled_from([1, 1, 2, 0]),
+    _STREAMS,
+    st.sampled_from([b"", b"", encode_ids(PROMPT), bytes(16)]),
+) | st.tuples(st.just(_OPENING), st.just(0), _STREAMS, st.just(encode_ids(PROMPT)))
+
+
+@target(
+    "drafters",
+    st.lists(_AS_VERIFIER, max_size=6),
+    "roles.drafter.draft_server.DraftServer._open_untrusted",
+    "roles.drafter.draft_server.DraftServer._find_untrusted",
+    "roles.drafter.draft_server.DraftServer._take_verdict_untrusted",
+    "roles.drafter.drafting.ids_untrusted",
+    peak_bytes=16 << 20,
+    weight=8,
+)
 async def _asked(said: list[tuple[Message, int, int, bytes]]) -> None:
     """A hostile verifier beside an honest one, whose text must come, and sooner, all the same."""
     network = MemoryNetwork()
@@ -144,31 +159,29 @@ async def _asked(said: list[tuple[Message, int, int, bytes]]) -> None:
     assert written.stats.accepted
 
 
-_STREAMS = st.sampled_from([1, 1, 1, 2, 2, 3, 0])
-_AS_VERIFIER = st.tuples(
-    _VERDICTS | _OPENINGS | st.just(StreamClose()) | st.just(Request(1, "probe.clock", {})) | _DRAFTS,
-    st.sampled_from([1, 1, 2, 0]),
-    _STREAMS,
-    st.sampled_from([b"", b"", encode_ids(PROMPT), bytes(16)]),
-) | st.tuples(st.just(_OPENING), st.just(0), _STREAMS, st.just(encode_ids(PROMPT)))
-
-DRAFTER = Target(
-    "drafters",
-    st.lists(_AS_VERIFIER, max_size=6),
-    played(_asked),
-    (
-        "roles.drafter.draft_server.DraftServer._open_untrusted",
-        "roles.drafter.draft_server.DraftServer._find_untrusted",
-        "roles.drafter.draft_server.DraftServer._take_verdict_untrusted",
-        "roles.drafter.drafting.ids_untrusted",
-    ),
-    peak_bytes=16 << 20,
-    weight=8,
-)
-
 # ----------------------------------------------------------------------------------------------- a verifier's links
 
 
+_AS_DRAFTER = st.tuples(
+    made(Drafts, position=_SMALL.map(lambda at: max(at - 8, -1)), tokens=_BYTES)
+    | made(DraftReady)
+    | _REFUSALS
+    | _VERDICTS
+    | st.just(Drafts(0, pack_tokens([1, 2], VOCAB))),
+    st.sampled_from([0, 0, 0, -1, 1]),
+    st.sampled_from([0, 0, 0, 0, 1, -1]),
+)
+
+
+@target(
+    "drafter-links",
+    st.lists(st.lists(_AS_DRAFTER, max_size=2), max_size=6),
+    "roles.verifier.drafters.DrafterLink._take_untrusted",
+    "roles.verifier.speculation.DraftLine.receive_untrusted",
+    "roles.verifier.speculation.Speculation.receive_untrusted",
+    peak_bytes=16 << 20,
+    weight=8,
+)
 async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
     """A hostile drafter beside an honest one: the text is that of plain decoding."""
     network = MemoryNetwork()
@@ -190,29 +203,3 @@ async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
         written = await write(source, PROMPT, 16, GREEDY)
         await source.close()
     assert written.tokens == _expected(16)
-
-
-_AS_DRAFTER = st.tuples(
-    made(Drafts, position=_SMALL.map(lambda at: max(at - 8, -1)), tokens=_BYTES)
-    | made(DraftReady)
-    | _REFUSALS
-    | _VERDICTS
-    | st.just(Drafts(0, pack_tokens([1, 2], VOCAB))),
-    st.sampled_from([0, 0, 0, -1, 1]),
-    st.sampled_from([0, 0, 0, 0, 1, -1]),
-)
-
-LINKS = Target(
-    "drafter-links",
-    st.lists(st.lists(_AS_DRAFTER, max_size=2), max_size=6),
-    played(_drafted),
-    (
-        "roles.verifier.drafters.DrafterLink._take_untrusted",
-        "roles.verifier.speculation.DraftLine.receive_untrusted",
-        "roles.verifier.speculation.Speculation.receive_untrusted",
-    ),
-    peak_bytes=16 << 20,
-    weight=8,
-)
-
-TARGETS = (WORDS, DRAFTER, LINKS)

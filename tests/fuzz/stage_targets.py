@@ -18,7 +18,7 @@ from tests.roles.stage_doubles import PORT, open_params, session_of
 from tests.roles.stage_stand_in import WIDTH, StandInBuilder, StandInStage, shapes_of, stand_in_config, stand_in_part
 from wire.chain_messages import MAX_REQUEST_POSITIONS, ForwardRequest, TensorRecord, TensorsPage
 
-from .engine import Target, accepted
+from .engine import accepted, target
 from .strategies import FREE, REAL, TEXT, WHOLE, made, mutated
 
 CONFIG = stand_in_config(layers=3, rows=1)
@@ -72,6 +72,7 @@ def _params(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return method, params
 
 
+@target("stage-requests", _params(), "roles.worker.stage_requests.request_untrusted", peak_bytes=8 << 20)
 def _check_params(case: tuple[str, dict[str, Any]]) -> None:
     method, params = case
     found = stage_requests.request_untrusted(method, params)
@@ -85,10 +86,6 @@ def _check_params(case: tuple[str, dict[str, Any]]) -> None:
         assert {found.encoding, found.prefill_encoding} <= ENCODINGS.keys()
         assert found.next is None or 0 < found.next.port < 65536
 
-
-REQUESTS = Target(
-    "stage-requests", _params(), _check_params, ("roles.worker.stage_requests.request_untrusted",), peak_bytes=8 << 20
-)
 
 # --------------------------------------------------------------------------------------------------------------- works
 
@@ -109,6 +106,12 @@ _WORKS = made(ForwardRequest, **_WORK_VALUES)
 _ENGINE = stand_in_part(CONFIG, 0, 3)
 
 
+@target(
+    "works",
+    st.tuples(_WORKS, st.integers(0, 2), st.sampled_from([bytes(n) for n in (0, 4, 8, 16, 20, 60, 96, 160, 161)])),
+    "roles.worker.stage_session.StageSession.payload_bytes_untrusted",
+    peak_bytes=1 << 20,
+)
 def _check_work(case: tuple[ForwardRequest, int, bytes]) -> None:
     work, index, payload = case
     session = session_of("s1", index)
@@ -121,14 +124,6 @@ def _check_work(case: tuple[ForwardRequest, int, bytes]) -> None:
     with suppress(ProtocolError):
         assert len(engine._taken_in_untrusted(memoryview(payload), work.encoding, work.count)) == work.count
 
-
-WORKS = Target(
-    "works",
-    st.tuples(_WORKS, st.integers(0, 2), st.sampled_from([bytes(n) for n in (0, 4, 8, 16, 20, 60, 96, 160, 161)])),
-    _check_work,
-    ("roles.worker.stage_session.StageSession.payload_bytes_untrusted",),
-    peak_bytes=1 << 20,
-)
 
 # -------------------------------------------------------------------------------------------------------------- tables
 
@@ -156,6 +151,14 @@ _WHOLE = st.lists(_RECORDS, unique_by=lambda record: record.name, min_size=1, ma
 )
 
 
+@target(
+    "tensor-tables",
+    st.lists(_PAGES, min_size=1, max_size=4) | _WHOLE,
+    "roles.model_directory.TableReceiver.take_untrusted",
+    "roles.model_directory.check_record_untrusted",
+    "roles.worker.model_loading._owned_untrusted",
+    peak_bytes=1 << 20,
+)
 def _check_pages(pages: list[TensorsPage]) -> None:
     recipient = TableReceiver()
     for page in pages:
@@ -170,35 +173,18 @@ def _check_pages(pages: list[TensorsPage]) -> None:
     assert [tuple(record.shape) for record in owned] == [_SHAPES["embed.weight"], _SHAPES["layers.0.weight"]]
 
 
-TABLES = Target(
-    "tensor-tables",
-    st.lists(_PAGES, min_size=1, max_size=4) | _WHOLE,
-    _check_pages,
-    (
-        "roles.model_directory.TableReceiver.take_untrusted",
-        "roles.model_directory.check_record_untrusted",
-        "roles.worker.model_loading._owned_untrusted",
-    ),
-    peak_bytes=1 << 20,
-)
-
 _CACHED = json.dumps({"files": {"/m/a": {"stamp": [5, 6], "digests": {"x": "0" * 64}}}}).encode()
 
 
-def _check_cached(data: bytes) -> None:
-    files = parse_cache_untrusted(data)
-    assert all(len(digest) % 32 == 0 for file in files.values() for digest in file.digests.values())
-
-
-CACHED = Target(
+@target(
     "tensor-digests",
     mutated(st.just(_CACHED))
     | st.sampled_from(
         [b"[" * 50_000, b'{"files":' * 9000, b"1e999", b'{"files":{"a":{"stamp":[1e999,1],"digests":{}}}}']
     ),
-    _check_cached,
-    ("roles.model_directory.parse_cache_untrusted",),
+    "roles.model_directory.parse_cache_untrusted",
     peak_bytes=8 << 20,
 )
-
-TARGETS = (REQUESTS, WORKS, TABLES, CACHED)
+def _check_cached(data: bytes) -> None:
+    files = parse_cache_untrusted(data)
+    assert all(len(digest) % 32 == 0 for file in files.values() for digest in file.digests.values())

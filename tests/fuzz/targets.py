@@ -1,39 +1,18 @@
-"""All targets, and every parser in the packages, found by reading their source."""
+"""Imports all targets, and finds every parser of the packages by reading their source."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
-from . import (
-    chain_targets,
-    credential_targets,
-    directory_targets,
-    door_targets,
-    ring_targets,
-    seed_targets,
-    speculation_targets,
-    stage_targets,
-    verifier_targets,
-    wire_targets,
-)
-from .engine import SUFFIX, Target
+from .engine import SUFFIX
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("p2ptrain", "wire", "ring", "roles", "tui", "configs")
-TARGETS: tuple[Target, ...] = (
-    *wire_targets.TARGETS,
-    *credential_targets.TARGETS,
-    *ring_targets.TARGETS,
-    *seed_targets.TARGETS,
-    *door_targets.TARGETS,
-    *directory_targets.TARGETS,
-    *stage_targets.TARGETS,
-    *chain_targets.TARGETS,
-    *verifier_targets.TARGETS,
-    *speculation_targets.TARGETS,
-)
+for path in sorted(Path(__file__).parent.glob("*_targets.py")):
+    import_module(f"{__package__}.{path.stem}")
 
 
 def parsers() -> set[str]:

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from .engine import Tally, Target, run
-from .targets import TARGETS, parsers
+from .engine import TARGETS, Tally, Target, run
+from .targets import parsers
 
 SEED = int(os.environ.get("P2PTRAIN_FUZZ_SEED", "1"))
 EXAMPLES = 60

@@ -20,7 +20,7 @@ from wire.records import ServingInfo
 from wire.schema import instance_untrusted
 from wire.text_messages import MOST_BYTES, MOST_STOPS, MOST_TURNS
 
-from .engine import Target, played, send_if_valid
+from .engine import send_if_valid, target
 from .strategies import REAL, TEXT, WHOLE, made, mostly
 
 PORT = 5000
@@ -42,6 +42,12 @@ _ASK = made(
 )
 
 
+@target(
+    "questions",
+    st.tuples(_ASK, st.binary(max_size=8) | st.just("é€😀".encode())),
+    "roles.verifier.server.request_untrusted",
+    peak_bytes=40 << 20,  # a question of 4 MiB, its letters four bytes each, and cut once
+)
 def _check_question(case: tuple[wire.TextQuestion, bytes]) -> None:
     ask, filler = case
     ask = instance_untrusted(wire.TextQuestion, asdict(ask))
@@ -54,14 +60,6 @@ def _check_question(case: tuple[wire.TextQuestion, bytes]) -> None:
     assert len(wish.stop) <= MOST_STOPS
     assert not (wish.prompt and wish.turns)
 
-
-QUESTIONS = Target(
-    "questions",
-    st.tuples(_ASK, st.binary(max_size=8) | st.just("é€😀".encode())),
-    _check_question,
-    ("roles.verifier.server.request_untrusted",),
-    peak_bytes=40 << 20,  # a question of 4 MiB, its letters four bytes each, and cut once
-)
 
 _AT = ServingInfo(id="v1", name="big one", role="verifier", host="there", port=PORT, model="m", context=64)
 
@@ -85,6 +83,15 @@ _ANSWERS = st.lists(
 )
 
 
+@target(
+    "verifier-clients",
+    st.tuples(_BEGUN, _ANSWERS).map(lambda both: [*both[0], *both[1]]),
+    "roles.verifier.client.VerifierClient._take_untrusted",
+    "roles.verifier.client.RemoteText.take_untrusted",
+    "roles.verifier.server.error_untrusted",
+    peak_bytes=8 << 20,
+    weight=30,
+)
 async def _answered(said: list[tuple[Message, int]]) -> None:
     """A client whose verifier says anything: its text ends, or an error tells why it does not."""
     network = MemoryNetwork()
@@ -113,19 +120,3 @@ async def _answered(said: list[tuple[Message, int]]) -> None:
     finally:
         await client.close()
         await server.close()
-
-
-CLIENTS = Target(
-    "verifier-clients",
-    st.tuples(_BEGUN, _ANSWERS).map(lambda both: [*both[0], *both[1]]),
-    played(_answered),
-    (
-        "roles.verifier.client.VerifierClient._take_untrusted",
-        "roles.verifier.client.RemoteText.take_untrusted",
-        "roles.verifier.server.error_untrusted",
-    ),
-    peak_bytes=8 << 20,
-    weight=30,
-)
-
-TARGETS = (QUESTIONS, CLIENTS)

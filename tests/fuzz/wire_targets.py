@@ -27,7 +27,7 @@ from wire.frame import (
 from wire.messages import BULK_KIND, PROTOCOL_VERSION, Hello, Message, Welcome
 from wire.records import JobInfo, LedgerRun, PartInfo, Record, ServingInfo, StagePlanInfo, TrainingPlanInfo
 
-from .engine import Target, accepted
+from .engine import accepted, target
 from .strategies import ANY_TEXT, FREE, PACKABLE, TEXT, conforms, made, mutated, mutated_text, nested, packed
 
 # ------------------------------------------------------------------------------------------------------------- frames
@@ -116,6 +116,14 @@ class _Reader:
                 assert event is None
 
 
+@target(
+    "frames",
+    st.tuples(
+        st.lists(_CONTROL | _BULK | _HEADER | mutated(_CONTROL | _BULK), min_size=1, max_size=4).map(b"".join),
+        st.lists(_DEEDS, max_size=12),
+    ),
+    peak_bytes=CONTROL_FRAME_BYTES + (64 << 10),
+)
 def _check_frames(case: tuple[bytes, list[tuple[Any, ...]]]) -> None:
     data, deeds = case
     reader = _Reader(data)
@@ -124,17 +132,6 @@ def _check_frames(case: tuple[bytes, list[tuple[Any, ...]]]) -> None:
     reader.feed(len(data))
     reader.core.validate()
 
-
-FRAMES = Target(
-    "frames",
-    st.tuples(
-        st.lists(_CONTROL | _BULK | _HEADER | mutated(_CONTROL | _BULK), min_size=1, max_size=4).map(b"".join),
-        st.lists(_DEEDS, max_size=12),
-    ),
-    _check_frames,
-    (),
-    peak_bytes=CONTROL_FRAME_BYTES + (64 << 10),
-)
 
 # ----------------------------------------------------------------------------------------------------------- messages
 
@@ -165,6 +162,28 @@ def _pack(value: Any) -> bytes:
     return body
 
 
+@target(
+    "messages-handshake",
+    st.one_of([_bodies(kind) for kind in MESSAGE_TYPES if kind <= LAST_HANDSHAKE_KIND]),
+    "wire.codec.decode_untrusted",
+    "wire.codec._unpack_untrusted",
+    peak_bytes=1 << 20,
+)
+@target(
+    "messages",
+    st.one_of([_bodies(kind) for kind, cls in MESSAGE_TYPES.items() if kind > LAST_HANDSHAKE_KIND and cls.KEYED])
+    | st.tuples(st.integers(0, 255).filter(lambda kind: kind not in KINDS), st.binary(max_size=20)),
+    "wire.codec.decode_untrusted",
+    "wire.codec._unpack_untrusted",
+    peak_bytes=40 << 20,  # lists that claim 4096 items, a thousand deep: given back within the call
+)
+@target(
+    "messages-bare",
+    st.one_of([_bodies(kind) for kind, cls in MESSAGE_TYPES.items() if not cls.KEYED]),
+    "wire.codec.decode_untrusted",
+    "wire.codec._values_untrusted",
+    peak_bytes=1 << 20,
+)
 def _check_message(case: tuple[int, bytes]) -> None:
     kind, body = case
     message = decode_untrusted(kind, body)
@@ -173,30 +192,6 @@ def _check_message(case: tuple[int, bytes]) -> None:
     with accepted():
         assert encode(decode_untrusted(kind, again)) == again
 
-
-_PARSERS = ("wire.codec.decode_untrusted", "wire.codec._unpack_untrusted")
-HANDSHAKE_MESSAGES = Target(
-    "messages-handshake",
-    st.one_of([_bodies(kind) for kind in MESSAGE_TYPES if kind <= LAST_HANDSHAKE_KIND]),
-    _check_message,
-    _PARSERS,
-    peak_bytes=1 << 20,
-)
-MESSAGES = Target(
-    "messages",
-    st.one_of([_bodies(kind) for kind, cls in MESSAGE_TYPES.items() if kind > LAST_HANDSHAKE_KIND and cls.KEYED])
-    | st.tuples(st.integers(0, 255).filter(lambda kind: kind not in KINDS), st.binary(max_size=20)),
-    _check_message,
-    _PARSERS,
-    peak_bytes=40 << 20,  # lists that claim 4096 items, a thousand deep: given back within the call
-)
-BARE_MESSAGES = Target(
-    "messages-bare",
-    st.one_of([_bodies(kind) for kind, cls in MESSAGE_TYPES.items() if not cls.KEYED]),
-    _check_message,
-    ("wire.codec.decode_untrusted", "wire.codec._values_untrusted"),
-    peak_bytes=1 << 20,
-)
 
 # ------------------------------------------------------------------------------------------------------------ records
 
@@ -217,6 +212,13 @@ def _maps(draw: st.DrawFn, kind: type[Record]) -> tuple[type[Record], Any]:
     return kind, source
 
 
+@target(
+    "records",
+    st.deferred(lambda: st.sampled_from(_records()).flatmap(lambda kind: _maps(kind) | st.tuples(st.just(kind), FREE))),
+    "wire.schema.Record.from_map_untrusted",
+    "wire.schema.instance_untrusted",
+    peak_bytes=1 << 20,
+)
 def _check_record(case: tuple[type[Record], Any]) -> None:
     kind, source = case
     record = kind.from_map_untrusted(source)
@@ -242,14 +244,6 @@ def _check_record(case: tuple[type[Record], Any]) -> None:
         assert describe_prediction(record)
 
 
-RECORD = Target(
-    "records",
-    st.deferred(lambda: st.sampled_from(_records()).flatmap(lambda kind: _maps(kind) | st.tuples(st.just(kind), FREE))),
-    _check_record,
-    ("wire.schema.Record.from_map_untrusted", "wire.schema.instance_untrusted"),
-    peak_bytes=1 << 20,
-)
-
 # ----------------------------------------------------------------------------------------- texts that a person is given
 
 _TICKETS = [
@@ -260,6 +254,7 @@ _TICKETS = [
 _PIECES = ["/", ":", "[", "]", "::", "-", "_", "=", "A", "\n", " ", "0", "99999", "%", "@", "\u0661", "a" * 600]
 
 
+@target("tickets", mutated_text(_TICKETS, _PIECES) | ANY_TEXT, "wire.address.Ticket.parse_untrusted")
 def _check_ticket(text: str) -> None:
     is_ticket(text)
     ticket = Ticket.parse_untrusted(text)
@@ -267,10 +262,3 @@ def _check_ticket(text: str) -> None:
     with accepted():
         assert Ticket.parse_untrusted(str(ticket)) == ticket
     assert repr(ticket.secret) not in repr(ticket)
-
-
-TICKET = Target(
-    "tickets", mutated_text(_TICKETS, _PIECES) | ANY_TEXT, _check_ticket, ("wire.address.Ticket.parse_untrusted",)
-)
-
-TARGETS = (FRAMES, HANDSHAKE_MESSAGES, MESSAGES, BARE_MESSAGES, RECORD, TICKET)
