@@ -9,13 +9,12 @@ import re
 import signal
 import sys
 import tomllib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.warm import Forked, Nursery, nursery
 from wire.client import SeedClient
 from wire.transport import TcpNetwork
 
@@ -44,7 +43,7 @@ SMALL = {
 class Process:
     """One running ``p2ptrain``, and every line it said."""
 
-    def __init__(self, process: asyncio.subprocess.Process | Forked) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.lines: list[str] = []
         self.out: list[str] = []  # those of standard output
@@ -101,15 +100,10 @@ class Process:
 
 
 class Machine:
-    """Where processes are started: one state directory, one environment.
+    """Where processes are started: one state directory, one environment."""
 
-    Attributes:
-        warm: where workers are forked; None: they start cold, as a person starts them.
-    """
-
-    def __init__(self, root: Path, warm: Nursery | None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.warm = warm
         self.processes: list[Process] = []
         self.port = 0
 
@@ -125,23 +119,18 @@ class Machine:
         Args:
             network: name of the network namespace that it lives in; empty: this one.
         """
-        env = os.environ | {"PYTHONUNBUFFERED": "1"} | environment
-        process: asyncio.subprocess.Process | Forked
-        if self.warm is not None and arguments[0] in ("join", "generate"):
-            process = await self.warm.start(arguments, self.root, env, network=network)
-        else:
-            process = await asyncio.create_subprocess_exec(
-                *(["ip", "netns", "exec", network] if network else []),
-                sys.executable,
-                "-m",
-                "p2ptrain",
-                *arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                cwd=self.root,
-                env=env,
-            )
+        process = await asyncio.create_subprocess_exec(
+            *(["ip", "netns", "exec", network] if network else []),
+            sys.executable,
+            "-m",
+            "p2ptrain",
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=self.root,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
+        )
         self.processes.append(Process(process))
         return self.processes[-1]
 
@@ -208,15 +197,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery | None]:
-    with nursery(tmp_path_factory.mktemp("warm") / "socket") as made:
-        yield made
-
-
 @pytest.fixture
-async def machine(tmp_path: Path, warm: Nursery | None) -> AsyncIterator[Machine]:
-    made = Machine(tmp_path, warm)
+async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
+    made = Machine(tmp_path)
     yield made
     for process in made.processes:
         await process.kill()

@@ -56,14 +56,13 @@ async def test_a_worker_beside_the_seed_and_one_elsewhere_train_together(
     ticket = (await seed.until(r"^p2ptrain join (\S+)$"))[1]
     assert ticket.startswith("10.77.0.1:7337/"), "the namespace has no default route to tell its address by"
     beside = await machine.start("join", *state, network=here)
-    await beside.until("joined")
-    elsewhere = await machine.start("join", ticket, *state, network=there)
+    elsewhere = await machine.start("join", ticket, *state, "--slot", "2", network=there)
     # The worker beside the seed is known by a loopback address, which the other one must not dial.
     last = await elsewhere.until(r"step +30/30.* (\d) members")
     assert int(last[1]) == 2
     assert "listening on all addresses" in beside.text
-    code = await machine.start("check", ticket, "--once", network=there, XDG_STATE_HOME=str(machine.root / "there"))
-    assert await code.end() == 0, code.text
+    check = await machine.start("check", ticket, "--once", network=there, XDG_STATE_HOME=str(machine.root / "there"))
+    assert await check.end() == 0, check.text
     assert [await beside.interrupt(), await elsewhere.interrupt(), await seed.interrupt()] == [0, 0, 0]
 
 

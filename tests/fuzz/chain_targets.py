@@ -21,9 +21,9 @@ from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.serving.chain import StageChain
 from roles.serving.chain_session import _position_untrusted, samples_untrusted
+from roles.serving.model import Decoding
 from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import ModelReference, WorkerPool, model_of_directory
-from tests.roles.serving.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
 from wire.chain_messages import MAX_REQUEST_POSITIONS, ChainBroken, PartLoading, Sampled
@@ -132,12 +132,14 @@ async def _generated(
     )
     chain = await StageChain.load(replica, model, plan)
     try:
-        session = await generate(chain, [1, 2, 3], max_new_tokens=6, sampling=Sampling(temperature=0))
-        left = list(said)
-        async for token in session:
-            assert 0 <= token < VOCAB
+        session = await chain.open(positions=9, sampling=Sampling(temperature=0), sample_from=3)
+        decoding, left = Decoding([1, 2, 3], max_new_tokens=6), list(said)
+        while not decoding.ended:
+            result = await session.append(decoding.next_pass())
+            assert all(0 <= token < VOCAB for token in result.tokens)
+            decoding.take_samples(result.tokens, result.took_s, 0.0)
             for index, message in left[:3]:
-                _say(stages[index], session.session.id, message)
+                _say(stages[index], session.id, message)
             del left[:3]
             await asyncio.sleep(0.01)
     except P2PTrainError:

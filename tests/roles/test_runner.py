@@ -1,21 +1,27 @@
-"""What a worker tells a seed that was away, by where its transaction stands; and how long it waits for others."""
+"""What a worker tells of a job that cannot be done and of a broken ring, and how long it waits for others."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from configs.loader import load
 from configs.schema import Profile
 from ring import member_events as ev
 from ring.transaction import Transaction
 from roles.engine import WHOLE
+from roles.strategies import strategy_of
+from roles.worker.build import engine_builder
 from roles.worker.early_stop import EarlyStop
 from roles.worker.reports import Reports
 from roles.worker.view_connections import FORM_TIMEOUT_S, forming_s, patience_s
 from tests.ring.members import ORIGIN, view
+from tests.roles.in_process import Cluster
 from wire.job_messages import Report
 
 
@@ -56,3 +62,31 @@ def test_small_stage_waits_as_long_as_a_large_one_may_take_to_heal() -> None:
     assert patience == [60 + 5 + 12_000, 60 + 5 + 12_000, 60 + 5 + 12]
     assert settled_s == pytest.approx([12 + 5 + 120, 12 + 5 + 120, 12 + 5 + 0.12]), "no member is new"
     assert form_s == pytest.approx([120, 120, 0.12])
+
+
+SMALL = [
+    "job.steps=2", "job.workers=1", "device.kind=cpu", "device.threads=1", "data.limit_bytes=100_000",
+    "data.sequence_tokens=16", "model.layers=1", "model.hidden_size=16", "model.intermediate_size=24",
+    "validation.every=0", "validation.batches=1", "checkpoint.every=0",
+]  # fmt: skip
+HUGE = ["model.hidden_size=8192", "model.layers=64", "model.intermediate_size=32768"]
+
+
+async def test_a_job_that_cannot_be_done_fails_with_its_reason_and_the_worker_does_the_next_one(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("short\n")
+    peer = cluster.join(engine_builder(threads=1), strategies=strategy_of)
+    for sets, reason in (
+        ([f"data.path={short}"], "has too few tokens: they fill 0 windows of 16; give at least "),
+        (HUGE, "of memory, and cpu (1 thread) has "),
+        (["device.kind=mps" if sys.platform != "darwin" else "device.kind=cuda"], "this machine has no "),
+    ):
+        job = await cluster.create(load("tiny", {}, [*SMALL, *sets]).profile)
+        failed = await cluster.job_until(job, lambda item: item["state"] == "failed")
+        assert reason in failed["reason"]
+        assert "; " in failed["reason"], "and a remedy"
+        await peer.hears(failed["reason"].rstrip("…"))
+    job = await cluster.create(load("tiny", {}, SMALL).profile)
+    await cluster.job_until(job, lambda item: item["state"] == "done")

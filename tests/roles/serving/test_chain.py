@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,220 +21,283 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.serving import Sampling
-from roles.serving.chain import StageChain
+from roles.serving import chain_core
+from roles.serving.chain import MOST_SESSIONS, StageChain
+from roles.serving.chain_core import ChainPhase, ChainSessionCore
+from roles.serving.chain_session import ChainSession
+from roles.serving.model import PassRequest
 from roles.serving.worker_pool import WorkerPool
 from roles.worker.stages import MAX_REQUESTS
-from tests.roles.serving.decoding import Generation, generate
 from tests.roles.stage_stand_in import sizes_of, tokens_of
 from wire.chain_messages import NEXT_LOST, ChainBroken
 
+from .decoding import decode
 from .scene import CONFIG, Scene, play
 
-GREEDY = Sampling(temperature=0)
-SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
+GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
+BELOW_ZERO = Sampling(temperature=1.5, seed=-4)
 PROMPT = [5, 80, 11, 11, 3]
-NEAR_S = 0.0005
+NEAR_S, COMPUTE_S = 0.0005, 0.01
+CHUNK = 4
 
 
-async def collected(session: Generation) -> list[int]:
-    return [token async for token in session]
+def near(source: str, target: str) -> float:
+    return NEAR_S
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
-def test_three_stages_give_what_one_model_gives(tmp_path: Path, sampling: Sampling) -> None:
+def slow_down(scene: Scene) -> None:
+    for worker in scene.workers.values():
+        worker.threads.call_s["compute"] = COMPUTE_S
+
+
+async def open_session(chain: StageChain, sampling: Sampling = SAMPLED, positions: int = 60) -> ChainSession:
+    return await chain.open(positions=positions, sampling=sampling, sample_from=1)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, BELOW_ZERO])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_the_tokens_are_those_of_plain_decoding(tmp_path: Path, sampling: Sampling, stages: int) -> None:
     async def test(scene: Scene) -> None:
-        async with scene.chain() as chain:
-            assert [(stage.start, stage.stop) for stage in chain.plan.stages] == [(0, 2), (2, 4), (4, 6)]
-            async with await generate(chain, PROMPT, max_new_tokens=12, sampling=sampling) as session:
-                made: list[int] = []
-                async for token in session:
-                    made.append(token)
-                    result = session.result
-                    assert len(result.spent_us) == 3
-                    assert 0.02 <= sum(result.spent_us) / 1e6 < result.took_s < 0.1
-                assert session.ended == "length"
-            assert made == tokens_of(CONFIG, PROMPT, 12, sampling)
+        slow_down(scene)
+        wanted = tokens_of(CONFIG, PROMPT, 30, sampling)
+        async with scene.chain(stages=stages) as chain:
+            assert (chain.vocab_size, chain.context, chain.dtype) == (97, 6000, "fp32")
+            for drafts in (0, 1, 4, 16):
+                session = await open_session(chain, sampling)
+                made = await decode(session, PROMPT, wanted, drafts=drafts, seed=drafts, chunk=2)
+                assert bool(made.stats.accepted) == bool(drafts)
+                await session.close()
+        await asyncio.sleep(1)  # virtual: what was told of their ends arrives
         assert set(scene.sessions().values()) == {0}
-        assert [len(stage.stages.cache.parts) for stage in scene.workers.values()] == [1, 1, 1, 0]  # they stay
+        assert sum(len(worker.stages.cache.parts) for worker in scene.workers.values()) == stages, "parts stay"
         done = [item for item in scene.progress if item.ready]
-        assert sorted(item.index for item in done) == [0, 1, 2]
+        assert sorted(item.index for item in done) == list(range(stages))
         assert all(item.done_bytes == item.total_bytes > 0 for item in done)
 
-    async def timed(scene: Scene) -> None:
-        for worker in scene.workers.values():
-            worker.threads.call_s["compute"] = 0.01
-        await test(scene)
-
-    play(tmp_path, timed, delay_s=lambda source, target: NEAR_S)
+    play(tmp_path, test, delay_s=near)
 
 
-def test_a_stage_dies_under_more_sessions_than_a_worker_answers_requests_at_a_time(tmp_path: Path) -> None:
+# --------------------------------------------------------------------------------------------------- whatever is lost
+
+
+def validate(core: ChainSessionCore) -> None:
+    """Raise ``AssertionError`` where what must always be so is not."""
+    numbers = [request.number for request in core.awaited if request.due]
+    assert numbers == sorted(set(numbers))
+    assert not numbers or numbers[-1] <= core.last_number
+    assert core.current is None or core.current.work.keep <= len(core.ids), "a pass keeps more than there is"
+    for index, stage in enumerate(core._stages):
+        assert stage.epoch <= core.epoch
+        assert stage.seat >= 0 or not (stage.opened or stage.ask)
+        if core.phase is ChainPhase.RUNNING:
+            assert core._ready(index)
+    assert (core._mending_since is None) == (core.phase is ChainPhase.RUNNING) or core.phase is ChainPhase.ENDED
+    if core.phase is ChainPhase.RUNNING:
+        assert core.current is None or core.current.due, "a pass waits without a deadline"
+
+
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores are validated after each event, and rebuild stages in many small requests."""
+    handle = ChainSessionCore.handle
+
+    def checked(core: ChainSessionCore, event: chain_core.ChainEvent, now: float) -> list[Any]:
+        instructions = handle(core, event, now)
+        validate(core)
+        return instructions
+
+    monkeypatch.setattr(ChainSessionCore, "handle", checked)
+    monkeypatch.setattr(chain_core, "CHUNK_AGAIN", CHUNK)
+
+
+Fault = tuple[float, Callable[[Scene], None]]
+
+
+def faulty(
+    tmp_path: Path, stages: int, faults: list[Fault], rng: random.Random, *, prompt: list[int], tokens: int, drafts: int
+) -> int:
+    """Decode while these faults happen, each so many seconds after the session was asked for. Returns mendings."""
+    mendings: list[int] = []
+
     async def test(scene: Scene) -> None:
-        for worker in scene.workers.values():
-            worker.threads.call_s["compute"] = 0.01
-        async with scene.chain(positions=2000) as chain:
+        slow_down(scene)
+        async with scene.chain(stages=stages) as chain:
+            for at_s, happens in faults:
+                asyncio.get_running_loop().call_later(at_s, happens, scene)
+            session = await open_session(chain)
+            wanted = tokens_of(CONFIG, prompt, tokens, SAMPLED)
+            await decode(session, prompt, wanted, drafts=drafts, right=0.8, seed=rng.randrange(99), chunk=CHUNK)
+            mendings.append(len(session.mendings))
+            await session.close()
 
-            async def one(number: int) -> list[int]:
-                async with await generate(chain, [number, 7], max_new_tokens=6, sampling=GREEDY) as session:
-                    return await collected(session)
-
-            running = [asyncio.create_task(one(number)) for number in range(MAX_REQUESTS + 8)]
-            await asyncio.sleep(2)  # virtual: all are open
-            assert scene.sessions() == {"w0": len(running), "w1": len(running), "w2": len(running), "w3": 0}
-            scene.kill("w1")
-            for number, made in enumerate(await asyncio.gather(*running)):
-                assert made == tokens_of(CONFIG, [number, 7], 6, GREEDY)
-            assert [kind for _, kind, _ in scene.told].count("stage-replaced") == 1, "sought once for all"
-            await asyncio.sleep(1)  # virtual: what was told of their ends arrives
-            assert not any(stage.stages.requests.sessions for stage in scene.workers.values())
-
-    play(tmp_path, test, delay_s=lambda source, target: NEAR_S)
+    names = [f"w{number}" for number in range(stages + 4)]
+    play(tmp_path, test, names=names, delay_s=lambda source, target: rng.choice([0.0, 0.001, 0.01]))
+    return mendings[0]
 
 
-def disturbed(
+def cut_for_a_while(one: str, other: str, seconds: float) -> Callable[[Scene], None]:
+    def happens(scene: Scene) -> None:
+        scene.network.cut(one, other)
+        asyncio.get_running_loop().call_later(seconds, scene.network.mend, one, other)
+
+    return happens
+
+
+def killed(name: str) -> Callable[[Scene], None]:
+    return lambda scene: scene.kill(name)
+
+
+@pytest.mark.usefixtures("validated")
+@pytest.mark.parametrize("seed", range(20))
+def test_the_same_tokens_come_whatever_is_lost(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    stages = rng.randrange(1, 5)
+    names = [f"w{number}" for number in range(stages + 1)]
+    faults: list[Fault] = [(rng.uniform(0, 0.8), killed(name)) for name in rng.sample(names, rng.randrange(4) % stages)]
+    for _ in range(rng.randrange(3)):
+        one, other = rng.sample(names, 2)
+        faults.append((rng.uniform(0, 0.8), cut_for_a_while(one, other, rng.choice([0.0, 0.2]))))
+    prompt = [rng.randrange(97) for _ in range(rng.randrange(1, 30))]
+    faulty(tmp_path, stages, faults, rng, prompt=prompt, tokens=12, drafts=rng.choice([0, 3, 6]))
+
+
+@pytest.mark.usefixtures("validated")
+def test_a_loss_at_every_moment(tmp_path: Path) -> None:
+    """A stage is lost at each moment of a run, and another one, or its successor, while the first is replaced."""
+    pairs = [("w0", "w1", 0.01), ("w1", "w2", 0.05), ("w2", "w3", 0.03), ("w1", "w3", 0.02), ("w2", "w0", 0.09)]
+    mendings = 0
+    for moment in range(25):
+        first, second, later_s = pairs[moment % len(pairs)]
+        directory = tmp_path / f"{moment}"
+        directory.mkdir()
+        faults = [(0.01 * moment, killed(first)), (0.01 * moment + later_s, killed(second))]
+        mendings += faulty(directory, 3, faults, random.Random(moment), prompt=list(range(20, 28)), tokens=6, drafts=3)
+    assert mendings > 15
+
+
+def disturb(
     tmp_path: Path,
-    happens: Callable[[Scene, Generation, int], Awaitable[None]],
+    happens: Callable[[Scene], Awaitable[None]],
     *,
-    prompt: list[int] = PROMPT,
-    tokens: int = 12,
     names: tuple[str, ...] = ("w0", "w1", "w2", "w3"),
     prefill_encoding: str = "",
-) -> tuple[Scene, Generation]:
-    """Generate, with ``happens`` called before each token, and compare."""
-    kept: list[tuple[Scene, Generation]] = []
+) -> tuple[Scene, ChainSession]:
+    """Decode; ``happens`` is awaited before the sixth token."""
+    played: list[tuple[Scene, ChainSession]] = []
 
     async def test(scene: Scene) -> None:
-        for worker in scene.workers.values():
-            worker.threads.call_s["compute"] = 0.01
-        async with scene.chain(positions=6000, encodings=("", prefill_encoding)) as chain:
-            session = await generate(chain, prompt, max_new_tokens=tokens, sampling=SEEDED)
-            kept.append((scene, session))
-            made: list[int] = []
-            async with session:
-                await happens(scene, session, 0)
-                async for token in session:
-                    made.append(token)
-                    await happens(scene, session, len(made))
-            assert made == tokens_of(CONFIG, prompt, tokens, SEEDED)
+        async def before(tokens: int) -> None:
+            if tokens == 5:
+                await happens(scene)
 
-    play(tmp_path, test, names=names, delay_s=lambda source, target: NEAR_S)
-    return kept[0]
+        slow_down(scene)
+        async with scene.chain(encodings=("", prefill_encoding)) as chain:
+            session = await open_session(chain)
+            played.append((scene, session))
+            await decode(session, PROMPT, tokens_of(CONFIG, PROMPT, 12, SAMPLED), before=before)
+            await session.close()
+
+    play(tmp_path, test, names=names, delay_s=near)
+    return played[0]
 
 
-@pytest.mark.parametrize(("victim", "prefill_encoding"), [("w0", ""), ("w1", "int8"), ("w2", "")])
-def test_a_stage_dies_while_it_decodes(tmp_path: Path, victim: str, prefill_encoding: str) -> None:
-    async def happens(scene: Scene, session: Generation, number: int) -> None:
-        if number == 5:
-            await asyncio.sleep(0.012)  # the work of the sixth token is under way
-            scene.kill(victim)
+@pytest.mark.parametrize("encoding", ["", "int8"])
+def test_a_stage_that_dies_is_replaced_once(tmp_path: Path, encoding: str) -> None:
+    async def happens(scene: Scene) -> None:
+        asyncio.get_running_loop().call_later(0.012, scene.kill, "w1")  # it computes then
 
-    scene, session = disturbed(tmp_path, happens, prefill_encoding=prefill_encoding)
+    scene, session = disturb(tmp_path, happens, prefill_encoding=encoding)
     ((what, took_s),) = session.mendings
-    assert victim in what
+    assert "w1" in what
     assert 0 < took_s < 0.5
     assert scene.workers["w3"].sessions == 0  # closed in the end
 
 
-@pytest.mark.parametrize("victim", ["w0", "w2"])
-def test_a_stage_dies_while_it_takes_the_prompt(tmp_path: Path, victim: str) -> None:
-    async def happens(scene: Scene, session: Generation, number: int) -> None:
-        if number == 0:
-            await asyncio.sleep(0.025)  # of three chunks, one is through the first stages
-            scene.kill(victim)
+def test_a_stage_dies_under_more_sessions_than_a_worker_answers_requests_at_a_time(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        slow_down(scene)
+        async with scene.chain(positions=2000) as chain:
 
-    disturbed(tmp_path, happens, prompt=[(7 * each) % 97 for each in range(4500)], tokens=2)
+            async def write(number: int) -> None:
+                session = await open_session(chain, GREEDY, 8)
+                await decode(session, [number, 7], tokens_of(CONFIG, [number, 7], 6, GREEDY))
+                await session.close()
+
+            running = [asyncio.create_task(write(number)) for number in range(MAX_REQUESTS + 8)]
+            await asyncio.sleep(2)  # virtual: all are open
+            assert scene.sessions() == {"w0": len(running), "w1": len(running), "w2": len(running), "w3": 0}
+            scene.kill("w1")
+            await asyncio.gather(*running)
+            assert [kind for _, kind, _ in scene.told].count("stage-replaced") == 1, "sought once for all"
+            await asyncio.sleep(1)  # virtual: what was told of their ends arrives
+            assert not any(stage.stages.requests.sessions for stage in scene.workers.values())
+
+    play(tmp_path, test, delay_s=near)
 
 
 @pytest.mark.parametrize("victim", ["w1", "w2"])
 def test_a_stage_dies_between_two_turns(tmp_path: Path, victim: str) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain:
-            session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED, positions=60)
-            first = await collected(session)
+            session = await open_session(chain)
+            first = await decode(session, PROMPT, tokens_of(CONFIG, PROMPT, 5, SAMPLED))
             scene.kill(victim)
             await asyncio.sleep(1)
             assert len(session.mendings) == 1  # before anybody waits for it
-            again = [*PROMPT, *first, 40, 41]
-            session.go_on(again, max_new_tokens=6)
-            assert await collected(session) == tokens_of(CONFIG, again, 6, SEEDED)
-            assert session.tokens == tokens_of(CONFIG, again, 6, SEEDED)
+            again = [*PROMPT, *first.tokens, 40, 41]
+            await decode(session, again, tokens_of(CONFIG, again, 6, SAMPLED), cached=len(PROMPT) + 4)
+            await session.close()
 
     play(tmp_path, test)
 
 
-@pytest.mark.parametrize("second", ["w2", "w3"], ids=["another stage", "the spare that takes over"])
-def test_another_worker_dies_while_a_stage_is_replaced(tmp_path: Path, second: str) -> None:
-    for later_s in (0.0, 0.04, 0.1):
-
-        async def happens(scene: Scene, session: Generation, number: int, later_s: float = later_s) -> None:
-            if number == 5:
-                scene.kill("w1")
-                await asyncio.sleep(later_s)
-                scene.kill(second)
-
-        directory = tmp_path / f"{later_s}"
-        directory.mkdir()
-        disturbed(directory, happens, names=("w0", "w1", "w2", "w3", "w4"))
-
-
 def test_a_peer_with_room_takes_a_second_stage(tmp_path: Path) -> None:
-    async def happens(scene: Scene, session: Generation, number: int) -> None:
-        if number == 5:
-            scene.kill("w1")
+    async def happens(scene: Scene) -> None:
+        scene.kill("w1")
 
-    scene, session = disturbed(tmp_path, happens, names=("w0", "w1", "w2"))
+    scene, session = disturb(tmp_path, happens, names=("w0", "w1", "w2"))
     assert len(session.mendings) == 1
     assert sorted(len(stage.stages.cache.parts) for stage in scene.workers.values()) == [1, 1, 2]
 
 
 @pytest.mark.parametrize("victim", ["w0", "w2"])
-def test_a_frozen_stage_is_noticed_within_two_seconds(tmp_path: Path, victim: str) -> None:
-    frozen_s: list[float] = []
+def test_a_frozen_stage_is_replaced_within_two_seconds(tmp_path: Path, victim: str) -> None:
+    async def happens(scene: Scene) -> None:
+        scene.freeze(victim)
 
-    async def happens(scene: Scene, session: Generation, number: int) -> None:
-        now = asyncio.get_running_loop().time
-        if number == 5:
-            frozen_s.append(now())
-            scene.freeze(victim)
-        if number == 6:
-            frozen_s.append(now())
-
-    _, session = disturbed(tmp_path, happens)
-    assert frozen_s[1] - frozen_s[0] < 2.5
-    assert len(session.mendings) == 1
+    _, session = disturb(tmp_path, happens)
+    ((_, took_s),) = session.mendings
+    assert took_s < 2.5
 
 
 def test_a_broken_link_between_two_stages_is_dialled_again(tmp_path: Path) -> None:
-    async def happens(scene: Scene, session: Generation, number: int) -> None:
-        if number == 5:
-            scene.network.cut("w0", "w1")
-            scene.network.mend("w0", "w1")
+    async def happens(scene: Scene) -> None:
+        scene.network.cut("w0", "w1")
+        scene.network.mend("w0", "w1")
 
-    scene, session = disturbed(tmp_path, happens)
+    scene, session = disturb(tmp_path, happens)
     assert len(session.mendings) == 0 or "w3" not in session.mendings[0][0]
-    assert not [news for news in scene.told if news[1] == "stage-lost"]  # it was dialled again
+    assert not [news for news in scene.told if news[1] == "stage-lost"]
 
 
 def test_a_stage_that_the_one_before_cannot_reach_is_replaced(tmp_path: Path) -> None:
-    async def happens(scene: Scene, session: Generation, number: int) -> None:
-        if number == 5:
-            scene.network.cut("w0", "w1")
+    async def happens(scene: Scene) -> None:
+        scene.network.cut("w0", "w1")
 
-    scene, _ = disturbed(tmp_path, happens)
+    scene, _ = disturb(tmp_path, happens)
     assert [text for _, kind, text in scene.told if kind == "stage-lost"]
     assert len(scene.workers["w3"].stages.cache.parts) == 1
 
 
 def test_reports_of_a_stage_that_a_peer_no_longer_holds_are_ignored(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
-        async with scene.chain() as chain, await generate(chain, PROMPT, max_new_tokens=3, sampling=GREEDY) as session:
+        async with scene.chain() as chain:
+            session = await open_session(chain, GREEDY)
             first = chain.pool.peers["w0"]
             with pytest.raises(ProtocolError, match="reported stage 2"):
-                session.session.take_untrusted(
-                    first, ChainBroken(session.session.id, 1, 2, NEXT_LOST, "the next stage is lost")
-                )
-            session.session.take_untrusted(first, ChainBroken(session.session.id, 0, 2, NEXT_LOST, "it is lost"))
-            assert await collected(session) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+                session.take_untrusted(first, ChainBroken(session.id, 1, 2, NEXT_LOST, "the next stage is lost"))
+            session.take_untrusted(first, ChainBroken(session.id, 0, 2, NEXT_LOST, "it is lost"))
+            await decode(session, PROMPT, tokens_of(CONFIG, PROMPT, 3, GREEDY))
             assert not session.mendings
 
     play(tmp_path, test)
@@ -241,44 +305,113 @@ def test_reports_of_a_stage_that_a_peer_no_longer_holds_are_ignored(tmp_path: Pa
 
 def test_a_chain_without_a_spare_fails_with_a_remedy(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
+        async def before(tokens: int) -> None:
+            if tokens == 5:
+                scene.kill("w1")
+
         async with scene.chain() as chain:
-            session = await generate(chain, PROMPT, max_new_tokens=50, sampling=SEEDED)
-            made: list[int] = []
-
-            async def all_of_it() -> None:
-                async for token in session:
-                    made.append(token)
-                    if len(made) == 5:
-                        scene.kill("w1")
-
+            session = await open_session(chain)
             with pytest.raises(NetworkError) as caught:
-                await all_of_it()
-            assert 5 <= len(made) < 50
-            assert made == tokens_of(CONFIG, PROMPT, 50, SEEDED)[: len(made)]
-            assert session.tokens == made
+                await decode(session, PROMPT, tokens_of(CONFIG, PROMPT, 50, SAMPLED), before=before)
             assert "cannot be repaired" in caught.value.message
             assert "layers 2 to 3" in caught.value.message
             assert "p2ptrain join" in caught.value.remedy
             with pytest.raises(P2PTrainError):  # another one is refused, and says why
-                await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
+                await open_session(chain)
 
     # Memory for one part and its sessions, not for two.
     play(tmp_path, test, names=("w0", "w1", "w2"), limit_bytes=58_000)
+
+
+# ------------------------------------------------------------------------------------------------ sessions and passes
+
+
+def test_several_sessions_are_in_the_chain_at_once(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        slow_down(scene)
+        wanted = tokens_of(CONFIG, PROMPT, 12, SAMPLED)
+        now = asyncio.get_running_loop().time
+        async with scene.chain() as chain:
+
+            async def write() -> float:
+                session = await open_session(chain)
+                began = now()
+                await decode(session, PROMPT, wanted)
+                took_s = now() - began
+                await session.close()
+                return took_s
+
+            alone_s = await write()
+            together_s = max(await asyncio.gather(write(), write(), write()))
+            assert together_s < 1.5 * alone_s
+
+    play(tmp_path, test, delay_s=near)
+
+
+def test_invalid_sessions_and_passes_are_refused(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.chain() as chain:
+            for positions, words in ((6001, "context of 6000"), (0, "0 positions")):
+                with pytest.raises(UserError, match=words):
+                    await open_session(chain, positions=positions)
+            sessions = [await open_session(chain, positions=10) for _ in range(MOST_SESSIONS)]
+            with pytest.raises(Refused, match="64 sessions are open"):
+                await open_session(chain, positions=10)
+            for session in sessions:
+                await session.close()
+            for request, kind in (
+                (PassRequest(8, (1, 2, 3), 1), UserError),
+                (PassRequest(1, (1,), 1), ValueError),
+                (PassRequest(0, (1,), 2), ValueError),
+            ):
+                session = await open_session(chain, positions=10)
+                with pytest.raises(kind):
+                    await session.append(request)
+                await session.close()
+            await chain.close()
+            with pytest.raises(UserError, match="closed"):
+                await open_session(chain, positions=10)
+
+    play(tmp_path, test)
+
+
+def test_a_session_that_is_closed_within_a_pass(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        slow_down(scene)
+        async with scene.chain() as chain:
+            session = await open_session(chain)
+            running = asyncio.create_task(session.append(PassRequest(0, (1, 2), 2)))
+            await asyncio.sleep(COMPUTE_S)
+            await session.close()
+            for late in (running, session.append(PassRequest(0, (1,), 1))):
+                with pytest.raises(P2PTrainError, match="closed"):
+                    await late
+            other = await open_session(chain)
+            cancelled = asyncio.create_task(other.append(PassRequest(0, (1, 2), 2)))
+            await asyncio.sleep(COMPUTE_S)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            await other.close()
+        await asyncio.sleep(1)  # virtual: what was told of their ends arrives
+        assert set(scene.sessions().values()) == {0}
+
+    play(tmp_path, test, delay_s=near)
 
 
 def test_a_session_that_does_not_fit_is_refused_without_replacing_a_stage(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         async with scene.chain() as chain:
             with pytest.raises(PeerError, match="positions"):
-                await generate(chain, PROMPT, max_new_tokens=900, sampling=SEEDED)
+                await open_session(chain, positions=905)
             assert not scene.told
-            session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
-            assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
-            session.go_on(PROMPT, max_new_tokens=50)
-            with pytest.raises(UserError, match="positions"):
-                await collected(session)
+            session = await open_session(chain, positions=10)
+            await decode(session, PROMPT, tokens_of(CONFIG, PROMPT, 5, SAMPLED))
 
     play(tmp_path, test, limit_bytes=58_000)
+
+
+# --------------------------------------------------------------------------------------------------- pools and models
 
 
 def test_a_worker_that_cannot_load_is_replaced(tmp_path: Path) -> None:
@@ -289,8 +422,7 @@ def test_a_worker_that_cannot_load_is_replaced(tmp_path: Path) -> None:
         scene.workers["w1"].stages.cache.limit_bytes = 100  # since it made its offer
         chain = await StageChain.load(replica, model, plan)
         assert [stage.peer.name for stage in chain.plan.stages] == ["w0", "w3", "w2"]
-        session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
-        assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
+        await decode(await open_session(chain), PROMPT, tokens_of(CONFIG, PROMPT, 5, SAMPLED))
         await chain.close()
         for worker in scene.workers.values():
             worker.stages.cache.limit_bytes = 100
@@ -364,8 +496,7 @@ def test_a_model_on_a_worker_is_sent_to_the_others(tmp_path: Path) -> None:
         plan = await scene.plan(replica, model)
         chain = await StageChain.load(replica, model, plan)
         assert all(each.read_bytes > 0 for each in chain.loaded)  # they have that directory, too: one machine
-        session = await generate(chain, PROMPT, max_new_tokens=5, sampling=SEEDED)
-        assert await collected(session) == tokens_of(CONFIG, PROMPT, 5, SEEDED)
+        await decode(await open_session(chain), PROMPT, tokens_of(CONFIG, PROMPT, 5, SAMPLED))
         await chain.close()
         with pytest.raises(Refused, match="no worker has a model"):
             await replica.model_at(str(tmp_path / "nothing"))

@@ -16,10 +16,10 @@ from roles.serving.chain import StageChain
 from roles.serving.worker_peer import ClientContext
 from roles.serving.worker_pool import WorkerPool, model_of_directory, workers_of
 from tests.roles.in_process import Cluster, Peer
-from tests.roles.serving.decoding import generate
 from tests.roles.stage_stand_in import WIDTH, StandIns, sizes_of, tokens_of, write_model
 from wire.handshake import dial, local_hello
 
+from .decoding import decode
 from .scene import CONFIG
 
 SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
@@ -72,15 +72,16 @@ async def test_tokens_come_though_a_worker_is_killed(tmp_path: Path, encrypted: 
     async with cluster_at(tmp_path, encrypted=encrypted) as cluster:
         peers = await joined(cluster, 4)
         async with loaded(cluster, tmp_path) as chain:
-            names = [stage.peer.name for stage in chain.plan.stages]
-            async with await generate(chain, PROMPT, max_new_tokens=20, sampling=SEEDED) as session:
-                made: list[int] = []
-                async with asyncio.timeout(30):
-                    async for token in session:
-                        made.append(token)
-                        if len(made) == 6:
-                            await next(peer for peer in peers if peer.identity.name == names[1]).die()
-            assert made == tokens_of(CONFIG, PROMPT, 20, SEEDED)
+            victim = next(peer for peer in peers if peer.identity.name == chain.plan.stages[1].peer.name)
+
+            async def kill(tokens: int) -> None:
+                if tokens == 6:
+                    await victim.die()
+
+            session = await chain.open(positions=60, sampling=SEEDED, sample_from=1)
+            async with asyncio.timeout(30):
+                await decode(session, PROMPT, tokens_of(CONFIG, PROMPT, 20, SEEDED), before=kill)
+            await session.close()
             assert len(session.mendings) == 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +14,11 @@ import pytest
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError
 from p2ptrain.core.serving import Sampling
 from roles.serving.chain import PoolUpdater, StageChain
-from tests.roles.serving.decoding import generate
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import StandIns, tokens_of
 from wire.records import PeerInfo
 
+from .decoding import decode
 from .scene import CONFIG, Scene, play
 
 SAMPLED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
@@ -69,9 +69,12 @@ async def start(scene: Scene, name: str, **holding: Any) -> Stage:
     return made
 
 
-async def written(chain: StageChain, tokens: int = 12) -> None:
-    async with await generate(chain, PROMPT, max_new_tokens=tokens, sampling=SAMPLED) as session:
-        assert [token async for token in session] == tokens_of(CONFIG, PROMPT, tokens, SAMPLED)
+async def write(chain: StageChain, tokens: int = 12, before: Callable[[int], Awaitable[None]] | None = None) -> None:
+    session = await chain.open(positions=len(PROMPT) + tokens, sampling=SAMPLED, sample_from=len(PROMPT))
+    try:
+        await decode(session, PROMPT, tokens_of(CONFIG, PROMPT, tokens, SAMPLED), before=before)
+    finally:
+        await session.close()
 
 
 async def goes_on(chain: StageChain, within_s: float) -> None:
@@ -79,7 +82,7 @@ async def goes_on(chain: StageChain, within_s: float) -> None:
     async with asyncio.timeout(within_s):
         while True:
             try:
-                await written(chain)
+                await write(chain)
             except P2PTrainError:
                 await asyncio.sleep(0.25)  # virtual
             else:
@@ -95,14 +98,14 @@ def test_a_chain_that_lacks_a_stage_refuses_sessions_until_a_worker_joins(tmp_pa
         seed = Seed()
         async with recruited(scene, seed) as chain:
             idle = await chain.open(positions=60, sampling=SAMPLED, sample_from=1)
-            writing = await generate(chain, PROMPT, max_new_tokens=300, sampling=SAMPLED)
-            await anext(writing)
-            scene.kill("w1")
-            del seed.here["w1"]
+
+            async def lose(tokens: int) -> None:
+                if tokens == 1:
+                    scene.kill("w1")
+                    del seed.here["w1"]
+
             with pytest.raises(NetworkError, match="cannot be repaired"):
-                async for _ in writing:
-                    pass
-            await writing.close()
+                await write(chain, 300, lose)
             assert (idle.lost, chain.lacking) == (True, {1})
             for _ in range(2):
                 with pytest.raises(NetworkError, match=r"no worker can hold stage 1 ") as caught:
@@ -130,7 +133,7 @@ def test_lost_workers_are_used_again_when_they_return(
     async def test(scene: Scene) -> None:
         seed = Seed()
         async with recruited(scene, seed) as chain:
-            await written(chain)
+            await write(chain)
             for name in victims:
                 scene.kill(name)
             await asyncio.sleep(20)  # virtual: the seed tells of them all the while, and nobody is there
@@ -153,15 +156,16 @@ def test_a_recruit_takes_a_stage_that_is_lost_at_the_same_moment(tmp_path: Path)
         async with recruited(scene, seed) as chain:
             scene.network.silence("client", "far")
             seed.here["far"] = PORT
-            async with await generate(chain, PROMPT, max_new_tokens=30, sampling=SAMPLED) as session:
-                made = [await anext(session) for _ in range(4)]
-                await start(scene, "w9")
-                seed.here["w9"] = PORT
-                while not told(scene, "spare"):  # noqa: ASYNC110 - on virtual time
-                    await asyncio.sleep(0.01)  # virtual
-                scene.kill("w1")
-                made += [token async for token in session]
-            assert made == tokens_of(CONFIG, PROMPT, 30, SAMPLED)
+
+            async def replace(tokens: int) -> None:
+                if tokens == 4:
+                    await start(scene, "w9")
+                    seed.here["w9"] = PORT
+                    while not told(scene, "spare"):  # noqa: ASYNC110 - on virtual time
+                        await asyncio.sleep(0.01)
+                    scene.kill("w1")
+
+            await write(chain, 30, replace)
             assert not told(scene, "stage-lacking")
 
     play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
