@@ -13,23 +13,17 @@ import pytest
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Stalled
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
-from p2ptrain.lab.ring_member import LocalMember, local_view
+from p2ptrain.lab.ring_member import LocalMember
 from ring.chain import EXTRA_PATIENCE, Chain, Payload, figures_untrusted
 from ring.links import Topology
 from ring.planning.schedule import OperationKind, StageSchedule, plan_extended, plan_gpipe, plan_one_f_one_b
-from tests.ring.local import local_chain, networks_apart, virtual
+from tests.ring.local import listening, local_chain, networks_apart, virtual
 from wire.emulate import EmulatedNetwork, LinkPreset
-from wire.transport import TcpNetwork
 
 F, B = OperationKind.FORWARD, OperationKind.BACKWARD
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait
 ACTIVATION_BYTES, GRADIENT_BYTES = 64, 40
 SIZES = {"activation_bytes": ACTIVATION_BYTES, "gradient_bytes": GRADIENT_BYTES}
-
-
-@pytest.fixture(params=["memory", "tcp"])
-def network(request: pytest.FixtureRequest) -> Network:
-    return MemoryNetwork() if request.param == "memory" else TcpNetwork()
 
 
 def content(kind: OperationKind, step: int, index: int, stage: int, nbytes: int) -> Payload:
@@ -160,17 +154,14 @@ def test_figures_that_are_none(payload: bytes) -> None:
 
 
 async def test_stages_that_expect_other_sizes_are_told(network: Network) -> None:
-    members = [LocalMember(name, network) for name in "ab"]
-    view = local_view({member.peer_id: await member.listen() for member in members})
-    forming = [
-        member.form_chain(view, activation_bytes=nbytes, gradient_bytes=8)
-        for member, nbytes in zip(members, (64, 65), strict=True)
-    ]
-    async with asyncio.timeout(AT_ONCE_S):
-        ends = await asyncio.gather(*forming, return_exceptions=True)
-    assert any(isinstance(end, ProtocolError) and "65 were planned" in end.message for end in ends), ends
-    for member in members:
-        await member.stop()
+    async with listening("ab", network) as (members, view):
+        forming = [
+            member.form_chain(view, activation_bytes=nbytes, gradient_bytes=8)
+            for member, nbytes in zip(members, (64, 65), strict=True)
+        ]
+        async with asyncio.timeout(AT_ONCE_S):
+            ends = await asyncio.gather(*forming, return_exceptions=True)
+        assert any(isinstance(end, ProtocolError) and "65 were planned" in end.message for end in ends), ends
 
 
 # ------------------------------------------------------------------------------------------------------------- meeting
@@ -178,43 +169,36 @@ async def test_stages_that_expect_other_sizes_are_told(network: Network) -> None
 
 async def test_a_ring_and_a_chain_of_the_same_members_in_the_same_view(network: Network) -> None:
     """The stages in another order than the ranks; whoever comes early is held by both names."""
-    members = [LocalMember(name, network, seed=rank) for rank, name in enumerate("abc")]
-    view = local_view({member.peer_id: await member.listen() for member in members})
-    for rank, member in enumerate(members):
-        member.inbound.announced(view, Topology.RING, view.left_of(rank).peer_id)
-    order = ["c", "a", "b"]
-    early = [asyncio.create_task(member.form_chain(view, order=order, **SIZES)) for member in members[:2]]
-    early += [asyncio.create_task(member.form(view)) for member in members[:2]]  # type: ignore[arg-type]
-    for _ in range(50):
-        await asyncio.sleep(0)
-    async with asyncio.timeout(AT_ONCE_S):
-        await asyncio.gather(members[2].form(view), members[2].form_chain(view, order=order, **SIZES), *early)
-        await asyncio.gather(*(member.session.barrier() for member in members))
-    assert [member.chain.stage for member in members] == [1, 2, 0]
-    await everyone(members, lambda chain: run_step(chain, plan_one_f_one_b(3, 4)))
-    members[0].chain.close("a new schedule")
-    async with asyncio.timeout(AT_ONCE_S):
-        assert (await members[1].chain.broken).suspect == "a"
-        await asyncio.gather(*(member.session.barrier() for member in members))
-    for member in members:
-        await member.stop()
+    async with listening("abc", network) as (members, view):
+        for rank, member in enumerate(members):
+            member.inbound.announced(view, Topology.RING, view.left_of(rank).peer_id)
+        order = ["c", "a", "b"]
+        early = [asyncio.create_task(member.form_chain(view, order=order, **SIZES)) for member in members[:2]]
+        early += [asyncio.create_task(member.form(view)) for member in members[:2]]  # type: ignore[arg-type]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(AT_ONCE_S):
+            await asyncio.gather(members[2].form(view), members[2].form_chain(view, order=order, **SIZES), *early)
+            await asyncio.gather(*(member.session.barrier() for member in members))
+        assert [member.chain.stage for member in members] == [1, 2, 0]
+        await everyone(members, lambda chain: run_step(chain, plan_one_f_one_b(3, 4)))
+        members[0].chain.close("a new schedule")
+        async with asyncio.timeout(AT_ONCE_S):
+            assert (await members[1].chain.broken).suspect == "a"
+            await asyncio.gather(*(member.session.barrier() for member in members))
 
 
 @virtual
 async def test_a_stage_that_does_not_come_is_named() -> None:
-    network = MemoryNetwork()
-    members = [LocalMember(name, network) for name in "abc"]
-    view = local_view({member.peer_id: await member.listen() for member in members})
-    forming = [member.form_chain(view, **SIZES) for member in members if member.peer_id != "b"]
-    ends = await asyncio.gather(*forming, return_exceptions=True)
-    assert all(isinstance(end, DeadlineExceeded) for end in ends)
-    assert (
-        ends[0].message
-        == "lost the next stage b: it was not ready within 10 s: this stage waits for the answer to its ping"
-    )
-    assert "the previous stage b has not connected" in ends[1].message
-    for member in members:
-        await member.stop()
+    async with listening("abc", MemoryNetwork()) as (members, view):
+        forming = [member.form_chain(view, **SIZES) for member in members if member.peer_id != "b"]
+        ends = await asyncio.gather(*forming, return_exceptions=True)
+        assert all(isinstance(end, DeadlineExceeded) for end in ends)
+        assert (
+            ends[0].message
+            == "lost the next stage b: it was not ready within 10 s: this stage waits for the answer to its ping"
+        )
+        assert "the previous stage b has not connected" in ends[1].message
 
 
 # -------------------------------------------------------------------------------------------------------------- deaths

@@ -196,25 +196,6 @@ def test_fp16_keeps_eleven_significant_bits_within_its_range():
 
 
 @every_codec
-@given(numel=numels, data=st.data())
-def test_any_bytes_decode_or_are_a_protocol_error(name, numel, data):
-    codec = codec_named(name)
-    size = codec.encoded_bytes(numel)
-    payload = np.frombuffer(data.draw(st.binary(min_size=size, max_size=size)), np.uint8)
-    memory = np.full(numel + 2, 5, np.float32)
-    results = []
-    for decode in (codec.decode, codec.decode_add, codec.decode):
-        try:
-            decode(payload, memory[1:-1])
-        except ProtocolError:
-            results.append(b"")
-        else:
-            results.append(memory[1:-1].tobytes())
-        assert memory[[0, -1]].tolist() == [5, 5], "written out of bounds"
-    assert results[0] == results[2]
-
-
-@every_codec
 def test_a_wrong_size_is_a_peers_fault_when_decoding_and_ones_own_when_encoding(name):
     codec = codec_named(name)
     values = gaussian(100)

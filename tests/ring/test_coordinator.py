@@ -11,102 +11,10 @@ import pytest
 
 from ring import coordination as co
 from ring.coordination import SAVE_AGAIN_S
-from ring.coordinator import Coordinator
 from ring.planning.measurements import LinkQuality
 from ring.planning.ring_plan import RingOptions
-from ring.view import View
+from tests.ring.desk import Desk, healthy, ids, peer
 from wire.address import how_to_open
-from wire.job_messages import Report
-
-TERMS = co.JobOptions(replicas=2, micro_batches=8)
-
-
-class Desk:
-    """A coordinator, and what it said: the tests' shell."""
-
-    def __init__(self, options: co.JobOptions = TERMS, past: co.StoredJob | None = None, *, slow: bool = False) -> None:
-        self.now = 0.0
-        self.slow = slow  # else a newcomer that is asked to catch up follows at once
-        self.core = Coordinator("job", options, past=past, now=0.0)
-        self.said: list[co.Instruction] = []
-
-    def tell(self, event: co.Event) -> list[co.Instruction]:
-        self.said = said = self.core.handle(event, self.now)
-        self.core.validate()
-        for item in [] if self.slow else said:
-            if isinstance(item, co.SendCatchUp):
-                said = [*said, *self.report(item.peer_id, "following", self.core.known_step)]
-        self.said = said
-        return said
-
-    def after(self, seconds: float) -> list[co.Instruction]:
-        """Let time pass, as the shell does: a tick at each deadline."""
-        until, said = self.now + seconds, []
-        while (at := self.core.next_deadline()) is not None and at < until:
-            self.now = at
-            said += self.tell(co.Signal.TICK)
-        self.now = until
-        self.said = said + self.tell(co.Signal.TICK)
-        return self.said
-
-    def offer(self, *peer_ids: str) -> None:
-        for peer_id in peer_ids:
-            self.tell(co.PeerOffered(peer(peer_id)))
-
-    def report(
-        self, peer_id: str, status: str, applied: int = 0, lineage: str = "", **more: object
-    ) -> list[co.Instruction]:
-        beside = status in co.OUTSIDE
-        generation = 0 if beside or self.core.view is None else self.core.view.generation
-        values: dict[str, object] = {
-            "job": "job", "generation": generation, "status": status, "applied": applied, "prepared": applied,
-            "lineage": lineage or f"L{applied}", "corpus": "C", **more,
-        }  # fmt: skip
-        return self.tell(co.PeerReported(peer_id, Report(**values)))  # type: ignore[arg-type]
-
-    def ready(self, *peer_ids: str, applied: int = 0) -> None:
-        for peer_id in peer_ids:
-            self.report(peer_id, "ready", applied)
-
-    def start(self, *peer_ids: str, applied: int = 0) -> View:
-        """A running view of these."""
-        self.offer(*peer_ids)
-        self.ready(*peer_ids, applied=applied)
-        return self.minted()
-
-    def run(self, *peer_ids: str, applied: int = 0) -> View:
-        """The same, with its first step committed."""
-        view = self.start(*peer_ids, applied=applied)
-        self.tell(co.StepCommitted(view.step + 1))
-        return view
-
-    def stand(self, status: str, applied: int, *peer_ids: str, **more: Any) -> None:
-        for peer_id in peer_ids:
-            self.report(peer_id, status, applied, **more)
-
-    def of(self, kind: type) -> list[co.Instruction]:
-        return [item for item in self.said if isinstance(item, kind)]
-
-    def minted(self) -> View:
-        mints = [item for item in self.said if isinstance(item, co.Mint)]
-        assert len(mints) == 1, self.said
-        return mints[0].view
-
-    def kinds(self) -> list[str]:
-        return [item.kind for item in self.said if isinstance(item, co.Emit)]
-
-
-def peer(peer_id: str) -> co.JobWorker:
-    return co.JobWorker(peer_id, f"name-{peer_id}", "10.0.0.1", 7000)
-
-
-def ids(view: View) -> list[str]:
-    return [member.peer_id for member in view.members]
-
-
-def healthy(view: View) -> list[str]:
-    return [member.peer_id for member in view.members if member.healthy]
-
 
 # --------------------------------------------------------------------------------------------------------- first view
 
@@ -155,12 +63,11 @@ def test_a_worker_with_other_data_is_released_with_a_remedy_and_not_taken_again(
     desk.ready("a")
     desk.report("b", "ready", corpus="D")
     (release,) = desk.of(co.SendRelease)
-    assert isinstance(release, co.SendRelease)
     assert "its data or its base model differs" in release.reason
     assert "the files that the job started with" in release.reason
     assert desk.kinds() == ["corpus"]
     assert desk.core.refusal("b")
-    desk.tell(co.PeerLost("b", "closed"))
+    desk.lose("b")
     assert not desk.core.refusal("b")  # another process may have the right files
 
 
@@ -190,7 +97,7 @@ def test_a_newcomer_holds_the_ring_and_another_one_waits_for_the_next_view() -> 
 def test_after_a_death_whoever_holds_the_redo_buffer_is_healthy() -> None:
     desk = Desk(co.JobOptions(replicas=4, micro_batches=8))
     desk.run("a", "b", "c", "d")
-    desk.tell(co.PeerLost("d", "closed"))
+    desk.lose("d")
     assert desk.said == []  # the ring will tell
     desk.report("a", "broken", 10, square_sum=3.0, suspect="d")
     desk.report("b", "broken", 9, prepared=10, prepared_lineage="L10")
@@ -204,7 +111,7 @@ def test_a_silent_survivor_is_struck_off_and_may_come_back() -> None:
     desk = Desk(co.JobOptions(replicas=3, micro_batches=8))
     desk.start("a", "b", "c")
     desk.report("a", "broken", 5, suspect="c")
-    desk.tell(co.PeerLost("c", "closed"))
+    desk.lose("c")
     assert desk.after(29.0) == []
     desk.after(1.0)
     assert co.SendRelease("b", "removed from the ring: it did not stop in time") in desk.said
@@ -214,8 +121,7 @@ def test_a_silent_survivor_is_struck_off_and_may_come_back() -> None:
 
 def broken(desk: Desk, noticed: str, suspect: str, cause: str = "protocol") -> None:
     """All members of the view report that ``noticed`` accuses ``suspect``, which lost that neighbour in turn."""
-    view = desk.core.view
-    assert view is not None
+    view = desk.view
     for peer_id in ids(view):
         if peer_id == suspect:
             desk.report(peer_id, "broken", 1, suspect=noticed, beside=suspect)
@@ -318,7 +224,8 @@ def test_when_a_link_breaks_twice_without_a_step_the_suspect_sits_out_and_longer
 def test_a_lost_link_to_the_seed_does_not_disturb_a_ring_that_runs() -> None:
     desk = Desk()
     desk.run("a", "b")
-    assert desk.tell(co.PeerLost("a", "closed")) == []
+    desk.lose("a")
+    assert desk.said == []
     desk.now += 10
     assert desk.tell(co.PeerReturned(peer("a"), 1)) == [co.SetState("forming", "")]
     assert desk.report("a", "training", 40) == [co.SetState("running", "")]
@@ -348,8 +255,7 @@ def test_if_the_newest_state_is_gone_the_best_at_hand_is_used_and_the_loss_is_na
     desk.start("a", "b")
     desk.tell(co.CheckpointsSaved({"a": frozenset({50}), "b": frozenset({60})}))
     desk.tell(co.StepCommitted(73))
-    for peer_id in ("a", "b"):
-        desk.tell(co.PeerLost(peer_id, "closed"))
+    desk.lose("a", "b")
     desk.offer("a")
     desk.ready("a", applied=50)
     why = "waiting for name-b, which may hold step 73 (newest here: step 50)"
@@ -385,7 +291,7 @@ def test_cancel_releases_everybody() -> None:
     desk = Desk()
     desk.start("a", "b")
     desk.tell(co.Signal.CANCEL)
-    assert {item.peer_id for item in desk.said if isinstance(item, co.SendRelease)} == {"a", "b"}
+    assert {item.peer_id for item in desk.of(co.SendRelease)} == {"a", "b"}
     assert desk.core.state == "cancelled"
     assert desk.tell(co.PeerOffered(peer("c"))) == [
         co.SendRelease("c", "the job is cancelled and accepts no workers now")
@@ -395,7 +301,7 @@ def test_cancel_releases_everybody() -> None:
 def test_restore_takes_all_back_and_state_of_the_given_up_branch_counts_no_more() -> None:
     desk = Desk()
     desk.start("a", "b", applied=200)
-    desk.tell(co.PeerLost("b", "closed"))  # it keeps step 200 on its disk
+    desk.lose("b")  # it keeps step 200 on its disk
     desk.tell(co.Restore(100, "a", "L100"))
     desk.stand("held", 205, "a")
     assert desk.said[0] == co.SendAssign("a", "C", 100, lineage="L100")
@@ -403,10 +309,9 @@ def test_restore_takes_all_back_and_state_of_the_given_up_branch_counts_no_more(
     assert desk.of(co.Mint) == []
     desk.ready("a", applied=100)
     mint = desk.of(co.Mint)[0]
-    assert isinstance(mint, co.Mint)
     assert (mint.restored, mint.view.step, mint.view.generation) == (True, 100, 2)
     assert desk.core.known_step == 100
-    desk.tell(co.PeerLost("a", "closed"))
+    desk.lose("a")
     desk.offer("b")
     desk.ready("b", applied=205)
     assert desk.of(co.Mint) == []  # not before a had its chance
@@ -433,7 +338,7 @@ def test_a_job_is_done_only_when_a_disk_has_its_result() -> None:
     for peer_id in "baba":
         asked = desk.after(SAVE_AGAIN_S - 0.1) + desk.after(SAVE_AGAIN_S * 8)
         assert co.SendSave((peer_id,)) in asked
-    desk.tell(co.PeerLost("a", "closed"))
+    desk.lose("a")
     assert desk.core.state == "saving", "b keeps it"
     desk.tell(co.CheckpointsSaved({"b": frozenset({400})}))
     assert (desk.core.state, desk.core.reason) == ("done", "every step is done")
@@ -532,7 +437,7 @@ def test_a_paused_job_saves_where_it_stops_and_can_let_its_workers_go() -> None:
     assert {peer_id: report.applied for peer_id, report in survivors.items()} == {"a": 6, "b": 6}
     desk.tell(co.CheckpointsSaved({"a": frozenset({6})}))
     desk.tell(co.Signal.YIELD)
-    assert [item.peer_id for item in desk.said if isinstance(item, co.SendRelease)] == ["a", "b"]
+    assert [item.peer_id for item in desk.of(co.SendRelease)] == ["a", "b"]
     assert (desk.core.state, desk.core.paused_survivors()) == ("paused", None)
     desk.tell(co.Signal.RESUME)
     desk.offer("b")

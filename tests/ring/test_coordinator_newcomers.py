@@ -7,14 +7,14 @@ from ring.coordination import CATCHING_UP_PER_MEMBER, JobPhase
 from ring.coordinator import Coordinator
 from ring.planning.measurements import LinkQuality
 from ring.quarantine import DEATH_COOLDOWN_S
-from tests.ring.test_coordinator import Desk, healthy, ids, peer
+from tests.ring.desk import Desk, healthy, ids, peer
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import MemberRecord, Report
 
 
 def asked(desk: Desk) -> list[str]:
-    return [item.peer_id for item in desk.said if isinstance(item, co.SendCatchUp)]
+    return [item.peer_id for item in desk.of(co.SendCatchUp)]
 
 
 def held(desk: Desk) -> bool:
@@ -33,7 +33,6 @@ def beside(*peer_ids: str, members: tuple[str, ...] = ("a", "b")) -> Desk:
 def test_a_newcomer_catches_up_first_and_the_ring_is_held_when_it_follows() -> None:
     desk = beside("c")
     (ask,) = desk.of(co.SendCatchUp)
-    assert isinstance(ask, co.SendCatchUp)
     assert (ask.peer_id, ask.generation, [source.peer_id for source in ask.sources]) == ("c", 1, ["b", "a"])
     assert isinstance(ask.sources[0], MemberRecord)
     desk.tell(co.StepCommitted(2))
@@ -63,7 +62,7 @@ def test_a_view_after_a_death_is_made_without_those_that_catch_up() -> None:
     desk = beside("d", members=("a", "b", "c"))
     desk.offer("e")
     desk.ready("e")
-    desk.tell(co.PeerLost("c", "closed"))
+    desk.lose("c")
     desk.stand("broken", 5, "a", "b")
     assert ids(desk.minted()) == ["a", "b"]
     desk.report("d", "ready", 0)  # its source is gone: it has begun anew
@@ -115,7 +114,6 @@ def test_sources_are_those_with_the_fastest_way_to_the_newcomer() -> None:
     desk.offer("e")
     desk.ready("e")
     (ask,) = desk.of(co.SendCatchUp)
-    assert isinstance(ask, co.SendCatchUp)
     assert [source.peer_id for source in ask.sources] == ["a", "d", "c"]
 
 
@@ -125,7 +123,7 @@ def test_sources_are_those_with_the_fastest_way_to_the_newcomer() -> None:
 def die_and_return(desk: Desk, peer_id: str = "c") -> float:
     """The member dies, comes again, and the ring goes on; returns how long it is kept out."""
     step = desk.core.known_step
-    desk.tell(co.PeerLost(peer_id, "closed"))
+    desk.lose(peer_id)
     desk.stand("broken", step, "a", "b")
     assert ids(desk.minted()) == ["a", "b"]
     desk.tell(co.StepCommitted(step + 1))
@@ -154,7 +152,7 @@ def test_a_dead_member_is_named_and_told_how_long_it_is_kept_out_when_it_is_back
     desk.run("a", "b", "c")
     die_and_return(desk)
     step = desk.core.known_step
-    desk.tell(co.PeerLost("c", "closed"))
+    desk.lose("c")
     desk.stand("broken", step, "a", "b")
     assert "name-c is excluded for 1 s: it died repeatedly" in [it.text for it in desk.said if isinstance(it, co.Emit)]
     assert desk.core.kept_out() == {}
@@ -174,8 +172,7 @@ def cut_off(step_s: float) -> Desk:
     desk.run("a", "b")
     for step in range(2, 101):  # told all at once: who should have told them found the seed again only now
         desk.tell(co.StepCommitted(step, step_s))
-    for peer_id in ("a", "b"):
-        desk.tell(co.PeerLost(peer_id, "closed"))
+    desk.lose("a", "b")
     desk.after(co.GRACE_S)
     assert desk.core.phase is JobPhase.WAITING
     desk.offer("x", "y")
@@ -242,7 +239,7 @@ def test_a_member_excluded_in_the_last_moment_leaves_no_view_of_too_few() -> Non
     desk = Desk(co.JobOptions(replicas=3, micro_batches=8, least=3))
     desk.run("a", "b", "c")
     for step, waits in ((1, False), (2, True)):
-        desk.tell(co.PeerLost("c", "closed"))
+        desk.lose("c")
         desk.stand("broken", step, "a", "b")
         desk.offer("c")
         desk.ready("c")

@@ -6,7 +6,7 @@ import pytest
 
 from ring import coordination as co
 from ring.coordination import JobPhase
-from tests.ring.test_coordinator import Desk, ids
+from tests.ring.desk import Desk, ids
 
 STEP = 7
 
@@ -20,8 +20,7 @@ def running(*members: str) -> Desk:
 
 def refuse(desk: Desk, suspect: str, cause: str = "contribution", *, beside: str = "", unaware: str = "") -> None:
     """All members refuse the step after ``STEP``; ``unaware``: one that lost its neighbour before it saw the vote."""
-    view = desk.core.view
-    assert view is not None
+    view = desk.view
     for peer_id in ids(view):
         if peer_id == unaware:
             desk.report(peer_id, "broken", STEP, suspect=ids(view)[0])
@@ -65,7 +64,7 @@ def test_a_faulty_member_sits_out_longer_each_time_whatever_its_connection(cause
         refuse(desk, "c", cause, beside="a")
         assert f"name-c is excluded for {seconds} s" in text(desk)
         desk.tell(co.StepCommitted(STEP + 1))
-        desk.tell(co.PeerLost("c", "closed"))
+        desk.lose("c")
         desk.offer("c")
         desk.ready("c")
         desk.after(seconds - 1.0)
@@ -82,7 +81,7 @@ def test_what_another_member_computes_alike_is_the_data_and_who_sat_out_is_absol
     assert next_view(desk) == (["a", "b", "c"], True)
     assert "the data is the cause" in text(desk)
     desk.tell(co.StepCommitted(STEP + 1))
-    desk.tell(co.PeerLost("c", "closed"))
+    desk.lose("c")
     desk.stand("broken", STEP + 1, "a", "b")
     assert next_view(desk) == (["a", "b"], False)
 

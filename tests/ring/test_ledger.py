@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from ring.coordination import JobWorker
 from ring.ledger import (
     Audit,
     Begins,
@@ -21,20 +20,15 @@ from ring.ledger import (
     select_rows,
     surviving_views,
 )
-from ring.replicas import with_shares
-from ring.token import Shares, balance_counts, next_lineage
+from ring.token import Shares, next_lineage
 from ring.view import View
+from tests.ring.members import ORIGIN as START
+from tests.ring.members import view
 from wire.job_messages import LedgerRow, LedgerRows
 from wire.records import LedgerHead, ViewBegan
 
 M = 8
-START = "00" * 16
 NONE = Begins()
-
-
-def view(generation: int, step: int, lineage: str = START, members: str = "ab") -> View:
-    peers = [JobWorker(peer_id, peer_id, "h", 1) for peer_id in members]
-    return View("j", generation, step, lineage, with_shares(peers, balance_counts(M, [0] * len(peers)), members))
 
 
 def row(step: int, generation: int = 1, counts: tuple[int, ...] = (4, 4), salt: str = "") -> LedgerRow:
@@ -56,8 +50,8 @@ def fitting(head: LedgerHead, newest: View, begins: Begins, lineage: str, rows: 
 
 
 def test_rows_of_another_past_are_refused_and_told_of():
-    head, _, _ = fitting(LedgerHead(0, START, 0, START), view(1, 0), NONE, START, [row(1)])
-    same, taken, problem = fitting(head, view(1, 0), NONE, chained([row(1, salt="x")]), [row(2)])
+    head, _, _ = fitting(LedgerHead(0, START, 0, START), view(1, "ab"), NONE, START, [row(1)])
+    same, taken, problem = fitting(head, view(1, "ab"), NONE, chained([row(1, salt="x")]), [row(2)])
     assert (same, taken) == (head, [])
     assert "a lineage that contradicts the ledger" in problem
 
@@ -65,9 +59,13 @@ def test_rows_of_another_past_are_refused_and_told_of():
 def test_rows_that_lead_elsewhere_than_to_where_a_view_began_are_refused_and_told_of():
     begins = Begins([(1, 0, START), (2, 2, chained([row(1), row(2)])), (3, 4, "11" * 16)])
     liar = [row(1), row(2, salt="x"), row(3), row(4)]
-    head, taken, problem = fitting(LedgerHead(0, START, 0, START), view(3, 4, "11" * 16), begins, START, liar)
+    now = view(3, "ab", step=4, lineage="11" * 16)
+    head, taken, problem = fitting(LedgerHead(0, START, 0, START), now, begins, START, liar)
     assert (taken, "a result that contradicts a view" in problem) == (liar[:1], True)
-    assert fitting(head, view(3, 4, "11" * 16), begins, START, [row(1), row(2)])[1:] == ([row(2)], "")
+    assert fitting(head, now, begins, START, [row(1), row(2)])[1:] == (
+        [row(2)],
+        "",
+    )
 
 
 def test_of_what_views_computed_anew_the_newest_counts():
@@ -85,14 +83,14 @@ def test_whatever_is_told_in_whatever_order_the_ledger_stays_one_chain(acts):
     """t: a member tells rows from some step on; s: it tells nobody. v: a view begins at some step. r: late words of an
     old generation."""
     truth: list[LedgerRow] = []
-    now = view(1, 0)
+    now = view(1, "ab")
     head, kept, begins = head_after(None, now), {}, Begins([(1, 0, START)])
     stale: list[list[LedgerRow]] = []
     for what, number in acts:
         if what == "v":
             stale.append(list(truth))
             truth = truth[: min(number, len(truth))]
-            now = view(now.generation + 1, len(truth), chained(truth))
+            now = view(now.generation + 1, "ab", step=len(truth), lineage=chained(truth))
             head = head_after(head, now)
             begins.add(now.generation, now.step, now.lineage)
             kept = {step: item for step, item in kept.items() if step <= now.step}

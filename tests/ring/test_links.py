@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
-from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.ring_member import HOST, LocalMember, local_view
 from ring.links import Inbound, Topology
 from ring.view import View
-from tests.ring.local import virtual
+from tests.ring.local import listening, virtual
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, RefusalCode
-from wire.transport import TcpNetwork
 
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait
-
-
-@pytest.fixture(params=["memory", "tcp"])
-def network(request) -> Network:
-    return MemoryNetwork() if request.param == "memory" else TcpNetwork()
 
 
 def ring_hello(peer_id: str, channel: object = "bulk", *, job: str = "job", generation: int = 1) -> Hello:
@@ -50,94 +44,75 @@ async def dial_member(member: LocalMember, hello: Hello) -> Connection:
 
 @virtual
 async def test_a_neighbour_that_hears_of_the_view_later_is_waited_for():
-    network = MemoryNetwork()
-    members = [LocalMember(peer_id, network) for peer_id in "abc"]
-    view = local_view({member.peer_id: await member.listen() for member in members})
-    early = [asyncio.create_task(member.form(view)) for member in members[:2]]
-    await asyncio.sleep(9)
-    assert not any(task.done() for task in early)
-    await members[2].form(view)
-    await asyncio.gather(*early)
-    await asyncio.gather(*(member.session.barrier() for member in members))
-    for member in members:
-        await member.stop()
+    async with listening("abc", MemoryNetwork()) as (members, view):
+        early = [asyncio.create_task(member.form(view)) for member in members[:2]]
+        await asyncio.sleep(9)
+        assert not any(task.done() for task in early)
+        await members[2].form(view)
+        await asyncio.gather(*early)
+        await asyncio.gather(*(member.session.barrier() for member in members))
 
 
 @virtual
 async def test_a_neighbour_that_is_too_busy_is_dialled_again():
-    network = MemoryNetwork()
-    members = [LocalMember(peer_id, network) for peer_id in "ab"]
-    view = local_view({member.peer_id: await member.listen() for member in members})
-    members[1].inbound = Inbound(max_held=1, hold_s=3)
-    await members[1].server.close()
-    await members[1].listen(port=view.members[1].port)
-    stranger = await dial_member(members[1], ring_hello("x"))
-    early = asyncio.create_task(members[0].form(view))
-    await asyncio.sleep(2)
-    assert [problem.code for problem in members[1].problems if isinstance(problem, Refused)]
-    await asyncio.gather(early, members[1].form(view))
-    await asyncio.sleep(1)
-    assert stranger.closed.is_set()
-    for member in members:
-        await member.stop()
+    async with listening("ab", MemoryNetwork()) as (members, view):
+        members[1].inbound = Inbound(max_held=1, hold_s=3)
+        await members[1].server.close()
+        await members[1].listen(port=view.members[1].port)
+        stranger = await dial_member(members[1], ring_hello("x"))
+        early = asyncio.create_task(members[0].form(view))
+        await asyncio.sleep(2)
+        assert [problem.code for problem in members[1].problems if isinstance(problem, Refused)]
+        await asyncio.gather(early, members[1].form(view))
+        await asyncio.sleep(1)
+        assert stranger.closed.is_set()
 
 
 @virtual
 async def test_a_neighbour_that_never_dials_is_named():
-    network = MemoryNetwork()
-    members = [LocalMember(peer_id, network) for peer_id in "ab"]
-    view = local_view({member.peer_id: await member.listen() for member in members})
-    with pytest.raises(DeadlineExceeded, match="left neighbour b has not connected within 10 s"):
-        await members[0].form(view)
-    await asyncio.sleep(1)
-    assert not members[1].inbound._held, "the connections of a ring that did not form were left open"
-    for member in members:
-        await member.stop()
+    async with listening("ab", MemoryNetwork()) as (members, view):
+        with pytest.raises(DeadlineExceeded, match="left neighbour b has not connected within 10 s"):
+            await members[0].form(view)
+        await asyncio.sleep(1)
+        assert not members[1].inbound._held, "the connections of a ring that did not form were left open"
 
 
 @virtual
 async def test_another_peer_at_the_neighbours_address_is_not_taken_for_it():
-    network = MemoryNetwork()
-    members = [LocalMember(peer_id, network) for peer_id in "ax"]
-    ports = [await member.listen() for member in members]
-    with pytest.raises(DeadlineExceeded, match="another peer, x, answers"):
-        await members[0].form(local_view({"a": ports[0], "b": ports[1]}))
-    for member in members:
-        await member.stop()
+    async with listening("ax", MemoryNetwork()) as (members, view):
+        ports = [member.port for member in view.members]
+        with pytest.raises(DeadlineExceeded, match="another peer, x, answers"):
+            await members[0].form(local_view(dict(zip("ab", ports, strict=True))))
 
 
 async def test_a_death_while_the_others_wait_for_a_member_is_noticed_at_once(network):
-    members = [LocalMember(peer_id, network) for peer_id in "abc"]
-    view = local_view({member.peer_id: await member.listen() for member in members})
-    # c has opened its connections to a and accepted those of b, and dies before it has formed.
-    dialled = [await dial_member(members[0], ring_hello("c", channel)) for channel in ("bulk", "beat")]
-    tasks = [asyncio.create_task(member.form(view, timeout_s=3600)) for member in members[:2]]
-    async with asyncio.timeout(AT_ONCE_S):
-        taken = [await members[2].inbound.take("job", 1, "b", channel, timeout_s=60) for channel in ("bulk", "beat")]
-        for _ in range(2):  # b sends its own byte, then that of a: both wait for c's
-            arrived = asyncio.Event()
-            taken[0].post(memoryview(bytearray(1)), generation=1, stream=1, done=arrived.set)
-            await arrived.wait()
-        for connection in dialled + taken:
-            connection.abort()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [type(end) for end in ends] == [ConnectionLost, ConnectionLost], ends
-    for member in members:
-        await member.stop()
+    async with listening("abc", network) as (members, view):
+        # c has opened its connections to a and accepted those of b, and dies before it has formed.
+        dialled = [await dial_member(members[0], ring_hello("c", channel)) for channel in ("bulk", "beat")]
+        tasks = [asyncio.create_task(member.form(view, timeout_s=3600)) for member in members[:2]]
+        async with asyncio.timeout(AT_ONCE_S):
+            taken = [
+                await members[2].inbound.take("job", 1, "b", channel, timeout_s=60) for channel in ("bulk", "beat")
+            ]
+            for _ in range(2):  # b sends its own byte, then that of a: both wait for c's
+                arrived = asyncio.Event()
+                taken[0].post(memoryview(bytearray(1)), generation=1, stream=1, done=arrived.set)
+                await arrived.wait()
+            for connection in dialled + taken:
+                connection.abort()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [ConnectionLost, ConnectionLost], ends
 
 
 async def test_an_older_view_is_refused_and_a_newer_one_is_not(network):
-    members = [LocalMember(peer_id, network) for peer_id in "ab"]
-    ports = {member.peer_id: await member.listen() for member in members}
-    members[1].inbound.expect("job", 5)
-    with pytest.raises(Refused, match="generation 4 is over, the job is at generation 5") as refusal:
-        await members[0].form(local_view(ports, generation=4))
-    assert refusal.value.code == RefusalCode.STALE_GENERATION
-    await asyncio.gather(*(member.form(local_view(ports, generation=6)) for member in members))
-    with pytest.raises(Refused, match="generation 5 is over, the job is at generation 6"):
-        await dial_member(members[0], ring_hello("b", generation=5))
-    for member in members:
-        await member.stop()
+    async with listening("ab", network) as (members, view):
+        members[1].inbound.expect("job", 5)
+        with pytest.raises(Refused, match="generation 4 is over, the job is at generation 5") as refusal:
+            await members[0].form(replace(view, generation=4))
+        assert refusal.value.code == RefusalCode.STALE_GENERATION
+        await asyncio.gather(*(member.form(replace(view, generation=6)) for member in members))
+        with pytest.raises(Refused, match="generation 5 is over, the job is at generation 6"):
+            await dial_member(members[0], ring_hello("b", generation=5))
 
 
 # -------------------------------------------------------------------------------------------------------------- inbound

@@ -9,23 +9,13 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
 from p2ptrain.lab.memory import MemoryNetwork, VirtualClockLoop, run_virtual
-from p2ptrain.lab.ring_member import LocalMember, local_view
 from ring.session import RingSession
-from tests.ring.local import local_ring, virtual
+from tests.ring.local import listening, local_ring, virtual
 from wire.emulate import EmulatedNetwork, preset_named
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
-
-
-async def three_hosts(network: MemoryNetwork) -> list[LocalMember]:
-    """A formed ring of a, b and c, each on a host of its own name."""
-    members = [LocalMember(peer_id, network.at(peer_id)) for peer_id in "abc"]
-    ports = {member.peer_id: await member.listen(host=member.peer_id) for member in members}
-    view = local_view(ports, hosts=True)
-    await asyncio.gather(*(member.form(view, heartbeat_s=5.0, death_s=15.0) for member in members))
-    return members
 
 
 @virtual
@@ -40,21 +30,20 @@ async def test_beats_keep_an_idle_ring_alive_and_measure_the_round_trip():
 @virtual
 async def test_a_pulled_cable_is_a_death_after_death_s_on_both_ends():
     network = MemoryNetwork()
-    members = await three_hosts(network)
-    await asyncio.sleep(12.5)  # the last beat that is heard goes out at 10 s
-    formed_at = now() - 12.5
-    network.silence("a", "b")
-    ends = {}
-    for member in members:
-        member.session.broken.add_done_callback(lambda _, peer_id=member.peer_id: ends.setdefault(peer_id, now()))
-    a, b, c = [await member.session.broken for member in members]
-    assert ends["a"] == ends["b"] == pytest.approx(formed_at + 10.0 + 15.0, abs=0.01)
-    assert (a.suspect, b.suspect) == ("b", "a")
-    assert c.suspect in ("a", "b"), "c hears of it from whoever closes first"
-    assert "sent nothing for 15.0 s" in a.cause.message
-    network.mend("a", "b")
-    for member in members:
-        await member.stop()
+    async with listening("abc", [network.at(name) for name in "abc"], hosts=True) as (members, view):
+        await asyncio.gather(*(member.form(view, heartbeat_s=5.0, death_s=15.0) for member in members))
+        await asyncio.sleep(12.5)  # the last beat that is heard goes out at 10 s
+        formed_at = now() - 12.5
+        network.silence("a", "b")
+        ends = {}
+        for member in members:
+            member.session.broken.add_done_callback(lambda _, peer_id=member.peer_id: ends.setdefault(peer_id, now()))
+        a, b, c = [await member.session.broken for member in members]
+        assert ends["a"] == ends["b"] == pytest.approx(formed_at + 10.0 + 15.0, abs=0.01)
+        assert (a.suspect, b.suspect) == ("b", "a")
+        assert c.suspect in ("a", "b"), "c hears of it from whoever closes first"
+        assert "sent nothing for 15.0 s" in a.cause.message
+        network.mend("a", "b")
 
 
 @virtual

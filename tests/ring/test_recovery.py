@@ -6,34 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.coordination import JobWorker
 from ring.recovery import Recorder
-from ring.replicas import with_shares
-from ring.token import balance_counts
-from ring.view import View
+from tests.ring.members import view
 from wire.job_messages import Report
 from wire.records import PHASES, RecoveryInfo, percentile, recovery_spread
 
 
-def view(generation: int, step: int, members: str = "abc", healthy: str | None = None) -> View:
-    peers = [JobWorker(peer_id, peer_id, "h", 1) for peer_id in members]
-    return View(
-        "j",
-        generation,
-        step,
-        "00" * 16,
-        with_shares(peers, balance_counts(8, [0] * len(peers)), members if healthy is None else healthy),
-    )
-
-
 def report(status: str, generation: int = 1, **values: object) -> Report:
-    return Report("j", generation, status, 5, 5, "00" * 16, **values)  # type: ignore[arg-type]
+    return Report("job", generation, status, 5, 5, "00" * 16, **values)  # type: ignore[arg-type]
 
 
 def running() -> Recorder:
     """Generation 1 runs, and committed step 5 at 10.0 s."""
-    recorder = Recorder("j", number=7)
-    recorder.minted(view(1, 0), 1.0)
+    recorder = Recorder("job", number=7)
+    recorder.minted(view(1, "abc"), 1.0)
     assert recorder.committed(1, 5, 10.0) is None
     return recorder
 
@@ -42,11 +28,11 @@ def test_a_death_from_the_last_commit_to_the_next():
     recorder = running()
     recorder.lost("b", "reset", 10.5, 1000.0, left=False)
     recorder.reported("a", report("broken", suspect="b", reason="lost b"), 10.6, 1000.1)
-    recorder.minted(view(2, 5, "acd", healthy="ac"), 11.0)
+    recorder.minted(view(2, "acd", step=5, healthy=set("ac")), 11.0)
     recorder.reported("d", report("healed", 2, fetched_bytes=100, sources=2), 12.5, 1002.0)
     found = recorder.committed(2, 6, 13.0, form_s=0.25)
     assert found == RecoveryInfo(
-        job="j", number=8, wall=1000.0, kind="lost", text="reset", peer_id="b", generation=2, step=5, members=3,
+        job="job", number=8, wall=1000.0, kind="lost", text="reset", peer_id="b", generation=2, step=5, members=3,
         attempts=1, detect_s=0.5, agree_s=0.5, form_s=0.25, transfer_s=1.25, commit_s=0.5, total_s=3.0,
         fetched_bytes=100, sources=2,
     )  # fmt: skip
@@ -58,7 +44,7 @@ def test_who_died_explains_a_break_that_was_heard_of_first():
     recorder = running()
     recorder.reported("a", report("broken", reason="lost b"), 10.5, 0.0)
     recorder.lost("b", "reset", 10.6, 0.0, left=False)
-    recorder.minted(view(2, 5, "ac"), 11.0)
+    recorder.minted(view(2, "ac", step=5), 11.0)
     found = recorder.committed(2, 6, 12.0)
     assert (found.kind, found.peer_id, found.text, found.detect_s) == ("lost", "b", "lost b", 0.5)
     assert (found.form_s, found.transfer_s, found.commit_s) == (None, None, 1.0)
@@ -69,7 +55,7 @@ def test_a_lost_link_to_the_seed_alone_is_no_interruption():
     recorder.lost("b", "reset", 10.5, 0.0, left=False)
     assert recorder.committed(1, 6, 11.0) is None
     recorder.held("d joining", 20.0, 0.0)
-    recorder.minted(view(2, 6, "abcd"), 21.0)
+    recorder.minted(view(2, "abcd", step=6), 21.0)
     found = recorder.committed(2, 7, 22.0)
     assert (found.kind, found.text, found.detect_s) == ("held", "d joining", 9.0)
 
@@ -77,9 +63,9 @@ def test_a_lost_link_to_the_seed_alone_is_no_interruption():
 def test_a_view_that_breaks_before_its_first_commit_is_a_further_attempt():
     recorder = running()
     recorder.lost("b", "reset", 10.5, 0.0, left=False)
-    recorder.minted(view(2, 5, "ac"), 11.0)
+    recorder.minted(view(2, "ac", step=5), 11.0)
     recorder.reported("a", report("broken", 2, suspect="c"), 12.0, 0.0)
-    recorder.minted(view(3, 5, "a"), 12.5)
+    recorder.minted(view(3, "a", step=5), 12.5)
     found = recorder.committed(3, 6, 13.0)
     assert (found.attempts, found.agree_s, found.kind) == (2, 2.0, "lost")
 
@@ -88,7 +74,7 @@ def test_what_a_person_asked_for_is_no_interruption():
     recorder = running()
     recorder.held("the job is pausing", 10.5, 0.0)
     recorder.abandon()
-    recorder.minted(view(2, 5), 500.0)
+    recorder.minted(view(2, "abc", step=5), 500.0)
     assert recorder.committed(2, 6, 501.0) is None
 
 
@@ -97,9 +83,9 @@ ACTS = st.sampled_from(["lost", "left", "broken", "held", "mint", "heal", "commi
 
 @given(st.lists(st.tuples(ACTS, st.sampled_from("abcd"), st.floats(0, 10)), max_size=60), st.floats(0, 20))
 def test_phases_are_never_negative_and_add_up_to_the_whole(acts, form_s):
-    recorder, now, number = Recorder("j"), 0.0, 0
+    recorder, now, number = Recorder("job"), 0.0, 0
     generation, step = 1, 0
-    recorder.minted(view(1, 0), now)
+    recorder.minted(view(1, "abc"), now)
     for what, peer_id, after_s in acts:
         now += after_s
         match what:
@@ -112,7 +98,7 @@ def test_phases_are_never_negative_and_add_up_to_the_whole(acts, form_s):
                 recorder.held(what, now, now)
             case "mint":
                 generation += 1
-                recorder.minted(view(generation, step, "abcd", healthy="a"), now)
+                recorder.minted(view(generation, "abcd", step=step, healthy=set("a")), now)
             case "abandon":
                 recorder.abandon()
             case "commit":
@@ -131,7 +117,7 @@ def test_percentiles_are_values_that_occurred():
     assert percentile([float("nan"), *range(1, 101)], 0.99) == 99
     recorder = running()
     recorder.lost("b", "reset", 10.5, 0.0, left=False)
-    recorder.minted(view(2, 5, "ac"), 11.0)
+    recorder.minted(view(2, "ac", step=5), 11.0)
     spread = recovery_spread([recorder.committed(2, 6, 12.0)])
     assert spread == {"detect": (0.5, 0.5), "agree": (0.5, 0.5), "commit": (1.0, 1.0), "total": (2.0, 2.0)}
     assert set(spread) <= {*PHASES, "total"}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
-from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.ring_member import LocalMember
 from ring.codecs import codec_named
@@ -21,11 +20,6 @@ from wire.job_messages import CODEC_NAMES, StepMetrics
 from wire.transport import TcpNetwork
 
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait
-
-
-@pytest.fixture(params=["memory", "tcp"])
-def network(request) -> Network:
-    return MemoryNetwork() if request.param == "memory" else TcpNetwork()
 
 
 async def everyone(members: list[LocalMember], act: Callable[[RingSession], Coroutine[Any, Any, Any]]) -> list[Any]:

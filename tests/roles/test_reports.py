@@ -10,7 +10,7 @@ from p2ptrain.core.training import Applied
 from ring.token import first_lineage, next_lineage
 from ring.view import View
 from roles.worker.reports import BATCH_BYTES, KEPT, LEDGER_FILE_BYTES, ROWS, StepClock, StepReporter, WorkerLedger
-from tests.ring.test_recovery import view
+from tests.ring.members import view
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import LedgerRow, LedgerRows, StepMetrics
@@ -123,35 +123,35 @@ class Reporting:
 
 def test_every_member_tells_of_what_the_seed_lacked_when_the_view_was_minted() -> None:
     first, second = Reporting(), Reporting()
-    old = view(1, 0)
+    old = view(1, "abc")
     for step in range(1, 6):
         first.step(step, old, 0)
         second.step(step, old, 1)
     assert first.told == [(1, step) for step in range(1, 6)]
     assert second.told == []
-    second.teller.tell_beyond(replace(view(2, 4), ledger_step=2), 4)  # rank 0 may be a newcomer
+    second.teller.tell_beyond(replace(view(2, "abc", step=4), ledger_step=2), 4)  # rank 0 may be a newcomer
     assert second.told == [(2, 3), (2, 4)], "a step beyond the view's is taken back"
 
 
 def test_steps_and_their_metrics_go_on_from_a_checkpoint_of_their_state() -> None:
     before, after = Reporting(), Reporting()
     for step in range(1, 6):
-        before.step(step, view(1, 0), 1)
+        before.step(step, view(1, "abc"), 1)
     (file,) = before.teller.files()
     after.teller.loaded_untrusted(4, b"".join(map(bytes, file.parts)))  # type: ignore[arg-type]
-    after.teller.tell_beyond(replace(view(3, 5), ledger_step=2), 9)
+    after.teller.tell_beyond(replace(view(3, "abc", step=5), ledger_step=2), 9)
     assert after.told == [(3, 3), (3, 4)], "of the steps that the state has"
     after.teller.forget()
     after.told.clear()
-    after.teller.tell_beyond(view(4, 5), 9)
+    after.teller.tell_beyond(view(4, "abc", step=5), 9)
     assert after.told == [], "the state was replaced"
 
 
 def test_no_more_is_remembered_than_can_be_told_at_once() -> None:
     member = Reporting()
     for step in range(1, KEPT + 11):
-        member.step(step, view(1, 0), 1)
-    member.teller.tell_beyond(view(2, KEPT + 10), KEPT + 10)
+        member.step(step, view(1, "abc"), 1)
+    member.teller.tell_beyond(view(2, "abc", step=KEPT + 10), KEPT + 10)
     assert [step for _, step in member.told] == list(range(11, KEPT + 11))
 
 
