@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +80,14 @@ def test_what_is_not_loaded(code: str, forbidden: set[str]) -> None:
 
 def test_the_check_can_fail() -> None:
     assert loaded_by("import tui.app, configs.loader, roles.verifier.http_app") >= SCREEN | WEB | {"pydantic"}
+
+
+def test_core_imports_only_the_standard_library() -> None:
+    foreign = set[tuple[str, str]]()
+    for path in (Path(__file__).parents[2] / "p2ptrain" / "core").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            known = (*sys.stdlib_module_names, "p2ptrain")
+            foreign |= {(path.name, name) for name in names if name.partition(".")[0] not in known}
+    assert not foreign
