@@ -58,12 +58,16 @@ LINE_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class PeerProcess:
-    """A peer process. Its messages are appended to ``log``, after ``log_start`` bytes of earlier processes."""
+    """A peer process. Its messages are appended to ``log``, after ``log_start`` bytes of earlier processes.
+
+    ``was_killed``: by this command.
+    """
 
     name: str
     process: Process
     log: Path
     log_start: int
+    was_killed: bool = False
 
     @classmethod
     async def start(
@@ -103,6 +107,7 @@ class PeerProcess:
         return self.process.returncode is None
 
     async def kill(self) -> None:
+        self.was_killed = True
         self.process.kill()
         await self.process.wait()
 
@@ -169,7 +174,8 @@ class LocalCluster:
         announce: let commands of this user find the seed.
 
     Attributes:
-        peers: the processes besides the seed, by name.
+        peers: the processes besides the seed, by name; of each name the newest one.
+        started: all processes so far.
         url: of the seed's page, once it is started.
     """
 
@@ -187,6 +193,7 @@ class LocalCluster:
         self._announce, self._announcement = announce, ExitStack()
         self._seed: PeerProcess | None = None
         self.peers: dict[str, PeerProcess] = {}
+        self.started: list[PeerProcess] = []
 
     @property
     def address(self) -> str:
@@ -216,6 +223,7 @@ class LocalCluster:
             seed = self._seed = await PeerProcess.start(
                 "seed", [*arguments, *port_option], self.logs / "seed.log", listen=True
             )
+            self.started.append(seed)
             assert seed.process.stdout is not None
             try:
                 async with asyncio.timeout(SEED_READY_S):
@@ -247,6 +255,7 @@ class LocalCluster:
         arguments += ["--attack", attack] if attack else []
         child = await PeerProcess.start(name, [*arguments, *options], self.logs / f"{name}.log")
         self.peers[name] = child
+        self.started.append(child)
         return child
 
     async def start_workers(
@@ -263,6 +272,10 @@ class LocalCluster:
             own += ["--data", texts[number - 1]] if texts else []
             attack = attacks[number - 1] if attacks else ""
             await self.start_peer(f"worker-{number}", number, *options, *own, attack=attack)
+
+    def failures(self) -> list[str]:
+        """Why processes have ended that nobody ended."""
+        return [child.failure().message for child in self.started if not child.alive and not child.was_killed]
 
     def operator(self) -> AbstractAsyncContextManager[SeedClient]:
         return operator((LOOPBACK, self.port), state=self.root)

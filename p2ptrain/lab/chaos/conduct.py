@@ -13,15 +13,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from configs.schema import Profile
-from p2ptrain.cluster.console import Console, stop_on_signals, unless_stopped
+from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.jobs import JobObserver
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, free_port, threads_each
 from p2ptrain.core.checkpoints import CheckpointStore, verify_checkpoint
@@ -33,6 +33,7 @@ from p2ptrain.lab.chaos.judge import Action, ChaosHistory, ChaosReport, Injected
 from p2ptrain.lab.chaos.proxy import Proxy
 from ring.detector import beat_defaults
 from roles.seed.events import INTERVAL_S
+from wire.address import Ticket, format_address, local_ticket_path
 
 PATIENCE_S = 180.0
 """Time limit for a step, or for all workers to be members again. The seed waits 30 s for a silent peer, and as long for
@@ -80,32 +81,22 @@ def kinds_here() -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class WorkerSlot:
-    """One worker's place in the cluster: its proxies and its current process.
-
-    Attributes:
-        child: the newest process; None before the first start.
-        busy: a fault is using this worker.
-    """
+    """One worker's place in the cluster: its proxies and its newest process. ``busy``: a fault is using this worker."""
 
     number: int
     data: Proxy
     control: Proxy
-    child: PeerProcess | None = None
+    process: PeerProcess
     busy: bool = False
-    frozen: bool = False
 
     @property
     def name(self) -> str:
-        return f"worker-{self.number}"
-
-    def thaw(self) -> None:
-        if self.frozen and self.child is not None and self.child.alive:
-            self.child.process.send_signal(signal.SIGCONT)
-        self.frozen = False
+        return self.process.name
 
     def mend(self) -> None:
         """End all faults of this worker: thaw it, and restore its links and its disk."""
-        self.thaw()
+        if self.process.alive and hasattr(signal, "SIGCONT"):
+            self.process.process.send_signal(signal.SIGCONT)
         self.data.mend()
         self.control.mend()
         self.limit_files(None)
@@ -116,120 +107,81 @@ class WorkerSlot:
         The limit is ``RLIMIT_FSIZE``, which needs no privileges and does not affect other processes. A write past it
         fails with EFBIG in the middle of a file, just as a write on a full disk fails with ENOSPC.
         """
-        if sys.platform != "linux" or self.child is None or not self.child.alive:
+        if sys.platform != "linux" or not self.process.alive:
             return
         import resource
 
         try:
-            process = psutil.Process(self.child.process.pid)
+            process = psutil.Process(self.process.process.pid)
             for pid in [process.pid, *(child.pid for child in process.children(recursive=True))]:
                 _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if limit_bytes is None else limit_bytes, hard))
         except (psutil.NoSuchProcess, ProcessLookupError):
-            return  # the process ended; its watch task reports that
+            return  # the process ended, which is judged at the end
 
 
-@dataclass(slots=True)
-class ProxiedCluster:
-    """The processes of the cluster, and the operations on them.
+class ProxiedCluster(LocalCluster):
+    """A seed and workers whose links run through proxies. ``slots``: of the workers, by number."""
 
-    Args:
-        on_change: called when a process ended.
-        attack_of: see ``ChaosPlan``.
-
-    Attributes:
-        exits: error messages of processes that ended unexpectedly.
-    """
-
-    local: LocalCluster
-    workers: int
-    threads: int
-    on_change: Callable[[], None]
-    attack_of: Callable[[int], str] = lambda number: ""
-    places: dict[int, WorkerSlot] = field(default_factory=dict)
-    exits: list[str] = field(default_factory=list)
-    closing: bool = False
-    _expected: set[int] = field(default_factory=set)  # pids whose end is expected
-    _sessions: set[int] = field(default_factory=set)
-    _watches: set[asyncio.Task[None]] = field(default_factory=set)
-
-    async def start_seed(self) -> None:
-        self._watch(await self.local.start_seed())
+    def __init__(self, plan: ChaosPlan) -> None:
+        super().__init__(plan.root, tls=plan.tls)
+        self.slots: dict[int, WorkerSlot] = {}
+        self._plan = plan
 
     async def start_worker(self, number: int) -> None:
         """Start a worker; returns before it has joined. Raises ``StorageError``, ``UserError``."""
-        if number not in self.places:
-            self.places[number] = WorkerSlot(number, Proxy((LOOPBACK, 0)), Proxy((LOOPBACK, self.local.port)))
-            await self.places[number].data.start()
-            await self.places[number].control.start()
-        place = self.places[number]
-        port = free_port()
-        place.data.target = (LOOPBACK, port)
-        options = ["--threads", str(self.threads), "--host", LOOPBACK, "--port", str(port)]
-        options += ["--advertise", f"{LOOPBACK}:{place.data.address[1]}"]
-        target, attack = self._target(place), self.attack_of(number)
-        place.child = await self.local.start_peer(place.name, number, *options, target=target, attack=attack)
-        self._watch(place.child)
+        slot, name, port = self.slots.get(number), f"worker-{number}", free_port()
+        if slot is None:
+            data, control = Proxy((LOOPBACK, port)), Proxy((LOOPBACK, self.port))
+            await data.start()
+            await control.start()
+        else:
+            data, control = slot.data, slot.control
+            data.target = (LOOPBACK, port)
+        threads = self._plan.profile.device.threads or threads_each(self._plan.workers)
+        options = ["--threads", str(threads), "--host", LOOPBACK, "--port", str(port)]
+        options += ["--advertise", format_address(*data.address)]
+        target, attack = self._way_to_seed(name, control), self._plan.attack_of(number)
+        process = await self.start_peer(name, number, *options, target=target, attack=attack)
+        if slot is None:
+            self.slots[number] = WorkerSlot(number, data, control, process)
+        else:
+            slot.process = process
 
-    def _target(self, place: WorkerSlot) -> str:
-        if not self.local.tls:
-            return f"{LOOPBACK}:{place.control.address[1]}"
-        from wire.address import Ticket, local_ticket_path
-
-        path = local_ticket_path(self.local.root, "worker")
+    def _way_to_seed(self, name: str, proxy: Proxy) -> str:
+        """What the worker joins: the proxy's address, or the seed's ticket with it."""
+        host, port = proxy.address
+        if not self.tls:
+            return format_address(host, port)
+        path = local_ticket_path(self.root, "worker")
         try:
             ticket = Ticket.parse_untrusted(path.read_text().strip())
-            mine = path.with_name(f"{place.name}.ticket")
-            mine.touch(mode=0o600)
-            mine.write_text(str(dataclasses.replace(ticket, port=place.control.address[1])))
+            own = path.with_name(f"{name}.ticket")
+            own.touch(mode=0o600)
+            own.write_text(str(dataclasses.replace(ticket, port=port)))
         except OSError as error:
             raise StorageError(f"cannot copy {path}: {error.strerror}", remedy="choose another --state") from error
-        return f"@{mine}"
-
-    async def kill(self, child: PeerProcess) -> None:
-        self._expected.add(child.process.pid)
-        await child.kill()
-
-    def let_go(self) -> None:
-        """End all faults. From now on the end of any process is expected."""
-        self.closing = True
-        for place in self.places.values():
-            place.mend()
+        return f"@{own}"
 
     async def end(self) -> None:
-        """End all processes and proxies. May be called twice."""
-        self.let_go()
-        await self.local.end()
-        for place in self.places.values():
-            await place.data.close()
-            await place.control.close()
-        if self._watches:
-            await asyncio.wait(self._watches)
+        for slot in self.slots.values():
+            slot.mend()
+        await super().end()
+        for slot in self.slots.values():
+            await slot.data.close()
+            await slot.control.close()
 
-    def orphans(self) -> list[str]:
+    def kill_orphans(self) -> list[str]:
         """Kill the processes that outlived the cluster, including children of peers. Returns one line for each."""
-        found = []
+        found, sessions = [], {started.process.pid for started in self.started}
         for process in psutil.process_iter():
             try:
-                if os.getsid(process.pid) in self._sessions and process.status() != psutil.STATUS_ZOMBIE:
+                if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(f"{process.pid} ({process.name()}, {process.status()})")
                     process.kill()
             except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
                 continue
         return found
-
-    def _watch(self, child: PeerProcess) -> None:
-        self._sessions.add(child.process.pid)
-
-        async def watch() -> None:
-            await child.process.wait()
-            if not self.closing and child.process.pid not in self._expected:
-                self.exits.append(child.failure().message)
-            self.on_change()
-
-        task = asyncio.create_task(watch(), name=f"watch {child.name}")
-        self._watches.add(task)
-        task.add_done_callback(self._watches.discard)
 
 
 # ---------------------------------------------------------------------------------------------------------- the faults
@@ -265,24 +217,25 @@ class FaultInjector:
                 if action.number > count if count else began + duration_s <= now() + action.gap_s:
                     break
                 await self._pause(action.gap_s)
-                if count or action.kind == "seed":
-                    await self._settled()
-                place = await self._taken(action)
+                is_alone = bool(count) or action.kind == "seed"
+                if is_alone:
+                    await self._settle()
+                slot = await self._take_slot(action)
                 if self._over:
                     break
-                task = asyncio.create_task(self._injure(action, place), name=f"fault {action.number}")
+                task = asyncio.create_task(self._inject(action, slot), name=f"fault {action.number}")
                 self._tasks.add(task)
-                if count or action.kind == "seed":
-                    await self._settled()
+                if is_alone:
+                    await self._settle()
             if not count:
                 await self._pause(began + duration_s - now())
-            await self._settled()
+            await self._settle()
         finally:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _settled(self) -> None:
+    async def _settle(self) -> None:
         """Wait until no fault is active. Raises what the faults raised."""
         while self._tasks:
             finished, self._tasks = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -296,23 +249,24 @@ class FaultInjector:
     async def _pause(self, seconds: float) -> None:
         await self.observer.until(lambda: self._over, max(seconds, 0.0))
 
-    async def _taken(self, action: Action) -> WorkerSlot | None:
+    async def _take_slot(self, action: Action) -> WorkerSlot | None:
+        """Reserve a worker for the fault; None: it is the seed's, or the run is over."""
         if action.kind == "seed":
             return None
-        if not await self.observer.until(lambda: self._over or self._fits(action), PATIENCE_S):
+        if not await self.observer.until(lambda: self._over or self._is_possible(action), PATIENCE_S):
             self.stuck.append(f"fault {action.number} ({action.kind}): no worker available within {PATIENCE_S:.0f} s")
         if self._over:
             return None
-        place = self._whole(action)[0]
-        place.busy = True
-        return place
+        slot = self._unharmed(action)[0]
+        slot.busy = True
+        return slot
 
-    def _whole(self, action: Action) -> list[WorkerSlot]:
-        places = (self.cluster.places[number] for number in action.order)
-        alive = (place for place in places if not place.busy and place.child is not None and place.child.alive)
-        return [place for place in alive if self.observer.id_of(place.name) in self.observer.members]
+    def _unharmed(self, action: Action) -> list[WorkerSlot]:
+        slots = (self.cluster.slots[number] for number in action.order)
+        alive = (slot for slot in slots if not slot.busy and slot.process.alive)
+        return [slot for slot in alive if self.observer.id_of(slot.name) in self.observer.members]
 
-    def _fits(self, action: Action) -> bool:
+    def _is_possible(self, action: Action) -> bool:
         """Return whether a member of the view that committed the newest step would stay unharmed.
 
         Without such a worker the others would rightly wait for one to come back.
@@ -320,90 +274,89 @@ class FaultInjector:
         steps, views = self.history.steps, self.history.views
         newest = steps[-1].generation if steps else 0
         members = next((view.members for view in reversed(views) if view.generation == newest), ())
-        return bool({self.observer.id_of(place.name) for place in self._whole(action)[1:]} & set(members))
+        return bool({self.observer.id_of(slot.name) for slot in self._unharmed(action)[1:]} & set(members))
 
-    async def _injure(self, action: Action, place: WorkerSlot | None) -> None:
+    async def _inject(self, action: Action, slot: WorkerSlot | None) -> None:
         observer, kind = self.observer, action.kind
         excused: frozenset[str] = frozenset()
-        if place is not None and kind in ("cut", "corrupt"):
-            members, peer = observer.members, observer.id_of(place.name)
+        if slot is not None and kind in ("cut", "corrupt"):
+            members, peer = observer.members, observer.id_of(slot.name)
             rank = members.index(peer)  # either end may be blamed for a broken link
             excused = frozenset({peer, members[rank - 1], members[(rank + 1) % len(members)]})
-        elif place is not None and kind in ("kill", "freeze"):
-            excused = frozenset({observer.id_of(place.name)})
-        name = place.name if place is not None else "seed"
+        elif slot is not None and kind in ("kill", "freeze"):
+            excused = frozenset({observer.id_of(slot.name)})
+        name = slot.name if slot is not None else "seed"
         generation = observer.info.generation if observer.info else 0
         injected = InjectedFault(action.number, kind, now(), generation, observer.step, (name,), excused)
         self.done.append(injected)
         first_step = len(self.history.steps)
         try:
-            await (self._hurt_seed(action, injected) if place is None else self._hurt(action, place, injected))
+            await (self._hurt_seed(action, injected) if slot is None else self._hurt(action, slot, injected))
             injected.until_s = now()
             await self._recovery(injected, first_step)
-            whole = place is None or await observer.until(
+            whole = slot is None or await observer.until(
                 lambda: self._over or observer.id_of(name) in observer.members, PATIENCE_S
             )
             injected.whole_s = now()
             if not whole:
                 self.stuck.append(f"{name}: not a member {PATIENCE_S:.0f} s after fault {injected.number}")
         finally:
-            if place is not None:
-                place.busy = False
+            if slot is not None:
+                slot.busy = False
             observer.wake()
 
-    def _tell(self, injected: InjectedFault) -> None:
+    def _report(self, injected: InjectedFault) -> None:
         parts = (injected.kind, *injected.peers, injected.detail)
         self.console.event("info", f"fault {injected.number}: {' '.join(filter(None, parts))}")
 
     async def _hurt_seed(self, action: Action, injected: InjectedFault) -> None:
         cluster, observer, before = self.cluster, self.observer, self.observer.step
-        await cluster.kill(cluster.local.seed)
-        self._tell(injected)
+        await cluster.seed.kill()
+        self._report(injected)
         await self._pause(action.lasts_s)
         await cluster.start_seed()
         await observer.until(lambda: self._over or (bool(observer.members) and observer.step > before), PATIENCE_S)
 
-    async def _hurt(self, action: Action, place: WorkerSlot, injected: InjectedFault) -> None:
-        assert place.child is not None
-        damaged, lasts = place.data.damaged, f"for {action.lasts_s:.1f} s"
+    async def _hurt(self, action: Action, slot: WorkerSlot, injected: InjectedFault) -> None:
+        damaged, lasts = slot.data.damaged, f"for {action.lasts_s:.1f} s"
         match action.kind:
             case "kill":
-                await self.cluster.kill(place.child)
+                await slot.process.kill()
             case "freeze":
-                injected.detail, place.frozen = lasts, True
-                place.child.process.send_signal(signal.SIGSTOP)
+                injected.detail = lasts
+                slot.process.process.send_signal(signal.SIGSTOP)
             case "cut":
                 where, how = action.cut.split()
                 injected.kind, injected.detail = f"cut {action.cut}", lasts
-                links = {"ring": (place.data,), "seed": (place.control,), "all": (place.data, place.control)}
+                links = {"ring": (slot.data,), "seed": (slot.control,), "all": (slot.data, slot.control)}
                 for link in links[where]:
                     link.cut(silent=how == "silent")
             case "slow":
                 rate = f"to {action.rate_bps / 1e6:.2f} MB/s, {1e3 * action.delay_s:.0f} ms"
                 injected.detail = f"{rate}, {lasts}"
-                place.data.slow(action.rate_bps, action.delay_s)
+                slot.data.slow(action.rate_bps, action.delay_s)
             case "corrupt":
                 injected.detail = f"one damaged byte in the next {action.skip_bytes + 1} on the ring"
-                place.data.damage(action.skip_bytes)
+                slot.data.damage(action.skip_bytes)
             case "disk":
-                files = (self.cluster.local.root / place.name).glob("jobs/*/checkpoints/step-*/*")
+                files = (self.cluster.root / slot.name).glob("jobs/*/checkpoints/step-*/*")
                 largest = max((path.stat().st_size for path in files), default=0)
                 # Half of a checkpoint's largest file, but enough for the worker's log, which must stay complete.
-                limit_bytes = max(largest // 2, place.child.log.stat().st_size + (1 << 20))
+                limit_bytes = max(largest // 2, slot.process.log.stat().st_size + (1 << 20))
                 injected.detail = f"files of at most {limit_bytes} bytes, {lasts}"
-                place.limit_files(limit_bytes)
+                slot.limit_files(limit_bytes)
                 await self._save()
-        self._tell(injected)
+        self._report(injected)
         await self._pause(action.lasts_s)
+        slot.mend()
         if action.kind == "kill":
-            await self.cluster.start_worker(place.number)
-        if action.kind == "corrupt" and place.data.damaged == damaged:
+            await self.cluster.start_worker(slot.number)
+        if action.kind == "corrupt" and slot.data.damaged == damaged:
             injected.detail += "; no byte was sent"
-        place.mend()
 
     async def _save(self) -> None:
         with suppress(P2PTrainError):
-            async with self.cluster.local.operator() as client:
+            async with self.cluster.operator() as client:
                 await client.tell_job(self.observer.job, "save")
 
     async def _recovery(self, injected: InjectedFault, first_step: int) -> None:
@@ -438,7 +391,7 @@ class SavedStates:
     newest: Path | None = None
 
 
-def saved(root: Path, job: str, step: int, names: Iterable[str]) -> SavedStates:
+def read_saved_states(root: Path, job: str, step: int, names: Iterable[str]) -> SavedStates:
     """Read and verify all checkpoints of these workers. Blocks."""
     made = SavedStates()
     for name in names:
@@ -464,7 +417,7 @@ def saved(root: Path, job: str, step: int, names: Iterable[str]) -> SavedStates:
     return made
 
 
-async def command(name: str, *arguments: str) -> InvariantResult:
+async def run_command(name: str, *arguments: str) -> InvariantResult:
     """Run a ``p2ptrain`` command in a process of its own; the verdict says whether it succeeded."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "p2ptrain", *arguments),
@@ -491,88 +444,73 @@ async def command(name: str, *arguments: str) -> InvariantResult:
 
 async def conduct(plan: ChaosPlan, report: ChaosReport) -> None:
     """Carry out the plan and fill the report. Raises ``P2PTrainError`` if the cluster cannot be started."""
-    console, stop = Console(), asyncio.Event()
-    run = ChaosRun(plan, report, console)
-
-    def leave(text: str) -> None:
-        for cluster in run.clusters:  # at once, because a second Ctrl+C may end this process
-            cluster.let_go()
-        console.event("info", text)
-
-    stop_on_signals(stop, leave)
+    console, stop = stoppable()
     try:
-        await unless_stopped(stop, run.all())
+        await unless_stopped(stop, ChaosRun(plan, report, console).run())
         if not report.complete:
             report.notes.append("interrupted: the checks at the end of the run were skipped")
     finally:
-        for cluster in run.clusters:
-            await cluster.end()
         console.finish()
 
 
 class ChaosRun:
     def __init__(self, plan: ChaosPlan, report: ChaosReport, console: Console) -> None:
-        self.plan, self.report, self._console = plan, report, console
-        self.clusters: list[ProxiedCluster] = []
+        self._plan, self._report, self._console = plan, report, console
+        self._cluster, self._history = ProxiedCluster(plan), ChaosHistory()
+        self._job_name = Path(plan.profile_name).stem
+        self._observer = JobObserver(self._job_name, on_record=lambda record: self._history.take(record, now()))
+        self._faults = FaultInjector(self._cluster, self._observer, self._history, console)
 
-    async def all(self) -> None:
-        plan, report = self.plan, self.report
-        async with self._cluster(plan.root) as (cluster, observer, history):
+    async def run(self) -> None:
+        plan, report, cluster, observer = self._plan, self._report, self._cluster, self._observer
+        observing: asyncio.Task[None] | None = None
+        try:
+            await cluster.start_seed()
+            async with cluster.operator() as client:
+                await client.create_job(self._job_name, self._job_name, plan.profile.to_spec())
+            observing = asyncio.create_task(self._observe())
+            await self._form_ring()
             if not plan.attack:  # else each step is attacked, and the job may be short
-                await self._undisturbed(observer, history)
-            faults = FaultInjector(cluster, observer, history, self._console)
+                await self._measure_undisturbed()
             begin_s = now()
             actions = judge.schedule(plan.seed, workers=plan.workers, kinds=plan.kinds)
             try:
-                await faults.run(actions, count=plan.count, duration_s=plan.duration_s)
+                await self._faults.run(actions, count=plan.count, duration_s=plan.duration_s)
             finally:
-                report.injected_faults, report.seconds, report.steps = faults.done, now() - begin_s, observer.step
-                report.steps_per_s = judge.steps_per_s(history.steps, begin_s, now())
-            step = await self._common_checkpoint(cluster, faults)
-            recorded = await self._recorded(cluster, observer)
+                report.injected_faults, report.seconds, report.steps = self._faults.done, now() - begin_s, observer.step
+                report.steps_per_s = judge.steps_per_s(self._history.steps, begin_s, now())
+            step = await self._common_checkpoint()
+            recorded = [*await self._judge_record(), judge.none_of("no process ended by itself", cluster.failures())]
+        finally:
+            if observing is not None:
+                observing.cancel()
+                await asyncio.wait({observing})
+            await cluster.end()
         if plan.attack and observer.info is not None:
-            wrong = [observer.id_of(place.name) for place in cluster.places.values() if plan.attack_of(place.number)]
+            wrong = [observer.id_of(slot.name) for slot in cluster.slots.values() if plan.attack_of(slot.number)]
             report.attack = judge.Attack.of(plan.attack, observer.info, observer.names, wrong)
-        await self._judged(cluster, faults, recorded, step)
+        await self._judge(recorded, step)
         report.complete = True
 
-    @asynccontextmanager
-    async def _cluster(self, root: Path) -> AsyncIterator[tuple[ProxiedCluster, JobObserver, ChaosHistory]]:
-        plan = self.plan
-        local, threads = LocalCluster(root, tls=plan.tls), plan.profile.device.threads or threads_each(plan.workers)
-        cluster = ProxiedCluster(local, plan.workers, threads, lambda: None, plan.attack_of)
-        self.clusters.append(cluster)
-        await cluster.start_seed()
-        name = Path(plan.profile_name).stem
-        async with local.operator() as client:
-            job = await client.create_job(name, name, plan.profile.to_spec())
-        history = ChaosHistory(job)
-        observer = JobObserver(job, on_record=lambda record: history.take(record, now()))
-        cluster.on_change = observer.wake
+    async def _observe(self) -> None:
+        with suppress(P2PTrainError):  # ``JobObserver.until`` raises it
+            async for _ in self._observer.run(self._cluster.operator, lambda problem: self._observer.wake()):
+                pass
 
-        async def observe() -> None:
-            with suppress(P2PTrainError):  # ``until`` raises it
-                async for _ in observer.run(local.operator):
-                    pass
+    async def _form_ring(self) -> None:
+        cluster, count = self._cluster, self._plan.workers
+        for number in range(1, count + 1):
+            await cluster.start_worker(number)
+        self._console.event("info", cluster.start_notice(count))
+        remedy = f"the logs are in {cluster.logs}"
+        if not await self._observer.until(lambda: bool(cluster.failures()) or self._is_whole(), PATIENCE_S):
+            raise JobFailed("the workers did not form a ring", remedy=remedy)
+        if failures := cluster.failures():
+            raise JobFailed(failures[0], remedy=remedy)
 
-        observing = asyncio.create_task(observe())
-        try:
-            for number in range(1, plan.workers + 1):
-                await cluster.start_worker(number)
-            self._console.event("info", local.start_notice(plan.workers))
-            remedy = f"the logs are in {local.logs}"
-            if not await observer.until(lambda: bool(cluster.exits) or _whole(cluster, observer), PATIENCE_S):
-                raise JobFailed("the workers did not form a ring", remedy=remedy)
-            if cluster.exits:
-                raise JobFailed(cluster.exits[0], remedy=remedy)
-            yield cluster, observer, history
-        finally:
-            observing.cancel()
-            await asyncio.wait({observing})
-            await cluster.end()
-
-    async def _undisturbed(self, observer: JobObserver, history: ChaosHistory) -> None:
+    async def _measure_undisturbed(self) -> None:
         """Measure the speed without faults. Raises ``JobFailed``."""
+        observer, history = self._observer, self._history
         first = observer.step + 3  # the first steps load kernels and pages
         await observer.until(lambda: observer.step >= first, PATIENCE_S)
         begin_s, step = now(), observer.step
@@ -581,16 +519,17 @@ class ChaosRun:
         await asyncio.sleep(max(0.0, BASELINE_S - (now() - begin_s)))
         if observer.step <= step:
             raise JobFailed(f"no step was committed within {PATIENCE_S:.0f} s before the first fault")
-        rate = self.report.baseline_steps_per_s = judge.steps_per_s(history.steps, begin_s, history.steps[-1].at_s)
+        rate = self._report.baseline_steps_per_s = judge.steps_per_s(history.steps, begin_s, history.steps[-1].at_s)
         self._console.event("info", f"undisturbed: {rate:.2f} steps/s; injecting faults now")
 
-    async def _common_checkpoint(self, cluster: ProxiedCluster, faults: FaultInjector) -> int:
-        observer, history = faults.observer, faults.history
+    async def _common_checkpoint(self) -> int:
+        """Wait until all workers have saved the same step, and return it; 0: they did not in time."""
+        observer, history, stuck = self._observer, self._history, self._faults.stuck
         self._console.event("info", "no more faults; waiting for all workers and for a checkpoint from each of them")
-        if not await observer.until(lambda: observer.is_finished or _whole(cluster, observer), PATIENCE_S):
-            faults.stuck.append(f"some workers were not members {PATIENCE_S:.0f} s after the last fault")
+        if not await observer.until(lambda: observer.is_finished or self._is_whole(), PATIENCE_S):
+            stuck.append(f"some workers were not members {PATIENCE_S:.0f} s after the last fault")
             return 0
-        after, names = observer.step, {place.name for place in cluster.places.values()}
+        after, names = observer.step, {slot.name for slot in self._cluster.slots.values()}
 
         def common() -> int:
             steps = {info.step for info in history.saved.values() if info.step > after}
@@ -598,14 +537,20 @@ class ChaosRun:
             return max((step for step in steps if names <= history.holders(step)), default=done)
 
         if not await observer.until(lambda: common() > 0, PATIENCE_S):
-            faults.stuck.append(f"no checkpoint from all workers within {PATIENCE_S:.0f} s after step {after}")
+            stuck.append(f"no checkpoint from all workers within {PATIENCE_S:.0f} s after step {after}")
         return common()
 
-    async def _recorded(self, cluster: ProxiedCluster, observer: JobObserver) -> list[InvariantResult]:
+    def _is_whole(self) -> bool:
+        """Whether all workers are members of a ring that trains."""
+        ids = {self._observer.id_of(slot.name) for slot in self._cluster.slots.values()}
+        return self._observer.step > 0 and len(ids) == self._plan.workers and ids <= set(self._observer.members)
+
+    async def _judge_record(self) -> list[InvariantResult]:
         """Judge what the seed has on record of the job."""
+        observer = self._observer
         try:
-            async with cluster.local.operator() as client:
-                found = await audit(client, observer.job, self.plan.profile, lambda step, of: None)
+            async with self._cluster.operator() as client:
+                found = await audit(client, observer.job, self._plan.profile, lambda step, of: None)
                 last = observer.step  # the job continues while its record is read
                 steps = [row.step async for row in client.all_metrics(observer.job)]
         except P2PTrainError as problem:
@@ -614,26 +559,22 @@ class ChaosRun:
         faults += ["steps are missing"] if observer.is_finished and found.steps < last else []
         return [judge.every_step_once(steps, last), judge.none_of("the ledger covers every sample once", faults)]
 
-    async def _judged(
-        self,
-        cluster: ProxiedCluster,
-        faults: FaultInjector,
-        recorded: list[InvariantResult],
-        step: int,
-    ) -> None:
-        plan, report, observer, history = self.plan, self.report, faults.observer, faults.history
+    async def _judge(self, recorded: list[InvariantResult], step: int) -> None:
+        """Judge the rest, when all processes have ended. ``step``: of the checkpoint that all have."""
+        plan, report, observer, history = self._plan, self._report, self._observer, self._history
         rtt_ms = max(history.joined_rtt_ms.values(), default=0.0)
         grace_s = 2 * (plan.profile.membership.death_s or beat_defaults(rtt_ms)[1])
+        injected_faults = self._faults.done
         lost = [
             event.text
             for at_s, event in history.events
-            if event.kind == "lost" and not judge.excuse(event.peer, at_s, faults.done, grace_s)
+            if event.kind == "lost" and not judge.excuse(event.peer, at_s, injected_faults, grace_s)
         ]
-        dropped = judge.evictions(history.views, faults.done, observer.names, grace_s)
+        dropped = judge.evictions(history.views, injected_faults, observer.names, grace_s)
         drift = [event.text for _, event in history.events if event.kind == "drift"]
-        damaging = any(injected.kind == "corrupt" for injected in faults.done) and not plan.tls
-        names = [place.name for place in cluster.places.values()]
-        found = await asyncio.to_thread(saved, plan.root, observer.job, step, names)
+        damaging = any(injected.kind == "corrupt" for injected in injected_faults) and not plan.tls
+        names = [slot.name for slot in self._cluster.slots.values()]
+        found = await asyncio.to_thread(read_saved_states, plan.root, observer.job, step, names)
         failed = [observer.info.reason] if observer.info and observer.state in ("failed", "cancelled") else []
         equal = judge.same("the state is equal on all members", found.states)
         if not step or len(found.states) < plan.workers:
@@ -641,25 +582,19 @@ class ChaosRun:
             equal = InvariantResult(equal.name, False, text)
         unchecked = InvariantResult("no replica drifted", None, "not checked on plain TCP with damaged bytes")
         report.verdicts += [
-            judge.none_of("training continues after every fault", [*faults.stuck, *failed]),
-            judge.none_of("no process ended by itself", cluster.exits),
+            judge.none_of("training continues after every fault", [*self._faults.stuck, *failed]),
             judge.none_of("no worker is evicted without a fault", dropped + lost),
             *recorded,
             equal,
             unchecked if damaging else judge.none_of("no replica drifted", drift),
             judge.none_of(f"checkpoints are whole ({found.count} of them)", found.damaged),
-            judge.none_of("no process is left behind", cluster.orphans()),
+            judge.none_of("no process is left behind", self._cluster.kill_orphans()),
         ]
         if found.newest is not None:
             checkpoint = ("--checkpoint", str(found.newest), "--tokens", "1")
-            report.verdicts.append(await command("a checkpoint loads", "generate", "def ", *checkpoint))
+            report.verdicts.append(await run_command("a checkpoint loads", "generate", "def ", *checkpoint))
         if damaging:
             report.notes.append(
                 "plain TCP does not detect damaged bytes: all workers may sum and apply the same damaged byte, so the "
                 "run only checks that their states stay equal; with --tls it checks everything"
             )
-
-
-def _whole(cluster: ProxiedCluster, observer: JobObserver) -> bool:
-    ids = {observer.id_of(place.name) for place in cluster.places.values()}
-    return observer.step > 0 and len(ids) == cluster.workers and ids <= set(observer.members)

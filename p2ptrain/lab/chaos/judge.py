@@ -140,7 +140,7 @@ class ObservedView:
 
 
 class ChaosHistory:
-    """What the seed reported of a job, in order of arrival.
+    """What the seed reported of its only job, in order of arrival.
 
     Attributes:
         steps: a repeated row is kept once. events: with their times.
@@ -149,13 +149,12 @@ class ChaosHistory:
             worker's deadlines from it.
     """
 
-    def __init__(self, job: str) -> None:
+    def __init__(self) -> None:
         self.steps: list[ObservedStep] = []
         self.views: list[ObservedView] = []
         self.events: list[tuple[float, EventInfo]] = []
         self.saved: dict[str, CheckpointInfo] = {}
         self.joined_rtt_ms: dict[tuple[str, float], float] = {}
-        self._job = job
         self._step_keys: set[tuple[int, int]] = set()
         self._last_event = 0
 
@@ -165,11 +164,11 @@ class ChaosHistory:
 
     def take(self, record: Record, now: float) -> None:
         match record:
-            case JobInfo() if record.id == self._job and record.state == "running" and record.members:
+            case JobInfo() if record.state == "running" and record.members:
                 view = record.generation, tuple(record.members)
                 if not self.views or (self.views[-1].generation, self.views[-1].members) != view:
                     self.views.append(ObservedView(now, *view))
-            case MetricRow() if record.job == self._job:
+            case MetricRow():
                 key = (record.step, record.generation or 0)
                 if key not in self._step_keys:
                     self._step_keys.add(key)
@@ -179,7 +178,7 @@ class ChaosHistory:
                 self.events.append((now, record))
             case PeerInfo() if record.rtt_ms is not None:
                 self.joined_rtt_ms.setdefault((record.id, record.joined_at), record.rtt_ms)
-            case CheckpointInfo() if record.job == self._job:
+            case CheckpointInfo():
                 self.saved.setdefault(record.id, record)
 
 

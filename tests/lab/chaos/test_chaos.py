@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from configs.schema import Profile
 from p2ptrain.cli.chaos import print_report
-from p2ptrain.cluster.local_cluster import LocalCluster, PeerProcess
+from p2ptrain.cluster.local_cluster import PeerProcess
 from p2ptrain.core.errors import UserError
-from p2ptrain.lab.chaos.conduct import ProxiedCluster, WorkerSlot
+from p2ptrain.lab.chaos.conduct import ChaosPlan, ProxiedCluster, WorkerSlot
 from p2ptrain.lab.chaos.judge import (
     CUTS,
     KINDS,
@@ -201,15 +202,14 @@ async def test_whoever_is_frozen_goes_on_when_a_run_is_left(tmp_path: Path) -> N
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        cluster = ProxiedCluster(LocalCluster(tmp_path, 1), 1, 1, lambda: None)
-        child = PeerProcess("worker-1", process, tmp_path / "log", 0)
-        proxies = Proxy(("127.0.0.1", 1)), Proxy(("127.0.0.1", 1))
-        cluster.places[1] = WorkerSlot(1, *proxies, child, frozen=True)
+        plan = ChaosPlan("tiny", Profile(), 1, tmp_path, (), 0, 0.0, seed=1, tls=False)
+        cluster, child = ProxiedCluster(plan), PeerProcess("worker-1", process, tmp_path / "log", 0)
+        cluster.slots[1] = WorkerSlot(1, Proxy(("127.0.0.1", 1)), Proxy(("127.0.0.1", 1)), child)
         process.send_signal(signal.SIGSTOP)
         process.stdin.write(b"hello\n")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(process.stdout.readline(), 0.2)
-        cluster.let_go()
+        await cluster.end()
         assert await asyncio.wait_for(process.stdout.readline(), 10) == b"hello\n"
     finally:
         process.kill()
@@ -224,18 +224,17 @@ def job(generation: int, members: list[str], state: str = "running") -> JobInfo:
 
 
 def test_what_a_seed_tells_again_is_kept_once_and_at_its_first_time() -> None:
-    history = ChaosHistory("j")
+    history = ChaosHistory()
     for at_s in (1.0, 2.0):
         history.take(MetricRow("j", 7, 0.0, generation=2), at_s)
         history.take(EventInfo(3, 0.0, "info", "lost", "x"), at_s)
     history.take(MetricRow("j", 7, 0.0, generation=3), 3.0)
-    history.take(MetricRow("another", 8, 0.0, generation=3), 3.0)
     assert history.steps == [ObservedStep(1.0, 7, 2), ObservedStep(3.0, 7, 3)]
     assert [at_s for at_s, _ in history.events] == [1.0]
 
 
 def test_views_are_those_of_a_running_ring() -> None:
-    history = ChaosHistory("j")
+    history = ChaosHistory()
     reports = (job(1, ["a", "b"]), job(1, ["a", "b"]), job(1, [], "waiting"), job(2, ["a"]), job(2, ["a"], "done"))
     for at_s, info in enumerate(reports, start=1):
         history.take(info, float(at_s))
@@ -243,7 +242,7 @@ def test_views_are_those_of_a_running_ring() -> None:
 
 
 def test_unmeasured_round_trip_is_not_taken_for_none() -> None:
-    history, peer = ChaosHistory("j"), PeerInfo("a", "a", ["worker"], "cpu", "idle", "", 5.0)
+    history, peer = ChaosHistory(), PeerInfo("a", "a", ["worker"], "cpu", "idle", "", 5.0)
     for rtt_ms in (None, 80.0, 90.0):
         history.take(dataclasses.replace(peer, rtt_ms=rtt_ms), 1.0)
     assert history.joined_rtt_ms == {("a", 5.0): 80.0}
