@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from p2ptrain.cli.bench import print_report
+from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import JobFailed, ResourceError
-from p2ptrain.lab.bench import runner
 from p2ptrain.lab.bench.generate import GeneratedText, GeneratePlan, _texts
 from p2ptrain.lab.bench.network import AllReducePlan, BenchRing, measure_allreduce
 from p2ptrain.lab.bench.report import (
@@ -21,22 +21,21 @@ from p2ptrain.lab.bench.report import (
     Contender,
     human_rate,
 )
+from p2ptrain.lab.bench.runner import Bench
 from roles.timed_model import text_after
 
 Command = Callable[..., Any]
 
 
-def a_bench(members: Any) -> Any:
+class OpenBench(Bench):
     """What a benchmark is given, with members that are here already."""
 
-    class Opened:
-        async def __aenter__(self) -> Any:
-            return members
+    def __init__(self, members: Any) -> None:
+        super().__init__(Console(quiet=True), Path())
+        self._members = members
 
-        async def __aexit__(self, *exc: object) -> None:
-            return
-
-    return SimpleNamespace(members=lambda count, **how: Opened(), progress=lambda text: None, root=Path())
+    def members(self, count: int, *, threads: int = 1) -> Any:
+        return nullcontext(self._members)
 
 
 # ------------------------------------------------------------------------------------------------------- arithmetic
@@ -46,11 +45,11 @@ async def test_contenders_take_turns_in_going_first_and_the_first_round_does_not
     report, case = BenchReport("x", "", "bytes", str), Case("", 1, {name: Contender(name) for name in "abc"})
     asked: list[str] = []
 
-    async def sample(name: str) -> float:
+    async def sample(name: str) -> list[float]:
         asked.append(name)
-        return float(len(asked))
+        return [float(len(asked))]
 
-    await runner.interleave(report, case, sample, rounds=3, budget_s=0.0, progress=lambda text: None)
+    await OpenBench(None).interleave(report, case, sample, rounds=3)
     assert "".join(asked) == "abc" + "abc" + "bca" + "cab"
     assert case.contenders["a"].seconds == [4.0, 9.0, 11.0]
     assert report.cases == [case]
@@ -105,7 +104,7 @@ SECONDS = {"ring": (0.010, 0.020), "gloo": (0.040, 0.030), "sockets": (0.005, 0.
 async def allreduce(members: FakeMembers, *, rounds: int = 4, **ring: Any) -> BenchReport:
     plan = AllReducePlan(2, [1 << 20], "float32", 4, BenchRing(**ring), rounds)
     report = plan.report()
-    await measure_allreduce(a_bench(members), plan, report)
+    await measure_allreduce(OpenBench(members), plan, report)
     return report
 
 
@@ -158,7 +157,7 @@ async def test_a_text_that_is_not_the_verifiers_own_counts_for_nothing() -> None
     async def written(plan: GeneratePlan, plain: list[dict[str, Any]]) -> Case:
         contenders = {name: Contender(name) for name in ("alone", "ahead")}
         case = Case("", 1, contenders, {"differ": 0, "round_trip_ms": 0.0, "alpha": 0.8})
-        await _texts(a_bench(None), FakePeers(plan), case, plain)  # type: ignore[arg-type]
+        await _texts(OpenBench(None), FakePeers(plan), case, plain)  # type: ignore[arg-type]
         return case
 
     case = await written(a_generation(), [])

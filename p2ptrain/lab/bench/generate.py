@@ -166,14 +166,14 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport
     if plan.stages and not plan.verifier:
         models["verifier"] = bench.root / "random"
         async with bench.members(1) as members:
-            await members.all("generate", part="make", directory=str(models["verifier"]), seconds=5)
+            await members.all("make_model", directory=str(models["verifier"]), seconds=5)
     rival: dict[str, list[Answer]] = {}
     if not plan.is_timed:
         bench.progress("transformers, in one process")
         async with bench.members(1, threads=plan.threads) as members:
             how: Answer = {"verifier": str(models["verifier"]), "drafter": str(models.get("drafter", ""))}
             how |= {"texts": plan.texts, "tokens": plan.tokens, "threads": plan.threads}
-            (answer,) = await members.all("generate", part="transformers", seconds=5.0 * plan.texts, **how)
+            (answer,) = await members.all("run_transformers", seconds=5.0 * plan.texts, **how)
             report.torch, rival = answer["torch"], answer["rival"]
     for round_trip_ms, alpha in product(plan.round_trips_ms, plan.alphas if plan.is_timed else [0.0]):
         label = f"{round_trip_ms:g} ms" + (f", alpha {alpha:g}" if plan.is_timed else "")
@@ -243,33 +243,28 @@ def _conclude(plan: GeneratePlan, report: BenchReport, case: Case) -> None:
         facts["rest_a_hop_s"] = (case.contenders["alone"].median_s - whole_s - link_s) / hops
 
 
-class Side:  # the orders that need torch
-    async def make(self, directory: str) -> Answer:
-        """Write a random model with Llama's architecture."""
-        from p2ptrain.compute.model import ModelSpec, build_model
-        from p2ptrain.compute.tokenizer import Tokenizer
-
-        def made() -> None:
-            spec = ModelSpec(
-                hidden_size=512, layers=12, heads=8, kv_heads=8, intermediate_size=1360, context=4096,
-                tie_embeddings=False,
-            )  # fmt: skip
-            build_model(spec, 256, seed=1).save_pretrained(directory)
-            Tokenizer.of_bytes().save(Path(directory))
-
-        await asyncio.to_thread(made)
-        return {}
-
-    async def transformers(self, verifier: str, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
-        return await asyncio.to_thread(_by_transformers, Path(verifier), drafter, texts, tokens, threads)
+# What a member does; only there torch is loaded.
 
 
-def _by_transformers(verifier: Path, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
+def write_random_model(directory: Path) -> None:
+    """Write a random model with Llama's architecture."""
+    from p2ptrain.compute.model import ModelSpec, build_model
+    from p2ptrain.compute.tokenizer import Tokenizer
+
+    spec = ModelSpec(
+        hidden_size=512, layers=12, heads=8, kv_heads=8, intermediate_size=1360, context=4096, tie_embeddings=False
+    )  # fmt: skip
+    build_model(spec, 256, seed=1).save_pretrained(directory)
+    Tokenizer.of_bytes().save(directory)
+
+
+def write_by_transformers(verifier: str, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
+    """Write the texts with ``generate``, and with its assisted generation if there is a drafter."""
     from p2ptrain.compute.gloo import TORCH_VERSION
     from p2ptrain.compute.rivals import AssistedPair
     from p2ptrain.core.serving import SamplingOptions
 
-    pair = AssistedPair(verifier, Path(drafter) if drafter else None, threads=threads)
+    pair = AssistedPair(Path(verifier), Path(drafter) if drafter else None, threads=threads)
     names = ["transformers", *["assisted"] * pair.can_assist]
     rival: dict[str, list[Answer]] = {name: [] for name in names}
     for number in range(-1, texts):  # the first passes load kernels

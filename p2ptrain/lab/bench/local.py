@@ -113,17 +113,18 @@ async def _measure(
         facts, *_ = await members.all("build", seconds=STEP_S, **how)
         contender = Contender(title)
         case = Case(f"H = {inner_steps}", facts["tokens_per_step"], {"ring": contender}, {})
-        computed_s = sent_bytes = 0.0
-        for step in range(steps + 1):
+        steps_done: list[list[Answer]] = []
+
+        async def sample(name: str) -> list[float]:
             seconds = max(STEP_S, 2 * inner_steps * plan.compute_s)
-            answers = await members.all("train", contender="ring", first=step, count=1, seconds=seconds)
-            if not step:
-                continue
-            contender.seconds.append(max(answer["seconds"][0] for answer in answers))
-            computed_s += min(answer["computed_s"] for answer in answers)
-            sent_bytes += max(answer["sent_bytes"] for answer in answers)
-            bench.progress(f"{title}: step {step} of {steps}, {human_duration(contender.seconds[-1])}")
+            answers = await members.all("train", contender=name, first=len(steps_done), count=1, seconds=seconds)
+            steps_done.append(answers)
+            return [max(answer["seconds"][0] for answer in answers)]
+
+        await bench.interleave(report, case, sample, rounds=steps)
+    counted = steps_done[1:]
+    computed_s = sum(min(answer["computed_s"] for answer in answers) for answers in counted)
+    sent_bytes = sum(max(answer["sent_bytes"] for answer in answers) for answers in counted)
     case.facts["computing"] = computed_s / sum(contender.seconds)
     case.facts["sent_bytes"] = round(sent_bytes / steps)
     case.facts["bytes_per_token"] = sent_bytes / steps / case.amount
-    report.cases.append(case)

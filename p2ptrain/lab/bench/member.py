@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,14 @@ from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Network
 from p2ptrain.lab.bench.sockets import SocketRing, peer_id
 from p2ptrain.lab.ring_member import LocalMember, local_view
+from ring.chain import Payload
 from ring.codecs import Codec, codec_named
 from ring.dtypes import storage_dtype
+from ring.planning.schedule import StageSchedule
 from ring.session import RingSession
+from ring.view import View
+from roles.compute_thread import ComputeThread
+from roles.strategies.pipeline import StageRunner
 from wire.credentials import Credentials
 from wire.emulate import EmulatedNetwork, preset_named
 from wire.tls import TlsNetwork
@@ -34,7 +40,6 @@ from wire.transport import TcpNetwork
 
 if TYPE_CHECKING:
     from p2ptrain.compute.gloo import GlooGroup
-    from p2ptrain.lab.bench.pipeline import StageMember
     from p2ptrain.lab.bench.training import TrainingMember
 
 TILE_NUMEL = 262_147  # a prime, so that the repeated pattern differs on every chunk and sub-chunk
@@ -83,7 +88,7 @@ class BenchMember:
         self._codec: Codec | None = None
         self._piece_bytes = 0
         self._training: TrainingMember | None = None
-        self._stage: StageMember | None = None
+        self._stage: StageRunner | None = None
 
     @property
     def session(self) -> RingSession:
@@ -106,9 +111,8 @@ class BenchMember:
     async def form(self, *, ports: list[int], sub_chunk_bytes: int, streams: int, codec: str) -> Answer:
         """Form the ring. ``codec`` is for gradients; ``prepare`` sets that of an all-reduce."""
         assert self._local is not None
-        view = local_view({peer_id(rank): port for rank, port in enumerate(ports)})
         self._session = await self._local.form(
-            view,
+            self._view_of(ports),
             codec=codec,
             death_s=600.0,  # a rival may block the loop as long as an order takes
             streams=streams,
@@ -116,6 +120,10 @@ class BenchMember:
             timeout_s=30.0,
         )
         return {}
+
+    @staticmethod
+    def _view_of(ports: list[int]) -> View:
+        return local_view({peer_id(rank): port for rank, port in enumerate(ports)})
 
     async def listen_plainly(self, *, name: str, credentials: str) -> Answer:
         """Listen for plain sockets beside the ring, under this name."""
@@ -254,20 +262,47 @@ class BenchMember:
         await self.session.barrier()
         return await self._training.train(contender, first, count)
 
-    async def stage(self, *, part: str, **arguments: Any) -> Answer:
-        """Carry out the order ``part`` of the pipeline benchmark."""
-        from p2ptrain.lab.bench.pipeline import StageMember
+    async def form_chain(self, *, ports: list[int], payload_bytes: int) -> Answer:
+        """Form the chain of a pipeline. Returns the measured round trip of each hop, with payloads."""
+        assert self._local is not None
+        chain = await self._local.form_chain(
+            replace(self._view_of(ports), heartbeat_s=0.5, death_s=30.0),
+            activation_bytes=payload_bytes,
+            gradient_bytes=payload_bytes,
+            timeout_s=60.0,
+        )
+        self._stage = StageRunner(chain, ComputeThread())
+        return {"round_trips_s": list(chain.round_trips_s)}
 
-        self._stage = self._stage or StageMember(self.rank, self.size)
-        act: Callable[..., Awaitable[Answer]] = getattr(self._stage, part)
-        return await act(**arguments)
+    async def run_stage(
+        self, *, micro_batches: int, warm_ups: list[int], forward_s: float, backward_s: float, payload_bytes: int
+    ) -> Answer:
+        """Run one step of a stage whose passes only take time. Returns its seconds."""
+        assert self._stage is not None, "no chain was formed"
+        payload = np.zeros(payload_bytes, np.uint8)
 
-    async def generate(self, *, part: str, **arguments: Any) -> Answer:
-        """Carry out the order ``part`` of the generation benchmark."""
-        from p2ptrain.lab.bench.generate import Side
+        def forward(index: int, inputs: Payload | None) -> Payload | None:
+            time.sleep(forward_s)
+            return None if self.rank == self.size - 1 else payload.copy()
 
-        act: Callable[..., Awaitable[Answer]] = getattr(Side(), part)
-        return await act(**arguments)
+        def backward(index: int, gradient: Payload | None) -> Payload | None:
+            time.sleep(backward_s)
+            return None if self.rank == 0 else payload.copy()
+
+        schedule = StageSchedule(micro_batches, tuple(warm_ups))
+        spent = await self._stage.run(schedule, forward, backward, patience_s=120.0)
+        return {"seconds": spent.step_s}
+
+    async def make_model(self, *, directory: str) -> Answer:
+        from p2ptrain.lab.bench.generate import write_random_model
+
+        await asyncio.to_thread(write_random_model, Path(directory))
+        return {}
+
+    async def run_transformers(self, **options: Any) -> Answer:
+        from p2ptrain.lab.bench.generate import write_by_transformers
+
+        return await asyncio.to_thread(write_by_transformers, **options)
 
 
 def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:

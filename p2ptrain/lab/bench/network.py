@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, human_rate, per_cent, times
-from p2ptrain.lab.bench.runner import Answer, Bench, Members, interleave, repeats_for
+from p2ptrain.lab.bench.runner import Answer, Bench, Members, repeats_for
 from p2ptrain.lab.bench.sockets import make_credentials, peer_id
 from wire.emulate import preset_named
 
@@ -166,7 +166,7 @@ async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: BenchRepo
         for number, size_bytes in enumerate(plan.sizes):
             budget_s = (BUDGET_S - (time.monotonic() - began)) / (len(plan.sizes) - number)
             case = Case(human_bytes(size_bytes), size_bytes, {name: Contender(title) for name, title in titles.items()})
-            await _size(bench, members, plan, report, case, budget_s)
+            await _measure_size(bench, members, plan, report, case, budget_s)
         worst = max(case.facts["relative_errors"][plan.ours] for case in report.cases)
         report.notes.append(
             "checked: the ring's result is bit-equal on all members at every size, its relative error against float64 "
@@ -174,7 +174,7 @@ async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: BenchRepo
         )
 
 
-async def _size(
+async def _measure_size(
     bench: Bench, members: Members, plan: AllReducePlan, report: BenchReport, case: Case, budget_s: float
 ) -> None:
     size_bytes = int(case.amount)
@@ -184,13 +184,13 @@ async def _size(
     await members.all("prepare", numel=size_bytes // plan.item_bytes, seconds=deadline_s, **how)
     repeat = 1
 
-    async def sample(name: str) -> float:
+    async def sample(name: str) -> list[float]:
         answers = await members.all("sample", contender=name, repeat=repeat, seconds=repeat * deadline_s)
-        return max(float(answer["seconds"]) for answer in answers)
+        return [max(float(answer["seconds"]) for answer in answers)]
 
-    case.facts = {"size_bytes": size_bytes, "relative_errors": await _checked(members, plan, case, deadline_s)}
-    repeat = repeats_for(min([await sample(name) for name in case.contenders]))
-    await interleave(report, case, sample, rounds=plan.rounds, budget_s=budget_s, progress=bench.progress)
+    case.facts = {"size_bytes": size_bytes, "relative_errors": await _check_sums(members, plan, case, deadline_s)}
+    repeat = repeats_for(min([(await sample(name))[0] for name in case.contenders]))
+    await bench.interleave(report, case, sample, rounds=plan.rounds, budget_s=budget_s)
     limit_s = plan.link_limit_s(size_bytes)
     case.facts |= {
         "operations_a_sample": repeat,
@@ -201,7 +201,7 @@ async def _size(
     }
 
 
-async def _checked(members: Members, plan: AllReducePlan, case: Case, deadline_s: float) -> dict[str, float]:
+async def _check_sums(members: Members, plan: AllReducePlan, case: Case, deadline_s: float) -> dict[str, float]:
     """The relative error of each sum. Raises ``JobFailed`` if members' bits differ, or the sum is wrong."""
     errors = {}
     for name in case.contenders.keys() - {"sockets"}:
@@ -245,12 +245,12 @@ async def measure_link(bench: Bench, rounds: int, report: BenchReport) -> None:
             }  # fmt: skip
             how: Answer = {"piece_bytes": piece_bytes, "total_bytes": 64 * piece_bytes}
 
-            async def sample(name: str, how: Answer = how) -> float:
+            async def sample(name: str, how: Answer = how) -> list[float]:
                 kind, way = name.split()
                 answers = await members.all("transfer", name=kind, both=way == "two-way", **how)
-                return max(float(answer["seconds"]) for answer in answers)
+                return [max(float(answer["seconds"]) for answer in answers)]
 
             # In samples of 40 ms start and end are negligible. All contenders move the same bytes.
-            how["total_bytes"] = max(1, math.floor(0.04 / await sample("plain one-way") * 64)) * piece_bytes
+            how["total_bytes"] = max(1, math.floor(0.04 / (await sample("plain one-way"))[0] * 64)) * piece_bytes
             case = Case(human_bytes(piece_bytes), how["total_bytes"], contenders, {"buffer_bytes": piece_bytes})
-            await interleave(report, case, sample, rounds=rounds, budget_s=4.0, progress=bench.progress)
+            await bench.interleave(report, case, sample, rounds=rounds, budget_s=4.0)

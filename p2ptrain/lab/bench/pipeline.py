@@ -5,18 +5,11 @@ The stages only take time. They are processes in a real chain over emulated link
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, dataclass, replace
-
-import numpy as np
+from dataclasses import asdict, dataclass
 
 from p2ptrain.core.texts import human_bytes, human_duration
-from p2ptrain.core.world import Network
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, per_cent
-from p2ptrain.lab.bench.runner import Answer, Bench, Members, interleave
-from p2ptrain.lab.bench.sockets import peer_id
-from p2ptrain.lab.ring_member import LocalMember, local_view
-from ring.chain import Payload
+from p2ptrain.lab.bench.runner import Answer, Bench, Members
 from ring.planning.schedule import (
     StageCosts,
     StageSchedule,
@@ -25,10 +18,6 @@ from ring.planning.schedule import (
     plan_one_f_one_b,
     simulate_step_s,
 )
-from roles.compute_thread import ComputeThread
-from roles.strategies.pipeline import StageRunner
-from wire.emulate import EmulatedNetwork, LinkPreset
-from wire.transport import TcpNetwork
 
 TITLES = {"extended": "extended 1F1B", "1f1b": "1F1B", "gpipe": "GPipe"}
 
@@ -75,32 +64,31 @@ class PipelinePlan:
 
 
 async def measure_pipeline(bench: Bench, plan: PipelinePlan, report: BenchReport) -> None:
-    async with bench.members(plan.stages) as members:
-        for round_trip_ms in plan.round_trips_ms:
+    for round_trip_ms in plan.round_trips_ms:
+        async with bench.members(plan.stages) as members:
             bench.progress(f"{round_trip_ms:g} ms: forming the chain")
-            await _at(bench, members, plan, report, round_trip_ms)
+            await _measure_link(bench, members, plan, report, round_trip_ms)
     least = min(case.facts["reached"] for case in report.cases)
     report.facts = {"least_part_of_ideal": least}
     report.notes.append(f"extended 1F1B reaches {per_cent(least)} of its ideal at least")
 
 
-async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: BenchReport, round_trip_ms: float) -> None:
-    ports = [answer["port"] for answer in await members.all("stage", part="listen", rtt_ms=round_trip_ms)]
-    how: Answer = {"forward_s": plan.forward_s, "backward_s": plan.backward_s, "payload_bytes": plan.payload_bytes}
-    first, *_ = await members.all("stage", part="form", ports=ports, **how)
+async def _measure_link(
+    bench: Bench, members: Members, plan: PipelinePlan, report: BenchReport, round_trip_ms: float
+) -> None:
+    link, payload_bytes = f"{round_trip_ms:g}ms" * bool(round_trip_ms), max(plan.payload_bytes, 1)
+    ports = [answer["port"] for answer in await members.all("listen", link=link, credentials="")]
+    first, *_ = await members.all("form_chain", ports=ports, payload_bytes=payload_bytes)
     found_s: list[float] = first["round_trips_s"]
     costs = StageCosts.of_equal_stages(plan.forward_s, plan.backward_s, [round_trip_ms / 1e3] * (plan.stages - 1))
     schedules = plan.schedules(found_s)
     ideal_s = {name: simulate_step_s(schedule, costs) for name, schedule in schedules.items()}
+    passes: Answer = {"forward_s": plan.forward_s, "backward_s": plan.backward_s, "payload_bytes": payload_bytes}
 
-    async def sample(name: str) -> float:
-        schedule = schedules[name]
-        order: Answer = {
-            "micro_batches": schedule.micro_batches,
-            "warm_ups": list(schedule.warm_ups),
-        }
+    async def sample(name: str) -> list[float]:
+        order: Answer = {"micro_batches": schedules[name].micro_batches, "warm_ups": list(schedules[name].warm_ups)}
         # The first stage begins first and ends last.
-        return float((await members.all("stage", part="run", seconds=ideal_s[name], **order))[0]["seconds"])
+        return [float((await members.all("run_stage", seconds=ideal_s[name], **order, **passes))[0]["seconds"])]
 
     case = Case(f"{round_trip_ms:g} ms", plan.busy_s, {name: Contender(title) for name, title in TITLES.items()})
     case.facts = {
@@ -112,72 +100,5 @@ async def _at(bench: Bench, members: Members, plan: PipelinePlan, report: BenchR
     for name, schedule in schedules.items():
         in_flight = [schedule.count_in_flight(stage) for stage in range(plan.stages)]
         case.contenders[name].facts = {"ideal_s": ideal_s[name], "in_flight": in_flight}
-    await interleave(report, case, sample, rounds=plan.steps, budget_s=0.0, progress=bench.progress)
+    await bench.interleave(report, case, sample, rounds=plan.steps)
     case.facts["reached"] = ideal_s["extended"] / case.contenders["extended"].median_s
-    await members.all("stage", part="leave")
-
-
-class TimedPart:
-    """Sleeps instead of computing: ``forward_s`` and ``backward_s`` for one micro-batch."""
-
-    def __init__(self, stage: int, stages: int, forward_s: float, backward_s: float, payload_bytes: int) -> None:
-        self._is_first, self._is_last = stage == 0, stage == stages - 1
-        self._forward_s, self._backward_s = forward_s, backward_s
-        self._payload: Payload = np.zeros(payload_bytes, np.uint8)
-
-    def forward(self, index: int, inputs: Payload | None) -> Payload | None:
-        time.sleep(self._forward_s)
-        return None if self._is_last else self._payload.copy()
-
-    def backward(self, index: int, gradient: Payload | None) -> Payload | None:
-        time.sleep(self._backward_s)
-        return None if self._is_first else self._payload.copy()
-
-
-class StageMember:
-    """One member's stage, from ``listen`` to ``leave``. After that it may listen again, over another link."""
-
-    def __init__(self, stage: int, stages: int) -> None:
-        self._stage, self._stages = stage, stages
-        self._compute = ComputeThread()
-        self._local: LocalMember | None = None
-        self._runner: StageRunner | None = None
-        self._part: TimedPart | None = None
-
-    async def listen(self, rtt_ms: float) -> Answer:
-        """Listen for the previous stage, over a link with this round trip; 0: no emulation."""
-        network: Network = TcpNetwork()
-        if rtt_ms:
-            network = EmulatedNetwork(network, LinkPreset("emulated", rtt_ms / 2), seed=self._stage)
-        self._local = LocalMember(peer_id(self._stage), network, seed=self._stage)
-        return {"port": await self._local.listen()}
-
-    async def form(self, ports: list[int], forward_s: float, backward_s: float, payload_bytes: int) -> Answer:
-        """Form the chain. Returns the measured round trip of each hop, with payloads."""
-        assert self._local is not None
-        payload_bytes = max(payload_bytes, 1)
-        self._part = TimedPart(self._stage, self._stages, forward_s, backward_s, payload_bytes)
-        view = local_view({peer_id(stage): port for stage, port in enumerate(ports)})
-        chain = await self._local.form_chain(
-            replace(view, heartbeat_s=0.5, death_s=30.0),
-            activation_bytes=payload_bytes,
-            gradient_bytes=payload_bytes,
-            timeout_s=60.0,
-        )
-        self._runner = StageRunner(chain, self._compute)
-        return {"round_trips_s": list(chain.round_trips_s)}
-
-    async def run(self, micro_batches: int, warm_ups: list[int]) -> Answer:
-        """Run one step. Returns its seconds."""
-        assert self._runner is not None, "no chain was formed"
-        assert self._part is not None
-        schedule = StageSchedule(micro_batches, tuple(warm_ups))
-        spent = await self._runner.run(schedule, self._part.forward, self._part.backward, patience_s=120.0)
-        return {"seconds": spent.step_s}
-
-    async def leave(self) -> Answer:
-        """Leave the chain, after the last step of all stages."""
-        assert self._local is not None
-        await self._local.stop()
-        self._local = self._runner = None
-        return {}

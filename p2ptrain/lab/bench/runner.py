@@ -34,8 +34,8 @@ MEMBER_BYTES, PLAIN_BYTES = 400 << 20, 80 << 20
 """Resident memory of a member that has loaded torch, before it holds any tensor; and of one without torch."""
 
 Answer = dict[str, Any]
-Progress = Callable[[str], None]
-Sample = Callable[[str], Awaitable[float]]
+Sample = Callable[[str], Awaitable[Sequence[float]]]
+"""Has a contender work; returns the seconds of one or more samples."""
 
 
 @dataclass(slots=True)
@@ -69,6 +69,29 @@ class Bench:
                 child.ask_to_leave()
             # A member has nothing to save, so it leaves at once.
             await asyncio.gather(*(child.wait_or_kill(0.4) for child in children))
+
+    async def interleave(
+        self, report: BenchReport, case: Case, sample: Sample, *, rounds: int, budget_s: float = 0.0
+    ) -> None:
+        """Sample all contenders in rounds. Each round begins with another contender; the first round does not count.
+
+        Args:
+            rounds: 0: as many as fit into the budget, from 5 to 60.
+        """
+        names = list(case.contenders)
+        began = time.monotonic()
+        for name in names:
+            await sample(name)
+        round_s = time.monotonic() - began
+        rounds = rounds or max(5, min(60, int(budget_s / max(round_s, 1e-9)) - 1))
+        report.cases.append(case)
+        for number in range(rounds):
+            start = number % len(names)
+            for name in names[start:] + names[:start]:
+                case.contenders[name].seconds += await sample(name)
+            first = case.contenders[names[0]]
+            rate = report.rate(case.amount / first.median_s)
+            self.progress(f"{case.label}: round {number + 1} of {rounds}, {first.title} {rate} {report.unit}/s")
 
 
 async def conduct(report: BenchReport, work: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
@@ -147,30 +170,6 @@ def _environment(threads: int) -> dict[str, str]:
     if loopback:  # Gloo's default is the interface of the host's name
         chosen["GLOO_SOCKET_IFNAME"] = loopback
     return os.environ | chosen
-
-
-async def interleave(
-    report: BenchReport, case: Case, sample: Sample, *, rounds: int, budget_s: float, progress: Progress
-) -> None:
-    """Sample all contenders in rounds. Each round begins with another contender; the first round does not count.
-
-    Args:
-        rounds: 0: as many as fit into the budget, from 5 to 60.
-    """
-    names = list(case.contenders)
-    began = time.monotonic()
-    for name in names:
-        await sample(name)
-    round_s = time.monotonic() - began
-    rounds = rounds or max(5, min(60, int(budget_s / max(round_s, 1e-9)) - 1))
-    report.cases.append(case)
-    for number in range(rounds):
-        start = number % len(names)
-        for name in names[start:] + names[:start]:
-            case.contenders[name].seconds.append(await sample(name))
-        first = case.contenders[names[0]]
-        rate = report.rate(case.amount / first.median_s)
-        progress(f"{case.label}: round {number + 1} of {rounds}, {first.title} {rate} {report.unit}/s")
 
 
 # ------------------------------------------------------------------------------------------ checks of the options

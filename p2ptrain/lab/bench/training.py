@@ -19,7 +19,7 @@ from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.texts import human_bytes, human_duration
 from p2ptrain.lab.bench.network import BenchRing, form_ring, open_gloo
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, mean, per_cent, times
-from p2ptrain.lab.bench.runner import Answer, Bench, Members
+from p2ptrain.lab.bench.runner import Answer, Bench
 from ring.session import RingSession
 from ring.token import Flag, Token, difference, first_lineage, next_lineage
 from ring.view import shares
@@ -87,40 +87,32 @@ async def measure_steps(bench: Bench, plan: StepPlan, report: BenchReport) -> No
             contenders |= {name: Contender(RIVALS[name]) for name in names}
             if ring.tls:
                 report.notes.append("Gloo knows no encryption: DDP is measured as it is, in plain TCP")
-        setup_notes = report.notes
         rivals = [name for name in RIVALS if name in contenders]
         spec = plan.profile.to_spec()
         facts, *_ = await members.all("build", seconds=STEP_S, spec=spec, threads=plan.threads, rivals=rivals)
         for contender in contenders.values():
             contender.facts = {"losses": [], "exposed_s": [], "communicating_s": []}
-        case = Case("", facts["tokens_per_step"], contenders, {"reduce_bytes": facts["reduce_bytes"]})
-        await _run_blocks(members, contenders, 0, WARM_STEPS, counted=False)
-        report.cases.append(case)
-        for first in range(0, plan.steps, BLOCK_STEPS):
-            count = min(BLOCK_STEPS, plan.steps - first)
-            await _run_blocks(members, contenders, WARM_STEPS + first, count, counted=True)
-            rates = (f"{entry.title} {report.rate(case.amount / entry.median_s)}" for entry in contenders.values())
-            bench.progress(f"step {first + count} of {plan.steps}, tokens/s: {', '.join(rates)}")
-            report.notes = setup_notes + summarize(case)
+        case = Case(plan.name, facts["tokens_per_step"], contenders, {"reduce_bytes": facts["reduce_bytes"]})
+        steps_done = dict.fromkeys(contenders, 0)
 
-
-async def _run_blocks(
-    members: Members, contenders: dict[str, Contender], first: int, count: int, *, counted: bool
-) -> None:
-    """Run ``count`` steps from ``first`` on of each contender. A step takes as long as its slowest member. Losses count
-    during warm-up, too."""
-    for name, contender in contenders.items():
-        answers = await members.all("train", contender=name, first=first, count=count, seconds=count * STEP_S)
-        contender.facts["losses"] += answers[0]["losses"]
-        if counted:
-            contender.seconds += [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
-            for fact in ("exposed_s", "communicating_s"):
+        async def sample(name: str) -> list[float]:
+            """Run a block of steps. A step takes as long as its slowest member. Losses count during warm-up, too."""
+            first, facts = steps_done[name], contenders[name].facts
+            count = min(BLOCK_STEPS, WARM_STEPS + plan.steps - first) if first else WARM_STEPS
+            steps_done[name] += count
+            answers = await members.all("train", contender=name, first=first, count=count, seconds=count * STEP_S)
+            facts["losses"] += answers[0]["losses"]
+            for fact in ("exposed_s", "communicating_s") if first else ():
                 steps = zip(*(answer.get(fact, ()) for answer in answers), strict=True)
-                contender.facts[fact] += [mean(step) for step in steps]
+                facts[fact] += [mean(step) for step in steps]
+            return [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
+
+        await bench.interleave(report, case, sample, rounds=math.ceil(plan.steps / BLOCK_STEPS))
+    report.notes += summarize(case)
 
 
 def summarize(case: Case) -> list[str]:
-    """Compute the facts of ``case`` from the steps so far. Returns notes that explain them."""
+    """Compute the facts of ``case`` from its steps. Returns notes that explain them."""
     ring, facts = case.contenders[RING].facts, case.facts
     exposed_s, communicating_s = math.fsum(ring["exposed_s"]), math.fsum(ring["communicating_s"])
     facts["ring_to_ddp"] = case.ratio(DDP, RING)
