@@ -87,7 +87,7 @@ from ring.coordination import (
 )
 from ring.parts import StagePlanner
 from ring.planning.workloads import TrainingWorkload
-from ring.quarantine import DIAL, Quarantine
+from ring.quarantine import DIAL, Exclusions, Quarantine
 from ring.replicas import (
     RecoveryPolicy,
     RingPlanner,
@@ -180,14 +180,18 @@ class Coordinator:
         full = len(self._roster.peers) >= limit
         return f"has the {limit} workers that it can use" if full and not holds_state else ""
 
+    @property
+    def exclusions(self) -> Exclusions:
+        return self._quarantine.exclusions
+
     def kept_out(self) -> dict[str, tuple[str, float]]:
         """Why workers of this job do not train now, and until when (``inf``: not known), for their own terminals."""
         reasons: dict[str, tuple[str, float]] = {}
         for peer_id, known in self._roster.peers.items():
             if peer_id in self._roster.running | self._catch_ups.moving:
                 continue
-            if peer_id in self._quarantine.exclusions.peer_ids:
-                reasons[peer_id] = self._quarantine.exclusions.reason(peer_id)
+            if peer_id in self.exclusions.peer_ids:
+                reasons[peer_id] = self.exclusions.reason(peer_id)
             elif self.phase is JobPhase.PAUSED:
                 reasons[peer_id] = "the job is paused", math.inf
             elif self.phase is JobPhase.WAITING and (known.standing or self._roster.part_of(peer_id) is None):

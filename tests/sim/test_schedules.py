@@ -73,7 +73,7 @@ async def in_turn(simulation: Simulation, faults: FaultSchedule, rng: random.Ran
     await simulation.create_job()
     for machine in simulation.workers[1:]:
         machine.start()
-    await faults._until(lambda: len(observer.line.lineages) > 1)
+    await faults._until(lambda: len(observer.history.lineages) > 1)
     for kind in kinds:
         assert observer.job_state != "done", f"{kind} has nothing to strike"
         faults.join()

@@ -234,7 +234,7 @@ class SimMachine:
     def _build(self, profile: Profile, stage: Stage) -> Engine:
         if stage.split:
             self._simulation.observer.cut(self.host, tuple(profile.pipeline.cuts))
-        disk, on_noise = self.disk.view_for(self.process), self._simulation.observer.privacy.used
+        disk, on_noise = self.disk.view_for(self.process), self._simulation.observer.members.key_used
         self.engine = engine = SimEngine(profile, disk, self._spoil, on_noise, stage)
         if profile.job.strategy == "federated":
             engine.data.windows = 1000 * int(self.host[1:])
@@ -254,7 +254,7 @@ class SimMachine:
             if wrong.lie == "huge":
                 buffer[:] = huge
                 # A huge value is accepted while the others have seen too few steps, or were told to accept it.
-                self._simulation.observer.states.believed_a_liar = True
+                self._simulation.observer.members.believed_a_liar = True
             elif buffer.dtype.kind == "f":
                 buffer[7] = float("nan")
 

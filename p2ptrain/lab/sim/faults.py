@@ -100,7 +100,7 @@ class FaultSchedule:
             self._simulation.observer.history.kept = (0, set())
             if kind not in MISBEHAVIOURS:
                 self._strikes += 1
-                self._simulation.observer.culprits.peer_ids = None
+                self._simulation.observer.culprits = None
         simulation, rng = self._simulation, self._random
         live = simulation.live
         victims = rng.sample(live, len(live))
@@ -175,7 +175,7 @@ class FaultSchedule:
                 wrong.falsely, wrong.false_tokens = rng.choice(FALSE), rng.choice((1, 3))
                 self._tell(f"{victims[0].host} tells {wrong.falsely}, {wrong.false_tokens} times")
             # A job that no worker can begin before its first view fails by design.
-            case "disk-full" if simulation.observer.line.generation:
+            case "disk-full" if simulation.observer.history.generation:
                 self._disk_full(rng.choice([simulation.seed, *victims]))
             case "pause" | "save" | "restore":
                 await self._person(kind)
@@ -248,7 +248,7 @@ class FaultSchedule:
 
     def join(self) -> None:
         if any(machine.misconduct.kind == "withhold" for machine in self._simulation.live):
-            self._simulation.observer.culprits.peer_ids = None
+            self._simulation.observer.culprits = None
         free = [machine for machine in self._simulation.workers if not machine.up]
         if free:
             self._start(self._random.choice(free))
@@ -273,17 +273,17 @@ class FaultSchedule:
         process.hung_until = now + seconds if how == "hang" else 0.0
         victim.misconduct.kind = how
         self._later(seconds, lambda: setattr(victim.misconduct, "kind", ""))
-        if observer.culprits.peer_ids is not None and victim.worker is not None:
-            observer.culprits.peer_ids.add(victim.worker.peer_id)
+        if observer.culprits is not None and victim.worker is not None:
+            observer.culprits.add(victim.worker.peer_id)
         if how == "withhold" and not all(one.trained for one in self._simulation.live):
-            observer.culprits.peer_ids = None  # a newcomer waits longer than others, before it knows how long a step is
-        before = max(observer.line.lineages, default=0) if victim.trained else 0
+            observer.culprits = None  # a newcomer waits longer than others, before it knows how long a step is
+        before = observer.history.newest_step if victim.trained else 0
 
         def went_on() -> None:
             enough = len(self._simulation.live) > max(least_members(self._simulation.profile), 1)
             alone = enough and strikes == self._strikes and process.alive
             if before and alone and observer.job_state in ("running", "done"):
-                step = max(observer.line.lineages, default=0)
+                step = observer.history.newest_step
                 observer.report.check("goes on", step > before, f"still step {step}: {victim.host}, {how}")
 
         self._later(2 * GOES_ON_S if how == "withhold" else GOES_ON_S, went_on)  # it is noticed twice
@@ -356,7 +356,7 @@ class FaultSchedule:
             self._later(away_s, lambda: self._start(seed))
 
     async def _lose_seed(self) -> None:
-        simulation, line = self._simulation, self._simulation.observer.line
+        simulation, line = self._simulation, self._simulation.observer.history
         self.join()  # causes a view that the copy lacks
 
         def behind() -> list[bytes]:
@@ -371,7 +371,7 @@ class FaultSchedule:
 
     async def _kill_all(self) -> None:
         """Kill the seed while a ring trains, and all workers after one of them has saved a step without the seed."""
-        simulation, line = self._simulation, self._simulation.observer.line
+        simulation, line = self._simulation, self._simulation.observer.history
 
         def saved() -> int:
             return max((step for machine in simulation.live for step in machine.announced), default=0)

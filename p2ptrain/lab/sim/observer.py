@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -77,24 +78,6 @@ class Violation(AssertionError):
         self.name = name
 
 
-@dataclass
-class CommitLine:
-    """The surviving line of commits of one job.
-
-    Attributes:
-        lineages: step → lineage, as of the newest generation.
-        saved_step: newest step of the line whose checkpoint the seed has recorded.
-        saved_stages: step of the line → stages of which the seed has recorded a checkpoint.
-        left_at: steps at which a view began with another lineage: only a side that was cut off survived.
-    """
-
-    generation: int = 0
-    lineages: dict[int, str] = field(default_factory=dict)
-    saved_step: int = 0
-    left_at: set[int] = field(default_factory=set)
-    saved_stages: dict[int, set[int]] = field(default_factory=dict)
-
-
 class Checklist:
     """What happened, what was checked, and the first violation. ``now``: virtual seconds."""
 
@@ -114,31 +97,8 @@ class Checklist:
             self.tell(f"VIOLATION {self.violation}")
 
 
-class PrivacyChecks:
-    """The keys and masks that were used, and the private contributions that were made."""
-
-    def __init__(self, report: Checklist) -> None:
-        self._report = report
-        self._used: set[tuple[bytes, int]] = set()  # keys, and the ranks that used them
-        self._attempts: dict[tuple[int, int], set[str]] = {}  # generation, step → hosts that contributed
-        self._released = 0  # attempts that all members of their view made
-
-    def used(self, key: bytes, rank: int = 0) -> None:
-        once = (key, rank) not in self._used
-        self._used.add((key, rank))
-        self._report.check("used once", once, f"rank {rank} uses a key of noise or masks twice")
-
-    def spent(self, who: str, view: View, step: int, releases: int) -> None:
-        """A member is about to make a private contribution. ``releases``: its count, with this one."""
-        hosts = self._attempts.setdefault((view.generation, step), set())
-        hosts.add(who)
-        self._released += len(hosts) == view.size
-        known = self._released
-        self._report.check("privacy counted", releases >= known, f"{who} counts {releases} of {known} releases")
-
-
-class StateChecks:
-    """The states that machines ever held.
+class MemberChecks:
+    """The states that machines ever held, the steps that they committed, and what private contributions used.
 
     Args:
         expected: parameters after 0, 1, 2, … steps, undisturbed; empty: they depend on who takes part.
@@ -147,26 +107,43 @@ class StateChecks:
     Attributes:
         holders: step, lineage → hosts that ever held that state.
         believed_a_liar: a false contribution was accepted, so parameters are not those of an undisturbed run.
+        spans: host → process, first and last step that it has committed in a row.
+        resumed: the same, of the checkpoint that it loaded.
     """
 
     def __init__(self, report: Checklist, expected: list[np.ndarray[Any, Any]], stages: int) -> None:
         self._report, self._expected, self._stages = report, expected, stages
         self.holders: dict[tuple[int, str], set[str]] = {}
         self.believed_a_liar = False
+        self.spans: dict[str, tuple[Process, int, int]] = {}
+        self.resumed: dict[str, tuple[Process, int, int]] = {}
         self._bits: dict[tuple[int, str, int], bytes] = {}  # step, lineage, stage
+        self._used_keys: set[tuple[bytes, int]] = set()  # and the ranks that used them
+        self._attempts: dict[tuple[int, int], set[str]] = {}  # generation, step → hosts that contributed
+        self._released = 0  # attempts that all members of their view made
 
-    def held(self, host: str, engine: SimEngine, step: int, lineage: str) -> None:
-        """``host`` holds a state in memory."""
-        self.same_bits(host, step, lineage, engine.stage.index, engine.bits())
+    def moved(self, machine: ObservedMachine, engine: SimEngine, step: int, lineage: str, *, committed: bool) -> None:
+        """``machine`` has a new state in memory: one that it committed, or another."""
+        host = machine.host
+        self.check_bits(host, step, lineage, engine.stage.index, engine.bits())
         self.holders.setdefault((step, lineage), set()).add(host)
         self._report.check("exactly once", engine.count == step, f"{host}: {engine.count} steps in step {step}")
-        self._as_undisturbed(host, engine, step)
+        self._check_undisturbed(host, engine, step)
+        if committed:
+            process, first, last = self.spans.get(host, (machine.process, step, step - 1))
+            fits = process is machine.process and last == step - 1
+            self.spans[host] = (machine.process, first if fits else step, step)
+            return
+        self.spans.pop(host, None)
+        resumed = self.resumed.pop(host, None)
+        if resumed is not None and resumed[2] == step:
+            self.spans[host] = resumed
 
-    def same_bits(self, who: str, step: int, lineage: str, stage: int, bits: bytes) -> None:
+    def check_bits(self, who: str, step: int, lineage: str, stage: int, bits: bytes) -> None:
         known = self._bits.setdefault((step, lineage, stage), bits)
         self._report.check("same bits", known == bits, f"{who} has another state of step {step}, lineage {lineage[:8]}")
 
-    def _as_undisturbed(self, who: str, engine: SimEngine, step: int) -> None:
+    def _check_undisturbed(self, who: str, engine: SimEngine, step: int) -> None:
         if self.believed_a_liar or not self._expected:
             return
         expected = self._expected[step][engine.state.part]
@@ -176,67 +153,74 @@ class StateChecks:
             "undisturbed", worst <= limit, f"{who}: step {step} is off by {worst:.2g} ({limit:.2g} at most)"
         )
 
-    def true_norm(self, who: str, claimed: float, engine: SimEngine) -> None:
+    def check_norm(self, who: str, claimed: float, engine: SimEngine) -> None:
         true = engine.partial_square_sum(0, engine.reduce_buffer.size)
         fits = self._stages > 1 or math.isclose(claimed, true, rel_tol=1e-5)  # one stage does not know the whole
         self._report.check("true norm", fits, f"{who} commits a step with a squared norm of {claimed}, it is {true}")
 
+    def witnesses(self, first: int, last: int) -> list[str]:
+        """Hosts whose living process has committed one of these steps, in the row of its newest one."""
+        spans = self.spans.items()
+        return [host for host, (process, begin, end) in spans if process.alive and begin <= last and first <= end]
+
+    def key_used(self, key: bytes, rank: int = 0) -> None:
+        once = (key, rank) not in self._used_keys
+        self._used_keys.add((key, rank))
+        self._report.check("used once", once, f"rank {rank} uses a key of noise or masks twice")
+
+    def release_counted(self, who: str, view: View, step: int, releases: int) -> None:
+        """A member is about to make a private contribution. ``releases``: its count, with this one."""
+        hosts = self._attempts.setdefault((view.generation, step), set())
+        hosts.add(who)
+        self._released += len(hosts) == view.size
+        known = self._released
+        self._report.check("privacy counted", releases >= known, f"{who} counts {releases} of {known} releases")
+
 
 @dataclass
 class ViewHistory:
-    """The views that the seed minted, and what was committed in them.
+    """The views that the seed minted, what was committed in them, and the line of commits that survives.
 
     Attributes:
-        line: of the commits that survive.
+        generation: the newest one.
+        lineages: step → lineage of the line, as of the newest generation.
+        saved_step: newest step of the line whose checkpoint the seed has recorded.
+        saved_stages: step of the line → stages of which the seed has recorded a checkpoint.
+        left_at: steps at which a view began with another lineage: only a side that was cut off survived.
         began: generation → step. members: generation → hosts.
         committed: generation, step → lineage.
         replicas: in the newest view.
         kept: step and members of the next view if only the seed was lost.
     """
 
-    line: CommitLine = field(default_factory=CommitLine)
+    generation: int = 0
+    lineages: dict[int, str] = field(default_factory=dict)
+    saved_step: int = 0
+    saved_stages: dict[int, set[int]] = field(default_factory=dict)
+    left_at: set[int] = field(default_factory=set)
     began: dict[int, int] = field(default_factory=dict)
     members: dict[int, set[str]] = field(default_factory=dict)
     committed: dict[tuple[int, int], str] = field(default_factory=dict)
     replicas: int = 0
     kept: tuple[int, set[str]] = field(default_factory=lambda: (0, set()))
 
+    @property
+    def newest_step(self) -> int:
+        return max(self.lineages, default=0)
+
+    @property
+    def newest_members(self) -> set[str]:
+        return self.members.get(self.generation, set())
+
     def alone(self, who: str) -> bool:
         """Whether the newest view has no other member that holds the same part of the model."""
-        return self.replicas == 1 and who in self.members.get(max(self.members, default=0), set())
+        return self.replicas == 1 and who in self.newest_members
 
-
-@dataclass
-class Witnesses:
-    """The steps that each host's process has committed in a row.
-
-    Attributes:
-        spans: host → process, first and last step.
-        resumed: the same, of the checkpoint that it loaded.
-    """
-
-    spans: dict[str, tuple[Process, int, int]] = field(default_factory=dict)
-    resumed: dict[str, tuple[Process, int, int]] = field(default_factory=dict)
-
-    def take(self, machine: ObservedMachine, step: int, *, committed: bool) -> None:
-        """``machine`` has a new state: one that it committed, or another."""
-        if committed:
-            process, first, last = self.spans.get(machine.host, (machine.process, step, step - 1))
-            fits = process is machine.process and last == step - 1
-            self.spans[machine.host] = (machine.process, first if fits else step, step)
-            return
-        self.spans.pop(machine.host, None)
-        resumed = self.resumed.pop(machine.host, None)
-        if resumed is not None and resumed[2] == step:
-            self.spans[machine.host] = resumed
-
-
-@dataclass
-class Culprits:
-    """Hosts that told false figures; and workers that misbehaved, None: there were other faults."""
-
-    liars: set[str] = field(default_factory=set)
-    peer_ids: set[str] | None = field(default_factory=set)
+    def go_back(self, step: int) -> None:
+        """A person, or a lost part, takes the line back to ``step``, even if later ones were saved."""
+        self.saved_step = min(self.saved_step, step)
+        self.saved_stages = {at: stages for at, stages in self.saved_stages.items() if at <= step}
+        self.lineages = {at: lineage for at, lineage in self.lineages.items() if at <= step}
 
 
 class CheckpointChecks:
@@ -249,15 +233,14 @@ class CheckpointChecks:
     def __init__(
         self,
         report: Checklist,
-        states: StateChecks,
+        members: MemberChecks,
         history: ViewHistory,
-        witnesses: Witnesses,
         *,
         stages: int,
         any_step: bool,
     ) -> None:
         """``any_step``: with strategy 'server' a member saves what only it has."""
-        self._report, self._states, self._history, self._witnesses = report, states, history, witnesses
+        self._report, self._members, self._history = report, members, history
         self._stages, self._any_step = stages, any_step
         self.wanted: set[int] = set()
         self.here: Callable[[], list[ObservedMachine]] = list
@@ -272,13 +255,13 @@ class CheckpointChecks:
         if self._stages == 1 or view.step in self.wanted:
             self.wanted.clear()
             return
-        for step in sorted(step for step, lineage in self._history.line.lineages.items() if step > view.step):
+        for step in sorted(step for step, lineage in self._history.lineages.items() if step > view.step):
             stages: set[int] = set()
             for machine in self.here():
                 for kept in (machine.announced, machine.wholes):
                     known = self._manifests.get(kept.get(step, ""))
                     useful = known is not None and (kept is machine.wholes or known[2] == {machine.stage})
-                    if known is not None and useful and known[1] == self._history.line.lineages[step]:
+                    if known is not None and useful and known[1] == self._history.lineages[step]:
                         stages |= known[2]
             self._report.check(
                 "no further back",
@@ -289,25 +272,25 @@ class CheckpointChecks:
     def forget(self, host: str) -> None:
         self._announced = {key: step for key, step in self._announced.items() if key[0] != host}
         self._promised = {key: step for key, step in self._promised.items() if key[0] != host}
-        self._witnesses.spans.pop(host, None)
+        self._members.spans.pop(host, None)
 
     def saved(self, machine: ObservedMachine, step: int, digest: str, meta: Meta, bits: Sequence[bytes]) -> None:
         """A manifest is written: the checkpoint may exist from now on. ``bits``: hashes of its parts."""
         lineage, stage_meta = str(meta.get("lineage")), meta.get("stage")
         stages = frozenset({stage_meta}) if isinstance(stage_meta, int) else frozenset(range(self._stages))
         self._manifests[digest] = (step, lineage, stages)
-        process, first, _ = self._witnesses.spans.get(machine.host, (None, step + 1, 0))
+        process, first, _ = self._members.spans.get(machine.host, (None, step + 1, 0))
         if process is machine.process and len(stages) == 1:
             self._rows[digest] = first
         generation = meta.get("generation")
         members = self._history.members.get(generation if isinstance(generation, int) else 0, set())
         members = {machine.host} if self._any_step else members
-        behind = members - self._states.holders.get((step, lineage), set())
+        behind = members - self._members.holders.get((step, lineage), set())
         self._report.check(
             "confirmed", not behind, f"{machine.host} saved step {step}, which {sorted(behind)} never applied"
         )
         for stage, those in zip(sorted(stages), bits, strict=True):
-            self._states.same_bits(f"{machine.host}'s checkpoint", step, lineage, stage, those)
+            self._members.check_bits(f"{machine.host}'s checkpoint", step, lineage, stage, those)
 
     def announced(self, machine: ObservedMachine, step: int, digest: str) -> None:
         """A member reported a checkpoint to the seed, for the first time or again."""
@@ -329,11 +312,11 @@ class CheckpointChecks:
     def recorded(self, step: int, digest: str) -> None:
         """The seed has recorded a checkpoint: from now on the job relies on it."""
         known = self._manifests.get(digest)
-        if known is not None and self._history.line.lineages.get(step) == known[1]:
-            stages = self._history.line.saved_stages.setdefault(step, set())
+        if known is not None and self._history.lineages.get(step) == known[1]:
+            stages = self._history.saved_stages.setdefault(step, set())
             stages |= known[2]
             if len(stages) == self._stages:
-                self._history.line.saved_step = max(self._history.line.saved_step, step)
+                self._history.saved_step = max(self._history.saved_step, step)
 
     def promised(self, machine: ObservedMachine, stage: int, step: int) -> None:
         self._promised[machine.host, stage] = step
@@ -346,7 +329,7 @@ class CheckpointChecks:
             known = entry.digest in self._manifests
             check("loaded was saved", known, f"{machine.host} loads a checkpoint that nobody committed")
             if (first := self._rows.get(entry.digest, step + 1)) <= step:
-                self._witnesses.resumed[machine.host] = machine.process, first, step
+                self._members.resumed[machine.host] = machine.process, first, step
         key = machine.host, machine.stage
         if restore_step >= 0:
             promised = self._promised.pop(key, -1) == restore_step
@@ -359,12 +342,7 @@ class CheckpointChecks:
             machine.announced = {at: digest for at, digest in machine.announced.items() if at <= restore_step}
             machine.wholes = {at: digest for at, digest in machine.wholes.items() if at <= restore_step}
             back = step if self._stages == 1 else restore_step  # a stage may have no checkpoint of that step
-            self._history.line.saved_step = min(
-                self._history.line.saved_step, back
-            )  # restored by a person, even if the seed forgets it
-            self._history.line.lineages = {
-                at: lineage for at, lineage in self._history.line.lineages.items() if at <= back
-            }
+            self._history.go_back(back)  # restored by a person, even if the seed forgets it
             return
         least = self._announced.get(key, 0)
         check("durable", step >= least, f"{machine.host} announced a checkpoint of step {least}, but loads {step}")
@@ -374,12 +352,14 @@ class Observer:
     """Receives every relevant event of the cluster and checks the invariants.
 
     Args:
-        now: virtual seconds. expected, stages: see ``StateChecks``.
+        now: virtual seconds. expected, stages: see ``MemberChecks``.
         server: with strategy 'server': contributions in a version, and the fixed bound of their staleness or 0.
         rule: the job's robust rule.
 
     Attributes:
         commits: number of steps that members have committed.
+        liars: hosts that told false figures.
+        culprits: peer ids of workers that misbehaved; None: there were other faults, too.
         job_changed: set when the job's state has changed.
         copies: backup copies of the seed, each with the newest generation then.
     """
@@ -394,19 +374,16 @@ class Observer:
     ) -> None:
         self.stages, self._server, self.rule = stages, server, rule
         self.report = report = Checklist(now)
-        self.states, self.privacy = StateChecks(report, expected, stages), PrivacyChecks(report)
-        self.history, self._witnesses, self.culprits = ViewHistory(), Witnesses(), Culprits()
+        self.members, self.history = MemberChecks(report, expected, stages), ViewHistory()
+        self.liars: set[str] = set()
+        self.culprits: set[str] | None = set()
         self.checkpoints = CheckpointChecks(
-            report, self.states, self.history, self._witnesses, stages=stages, any_step=server is not None
+            report, self.members, self.history, stages=stages, any_step=server is not None
         )
         self.job_state, self.job_changed = "", asyncio.Event()
         self.copies: list[tuple[int, bytes]] = []
         self.commits = 0
         self._cuts: tuple[int, ...] | None = None  # cuts of the model, once known; () is by weights
-
-    @property
-    def line(self) -> CommitLine:
-        return self.history.line
 
     def cut(self, who: str, cuts: tuple[int, ...]) -> None:
         known = self._cuts = cuts if self._cuts is None else self._cuts
@@ -421,26 +398,25 @@ class Observer:
         if engine is None or not core.lineage:
             return
         step, lineage = core.applied, core.lineage
-        self.states.held(machine.host, engine, step, lineage)
         committed = view is not None and step == before[0] + 1
-        self._witnesses.take(machine, step, committed=committed)
+        self.members.moved(machine, engine, step, lineage, committed=committed)
         if view is not None and committed:
             self.commits += 1
-            self.states.true_norm(machine.host, core.square_sum, engine)
+            self.members.check_norm(machine.host, core.square_sum, engine)
             self._commit(machine.host, view.generation, step, lineage, before[1])
 
     def accused(self, view: View, report: Report) -> None:
         """A member reports that another one told a false figure."""
         suspect = view.rank_of(report.suspect)
         if suspect is not None and view.size > 2:
-            is_liar = view.members[suspect].name in self.culprits.liars
+            is_liar = view.members[suspect].name in self.liars
             self.report.check("liar named", is_liar, f"{report.reason}, and that is true")
 
     def _commit(self, who: str, generation: int, step: int, lineage: str, before: str) -> None:
         check = self.report.check
         known = self.history.committed.setdefault((generation, step), lineage)
         check("no fork", known == lineage, f"{who}: generation {generation} has two lineages of step {step}")
-        line = self.line
+        line = self.history
         if generation != line.generation:
             self.report.tell(f"{who} commits step {step} in the old generation {generation}")
             return
@@ -454,7 +430,7 @@ class Observer:
 
     def minted(self, view: View, restored: bool) -> None:
         check = self.report.check
-        line = self.line
+        line = self.history
         names = ",".join(member.name for member in view.members)
         self.report.tell(
             f"generation {view.generation} from step {view.step} {view.lineage[:6]}: {names}{' restored' * restored}"
@@ -466,8 +442,7 @@ class Observer:
         )
         if restored:
             self.checkpoints.check_no_further_back(view)
-            line.saved_step = min(line.saved_step, view.step)
-            line.saved_stages = {step: it for step, it in line.saved_stages.items() if step <= view.step}
+            line.go_back(view.step)
         known = line.lineages.get(view.step, view.lineage)
         if known != view.lineage:
             line.left_at.add(view.step)
@@ -476,9 +451,9 @@ class Observer:
             restored or known == view.lineage,
             f"generation {view.generation} begins at step {view.step} with another lineage",
         )
-        self.history.began[view.generation] = view.step
+        line.began[view.generation] = view.step
         if self._server is not None:
-            held = self.states.holders.get((view.step, view.lineage))
+            held = self.members.holders.get((view.step, view.lineage))
             check("versions", bool(held), f"nobody ever held the step {view.step} of the next view")
         check(
             "nothing saved is taken back",
@@ -487,30 +462,28 @@ class Observer:
         )
         check(
             "progress",
-            self.stages == 1 or len(self.history.members) < MOST_VIEWS,
+            self.stages == 1 or len(line.members) < MOST_VIEWS,
             f"after {MOST_VIEWS} views the job is only at step {view.step}",
         )
-        step, members = self.history.kept
+        step, members = line.kept
         missing = members - {member.name for member in view.members}
         check(
             "restored keeps",
             view.step >= step and not missing,
             f"generation {view.generation} begins at step {view.step} of {step} known ones, without {missing}",
         )
-        self.history.kept = (0, set())
-        line.generation, self.history.replicas = view.generation, view.replicas
-        self.history.members[view.generation] = {member.name for member in view.members}
+        line.kept = (0, set())
+        line.generation, line.replicas = view.generation, view.replicas
+        line.members[view.generation] = {member.name for member in view.members}
         line.lineages = {step: lineage for step, lineage in line.lineages.items() if step < view.step}
         line.lineages[view.step] = view.lineage
 
     def restored(self, live: Sequence[str]) -> None:
         """The seed starts from a backup copy. If all members of a ring live, the next view keeps all of them."""
-        members = self.history.members.get(self.line.generation, set())
-        begun = any(
-            generation == self.line.generation for generation, _ in self.history.committed
-        )  # then all know the view
-        if begun and members <= set(live):
-            self.history.kept = max(self.line.lineages, default=0), members
+        line = self.history
+        begun = any(generation == line.generation for generation, _ in line.committed)  # then all know the view
+        if begun and line.newest_members <= set(live):
+            line.kept = line.newest_step, line.newest_members
 
     def ledger(self, head: LedgerHead | None, rows: Sequence[LedgerRow], micro_batches: int) -> None:
         """Check the seed's ledger at the end, when all members can reach the seed."""
@@ -518,20 +491,16 @@ class Observer:
             return
         check = self.report.check
         lineage, step = head.base_lineage, head.base_step
-        anew = step == 0 or step in self.line.left_at
+        anew = step == 0 or step in self.history.left_at
         check("ledger", anew, f"the ledger begins at step {head.base_step}, where no view left the line")
         for row in rows:
             step, lineage = step + 1, next_lineage(lineage, row.digest)
-            on_line = self.line.lineages.get(row.step, lineage)
+            on_line = self.history.lineages.get(row.step, lineage)
             fits = row.step == step and on_line == lineage and sum(counts_of_untrusted(row.counts)) == micro_batches
             check("ledger", fits, f"the ledger's row of step {row.step} is not what was committed")
         self._versions(rows)
         missing = step + 1
-        later = [
-            host
-            for host, (process, _, last) in self._witnesses.spans.items()
-            if process.alive and missing <= last and missing in self.line.lineages
-        ]
+        later = self.members.witnesses(missing, sys.maxsize) if missing in self.history.lineages else []
         check("ledger", not later, f"the ledger lacks step {missing}, and {later} know of that or later ones")
 
     def _versions(self, rows: Sequence[LedgerRow]) -> None:
@@ -554,12 +523,7 @@ class Observer:
 
     def gave_up(self, first: int, last: int) -> None:
         """The seed's ledger continues after the steps ``first`` to ``last``, which are not recorded."""
-        members = self.history.members.get(self.line.generation, set())
-        known = [
-            host
-            for host, (process, begin, end) in self._witnesses.spans.items()
-            if process.alive and host in members and begin <= last and first <= end
-        ]
-        self.line.left_at.add(last)
+        known = [host for host in self.members.witnesses(first, last) if host in self.history.newest_members]
+        self.history.left_at.add(last)
         self.report.tell(f"the ledger lacks the steps {first} to {last}")
         self.report.check("ledger", not known, f"the ledger gave up steps {first} to {last}, which {known} know of")

@@ -46,7 +46,7 @@ class MachineProbe(Probe):
         # Of the core before the event: steps and lineage, view, and whether it was healing.
         self._before: tuple[tuple[int, str], View | None, bool] = ((0, ""), None, False)
         self._minting: dict[int, bool] = {}  # generation → whether a person restores; of views that are being stored
-        self._excluded: dict[str, float] = {}  # peer → end of its exclusion
+        self._excluded: dict[str, tuple[str, float]] = {}  # peer → why, and until when
 
     def event(self, name: str, **facts: Any) -> None:
         if self._process.alive:
@@ -81,7 +81,7 @@ class MachineProbe(Probe):
         (token, check), misconduct = value, self._machine.misconduct
         if misconduct.false_tokens:
             misconduct.false_tokens -= 1
-            self._observer.culprits.liars.add(self._machine.host)
+            self._observer.liars.add(self._machine.host)
             token = replace(Token.decode_untrusted(token), **misconduct.falsely).encode()
         return bytes(len(token)) if misconduct.kind == "garble" else token, check
 
@@ -105,11 +105,11 @@ class MachineProbe(Probe):
             self._observer.report.check("attacker excluded", scores.get(excluded_key(rank)) == 1, text)
 
     def _release_counted(self, view: View, step: int, count: int) -> None:
-        self._observer.privacy.spent(self._machine.host, view, step, count)
+        self._observer.members.release_counted(self._machine.host, view, step, count)
 
     def _masks_made(self, rank: int, keys: Mapping[int, bytes]) -> None:
         for key in keys.values():
-            self._observer.privacy.used(key, rank)
+            self._observer.members.key_used(key, rank)
 
     def _state_loaded(self, entry: CheckpointEntry | None, restore_step: int) -> None:
         self._observer.checkpoints.loaded(self._machine, entry, restore_step)
@@ -129,17 +129,14 @@ class MachineProbe(Probe):
         for instruction in instructions:
             if isinstance(instruction, Mint):
                 self._minting[instruction.view.generation] = instruction.restored
-        before, self._excluded = self._excluded, {}
-        for peer_id, (why, until) in core.kept_out().items():
-            if why.startswith("it is excluded"):
-                self._excluded[peer_id] = until
-                if before.get(peer_id) != until:
-                    self._check_innocent(peer_id, why)
-
-    def _check_innocent(self, peer_id: str, why: str) -> None:
-        culprits = self._observer.culprits.peer_ids
-        if culprits is not None:
-            self._observer.report.check("innocent", peer_id in culprits, f"{peer_id}: {why}")
+        before, self._excluded = (
+            self._excluded,
+            {peer: core.exclusions.reason(peer) for peer in core.exclusions.peer_ids},
+        )
+        culprits = self._observer.culprits
+        for peer_id, exclusion in self._excluded.items():
+            if before.get(peer_id) != exclusion and culprits is not None:
+                self._observer.report.check("innocent", peer_id in culprits, f"{peer_id}: {exclusion[0]}")
 
     def _stored(self, method: object, arguments: tuple[Any, ...]) -> None:
         if method is Records.add_view:
@@ -165,7 +162,7 @@ class MachineProbe(Probe):
         if not self._process.alive:
             return
         if target.name == COPY_NAME:
-            self._observer.copies.append((self._observer.line.generation, disk.read(source, max_bytes=STATE_BYTES)))
+            self._observer.copies.append((self._observer.history.generation, disk.read(source, max_bytes=STATE_BYTES)))
         elif source.name.startswith(".new-") and target.name.startswith("step-"):
             encoded = disk.read(source / MANIFEST, max_bytes=1 << 20)
             step, meta, files = manifest_untrusted(encoded)

@@ -172,9 +172,9 @@ async def _simulate(
         else:
             await asyncio.sleep(SETTLE_S)
             simulation.audit()
-            newest, steps = max(simulation.observer.line.lineages, default=0), simulation.profile.job.steps
+            newest, steps = simulation.observer.history.newest_step, simulation.profile.job.steps
             whole = newest == steps or simulation.profile.privacy.epsilon > 0 or simulation.observer.job_state != "done"
-            kept = simulation.observer.line.saved_step == newest or simulation.observer.job_state != "done"
+            kept = simulation.observer.history.saved_step == newest or simulation.observer.job_state != "done"
             simulation.observer.report.check("result saved", kept, f"no disk has step {newest}, and the job is done")
             simulation.observer.report.check("every step", whole, f"the job ended after step {newest} of {steps}")
         finally:
