@@ -109,8 +109,8 @@ def _carry_out(results: Results, console: Console) -> None:
     """Carry out the runs that are left. Ctrl+C raises ``KeyboardInterrupt``."""
     from p2ptrain.cli.output import number
     from p2ptrain.core.texts import human_seconds
+    from p2ptrain.lab.experiments.executors import simulate
     from p2ptrain.lab.experiments.run import carry_out
-    from p2ptrain.lab.experiments.simulated import simulate
     from p2ptrain.lab.memory import run_virtual
 
     def show(text: str, left_s: float | None) -> None:
@@ -129,7 +129,7 @@ def _carry_out(results: Results, console: Console) -> None:
     show(f"{text} {human_seconds(left * results.plan.limit_s)} by the limit, and the starts of workers", None)
 
     async def on_local_workers() -> None:
-        from p2ptrain.lab.experiments.local_workers import LocalWorkers
+        from p2ptrain.lab.experiments.executors import LocalWorkers
 
         local = LocalWorkers(results.plan, results.directory / CLUSTER)
         try:

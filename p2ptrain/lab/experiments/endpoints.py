@@ -165,7 +165,7 @@ class Experiments:
             Endpoint(
                 "POST",
                 f"{_ONE}/analyze",
-                "Compare the results: means with 95 % confidence intervals, and conclusions.",
+                _COMPARES,
                 Comparison,
                 self.analyze_experiment,
                 body=Axes,

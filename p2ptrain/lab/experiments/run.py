@@ -69,14 +69,12 @@ async def measure(client: SeedClient, run: GridRun, plan: GridPlan, show: Show) 
     for job in await client.jobs():
         if job.name == name and job.state not in FINISHED_STATES:  # of a run that was interrupted
             await client.tell_job(job.id, "cancel")
-    workers = JobWorkers()
-    for peer in await client.peers():
-        workers.take(peer, "", 0)
+    before = await client.peers()
     try:
         job_id = await client.create_job(name, "experiment", run.profile.to_spec())
     except Refused as refusal:
         return Result("refused", refusal.message)
-    followed = RunJob(job_id, workers, show)
+    followed = FollowedJob(job_id, before, show)
     await followed.until(client, _WAITING, None)
     has_begun = await followed.until(client, _BEGUN, START_S)
     in_time = has_begun and await followed.until(client, _OVER, plan.limit_s)
@@ -100,7 +98,7 @@ async def measure(client: SeedClient, run: GridRun, plan: GridPlan, show: Show) 
     step_tokens = batch.micro_batches * batch.micro_batch_sequences * run.profile.data.sequence_tokens
     tokens = [step * step_tokens for step in steps]
     # Between two reports of a worker, which are half a second or more apart, its bytes grow evenly.
-    reports = workers.sent_bytes
+    reports = followed.sent_bytes
     sent_bytes = [round(total) for total in np.interp(steps, list(reports), list(reports.values()))]
     losses, val_losses = [row.loss for row in rows], [row.val_loss for row in rows]
     known, val_known = ([loss for loss in it if loss is not None] for it in (losses, val_losses))
@@ -114,17 +112,17 @@ async def measure(client: SeedClient, run: GridRun, plan: GridPlan, show: Show) 
         "tokens_per_s": round(tokens[-1] / times_s[-1], 1) if rows and times_s[-1] else None,
         "step_ms": round(median(steps_ms), 2) if steps_ms else None,
         "compute_ms": round(median(computed_ms), 2) if computed_ms else None,
-        "sent_bytes": max(workers.sent_bytes.values()),
+        "sent_bytes": max(followed.sent_bytes.values()),
         "loss": known[-1] if known else None,
         "best_loss": min(known, default=None),
         "val_loss": val_known[-1] if val_known else None,
         "best_val_loss": min(val_known, default=None),
-        "memory_bytes": workers.memory_bytes or None,
+        "memory_bytes": followed.memory_bytes or None,
         "members_mean": round(mean(members), 3) if members else None,
         "members_min": min(members, default=None),
         "generation_changes": max(len({row.generation for row in rows}) - 1, 0),
         "recoveries": recoveries,
-        "rejected": sum(workers.refused.values()) + sum(score.excluded for score in info.scores),
+        "rejected": sum(followed.refused.values()) + sum(score.excluded for score in info.scores),
         "epsilon": info.epsilon,
     }
     for target in plan.grid.loss_targets:
@@ -162,94 +160,72 @@ _QUEUED, _WAITING, _BEGUN, _OVER, _SETTLED = range(5)
 """Phases of a job: behind another job; for workers; it had a view; no step is to come; all bytes are reported."""
 
 
-class JobWorkers:
-    """What the workers of a job reported.
+class FollowedJob:
+    """The job of a run: what the seed and the job's workers report of it, and what that means for the run.
 
-    Attributes:
-        ids: of the job's workers. states: of every worker, the newest one.
-        memory_bytes: most of one of them. refused: gradients, by worker.
-        sent_bytes: step → what all of them had sent by their last reports when it was the newest step.
-    """
-
-    def __init__(self) -> None:
-        self.ids, self.states = set[str](), dict[str, str]()
-        self.memory_bytes, self.refused, self.sent_bytes = 0, dict[str, int](), {0: 0}
-        self._active = set[str]()  # those that were seen at work
-        self._sent_by = dict[str, int]()
-
-    def take(self, peer: PeerInfo, job: str, step: int) -> None:
-        """``step``: the newest one of ``job``."""
-        self.states[peer.id] = peer.state
-        if job and peer.job == job:
-            self.ids.add(peer.id)
-        if peer.state in ABSENT_STATES:  # it says nothing now
-            return
-        known, self._sent_by[peer.id] = self._sent_by.get(peer.id, 0), peer.sent_bytes
-        if peer.id not in self.ids:
-            return
-        self.memory_bytes = max(self.memory_bytes, peer.memory_bytes)
-        self.refused[peer.id] = max(self.refused.get(peer.id, 0), peer.refused)
-        more = peer.sent_bytes - known if peer.sent_bytes >= known else peer.sent_bytes  # a new process
-        if more:
-            self.sent_bytes[step] = max(self.sent_bytes.values()) + more
-        if more or peer.state != "idle":
-            self._active.add(peer.id)
-
-    def is_settled(self, job: JobInfo) -> bool:
-        """Whether each has reported all bytes of a job that is over.
-
-        Each was idle before it, too: so it must have been seen at work, or have sent something, unless it was alone.
-        """
-        were_active = self._active >= self.ids or len(self.ids) == 1 or not job.step
-        return were_active and {self.states[it] for it in self.ids if it in self.states} <= {"idle", *ABSENT_STATES}
-
-
-class RunJob:
-    """The job of a run: what the seed reports of it, and what that means for the run.
+    Args:
+        before: the seed's peers before the job was created.
 
     Attributes:
         trouble: why a worker cannot go on; empty: all can.
+        memory_bytes: most of one worker. refused: gradients, by worker.
+        sent_bytes: step → what all workers had sent by their last reports when it was the newest step.
     """
 
-    def __init__(self, job: str, workers: JobWorkers, show: Show) -> None:
-        self.observer = JobObserver(job, on_step=self._show_step, on_record=self._take)
+    def __init__(self, job: str, before: Sequence[PeerInfo], show: Show) -> None:
         self.trouble = ""
-        self._workers, self._show, self._unsaved = workers, show, dict[str, str]()
+        self.memory_bytes, self.refused, self.sent_bytes = 0, dict[str, int](), {0: 0}
+        self._observer = JobObserver(job, on_step=self._show_step, on_record=self._take)
+        self._show, self._unsaved = show, dict[str, str]()
+        self._workers = set[str]()  # of the job
+        self._active = set[str]()  # those that were seen at work
+        self._sent_by = dict[str, int]()
+        for peer in before:
+            self._observer.take(peer)
 
     @property
     def description(self) -> str:
         """Its state, and why."""
-        reason = self.observer.info.reason if self.observer.info else ""
-        return f"{self.observer.state or 'waiting'}{': ' * bool(reason)}{reason}"
+        reason = self._observer.info.reason if self._observer.info else ""
+        return f"{self._observer.state or 'waiting'}{': ' * bool(reason)}{reason}"
 
     @property
     def phase(self) -> int:
-        info = self.observer.info
+        info = self._observer.info
         if info is None or info.state == "queued":
             return _QUEUED
         if info.state in FINISHED_STATES:
-            return _SETTLED if self._workers.is_settled(info) else _OVER
+            return _SETTLED if self._is_settled(info) else _OVER
         return _OVER if self.trouble else _WAITING if info.started_at is None else _BEGUN
+
+    def _is_settled(self, job: JobInfo) -> bool:
+        """Whether each worker has reported all bytes of a job that is over.
+
+        Each was idle before it, too: so it must have been seen at work, or have sent something, unless it was alone.
+        """
+        were_active = self._active >= self._workers or len(self._workers) == 1 or not job.step
+        peers = self._observer.peers
+        return were_active and {peers[it].state for it in self._workers & peers.keys()} <= {"idle", *ABSENT_STATES}
 
     async def until(self, client: SeedClient, phase: int, seconds: float | None) -> bool:
         """Wait for a phase or a later one, so long at most; return whether it came. Raises ``NetworkError``."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 if self.phase < phase:
-                    async for _ in self.observer.follow(client):
+                    async for _ in self._observer.follow(client):
                         if self.phase >= phase:
                             break
         return self.phase >= phase
 
     def _show_step(self, row: MetricRow) -> None:
-        total = self.observer.info.steps_total if self.observer.info else 0
+        total = self._observer.info.steps_total if self._observer.info else 0
         self._show(f"step {row.step}/{total}" + ("" if row.loss is None else f"  loss {row.loss:.3f}"))
 
     def _take(self, record: Record) -> None:
-        job, info = self.observer.job, self.observer.info
+        job, info = self._observer.job, self._observer.info
         match record:
             case JobInfo() if record.id == job:
-                self._workers.ids.update(record.members)
+                self._workers.update(record.members)
                 if not record.step:
                     self._show(self.description)
             case EventInfo() if record.job == job and record.kind == "member-failed":
@@ -257,8 +233,25 @@ class RunJob:
             case EventInfo() if record.job == job and record.kind == "checkpoint-failed":
                 self._unsaved[record.peer] = record.text
             case PeerInfo():
-                self._workers.take(record, job, self.observer.step)
+                self._take_peer(record)
         if info is not None and info.state == "saving":
-            there = [peer for peer in self._workers.ids if self._workers.states.get(peer) not in ABSENT_STATES]
+            peers = self._observer.peers
+            there = [it for it in self._workers if it in peers and peers[it].state not in ABSENT_STATES]
             if there and all(f"step {info.step}:" in self._unsaved.get(peer, "") for peer in there):
                 self.trouble = self.trouble or self._unsaved[there[0]]  # each has tried to save the result
+
+    def _take_peer(self, peer: PeerInfo) -> None:
+        if peer.job == self._observer.job:
+            self._workers.add(peer.id)
+        if peer.state in ABSENT_STATES:  # it says nothing now
+            return
+        known, self._sent_by[peer.id] = self._sent_by.get(peer.id, 0), peer.sent_bytes
+        if peer.id not in self._workers:
+            return
+        self.memory_bytes = max(self.memory_bytes, peer.memory_bytes)
+        self.refused[peer.id] = max(self.refused.get(peer.id, 0), peer.refused)
+        more = peer.sent_bytes - known if peer.sent_bytes >= known else peer.sent_bytes  # a new process
+        if more:
+            self.sent_bytes[self._observer.step] = max(self.sent_bytes.values()) + more
+        if more or peer.state != "idle":
+            self._active.add(peer.id)

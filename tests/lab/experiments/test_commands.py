@@ -10,8 +10,8 @@ import pytest
 
 from p2ptrain.cluster.local_cluster import LocalCluster
 from p2ptrain.core.errors import JobFailed
+from p2ptrain.lab.experiments.executors import LocalWorkers
 from p2ptrain.lab.experiments.grid import plan_of
-from p2ptrain.lab.experiments.local_workers import LocalWorkers
 from p2ptrain.lab.experiments.results import Result
 
 
@@ -48,7 +48,7 @@ class Recorded(LocalCluster):
 
 
 async def test_what_is_started_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.lab.experiments.local_workers.LocalCluster", Recorded)
+    monkeypatch.setattr("p2ptrain.lab.experiments.executors.LocalCluster", Recorded)
     Recorded.made, Recorded.fails = [], None
     fixed = {"job": {"workers": 2}, "device.threads": 1}
     own = {"data.private": True, "job.strategy": "federated"}

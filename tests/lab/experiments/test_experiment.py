@@ -14,10 +14,10 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.errors import Refused, StorageError, UserError
+from p2ptrain.lab.experiments.executors import simulate
 from p2ptrain.lab.experiments.grid import GridPlan, GridRun, plan_of
 from p2ptrain.lab.experiments.results import Result, Results, load
 from p2ptrain.lab.experiments.run import carry_out, measure, members_away
-from p2ptrain.lab.experiments.simulated import simulate
 from p2ptrain.lab.memory import run_virtual
 from p2ptrain.lab.stand_in import StandInEngine
 from tests.roles.in_process import Cluster, Gate
