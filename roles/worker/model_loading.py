@@ -132,7 +132,8 @@ class ModelReceiver:
             return await thread.submit(partial(hash_ranges, data))
 
         self._receiver = Receiver(digest, slowest_bytes_s=SLOWEST_BYTES_S)
-        self._pages: dict[str, asyncio.Future[TensorsPage]] = {}
+        self._table_turn = asyncio.Lock()  # a page does not say for which load it is
+        self._page: tuple[str, asyncio.Future[TensorsPage]] | None = None  # the sender that was asked, and its answer
         self._loads = 0
 
     @property
@@ -152,8 +153,8 @@ class ModelReceiver:
         source = PieceSource(f"{sender} {self._loads}", sender, Line(connection, QUIET_S))
 
         def heard(message: Message) -> None:
-            page = self._pages.get(source.id)
-            if not isinstance(message, TensorsPage) or page is None or page.done():
+            asked, page = self._page or (None, None)
+            if not isinstance(message, TensorsPage) or asked != source.id or page is None or page.done():
                 raise ProtocolError(f"unexpected message {type(message).__name__} from a sender of tensors")
             page.set_result(message)
 
@@ -165,14 +166,12 @@ class ModelReceiver:
         failed: set[str] = set()
         while source := next((each for id, each in self._receiver.sources.items() if id not in failed), None):
             try:
-                async with asyncio.timeout(BEHIND_S):
+                async with self._table_turn, asyncio.timeout(BEHIND_S):
                     return await self._table_of(source, config)
             except TimeoutError:
                 problem: P2PTrainError = DeadlineExceeded(f"it sends less than {SLOWEST_BYTES_S >> 10} KiB a second")
             except (NetworkError, ProtocolError) as error:
                 problem = error
-            finally:
-                self._pages.pop(source.id, None)
             failed.add(source.id)
             source.line.connection.abort(problem)
             self._receiver.problems[source.name] = problem.message
@@ -181,9 +180,10 @@ class ModelReceiver:
     async def _table_of(self, source: PieceSource, config: str) -> dict[str, TensorRecord]:
         recipient = TableReceiver()
         while not recipient.is_complete:
-            waiting = self._pages[source.id] = source.line.new_waiter()
+            waiter: asyncio.Future[TensorsPage] = source.line.new_waiter()
+            self._page = source.id, waiter
             source.line.connection.send(TensorsRequest(self._model, len(recipient.records)))
-            page = await source.line.wait_for(waiting)
+            page = await source.line.wait_for(waiter)
             if page.error:
                 raise ProtocolError(shortened(page.error))
             recipient.take_untrusted(page)

@@ -105,6 +105,17 @@ def test_a_client_gives_what_the_part_owns_and_no_more(tmp_path: Path, model: Mo
     with_stage(tmp_path, test)
 
 
+def test_two_programs_of_one_client_load_at_a_time_over_one_connection(tmp_path: Path, model: ModelDirectory) -> None:
+    async def test(stage: Stage, client: TestClient, network: MemoryNetwork) -> None:
+        async with client_of(network.at("client"), "w0") as other, giving(network.at("client"), "w0", model):
+            first = client.ask("part.load", load_params(model, 1, 3, 4))
+            loaded, whole = await asyncio.gather(first, other.ask("part.load", load_params(model, 0, 4, 4)))
+            assert loaded["received_bytes"] == bytes_of(model, "layers.1.", "layers.2.")
+            await answers(other, whole["part"])
+
+    with_stage(tmp_path, test)
+
+
 @asynccontextmanager
 async def source(
     network: MemoryNetwork, directory: Path, path: Path
