@@ -10,15 +10,13 @@ Sending never blocks: a payload waits in a queue until the transport holds nothi
 change until the kernel has it.
 
 Round trips. When a chain forms, each stage sends the next one a payload of activations and gets a payload of gradients
-back, ``PINGS`` times. The shortest round trip is the cost of the hop for a micro-batch. The figures travel through the
-chain and back, so all stages derive the same schedule and know that every stage is there.
+back, ``PINGS`` times. The shortest round trip is the cost of the hop for a micro-batch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,11 +24,11 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Stalled
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Stalled
 from p2ptrain.core.world import World
 from ring.links import ThisMember, Topology, connect_neighbours
 from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, RingBroken
-from ring.planning.schedule import MAX_MICRO_BATCHES, OperationKind, StageSchedule
+from ring.planning.schedule import OperationKind, StageSchedule
 from ring.view import View
 from wire.connection import Connection
 from wire.frame import MAX_BULK_BYTES
@@ -41,8 +39,7 @@ EXTRA_PATIENCE = 0.1
 stuck one gives up first."""
 
 _STREAMS = 1 << 32
-_GATHERED, _RETURNED = PINGS, PINGS + 1  # streams of the round trips, on their way to the first stage and from it
-_FIRST_STREAM = PINGS + 2
+_FIRST_STREAM = PINGS
 
 
 Payload = npt.NDArray[np.uint8]
@@ -203,9 +200,8 @@ class Chain:
 
     Attributes:
         stage, stages: this member's stage, counted from 0, and the number of stages.
-        round_trips_s: for each hop, equal on all stages: time of activations there and gradients back, without
-            computing.
-        in_flight: for each stage, equal on all stages: micro-batches that it has memory for; 0: any number.
+        round_trip_s: of the hop to the next stage, 0 on the last one: time of activations there and gradients back,
+            without computing.
         progress: payloads received and sent so far, plus what the owner adds; every heartbeat carries it.
     """
 
@@ -225,8 +221,7 @@ class Chain:
         self.view = view
         self.stage, self.stages = stage, stages
         self.activation_bytes, self.gradient_bytes = activation_bytes, gradient_bytes
-        self.round_trips_s: tuple[float, ...] = ()
-        self.in_flight: tuple[int, ...] = (0,) * stages
+        self.round_trip_s = 0.0
         self.progress = 0
         self._now = world.clock.now
         self._waits: dict[Hop, str] = {}  # what this stage waits for
@@ -254,17 +249,15 @@ class Chain:
         order: Sequence[str] = (),
         activation_bytes: int,
         gradient_bytes: int,
-        in_flight: int = 0,
         timeout_s: float,
     ) -> Chain:
-        """Connect to both neighbours, measure the hop to the next stage, and wait until every stage has done so.
+        """Connect to both neighbours, and measure the hops to them.
 
         Args:
             view: as for ``RingSession.form``.
             order: peer ids of the stages, first to last, all of them members of ``view``; empty: all members in view
                 order.
             activation_bytes, gradient_bytes: encoded size of one micro-batch, the same on every hop.
-            in_flight: micro-batches that this stage has memory for; 0: any number.
 
         Raises:
             ValueError: this peer is no stage, or a number is out of range.
@@ -295,7 +288,6 @@ class Chain:
             activation_bytes=activation_bytes,
             gradient_bytes=gradient_bytes,
         )
-        chain.in_flight = (0,) * stage + (min(in_flight, MAX_MICRO_BATCHES),) + (0,) * (len(order) - 1 - stage)
         try:
             await chain._measure(timeout_s - (now() - began))
         except BaseException:  # also cancelled in the instant when all were there: nobody else could close the chain
@@ -401,30 +393,14 @@ class Chain:
         overdue = asyncio.get_running_loop().call_later(timeout_s, give_up)
         echo = asyncio.ensure_future(self._echo(timeout_s))
         try:
-            mine_s = await self._ping(timeout_s)
+            self.round_trip_s = await self._ping(timeout_s)
             await echo
-            await self._exchange(mine_s, timeout_s)
+            for hop in self._hops:
+                await self._wait(hop, hop.all_flushed(), "the kernel to take the pings", timeout_s)
         finally:
             overdue.cancel()
             echo.cancel()
             await asyncio.gather(echo, return_exceptions=True)
-
-    async def _exchange(self, mine_s: float, patience_s: float) -> None:
-        if self.stages == 1:
-            return
-        known_s, in_flight = [0.0] * (self.stages - 1), [0] * self.stages
-        if self._after is not None:
-            known_s, in_flight = await self._figures(self._after, _GATHERED, patience_s)
-            known_s[self.stage] = mine_s
-        in_flight[self.stage] = self.in_flight[self.stage]
-        if self._before is not None:
-            self._before.send(_GATHERED, _packed([*known_s, *in_flight]))
-            known_s, in_flight = await self._figures(self._before, _RETURNED, patience_s)
-        if self._after is not None:
-            self._after.send(_RETURNED, _packed([*known_s, *in_flight]))
-        for hop in self._hops:
-            await self._wait(hop, hop.all_flushed(), "the kernel to take the round trips", patience_s)
-        self.round_trips_s, self.in_flight = tuple(known_s), tuple(in_flight)
 
     async def _ping(self, patience_s: float) -> float:
         shortest_s, hop = math.inf, self._after
@@ -450,17 +426,6 @@ class Chain:
             await self._receive(hop, ping, "the neighbour's ping", patience_s)
             hop.release()
             hop.send(ping, payload)
-
-    async def _figures(self, hop: Hop, stream: int, patience_s: float) -> tuple[list[float], list[int]]:
-        hop.expect([stream], (2 * self.stages - 1) * _FIGURE.size, buffers=1)
-        payload = await self._receive(hop, stream, "the round trips of the other hops", patience_s)
-        try:
-            figures = figures_untrusted(payload.tobytes(), self.stages)
-        except ProtocolError as error:
-            self.links.give_up(hop.neighbour, error)
-            raise self.links.failure() from error
-        hop.release()
-        return figures
 
     # -------------------------------------------------------------------------------------------------------- internals
 
@@ -524,24 +489,3 @@ class Chain:
     def settle(self) -> None:
         for hop in self._hops:
             hop.stop(self.links.failure)
-
-
-_FIGURE = struct.Struct("!d")
-
-
-def _packed(seconds: Sequence[float]) -> Payload:
-    return np.frombuffer(b"".join(map(_FIGURE.pack, seconds)), np.uint8)
-
-
-def figures_untrusted(payload: bytes, stages: int) -> tuple[list[float], list[int]]:
-    """Decode the figures that stages exchange: seconds of each hop, and micro-batches that each stage has memory for.
-    Raises ``ProtocolError``."""
-    if len(payload) != (2 * stages - 1) * _FIGURE.size:
-        raise ProtocolError(f"figures of {stages} stages have an invalid length of {len(payload)} bytes")
-    figures = [figure for (figure,) in _FIGURE.iter_unpack(payload)]
-    round_trips_s, in_flight = figures[: stages - 1], figures[stages - 1 :]
-    if not all(0 <= seconds <= 3600 for seconds in round_trips_s):
-        raise ProtocolError("a round trip is not between 0 and 3600 s")
-    if not all(0 <= count <= MAX_MICRO_BATCHES and count == int(count) for count in in_flight):
-        raise ProtocolError(f"a number of micro-batches is not a whole number from 0 to {MAX_MICRO_BATCHES}")
-    return round_trips_s, [int(count) for count in in_flight]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,14 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.training import OnFinal
 from p2ptrain.core.world import LoopClock
 from ring.chain import Chain, Payload
-from ring.planning.schedule import OperationKind, StageOperation, StageSchedule, choose_schedule, plan_forwards
+from ring.planning.schedule import (
+    MAX_MICRO_BATCHES,
+    OperationKind,
+    StageOperation,
+    StageSchedule,
+    choose_schedule,
+    plan_forwards,
+)
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import PipelineEngine
@@ -32,6 +40,7 @@ from roles.strategies.interface import ConnectPeers, Progress, StageLoad, Work
 Pass = Callable[[int, Payload | None], Payload | None]
 """Takes the number of a micro-batch in the step, from 0, and a neighbour's payload. Returns that for the other one."""
 QUEUED = 2  # operations on the compute thread: the running one and the next
+_FIGURES = struct.Struct("!dI")
 
 
 @dataclass(slots=True)
@@ -154,6 +163,15 @@ class StageRunner:
             raise
 
 
+def figures_untrusted(figures: bytes) -> tuple[float, int]:
+    """Decode a stage's figures: seconds of the round trip to the next stage, and micro-batches that it has memory for;
+    0: any number. Raises ``ProtocolError``."""
+    round_trip_s, in_flight = _FIGURES.unpack(figures)
+    if not (0 <= round_trip_s <= 3600 and in_flight <= MAX_MICRO_BATCHES):
+        raise ProtocolError(f"a stage with a round trip of {round_trip_s:g} s and room for {in_flight} micro-batches")
+    return round_trip_s, in_flight
+
+
 class PipelinePasses(Work):
     """The passes of one stage. ``ahead``: micro-batches of one validation run along the chain, as many as in a step."""
 
@@ -170,6 +188,7 @@ class PipelinePasses(Work):
         self._engine, self._compute, self._progress = engine, compute, progress
         self._settings, self._ahead, self._tokens = settings, ahead, tokens_per_micro_batch
         self._chain: Chain | None = None
+        self._figures: list[tuple[float, int]] = []  # of all stages of the replica
         self._period_s = math.inf  # time for a micro-batch at the slowest stage, in this view
         self._next = ""  # peer id of the next stage
 
@@ -183,8 +202,11 @@ class PipelinePasses(Work):
             [member.peer_id for member in replica],
             activation_bytes=engine.activation_bytes,
             gradient_bytes=engine.gradient_bytes,
-            in_flight=engine.in_flight,
         )
+        own = _FIGURES.pack(self._chain.round_trip_s, min(engine.in_flight, MAX_MICRO_BATCHES))
+        gathered = await session.all_gather(own, patience_s=session.patience_s, check=figures_untrusted)
+        first = session.rank - stage
+        self._figures = [figures_untrusted(figures) for figures in gathered[first : first + view.stages]]
 
     async def compute(self, step: int, first: int, count: int, on_final: OnFinal | None, *, patience_s: float) -> None:
         self.unit_s = 0.0
@@ -239,10 +261,10 @@ class PipelinePasses(Work):
         return choose_schedule(
             self._settings.schedule,
             count,
-            self._replica_chain.round_trips_s,
+            [round_trip_s for round_trip_s, _ in self._figures[:-1]],
             self._period_s,
             max_in_flight=self._settings.max_in_flight,
-            memory_limits=self._replica_chain.in_flight,
+            memory_limits=[in_flight for _, in_flight in self._figures],
         )
 
     @property

@@ -90,16 +90,13 @@ class ViewConnections:
         self._watch(session)
         return session
 
-    async def chain(
-        self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int, in_flight: int
-    ) -> Chain:
+    async def chain(self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int) -> Chain:
         chain = await Chain.form(
             self._context,
             self._with_beats(view),
             order=order,
             activation_bytes=activation_bytes,
             gradient_bytes=gradient_bytes,
-            in_flight=in_flight,
             timeout_s=forming_s(view, self.state_bytes),
         )
         self._sessions.append(chain)

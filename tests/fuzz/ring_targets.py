@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import is_id
-from ring.chain import figures_untrusted
 from ring.codecs import CODECS, codec_named
 from ring.planning.measurements import LinkQuality
 from ring.planning.schedule import plan_extended
@@ -29,6 +28,7 @@ from ring.token import TOKEN_BYTES, Flag, Token, check_untrusted
 from ring.view import View
 from roles.process_group import GroupPlace, _place_untrusted
 from roles.seed.links import measured_untrusted
+from roles.strategies.pipeline import figures_untrusted
 from roles.strategies.secure import pair_keys_untrusted
 from roles.worker.boundary import mean_loss_untrusted
 from roles.worker.early_stop import EarlyStop
@@ -330,23 +330,18 @@ def _check_links(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
 # ------------------------------------------------------------------------------------------------------ chain figures
 
 
-@st.composite
-def _packed_figures(draw: st.DrawFn) -> tuple[bytes, int]:
-    stages = draw(st.integers(1, 8))
-    kinds = [*[st.floats(0, 10)] * (stages - 1), *[st.integers(0, 9).map(float)] * stages]
-    likely = st.tuples(*kinds) | st.lists(st.floats(), min_size=len(kinds), max_size=len(kinds))
-    payload = likely.map(lambda found: struct.pack(f"!{len(kinds)}d", *found))
-    return draw(payload | mutated(payload)), stages
+_FIGURES = st.tuples(st.floats(0, 10) | st.floats(), st.integers(0, 9) | st.integers(0, 2**32 - 1))
 
 
-@target("chain-figures", _packed_figures(), "ring.chain.figures_untrusted")
-def _check_figures(case: tuple[bytes, int]) -> None:
-    payload, stages = case
-    round_trips_s, rooms = figures_untrusted(payload, stages)
-    assert (len(round_trips_s), len(rooms)) == (stages - 1, stages)
-    assert struct.unpack(f"!{2 * stages - 1}d", payload) == (*round_trips_s, *rooms)
-    if round_trips_s:  # what they are for
-        plan_extended(4, round_trips_s, 0.1, max_in_flight=[min(room or 4, 4) for room in rooms])
+@target(
+    "stage-figures",
+    _FIGURES.map(lambda figures: struct.pack("!dI", *figures)),
+    "roles.strategies.pipeline.figures_untrusted",
+)
+def _check_figures(payload: bytes) -> None:
+    round_trip_s, room = figures_untrusted(payload)  # ``all_gather`` gives as many bytes as this member sent
+    assert struct.unpack("!dI", payload) == (round_trip_s, room)
+    plan_extended(4, [round_trip_s], 0.1, max_in_flight=[min(room or 4, 4)] * 2)
 
 
 # ----------------------------------------------------------------------------------------------------------- profiles

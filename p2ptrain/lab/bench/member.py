@@ -272,7 +272,7 @@ class BenchMember:
             timeout_s=60.0,
         )
         self._stage = StageRunner(chain, ComputeThread())
-        return {"round_trips_s": list(chain.round_trips_s)}
+        return {"round_trip_s": chain.round_trip_s}
 
     async def run_stage(
         self, *, micro_batches: int, warm_ups: list[int], forward_s: float, backward_s: float, payload_bytes: int

@@ -78,8 +78,8 @@ async def _measure_link(
 ) -> None:
     link, payload_bytes = f"{round_trip_ms:g}ms" * bool(round_trip_ms), max(plan.payload_bytes, 1)
     ports = [answer["port"] for answer in await members.all("listen", link=link, credentials="")]
-    first, *_ = await members.all("form_chain", ports=ports, payload_bytes=payload_bytes)
-    found_s: list[float] = first["round_trips_s"]
+    *before, _ = await members.all("form_chain", ports=ports, payload_bytes=payload_bytes)
+    found_s: list[float] = [answer["round_trip_s"] for answer in before]
     costs = StageCosts.of_equal_stages(plan.forward_s, plan.backward_s, [round_trip_ms / 1e3] * (plan.stages - 1))
     schedules = plan.schedules(found_s)
     ideal_s = {name: simulate_step_s(schedule, costs) for name, schedule in schedules.items()}
