@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 import xxhash
@@ -193,9 +192,7 @@ class HealSource:
         self._logging = False
         self._kept: memoryview | None = None
         self._applying = False
-        self._pace = Pace(CHUNK_BYTES)
         self._turn = asyncio.Event()  # replaced when it is set, so that it wakes each waiter once
-        self._stepped_at: float | None = None
 
     # ----------------------------------------------------------------------------------------- what the runner calls
 
@@ -204,13 +201,10 @@ class HealSource:
         return sum(not recipient.inside for recipient in self._recipients)
 
     def view_began(self) -> None:
-        self._pace.ring_began()
-        self._stepped_at = None
         self._ask_for_snapshot()
 
     def view_ended(self, reason: str) -> None:
         """End transfers of the live state, which may change now. Snapshots and the log are still sent."""
-        self._pace.ring_ended()
         self._live, self._applying = None, False
         self._next_turn()
         for recipient in [recipient for recipient in self._recipients if recipient.inside]:
@@ -239,10 +233,6 @@ class HealSource:
         """Log the step that was just applied, from the bytes that ``keep`` copied, and report it to the followers.
         ``digests``: of a split model, as in ``Contribution``."""
         self._applying = False
-        now, before = self._context.world.clock.now(), self._stepped_at
-        self._stepped_at = now
-        if before is not None:
-            self._pace.stepped(now - before)
         self._ask_for_snapshot()
         kept, self._kept = self._kept, None
         if self._logging and kept is not None:
@@ -335,11 +325,7 @@ class HealSource:
             most_bytes = max(CHUNK_BYTES, len(recipient.snapshot.table) if recipient.snapshot is not None else 0)
 
         async def read(asked: RangeRequest) -> memoryview:
-            piece = piece_untrusted(recipient.snapshot, entry, asked)
-            while not recipient.inside and not self._pace.open:
-                await self._turn_of(recipient)
-            self._pace.gives(piece.nbytes)
-            return piece
+            return piece_untrusted(recipient.snapshot, entry, asked)
 
         recipient.sent_bytes += await send_range(recipient.line, asked, read, most_bytes=most_bytes)
 
@@ -409,7 +395,7 @@ class HealSource:
             snapshot.release()
 
     def _ask_for_snapshot(self) -> None:
-        if self._pace.ready and any(recipient.waits for recipient in self._recipients):
+        if any(recipient.waits for recipient in self._recipients):
             self._want_snapshot()
 
     def _next_turn(self) -> None:
@@ -438,66 +424,3 @@ def piece_untrusted(snapshot: Snapshot | None, entry: LoggedStep | None, asked: 
             f"bytes {asked.start} to {asked.stop} of {asked.name[:80]!r} were requested, but it has {data.nbytes}"
         )
     return data[asked.start : asked.stop]
-
-
-# ------------------------------------------------------------------------------------- how much to send beside a ring
-
-
-SHARE = 0.05
-"""How much longer a step may take because this member sends, as a share of a usual step."""
-QUIET_EVERY = 8
-"""Of so many steps, nothing is sent in one: it shows how long a usual step takes."""
-KNOWN_STEPS = 3
-"""Quiet steps that are measured before anything is sent."""
-
-
-class Pace:
-    """Limits how much a member sends beside its own ring's work, so that steps take hardly longer. A pure core.
-
-    Each step has an *allowance* of bytes, at least ``piece_bytes``, so that every recipient is served in the end. After
-    a step that took at most ``SHARE`` longer than the median of the quiet ones it is raised, else halved.
-    """
-
-    def __init__(self, piece_bytes: int) -> None:
-        self._piece_bytes = piece_bytes
-        self._quiet_s: deque[float] = deque(maxlen=2 * QUIET_EVERY)
-        self._allowance_bytes = float(piece_bytes)
-        self._sent_bytes = self._steps = 0
-        self._credit_bytes = 0.0
-        self._is_limited = False
-
-    @property
-    def ready(self) -> bool:
-        return not self._is_limited or len(self._quiet_s) >= KNOWN_STEPS
-
-    @property
-    def open(self) -> bool:
-        """Whether the next piece may be sent now. Bytes beyond the allowance are taken off later steps."""
-        return not self._is_limited or self._credit_bytes > 0
-
-    def ring_began(self) -> None:
-        self._is_limited = True
-        self._quiet_s.clear()
-        self._sent_bytes = self._steps = 0
-        self._credit_bytes = 0.0
-
-    def ring_ended(self) -> None:
-        self._is_limited = False
-
-    def gives(self, size_bytes: int) -> None:
-        self._sent_bytes += size_bytes
-        self._credit_bytes -= size_bytes
-
-    def stepped(self, seconds: float) -> None:
-        sent_bytes, self._sent_bytes = self._sent_bytes, 0
-        if not sent_bytes:
-            self._quiet_s.append(seconds)
-        elif self._quiet_s:
-            # From the bytes that were really sent: an unused part of the allowance was not measured.
-            factor = 1.5 if seconds <= (1 + SHARE) * median(self._quiet_s) else 0.5
-            self._allowance_bytes = max(self._piece_bytes, factor * sent_bytes)
-        self._steps += 1
-        # A debt stays and is paid off first, or pieces larger than the allowance would have no bound.
-        self._credit_bytes = min(self._credit_bytes, 0.0)
-        if self.ready and self._steps % QUIET_EVERY:
-            self._credit_bytes += self._allowance_bytes

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roles.worker.heal_source import SHARE, Pace
 from roles.worker.transfer import GiveUp, RangeQuery, Transfer, most_frequent
 
 
@@ -98,31 +97,3 @@ def test_a_piece_that_is_forgotten_comes_from_nobody() -> None:
     core.forget("p")
     assert core.arrived("b", "p", b"?") == [], "nobody minds what it is any more"
     assert core.complete
-
-
-# --------------------------------------------------------------------------------------------------------------- pace
-
-PIECE = 1 << 20
-
-
-def paced(steps: int, cost_s: float) -> tuple[list[float], list[int]]:
-    """Step times and bytes given in each, by one who always has more to give; a byte costs ``cost_s`` of a step."""
-    pace = Pace(PIECE)
-    pace.ring_began()
-    times, sent_bytes = [], []
-    for _ in range(steps):
-        given = 0
-        while pace.open and given < 1 << 34:
-            pace.gives(PIECE)
-            given += PIECE
-        times.append(1.0 + given * cost_s)
-        sent_bytes.append(given)
-        pace.stepped(times[-1])
-    return times, sent_bytes
-
-
-@pytest.mark.parametrize("cost_s", [1e-9, 1e-8, 2e-8])
-def test_what_is_given_costs_a_step_no_more_than_its_share(cost_s: float) -> None:
-    times, sent_bytes = paced(400, cost_s)
-    assert sum(times) / len(times) <= 1 + SHARE
-    assert sum(sent_bytes[-100:]) * cost_s >= 0.2 * SHARE * 100, "far less than what would be free"
