@@ -185,7 +185,8 @@ class CheckpointAssembler:
         hello = context.hello("files", self._job)
         connection, _ = await context.dial(member.peer_id, member.host, member.port, hello)
         source = PieceSource(member.peer_id, member.name, Line(connection))
-        receiver, offer = Receiver(_unverified), source.line.new_waiter()
+        receiver: Receiver[PieceSource] = Receiver(_unverified)
+        offer = source.line.new_waiter()
 
         def heard(message: Message) -> None:
             if not isinstance(message, FilesOffer) or offer.done():

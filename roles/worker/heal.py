@@ -257,8 +257,7 @@ class StateFetch:
         self._context, self.layout, self._request, self._generation = context, layout, request, generation
         self._candidates = deque(member for member in members if member.peer_id != context.peer_id)
         self._on_torn, self._on_progress = on_torn, on_progress
-        self.receiver = Receiver(_digest, on_landed=self._landed)
-        self.sources: dict[str, StateSource] = {}
+        self.receiver: Receiver[StateSource] = Receiver(_digest, on_landed=self._landed)
         self._conversations = 0  # tasks that each converse with one candidate after another, until none is left
         self._chosen: OfferedState | None = None
         self._table = StateTable(layout.blobs)
@@ -268,12 +267,12 @@ class StateFetch:
 
     @property
     def newest(self) -> int:
-        return max((source.last for source in self.sources.values()), default=-1)
+        return max((source.last for source in self.receiver.sources.values()), default=-1)
 
     @property
     def _unanswered(self) -> int:
         """Conversations in which the source has not answered with an offer yet."""
-        return self._conversations - sum(source.offer is not None for source in self.sources.values())
+        return self._conversations - sum(source.offer is not None for source in self.receiver.sources.values())
 
     def result(self, steps: int = 0) -> FetchResult:
         seconds = self._context.world.clock.now() - self._began_at
@@ -286,7 +285,7 @@ class StateFetch:
         try:
             yield self
         finally:
-            for source in self.sources.values():
+            for source in self.receiver.sources.values():
                 source.line.connection.abort()  # first: nothing may be written into the state from here on
             for task in tasks:
                 task.cancel()
@@ -329,7 +328,6 @@ class StateFetch:
                 await self._converse(member)
             except P2PTrainError as problem:
                 self.receiver.problems[member.name] = problem.message
-            self.sources.pop(member.peer_id, None)
             self._decide()
         self._conversations -= 1
         self._decide()
@@ -338,7 +336,6 @@ class StateFetch:
         hello, at = self._context.hello("heal", self._request.job, self._generation), (member.host, member.port)
         connection, _ = await self._context.dial(member.peer_id, *at, hello, timeout_s=ANSWER_S)
         source = StateSource(member.peer_id, member.name, Line(connection, self._request.silence_s))
-        self.sources[member.peer_id] = source
         connection.send(self._request)
         await self.receiver.serve(source, lambda message: self.heard_untrusted(source, message))
 
@@ -362,7 +359,7 @@ class StateFetch:
             self._want_steps()
             return
         table = self._table
-        offers = [source.offer for source in self.sources.values() if source.offer is not None]
+        offers = [source.offer for source in self.receiver.sources.values() if source.offer is not None]
         if self._chosen is None and not self._may_choose(offers):
             return
         held = OfferedState(self._request.have_step, self._request.have_lineage)
@@ -375,7 +372,7 @@ class StateFetch:
         if not table.root:
             self._began_at = self._context.world.clock.now()  # the time before was spent waiting for a snapshot
             self._on_torn()
-        for source in list(self.sources.values()):
+        for source in list(self.receiver.sources.values()):
             offer = source.offer
             if offer is not None and offer != chosen and (offer.step, offer.lineage) == (chosen.step, chosen.lineage):
                 source.end("its state of the same step differs from that of most sources")
@@ -388,7 +385,7 @@ class StateFetch:
             for key, piece in pieces.items():
                 self.receiver.want(key, piece)
             keys = pieces.keys()
-        for source in list(self.sources.values()):
+        for source in list(self.receiver.sources.values()):
             self.receiver.offers(source, keys if source.offer == chosen else ())
 
     def _may_choose(self, offers: Sequence[OfferedState]) -> bool:
@@ -410,7 +407,7 @@ class StateFetch:
             raise StepsGone(f"the ring is {ahead} steps ahead of the state being fetched: this member is too slow")
         return self.receiver.has(chosen.root) and self.receiver.complete
 
-    def _landed(self, source: PieceSource, key: Hashable) -> None:
+    def _landed(self, source: StateSource, key: Hashable) -> None:
         match key:
             case bytes():
                 self._decide()
@@ -426,7 +423,7 @@ class StateFetch:
         self.receiver.changed.set()
         if self.steps.next < 0:
             return
-        sources = list(self.sources.values())
+        sources = list(self.receiver.sources.values())
         for step, piece in self.steps.choose(sources).items():
             self.receiver.want(step, piece)
         for source in sources:
@@ -436,7 +433,7 @@ class StateFetch:
         def is_over() -> bool:
             if satisfied():
                 return True
-            known = [source for source in self.sources.values() if source.offer is not None]
+            known = [source for source in self.receiver.sources.values() if source.offer is not None]
             is_known = bool(known) and not self._unanswered and self.steps.next >= 0
             if is_known and all(source.first > self.steps.next for source in known):
                 raise StepsGone(f"no source keeps step {self.steps.next} any more: this member is too slow to follow")

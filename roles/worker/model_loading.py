@@ -131,7 +131,7 @@ class ModelReceiver:
         async def digest(data: memoryview) -> bytes:
             return await thread.submit(partial(hash_ranges, data))
 
-        self._receiver = Receiver(digest, slowest_bytes_s=SLOWEST_BYTES_S)
+        self._receiver: Receiver[PieceSource] = Receiver(digest, slowest_bytes_s=SLOWEST_BYTES_S)
         self._table_turn = asyncio.Lock()  # a page does not say for which load it is
         self._page: tuple[str, asyncio.Future[TensorsPage]] | None = None  # the sender that was asked, and its answer
         self._loads = 0

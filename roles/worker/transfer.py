@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Container, Hasha
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from p2ptrain.core.errors import (
     ConnectionLost,
@@ -190,7 +190,10 @@ class PieceSource:
         self.line.connection.abort(ProtocolError(reason))
 
 
-class Receiver:
+S = TypeVar("S", bound=PieceSource)
+
+
+class Receiver(Generic[S]):
     """Receives pieces from several sources.
 
     Args:
@@ -206,7 +209,7 @@ class Receiver:
         self,
         digest: Callable[[memoryview], Awaitable[bytes]],
         *,
-        on_landed: Callable[[PieceSource, Hashable], None] = lambda source, key: None,
+        on_landed: Callable[[S, Hashable], None] = lambda source, key: None,
         slowest_bytes_s: float = 0.0,
     ) -> None:
         self._digest, self._on_landed = digest, on_landed
@@ -214,7 +217,7 @@ class Receiver:
         self._core = Transfer()
         self._pieces: dict[Hashable, TransferPiece] = {}
         self._verifying = Background()
-        self.sources: dict[str, PieceSource] = {}
+        self.sources: dict[str, S] = {}
         self.problems: dict[str, str] = {}
         self.changed = asyncio.Event()
 
@@ -233,12 +236,12 @@ class Receiver:
         self._core.forget(key)
         self._pieces.pop(key, None)
 
-    def offers(self, source: PieceSource, has: Container[Hashable] | None = None) -> None:
+    def offers(self, source: S, has: Container[Hashable] | None = None) -> None:
         """Ask ``source`` for pieces that it has. None: it has the whole object."""
         if source.id in self.sources:
             self._carry_out(self._core.offers(source.id, self._pieces if has is None else has))
 
-    async def serve(self, source: PieceSource, heard: Callable[[Message], None]) -> None:
+    async def serve(self, source: S, heard: Callable[[Message], None]) -> None:
         """Listen to ``source`` until it is gone. Then its missing pieces are asked of other sources. ``heard`` handles
         all other messages and raises ``ProtocolError`` if no correct source sends them."""
         self.sources[source.id] = source
@@ -268,7 +271,7 @@ class Receiver:
             self.changed.set()
 
     @asynccontextmanager
-    async def attached(self, source: PieceSource, heard: Callable[[Message], None]) -> AsyncIterator[None]:
+    async def attached(self, source: S, heard: Callable[[Message], None]) -> AsyncIterator[None]:
         """Run ``serve`` in the background while the context is open."""
         serving = asyncio.create_task(self.serve(source, heard), name="receive")
         await asyncio.sleep(0)  # lets ``serve`` register the source
@@ -299,7 +302,7 @@ class Receiver:
             else:
                 self._ask(source, instruction.key)
 
-    def _ask(self, source: PieceSource, key: Hashable) -> None:
+    def _ask(self, source: S, key: Hashable) -> None:
         piece = self._pieces[key]
         source.streams += 1
         stream = source.streams
@@ -321,11 +324,11 @@ class Receiver:
             asked.deadline.cancel()
         return asked.key if asked is not None else None
 
-    def _take(self, source: PieceSource, stream: int) -> None:
+    def _take(self, source: S, stream: int) -> None:
         key = self._end_request(source, stream)
         self._verifying.start(self._verify(source, key, self._pieces.get(key)), "verify")
 
-    async def _verify(self, source: PieceSource, key: Hashable, piece: TransferPiece | None) -> None:
+    async def _verify(self, source: S, key: Hashable, piece: TransferPiece | None) -> None:
         digest = await self._digest(piece.into) if piece is not None and piece.digest else b""
         instructions = self._core.arrived(source.id, key, digest)
         if self._core.has(key):

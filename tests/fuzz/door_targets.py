@@ -359,7 +359,7 @@ async def _healed(case: Healing) -> None:
         on_torn=lambda: None,
         on_progress=lambda *progress: None,
     )
-    sender = fetch.sources["d"] = StateSource("d", "d", Line(_Heard([], lands=case.lands)))  # type: ignore[arg-type]
+    sender = StateSource("d", "d", Line(_Heard([], lands=case.lands)))  # type: ignore[arg-type]
     fetch.receiver.sources["d"] = sender
     for message in case.from_source:
         with suppress(ProtocolError):

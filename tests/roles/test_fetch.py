@@ -39,7 +39,7 @@ def fetch_of(
         on_progress=lambda: None,
     )
     connection = SimpleNamespace(post=post, send=lambda *_, **__: None)
-    source = fetch.sources["d"] = StateSource("d", "d", SimpleNamespace(connection=connection))  # type: ignore[arg-type]
+    source = StateSource("d", "d", SimpleNamespace(connection=connection))  # type: ignore[arg-type]
     fetch.receiver.sources["d"] = source
     source.offer = OfferedState(0, FIRST)
     fetch.steps.begin(source.offer)
@@ -63,7 +63,7 @@ async def test_a_verified_step_is_applied_though_its_source_is_gone(stage: Stage
     buffer[:] = data[:size_bytes]
     done()
     await asyncio.sleep(0.01)  # it is verified
-    del fetch.sources["d"], fetch.receiver.sources["d"]
+    del fetch.receiver.sources["d"]
     step = await fetch.step()
     assert (step.step, step.square_sum, bytes(step.data)) == (1, 2.0, data[:size_bytes])
     assert step.lineage == next_lineage(FIRST, joined_digest(digests) if stage.split else digest)
