@@ -274,19 +274,17 @@ class DirectMessages:
         memory = array.reshape(-1).view("uint8").data
         message = _Message(memory, tag, peer, sending, timeout_s, loop.create_future())
         self._messages[message] = None
-        overdue = DeadlineExceeded(f"no message with tag {tag} within {timeout_s:g} s")
-        timer = loop.call_later(timeout_s, self._give_up, message, overdue)
+        timer = loop.call_later(timeout_s, self._give_up, message)
         message.future.add_done_callback(lambda _: timer.cancel())
         message.future.add_done_callback(lambda _: self._give_up(message))  # if the caller cancelled it
         return message
 
-    def _give_up(self, message: _Message, error: P2PTrainError | None = None) -> None:
-        """Fail a message whose time is over, or that its caller cancelled. A connection that may still use its memory
+    def _give_up(self, message: _Message) -> None:
+        """Fail a message whose time is over, unless its caller cancelled it. A connection that may still use its memory
         ends."""
         if message not in self._messages:
             return
-        if error is not None:
-            self._fail(message, error)
+        self._fail(message, DeadlineExceeded(f"no message with tag {message.tag} within {message.timeout_s:g} s"))
         self._messages.pop(message, None)
         if message.connection is not None:
             message.connection.abort()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
@@ -20,19 +22,19 @@ class Background:
     """A set of running tasks. An uncaught error goes to the loop's exception handler and to ``on_error``."""
 
     def __init__(self, on_error: Callable[[BaseException], None] = lambda error: None) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._on_error = on_error
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
-    async def settle(self, *, timeout_s: float, but: asyncio.Task[None] | None = None) -> None:
+    async def settle(self, *, timeout_s: float, but: asyncio.Task[Any] | None = None) -> None:
         """Wait until all tasks except ``but`` have ended, for ``timeout_s`` at most."""
         if waiting := self._tasks - {but, asyncio.current_task()}:
             await asyncio.wait(waiting, timeout=timeout_s)
@@ -44,7 +46,7 @@ class Background:
         if waiting:
             await asyncio.wait(waiting)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             context = {"message": f"the task {task.get_name()} failed", "exception": error, "task": task}

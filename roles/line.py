@@ -120,14 +120,21 @@ class Line:
                 return
             yield message
 
-    async def run(self, take: Callable[[Received], None]) -> P2PTrainError:
-        """Pass what comes to ``take`` until the connection ends, or ``take`` raises. Returns the cause."""
+    async def run(
+        self, take: Callable[[Received], None], on_end: Callable[[P2PTrainError], None] = lambda cause: None
+    ) -> P2PTrainError:
+        """Pass what comes to ``take`` until the connection ends, or ``take`` raises. Returns the cause, and passes it
+        to ``on_end``, also if it is a defect of this program."""
+        cause: P2PTrainError = ConnectionLost("this side failed to process its message")
         try:
             async with self.keep_alive():
                 while True:
                     take(await self.receive())
-        except P2PTrainError as cause:
+        except P2PTrainError as problem:
+            cause = problem
             return cause
+        finally:
+            on_end(cause)
 
     async def wait_sent(self) -> None:
         """Wait until the kernel has taken all sent data, as long as it makes progress. Raises as ``flush``."""

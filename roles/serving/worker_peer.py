@@ -21,9 +21,9 @@ from roles.seed.peers import host_dialled_from
 from wire.address import advertised_host
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartLoading, Sampled
 from wire.client import PendingCalls
-from wire.connection import Connection
+from wire.connection import Connection, Received
 from wire.handshake import dial, local_hello
-from wire.messages import Message, Refuse, Response
+from wire.messages import Refuse, Response
 from wire.text_messages import DrafterAddress
 
 LOADING_QUIET_S = 240.0
@@ -118,7 +118,7 @@ class WorkerPeer:
         self.load_lock = asyncio.Lock()
         self._closed = False
         self._tasks = Background()
-        self._receiving = self._tasks.start(self._receive(), f"peer {worker.name}")
+        self._receiving = self._tasks.start(self._line.run(self._take_untrusted, self._end), f"peer {worker.name}")
 
     @classmethod
     async def dial(cls, context: ClientContext, worker: WorkerAddress, *, timeout_s: float) -> Self:
@@ -202,13 +202,6 @@ class WorkerPeer:
         if self.problem is not None:
             raise ConnectionLost(f"{self.name} is lost: {self.problem.message}", remedy=self.problem.remedy)
 
-    async def _receive(self) -> None:
-        problem: P2PTrainError = ConnectionLost("this client failed to process its message")
-        try:
-            problem = await self._line.run(lambda received: self._take_untrusted(received.message))
-        finally:
-            self._end(problem)
-
     def _end(self, problem: P2PTrainError) -> None:
         if self.problem is not None:
             return
@@ -219,9 +212,9 @@ class WorkerPeer:
             for notify in list(self.on_lost):
                 notify(self, problem)
 
-    def _take_untrusted(self, message: Message) -> None:
+    def _take_untrusted(self, received: Received) -> None:
         """Raises ``ProtocolError``: no correct worker sends this."""
-        match message:
+        match message := received.message:
             case Response():
                 self._calls.resolve(message)
             case Sampled() | ChainBroken():

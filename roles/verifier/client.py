@@ -19,9 +19,8 @@ from roles.serving.texts import TextPiece, TextRequest, Writing
 from roles.verifier.server import encode_question, error_untrusted
 from wire import text_messages as wire
 from wire.address import advertised_host
-from wire.connection import Connection
+from wire.connection import Connection, Received
 from wire.handshake import dial, local_hello
-from wire.messages import Message
 from wire.records import ServingInfo
 
 DIAL_S = 5.0
@@ -46,7 +45,7 @@ class VerifierClient:
         self._next = 1
         self._problem: P2PTrainError | None = None
         self._tasks = Background()
-        self._tasks.start(self._receive(), f"verifier {verifier.name}")
+        self._tasks.start(self._line.run(self._take_untrusted, self._end), f"verifier {verifier.name}")
 
     @classmethod
     async def dial(
@@ -127,13 +126,6 @@ class VerifierClient:
             f"the verifier {name} was lost in the middle of a text: {why}; {made}", remedy=self._if_lost
         )
 
-    async def _receive(self) -> None:
-        problem: P2PTrainError = ConnectionLost("this client failed to process its message")
-        try:
-            problem = await self._line.run(lambda received: self._take_untrusted(received.message, received.stream))
-        finally:
-            self._end(problem)
-
     def _end(self, problem: P2PTrainError) -> None:
         if self._problem is None:
             self._problem = problem
@@ -141,7 +133,8 @@ class VerifierClient:
             for text in list(self._texts.values()):
                 text.fail(self._lost(text))
 
-    def _take_untrusted(self, message: Message, stream: int) -> None:
+    def _take_untrusted(self, received: Received) -> None:
+        message, stream = received.message, received.stream
         if not isinstance(message, wire.QuestionAccepted | wire.PieceWritten | wire.TextWritten | wire.StreamRefused):
             raise ProtocolError(f"the verifier sent an unexpected {type(message).__name__}")
         if not 0 < stream < self._next:

@@ -96,7 +96,7 @@ class NextStage:
         self._on_lost = on_lost
         self.closed = False
         line.connection.on_drained = on_room
-        self._task = asyncio.create_task(self._listen(), name="next stage")
+        self._task = asyncio.create_task(line.run(_refuse_message, self._end), name="next stage")
 
     @property
     def crowded(self) -> bool:
@@ -112,8 +112,7 @@ class NextStage:
         self._line.connection.abort()
         self._task.cancel()
 
-    async def _listen(self) -> None:
-        problem = await self._line.run(_refuse_message)
+    def _end(self, problem: P2PTrainError) -> None:
         if not self.closed:
             self.closed = True
             self._on_lost(self, problem)
