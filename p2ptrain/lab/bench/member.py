@@ -263,7 +263,7 @@ class BenchMember:
         return await self._training.train(contender, first, count)
 
     async def form_chain(self, *, ports: list[int], payload_bytes: int) -> Answer:
-        """Form the chain of a pipeline. Returns the measured round trip of each hop, with payloads."""
+        """Form the chain of a pipeline. Returns the measured round trip of the hop to the next stage, with payloads."""
         assert self._local is not None
         chain = await self._local.form_chain(
             replace(self._view_of(ports), heartbeat_s=0.5, death_s=30.0),
