@@ -245,7 +245,6 @@ async def dial_verifier(seed: str, name: str, if_lost: str) -> VerifierClient:
         remedy = f"{problem.remedy}{between}{_OTHER_WAYS}" if problem.remedy else f"start a cluster, {_OTHER_WAYS}"
         raise Unreachable(problem.message, remedy=remedy) from problem
     try:
-        await access.freshen(client.request)
         verifiers = [info for info in await client.serving() if info.role == VERIFIER]
         peers = await client.peers() if not verifiers else []
     finally:

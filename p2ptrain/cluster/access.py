@@ -42,7 +42,7 @@ from wire.transport import TcpNetwork, every_interface, resolve, unreachable
 if TYPE_CHECKING:
     from wire.client import SeedClient
     from wire.credentials import Credentials
-    from wire.enrol import Ask, RunMembership
+    from wire.enrol import RunMembership
 
 CONNECT_TIMEOUT_S = 5.0
 ADDRESS_FILE = "seed"  # beside the credentials; has the address of their seed
@@ -71,16 +71,6 @@ class Access:
     @property
     def peer_id(self) -> str:
         return self.member.peer_id if self.member else ""
-
-    async def freshen(self, ask: Ask) -> None:
-        """Renew the certificate if it has lived half its life. Raises what ``ask`` raises."""
-        if self.member is not None and self.member.due:
-            await self.member.renew(ask)
-
-    async def keep_fresh(self, ask: Ask) -> None:
-        """Renew the certificate again and again, until cancelled. Raises what ``ask`` raises."""
-        if self.member is not None:
-            await self.member.keep_fresh(ask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +366,9 @@ async def connect_operator(access: Access, others: Sequence[tuple[str, int]] = (
 async def open_operator(
     seed: str | tuple[str, int], *, state: Path | None = None, afresh: bool = False
 ) -> tuple[Access, SeedClient]:
-    """Reach and dial the seed. If it no longer honours the stored credentials, spend a new ticket.
+    """Reach and dial the seed, and renew a certificate that has lived half its life.
+
+    If the seed no longer honours the stored credentials, a new ticket is spent.
 
     Args:
         seed: an address, or what the user gave.
@@ -384,18 +376,25 @@ async def open_operator(
         afresh: as in ``reach``.
 
     Raises:
-        UserError: it is no address and no ticket, or a ticket is needed; else as ``reach`` and
-            ``connect_operator``.
+        UserError: it is no address and no ticket, or a ticket is needed; else as ``reach``, ``connect_operator`` and
+            ``RunMembership.renew``.
     """
     root = state or default_state_dir()
     targets = read_targets(seed) if isinstance(seed, str) else [seed]
     access = await reach_one(targets, Caller("operator", root / "operator", [root]), TcpNetwork(), afresh=afresh)
     try:
-        return access, await connect_operator(access, [place_of(target) for target in targets])
+        client = await connect_operator(access, [place_of(target) for target in targets])
     except Refused as refusal:
         if afresh or access.member is None or refusal.code not in MENDED_BY_A_TICKET:
             raise
-    return await open_operator(seed, state=state, afresh=True)
+        return await open_operator(seed, state=state, afresh=True)
+    if access.member is not None and access.member.due:
+        try:
+            await access.member.renew(client.request)
+        except BaseException:
+            await client.close()
+            raise
+    return access, client
 
 
 @asynccontextmanager
@@ -403,22 +402,21 @@ async def operator(seed: str | tuple[str, int], *, state: Path | None = None) ->
     """An operator's connection to the seed; the end of the block closes it. Within the block the operator's certificate
     is renewed in time."""
     access, client = await open_operator(seed, state=state)
-    renewing = asyncio.create_task(_keep_fresh(access, client), name="renew")
+
+    async def keep_fresh() -> None:
+        try:
+            if access.member is not None:
+                await access.member.keep_fresh(client.request)
+        except P2PTrainError as problem:  # the next connection tries again
+            client.connection.abort(problem)
+
+    renewing = asyncio.create_task(keep_fresh(), name="renew")
     try:
-        await access.freshen(client.request)
         yield client
     finally:
         renewing.cancel()
         await asyncio.wait({renewing})
         await client.close()
-
-
-async def _keep_fresh(access: Access, client: SeedClient) -> None:
-
-    try:
-        await access.keep_fresh(client.request)
-    except P2PTrainError as problem:  # the next connection tries again
-        client.connection.abort(problem)
 
 
 def operator_name() -> str:

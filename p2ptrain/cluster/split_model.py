@@ -77,7 +77,6 @@ async def plan_split(
     config = "" if directory is None else config_text(directory, options.stages)
     access, client = await open_operator(seed)
     try:
-        await access.freshen(client.request)
         context = ClientContext(
             world=real_world(access.network),
             peer_id=access.peer_id or new_id(),

@@ -352,7 +352,6 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
     # Attributes of asyncio's base class that typeshed does not list.
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
-    _timer_cancelled_count: int
     _stopping: bool
 
     def __init__(self) -> None:
@@ -368,32 +367,19 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """Run one turn as asyncio does: callbacks that are ready now, not those that become ready meanwhile."""
         ready, scheduled = self._ready, self._scheduled
-        # as asyncio: remove cancelled timers when they are many
-        if self._timer_cancelled_count > 100 and 2 * self._timer_cancelled_count > len(scheduled):
-            scheduled[:] = [timer for timer in scheduled if not self._forgotten(timer)]
-            heapq.heapify(scheduled)
         while scheduled and scheduled[0].cancelled():
-            self._forgotten(heapq.heappop(scheduled))
+            heapq.heappop(scheduled)
         if not ready and not self._stopping:
             if not scheduled:
                 raise RuntimeError(f"deadlock at virtual time {self._now:g} s: nothing is ready and no timer is set")
             self._now = max(self._now, scheduled[0].when())
         # as asyncio: timers within the clock's resolution run in the same turn
         while scheduled and scheduled[0].when() < self._now + 1e-9:
-            timer = heapq.heappop(scheduled)
-            if not timer.cancelled() or not self._forgotten(timer):
-                timer._scheduled = False  # type: ignore[attr-defined]
-                ready.append(timer)
+            ready.append(heapq.heappop(scheduled))
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle.cancelled():
                 self.run_handle(handle)
-
-    def _forgotten(self, timer: asyncio.TimerHandle) -> bool:
-        if timer.cancelled():
-            timer._scheduled = False  # type: ignore[attr-defined]
-            self._timer_cancelled_count -= 1
-        return timer.cancelled()
 
     def _write_to_self(self) -> None:
         """Do nothing: there is no selector to wake."""

@@ -6,19 +6,13 @@ with few cores does not hide the link. A sync step has one micro-batch of each w
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from configs.schema import Profile
 from p2ptrain.core.texts import human_bytes, human_duration
 from p2ptrain.lab.bench.network import BenchRing, form_ring
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, per_cent, times
 from p2ptrain.lab.bench.runner import Answer, Bench
-from p2ptrain.lab.stand_in import StandInEngine
 
 STEP_S = 60.0  # a slow step, for deadlines
 SYNC_STEPS = 8
@@ -54,22 +48,6 @@ class LocalPlan:
             "sent_bytes": ("SENT A STEP", human_bytes),
         }
         return report
-
-
-class TimedEngine(StandInEngine):
-    """A stand-in whose micro-batches take a given time."""
-
-    def __init__(self, profile: Profile, numel: int, micro_batch_s: float) -> None:
-        super().__init__(profile, numel=numel)
-        self._micro_batch_s = micro_batch_s
-
-    def micro_batch(self, step: int, index: int, on_final: Callable[[int], None] | None = None) -> None:
-        ends_s = time.perf_counter() + self._micro_batch_s
-        super().micro_batch(step, index, on_final)
-        time.sleep(max(0.0, ends_s - time.perf_counter()))
-
-    def _target(self, step: int, index: int) -> npt.NDArray[np.float32]:
-        return np.ones(1, np.float32)  # its random numbers would take longer than a short micro-batch
 
 
 def of_sync(profile: Profile, workers: int) -> Profile:

@@ -138,10 +138,10 @@ def _build_engine(profile: Profile, threads: int, micro_batch_s: float) -> Engin
     if not micro_batch_s:
         return engine_builder(device="cpu", threads=threads)(profile, WHOLE)
     from p2ptrain.compute.model import model_config, parameter_count
-    from p2ptrain.lab.bench.local import TimedEngine
+    from p2ptrain.lab.stand_in import FastStandIn
 
     numel = parameter_count(model_config(training_spec(profile).model, 256))  # a new model is one of bytes
-    return TimedEngine(profile, numel, micro_batch_s)
+    return FastStandIn(profile, numel=numel, on_micro_batch=lambda step, index: time.sleep(micro_batch_s))
 
 
 @dataclass(slots=True)

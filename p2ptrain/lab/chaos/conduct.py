@@ -562,8 +562,7 @@ class ChaosRun:
     async def _judge(self, recorded: list[InvariantResult], step: int) -> None:
         """Judge the rest, when all processes have ended. ``step``: of the checkpoint that all have."""
         plan, report, observer, history = self._plan, self._report, self._observer, self._history
-        rtt_ms = max(history.joined_rtt_ms.values(), default=0.0)
-        grace_s = 2 * (plan.profile.membership.death_s or beat_defaults(rtt_ms)[1])
+        grace_s = 2 * (plan.profile.membership.death_s or beat_defaults(history.rtt_ms)[1])
         injected_faults = self._faults.done
         lost = [
             event.text

@@ -145,8 +145,7 @@ class ChaosHistory:
     Attributes:
         steps: a repeated row is kept once. events: with their times.
         saved: checkpoints by id, as they were reported first.
-        joined_rtt_ms: the first reported round trip of each worker's connection. Most likely the seed derived the
-            worker's deadlines from it.
+        rtt_ms: the longest reported round trip of a worker's connection, from which the seed derives deadlines.
     """
 
     def __init__(self) -> None:
@@ -154,7 +153,7 @@ class ChaosHistory:
         self.views: list[ObservedView] = []
         self.events: list[tuple[float, EventInfo]] = []
         self.saved: dict[str, CheckpointInfo] = {}
-        self.joined_rtt_ms: dict[tuple[str, float], float] = {}
+        self.rtt_ms = 0.0
         self._step_keys: set[tuple[int, int]] = set()
         self._last_event = 0
 
@@ -177,7 +176,7 @@ class ChaosHistory:
                 self._last_event = record.id
                 self.events.append((now, record))
             case PeerInfo() if record.rtt_ms is not None:
-                self.joined_rtt_ms.setdefault((record.id, record.joined_at), record.rtt_ms)
+                self.rtt_ms = max(self.rtt_ms, record.rtt_ms)
             case CheckpointInfo():
                 self.saved.setdefault(record.id, record)
 

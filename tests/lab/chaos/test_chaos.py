@@ -38,7 +38,7 @@ from p2ptrain.lab.chaos.judge import (
     steps_per_s,
 )
 from p2ptrain.lab.chaos.proxy import Proxy
-from wire.records import EventInfo, JobInfo, MemberScore, MetricRow, PeerInfo
+from wire.records import EventInfo, JobInfo, MemberScore, MetricRow
 
 Command = Callable[..., Any]
 
@@ -239,13 +239,6 @@ def test_views_are_those_of_a_running_ring() -> None:
     for at_s, info in enumerate(reports, start=1):
         history.take(info, float(at_s))
     assert history.views == [ObservedView(1.0, 1, ("a", "b")), ObservedView(4.0, 2, ("a",))]
-
-
-def test_unmeasured_round_trip_is_not_taken_for_none() -> None:
-    history, peer = ChaosHistory(), PeerInfo("a", "a", ["worker"], "cpu", "idle", "", 5.0)
-    for rtt_ms in (None, 80.0, 90.0):
-        history.take(dataclasses.replace(peer, rtt_ms=rtt_ms), 1.0)
-    assert history.joined_rtt_ms == {("a", 5.0): 80.0}
 
 
 # ------------------------------------------------------------------------------------------------------------ attacks
