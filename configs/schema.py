@@ -81,7 +81,12 @@ class Model(Table):
     """Model type as transformers names it: llama, qwen2, qwen3, mistral, gpt2, ...; or lstm, p2ptrain's own, for which
     only hidden_size, layers and tie_embeddings count."""
     path: Text = ""
-    """Directory of a model to train further, on every worker; it sets the sizes. Empty: a new model."""
+    """Directory of a model to train further, on every worker; it sets the sizes. If it has a config.json and no
+    weights, a new model of these sizes begins. Empty: a new model of the sizes below."""
+    tokenizer: Text = ""
+    """Tokenizer of a new model, on every worker: a directory with tokenizer.json and its settings, or the file (of
+    another name: alone, without an end token). `p2ptrain tokenizer train` makes one. Empty: that of model.path, else
+    each byte is a token."""
     hidden_size: int = Field(default=128, ge=8, le=65536)
     """Width of the residual stream; a multiple of heads."""
     layers: int = Field(default=4, ge=1, le=1024)

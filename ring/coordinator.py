@@ -371,8 +371,8 @@ class Coordinator:
             self._out.append(co.SetCorpus(report.corpus))
         if report.corpus != self.corpus:
             difference = f"SHA-256 {report.corpus[:12] or 'none'}, not {self.corpus[:12]}"
-            text = f"its data or its base model differs from the job's ({difference}); give it the files that the job "
-            self._ban(known, text + "started with", "corpus")
+            text = f"its data, tokenizer or base model differs from the job's ({difference}); give it the files "
+            self._ban(known, text + "that the job started with", "corpus")
         elif not self._goes_back or self._answers_restore(known, report):
             known.standing, known.asked = report, None
             if peer_id in self._catch_ups:

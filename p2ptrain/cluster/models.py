@@ -20,6 +20,13 @@ from p2ptrain.core.footprint import LLAMAS, llama_sizes
 from p2ptrain.core.tensor_files import MAX_CONFIG_BYTES, adapter_alone, config_untrusted
 from p2ptrain.core.text_files import find_files
 from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.tokenizer_files import (
+    check_fit,
+    embedding_of,
+    is_without_weights,
+    tokenizer_file,
+    vocabulary_size,
+)
 from ring.planning.workloads import ModelShape
 
 if TYPE_CHECKING:
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
 
 FETCHED = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
 """Files of a model that are read here. Others, such as pickles, are not fetched."""
-BYTES_VOCAB = 256  # the tokens of a new model are bytes (``compute.tokenizer``)
+_BYTES_VOCAB = 256  # the tokens of a new model without a tokenizer are bytes (``compute.tokenizer``)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w][\w.-]{0,95}", re.ASCII)
 _known_shapes = dict[str, ModelShape]()
 
@@ -40,7 +47,9 @@ def resolve_inputs(profile: Profile, *, download: bool = False, quiet: bool = Fa
     and as ``model_directory``."""
     if not profile.data.private:
         find_files(profile.data.path, profile.data.format)
+    tokenizer = Path(profile.model.tokenizer) if profile.model.tokenizer else None
     if not profile.model.path:
+        _vocabulary(profile)
         return profile
     found = model_directory(profile.model.path, download=download, key="model.path", quiet=quiet)
     if is_adapter(found):
@@ -48,6 +57,9 @@ def resolve_inputs(profile: Profile, *, download: bool = False, quiet: bool = Fa
     if not is_model(found):
         text = f"model.path = {profile.model.path!r} holds no model: it has no config.json"
         raise ConfigError(text, remedy="name a directory as save_pretrained writes it")
+    check_fit(found, tokenizer, embedding_of(found))
+    if is_without_weights(found):
+        Console(quiet=quiet).event("info", f"{found} has no weights: a new model of its config.json begins")
     model = profile.model.model_copy(update={"path": str(found)})
     return profile.model_copy(update={"model": model})
 
@@ -118,14 +130,20 @@ def shape_of(profile: Profile, *, quiet: bool = False) -> ModelShape | None:
         ResourceError, StorageError: there is too little memory to measure it, or it cannot be read.
     """
     if not profile.model.path and profile.model.architecture in LLAMAS:
-        sizes = llama_sizes(profile.model, BYTES_VOCAB)
-        return ModelShape.of(sizes, profile.model.hidden_size, profile.model.intermediate_size, BYTES_VOCAB)
+        sizes = llama_sizes(profile.model, vocabulary := _vocabulary(profile))
+        return ModelShape.of(sizes, profile.model.hidden_size, profile.model.intermediate_size, vocabulary)
     if profile.model.path and not is_model(profile.model.path):
         return None
     key = profile.model.model_dump_json()
     if key not in _known_shapes:
         _known_shapes[key] = _measure_apart(profile, quiet=quiet)
     return _known_shapes[key]
+
+
+def _vocabulary(profile: Profile) -> int:
+    """Size of a new model's vocabulary. Raises ``ConfigError``: the tokenizer is not on this machine."""
+    place = profile.model.tokenizer
+    return vocabulary_size(tokenizer_file(Path(place))) if place else _BYTES_VOCAB
 
 
 def shape_if_known(profile: Profile, console: Console) -> ModelShape | None:
@@ -161,7 +179,7 @@ def _measure(profile: Profile) -> ModelShape:
     from p2ptrain.compute.model import model_config
     from roles.worker.build import training_spec
 
-    config = model_config(training_spec(profile).model, 1 if profile.model.path else BYTES_VOCAB)
+    config = model_config(training_spec(profile).model, 1 if profile.model.path else _vocabulary(profile))
     split_check.check_splits(config)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return ModelShape.of(layer_sizes(config), config.hidden_size, inner, config.vocab_size)

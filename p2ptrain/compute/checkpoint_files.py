@@ -117,7 +117,7 @@ class CheckpointPlanner:
         self._names = CheckpointNames.of(recipe, built, merged=bool(merged))
         self._merged = {name: _range(segment.offset, segment.numel, blob=MERGED) for name, segment in merged.items()}
         self._copied = copied_segment(built)
-        base = recipe.spec.model.path
+        base = recipe.base
         stored = TensorTable(base).entries if base is not None else {}
         self._dtypes = {name: entry.dtype for name, entry in stored.items()}
         self._usual_dtype = max(stored.values(), key=lambda entry: entry.size_bytes).dtype if stored else "F32"
@@ -234,7 +234,7 @@ class CheckpointPlanner:
 
     def _small_files(self) -> list[FilePlan]:
         """The files beside the weights: copies of the base's, or those of a new model."""
-        spec, base = self._recipe.spec, self._recipe.spec.model.path
+        spec, base, place = self._recipe.spec, self._recipe.base, self._recipe.spec.model.path
         try:
             with tempfile.TemporaryDirectory() as name:
                 directory = Path(name)
@@ -242,7 +242,7 @@ class CheckpointPlanner:
                     self._outline().save_pretrained(directory, state_dict={})
                 elif self._has_model:
                     shutil.copyfile(base / "config.json", directory / "config.json")
-                if base is not None and (settings := base / "generation_config.json").is_file():
+                if place is not None and (settings := place / "generation_config.json").is_file():
                     shutil.copyfile(settings, directory / "generation_config.json")
                 self._recipe.tokenizer.save(directory, chat=spec.data.format == "chat")
                 paths = sorted(path for path in directory.iterdir() if path.suffix != ".safetensors")

@@ -36,6 +36,7 @@ from transformers.utils.generic import ModelOutput
 from p2ptrain.core.adapters import is_adapter
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import adapter_alone
+from p2ptrain.core.tokenizer_files import is_without_weights
 
 transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -49,11 +50,12 @@ threads share them."""
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The ``[model]`` table, whose values ``configs.schema`` has checked. ``extra``: further fields of the
-    architecture's configuration."""
+    """The ``[model]`` table, whose values ``configs.schema`` has checked. ``tokenizer``: a directory or a file; None:
+    that of ``path``, or bytes. ``extra``: further fields of the architecture's configuration."""
 
     architecture: str = "llama"
     path: Path | None = None
+    tokenizer: Path | None = None
     hidden_size: int = 128
     layers: int = 4
     heads: int = 4
@@ -62,6 +64,11 @@ class ModelSpec:
     context: int = 256
     tie_embeddings: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def base(self) -> Path | None:
+        """The directory with the weights to begin with; None: they are random."""
+        return None if self.path is None or is_without_weights(self.path) else self.path
 
 
 def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
@@ -128,8 +135,8 @@ def build_model(
         ConfigError: see ``model_config``, ``load_model``; or the architecture cannot be initialized here.
     """
     config = config or model_config(spec, vocab_size)
-    if spec.path is not None:
-        model = load_model(spec.path, config=config)
+    if spec.base is not None:
+        model = load_model(spec.base, config=config)
     else:
         remedy = "use another architecture, such as llama, qwen3 or gpt2"
         with DRAWING, torch.random.fork_rng(devices=[]):

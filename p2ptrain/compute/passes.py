@@ -73,7 +73,7 @@ class MicroBatchReader:
 
     def __init__(self, recipe: ModelRecipe, processes: int = 1) -> None:
         self._spec, self._device, self._processes = recipe.spec, recipe.device.torch_device, processes
-        spec = recipe.spec
+        spec, self._tokenizer = recipe.spec, recipe.tokenizer
         self.corpus: Corpus = load_corpus(spec.data, recipe.tokenizer, recipe.config.vocab_size)
         recipe.check_corpus(self.corpus)
         training, sequences = self.corpus.training, spec.micro_batch_sequences
@@ -85,8 +85,10 @@ class MicroBatchReader:
 
     @property
     def digest(self) -> str:
-        """Digest of the text; empty if it is private."""
-        return "" if self._spec.private else self.corpus.digest
+        """Digest of the text. If that is private, of a new model's tokenizer (``model.tokenizer``), else empty."""
+        if self._spec.private:
+            return self._tokenizer.digest if self._spec.model.tokenizer else ""
+        return self.corpus.digest
 
     def begin_step(self, first: int, count: int) -> None:
         self.first, self.count = first, count

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ from p2ptrain.compute.tuning import ALL_OF_IT, Tuning, TuningSpec
 from p2ptrain.compute.update import CLIPPED_FACTOR
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import LOCAL_FACTOR
+from p2ptrain.core.tokenizer_files import check_fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class ModelRecipe:
 
     Attributes:
         config: of the whole model.
+        base: the directory with the weights to begin with; None: they are random.
         part: the layers that this member holds.
         in_flight: micro-batches between forward and backward pass that fit into memory.
 
@@ -115,6 +117,10 @@ class ModelRecipe:
     ) -> None:
         self.spec, self.device, self.shard = spec, device, shard
         self.tokenizer, self.config = tokenizer_and_config(spec.model)
+        self.base = spec.model.base
+        if spec.tuning.rank and self.base is None:
+            text = f"lora.rank = {spec.tuning.rank}: {spec.model.path} has no weights, and LoRA needs a trained model"
+            raise ConfigError(text, remedy="name the directory of one: model.path; or set lora.rank = 0")
         context = getattr(self.config, "max_position_embeddings", None)
         if context is not None and spec.data.sequence_tokens > context:
             raise ConfigError(
@@ -125,7 +131,7 @@ class ModelRecipe:
         self.part: LayerRange = self.stage.check(self.config.num_hidden_layers)
         if not self.stage.is_whole:
             check_splits(self.config)
-        self.tuning = Tuning(self.config, spec.tuning, spec.seed, spec.model.path, bf16=spec.precision == "bf16")
+        self.tuning = Tuning(self.config, spec.tuning, spec.seed, self.base, bf16=spec.precision == "bf16")
         self.in_flight = self._check_memory()
 
     def _check_memory(self) -> int:
@@ -171,7 +177,7 @@ class ModelRecipe:
         ``build_model``, ``build_training_part``, ``assemble_rows``."""
         with self.arithmetic():  # kernel threads start here and inherit that denormals are flushed
             if self.shard is not None:
-                assembly = assemble_rows(self.config, self.shard, self.spec.model.path, self.spec.seed)
+                assembly = assemble_rows(self.config, self.shard, self.base, self.spec.seed)
                 module = assembly.build_module()
                 self._checkpoint_activations(module)
                 bf16, device = self.spec.precision == "bf16", self.device.torch_device
@@ -187,7 +193,7 @@ class ModelRecipe:
             if self.tuning.adapters:
                 return self.tuning.initial({name: tuple(shape) for name, shape in shapes.items()})
             if self.shard is not None:
-                return assemble_rows(self.config, self.shard, self.spec.model.path, self.spec.seed).rows
+                return assemble_rows(self.config, self.shard, self.base, self.spec.seed).rows
             return trained_parameters(self._build_module()[0])
 
     def initial_module(self) -> nn.Module:
@@ -197,14 +203,14 @@ class ModelRecipe:
     @cached_property
     def initial_digest(self) -> bytes:
         """Digest of the whole initial model. See ``stage.initial_digest``."""
-        return initial_digest(self.config, self.spec.model.path, self.spec.seed, self.stage.bounds)
+        return initial_digest(self.config, self.base, self.spec.seed, self.stage.bounds)
 
     def _build_module(self) -> tuple[nn.Module, PartModel | None]:
         spec, names, stage = self.spec, dict[str, str](), None
         if self.stage.is_whole:
             module: Any = build_model(spec.model, self.tokenizer.vocab_size, spec.seed, config=self.config)
         else:
-            stage = build_training_part(self.config, self.part, spec.model.path, spec.seed)
+            stage = build_training_part(self.config, self.part, self.base, spec.seed)
             module, names = stage.module, dict(stage.names)
         self._checkpoint_activations(module)
         self.tuning.prepare(module, names)
@@ -231,5 +237,16 @@ def stage_bounds(model: ModelSpec, stages: int, cuts: Sequence[int] = ()) -> tup
 
 
 def tokenizer_and_config(model: ModelSpec) -> tuple[Tokenizer, PretrainedConfig]:
-    tokenizer = Tokenizer.of_bytes() if model.path is None else Tokenizer.of_directory(model.path)
-    return tokenizer, model_config(model, tokenizer.vocab_size)
+    """Raises ``ConfigError``: as ``model_config``; the tokenizer is not there, or does not fit the model."""
+    if model.path is not None:
+        config = model_config(model, 0)
+        check_fit(model.path, model.tokenizer, getattr(config.get_text_config(), "vocab_size", None))
+    if model.tokenizer is not None:
+        tokenizer = Tokenizer.of_new_model(model.tokenizer)
+    else:
+        tokenizer = Tokenizer.of_bytes() if model.path is None else Tokenizer.of_directory(model.path)
+    if model.path is None:
+        special = {"bos_token_id": tokenizer.begin[:1], "eos_token_id": tokenizer.end[-1:]}
+        model = replace(model, extra={key: ids[0] for key, ids in special.items() if ids} | dict(model.extra))
+        config = model_config(model, tokenizer.vocab_size)
+    return tokenizer, config

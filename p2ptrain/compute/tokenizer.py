@@ -1,4 +1,4 @@
-"""Conversion of text to token ids: byte-level by default, or with a model directory's ``tokenizer.json``.
+"""Conversion of text to token ids: byte-level by default, or with a ``tokenizer.json``.
 
 The byte-level vocabulary is the 256 byte values, id = byte. It needs no file. A checkpoint stores it as an equivalent
 ``tokenizer.json`` (byte-level BPE without merges), which ``AutoTokenizer`` can open.
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from p2ptrain.compute import first_import
 from p2ptrain.core.adapters import file_of
 from p2ptrain.core.errors import ConfigError, StorageError
+from p2ptrain.core.tokenizer_files import TOKENIZER_FILE, tokenizer_file
 
 if TYPE_CHECKING:
     import tokenizers  # imported late at run time, to start faster
@@ -33,7 +34,7 @@ Tokens = npt.NDArray[np.generic]
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER_FILE,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -66,8 +67,8 @@ class Tokenizer:
         vocab_size: all ids are below this number.
         backend: the equivalent tokenizer of the ``tokenizers`` library.
         is_bytes: whether ids are the bytes of a text, and nothing else.
-        directory: the model directory that it came from; None for the byte-level vocabulary made here.
-        library: transformers' tokenizer of the directory.
+        directory: the model directory that it came from; None of a new model.
+        library: transformers' tokenizer; None for the bytes of a new model.
         has_template: whether the directory has a chat template.
         begin, end: ids around a document: what the tokenizer adds to a prompt, so that a model is trained on what it
             will be asked; and the end token in any case, so that the model learns to stop. Empty if it has none.
@@ -104,9 +105,22 @@ class Tokenizer:
     @classmethod
     def of_directory(cls, directory: Path) -> Tokenizer:
         """The vocabulary of a model directory. Raises ``ConfigError``."""
+        path = file_of(directory, TOKENIZER_FILE)
+        library = cls._load(path)
+        return cls(library.backend_tokenizer, path.parent, library)
+
+    @classmethod
+    def of_new_model(cls, place: Path) -> Tokenizer:
+        """That of ``model.tokenizer``: a directory, or a file, whose settings are beside it if its name is that of a
+        directory's. Raises ``ConfigError``."""
+        file = tokenizer_file(place)
+        library = cls._load(file, alone=file.name != TOKENIZER_FILE)
+        return cls(library.backend_tokenizer, None, library)
+
+    @staticmethod
+    def _load(path: Path, *, alone: bool = False) -> Any:
         import tokenizers
 
-        path = file_of(directory, "tokenizer.json")
         remedy = "save the fast tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         with library_errors(f"the tokenizer {path}", remedy):
             document = json.loads(path.read_bytes(), object_hook=_with_whole_table)
@@ -119,8 +133,7 @@ class Tokenizer:
         if any(_growth(step) > _MOST_GROWTH for step in steps if step):
             raise ConfigError(f"the tokenizer {path} makes more than {_MOST_GROWTH} characters of one", remedy=remedy)
         with library_errors(f"the tokenizer {path}", remedy):
-            library = _library(path, is_bytes=document["model"].get("vocab") == _byte_vocabulary())
-            return cls(library.backend_tokenizer, path.parent, library)
+            return _library(path, is_bytes=document["model"].get("vocab") == _byte_vocabulary(), alone=alone)
 
     @cached_property
     def digest(self) -> str:
@@ -165,12 +178,11 @@ class Tokenizer:
 
                 fast: Any = PreTrainedTokenizerFast  # its annotations are partial
                 options = {"clean_up_tokenization_spaces": False, "chat_template": PLAIN_CHAT}
-                fast(tokenizer_object=self.backend, **options).save_pretrained(directory)
-                return
+                (self.library or fast(tokenizer_object=self.backend, **options)).save_pretrained(directory)
             for name in TOKENIZER_FILES:
-                if (self.directory / name).is_file():
+                if self.directory is not None and (self.directory / name).is_file():
                     shutil.copyfile(self.directory / name, directory / name)
-            if chat and not self.has_template:
+            if chat and self.library is not None and not self.has_template:
                 (directory / TEMPLATE_FILE).write_text(PLAIN_CHAT, "utf-8")
         except OSError as error:
             raise StorageError(f"cannot write the tokenizer to {directory}: {error.strerror or error}") from error
@@ -193,9 +205,9 @@ def _settings(directory: Path, *names: str) -> dict[str, Any]:
     return found
 
 
-def _library(path: Path, *, is_bytes: bool) -> Any:
-    """Transformers' tokenizer of a ``tokenizer.json`` and what is beside it; no code there is run."""
-    settings = _settings(path.parent, "special_tokens_map.json", "tokenizer_config.json")
+def _library(path: Path, *, is_bytes: bool, alone: bool) -> Any:
+    """Transformers' tokenizer of a ``tokenizer.json`` and, unless ``alone``, its settings; no code there is run."""
+    settings = {} if alone else _settings(path.parent, "special_tokens_map.json", "tokenizer_config.json")
     for key, value in settings.items():
         if type(value) is int and abs(value) > _MOST_SETTING and "length" not in key:
             raise ValueError(f"{key} = {value} in the settings beside it is more than {_MOST_SETTING}")
@@ -205,6 +217,8 @@ def _library(path: Path, *, is_bytes: bool) -> Any:
 
         transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         fast: Any = transformers.PreTrainedTokenizerFast
+        if alone:
+            return fast(tokenizer_file=str(path), clean_up_tokenization_spaces=False)
         # The class of a family may build the tokenizer anew. That would change what was trained on bytes here.
         if not is_bytes and "auto_map" not in settings:
             from transformers.models.auto.tokenization_auto import AutoTokenizer, tokenizer_class_from_name

@@ -226,7 +226,11 @@ def training_spec(profile: Profile) -> TrainingSpec:
         local = replace(averaged, proximal=profile.federated.proximal, clip_norm=clip_norm, slots=slots(profile))
     freeze_a = profile.job.strategy == "federated" and profile.federated.average == "frozen-a"
     return TrainingSpec(
-        model=replace(fill_from(ModelSpec, model), path=Path(model.path) if model.path else None),
+        model=replace(
+            fill_from(ModelSpec, model),
+            path=Path(model.path) if model.path else None,
+            tokenizer=Path(model.tokenizer) if model.tokenizer else None,
+        ),
         data=fill_from(DataSpec, data),
         optimizer=OptimizerSpec(**profile.optimizer.model_dump()),
         steps=profile.job.steps,

@@ -63,7 +63,7 @@ def test_a_worker_with_other_data_is_released_with_a_remedy_and_not_taken_again(
     desk.ready("a")
     desk.report("b", "ready", corpus="D")
     (release,) = desk.of(co.SendRelease)
-    assert "its data or its base model differs" in release.reason
+    assert "its data, tokenizer or base model differs" in release.reason
     assert "the files that the job started with" in release.reason
     assert desk.kinds() == ["corpus"]
     assert desk.core.refusal("b")

@@ -476,7 +476,7 @@ async def test_a_worker_with_other_data_hears_what_to_do(bench: Bench) -> None:
     await a.beaten()
     b.job = (await b.hear(Assign)).job
     b.report("ready", corpus="decaf")
-    assert "its data or its base model differs" in (await b.hear(Release)).reason
+    assert "its data, tokenizer or base model differs" in (await b.hear(Release)).reason
     assert (await bench.event("corpus"))["level"] == "error"
 
 
