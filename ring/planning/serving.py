@@ -158,29 +158,28 @@ def price_chain(
 
 
 def replace_lost(
-    workload: ServingWorkload, plan: Placement, dead: Collection[str], spares: Iterable[CandidateWorker]
+    workload: ServingWorkload, plan: Placement, lost: Collection[int], spares: Iterable[CandidateWorker]
 ) -> tuple[Placement | None, str]:
-    """``plan`` with the layers of the ``dead`` (peer ids) at other peers, and what changed; None and the reason if that
-    is impossible. Cuts and living stages stay as they are.
+    """``plan`` with the layers of the ``lost`` stages (their numbers) at other peers, and what changed; None and the
+    reason if that is impossible. Cuts and living stages stay as they are.
 
     A spare takes them, or the peer of a living stage that has enough memory: the one that makes the best chain, and a
     spare if both are equal. Several lost stages are replaced one after the other. A peer with two stages needs the time
     of both, and no link to itself.
     """
-    alive = {stage.peer.id: stage.peer for stage in plan.stages if stage.peer.id not in dead}
-    spare = {peer.id: peer for peer in spares if peer.id not in dead and peer.id not in alive}
+    alive = {stage.peer.id: stage.peer for index, stage in enumerate(plan.stages) if index not in lost}
+    spare = {peer.id: peer for peer in spares if peer.id not in alive}
     pricer = ChainPricer(workload, [*(stage.peer for stage in plan.stages), *spare.values()])
     chain = [(stage.peer, stage.start, stage.stop) for stage in plan.stages]
     # Spares first, then by id: the order breaks ties.
     candidates = [*(spare[id] for id in sorted(spare)), *(alive[id] for id in sorted(alive))]
-    changes = []
-    for index, (lost, start, stop) in enumerate(chain):
-        if lost.id not in dead:
-            continue
+    left, changes = set(lost), []
+    for index in sorted(lost):
+        _, start, stop = chain[index]
         trials, obstacles = [], []
         for peer in candidates:
             trial = [*chain[:index], (peer, start, stop), *chain[index + 1 :]]
-            if obstacle := _obstacle(workload, trial, index, dead):
+            if obstacle := _obstacle(workload, trial, index, left):
                 obstacles.append(f"{peer.name} {obstacle}")
             else:
                 trials.append((pricer.price(trial), peer))
@@ -189,12 +188,13 @@ def replace_lost(
             return None, f"no peer can take layers {start} to {stop - 1}: {reasons}"
         plan, peer = min(trials, key=lambda trial: (trial[0].bottleneck_s, trial[0].token_s))
         chain[index] = (peer, start, stop)
+        left.remove(index)
         changes.append(f"{peer.name} takes layers {start} to {stop - 1}")
     return plan, "; ".join(changes) or "no stage of the chain is lost"
 
 
-def _obstacle(workload: ServingWorkload, chain: Sequence[WorkerPart], index: int, dead: Collection[str]) -> str:
-    """Why the peer of a stage cannot hold it; empty if it can."""
+def _obstacle(workload: ServingWorkload, chain: Sequence[WorkerPart], index: int, lost: Collection[int]) -> str:
+    """Why the peer of a stage cannot hold it, whoever takes the ``lost`` ones; empty if it can."""
     peer, start, stop = chain[index]
     need_bytes = sum(workload.need_bytes(*part) for holder, *part in chain if holder.id == peer.id)
     if need_bytes > peer.memory_bytes:
@@ -203,13 +203,11 @@ def _obstacle(workload: ServingWorkload, chain: Sequence[WorkerPart], index: int
         return f"has {human_bytes(left_bytes)} of memory left, the layers need {human_bytes(mine_bytes)}"
     if (workload.client, peer.id) in workload.apart:
         return "cannot be reached by the client"
-    if index and (before := chain[index - 1][0]).id not in dead and (before.id, peer.id) in workload.apart:
+    peers = {at: holder for at, (holder, *_) in enumerate(chain) if at not in lost}
+    before, after = peers.get(index - 1), peers.get(index + 1)
+    if before is not None and (before.id, peer.id) in workload.apart:
         return f"cannot be reached by {before.name}"
-    if (
-        index + 1 < len(chain)
-        and (after := chain[index + 1][0]).id not in dead
-        and (peer.id, after.id) in workload.apart
-    ):
+    if after is not None and (peer.id, after.id) in workload.apart:
         return f"cannot reach {after.name}"
     return ""
 

@@ -22,7 +22,6 @@ from p2ptrain.core.errors import (
     first_error,
 )
 from p2ptrain.core.serving import Sampling, check_positions
-from ring.planning.measurements import CandidateWorker
 from ring.planning.serving import replace_lost
 from roles.background import Background
 from roles.serving import chain_core as ev
@@ -43,7 +42,6 @@ from wire.messages import RefusalCode
 MOST_SESSIONS = 64
 LOOK_S, AGAIN_S = 1.0, 10.0
 """Interval between two looks at the list of workers, and before one that was not reached is dialled again."""
-_NOBODY = "-"  # no peer id begins with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +97,7 @@ class StageChain:
         self._last_number = 0  # of a seat
         self._sessions: set[ChainSession] = set()
         self._about: LoadedPart | None = None  # of any stage: the fields that are equal for all
+        self._vacant: set[int] = set()  # stages whose peer of the plan is lost, or cannot hold them
         self._useless: set[str] = set()  # lost or unusable peers: they get no other stage
         self._filling: dict[int, asyncio.Task[None]] = {}
         self._tasks = Background(self._report_defect)
@@ -189,7 +188,8 @@ class StageChain:
     def recruit(self, peer: WorkerPeer) -> None:
         """Make a worker of the pool that came, came back, or has room now a spare. Fill stages that have no holder."""
         peer_id = peer.worker.peer_id
-        if self._closed or peer.lost or any(stage.peer.id == peer_id for stage in self.plan.stages):
+        holders = {stage.peer.id for index, stage in enumerate(self.plan.stages) if index not in self._vacant}
+        if self._closed or peer.lost or peer_id in holders:
             return
         if self._peer_lost not in peer.on_lost:
             peer.on_lost.append(self._peer_lost)
@@ -281,7 +281,7 @@ class StageChain:
         self._useless.add(seat.peer.worker.peer_id)
         name = seat.peer.name
         self.client.notify("warning", "stage-lost", f"{self._describe(index)} on {name} is lost: {reason}")
-        self._empty(index)
+        self._vacant.add(index)
         for session in list(self._sessions):
             if not seat.peer.lost:
                 seat.peer.ask_later("session.close", {"session": session.id, "index": index}, timeout_s=CLOSE_S)
@@ -333,14 +333,14 @@ class StageChain:
         reasons: list[str] = []
         while True:
             peer = self.pool.peers.get(self.plan.stages[index].peer.id)
-            if peer is None or peer.lost:
+            if index in self._vacant or peer is None or peer.lost:
                 peer = self._successor(index, reasons)
             try:
                 loaded = await self._load_at(index, peer, on_progress)
             except P2PTrainError as problem:
                 reasons.append(problem.message if peer.name in problem.message else f"{peer.name}: {problem.message}")
                 self._useless.add(peer.worker.peer_id)
-                self._empty(index)
+                self._vacant.add(index)
                 continue
             if peer.lost:
                 continue
@@ -351,26 +351,20 @@ class StageChain:
             return
 
     def _successor(self, index: int, reasons: Sequence[str]) -> WorkerPeer:
-        self._empty(index)
+        self._vacant.add(index)
         plan = self.plan
         lost = {id for id, peer in self.pool.peers.items() if peer.lost} | self._useless
         apart = plan.wanted.apart | {(plan.wanted.client, id) for id in lost}
-        empty = {stage.peer.id for stage in plan.stages if stage.peer.id.startswith(_NOBODY)}
         spares = [spare for spare in plan.spares if spare.id not in lost]
-        found, reason = replace_lost(replace(plan.wanted, apart=apart), plan.placement, empty, spares)
+        found, reason = replace_lost(replace(plan.wanted, apart=apart), plan.placement, self._vacant, spares)
         if found is None:
             known = "; ".join([reason, *reasons])
             text = f"no worker can hold {self._describe(index)}: {known}"
             raise ResourceError(text, remedy="start another worker with enough memory: p2ptrain join; then try again")
         self.plan = replace(plan, placement=found)
+        self._vacant.clear()
         self.client.notify("info", "stage-loading", f"{reason}: loading")
         return self.pool.peers[found.stages[index].peer.id]
-
-    def _empty(self, index: int) -> None:
-        stages = list(self.plan.stages)
-        nobody = CandidateWorker(f"{_NOBODY}{index}", stages[index].peer.name, 0)
-        stages[index] = replace(stages[index], peer=nobody)
-        self.plan = replace(self.plan, placement=replace(self.plan.placement, stages=tuple(stages)))
 
     async def _load_at(self, index: int, peer: WorkerPeer, on_progress: OnProgress) -> LoadedPart:
         plan, stage = self.plan, self.plan.stages[index]

@@ -291,7 +291,7 @@ def test_best_possible_worker_takes_the_layers_of_a_lost_stage(batch):
             if is_possible(wanted, chain, dead_at=[holder.id for holder in held].index(dead)):
                 placed = pricer.price(chain)
                 options.append((placed.bottleneck_s, placed.token_s))
-        made, reason = replace_lost(wanted, plan, [dead], spares)
+        made, reason = replace_lost(wanted, plan, [[holder.id for holder in held].index(dead)], spares)
         if not options:
             counted["nobody"] += 1
             assert made is None
