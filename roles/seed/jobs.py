@@ -302,7 +302,7 @@ class JobController:
                 if self.record.held != self.core.held:  # its checkpoints will be of that stage
                     await self._save(held=dict(self.core.held))
                 if (peer := ports.peers.in_job(peer_id, self.id)) is not None:
-                    spec = assigned_spec(self.spec, self.record.cuts, self.record.created_at)
+                    spec = assigned_spec(self.spec, self.profile, self.record.cuts, self.record.created_at)
                     sources = members_dialled_from(
                         peer.host,
                         [
@@ -516,9 +516,10 @@ def offer_to(device: str, peer: JobWorker) -> JobWorker:
     return peer
 
 
-def assigned_spec(spec: str, cuts: Sequence[int], created_at: float) -> str:
-    """The profile for a worker of the job: with its cuts, and with the date of its creation for chat templates."""
-    profile, changes = profile_of(spec), dict[str, Any]()
+def assigned_spec(spec: str, profile: Profile | None, cuts: Sequence[int], created_at: float) -> str:
+    """The profile for a worker of the job: with its cuts, and with the date of its creation for chat templates.
+    ``profile``: as ``profile_of`` reads ``spec``."""
+    changes = dict[str, Any]()
     if profile is None:
         return spec  # the worker says that it cannot read it
     if cuts:

@@ -20,7 +20,6 @@ from ring.token import Flag
 from ring.view import View
 from roles.engine import Engine, Stage
 from roles.snapshots import Snapshots, state_bytes
-from roles.strategies.interface import StageLoad
 from roles.worker.boundary import BoundaryWork, Losses
 from roles.worker.checkpoint_assembler import CheckpointAssembler
 from roles.worker.checkpoint_store import STANDSTILL_S, CheckpointFiles, Checkpointing
@@ -56,10 +55,6 @@ class ActivityRunner(Protocol):
     def contribution_stats(self) -> dict[str, float]:
         """What is shown of this worker's contributions to the job."""
         return {}
-
-    def stage_load(self) -> StageLoad | None:
-        """As ``Work.load``."""
-        return None
 
     def close(self) -> None:
         """Free the memory for the next job."""

@@ -295,6 +295,7 @@ class Reports:
         self._timing: dict[str, float] = {}
         self._validated: tuple[int, float | None] = 0, None  # step and loss
         self._tokens_per_s = 0.0  # of this member's replica, in the newest step
+        self.stage_load: StageLoad | None = None  # as ``Work.load``
         self._fetch: FetchResult | None = None  # result of the last heal
         self._is_done_reported = False
         self.unsaved: Callable[[], str] = str  # as ``Report.unsaved``
@@ -446,7 +447,8 @@ class Reports:
         values |= self._early.spent_privacy()
         self.steps.tell(applied, session.view, session.rank, values)
 
-    def list_held_parts(self, load: StageLoad | None, *, state_bytes: int, limit_bytes: int) -> list[HeldPart]:
+    def list_held_parts(self, *, state_bytes: int, limit_bytes: int) -> list[HeldPart]:
+        load = self.stage_load
         if load is None or self.engine is None:
             return []
         return [

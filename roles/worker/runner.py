@@ -147,8 +147,7 @@ class JobRunner:
         self.state.reports.seed_is_back(follows=self.follower.active, level=self.follower.is_level)
 
     def list_held_parts(self, limit_bytes: int) -> list[HeldPart]:
-        load, state_bytes = self.activity_runner.stage_load(), self.connections.state_bytes
-        return self.state.reports.list_held_parts(load, state_bytes=state_bytes, limit_bytes=limit_bytes)
+        return self.state.reports.list_held_parts(state_bytes=self.connections.state_bytes, limit_bytes=limit_bytes)
 
     async def wait_until_stopped(self) -> None:
         while self.core.running:

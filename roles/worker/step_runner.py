@@ -13,7 +13,6 @@ from ring import member_events as ev
 from ring.session import RingSession
 from ring.token import Token, check_untrusted
 from ring.transaction import Transaction
-from roles.strategies.interface import StageLoad
 from roles.strategies.strategy import Strategy
 from roles.worker.checkpoint_assembler import assembles
 from roles.worker.context import Context
@@ -65,9 +64,6 @@ class StepRunner(ActivityRunner):
             healthy = [message for message, member in zip(messages, view.members, strict=True) if member.healthy]
             state.early.agree_untrusted(healthy, view.step)
 
-    def stage_load(self) -> StageLoad | None:
-        return self._strategy.work.load if self._strategy is not None else None
-
     def carry_out(self, instruction: object) -> None:
         assert isinstance(instruction, ev.RecordStep)
         joined, digests = self._digests
@@ -95,6 +91,7 @@ class StepRunner(ActivityRunner):
             await self._ready_strategy.compute(step, instruction.first, count, patience_s=self._patience_s())
         if step > session.view.step or not clock.unit_us:  # the first one may wait for an aborted micro-batch
             clock.computed(self._context.world.clock.now() - began, count)
+        state.reports.stage_load = self._ready_strategy.work.load
         state.tokens += count * state.engine.data.tokens_per_micro_batch
         return ev.ActivityFinished(instruction.ticket)
 
