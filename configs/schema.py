@@ -205,7 +205,7 @@ class Sharded(Table):
 
 class Local(Table):
     """Strategy 'local' (DiLoCo), for slow links: a step of the job is an outer step. Each of its batch.micro_batches is
-    an AdamW step of one worker on its own copy, so with n workers each takes about 1/n of them. Then the workers
+    a step of one worker's optimizer on its own copy, so with n workers each takes about 1/n of them. Then the workers
     exchange how far they came, and all take one step with Nesterov momentum."""
 
     outer_lr: float = Field(default=0.7, gt=0, le=10)
@@ -221,7 +221,7 @@ class Local(Table):
 
 class Federated(Table):
     """Strategy 'federated': a step of the job is a round. Its batch.micro_batches are shared in proportion to the
-    workers' texts. Each is an AdamW step of one worker on its own copy; then the copies are averaged. With
+    workers' texts. Each is a step of one worker's optimizer on its own copy; then the copies are averaged. With
     data.private = true each worker has its own text, which does not leave it."""
 
     average: Literal["exact", "frozen-a", "naive"] = "exact"
@@ -251,8 +251,7 @@ class Server(Table):
     """Most versions that may be made between a worker's pull and the version with its gradient; with more the gradient
     is refused. 0: for each worker 50 x (median time of all workers for a gradient / its own), from 5 to 500."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Of the server: AdamW, or plain SGD with [optimizer]'s learning rate, weight decay and clipping. With SGD a pull
-    is a third as large, because there are no moments."""
+    """'sgd': as optimizer.name = 'sgd'. A pull is then a third as large, because there are no moments."""
 
 
 class Privacy(Table):
@@ -295,14 +294,24 @@ class Drafter(Table):
 
 
 class Optimizer(Table):
-    """AdamW, with a linear warm-up and then a cosine decay of the learning rate."""
+    """How a gradient changes the weights: the optimizer, with a linear warm-up and then a schedule for its rate. With
+    strategies 'local' and 'federated' the optimizer of the workers' own steps."""
 
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """'adamw'. 'muon': Muon for the matrices of hidden layers, and AdamW for the rest (embeddings, output, norms), with
+    one learning rate; it keeps one array of momentum for a matrix instead of two moments. 'sgd': plain SGD, which keeps
+    nothing."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Learning rate after the warm-up: 'cosine' and 'linear' fall to the last step; 'constant' stays; 'wsd' stays, and
+    falls linearly in the last decay_share of the steps."""
     lr: float = Field(default=3e-3, gt=0, le=10)
     """Highest learning rate, reached after the warm-up."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate of the last step, as a share of lr."""
     warmup_steps: int = Field(default=40, ge=0, le=10**9)
     """Steps in which the learning rate grows from 0 to lr."""
+    decay_share: float = Field(default=0.2, gt=0, le=1)
+    """With schedule 'wsd': the last share of the steps after the warm-up, in which the learning rate falls."""
     weight_decay: float = Field(default=0.1, ge=0, le=10)
     """Decoupled weight decay of matrices (norms and biases have none)."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -311,8 +320,14 @@ class Optimizer(Table):
     """Decay of the mean of the squared gradients."""
     eps: float = Field(default=1e-8, gt=0, le=1)
     """Added to the root of the squared gradients' mean."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Of Muon: decay of its mean of the gradients (with Nesterov's look ahead)."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Longest global gradient (L2 norm); longer ones are scaled down. 0: never."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each target's probability that is spread evenly over the vocabulary, in the training loss."""
+    z_loss: float = Field(default=0.0, ge=0, le=1)
+    """Factor of the squared logarithm of the softmax's denominator, added to the training loss (such as 1e-4)."""
 
 
 class Validation(Table):
@@ -489,6 +504,12 @@ class Profile(Table):
         """Number of parts of the model, stages or shards; 1 if it is not split."""
         return self.sharded.shards if self.job.strategy == "sharded" else max(self.pipeline.stages, 1)
 
+    @property
+    def optimizer_name(self) -> str:
+        """``optimizer.name``, or what ``server.optimizer`` says instead."""
+        of_server = self.job.strategy == "server" and self.server.optimizer == "sgd"
+        return "sgd" if of_server else self.optimizer.name
+
     def value(self, key: str) -> Any:
         """The value of a dotted key, such as ``optimizer.lr``."""
         table, _, name = key.partition(".")
@@ -617,6 +638,10 @@ def _check(profile: Profile) -> None:
             )
     if strategy == "sharded":
         _check_at_most(profile, "sharded.shards", "job.workers", why=": each shard needs a worker")
+        if profile.optimizer.name == "muon":
+            why = "Muon needs whole matrices, and a shard has rows of them"
+            remedy = "optimizer.name = 'adamw', or a model split by layers: job.strategy = 'pipeline'"
+            raise _conflict(profile, "optimizer.name", "job.strategy", why=why, remedy=remedy)
         if profile.device.kind == "mps":
             why = "FSDP2 runs on CPUs and on CUDA"
             raise _conflict(profile, "device.kind", "job.strategy", why=why, remedy="device.kind = 'cpu'")
@@ -664,6 +689,9 @@ def _check_need(profile: Profile, key: str, other: str, allowed: tuple[Any, ...]
 
 
 def _check_server(profile: Profile) -> None:
+    if profile.optimizer_name != profile.optimizer.name and profile.optimizer.name == "muon":
+        why, remedy = "they contradict each other", "leave server.optimizer out"
+        raise _conflict(profile, "server.optimizer", "optimizer.name", why=why, remedy=remedy)
     most, needed = profile.job.workers - 1, max(profile.server.buffer, profile.robust.least)
     if most < needed:
         why = f"this job needs {needed + 1} workers: the server, and those whose gradients make a version"

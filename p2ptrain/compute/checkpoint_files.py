@@ -279,7 +279,10 @@ class CheckpointReader:
         except P2PTrainError as error:
             raise StorageError(f"cannot read the checkpoint {directory}: {error.message}") from error
         if not loaded.keys() >= moments or any(arrays[name].shape != loaded[name].shape for name in loaded):
-            raise StorageError(f"the optimizer's moments in {directory} do not fit this model")
+            raise StorageError(
+                f"the optimizer's arrays in {directory} do not fit this job",
+                remedy="restore it into a job with the same optimizer.name",
+            )
         if weights:
             self._flat.copy_tensors(weights)
         for name, array in loaded.items():

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,18 +156,34 @@ def place_segments(shapes: dict[str, tuple[int, ...]]) -> FlatLayout:
     return FlatLayout(segments, *ends)
 
 
+SCHEDULES: dict[str, Callable[[float, float], float]] = {
+    "cosine": lambda progress, share: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress, share: 1 - progress,
+    "constant": lambda progress, share: 1.0,
+    "wsd": lambda progress, share: min(1.0, (1 - progress) / share),
+}
+"""From (share of the steps after the warm-up that are done, ``decay_share``) to the height of the learning rate: 1 is
+the highest, 0 the lowest. "wsd" stays at the highest, and falls evenly at the end (arXiv 2404.06395)."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """The ``[optimizer]`` table: AdamW (Loshchilov and Hutter, arXiv 1711.05101), linear warm-up, cosine decay."""
+    """The ``[optimizer]`` table, checked by ``configs.schema``. ``name``: a key of ``compute.optimizer.OPTIMIZERS``."""
 
+    name: str = "adamw"
+    schedule: str = "cosine"
     lr: float = 3e-3
     min_lr_ratio: float = 0.1
     warmup_steps: int = 40
+    decay_share: float = 0.2
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    momentum: float = 0.95
     clip_norm: float = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
     def lr_at(self, step: float, steps: int) -> float:
         """Learning rate of step ``step``, counted from 0, of a run of ``steps`` steps. A fraction of a step: that much
@@ -175,7 +191,8 @@ class OptimizerSpec:
         if step < self.warmup_steps and self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         progress = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
-        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+        height = SCHEDULES[self.schedule](progress, self.decay_share)
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * height)
 
     def clip_scale(self, norm: float) -> float:
         """Factor for a gradient of L2 norm ``norm``, as in ``torch.nn.utils.clip_grad_norm_``."""
@@ -191,49 +208,59 @@ class FlatAdamW:
     Args:
         parameters: those to update, shape (numel,); those of ``flat`` if it is None.
         keeps: leave the gradients as they are, which needs a copy of them.
+        matrices: ranges of ``parameters`` to update with weight decay; None: the first section.
 
     Attributes:
-        exp_avg, exp_avg_sq: the two moments, shape (numel,).
+        state: the two moments, ``exp_avg`` and ``exp_avg_sq``, one-dimensional; of the whole model (numel,).
     """
 
     def __init__(
-        self, flat: FlatModel, spec: OptimizerSpec, parameters: Tensor | None = None, *, keeps: bool = True
+        self,
+        flat: FlatModel,
+        spec: OptimizerSpec,
+        parameters: Tensor | None = None,
+        *,
+        keeps: bool = True,
+        matrices: Sequence[slice] | None = None,
     ) -> None:
         parameters = flat.parameters if parameters is None else parameters
-        self.exp_avg = torch.zeros_like(parameters)
-        self.exp_avg_sq = torch.zeros_like(parameters)
         on_cpu = parameters.device.type == "cpu"
         # On a CPU the gradients can be the reduce buffer, which a redo needs unchanged.
         self._clipped = torch.zeros_like(parameters) if keeps and on_cpu else flat.gradients[: flat.numel]
-        self._parameters: list[nn.Parameter] = []
-        groups = []
         cut = flat.decayed_numel
-        for part, decay in ((slice(0, cut), spec.weight_decay), (slice(cut, flat.numel), 0.0)):
-            parameter = nn.Parameter(parameters[part])
-            parameter.grad = self._clipped[part]
-            self._parameters.append(parameter)
-            groups.append({"params": [parameter], "weight_decay": decay})
-        self._adamw = torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
-        for parameter, part in zip(self._parameters, (slice(0, cut), slice(cut, flat.numel)), strict=True):
-            self._adamw.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": self.exp_avg[part],
-                "exp_avg_sq": self.exp_avg_sq[part],
-            }
+        parts = [*([slice(0, cut)] if matrices is None else matrices), slice(cut, flat.numel)]
+        sizes = [part.stop - part.start for part in parts]
+        self.state = {name: parameters.new_zeros(sum(sizes)) for name in ("exp_avg", "exp_avg_sq")}
+        views = [self._updated(parameters[part], self._clipped[part]) for part in parts]
+        groups = [{"params": views[:-1], "decays": True}, {"params": views[-1:], "decays": False}]
+        adamw = torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
+        for view, *moments in zip(views, *(torch.split(array, sizes) for array in self.state.values()), strict=True):
+            step = torch.zeros((), device=parameters.device)
+            adamw.state[view] = {"step": step, **dict(zip(self.state, moments, strict=True))}
+        self._adamw = adamw
+        self._optimizers: list[torch.optim.Optimizer] = [adamw]
 
-    def apply(self, gradients: Tensor, *, step: int, lr: float, scale: float) -> None:
+    @staticmethod
+    def _updated(values: Tensor, gradient: Tensor) -> nn.Parameter:
+        parameter = nn.Parameter(values)
+        parameter.grad = gradient
+        return parameter
+
+    def apply(self, gradients: Tensor, *, step: int, lr: float, scale: float, weight_decay: float) -> None:
         """Make one update with ``scale * gradients`` (numel,), after ``step`` earlier ones. With ``keeps``, on a CPU,
-        ``gradients`` stay unchanged."""
-        for group, parameter in zip(self._adamw.param_groups, self._parameters, strict=True):
-            group["lr"] = lr
-            self._adamw.state[parameter]["step"].fill_(step)
+        ``gradients`` stay unchanged. ``weight_decay``: of matrices."""
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+            group |= {"lr": lr, "weight_decay": weight_decay if group["decays"] else 0.0}
+        for state in self._adamw.state.values():
+            state["step"].fill_(step)
         with one_thread(), flushed_denormals():
             torch.mul(gradients, scale, out=self._clipped)
-            self._adamw.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
 
     def reset(self) -> None:
-        self.exp_avg.zero_()
-        self.exp_avg_sq.zero_()
+        for array in self.state.values():
+            array.zero_()
 
 
 def square_sum(values: npt.NDArray[np.generic]) -> float:

@@ -88,13 +88,21 @@ def mesh_of(group: dist.ProcessGroup, device: str) -> DeviceMesh:
 
 
 def check_shard_memory(
-    config: PretrainedConfig, shard: ShardSpec, device: ComputeDevice, *, micro_batch_tokens: int, layers_kept: bool
+    config: PretrainedConfig,
+    shard: ShardSpec,
+    device: ComputeDevice,
+    *,
+    micro_batch_tokens: int,
+    moments: float,
+    layers_kept: bool,
 ) -> None:
-    """Refuse a shard that does not fit into memory, before it is built. ``layers_kept``: see ``stage.kept_bytes``.
+    """Refuse a shard that does not fit into memory, before it is built. See ``fit_training``.
     Raises ``ResourceError``: it does not fit; the message has the numbers; ``ConfigError``: see ``layer_sizes``."""
     sizes, on_host = layer_sizes(config), device.kind == "cpu" or shard.offload
     kept = kept_bytes(config, micro_batch_tokens, LayerRange(0, sizes.layers, sizes.layers), layers_kept=layers_kept)
-    rows, other = shard_training_bytes(sizes, kept, shards=shard.count, accumulate=shard.accumulate, on_host=on_host)
+    rows, other = shard_training_bytes(
+        sizes, kept, shards=shard.count, accumulate=shard.accumulate, on_host=on_host, moments=moments
+    )
     whole = sizes.weights_bytes(0, sizes.layers)
     what = f"training 1/{shard.count} of {whole / 4e6:.2f} M parameters on {micro_batch_tokens:,} tokens at a time"
     remedy = "sharded.shards higher, sharded.accumulate = false, or device.gradient_checkpointing = true"

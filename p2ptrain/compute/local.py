@@ -1,4 +1,5 @@
-"""DiLoCo (arXiv 2311.08105): every member takes many AdamW steps on its own copy, then all take one outer step.
+"""DiLoCo (arXiv 2311.08105): every member takes many steps on its own copy, then all take one outer step. With Muon
+for the steps on the copies it is MuLoCo (arXiv 2505.23725).
 
 A step is an outer step. Each of its micro-batches is one *inner step* of the member that computes it. The member's
 *pseudo-gradient* is where it began minus where it came to. The members' mean of it, weighted by their inner steps, is
@@ -42,8 +43,9 @@ import torch
 from torch import Tensor, nn
 
 from p2ptrain.compute.device import flushed_denormals, one_thread
-from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, Segment
+from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment
 from p2ptrain.compute.gradients import InnerSteps
+from p2ptrain.compute.optimizer import make_optimizer
 from p2ptrain.compute.tuning import ADAPTER_NAME
 from p2ptrain.compute.update import NO_NOISE, add_noise, clip
 
@@ -87,7 +89,7 @@ class LocalSteps:
     def __init__(self, flat: FlatModel, optimizer: OptimizerSpec, spec: LocalSpec, steps: int) -> None:
         self._flat, self._optimizer, self._spec, self._steps = flat, optimizer, spec, steps
         self._own = torch.empty_like(flat.parameters)
-        self._inner = FlatAdamW(flat, optimizer, self._own, keeps=False)
+        self._inner = make_optimizer(flat, optimizer, self._own, keeps=False)
         self.numel = flat.numel
         self.contribution = torch.zeros(flat.numel + SCALARS, device=flat.parameters.device)
         self.shared = {"momentum": torch.zeros_like(flat.parameters)} if spec.outer_momentum else {}
@@ -117,7 +119,8 @@ class LocalSteps:
             gradients.add_(self._own - self._flat.parameters, alpha=self._spec.proximal)
         norm = self._flat.norm(gradients)
         if math.isfinite(norm):
-            self._inner.apply(gradients, step=self._moments_steps, lr=lr, scale=self._optimizer.clip_scale(norm))
+            scale, decay = self._optimizer.clip_scale(norm), self._optimizer.weight_decay
+            self._inner.apply(gradients, step=self._moments_steps, lr=lr, scale=scale, weight_decay=decay)
             self._moments_steps += 1
         else:  # the guard refuses the step, because its contribution is not finite either
             self._own.fill_(math.nan)

@@ -259,8 +259,14 @@ class Passes:
                 outputs = built.flat.model(input_ids=x, use_cache=False, **placed).logits
         if not self._recipe.part.last:
             return outputs
-        # (B T, vocab); targets of ``NO_TARGET`` do not count
-        return F.cross_entropy(outputs.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
+        logits, targets = outputs.flatten(0, 1).float(), batch.targets.flatten()  # (B T, vocab), (B T,)
+        if not torch.is_grad_enabled():  # a validation
+            return F.cross_entropy(logits, targets, reduction="sum")
+        spec = self._recipe.spec.optimizer
+        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=spec.label_smoothing)
+        if spec.z_loss:  # PaLM, arXiv 2204.02311; targets of ``NO_TARGET`` do not count
+            loss += spec.z_loss * logits[targets != NO_TARGET].logsumexp(-1).square().sum()
+        return loss
 
     def _drop_graphs(self) -> None:
         for flight in self._flights.values():

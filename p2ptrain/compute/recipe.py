@@ -22,7 +22,8 @@ from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, trained_par
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, assemble_rows, check_shard_memory
 from p2ptrain.compute.layout import LayerRange
 from p2ptrain.compute.local import LocalSpec
-from p2ptrain.compute.model import ModelSpec, build_model, model_config
+from p2ptrain.compute.model import ModelSpec, build_model, model_config, outline
+from p2ptrain.compute.optimizer import hidden_matrices
 from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.split_check import check_packs, check_splits
 from p2ptrain.compute.stage import StageSpec, build_training_part, fit_training, initial_digest
@@ -30,7 +31,7 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.tuning import ALL_OF_IT, Tuning, TuningSpec
 from p2ptrain.compute.update import CLIPPED_FACTOR
 from p2ptrain.core.errors import ConfigError
-from p2ptrain.core.footprint import LOCAL_FACTOR
+from p2ptrain.core.footprint import LOCAL_FACTOR, kept_moments
 from p2ptrain.core.tokenizer_files import check_fit
 
 
@@ -49,7 +50,6 @@ class TrainingSpec:
         local: each micro-batch is an inner step (``compute.local``); None: their gradients are summed.
         clip_norm: largest gradient of a micro-batch, which is one sequence (``ClippedGradients``); 0: not clipped. A
             sequence counts once in a step.
-        sgd: without moments, instead of AdamW.
     """
 
     model: ModelSpec
@@ -65,7 +65,6 @@ class TrainingSpec:
     private: bool = False
     local: LocalSpec | None = None
     clip_norm: float = 0.0
-    sgd: bool = False
     tuning: TuningSpec = ALL_OF_IT
     gradient_checkpointing: bool = False
 
@@ -137,8 +136,11 @@ class ModelRecipe:
     def _check_memory(self) -> int:
         """Refuse what does not fit. Returns the micro-batches that may be in flight."""
         spec, tokens, kept = self.spec, self.spec.micro_batch_tokens, not self.spec.gradient_checkpointing
+        moments = kept_moments(spec.optimizer.name, self._hidden_share() if spec.optimizer.name == "muon" else 0.0)
         if self.shard is not None:
-            check_shard_memory(self.config, self.shard, self.device, micro_batch_tokens=tokens, layers_kept=kept)
+            check_shard_memory(
+                self.config, self.shard, self.device, micro_batch_tokens=tokens, moments=moments, layers_kept=kept
+            )
             return self.stage.in_flight
         factor = LOCAL_FACTOR if spec.local else CLIPPED_FACTOR if spec.clip_norm else 1.0
         return fit_training(
@@ -150,8 +152,18 @@ class ModelRecipe:
             exact=spec.exact,
             trained=self.tuning.trained * factor,
             held=self.tuning.held,
+            moments=moments,
             layers_kept=kept,
         )
+
+    def _hidden_share(self) -> float:
+        """Share of the hidden layers' matrices in what trains; of a stage as of the whole model."""
+        if self.spec.tuning != ALL_OF_IT:  # adapters are matrices; what is frozen may be
+            return float(self.spec.tuning.rank > 0)
+        model = outline(self.config)
+        names = hidden_matrices(model)
+        numel = sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
+        return numel / sum(parameter.numel() for parameter in model.parameters())
 
     def check_corpus(self, corpus: Corpus) -> None:
         """Raise ``ConfigError`` if the model cannot keep the conversations of a window apart."""

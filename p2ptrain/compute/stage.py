@@ -23,6 +23,7 @@ from p2ptrain.compute.part import PartAssembly, PartModel
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import (
+    MOMENTS,
     copies,
     head_kept_bytes,
     in_flight_that_fit,
@@ -168,6 +169,7 @@ def fit_training(
     exact: bool = False,
     trained: float = 1.0,
     held: float = 0.0,
+    moments: float = MOMENTS,
     layers_kept: bool = True,
 ) -> int:
     """Refuse a part, or a whole model, whose training does not fit into memory. Call before anything is allocated.
@@ -176,7 +178,7 @@ def fit_training(
     Args:
         most: micro-batches that the schedule can use at a time.
         exact: count an int64 reduce buffer beside the gradients, and its copy on the host.
-        trained, held: see ``core.footprint.copies``.
+        trained, held, moments: see ``core.footprint.copies``.
         layers_kept: see ``kept_bytes``.
 
     Returns:
@@ -192,7 +194,8 @@ def fit_training(
         weights_bytes = 4 * parameter_count(config)
     else:
         weights_bytes = layer_sizes(config).weights_bytes(part.start, part.stop)
-    copies_bytes = int(copies(on_host=device.kind == "cpu", trained=trained, held=held) * weights_bytes)
+    factor = copies(on_host=device.kind == "cpu", trained=trained, held=held, moments=moments)
+    copies_bytes = int(factor * weights_bytes)
     kept = kept_bytes(config, tokens, part, layers_kept=layers_kept)
     inputs = 0 if part.first else activation_bytes(spec.activations, tokens, config.hidden_size)
     buffer_bytes = int(trained * weights_bytes) * (2 if exact else 1)  # the reduce buffer

@@ -34,7 +34,7 @@ from p2ptrain.compute.passes import MicroBatchReader, Passes
 from p2ptrain.compute.process_group import Operations
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe, TrainingSpec
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
-from p2ptrain.compute.update import ClippedGradients, PlainGradients, StepUpdate, SummedGradients
+from p2ptrain.compute.update import ClippedGradients, StepUpdate, SummedGradients
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.training import Applied, Blob, FilePlan, OnFinal, TrainingData
 
@@ -44,8 +44,8 @@ def make_update(spec: TrainingSpec, flat: FlatModel) -> StepUpdate:
     if spec.clip_norm:
         return ClippedGradients(flat, spec.optimizer, spec.steps, spec.micro_batches, spec.clip_norm)
     if spec.local is None:
-        kind = PlainGradients if spec.sgd else SummedGradients
-        return kind(flat, spec.optimizer, spec.steps, unit=UNIT if spec.exact else 1.0, is_weighted=spec.private)
+        unit = UNIT if spec.exact else 1.0
+        return SummedGradients(flat, spec.optimizer, spec.steps, unit=unit, is_weighted=spec.private)
     local_kind = ExactAverage if spec.local.slots else LocalSteps
     update = local_kind(flat, spec.optimizer, spec.local, spec.steps)
     if spec.local.fragments == 1 and not spec.local.overlap:  # else it has inner steps of several steps
@@ -70,7 +70,7 @@ class TrainingState:
         self._is_initial = True
 
     def arrays(self) -> dict[str, Tensor]:
-        """The parameters that train, and what else the update shares, such as AdamW's moments."""
+        """The parameters that train, and what else the update shares, such as the optimizer's moments."""
         return {PARAMETERS: self._built.flat.parameters, **self._update.shared}
 
     def blobs(self) -> list[Blob]:

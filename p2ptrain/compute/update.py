@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from p2ptrain.compute.device import flushed_denormals, one_thread
-from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, square_sum
+from p2ptrain.compute.flat import FlatModel, OptimizerSpec, square_sum
 from p2ptrain.compute.gradients import gaussian
+from p2ptrain.compute.optimizer import make_optimizer
 
 NO_NOISE = (0.0, b"")
 CLIPPED_FACTOR = 1.25
@@ -76,7 +76,7 @@ class StepUpdate(Protocol):
 
 
 class SummedGradients:
-    """Each step is one AdamW update with the gradient of the global batch, which is the sum of all members' gradients.
+    """Each step is one update with the gradient of the global batch, which is the sum of all members' gradients.
 
     Args:
         steps: of the whole run.
@@ -95,11 +95,8 @@ class SummedGradients:
         self._flat, self._spec, self._steps, self._unit = flat, optimizer, steps, unit
         self._is_weighted = is_weighted
         self.contribution, self.numel = flat.gradients, flat.numel
-        self.shared = self._make_moments()
-
-    def _make_moments(self) -> dict[str, Tensor]:
-        self._adamw = FlatAdamW(self._flat, self._spec)
-        return {"exp_avg": self._adamw.exp_avg, "exp_avg_sq": self._adamw.exp_avg_sq}
+        self._optimizer = make_optimizer(flat, optimizer)
+        self.shared = self._optimizer.state
 
     def begin_step(self, step: int, count: int) -> bool:
         self._flat.gradients.zero_()
@@ -121,34 +118,18 @@ class SummedGradients:
     def apply(self, step: int, norm: float) -> tuple[float, float]:
         weight = self._weight(self.contribution)
         lr, norm = self._spec.lr_at(step, self._steps), norm / weight
-        self._take(self.contribution[: self.numel], step, lr, self._spec.clip_scale(norm) * self._unit / weight)
+        scale, decay = self._spec.clip_scale(norm) * self._unit / weight, self._spec.weight_decay
+        self._optimizer.apply(self.contribution[: self.numel], step=step, lr=lr, scale=scale, weight_decay=decay)
         return lr, norm
 
     def _weight(self, summed: Tensor | npt.NDArray[Any]) -> float:
         return float(summed[-2]) if self._is_weighted else 1.0
 
-    def _take(self, gradients: Tensor, step: int, lr: float, scale: float) -> None:
-        self._adamw.apply(gradients, step=step, lr=lr, scale=scale)
-
     def reset(self) -> None:
-        for array in self.shared.values():
-            array.zero_()
+        self._optimizer.reset()
 
     def on_state_replaced(self) -> None:
         """Does nothing: nothing is derived from the state."""
-
-
-class PlainGradients(SummedGradients):
-    """The same with SGD, without moments. The weights of matrices decay as with AdamW."""
-
-    def _make_moments(self) -> dict[str, Tensor]:
-        return {}
-
-    def _take(self, gradients: Tensor, step: int, lr: float, scale: float) -> None:
-        parameters, decayed = self._flat.parameters, self._flat.decayed_numel
-        with one_thread(), flushed_denormals():  # as ``FlatAdamW``
-            parameters[:decayed].mul_(1 - lr * self._spec.weight_decay)
-            torch.add(parameters, gradients, alpha=-lr * scale, out=parameters)
 
 
 class ClippedGradients(SummedGradients):

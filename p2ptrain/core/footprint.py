@@ -2,9 +2,10 @@
 
 Workers check the estimate before they build a part, and the seed uses it for placement.
 
-The compute device holds, per parameter, in fp32 (``compute.flat``): the weight, the gradient and two moments. On a CPU
-the gradient is also the reduce buffer, and clipping makes a copy of it. An accelerator needs no such copy; there the
-reduce buffer is on the host. Each micro-batch in flight needs memory for what its backward pass uses.
+The compute device holds, per parameter, in fp32 (``compute.flat``): the weight, the gradient and what the optimizer
+keeps, such as two moments. On a CPU the gradient is also the reduce buffer, and clipping makes a copy of it. An
+accelerator needs no such copy; there the reduce buffer is on the host. Each micro-batch in flight needs memory for what
+its backward pass uses.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-HOST_COPIES = 5
-DEVICE_COPIES = 4
-"""Arrays of the size of the weights that train on the compute device: on a CPU, on an accelerator."""
+HOST_COPIES = 3
+DEVICE_COPIES = 2
+"""Arrays of the size of the weights that train on the compute device, beside the optimizer's: on a CPU, on an
+accelerator."""
 LOCAL_FACTOR = 1.75
-"""Memory for what trains with ``local``, beside that of summed gradients: 7 arrays instead of 4 or 5."""
+"""Memory for what trains with ``local``, beside that of summed gradients: with AdamW 7 arrays instead of 4 or 5."""
+MOMENTS = 2.0
+"""Arrays that AdamW keeps."""
 BASE_COPIES = {"fp32": 1.0, "bf16": 0.5, "nf4": 0.14}
 """What a frozen weight takes, by ``lora.base``, as a share of fp32. NF4 has 4 bits, and a scale for each 64 weights."""
 GATHERED = 5
@@ -51,10 +55,16 @@ def least_in_flight(schedule: str, micro_batches: int, to_end: int, most: int) -
     return min(most, micro_batches) or (micro_batches if schedule == GPIPE else min(to_end, micro_batches))
 
 
-def copies(*, on_host: bool, trained: float = 1.0, held: float = 0.0) -> float:
+def kept_moments(optimizer: str, hidden: float) -> float:
+    """Arrays of the size of what trains that an optimizer keeps. ``hidden``: share of the matrices of hidden layers in
+    what trains: Muon keeps one array for these, and AdamW's two for the rest."""
+    return {"adamw": MOMENTS, "muon": MOMENTS - hidden, "sgd": 0.0}[optimizer]
+
+
+def copies(*, on_host: bool, trained: float = 1.0, held: float = 0.0, moments: float = MOMENTS) -> float:
     """Copies of the weights, in fp32, on the compute device. ``on_host``: it is a CPU. ``trained``, ``held``: sizes of
-    what trains and of what is frozen, as shares of the weights."""
-    return trained * (HOST_COPIES if on_host else DEVICE_COPIES) + held
+    what trains and of what is frozen, as shares of the weights. ``moments``: see ``kept_moments``."""
+    return trained * ((HOST_COPIES if on_host else DEVICE_COPIES) + moments) + held
 
 
 def part_training_bytes(held_bytes: int, kept_bytes: int, inputs_bytes: int, *, in_flight: int, recompute: bool) -> int:
@@ -71,14 +81,14 @@ def part_training_bytes(held_bytes: int, kept_bytes: int, inputs_bytes: int, *, 
 
 
 def shard_training_bytes(
-    sizes: ModelSizes, kept_bytes: int, *, shards: int, accumulate: bool, on_host: bool
+    sizes: ModelSizes, kept_bytes: int, *, shards: int, accumulate: bool, on_host: bool, moments: float = MOMENTS
 ) -> tuple[int, int]:
     """Bytes for training one of ``shards`` shards: of its rows, and beside them. ``kept_bytes``: for one micro-batch,
     by all layers and the head. ``accumulate``: whole gradients are kept."""
     whole = sizes.weights_bytes(0, sizes.layers)
     largest = max(*sizes.layers_bytes, whole - sum(sizes.layers_bytes))
     return (
-        int(copies(on_host=on_host) * whole / shards),
+        int(copies(on_host=on_host, moments=moments) * whole / shards),
         GATHERED * largest + (whole if accumulate else 0) + kept_bytes,
     )
 

@@ -75,7 +75,6 @@ class TrainingMethod:
     fragments: int = 1
     overlap: bool = False
     buffer: int = 1
-    moments: bool = True
     accumulate: bool = True
     layers_kept: bool = True
 
@@ -159,7 +158,8 @@ class _Step:
         self.method, self.training, self.cluster, self.measured = method, method.training, cluster, measured
         self.members = share_cores(cluster.members)
         self.weights_bytes = self.training.sizes.weights_bytes(0, self.training.layers)
-        self.state_bytes = (3 if method.moments else 1) * method.trained_bytes
+        self.moments = self.training.kept_moments(0, self.training.layers)
+        self.state_bytes = int((1 + self.moments) * method.trained_bytes)
 
     def slowdown(self, member: CandidateWorker) -> float:
         """How many times as long as the measured machine it takes."""
@@ -314,7 +314,12 @@ def _sharded(step: _Step) -> Prediction:
     reduce_s, gathered_s = step.ring_s(ids[::shards], each_bytes)[0], step.ring_s(ids, each_bytes)[1]
     exchange_s = moves * (moved_s + (training.layers + 1) * (shards - 1) * latency_s) + reduce_s + gathered_s
     rows = shard_training_bytes(
-        training.sizes, step.kept_bytes(), shards=shards, accumulate=method.accumulate, on_host=True
+        training.sizes,
+        step.kept_bytes(),
+        shards=shards,
+        accumulate=method.accumulate,
+        on_host=True,
+        moments=step.moments,
     )
     return step.prediction(
         [sum(rows) + step.state_bytes // shards] * len(ids),
@@ -343,7 +348,7 @@ def _pipelined(step: _Step) -> Prediction:
         trained_bytes, at = training.trained_bytes(stage.start, stage.stop), stage.stage
         hop_bytes = training.activation_bytes * (at < last) + training.gradient_bytes * (at > 0)
         sent.append(share * hop_bytes + step.ring_sent_bytes(info.replicas, trained_bytes))
-        needs.append(step.measured.base_bytes + stage.need_bytes + 3 * trained_bytes)
+        needs.append(step.measured.base_bytes + stage.need_bytes + int((1 + step.moments) * trained_bytes))
     times = busy_s + update_s + waits_s, busy_s, update_s, waits_s, waits_s
     return Prediction(step.method, *times, max(needs), max(sent), made)
 

@@ -20,6 +20,7 @@ from p2ptrain.core.footprint import (
     copies,
     head_kept_bytes,
     in_flight_that_fit,
+    kept_moments,
     layer_kept_bytes,
     least_in_flight,
     part_training_bytes,
@@ -82,6 +83,7 @@ class TrainingWorkload:
         schedule, activations, recompute, max_in_flight: see ``[pipeline]`` of a profile.
         cuts: if already chosen; else empty.
         trained, held: see ``core.footprint.copies``.
+        optimizer: its name in the profile.
     """
 
     shape: ModelShape
@@ -97,6 +99,7 @@ class TrainingWorkload:
     cuts: tuple[int, ...] = ()
     trained: float = 1.0
     held: float = 0.0
+    optimizer: str = "adamw"
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -123,8 +126,14 @@ class TrainingWorkload:
 
     def held_bytes(self, start: int, stop: int, *, on_host: bool) -> int:
         """Memory of the weights, gradients and moments of a stage."""
-        factor = copies(on_host=on_host, trained=self.trained, held=self.held)
+        moments = self.kept_moments(start, stop)
+        factor = copies(on_host=on_host, trained=self.trained, held=self.held, moments=moments)
         return int(factor * self.sizes.weights_bytes(start, stop))
+
+    def kept_moments(self, start: int, stop: int) -> float:
+        """Arrays that the optimizer keeps of a stage, see ``core.footprint``. With LoRA only matrices train."""
+        layers_bytes, weights_bytes = sum(self.sizes.layers_bytes[start:stop]), self.sizes.weights_bytes(start, stop)
+        return kept_moments(self.optimizer, 1.0 if self.held else layers_bytes / weights_bytes)
 
     def trained_bytes(self, start: int, stop: int) -> int:
         """Bytes of what trains of a stage's weights; its gradients have as many."""

@@ -160,7 +160,7 @@ def check_island(profile: Profile) -> None:
     """Raise ``ConfigError`` if an island cannot train a job."""
     needed = {
         "job.strategy": ("sync", "local"), "job.exact": (False,), "lora.rank": (0,), "privacy.epsilon": (0,),
-        "local.fragments": (1,),
+        "local.fragments": (1,), "optimizer.name": ("adamw", "sgd"),
     }  # fmt: skip
     for key, allowed in needed.items():
         if (value := profile.value(key)) not in allowed:
@@ -232,7 +232,7 @@ def training_spec(profile: Profile) -> TrainingSpec:
             tokenizer=Path(model.tokenizer) if model.tokenizer else None,
         ),
         data=fill_from(DataSpec, data),
-        optimizer=OptimizerSpec(**profile.optimizer.model_dump()),
+        optimizer=OptimizerSpec(**profile.optimizer.model_dump() | {"name": profile.optimizer_name}),
         steps=profile.job.steps,
         seed=profile.job.seed,
         micro_batches=batch.micro_batches,
@@ -243,7 +243,6 @@ def training_spec(profile: Profile) -> TrainingSpec:
         private=data.private,
         local=local,
         clip_norm=0.0 if local else clip_norm,
-        sgd=profile.job.strategy == "server" and profile.server.optimizer == "sgd",
         tuning=TuningSpec(
             **lora.model_dump() | {"targets": tuple(lora.targets), "freeze": tuple(model.freeze), "freeze_a": freeze_a}
         ),

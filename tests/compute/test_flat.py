@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -38,9 +39,9 @@ def _updated(threads: int, numel: int) -> bytes:
     optimizer = FlatAdamW(flat, OptimizerSpec())
     for step in range(5):
         gradients = torch.randn(flat.numel, generator=generator)
-        optimizer.apply(gradients, step=step, lr=1e-3, scale=0.37)
+        optimizer.apply(gradients, step=step, lr=1e-3, scale=0.37, weight_decay=0.1)
         assert torch.get_num_threads() == threads
-    return b"".join(part.numpy().tobytes() for part in (flat.parameters, optimizer.exp_avg, optimizer.exp_avg_sq))
+    return b"".join(part.numpy().tobytes() for part in (flat.parameters, *optimizer.state.values()))
 
 
 def test_the_update_has_the_same_bits_at_every_thread_count() -> None:
@@ -67,7 +68,7 @@ def test_the_update_is_that_of_adamw_and_leaves_the_gradients() -> None:
             gradient = flat.gradients[segment.offset : segment.offset + size].view(segment.shape)
             plain.get_parameter(segment.name).grad = gradient * 0.25
         kept = flat.gradients.clone()
-        optimizer.apply(flat.gradients[: flat.numel], step=step, lr=lr, scale=0.25)
+        optimizer.apply(flat.gradients[: flat.numel], step=step, lr=lr, scale=0.25, weight_decay=0.3)
         assert torch.equal(flat.gradients, kept), "the redo buffer"
         for group in reference.param_groups:
             group["lr"] = lr
@@ -76,13 +77,22 @@ def test_the_update_is_that_of_adamw_and_leaves_the_gradients() -> None:
         torch.testing.assert_close(parameter, plain.get_parameter(name), rtol=1e-5, atol=1e-7)
 
 
-def test_the_schedule() -> None:
-    spec = OptimizerSpec(lr=1.0, min_lr_ratio=0.1, warmup_steps=4)
-    rates = [spec.lr_at(step, 24) for step in range(30)]
-    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-    assert rates[14] == pytest.approx(0.55)
-    assert rates[24:] == pytest.approx([0.1] * 6)
-    assert all(after < before for before, after in pairwise(rates[4:25]))
+def test_the_schedules() -> None:
+    spec = OptimizerSpec(lr=1.0, min_lr_ratio=0.1, warmup_steps=4, decay_share=0.25)
+    cosine, linear, constant, wsd = (
+        [replace(spec, schedule=name).lr_at(step, 24) for step in range(30)]
+        for name in ("cosine", "linear", "constant", "wsd")
+    )
+    assert cosine[:5] == linear[:5] == constant[:5] == wsd[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert cosine[14] == linear[14] == pytest.approx(0.55)
+    assert cosine[24:] == linear[24:] == wsd[24:] == pytest.approx([0.1] * 6)
+    assert all(after < before for before, after in pairwise(cosine[4:25]))
+    assert [before - after for before, after in pairwise(linear[4:25])] == pytest.approx([0.9 / 20] * 20)
+    assert set(constant[3:]) == set(wsd[3:20]) == {1.0}
+    assert [before - after for before, after in pairwise(wsd[19:25])] == pytest.approx([0.9 / 5] * 5)
+    for step in range(30):  # the formula before there were others, bit for bit
+        done = min(1.0, (step - 4) / 20)
+        assert step < 4 or cosine[step] == 0.1 + (1 - 0.1) * 0.5 * (1 + math.cos(math.pi * done))
     assert OptimizerSpec(lr=1.0, warmup_steps=0).lr_at(0, 1) == 1.0
 
 

@@ -374,9 +374,9 @@ def test_the_loss_and_its_gradient_are_the_mean_over_all_targets_however_a_step_
 def test_members_with_private_text_learn_the_mean_over_the_targets_of_all(tmp_path: Path) -> None:
     """None knows how many the others have. One has short answers, and 3 of 4 micro-batches."""
     texts = [[talk for talk in ONE_EACH if (len(talk[1][1]) < 9) is short] for short in (True, False)]
-    plain = OptimizerSpec(lr=1.0, warmup_steps=0, weight_decay=0.0, clip_norm=0.5)
+    plain = OptimizerSpec("sgd", lr=1.0, warmup_steps=0, weight_decay=0.0, clip_norm=0.5)
     members = [
-        trainer_of(written(tmp_path / f"{number}.jsonl", text), 48, private=True, sgd=True, optimizer=plain)
+        trainer_of(written(tmp_path / f"{number}.jsonl", text), 48, private=True, optimizer=plain)
         for number, text in enumerate(texts)
     ]
     model = build_model(MODEL, 256, seed=3)

@@ -11,7 +11,10 @@ from configs.schema import fields
 from p2ptrain.core.errors import ConfigError
 
 TINY_STEPS = load("tiny", {}, []).profile.job.steps
-LR_KEYS = "[optimizer] has lr, min_lr_ratio, warmup_steps, weight_decay, beta1, beta2, eps, clip_norm"
+LR_KEYS = (
+    "[optimizer] has name, schedule, lr, min_lr_ratio, warmup_steps, decay_share, weight_decay, beta1, beta2, eps, "
+    "momentum, clip_norm, label_smoothing, z_loss"
+)
 TABLES = (
     "the tables are job, model, lora, data, batch, pipeline, sharded, local, federated, server, privacy, optimizer, "
     "validation, checkpoint, device, ring, guard, robust, link, membership, track, drafter"

@@ -146,6 +146,7 @@ BASE = {"path": "base"}
 PAIR = {"layers": 1, "hidden_size": 32, "heads": 2, "kv_heads": 1, "intermediate_size": 48}
 FEDERATED: dict[str, Any] = {"job": {"strategy": "federated"}}
 SHARDED: dict[str, Any] = {"job": {"strategy": "sharded"}}
+SERVER: dict[str, Any] = {"job": {"strategy": "server"}}
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,14 @@ SHARDED: dict[str, Any] = {"job": {"strategy": "sharded"}}
         ),
         ({"job": {"exact": True}, "data": {"private": True}}, "data.private = True, job.exact = True"),
         (SHARDED | {"data": {"private": True}}, "data.private = True, job.strategy = 'sharded': the workers"),
+        (
+            SHARDED | {"optimizer": {"name": "muon"}},
+            "optimizer.name = 'muon', job.strategy = 'sharded': Muon needs whole",
+        ),
+        (
+            SERVER | {"server": {"optimizer": "sgd"}, "optimizer": {"name": "muon"}},
+            "server.optimizer = 'sgd', optimizer.",
+        ),
         (SHARDED | {"sharded": {"shards": 3}}, "sharded.shards = 3 is more than job.workers = 2"),
         (SHARDED | {"batch": {"micro_batches": 1}}, "job.workers = 2 is more than batch.micro_batches = 1"),
         ({"job": {"strategy": "local", "steps": 3}, "local": {"fragments": 4}}, "local.fragments = 4 is more than"),

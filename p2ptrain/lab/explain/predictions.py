@@ -152,7 +152,6 @@ def method_of(profile: Profile, shape: ModelShape, workers: int, settings: Seque
         fragments=fragments,
         overlap=job.strategy == "local" and profile.local.overlap,
         buffer=profile.server.buffer,
-        moments=job.strategy != "server" or profile.server.optimizer == "adamw",
         accumulate=profile.sharded.accumulate,
         layers_kept=not profile.device.gradient_checkpointing,
     )
