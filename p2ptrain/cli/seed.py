@@ -185,7 +185,7 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
                         shown = await stack.enter_async_context(_web(web, seeds[0], bound, near, root, console))
                     _print_ready(console, bound, port, root, tickets, shown, as_json=options.as_json)
                     if tickets:
-                        _warn_of_addresses(console, options.host, bound)
+                        _warn_of_addresses(console, options.host, bound, addresses_for_others())
                     await unless_stopped(stop, _make_first_job(near, options, first_job, console))
                 except P2PTrainError:
                     if not stop.is_set():  # otherwise the seed was stopping, and disconnected us
@@ -269,9 +269,9 @@ async def _make_first_job(
             await create_job(client, label, options.profile, profile, console)
 
 
-def _warn_of_addresses(console: Console, host: str, bound: str) -> None:
+def _warn_of_addresses(console: Console, host: str, bound: str, others: list[str]) -> None:
     """Warn if no other machine can use the ticket, and name the other addresses that one may use."""
-    others, remedy = addresses_for_others(), "see `p2ptrain ticket new --host`"
+    remedy = "see `p2ptrain ticket new --host`"
     if is_loopback(bound) and not is_loopback(host):
         text = f"{host} is {bound} here, which only this machine reaches: restart the seed with --host 0.0.0.0"
         console.event("warning", text)

@@ -59,13 +59,13 @@ class Epochs:
     """Checks that every window is used once per epoch. Takes global batches in order.
 
     Args:
+        sampler: the order of the job's ``windows``.
         step: steps before the first batch. An epoch that began earlier never counts as complete.
     """
 
-    def __init__(self, *, windows: int, seed: int, batch: int, step: int) -> None:
+    def __init__(self, sampler: WindowSampler, *, windows: int, batch: int, step: int) -> None:
         self.complete = self.samples = 0
-        self._windows, self._batch = windows, batch
-        self._sampler = WindowSampler(windows, seed)
+        self._sampler, self._windows, self._batch = sampler, windows, batch
         self._used = np.zeros(windows, np.bool_)
         self._next = step * batch
         self._whole = self._next % windows == 0
@@ -133,7 +133,8 @@ async def _audit_once(
         server=(profile.server.buffer, profile.server.bound) if asynchronous else None,
     )
     batch = profile.batch.micro_batches * profile.batch.micro_batch_sequences
-    epochs = Epochs(windows=windows, seed=profile.job.seed, batch=batch, step=head.base_step) if windows else None
+    sampler = WindowSampler(windows, profile.job.seed) if windows else None
+    epochs = Epochs(sampler, windows=windows, batch=batch, step=head.base_step) if sampler else None
     fault = checks.begin()
     while fault is None and checks.step < head.step:
         before = checks.step

@@ -32,13 +32,10 @@ from roles.seed.store import Records, SeedStore
 from roles.track.writers import KEYS, WRITERS, Point, TrackedRun, Writer, check
 from wire.records import JobInfo, MetricRow, PeerInfo, ServingInfo
 
-EVERY_S = 1.0
 BATCH = 40
 """Most rows that a writer gets at a time. Their values and the figures are less than 1000, MLflow's limit."""
 GAP_S = 30.0
 RETRY_S = 30.0
-LEAVE_S = 1.0
-"""How long a stopping seed waits for its writers."""
 MAX_NODES = 64
 """Members of a job with figures of their own: those with the lowest ranks."""
 _NAMES = {"loss": "train/loss", "val_loss": "val/loss"}
@@ -110,6 +107,7 @@ class TrackerPorts:
         note: (level, kind, text, peer, job) for the event log.
         directory: for all files; ``track.directory`` is in it.
         environ: the environment with the trackers' keys. They are never recorded or logged.
+        every_s: between two looks for new rows. leave_s: how long a stopping seed waits for its writers.
         stopping: set when the seed stops.
     """
 
@@ -121,6 +119,8 @@ class TrackerPorts:
     directory: Path
     environ: Mapping[str, str]
     writers: Mapping[str, Callable[[Track, Mapping[str, str]], Writer]] = field(default_factory=lambda: WRITERS)
+    every_s: float = 1.0
+    leave_s: float = 1.0
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def is_wanted(self, controller: JobController, tracker: str) -> bool:
@@ -166,7 +166,7 @@ class Tracker:
                 await self._end("")
             return RETRY_S
         self._last_warning = ""
-        return EVERY_S
+        return self._ports.every_s
 
     async def _write_some(self) -> bool:
         """Write the next rows. False if there are no more of them now."""
@@ -258,13 +258,13 @@ class Trackers:
                         self._tasks[controller.id, name] = asyncio.create_task(tracker.run(), name="track")
             for key in [key for key, task in self._tasks.items() if task.done()]:
                 self._tasks.pop(key).result()
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(self._ports.every_s)
 
     async def close(self) -> None:
-        """Write what is left, within ``LEAVE_S``. A writer that needs longer goes on from its cursor next time."""
+        """Write what is left, within ``leave_s``. A writer that needs longer goes on from its cursor next time."""
         self._ports.stopping.set()
         if tasks := list(self._tasks.values()):
-            done, late = await asyncio.wait(tasks, timeout=LEAVE_S)
+            done, late = await asyncio.wait(tasks, timeout=self._ports.leave_s)
             for task in late:
                 task.cancel()
             for task in done:

@@ -123,10 +123,12 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def run(*arguments: str, typed: str | None = None) -> Outcome:
+    def run(*arguments: str, typed: str | None = None, stdin: io.TextIOBase | None = None) -> Outcome:
         capsys.readouterr()
         if typed is not None:
-            monkeypatch.setattr(sys, "stdin", _Terminal(typed))
+            stdin = _Terminal(typed)
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", stdin)
         with pytest.raises(SystemExit) as left:
             main(list(arguments))
         for number, handler in handlers.items():
@@ -161,6 +163,13 @@ def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return StrategyTimings(there, [LinkInfo("p0", "p1", 1e-4, 1e10)], jobs)
 
     monkeypatch.setattr("p2ptrain.lab.explain.predictions.measure", measure)
+
+
+@pytest.fixture
+def give_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """From now on this machine has so many MiB for parts of models."""
+    place = "p2ptrain.cluster.local_cluster.part_bytes"
+    return lambda mebibytes: monkeypatch.setattr(place, lambda device: mebibytes << 20)
 
 
 @pytest.fixture

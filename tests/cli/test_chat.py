@@ -8,7 +8,6 @@ import io
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -116,8 +115,7 @@ def chat(command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(text_module, "text_source", source)
         content = "".join(line + "\n" for line in lines)
         stdin = io.TextIOWrapper(io.BytesIO(content.encode())) if piped else Typed(content)
-        monkeypatch.setattr(sys, "stdin", stdin)
-        outcome = command("chat", "-c", str(checkpoint), *options)
+        outcome = command("chat", "-c", str(checkpoint), *options, stdin=stdin)
         assert all(writing.closed for writing in service.writings)
         return outcome, service
 
@@ -236,22 +234,19 @@ def test_over_a_pipe_a_mistake_ends_it(chat: Callable[..., Any]) -> None:
 
 
 def test_a_line_that_does_not_end_is_refused_before_it_is_read_to_its_end(
-    chat: Callable[..., Any], command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    chat: Callable[..., Any], command: Command, checkpoint: Path
 ) -> None:
     chat([], [])
     endless = io.TextIOWrapper(io.BytesIO(b"\0" * (20 << 20)), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", endless)
-    outcome = command("chat", "-c", str(checkpoint))
+    outcome = command("chat", "-c", str(checkpoint), stdin=endless)
     assert (outcome.code, "a line of more than 16 Mi characters" in outcome.err) == (2, True)
     assert endless.read(1) == "\0"
 
 
-def test_what_is_no_text_is_refused(
-    chat: Callable[..., Any], command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_text_is_refused(chat: Callable[..., Any], command: Command, checkpoint: Path) -> None:
     chat([], [])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
-    outcome = command("chat", "-c", str(checkpoint))
+    no_text = io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8")
+    outcome = command("chat", "-c", str(checkpoint), stdin=no_text)
     assert (outcome.code, outcome.err.splitlines()[0]) == (2, "error: standard input is not UTF-8 text")
 
 
@@ -293,8 +288,7 @@ def test_a_model_of_this_machine_answers(command: Command, tmp_path: Path, monke
 
     monkeypatch.setattr(targets, "load_local_engine", load)
     model_text(tmp_path)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\nand now?\n")))
-    outcome = command("chat", "-c", tmp_path, "-n", "12", "--json")
+    outcome = command("chat", "-c", tmp_path, "-n", "12", "--json", stdin=io.StringIO("hello\nand now?\n"))
     assert outcome.code == 0, outcome.err
     first, second = outcome.json["answers"]
     assert first["text"] == text_of(reference("User: hello\nAssistant:", 12)).strip()

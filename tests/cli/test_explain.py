@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def measured(measured_at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def measured(measured_at_once: None, give_parts: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("p2ptrain.cluster.local_cluster.part_bytes", lambda device: 4096 * MIB)
+    give_parts(4096)
 
 
 def test_every_strategy_is_compared_in_every_codec_and_one_is_recommended(command: Command) -> None:

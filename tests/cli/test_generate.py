@@ -112,11 +112,11 @@ def test_several_prompts(command: Command, tmp_path: Path) -> None:
     assert [item["text"] for item in document["texts"]] == [text_of(reference(p, 5)) for p in ("one", "  two", "ü")]
 
 
-def test_prompts_from_standard_input(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_from_standard_input(command: Command, tmp_path: Path) -> None:
     path, asked = _checkpoint(tmp_path, 100), list[str]()
     for arguments in (["-"], ["--prompts", "-"]):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
-        document = command("generate", *arguments, "-c", path, "-n", "2", "--json").json
+        stdin = io.TextIOWrapper(io.BytesIO(b"one\ntwo\n"))
+        document = command("generate", *arguments, "-c", path, "-n", "2", "--json", stdin=stdin).json
         asked += [item["prompt"] for item in document.get("texts", [document])]
     assert asked == ["one\ntwo\n", "one", "two"]
 
@@ -126,7 +126,7 @@ def test_a_pipe_gets_the_text_as_it_is_and_a_terminal_nothing_that_it_would_obey
     monkeypatch: pytest.MonkeyPatch, is_terminal: bool, written: str
 ) -> None:
     stdout = io.TextIOWrapper(io.BytesIO())
-    monkeypatch.setattr(stdout, "isatty", lambda: is_terminal)
+    stdout.isatty = lambda: is_terminal  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdout", stdout)
     write("\x1b[2Jx\u200dy\r\n")
     assert stdout.buffer.getvalue() == written.encode()  # type: ignore[attr-defined]

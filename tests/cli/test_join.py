@@ -188,7 +188,7 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(
 def test_progress_is_rewritten_on_a_terminal_and_rarer_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     for live, shown in ((True, "\r0�\r1�\r2�\r3�\r4�"), (False, "0�\n1�\n2�\n4�\n")):
         monkeypatch.setattr(sys, "stderr", written := io.StringIO())
-        monkeypatch.setattr(written, "isatty", lambda live=live: live)
+        written.isatty = lambda live=live: live  # type: ignore[method-assign]
         times = [0.0, 1.0, 2.0, 3.0, 4.0]
         console = Console(iter(times).__next__)
         for now in times:

@@ -46,13 +46,10 @@ def test_ctrl_c_while_the_first_job_is_made_is_no_failure(
         ("127.0.0.1", "127.0.0.1", [], ""),
     ],
 )
-def test_a_seed_says_where_others_reach_it(
-    monkeypatch: pytest.MonkeyPatch, host: str, bound: str, others: list[str], told: str
-) -> None:
+def test_a_seed_says_where_others_reach_it(host: str, bound: str, others: list[str], told: str) -> None:
     lines: list[str] = []
     console: Any = SimpleNamespace(event=lambda level, text: lines.append(text))
-    monkeypatch.setattr("p2ptrain.cli.seed.addresses_for_others", lambda: others)
-    _warn_of_addresses(console, host, bound)
+    _warn_of_addresses(console, host, bound, others)
     assert len(lines) == bool(told)
     assert told in "".join(lines)
 

@@ -42,7 +42,7 @@ async def test_who_reads_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_said_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for live in (True, False):
         monkeypatch.setattr(sys, "stderr", unread := Unread())
-        monkeypatch.setattr(unread, "isatty", lambda live=live: live)
+        unread.isatty = lambda live=live: live  # type: ignore[method-assign]
         console = Console(lambda: 0.0)
         console.progress("loading")
         console.progress("loaded", last=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.cli.explain import shape_here
 from p2ptrain.cli.placement import describe_plan, describe_prediction
-from p2ptrain.cluster import local_cluster
 from p2ptrain.core.errors import Refused, ResourceError
 from p2ptrain.lab.explain.predictions import equal_members, method_of
 from ring.planning.pipeline import TrainingPlan, plan_pipeline
@@ -103,13 +103,13 @@ def test_a_plan_that_is_none_is_refused(command: Command, fake_seed: Any, answer
 
 
 @pytest.mark.usefixtures("measured_at_once")
-def test_up_divides_this_machine_and_starts_nothing(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_cluster, "part_bytes", lambda device: 128 * MIB)
+def test_up_divides_this_machine_and_starts_nothing(command: Command, give_parts: Callable[[int], None]) -> None:
+    give_parts(128)
     shown = command("up", "--workers", "2", *SPLIT, "--dry-run", "--json").json
     assert [stage["limit_bytes"] for stage in shown["stages"]] == [64 * MIB] * 2
     assert shown["plan"]["tokens_per_s"] > 0
     assert command("up", "--workers", "2", *SPLIT, "--dry-run").out.startswith("STAGE  PEER")
-    monkeypatch.setattr(local_cluster, "part_bytes", lambda device: 8 * MIB)
+    give_parts(8)
     for more in (("--dry-run",), ()):
         outcome = command("up", "--workers", "2", *SPLIT, *more)
         assert (outcome.code, outcome.out) == (ResourceError.exit_code, "")

@@ -255,9 +255,8 @@ def _whole(turns: list[tuple[str, str]]) -> str:
     return "".join(f"{'User' if role == 'user' else 'Assistant'}: {text}\n" for role, text in turns) + "Assistant:"
 
 
-def test_a_conversation_through_a_pipe(command: Command, at: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("what is a ring?\nand a chain?\n"))
-    outcome = command("chat", *at, "-n", "12", "--json")
+def test_a_conversation_through_a_pipe(command: Command, at: list[str]) -> None:
+    outcome = command("chat", *at, "-n", "12", "--json", stdin=io.StringIO("what is a ring?\nand a chain?\n"))
     assert outcome.code == 0, outcome.err
     first, second = outcome.json["answers"]
     assert first["text"] == text_of(reference(_whole([("user", "what is a ring?")]), 12)).strip()
@@ -269,7 +268,7 @@ def test_a_conversation_through_a_pipe(command: Command, at: list[str], monkeypa
 
 
 def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
-    command: Command, at: list[str], verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+    command: Command, at: list[str], verifier: Verifier
 ) -> None:
     """What was said stays, and the question may be asked again: it dials the verifier again."""
     question = "what is a ring?"
@@ -288,8 +287,8 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
             verifier.start()
 
     verifier.target.before = before
-    monkeypatch.setattr(sys, "stdin", Typed([question, question, "/stats", "/quit"], then))
-    outcome = command("chat", *at, "-n", "40", "--no-speculation")
+    typed = Typed([question, question, "/stats", "/quit"], then)
+    outcome = command("chat", *at, "-n", "40", "--no-speculation", stdin=typed)
     assert outcome.code == 0, outcome.err
     asked = _whole([("user", question)])
     partial, whole = (text_of(reference(asked, count)).strip() for count in (29, 40))

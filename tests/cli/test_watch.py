@@ -123,14 +123,13 @@ def test_watch_outlives_the_seed(command: Command, seed: Any) -> None:
     assert command("jobs", "watch", "tiny").code == 3, "it was never there"
 
 
-def test_ctrl_c_ends_only_the_watching(command: Command, seed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def news(self: Seed) -> AsyncIterator[list[Record]]:
+def test_ctrl_c_ends_only_the_watching(command: Command, seed: Any) -> None:
+    async def news() -> AsyncIterator[list[Record]]:
         yield [JOB]
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Seed, "news", news)
-    seed([])
+    seed([]).news = news
     outcome = command("jobs", "watch", "tiny", "--seed", "192.168.1.20")
     assert outcome.code == 130
     assert outcome.err.endswith(
@@ -147,7 +146,7 @@ def test_metrics_are_read_page_by_page(command: Command, fake_seed: Any, monkeyp
         after, limit = request.params["after_step"], request.params["limit"]
         return {"rows": [row for row in rows if row["step"] > after][:limit]}
 
-    monkeypatch.setattr(fake_seed, "answer_for", answer_for)
+    fake_seed.answer_for = answer_for
     monkeypatch.setattr("wire.client.PAGE", 4)
     fake_seed.answers["jobs.show"] = {"job": JOB.to_map(), "spec": "{}"}
     table = list(csv.DictReader(command("jobs", "metrics", "tiny", "--csv").out.splitlines()))

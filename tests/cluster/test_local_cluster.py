@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,13 +168,15 @@ class Seed:
             yield update
 
 
-async def test_a_peer_that_went_away_again_has_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = LocalCluster(tmp_path, 1)
+async def test_a_peer_that_went_away_again_has_not_joined(tmp_path: Path) -> None:
+    class Watched(LocalCluster):
+        def operator(self) -> Any:
+            return nullcontext(seed)
+
+    cluster = Watched(tmp_path, 1)
     cluster._seed = living(tmp_path, "seed")[0][0]
     one, two = (PeerInfo(name, name, ["worker"], "cpu", "idle", "", 0.0) for name in ("one", "two"))
     seed = Seed([one], [replace(one, state="left")], [two])
-
-    monkeypatch.setattr(cluster, "operator", lambda: nullcontext(seed))
     await cluster.wait_until_joined(["one"])
     with pytest.raises(ConnectionLost):
         await cluster.wait_until_joined(["one", "two"])

@@ -34,6 +34,12 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def limit_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """From now on the host has so many bytes of memory left."""
+    return lambda size_bytes: monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: size_bytes)
+
+
+@pytest.fixture
 def make_trainer(text_file: Path) -> Callable[..., Trainer]:
     """``tiny_trainer`` on that text."""
     return partial(tiny_trainer, text_file)

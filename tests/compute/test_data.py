@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,8 +172,10 @@ def test_what_is_not_text(tmp_path: Path, content: bytes, cause: str) -> None:
     assert caught.value.remedy
 
 
-def test_memory_is_checked_before_reading(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 100)
+def test_memory_is_checked_before_reading(
+    tree: Path, limit_host: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_host(100)
     monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("read before the check"))
     with pytest.raises(ResourceError, match=r"the text \(.* B in data.path\) needs .* of memory") as caught:
         load_corpus(spec(tree), BYTES)

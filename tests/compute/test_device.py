@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,15 +20,22 @@ def test_the_cpu_with_a_thread_count() -> None:
     assert pick_device("cpu", 2).label == "cpu (2 threads)"
 
 
-def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert pick_device("auto", 1).kind == "cpu"
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert pick_device("auto", 1).kind == "mps"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+@pytest.fixture
+def accelerators(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What torch finds on this machine: the number of CUDA devices, and whether there is an Apple GPU."""
+    found = SimpleNamespace(cuda=0, mps=False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: found.mps)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found.cuda > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found.cuda)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    return found
+
+
+def test_auto_takes_what_there_is(accelerators: SimpleNamespace) -> None:
+    assert pick_device("auto", 1).kind == "cpu"
+    accelerators.mps = True
+    assert pick_device("auto", 1).kind == "mps"
+    accelerators.cuda = 2
     assert pick_device("auto", 1).label == "cuda:0 GPU 0"
     assert pick_device("cuda:1", 1).torch_device == torch.device("cuda", 1)
     with pytest.raises(UserError, match="2 CUDA devices") as caught:
@@ -35,10 +43,9 @@ def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cuda:0 to cuda:1" in caught.value.remedy
 
 
+@pytest.mark.usefixtures("accelerators")
 @pytest.mark.parametrize("kind", ["cuda", "cuda:1", "mps"])
-def test_a_device_that_is_not_there(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+def test_a_device_that_is_not_there(kind: str) -> None:
     with pytest.raises(UserError) as caught:
         pick_device(kind)
     assert "cpu" in caught.value.remedy

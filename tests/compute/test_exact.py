@@ -7,7 +7,6 @@ import math
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -67,19 +66,11 @@ def test_the_bits_of_a_micro_batch_do_not_depend_on_the_process(make_trainer: Ma
     assert contribution(trainer, 5, 2) == there
 
 
-def test_the_bits_of_a_micro_batch_do_not_depend_on_this_machines_cores(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bits_of_a_micro_batch_do_not_depend_on_this_machines_cores(make_trainer: MakeTrainer) -> None:
     """Kernels are seen to run with the constant number, for tiny ones may not care."""
     trainer = make_trainer(exact=True, device=pick_device("cpu"))
     seen: list[int] = []
-    compute = trainer.pipeline.compute
-
-    def watched(*args: Any) -> torch.Tensor:
-        seen.append(torch.get_num_threads())
-        return compute(*args)
-
-    monkeypatch.setattr(trainer.pipeline, "compute", watched)
+    trainer.built.flat.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
     sums = set()
     for others in (1, 2):
         torch.set_num_threads(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def test_weights_follow_the_distribution_of_their_own_modules() -> None:
             assert torch.equal(ours, theirs), name
 
 
-def test_one_unit_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_unit_is_in_memory_at_a_time(limit_host: Callable[[int], None]) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
     for _, tensor in initial_tensors(ModelLayout(CONFIG, torch.float32), 7):
@@ -73,7 +74,7 @@ def test_one_unit_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
         most = max(most, sum(ref() is not None for ref in alive))
     assert len(alive) > 20
     assert most <= 10, "a layer of llama has nine"
-    monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 1000)
+    limit_host(1000)
     with pytest.raises(ResourceError, match="initializing"):
         next(initial_tensors(ModelLayout(CONFIG, torch.float32), 7))
 

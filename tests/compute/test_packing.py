@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -216,9 +217,9 @@ def test_a_conversation_whose_texts_are_large_together_is_read(tmp_path: Path) -
     assert corpus_of(path, 128).note == "1 of 41 conversations have more than data.sequence_tokens and are cut"
 
 
-def test_memory_for_texts_that_repeat_turns_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_texts_that_repeat_turns_is_checked(tmp_path: Path, limit_host: Callable[[int], None]) -> None:
     path = written(tmp_path / "x.jsonl", [CONVERSATIONS[0]])
-    monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 1 << 30)
+    limit_host(1 << 30)
     with pytest.raises(ResourceError, match="packing 1 texts of conversations"):
         corpus_of(path, 1 << 19)
 

@@ -101,7 +101,7 @@ def test_a_compression_that_is_not_read_is_refused(tmp_path: Path, name: str) ->
     assert caught.value.remedy.endswith(name)
 
 
-def test_hostile_gzip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_gzip(tmp_path: Path, limit_host: Callable[[int], None]) -> None:
     path = tmp_path / "x.jsonl.gz"
     whole = gzip.compress(json.dumps({"text": "word " * 1000}).encode())
     for content in (b"", b"{}", whole[:-9], whole[:20] + b"\xff" * 9 + whole[29:], whole + b"rest"):
@@ -110,7 +110,7 @@ def test_hostile_gzip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             corpus_of(path)
         assert "x.jsonl.gz" in caught.value.message or not content
     path.write_bytes(gzip.compress(bytes(1 << 27)))  # of 0.1 MB
-    monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 1 << 27)
+    limit_host(1 << 27)
     with pytest.raises(ResourceError, match=r"x.jsonl.gz \(48.0 MiB unpacked so far\) needs 144.0 MiB"):
         corpus_of(path)
 

@@ -271,7 +271,7 @@ def test_a_run_that_fails_in_the_middle_leaves_what_was_kept(
     part.close("s")
 
 
-def test_sessions_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_that_cannot_be(loaded: Callable[[str], Loaded], limit_host: Callable[[int], None]) -> None:
     part = loaded("llama-tied")[2][0]
     for positions, sampling, cause in (
         (129, GREEDY, "129 positions are more than the model's context of 128"),
@@ -294,14 +294,14 @@ def test_sessions_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: p
         part.open("one more", positions=1, sampling=GREEDY)
     for name in list(part._sessions):
         part.close(name)
-    monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 8 * part.cache_position_bytes)
+    limit_host(8 * part.cache_position_bytes)
     part.open("s", positions=8, sampling=GREEDY)
     with pytest.raises(ResourceError, match="the cache of a text of 9 tokens"):
         part.open("t", positions=9, sampling=GREEDY)
     part.close("s")
 
 
-def test_parts_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_cannot_be(loaded: Callable[[str], Loaded], limit_host: Callable[[int], None]) -> None:
     directory = loaded("llama-tied")[0]
     config = json.loads((directory / "config.json").read_text())
     names = tuple(TensorTable(directory).entries)
@@ -324,7 +324,7 @@ def test_parts_that_cannot_be(loaded: Callable[[str], Loaded], monkeypatch: pyte
         ServedPartBuilder(spec_of(directory, 0, 2, layers=7), names)
     with pytest.raises(ConfigError, match=r"lack model\.layers\.0\.mlp"):
         ServedPartBuilder(spec_of(directory, 0, 2), [name for name in names if "layers.0.mlp" not in name])
-    monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: 1000)
+    limit_host(1000)
     with pytest.raises(ResourceError, match="a part of 2 of 6 layers"):
         ServedPartBuilder(spec_of(directory, 0, 2), names)
 

@@ -223,14 +223,12 @@ def test_the_files_are_those_of_save_pretrained(make_trainer: MakeTrainer, tmp_p
     assert state_bytes(other) == state_bytes(trainer)
 
 
-def test_a_micro_batch_too_large_for_the_device_is_a_resource_error(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def out_of_memory(**_: object) -> None:
+def test_a_micro_batch_too_large_for_the_device_is_a_resource_error(make_trainer: MakeTrainer) -> None:
+    def out_of_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines")
 
     trainer = make_trainer()
-    monkeypatch.setattr(trainer.built.flat.model, "forward", out_of_memory)
+    trainer.built.flat.model.register_forward_pre_hook(out_of_memory)
     for compute in (lambda: trainer.micro_batch(0, 0), lambda: trainer.validate(0, 1)):
         with pytest.raises(ResourceError, match="Tried to allocate 2 GiB") as caught:
             compute()

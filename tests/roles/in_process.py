@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Profile
-from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.disk import Disk, RealDisk
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.threads import RealThreads, Thread
-from p2ptrain.core.world import LoopClock, Network, World
+from p2ptrain.core.world import LoopClock, Network, Probe, World
 from p2ptrain.lab.stand_in import StandInEngine, strategy_of_stand_ins
 from roles.engine import Engine, Stage
 from roles.member import Identity, MemberOptions, ServingMember, claim
@@ -103,6 +103,20 @@ class ProcessThreads(RealThreads):
         return thread
 
 
+class ScriptedProbe(Probe):
+    """``acts``: name of an event → what takes its facts; name of a point → what takes its value and returns another."""
+
+    def __init__(self, acts: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
+        self.acts = dict(acts or {})
+
+    def event(self, name: str, **facts: Any) -> None:
+        if name in self.acts:
+            self.acts[name](facts)
+
+    def alter(self, point: str, value: Any) -> Any:
+        return self.acts[point](value) if point in self.acts else value
+
+
 class Gate:
     """Stops the workers' computing at each of ``steps`` in turn, until the test lets them on."""
 
@@ -153,6 +167,7 @@ class Cluster:
         self.root = root
         self.tracker_environ = tracker_environ
         self.network = network
+        self.disk: Disk = RealDisk()
         self.encrypted = encrypted
         self.tickets: list[Ticket] = []
         self.seeds: list[Seed] = []  # the last one runs
@@ -162,8 +177,8 @@ class Cluster:
         self._operator: RunMembership | None = None
         self._seed_stop = asyncio.Event()
 
-    def world(self, network: Network | None = None) -> World:
-        return World(LoopClock(), network or self.network, RealDisk(), random.Random(7))
+    def world(self, network: Network | None = None, probe: Probe | None = None) -> World:
+        return World(LoopClock(), network or self.network, self.disk, random.Random(7), probe=probe or Probe())
 
     def ticket(self, role: str) -> Ticket:
         """What an encrypted seed has left for programs of its machine."""
@@ -216,6 +231,7 @@ class Cluster:
         build: Callable[[Profile], Engine] = StandInEngine,
         *,
         slot: int | None = None,
+        probe: Probe | None = None,
         holding: Holding | None = None,
         build_part: Callable[[Profile, Stage], Engine] = lambda profile, stage: StandInEngine(profile, stage=stage),
         strategies: Callable[[Profile], Factory] = strategy_of_stand_ins,
@@ -233,7 +249,7 @@ class Cluster:
 
         async def work() -> None:
             member = await self.member(self.ticket("worker"), identity.peer_id) if self.encrypted else None
-            world = self.world(member.network if member else None)
+            world = self.world(member.network if member else None, probe)
             if isinstance(world.threads, RealThreads):  # else they take virtual time
                 world = replace(world, threads=peer.threads)
             peer.worker = worker = Worker(

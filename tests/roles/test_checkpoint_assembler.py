@@ -215,11 +215,22 @@ async def test_workers_that_come_back_to_other_stages_need_no_network(
         ]
 
 
-async def test_no_room_for_the_whole_is_told_and_ends_nothing(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = RealDisk.free_bytes
-    monkeypatch.setattr(RealDisk, "free_bytes", lambda self, path: free(self, path) if "stage-" in str(path) else 100)
+class FullDisk(RealDisk):
+    """It has no room for whole checkpoints."""
+
+    def free_bytes(self, path: Path) -> int:
+        return super().free_bytes(path) if "stage-" in str(path) else 100
+
+
+class LyingDisk(RealDisk):
+    """It reads zeros in place of the second part's moments."""
+
+    def read_range(self, path: Path, start: int, stop: int) -> bytes:
+        return bytes(stop - start) if path.name.startswith("state-00002") else super().read_range(path, start, stop)
+
+
+async def test_no_room_for_the_whole_is_told_and_ends_nothing(cluster: Cluster) -> None:
+    cluster.disk = FullDisk()
     profile = profile_of()
     job = await cluster.create(profile)
     peers = [cluster.join() for _ in range(2)]
@@ -243,17 +254,8 @@ async def test_a_person_may_go_back_to_a_whole_and_delete_one(cluster: Cluster, 
     assert "step-00000300" not in kept
 
 
-async def test_a_sender_that_lies_is_named_and_nothing_is_left(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = RealDisk.read_range
-    monkeypatch.setattr(
-        RealDisk,
-        "read_range",
-        lambda self, path, start, stop: (
-            bytes(stop - start) if path.name.startswith("state-00002") else read(self, path, start, stop)
-        ),
-    )
+async def test_a_sender_that_lies_is_named_and_nothing_is_left(cluster: Cluster) -> None:
+    cluster.disk = LyingDisk()
     profile = profile_of(checkpoint={"copies": 1})
     job = await cluster.create(profile)
     for _ in range(2):

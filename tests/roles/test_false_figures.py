@@ -6,9 +6,6 @@ A lie is data: what the liar's tokens have in place of the truth.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -18,26 +15,19 @@ from configs.schema import Profile
 from p2ptrain.core.training import OnFinal
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.token import Flag, Token
-from tests.roles.in_process import Cluster, Peer
+from tests.roles.in_process import Cluster, Peer, ScriptedProbe
 from tests.roles.test_cluster import small_profile
 from wire.job_messages import MAX_WINDOWS
 
 STEPS = 12
-LIE: ContextVar[dict[str, Any] | None] = ContextVar("lie", default=None)
-"""Of the tokens of the worker that is started within ``lying``."""
 
 
-@pytest.fixture(autouse=True)
-def lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = Token.encode
-    monkeypatch.setattr(Token, "encode", lambda token: true(replace(token, **(LIE.get() or {}))))
+def lying(lie: dict[str, Any]) -> ScriptedProbe:
+    def change(vote: tuple[bytes, Any]) -> tuple[bytes, Any]:
+        token, check = vote
+        return replace(Token.decode_untrusted(token), **lie).encode(), check
 
-
-@contextmanager
-def lying(lie: dict[str, Any]) -> Iterator[None]:
-    before = LIE.set(lie)
-    yield
-    LIE.reset(before)
+    return ScriptedProbe({"vote": change})
 
 
 class Spoiled(StandInEngine):
@@ -64,8 +54,7 @@ async def ended(cluster: Cluster, lie: dict[str, Any], build: Any = StandInEngin
     """The liar and the honest members of a job that has ended with all its steps."""
     job = await cluster.create(small_profile(job={"workers": 3, "steps": STEPS}))
     honest = [cluster.join() for _ in range(2)]
-    with lying(lie):
-        liar = cluster.join(build)
+    liar = cluster.join(build, probe=lying(lie))
     item = await cluster.job_until(job, done)
     assert (item["state"], item["step"]) == ("done", STEPS), item["reason"]
     rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
@@ -99,8 +88,7 @@ async def test_what_one_member_calls_usual_changes_nothing(cluster: Cluster, lie
 async def test_who_spoils_sums_and_says_otherwise_is_found(cluster: Cluster) -> None:
     job = await cluster.create(small_profile(job={"workers": 3, "steps": STEPS}))
     honest = [cluster.join() for _ in range(2)]
-    with lying({"own": 1.0}):
-        liar = cluster.join(Spoiled)
+    liar = cluster.join(Spoiled, probe=lying({"own": 1.0}))
     item = await cluster.job_until(job, done)
     assert (item["state"], item["step"]) == ("done", STEPS), item["reason"]
     assert is_excluded(liar)

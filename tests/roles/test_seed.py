@@ -31,6 +31,7 @@ from roles.seed.peers import announcement_for, ring_beats
 from roles.seed.run import run_seed
 from roles.seed.store import Records
 from roles.seed_link import is_transient
+from tests.roles.in_process import ScriptedProbe
 from tests.roles.scripted import DEADLINE_S, HOST, ScriptedPeer, lineage_of
 from wire.client import SeedClient
 from wire.connection import Connection
@@ -65,7 +66,7 @@ class Bench:
     """One seed, and whoever a test brings to it."""
 
     def __init__(self, root: Path) -> None:
-        self.network, self.root = MemoryNetwork(), root
+        self.network, self.root, self.probe = MemoryNetwork(), root, ScriptedProbe()
         self.address = (HOST, 0)
         self.stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -74,7 +75,7 @@ class Bench:
     async def start(self) -> None:
         ready: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
         self.stop = asyncio.Event()
-        world = World(LoopClock(), self.network, RealDisk(), random.Random(0))
+        world = World(LoopClock(), self.network, RealDisk(), random.Random(0), probe=self.probe)
         self._task = asyncio.create_task(
             run_seed(world, state_dir=self.root, host=self.address[0], port=self.address[1], name="seed",
                      on_ready=ready.set_result, stop=self.stop)
@@ -320,12 +321,10 @@ async def test_from_offer_to_a_running_view(bench: Bench) -> None:
     assert (peers["b"]["rank"], peers["b"]["share"], peers["b"]["job"]) == (1, 2, created["job"])
 
 
-async def test_a_view_is_in_the_log_when_its_job_is_shown_as_running(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_view_is_in_the_log_when_its_job_is_shown_as_running(bench: Bench) -> None:
     """Both while the store is still writing the view."""
-    written, add_view = threading.Event(), Records.add_view
-    monkeypatch.setattr(Records, "add_view", lambda *args: written.wait(2 * DEADLINE_S) and add_view(*args))
+    written = threading.Event()
+    bench.probe.acts["stored"] = lambda facts: facts["method"] is Records.add_view and written.wait(2 * DEADLINE_S)
     await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
     try:
         async with asyncio.timeout(DEADLINE_S), bench.operator() as client:

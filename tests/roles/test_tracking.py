@@ -21,9 +21,9 @@ from p2ptrain.lab.memory import MemoryNetwork
 from ring.view import View
 from roles.seed import tracking
 from roles.seed.store import JobRecord, Records, SeedStore
-from roles.seed.tracking import BATCH, EVERY_S, GAP_S, MAX_NODES, RETRY_S, Tracker, TrackerPorts, Trackers
+from roles.seed.tracking import BATCH, GAP_S, MAX_NODES, RETRY_S, Tracker, TrackerPorts, Trackers
 from roles.track.writers import Point, TrackedRun, Writer
-from tests.roles.in_process import DEADLINE_S, Cluster
+from tests.roles.in_process import DEADLINE_S, Cluster, ScriptedProbe
 from wire.records import JobInfo, MemberScore, MetricRow, PeerInfo, ServingInfo
 
 KEY = "a-secret-key\tof-forty-characters-0123456"
@@ -82,8 +82,8 @@ class Controller:
 class Desk:
     """A tracker of a job, and the job's records."""
 
-    def __init__(self, store: SeedStore) -> None:
-        self.store, self.now, self.notes = store, 1e9, Notes()
+    def __init__(self, store: SeedStore, probe: ScriptedProbe) -> None:
+        self.store, self.probe, self.now, self.notes = store, probe, 1e9, Notes()
         self.events: list[str] = []
         self.controller = Controller(store)
         peer = PeerInfo("w1", "one", ["worker"], "cpu", "training", "h:1", 1e9, memory_bytes=7)
@@ -99,6 +99,8 @@ class Desk:
             directory=Path("track"),
             environ={"WANDB_API_KEY": KEY},
             writers={"jsonl": lambda track, environ: self.notes},
+            every_s=0.001,
+            leave_s=0.05,
         )
         self.all = Trackers(self.ports)
         self.tracker = self._tracker()
@@ -123,8 +125,9 @@ class Desk:
 
 @pytest.fixture
 async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
-    store = await SeedStore.open(RealDisk(), tmp_path)
-    made = Desk(store)
+    probe = ScriptedProbe()
+    store = await SeedStore.open(RealDisk(), tmp_path, probe=probe)
+    made = Desk(store, probe)
     await store.call(Records.add_job, made.controller.record, "{}")
     await made.view(1, 0)
     yield made
@@ -205,27 +208,24 @@ async def test_a_writer_that_fails_is_reported_once_without_keys_and_gets_the_ro
         "job tiny is not written to jsonl: ValueError: the key (WANDB_API_KEY) is wrong, b'(WANDB_API_KEY)'; the"
     )
     desk.notes.refuses = ""
-    assert await desk.tracker.catch_up() == EVERY_S
+    assert await desk.tracker.catch_up() == desk.ports.every_s
     assert desk.notes.steps == [1, 2]
 
 
-async def test_a_seed_whose_records_cannot_be_written_does_not_go_on(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(records: Records, rows: Sequence[object]) -> None:
-        raise DiskFull("no room")
+async def test_a_seed_whose_records_cannot_be_written_does_not_go_on(desk: Desk) -> None:
+    def fill(stored: dict[str, Any]) -> None:
+        if stored["method"] is Records.add_rows:
+            raise DiskFull("no room")
 
-    monkeypatch.setattr(Records, "add_rows", full)
-    monkeypatch.setattr(tracking, "EVERY_S", 0.0)
+    desk.probe.acts["stored"] = fill
     desk.add(1)
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(DiskFull):
             await desk.all.run()
-    monkeypatch.undo()
+    desk.probe.acts.clear()
 
 
-async def test_a_job_that_is_forgotten_leaves_no_thread(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "EVERY_S", 0.001)
+async def test_a_job_that_is_forgotten_leaves_no_thread(desk: Desk) -> None:
     others = set(threading.enumerate())
     desk.add(1)
     looking = asyncio.create_task(desk.all.run())
@@ -254,10 +254,7 @@ def test_a_batch_is_within_mlflow_s_limit() -> None:
     assert BATCH * len(tracking._COLUMNS) + len(figures) <= 1000
 
 
-async def test_a_writer_that_hangs_holds_few_rows_and_no_stopping_seed(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tracking, "LEAVE_S", 0.05)
+async def test_a_writer_that_hangs_holds_few_rows_and_no_stopping_seed(desk: Desk) -> None:
     desk.notes.go.clear()
     desk.add(*range(1, 2 * BATCH + 2))
     looking = asyncio.create_task(desk.all.run())
@@ -277,7 +274,6 @@ async def test_a_writer_that_hangs_holds_few_rows_and_no_stopping_seed(
 async def test_the_seed_tracks_a_job_and_refuses_one_that_it_cannot_track(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "EVERY_S", 0.01)
     cluster = Cluster(tmp_path, MemoryNetwork(), tracker_environ={})
     await cluster.start_seed()
     try:
@@ -297,6 +293,8 @@ async def test_the_seed_tracks_a_job_and_refuses_one_that_it_cannot_track(
             job = await operator.create_job("a/b", "tiny", spec)
         cluster.join()
         await cluster.job_until(job, lambda info: bool(info["state"] == "done"))
+        await cluster.restart_seed()  # which looks for rows at once
+        await cluster.ask("jobs.list")
     finally:
         await cluster.close()
     lines = (tmp_path / "seed" / "track" / f"a_b-{job}" / "metrics.jsonl").read_text().splitlines()

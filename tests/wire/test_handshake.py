@@ -221,14 +221,13 @@ async def test_member_listens_on_the_usual_port_or_on_any_free_one(network: Netw
 
 
 @in_memory
-async def test_owner_must_decide_in_time(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = Owner()
+async def test_owner_must_decide_in_time(network: Network) -> None:
+    class Slow(Owner):
+        async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+            await asyncio.sleep(60)
+            return WELCOME
 
-    async def hang(hello: Hello, connection: Connection) -> Welcome | Refuse:
-        await asyncio.sleep(60)
-        return WELCOME
-
-    monkeypatch.setattr(owner, "decide", hang)
+    owner = Slow()
     async with owner.listening(network):
         connection = await connect_silently(network, owner)
         connection.send(HELLO)

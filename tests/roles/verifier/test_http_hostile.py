@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,6 +49,17 @@ async def hung_up(writer: asyncio.StreamWriter) -> None:
 
 def posted(body: bytes) -> bytes:
     return request("POST", COMPLETIONS, f"Content-Length: {len(body)}") + body
+
+
+@pytest.fixture
+def hurry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """From now on the server gives no time for what these limits are for."""
+
+    def end(*limits: str) -> None:
+        for name in limits:
+            monkeypatch.setattr(answers if name == "BODY_S" else server, name, 0.0)
+
+    return end
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -227,12 +238,14 @@ async def test_a_malformed_body_is_refused(endpoint: Endpoint, body: bytes) -> N
     assert endpoint.service.wishes == []
 
 
-async def test_a_huge_body_is_not_buffered(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_huge_body_is_not_buffered(
+    endpoint: Endpoint, hurry: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_app, "MOST_BODY_BYTES", 100_000)
     status, headers, body = await endpoint.post(COMPLETIONS, b" " * 1_000_000)
     assert (status, code_of(body), headers["connection"]) == (413, "request_too_large", "close")
     assert (await endpoint.post(COMPLETIONS, ASK + b" " * (100_000 - len(ASK))))[0] == 200
-    monkeypatch.setattr(answers, "BODY_S", 0.0)  # one that goes on for ever is cut off
+    hurry("BODY_S")  # one that goes on for ever is cut off
     assert (await endpoint.raw(request("POST", COMPLETIONS, "Content-Length: 9999999") + b" " * 200_000))[0] == 408
 
 
@@ -276,10 +289,8 @@ async def test_bytes_after_the_answer_end_the_connection(endpoint: Endpoint) -> 
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/models HTTP/1.1\r\nHost: loc"])
-async def test_a_silent_client_is_disconnected(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
-    monkeypatch.setattr(server, "HEADERS_S", 0.0)
+async def test_a_silent_client_is_disconnected(endpoint: Endpoint, hurry: Callable[..., None], sent: bytes) -> None:
+    hurry("HEADERS_S")
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     async with asyncio.timeout(PATIENCE_S):
         writer.write(sent)
@@ -289,12 +300,11 @@ async def test_a_silent_client_is_disconnected(
 
 
 async def test_a_body_that_goes_on_after_the_answer_ends_the_connection(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+    endpoint: Endpoint, hurry: Callable[..., None]
 ) -> None:
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     async with asyncio.timeout(PATIENCE_S):
-        monkeypatch.setattr(server, "HEADERS_S", 0.0)
-        monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.0)
+        hurry("HEADERS_S", "KEEP_ALIVE_S")
         writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\nno more than this")
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 404")
         writer.write(b"but this")  # that it says anything at all does not count
@@ -303,15 +313,14 @@ async def test_a_body_that_goes_on_after_the_answer_ends_the_connection(
         await hung_up(writer)
 
 
-async def test_a_request_that_follows_at_once_has_its_time(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_follows_at_once_has_its_time(endpoint: Endpoint, hurry: Callable[..., None]) -> None:
     held = ScriptedWriting(held_at=0)
     endpoint.service.script = lambda asked: held if asked.sampling.seed == 2 else ScriptedWriting()
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     async with asyncio.timeout(PATIENCE_S):
         writer.write(request("GET", "/health").replace(b"close", b"keep-alive"))
         await reader.readuntil(b"}")
-        monkeypatch.setattr(server, "HEADERS_S", 0.0)
-        monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.0)
+        hurry("HEADERS_S", "KEEP_ALIVE_S")
         first, second = (posted(json.dumps({"model": MODEL, "prompt": "x", "seed": seed}).encode()) for seed in (1, 2))
         writer.write(first.replace(b"close", b"keep-alive") + second)
         await held.waits.wait()
@@ -321,14 +330,14 @@ async def test_a_request_that_follows_at_once_has_its_time(endpoint: Endpoint, m
         await hung_up(writer)
 
 
-async def test_a_missing_body_ends_the_connection(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "BODY_S", 0.0)
+async def test_a_missing_body_ends_the_connection(endpoint: Endpoint, hurry: Callable[..., None]) -> None:
+    hurry("BODY_S")
     status, _, body = await endpoint.raw(request("POST", COMPLETIONS, "Content-Length: 5"))
     assert (status, code_of(body)) == (408, "request_timeout")
 
 
-async def test_a_client_that_does_not_read_is_disconnected(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "SEND_S", 0.0)
+async def test_a_client_that_does_not_read_is_disconnected(endpoint: Endpoint, hurry: Callable[..., None]) -> None:
+    hurry("SEND_S")
     endpoint.service.script = lambda wish: ScriptedWriting(["x" * (1 << 20)] * 64)
     _, writer = await asyncio.open_connection(endpoint.host, endpoint.port, limit=1)
     async with asyncio.timeout(PATIENCE_S):

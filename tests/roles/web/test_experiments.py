@@ -63,7 +63,7 @@ async def test_an_experiment_runs_is_analyzed_and_goes_on_after_a_restart(
             states.append({name: info.state for name, info in later.infos.items()})
             await carry_out(results)
 
-        monkeypatch.setattr(later, "_carry_out", noted)
+        later._carry_out = noted  # type: ignore[method-assign]
         async with later.serving():
             await done(later)
         assert states == [{"small": "interrupted", "whole": "done"}], "all are listed before one goes on"
