@@ -42,12 +42,12 @@ def reduce_(member: Member, generation: int, *, stop: bool = False) -> None:
     member.handle(ev.StepReduced(activity.ticket, member.buffer, 1.5, stop=stop))
 
 
-def voting(member: Member) -> ev.Vote:
+def voting(member: Member, *, stop: bool = False) -> ev.Vote:
     """Bring it to the vote on the first step of a view with another member."""
     member.handle(ev.ViewArrived(view(1, ["a", "b"])))
     member.finish()
     member.finish()
-    reduce_(member, 1)
+    reduce_(member, 1, stop=stop)
     vote = member.activity
     assert isinstance(vote, ev.Vote)
     return vote
@@ -87,10 +87,7 @@ def test_a_state_that_is_given_up_is_not_trained_on_nor_given_until_another_is_l
 @pytest.mark.parametrize("same", [True, False])
 def test_only_the_very_step_that_was_committed_is_redone(same: bool) -> None:
     member = alone()
-    member.handle(ev.ViewArrived(view(1, ["a", "b"])))
-    member.finish()
-    member.finish()
-    reduce_(member, 1)
+    voting(member)
     member.handle(ev.ViewBroken(1, "b", "died"))
     assert (member.said[-1].applied, member.said[-1].prepared) == (0, 1)
     committed = next_lineage(ORIGIN, digest_of(1 if same else 2, 0))
@@ -235,12 +232,7 @@ def test_the_last_step_is_not_done_before_it_is_confirmed() -> None:
 @pytest.mark.parametrize("all_say_so", [True, False])
 def test_the_job_ends_where_all_members_say_that_it_ends(all_say_so: bool) -> None:
     member = alone(9)
-    member.handle(ev.ViewArrived(view(1, ["a", "b"])))
-    member.finish()
-    member.finish()
-    reduce_(member, 1, stop=True)
-    vote = member.activity
-    assert isinstance(vote, ev.Vote)
+    vote = voting(member, stop=True)
     other = replace(Token.decode_untrusted(vote.token), flags=Flag.STOP if all_say_so else Flag(0))
     member.handle(ev.TokensGathered(vote.ticket, (vote.token, other.encode())))
     member.finish()
@@ -276,10 +268,7 @@ def test_checkpoints_follow_the_calendar() -> None:
 
 def test_a_step_whose_norm_nobody_knows_is_not_redone() -> None:
     member = alone()
-    member.handle(ev.ViewArrived(view(1, ["a", "b"])))
-    member.finish()
-    member.finish()
-    reduce_(member, 1)
+    voting(member)
     member.handle(ev.ViewBroken(1, "b", "died"))
     committed = next_lineage(ORIGIN, digest_of(1, 0))
     unknown = replace(view(2, ["a", "c"], step=1, lineage=committed, healthy={"c"}), square_sum=0.0)

@@ -24,20 +24,20 @@ FOUND = {
     "result": (0, "result saved"),
     "term": (3, "generations grow"),
     "adopt": (2, "restored keeps"),
-    "turned": (4, "goes on"),
+    "turned": (23, "goes on"),
     "check": (18, "goes on"),
     "hang": (9, "goes on"),
     # With a split model.
-    "stage": (2, "same bits"),
+    "stage": (8, "same bits"),
     "back": (15, "no further back"),
-    "files": (14, "no further back"),
+    "files": (15, "no further back"),
     "joined": (23, "same bits"),
     "alike": (5, "progress"),
     # With the strategy 'server'.
     "bound": (19, "versions"),
     "weight": (2, "versions"),
     "numbers": (21, "versions"),
-    "lost": (146, "nothing saved is taken back"),
+    "lost": (6, "nothing saved is taken back"),
 }
 WITHIN = 60
 """Schedules within which each of them is found, from any number on; searched where the product has moved on."""

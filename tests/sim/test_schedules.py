@@ -1,4 +1,7 @@
-"""Whole clusters under seeded faults: nothing may be violated, and the same number must be the same run."""
+"""Whole clusters under seeded faults: nothing may be violated, and the same number must be the same run.
+
+`P2PTRAIN_SIM_SEED` is the number of a batch's first schedule, `P2PTRAIN_SIM_RUNS` how many it has.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -17,14 +22,28 @@ from p2ptrain.lab.sim.mutations import PRIVATE as MUTATIONS_OF_PRIVATE
 from p2ptrain.lab.sim.run import PRIVATE, _to_the_end, replay, run_batch, run_schedule
 from ring.job_member import MemberPhase
 
+FIRST = int(os.environ.get("P2PTRAIN_SIM_SEED", "1"))
 RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "6"))
 
 
-def test_a_batch_violates_nothing(first: int) -> None:
-    summary = run_batch(range(first, first + RUNS))
-    assert not summary.violations, "\n".join(f"{v.text}\n  → {replay(v)}" for v in summary.violations)
-    assert summary.steps > RUNS
-    assert all(summary.checks[name] for name in ("same bits", "exactly once", "no fork"))
+def clean(numbers: Sequence[int], **options: Any) -> Counter[str]:
+    """Run schedules that must violate nothing. Returns how often each invariant was checked."""
+    summary = run_batch(numbers, **options)
+    told = [f"{verdict.text}\n  → {replay(verdict, **options)}" for verdict in summary.violations]
+    assert not told, "\n".join(told)
+    assert summary.steps > len(numbers)
+    return summary.checks
+
+
+def test_a_batch_violates_nothing() -> None:
+    checks = clean(range(FIRST, FIRST + RUNS))
+    assert all(checks[name] for name in ("same bits", "exactly once", "no fork"))
+
+
+@pytest.mark.parametrize(("stages", "peers"), [(2, 2), (2, 4), (3, 5)])  # a replica, two replicas, a replica and spares
+def test_parts_of_every_state_of_a_split_model_fit_together(stages: int, peers: int) -> None:
+    checks = clean(range(FIRST, FIRST + RUNS // 3), peers=peers, stages=stages)
+    assert all(checks[name] for name in ("same bits", "exactly once", "no fork", "ledger", "one cut"))
 
 
 @pytest.mark.parametrize(
@@ -35,26 +54,17 @@ def test_a_batch_violates_nothing(first: int) -> None:
         ("server", "versions"),  # with buffers of 1 and 2, bounds adaptive and fixed
     ],
 )
-def test_strategy_with_own_copies_violates_nothing(first: int, strategy: str, check: str) -> None:
-    summary = run_batch(range(first, first + 4), strategy=strategy)
-    assert not summary.violations, "\n".join(
-        f"{v.text}\n  → {replay(v, strategy=strategy)}" for v in summary.violations
-    )
-    assert summary.checks[check] > 4
+def test_strategy_with_own_copies_violates_nothing(strategy: str, check: str) -> None:
+    assert clean(range(FIRST, FIRST + 4), strategy=strategy)[check] > 4
 
 
-def test_a_robust_rule_leaves_out_the_attacker_in_every_step(first: int) -> None:
-    summary = run_batch([first], rule="multi_krum")
-    assert not summary.violations, "\n".join(
-        f"{v.text}\n  → {replay(v, rule='multi_krum')}" for v in summary.violations
-    )
-    assert summary.checks["attacker excluded"] > 4
+def test_a_robust_rule_leaves_out_the_attacker_in_every_step() -> None:
+    assert clean([FIRST], rule="multi_krum")["attacker excluded"] > 4
 
 
-def test_a_private_job_counts_each_release_and_uses_no_noise_or_mask_twice(first: int) -> None:
-    summary = run_batch(range(first, first + 2), strategy=PRIVATE)
-    assert not summary.violations, "\n".join(f"{v.text}\n  → {replay(v, strategy=PRIVATE)}" for v in summary.violations)
-    assert summary.checks["used once"] > summary.checks["privacy counted"] > 20
+def test_a_private_job_counts_each_release_and_uses_no_noise_or_mask_twice() -> None:
+    checks = clean(range(FIRST, FIRST + 2), strategy=PRIVATE)
+    assert checks["used once"] > checks["privacy counted"] > 20
 
 
 @pytest.mark.parametrize(("safeguard", "number"), [("agree", 4), ("count", 14)])
