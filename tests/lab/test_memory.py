@@ -9,16 +9,7 @@ import pytest
 from p2ptrain.core.errors import Unreachable, UserError
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
-from tests.wire.doubles import Recorder, on_virtual_time
-
-
-async def pair(dialling: Network, listening: Network, host: str = "b") -> tuple[Recorder, Recorder]:
-    dialler, acceptor = Recorder(), Recorder()
-    listener = await listening.listen("0.0.0.0", 0, lambda: acceptor)
-    await dialling.connect(host, listener.address[1], lambda: dialler, timeout_s=5)
-    await acceptor.until(lambda: bool(acceptor.events))
-    await listener.close()
-    return dialler, acceptor
+from tests.wire.doubles import Recorder, connect_hosts, on_virtual_time
 
 
 async def unreachable(network: Network, host: str, port: int, *, timeout_s: float = 5.0) -> str:
@@ -30,7 +21,7 @@ async def unreachable(network: Network, host: str, port: int, *, timeout_s: floa
 @on_virtual_time
 async def test_hosts_are_told_apart_by_name() -> None:
     a, b = (hub := MemoryNetwork()).at("a"), hub.at("b")
-    dialler, acceptor = await pair(a, b)
+    dialler, acceptor = await connect_hosts(a, b)
     assert dialler.transport.get_extra_info("sockname")[0] == "a"
     assert acceptor.transport.get_extra_info("peername")[0] == "a"
     assert dialler.transport.get_extra_info("peername")[0] == "b"
@@ -49,7 +40,7 @@ async def test_hosts_are_told_apart_by_name() -> None:
 @on_virtual_time
 async def test_the_default_host_is_found_under_any_name() -> None:
     network = MemoryNetwork()
-    await pair(network, network, host="whatever")
+    await connect_hosts(network, network, host="whatever")
     listener = await network.listen("seed.example", 1, Recorder)
     await network.connect("seed.example", 1, Recorder, timeout_s=5)
     assert "refused" in await unreachable(network, "other.example", 1)
@@ -61,8 +52,8 @@ async def test_the_default_host_is_found_under_any_name() -> None:
 async def test_a_cut_resets_both_ends_and_refuses_until_mended() -> None:
     hub = MemoryNetwork()
     a, b, c = hub.at("a"), hub.at("b"), hub.at("c")
-    dialler, acceptor = await pair(a, b)
-    bystander, _ = await pair(c, b)
+    dialler, acceptor = await connect_hosts(a, b)
+    bystander, _ = await connect_hosts(c, b)
     await b.listen("b", 1, Recorder)
     dialler.transport.write(bytes(1000))
     hub.cut("b", "a")
@@ -81,9 +72,9 @@ async def test_silence_holds_everything_back_until_mended() -> None:
     hub = MemoryNetwork()
     a, b = hub.at("a"), hub.at("b")
     listener = await b.listen("b", 1, Recorder)
-    talker, listener_end = await pair(a, b)
-    leaver, left = await pair(a, b)
-    breaker, broken = await pair(a, b)
+    talker, listener_end = await connect_hosts(a, b)
+    leaver, left = await connect_hosts(a, b)
+    breaker, broken = await connect_hosts(a, b)
     hub.silence("a", "b")
     talker.transport.write(b"anyone?")
     leaver.transport.close()
@@ -107,7 +98,7 @@ async def test_silence_holds_everything_back_until_mended() -> None:
 @on_virtual_time
 async def test_a_reset_is_noticed_by_who_reads_or_writes_only() -> None:
     network = MemoryNetwork()
-    aborted, asleep = await pair(network, network)
+    aborted, asleep = await connect_hosts(network, network)
     asleep.transport.pause_reading()
     aborted.transport.abort()
     await asyncio.sleep(10)

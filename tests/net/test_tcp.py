@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import uvloop
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.world import Network
 from tests.wire import doubles
-from tests.wire.doubles import Recorder, on_every_stage
+from tests.wire.doubles import Recorder, connected, on_every_stage
 from wire.transport import SocketListener, TcpNetwork, cannot_listen, every_interface, unreachable
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -32,32 +32,10 @@ def addresses_here() -> list[str]:
     return ["127.0.0.1", "localhost"]
 
 
-@contextlib.asynccontextmanager
-async def connection(network: Network, host: str = "127.0.0.1") -> AsyncIterator[tuple[Recorder, Recorder]]:
-    accepted: asyncio.Queue[Recorder] = asyncio.Queue()
-
-    def factory() -> Recorder:
-        accepted.put_nowait(acceptor := Recorder())
-        return acceptor
-
-    dialler = Recorder()
-    listener = await network.listen(host, 0, factory)
-    await network.connect(host, listener.address[1], lambda: dialler, timeout_s=5)
-    acceptor = await accepted.get()
-    await acceptor.until(lambda: bool(acceptor.events))
-    try:
-        yield dialler, acceptor
-    finally:
-        for end in (dialler, acceptor):
-            end.transport.abort()
-            await end.until_lost()
-        await listener.close()
-
-
 @pytest.mark.parametrize("host", addresses_here())
 @on_every_stage
 async def test_every_kind_of_address_carries_bytes(network: Network, host: str) -> None:
-    async with connection(network, host) as (dialler, acceptor):
+    async with connected(network, host) as (dialler, acceptor, _):
         acceptor.transport.write(b"hello")
         assert await dialler.until_received(5) == b"hello"
 
@@ -115,7 +93,7 @@ async def test_a_listener_without_file_descriptors_says_so_once(network: Network
 
 @on_every_stage
 async def test_both_ends_have_the_options_that_find_a_dead_peer(network: Network) -> None:
-    async with connection(TcpNetwork(user_timeout_s=45)) as ends:
+    async with connected(TcpNetwork(user_timeout_s=45)) as (*ends, _):
         for end in ends:
             sock = end.transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import wraps
 from string import ascii_lowercase
 from typing import Any
 
 from p2ptrain.core.world import Network
-from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.ring_member import HOST, LocalMember, local_view
 from ring.view import View
 from wire.emulate import EmulatedNetwork, LinkPreset
@@ -68,13 +67,3 @@ def networks_apart(one_way_s: Sequence[float]) -> list[Network]:
         return EmulatedNetwork(inner.at(chr(ord("a") + stage)), link, seed=stage)
 
     return [seen_from(stage) for stage in range(len(one_way_s) + 1)]
-
-
-def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test on virtual time: its seconds cost nothing, and are exact."""
-
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        run_virtual(test(*args, **kwargs))
-
-    return run

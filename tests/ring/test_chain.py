@@ -16,7 +16,8 @@ from p2ptrain.lab.ring_member import LocalMember
 from ring.chain import EXTRA_PATIENCE, Chain, Payload
 from ring.links import Topology
 from ring.planning.schedule import OperationKind, StageSchedule, plan_extended, plan_gpipe, plan_one_f_one_b
-from tests.ring.local import listening, local_chain, networks_apart, virtual
+from tests.ring.local import listening, local_chain, networks_apart
+from tests.wire.doubles import on_virtual_time
 from wire.emulate import EmulatedNetwork, LinkPreset
 
 F, B = OperationKind.FORWARD, OperationKind.BACKWARD
@@ -124,7 +125,7 @@ async def test_sent_memory_is_borrowed_until_the_step_is_finished() -> None:
 # --------------------------------------------------------------------------------------------------------- round trips
 
 
-@virtual
+@on_virtual_time
 async def test_round_trips_are_those_of_the_links() -> None:
     one_way_ms = [10.0, 100.0, 0.0, 40.0]
     async with local_chain(5, networks_apart([ms / 1e3 for ms in one_way_ms]), hosts=True, **SIZES) as members:
@@ -167,7 +168,7 @@ async def test_a_ring_and_a_chain_of_the_same_members_in_the_same_view(network: 
             await asyncio.gather(*(member.session.barrier() for member in members))
 
 
-@virtual
+@on_virtual_time
 async def test_a_stage_that_does_not_come_is_named() -> None:
     async with listening("abc", MemoryNetwork()) as (members, view):
         forming = [member.form_chain(view, **SIZES) for member in members if member.peer_id != "b"]
@@ -207,7 +208,7 @@ async def test_a_death_in_a_step_ends_every_stage_at_once_and_names_it(
             others[0].chain.begin(plan_gpipe(count, 1))
 
 
-@virtual
+@on_virtual_time
 async def test_of_several_that_wait_who_stands_beside_the_stuck_one_gives_up_first() -> None:
     """c beats and reads, and computes nothing: a, b and d all wait, and the first word is of c."""
     async with local_chain(4, MemoryNetwork(), **SIZES) as members:
@@ -223,7 +224,7 @@ async def test_of_several_that_wait_who_stands_beside_the_stuck_one_gives_up_fir
         assert [type(end) for end in ends].count(Stalled) == 1
 
 
-@virtual
+@on_virtual_time
 async def test_a_payload_that_dribbles_in_is_no_silence() -> None:
     preset = LinkPreset("slow", 1.0, rate_bps=8 * 128 << 10)
     network = EmulatedNetwork(MemoryNetwork(), preset, seed=0)

@@ -12,7 +12,8 @@ from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.ring_member import HOST, LocalMember, local_view
 from ring.links import Inbound, Topology
 from ring.view import View
-from tests.ring.local import listening, virtual
+from tests.ring.local import listening
+from tests.wire.doubles import on_virtual_time
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, RefusalCode
@@ -42,7 +43,7 @@ async def dial_member(member: LocalMember, hello: Hello) -> Connection:
 # -------------------------------------------------------------------------------------------------------------- forming
 
 
-@virtual
+@on_virtual_time
 async def test_a_neighbour_that_hears_of_the_view_later_is_waited_for():
     async with listening("abc", MemoryNetwork()) as (members, view):
         early = [asyncio.create_task(member.form(view)) for member in members[:2]]
@@ -53,7 +54,7 @@ async def test_a_neighbour_that_hears_of_the_view_later_is_waited_for():
         await asyncio.gather(*(member.session.barrier() for member in members))
 
 
-@virtual
+@on_virtual_time
 async def test_a_neighbour_that_is_too_busy_is_dialled_again():
     async with listening("ab", MemoryNetwork()) as (members, view):
         members[1].inbound = Inbound(max_held=1, hold_s=3)
@@ -68,7 +69,7 @@ async def test_a_neighbour_that_is_too_busy_is_dialled_again():
         assert stranger.closed.is_set()
 
 
-@virtual
+@on_virtual_time
 async def test_a_neighbour_that_never_dials_is_named():
     async with listening("ab", MemoryNetwork()) as (members, view):
         with pytest.raises(DeadlineExceeded, match="left neighbour b has not connected within 10 s"):
@@ -77,7 +78,7 @@ async def test_a_neighbour_that_never_dials_is_named():
         assert not members[1].inbound._held, "the connections of a ring that did not form were left open"
 
 
-@virtual
+@on_virtual_time
 async def test_another_peer_at_the_neighbours_address_is_not_taken_for_it():
     async with listening("ax", MemoryNetwork()) as (members, view):
         ports = [member.port for member in view.members]
@@ -132,7 +133,7 @@ def test_a_hello_that_names_no_place_in_a_ring_is_refused(hello):
     assert Inbound().decide(hello).code == RefusalCode.NOT_A_NEIGHBOUR
 
 
-@virtual
+@on_virtual_time
 async def test_a_connection_is_held_until_its_view_arrives_and_not_for_ever():
     member = LocalMember("b", MemoryNetwork())
     member.inbound = Inbound(hold_s=30)
@@ -149,7 +150,7 @@ async def test_a_connection_is_held_until_its_view_arrives_and_not_for_ever():
     await member.stop()
 
 
-@virtual
+@on_virtual_time
 async def test_the_number_of_held_connections_is_bounded():
     member = LocalMember("b", MemoryNetwork())
     member.inbound = Inbound(max_held=2)
@@ -210,7 +211,7 @@ def test_a_place_in_a_chain_is_judged_apart_from_the_one_in_the_ring():
     assert inbound.decide(ring_hello("c", "chain-beat", generation=4)) is not None, "an older view changes nothing"
 
 
-@virtual
+@on_virtual_time
 async def test_one_peer_holds_one_place_whatever_it_claims():
     member = LocalMember("b", MemoryNetwork())
     member.inbound = Inbound(max_held=2)

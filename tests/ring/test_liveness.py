@@ -10,7 +10,8 @@ import pytest
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded
 from p2ptrain.lab.memory import MemoryNetwork, VirtualClockLoop, run_virtual
 from ring.session import RingSession
-from tests.ring.local import listening, local_ring, virtual
+from tests.ring.local import listening, local_ring
+from tests.wire.doubles import on_virtual_time
 from wire.emulate import EmulatedNetwork, preset_named
 
 
@@ -18,7 +19,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-@virtual
+@on_virtual_time
 async def test_beats_keep_an_idle_ring_alive_and_measure_the_round_trip():
     async with local_ring(3, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
         await asyncio.sleep(3600)
@@ -27,7 +28,7 @@ async def test_beats_keep_an_idle_ring_alive_and_measure_the_round_trip():
         await asyncio.gather(*(member.session.barrier() for member in members))
 
 
-@virtual
+@on_virtual_time
 async def test_a_pulled_cable_is_a_death_after_death_s_on_both_ends():
     network = MemoryNetwork()
     async with listening("abc", [network.at(name) for name in "abc"], hosts=True) as (members, view):
@@ -46,7 +47,7 @@ async def test_a_pulled_cable_is_a_death_after_death_s_on_both_ends():
         network.mend("a", "b")
 
 
-@virtual
+@on_virtual_time
 async def test_all_round_the_ring_the_dead_one_is_named_as_fast_as_the_wires_are():
     """Eight members, 40 ms apart: the news goes both ways round, and nobody waits for any time to be up."""
     preset = preset_named("transcontinental")
@@ -69,7 +70,7 @@ async def test_all_round_the_ring_the_dead_one_is_named_as_fast_as_the_wires_are
                 assert late_s <= hops * (preset.delay_s + preset.jitter_s) + 1e-3, (peer_id, late_s)
 
 
-@virtual
+@on_virtual_time
 async def test_a_member_that_was_asleep_itself_does_not_blame_its_neighbours():
     async with local_ring(3, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
         await asyncio.sleep(7)
@@ -80,7 +81,7 @@ async def test_a_member_that_was_asleep_itself_does_not_blame_its_neighbours():
         assert not any(member.session.broken.done() for member in members)
 
 
-@virtual
+@on_virtual_time
 async def test_no_progress_breaks_the_ring_and_names_the_neighbour():
     async with local_ring(3, MemoryNetwork()) as members:
         between = asyncio.create_task(members[1].session.barrier(patience_s=60))
@@ -92,7 +93,7 @@ async def test_no_progress_breaks_the_ring_and_names_the_neighbour():
         assert (await members[2].session.broken).suspect in ("a", "b")
 
 
-@virtual
+@on_virtual_time
 async def test_who_waits_with_less_is_no_suspect_and_who_passes_nothing_on_is():
     """c takes part in the barrier and sends nothing. a, whose left neighbour it is, has the longest patience."""
     async with local_ring(3, MemoryNetwork()) as members:
@@ -103,7 +104,7 @@ async def test_who_waits_with_less_is_no_suspect_and_who_passes_nothing_on_is():
         assert [(await member.session.broken).suspect for member in members[:2]] == ["c", "c"]
 
 
-@virtual
+@on_virtual_time
 async def test_progress_renews_the_patience():
     async with local_ring(2, MemoryNetwork()) as members:
         for number in range(1, 4):
@@ -117,7 +118,7 @@ async def test_progress_renews_the_patience():
             assert members[1].session.waited_s == pytest.approx(0, abs=0.01)
 
 
-@virtual
+@on_virtual_time
 async def test_a_neighbour_that_takes_no_bytes_breaks_the_ring():
     async with local_ring(2, MemoryNetwork()) as members:
         a, b = (member.session for member in members)

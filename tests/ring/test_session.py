@@ -15,7 +15,8 @@ from p2ptrain.lab.ring_member import LocalMember
 from ring.codecs import codec_named
 from ring.neighbours import RingBroken
 from ring.session import RingSession
-from tests.ring.local import local_ring, virtual
+from tests.ring.local import local_ring
+from tests.wire.doubles import on_virtual_time
 from wire.job_messages import CODEC_NAMES, StepMetrics
 from wire.transport import TcpNetwork
 
@@ -219,7 +220,7 @@ async def test_a_neighbour_that_speaks_nonsense_breaks_the_ring(network):
         assert "StepMetrics, which is not allowed" in broken.cause.message
 
 
-@virtual
+@on_virtual_time
 async def test_invalid_bytes_name_their_sender_before_they_are_passed_on():
     """c's bytes are invalid: a has them first, and says so of c; b never gets them."""
 

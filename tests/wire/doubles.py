@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError
-from p2ptrain.core.world import Network
+from p2ptrain.core.world import Listener, Network
 from p2ptrain.lab.memory import run_virtual
 from wire.connection import Connection
 from wire.credentials import (
@@ -183,6 +183,50 @@ class Recorder(asyncio.BufferedProtocol):
         self._news.set()
 
 
+@asynccontextmanager
+async def connected(
+    network: Network, host: str = HOST, *, dial: dict[str, Any] | None = None, accept: dict[str, Any] | None = None
+) -> AsyncIterator[tuple[Recorder, Recorder, Listener]]:
+    """A dialler, its acceptor, and the listener. At the end each connection is lost exactly once, last of all.
+
+    ``dial``, ``accept``: arguments of the recorders.
+    """
+    accepted: asyncio.Queue[Recorder] = asyncio.Queue()
+    dialler = Recorder(**(dial or {}))
+
+    def factory() -> Recorder:
+        acceptor = Recorder(**(accept or {}))
+        accepted.put_nowait(acceptor)
+        return acceptor
+
+    listener = await network.listen(host, 0, factory)
+    await network.connect(host, listener.address[1], lambda: dialler, timeout_s=5)
+    assert dialler.events == ["made"]
+    async with asyncio.timeout(5):
+        acceptor = await accepted.get()
+    await acceptor.until(lambda: acceptor.events == ["made"])
+    yield dialler, acceptor, listener
+    for end in (dialler, acceptor):
+        end.transport.close()
+        await end.until_lost()
+        assert end.events.count("lost") == 1
+        assert end.events[0] == "made"
+        assert end.events[-1] == "lost"
+    await listener.close()
+
+
+async def connect_hosts(
+    dialling: Network, listening: Network, host: str = "b", accept: Recorder | None = None
+) -> tuple[Recorder, Recorder]:
+    """A dialler and its acceptor, of two machines; nobody listens any more."""
+    dialler, acceptor = Recorder(), accept or Recorder()
+    listener = await listening.listen("0.0.0.0", 0, lambda: acceptor)
+    await dialling.connect(host, listener.address[1], lambda: dialler, timeout_s=5)
+    await acceptor.until(lambda: bool(acceptor.events))
+    await listener.close()
+    return dialler, acceptor
+
+
 class Owner:
     """The owner of a server: admits whom the handshake admits, and records who came and what went wrong.
 
@@ -259,18 +303,14 @@ class Run:
         return credentials
 
 
+@functools.cache
 def run(name: str = "run") -> Run:
     """The run of this name: the same whenever it is asked for."""
-    return _made(name)
-
-
-@functools.cache
-def _made(name: str) -> Run:
     directory = Path(tempfile.mkdtemp(prefix="p2ptrain-test-"))
     atexit.register(shutil.rmtree, directory)
     return Run(*new_authority(name, now=time.time()), directory)
 
 
 @functools.cache
-def credentials(peer_id: str = "peer", role: str = "worker", name: str = "run") -> Credentials:
-    return run(name).member(peer_id, role)
+def credentials(peer_id: str = "peer", role: str = "worker") -> Credentials:
+    return run().member(peer_id, role)

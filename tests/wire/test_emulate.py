@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.core.errors import Unreachable
-from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
-from tests.wire.doubles import Recorder, on_virtual_time
+from tests.wire.doubles import Recorder, connect_hosts, on_virtual_time
 from wire.emulate import PIECE_BYTES, PRESETS, SPARE_BYTES, EmulatedNetwork, LinkPreset
 
 DELAY_S = 0.050
@@ -27,23 +26,15 @@ def exactly(seconds: float) -> object:
     return pytest.approx(seconds, abs=1e-9)
 
 
-async def pair(dialling: Network, listening: Network, accept: Recorder | None = None) -> tuple[Recorder, Recorder]:
-    dialler, acceptor = Recorder(), accept or Recorder()
-    listener = await listening.listen("host", 0, lambda: acceptor)
-    await dialling.connect(*listener.address, lambda: dialler, timeout_s=5)
-    await acceptor.until(lambda: bool(acceptor.events))
-    return dialler, acceptor
-
-
 async def emulated_pair(preset: LinkPreset, seed: int = 0) -> tuple[Recorder, Recorder]:
     network = EmulatedNetwork(MemoryNetwork(), preset, seed)
-    return await pair(network, network)
+    return await connect_hosts(network, network)
 
 
 @on_virtual_time
 async def test_both_ends_emulated_delay_each_direction_once() -> None:
     inner = MemoryNetwork()
-    dialler, acceptor = await pair(EmulatedNetwork(inner, PLAIN, 1), EmulatedNetwork(inner, PLAIN, 2))
+    dialler, acceptor = await connect_hosts(EmulatedNetwork(inner, PLAIN, 1), EmulatedNetwork(inner, PLAIN, 2))
     for sender, receiver in ((dialler, acceptor), (acceptor, dialler)):
         sent_at = now()
         sender.transport.write(b"ping")
@@ -141,7 +132,7 @@ async def test_close_sends_everything_first_and_arrives_after_the_delay() -> Non
 @on_virtual_time
 async def test_a_peer_that_breaks_off_ends_the_emulated_side_at_once() -> None:
     inner = MemoryNetwork()
-    dialler, acceptor = await pair(EmulatedNetwork(inner, SLOW, 1), inner)
+    dialler, acceptor = await connect_hosts(EmulatedNetwork(inner, SLOW, 1), inner)
     dialler.transport.write(bytes(1_000_000))
     await acceptor.until_received(1)
     broken_at = now()
@@ -159,7 +150,7 @@ def test_equal_seeds_replay_equal_links_and_connections_differ(seed: int) -> Non
         network = EmulatedNetwork(MemoryNetwork(), rough, seed)
         runs = []
         for _ in range(2):
-            dialler, acceptor = await pair(network, network)
+            dialler, acceptor = await connect_hosts(network, network)
             opened_at = now()
             for _ in range(50):
                 dialler.transport.write(bytes(2000))

@@ -10,42 +10,8 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.errors import Unreachable, UserError
-from p2ptrain.core.world import Listener, Network
-from tests.wire.doubles import HOST, Recorder, on_all_transports
-
-
-async def connected(
-    network: Network, *, dial: dict[str, Any] | None = None, accept: dict[str, Any] | None = None
-) -> tuple[Recorder, Recorder, Listener]:
-    """A dialler, its acceptor, and the listener, all open."""
-    accepted: asyncio.Queue[Recorder] = asyncio.Queue()
-    dialler = Recorder(**(dial or {}))
-
-    def factory() -> Recorder:
-        acceptor = Recorder(**(accept or {}))
-        accepted.put_nowait(acceptor)
-        return acceptor
-
-    listener = await network.listen(HOST, 0, factory)
-    await network.connect(*listener.address, lambda: dialler, timeout_s=5)
-    assert dialler.events == ["made"]
-    async with asyncio.timeout(5):
-        acceptor = await accepted.get()
-    await acceptor.until(lambda: acceptor.events == ["made"])
-    return dialler, acceptor, listener
-
-
-async def hang_up(*things: Recorder | Listener) -> None:
-    """Close everything, and see each connection lost exactly once, last of all."""
-    for thing in things:
-        if isinstance(thing, Recorder):
-            thing.transport.close()
-            await thing.until_lost()
-            assert thing.events.count("lost") == 1
-            assert thing.events[0] == "made"
-            assert thing.events[-1] == "lost"
-        else:
-            await thing.close()
+from p2ptrain.core.world import Network
+from tests.wire.doubles import HOST, Recorder, connected, on_all_transports
 
 
 def noise(nbytes: int, seed: int = 0) -> bytes:
@@ -54,13 +20,12 @@ def noise(nbytes: int, seed: int = 0) -> bytes:
 
 @on_all_transports
 async def test_both_ends_know_each_other_by_the_same_names(network: Network) -> None:
-    dialler, acceptor, listener = await connected(network)
-    near, far = dialler.transport, acceptor.transport
-    assert near.get_extra_info("peername")[:2] == listener.address == far.get_extra_info("sockname")[:2]
-    assert near.get_extra_info("sockname")[:2] == far.get_extra_info("peername")[:2]
-    assert listener.address[1] > 0
-    assert near.get_extra_info("no such thing", "default") == "default"
-    await hang_up(dialler, acceptor, listener)
+    async with connected(network) as (dialler, acceptor, listener):
+        near, far = dialler.transport, acceptor.transport
+        assert near.get_extra_info("peername")[:2] == listener.address == far.get_extra_info("sockname")[:2]
+        assert near.get_extra_info("sockname")[:2] == far.get_extra_info("peername")[:2]
+        assert listener.address[1] > 0
+        assert near.get_extra_info("no such thing", "default") == "default"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -68,24 +33,23 @@ async def test_both_ends_know_each_other_by_the_same_names(network: Network) -> 
 async def test_bytes_arrive_in_order_and_whole_in_both_directions_at_once(network: Network, seed: int) -> None:
     rng = random.Random(seed)
     buffers = [{"buffer_bytes": rng.choice((97, 4096, 1 << 20))} for _ in range(2)]
-    dialler, acceptor, listener = await connected(network, dial=buffers[0], accept=buffers[1])
-    texts = {dialler: noise(rng.randrange(1, 400_000), seed), acceptor: noise(rng.randrange(1, 400_000), seed + 9)}
-    for end, text in texts.items():
-        view = memoryview(text)
-        while view:
-            parts = [view[:0]]
-            for _ in range(rng.randrange(1, 4)):
-                size = rng.choice((1, 20, 1448, 70_000))
-                parts.append(view[:size])
-                view = view[size:]
-            if rng.random() < 0.5:
-                end.transport.writelines(parts)
-            else:
-                for part in parts:
-                    end.transport.write(part)
-    assert await acceptor.until_received(len(texts[dialler])) == texts[dialler]
-    assert await dialler.until_received(len(texts[acceptor])) == texts[acceptor]
-    await hang_up(dialler, acceptor, listener)
+    async with connected(network, dial=buffers[0], accept=buffers[1]) as (dialler, acceptor, _):
+        texts = {dialler: noise(rng.randrange(1, 400_000), seed), acceptor: noise(rng.randrange(1, 400_000), seed + 9)}
+        for end, text in texts.items():
+            view = memoryview(text)
+            while view:
+                parts = [view[:0]]
+                for _ in range(rng.randrange(1, 4)):
+                    size = rng.choice((1, 20, 1448, 70_000))
+                    parts.append(view[:size])
+                    view = view[size:]
+                if rng.random() < 0.5:
+                    end.transport.writelines(parts)
+                else:
+                    for part in parts:
+                        end.transport.write(part)
+        assert await acceptor.until_received(len(texts[dialler])) == texts[dialler]
+        assert await dialler.until_received(len(texts[acceptor])) == texts[acceptor]
     assert len(acceptor.received) == len(texts[dialler])
 
 
@@ -98,33 +62,31 @@ async def test_reader_that_pauses_holds_the_writer_and_bounds_memory(network: Ne
         reader.transport.pause_reading()
         asyncio.get_running_loop().call_soon(reader.transport.resume_reading)
 
-    dialler, acceptor, listener = await connected(network, accept={"on_bytes": sip})
-    acceptor.transport.pause_reading()
-    text = memoryview(noise(total))
-    writing = asyncio.ensure_future(dialler.write_all(text, chunk_bytes=chunk, timeout_s=15))
-    await dialler.until(lambda: dialler.writing_paused)
-    assert not acceptor.received
-    acceptor.transport.resume_reading()
-    assert await acceptor.until_received(total, timeout_s=15) == text
-    assert await writing <= chunk + (1 << 10)  # TLS adds a few bytes to each record
-    await dialler.until(lambda: not dialler.writing_paused)
-    assert dialler.transport.get_write_buffer_size() == 0
-    await hang_up(dialler, acceptor, listener)
+    async with connected(network, accept={"on_bytes": sip}) as (dialler, acceptor, _):
+        acceptor.transport.pause_reading()
+        text = memoryview(noise(total))
+        writing = asyncio.ensure_future(dialler.write_all(text, chunk_bytes=chunk, timeout_s=15))
+        await dialler.until(lambda: dialler.writing_paused)
+        assert not acceptor.received
+        acceptor.transport.resume_reading()
+        assert await acceptor.until_received(total, timeout_s=15) == text
+        assert await writing <= chunk + (1 << 10)  # TLS adds a few bytes to each record
+        await dialler.until(lambda: not dialler.writing_paused)
+        assert dialler.transport.get_write_buffer_size() == 0
 
 
 @on_all_transports
 async def test_what_waits_in_the_network_is_bounded(network: Network) -> None:
-    dialler, acceptor, listener = await connected(network)
-    acceptor.transport.pause_reading()
-    written_bytes = 0
-    while written_bytes < 8 << 20 and not dialler.writing_paused:
-        dialler.transport.write(bytes(16 << 10))
-        written_bytes += 16 << 10
-        await asyncio.sleep(0)
-    assert written_bytes < 5 << 20
-    dialler.transport.abort()
-    acceptor.transport.abort()
-    await hang_up(dialler, acceptor, listener)
+    async with connected(network) as (dialler, acceptor, _):
+        acceptor.transport.pause_reading()
+        written_bytes = 0
+        while written_bytes < 8 << 20 and not dialler.writing_paused:
+            dialler.transport.write(bytes(16 << 10))
+            written_bytes += 16 << 10
+            await asyncio.sleep(0)
+        assert written_bytes < 5 << 20
+        dialler.transport.abort()
+        acceptor.transport.abort()
 
 
 @on_all_transports
@@ -135,101 +97,93 @@ async def test_a_reader_that_leaves_halfway_is_noticed(network: Network) -> None
         if len(reader.received) > total // 2:
             reader.transport.close()
 
-    dialler, acceptor, listener = await connected(network, accept={"on_bytes": leave_halfway})
-    text = noise(total)
-    dialler.transport.write(text)
-    assert await acceptor.until_lost() is None
-    await dialler.until_lost()
-    assert text.startswith(acceptor.received)
-    assert len(acceptor.received) < total
-    await hang_up(dialler, acceptor, listener)
+    async with connected(network, accept={"on_bytes": leave_halfway}) as (dialler, acceptor, _):
+        text = noise(total)
+        dialler.transport.write(text)
+        assert await acceptor.until_lost() is None
+        await dialler.until_lost()
+        assert text.startswith(acceptor.received)
+        assert len(acceptor.received) < total
 
 
 @on_all_transports
 async def test_close_sends_what_was_written_before(network: Network) -> None:
-    dialler, acceptor, listener = await connected(network)
-    text = noise(1 << 20)
-    dialler.transport.write(text)
-    dialler.transport.close()
-    assert dialler.transport.is_closing()
-    assert await acceptor.until_lost() is None
-    assert acceptor.received == text
-    assert acceptor.events[-2:] == ["eof", "lost"]
-    assert await dialler.until_lost() is None
-    await hang_up(dialler, acceptor, listener)
+    async with connected(network) as (dialler, acceptor, _):
+        text = noise(1 << 20)
+        dialler.transport.write(text)
+        dialler.transport.close()
+        assert dialler.transport.is_closing()
+        assert await acceptor.until_lost() is None
+        assert acceptor.received == text
+        assert acceptor.events[-2:] == ["eof", "lost"]
+        assert await dialler.until_lost() is None
 
 
 @on_all_transports
 async def test_what_is_written_after_the_end_goes_nowhere(network: Network) -> None:
-    dialler, acceptor, listener = await connected(network)
-    dialler.transport.close()
-    await dialler.until_lost()
-    with contextlib.suppress(RuntimeError):  # uvloop's word for it; asyncio ignores it
-        dialler.transport.write(b"too late")
-    await acceptor.until_lost()
-    assert not acceptor.received
-    await hang_up(dialler, acceptor, listener)
+    async with connected(network) as (dialler, acceptor, _):
+        dialler.transport.close()
+        await dialler.until_lost()
+        with contextlib.suppress(RuntimeError):  # uvloop's word for it; asyncio ignores it
+            dialler.transport.write(b"too late")
+        await acceptor.until_lost()
+        assert not acceptor.received
 
 
 @on_all_transports
 async def test_a_closed_end_reads_no_more(network: Network) -> None:
-    dialler, acceptor, listener = await connected(network)
-    dialler.transport.close()
-    assert not dialler.transport.is_reading()
-    acceptor.transport.write(noise(100_000))
-    await dialler.until_lost()
-    await acceptor.until_lost()
-    assert not dialler.received
-    await hang_up(dialler, acceptor, listener)
+    async with connected(network) as (dialler, acceptor, _):
+        dialler.transport.close()
+        assert not dialler.transport.is_reading()
+        acceptor.transport.write(noise(100_000))
+        await dialler.until_lost()
+        await acceptor.until_lost()
+        assert not dialler.received
 
 
 @on_all_transports
 async def test_abort_drops_and_is_seen_by_the_other_side(network: Network) -> None:
-    dialler, acceptor, listener = await connected(network)
-    text = noise(8 << 20)
-    dialler.transport.write(text)
-    dialler.transport.abort()
-    assert dialler.transport.is_closing()
-    await acceptor.until_lost()
-    assert await dialler.until_lost() is None
-    assert len(acceptor.received) < len(text)
-    assert text.startswith(acceptor.received)
-    await hang_up(dialler, acceptor, listener)
+    async with connected(network) as (dialler, acceptor, _):
+        text = noise(8 << 20)
+        dialler.transport.write(text)
+        dialler.transport.abort()
+        assert dialler.transport.is_closing()
+        await acceptor.until_lost()
+        assert await dialler.until_lost() is None
+        assert len(acceptor.received) < len(text)
+        assert text.startswith(acceptor.received)
 
 
 @on_all_transports
 async def test_a_connection_is_lost_once_however_often_it_is_ended(network: Network) -> None:
-    dialler, acceptor, listener = await connected(network)
-    for end in (dialler, acceptor):
-        end.transport.write(noise(300_000))
-        end.transport.close()
-        end.transport.close()
-        end.transport.abort()
-        end.transport.abort()
-        end.transport.pause_reading()
-        end.transport.resume_reading()
-    await hang_up(dialler, acceptor, listener)
+    async with connected(network) as (dialler, acceptor, _):
+        for end in (dialler, acceptor):
+            end.transport.write(noise(300_000))
+            end.transport.close()
+            end.transport.close()
+            end.transport.abort()
+            end.transport.abort()
+            end.transport.pause_reading()
+            end.transport.resume_reading()
     assert dialler.events.count("eof") <= 1
 
 
 @on_all_transports
 async def test_half_a_connection_can_be_closed_except_over_tls(network: Network) -> None:
-    dialler, acceptor, listener = await connected(network, accept={"keep_open": True})
-    if acceptor.transport.get_extra_info("ssl_object") is not None:
-        await hang_up(dialler, acceptor, listener)
-        return
-    question, answer = noise(200_000, 1), noise(300_000, 2)
-    dialler.transport.write(question)
-    dialler.transport.write_eof()
-    with pytest.raises(RuntimeError):
-        dialler.transport.write(b"too late")
-    await acceptor.until(lambda: "eof" in acceptor.events)
-    assert acceptor.received == question
-    acceptor.transport.write(answer)
-    acceptor.transport.close()
-    assert await dialler.until_lost() is None
-    assert dialler.received == answer
-    await hang_up(dialler, acceptor, listener)
+    async with connected(network, accept={"keep_open": True}) as (dialler, acceptor, _):
+        if acceptor.transport.get_extra_info("ssl_object") is not None:
+            return
+        question, answer = noise(200_000, 1), noise(300_000, 2)
+        dialler.transport.write(question)
+        dialler.transport.write_eof()
+        with pytest.raises(RuntimeError):
+            dialler.transport.write(b"too late")
+        await acceptor.until(lambda: "eof" in acceptor.events)
+        assert acceptor.received == question
+        acceptor.transport.write(answer)
+        acceptor.transport.close()
+        assert await dialler.until_lost() is None
+        assert dialler.received == answer
     assert acceptor.events.count("eof") == 1
 
 
@@ -241,14 +195,15 @@ async def test_a_protocol_that_raises_ends_its_own_connection_only(network: Netw
 
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context))
-    dialler, acceptor, listener = await connected(network, accept={"on_bytes": stumble})
-    *bystanders, other_listener = await connected(network)
-    dialler.transport.write(b"boom")
-    assert isinstance(await acceptor.until_lost(), ZeroDivisionError)
-    await dialler.until_lost()
-    assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
-    assert [bystander.events for bystander in bystanders] == [["made"], ["made"]]
-    await hang_up(dialler, acceptor, listener, *bystanders, other_listener)
+    async with (
+        connected(network, accept={"on_bytes": stumble}) as (dialler, acceptor, _),
+        connected(network) as (*bystanders, _),
+    ):
+        dialler.transport.write(b"boom")
+        assert isinstance(await acceptor.until_lost(), ZeroDivisionError)
+        await dialler.until_lost()
+        assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
+        assert [bystander.events for bystander in bystanders] == [["made"], ["made"]]
 
 
 @on_all_transports
@@ -280,11 +235,10 @@ async def test_a_port_is_bound_once_and_free_after_close(network: Network) -> No
 
 @on_all_transports
 async def test_a_listener_that_closes_leaves_its_connections_alive(network: Network) -> None:
-    dialler, acceptor, listener = await connected(network)
-    await listener.close()
-    acceptor.transport.write(b"still here")
-    assert await dialler.until_received(10) == b"still here"
-    await hang_up(dialler, acceptor)
+    async with connected(network) as (dialler, acceptor, listener):
+        await listener.close()
+        acceptor.transport.write(b"still here")
+        assert await dialler.until_received(10) == b"still here"
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
