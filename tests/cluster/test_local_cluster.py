@@ -18,6 +18,7 @@ from p2ptrain.cluster import local_cluster
 from p2ptrain.cluster.local_cluster import LocalCluster, PeerProcess
 from p2ptrain.cluster.running import running_seeds
 from p2ptrain.core.errors import ConnectionLost, JobFailed, UserError
+from tests.cluster.doubles import Process
 from wire.records import PeerInfo
 from wire.schema import Record
 
@@ -94,22 +95,6 @@ async def test_a_line_of_many_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert made.process.stdout is not None
     assert len(await made.process.stdout.readline()) == 1_000_001
     await made.process.wait()
-
-
-class Process:
-    """What a child is of a process: it lives until it is told to die."""
-
-    def __init__(self) -> None:
-        self.returncode: int | None = None
-        self._over = asyncio.Event()
-
-    def die(self) -> None:
-        self.returncode = 1
-        self._over.set()
-
-    async def wait(self) -> int:
-        await self._over.wait()
-        return 1
 
 
 def living(directory: Path, *names: str) -> tuple[list[PeerProcess], list[Process]]:

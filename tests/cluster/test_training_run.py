@@ -20,10 +20,11 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.jobs import JobObserver
 from p2ptrain.cluster.local_cluster import LocalCluster, PeerProcess, free_port
 from p2ptrain.cluster.training_run import ServedPair, TrainingPlan, TrainingRun, check_whole, train
-from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError, UserError
+from p2ptrain.core.errors import JobFailed, StorageError, UserError
 from p2ptrain.core.training import FilePlan
 from p2ptrain.lab.stand_in import StandInEngine, StandInState
 from roles.engine import Engine
+from tests.cluster.doubles import Process
 from tests.roles.in_process import Cluster
 from wire.records import ServingInfo
 from wire.transport import TcpNetwork
@@ -38,36 +39,6 @@ PROFILE = Profile.model_validate(
     }
 )
 DEADLINE_S = 30.0
-
-
-class Process:
-    """What a child is of a process. ``leave``: what it does when its standard input is closed."""
-
-    def __init__(self, leave: Callable[[], Any] = lambda: asyncio.sleep(0)) -> None:
-        self.returncode: int | None = None
-        self.stdin = SimpleNamespace(close=self._asked)
-        self._leave, self._over, self._leaving = leave, asyncio.Event(), list[asyncio.Task[None]]()
-
-    def _asked(self) -> None:
-        if not self._leaving and self.returncode is None:
-            self._leaving.append(asyncio.create_task(self._end()))
-
-    async def _end(self) -> None:
-        try:
-            await self._leave()
-        except P2PTrainError as error:
-            self.die(error.exit_code)
-        else:
-            self.die(0)
-
-    def die(self, code: int) -> None:
-        self.returncode = code
-        self._over.set()
-
-    async def wait(self) -> int:
-        await self._over.wait()
-        assert self.returncode is not None
-        return self.returncode
 
 
 @dataclass
