@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from p2ptrain.compute.layout import LayerRange
 from p2ptrain.compute.model import ModelSpec, model_config
 from p2ptrain.compute.part import PartAssembly, PartModel
+from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.tensor_files import TensorTable
 
@@ -87,6 +88,13 @@ def make(family: str, directory: Path, *, dtype: torch.dtype = torch.float32, **
     """The whole model, in evaluation mode, after it was saved in ``directory``."""
     kind, sizes = FAMILIES[family]
     return _made(kind, sizes, directory, dtype, changes)
+
+
+def make_of_bytes(family: str, directory: Path, **changes: Any) -> Any:
+    """The same of a model whose tokens are bytes, with its tokenizer."""
+    whole = make(family, directory, vocab_size=256, **changes)
+    Tokenizer.of_bytes().save(directory)
+    return whole
 
 
 def make_unsplit(kind: str, directory: Path) -> Any:

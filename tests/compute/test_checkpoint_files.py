@@ -21,7 +21,7 @@ from p2ptrain.core.adapters import read_adapter
 from p2ptrain.core.checkpoints import weights_index
 from p2ptrain.core.errors import StorageError
 from p2ptrain.core.tensor_files import INDEX_FILE
-from tests.compute.tiny_trainer import tiny, tiny_trainer
+from tests.compute.tiny_trainer import state_bytes, tiny, tiny_trainer
 
 from .pipelines import MODEL, Pipeline
 from .saving import check_kept, make_given, save
@@ -43,7 +43,7 @@ def save_all(stages: Sequence[Trainer], directory: Path, step: int = 0) -> None:
 
 
 def states(stages: Sequence[Trainer]) -> list[dict[str, bytes]]:
-    return [{blob.name: bytes(blob.view) for blob in stage.state.blobs()} for stage in stages]
+    return [state_bytes(stage) for stage in stages]
 
 
 def opened(directory: Path) -> Any:
@@ -76,7 +76,6 @@ def test_each_stage_continues_from_its_own_files(text_file: Path, tmp_path: Path
         pipeline.run(step)
     for number, stage in enumerate(pipeline.stages):
         own = tmp_path / str(number)
-        own.mkdir()
         save(stage, own, 2)
         notes = json.loads((own / f"training-0000{number + 1}-of-00002.json").read_text())
         assert (notes["step"], notes["layers"], notes["corpus"]) == (2, [[0, 1], [1, 4]][number], stage.data.digest)
@@ -98,7 +97,6 @@ def test_checkpoints_keep_settings_and_dtypes_of_the_base_model(
 ) -> None:
     """Also the type of the weights; and training goes on from those in fp32, to the bit."""
     given, saved = tmp_path / "given", tmp_path / "saved"
-    saved.mkdir()
     make_given(given, dtype)
     spec = ModelSpec(path=given)
     pipeline = Pipeline(text_file, bounds, model=spec)
@@ -126,7 +124,6 @@ def test_adapters_and_merged_models_keep_settings_of_the_base_model(
     text_file: Path, tmp_path: Path, slots: int
 ) -> None:
     given, saved, merged = tmp_path / "given", tmp_path / "saved", tmp_path / "merged"
-    saved.mkdir()
     make_given(given, torch.float16)
     (given / INDEX_FILE).write_text("of an older model")
     local = LocalSpec(outer_lr=1.0, outer_momentum=0.0, fresh=True, slots=1) if slots else None
@@ -163,10 +160,10 @@ def test_damaged_files_change_nothing(text_file: Path, tmp_path: Path, name: str
     else:
         path.write_bytes(path.read_bytes()[: -9 if damage == "short" else 0])
     pipeline.run(0)
-    before = states([stage])
+    before = state_bytes(stage)
     with pytest.raises(StorageError, match="cannot read the checkpoint"):
         stage.state.load(tmp_path)
-    assert states([stage]) == before
+    assert state_bytes(stage) == before
 
 
 def test_files_of_another_cut_are_refused(text_file: Path, tmp_path: Path) -> None:

@@ -66,7 +66,6 @@ def test_shards_learn_what_the_whole_model_does(text_file: Path, count: int, acc
 def test_the_first_weights_are_those_of_the_whole_model_bit_for_bit(text_file: Path, tmp_path: Path, tie: bool) -> None:
     new = tiny(tie_embeddings=tie)
     directory = tmp_path / "model"
-    directory.mkdir()
     save(tiny_trainer(text_file, model=new), directory)
     for model in (new, tiny(path=directory)):
         flat = tiny_trainer(text_file, model=model).built.flat
@@ -123,13 +122,11 @@ def test_a_checkpoint_is_that_of_a_whole_model_and_resumes_at_any_number_of_shar
     for step in range(3):
         shards.step(step)
     save_joined(shards, directory, 3)
-    apart.mkdir()
     save(shards.trainers[1], apart, 3)
     more = [shards.step(step) for step in (3, 4)]
 
     whole = tiny_trainer(text_file, model=model)
     whole.state.load(directory)
-    (tmp_path / "whole").mkdir()
     save(whole, tmp_path / "whole", 3)
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (directory / path.name).read_bytes(), path.name

@@ -125,7 +125,6 @@ def test_state_checkpoints_and_digests_are_those_of_a_worker_of_one_process(tmp_
         together.state.refresh(3)
         assert state_bytes(together) == state_bytes(alone)
         for trainer, path in ((together, ours), (alone, theirs)):
-            path.mkdir()
             save(trainer, path)
         found, wanted = ({it.name: it.read_bytes() for it in path.iterdir()} for path in (ours, theirs))
         assert found == wanted

@@ -302,7 +302,6 @@ def test_a_model_without_a_template_is_saved_with_the_one_that_it_was_trained_wi
     BYTES.backend.save(str(model / "tokenizer.json"))
     path = written(tmp_path / "x.jsonl", CONVERSATIONS)
     for form in ("text", "chat"):
-        (tmp_path / form).mkdir()
         data = DataSpec(path=str(path), format=form, sequence_tokens=64)
         save(tiny_trainer(path, data=data, model=ModelSpec(path=model)), tmp_path / form)
     assert not (tmp_path / "text" / "chat_template.jinja").exists()

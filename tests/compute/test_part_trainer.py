@@ -23,7 +23,7 @@ from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError
 from tests.compute.tiny_trainer import state_bytes, take_step, tiny, tiny_trainer
 
-from .families import make, opened, randomize
+from .families import make_of_bytes, opened, randomize
 from .pipelines import MODEL, Pipeline
 from .saving import save
 
@@ -41,18 +41,15 @@ CASES = [("llama-tied", 3, BOUNDS), ("llama", 1, BOUNDS[2:])] + [
 ]
 
 
-def reference(text: Path, spec: ModelSpec, micro_batches: int, step: int) -> tuple[Any, float]:
-    """``transformers``' own model with random weights, with its gradients by plain autograd, and its own loss, of the
-    step's whole batch at once."""
+def backward(whole: Any, text: Path, micro_batches: int, step: int) -> float:
+    """Gradients of ``transformers``' own model by plain autograd. Returns its loss of the step's whole batch."""
     corpus = load_corpus(DataSpec(path=str(text), sequence_tokens=16), Tokenizer.of_bytes())
     sampler = WindowSampler(len(corpus.training), 3, micro_batches, 2)
     windows = [corpus.window_tokens(corpus.training[sampler.sample(step, index)]) for index in range(micro_batches)]
     tokens = torch.from_numpy(np.concatenate(windows))
-    whole: Any = AutoModelForCausalLM.from_config(model_config(spec, 256), attn_implementation="eager")
-    randomize(whole)
     loss = whole(input_ids=tokens, labels=tokens).loss
     loss.backward()
-    return whole, float(loss.detach())
+    return float(loss.detach())
 
 
 def check_gradients(pipeline: Pipeline, whole: Any, loss: float) -> None:
@@ -74,7 +71,9 @@ def test_gradients_are_those_of_one_process(
     text_file: Path, family: str, micro_batches: int, cuts: list[tuple[int, ...]]
 ) -> None:
     spec = FAMILIES[family]
-    whole, loss = reference(text_file, spec, micro_batches, step=1)
+    whole: Any = AutoModelForCausalLM.from_config(model_config(spec, 256), attn_implementation="eager")
+    randomize(whole)
+    loss = backward(whole, text_file, micro_batches, step=1)
     for bounds in cuts:
         one_f_one_b, gpipe = list(range(len(bounds) - 2, -1, -1)), [micro_batches] * (len(bounds) - 1)
         pipeline = Pipeline(text_file, bounds, model=spec, micro_batches=micro_batches, steps=2)
@@ -88,21 +87,14 @@ def test_gradients_are_those_of_one_process(
 @pytest.mark.parametrize("family", ["gpt2", "gemma3-window", "falcon", "gpt_neox", "mixtral", "deepseek_v3"])
 def test_families_train_in_parts_and_are_saved_as_one_model(text_file: Path, tmp_path: Path, family: str) -> None:
     directory, trained = tmp_path / "given", tmp_path / "trained"
-    trained.mkdir()
-    whole = make(family, directory, vocab_size=256)
-    Tokenizer.of_bytes().save(directory)
+    whole = make_of_bytes(family, directory)
     pipeline = Pipeline(text_file, (0, 2, 6), model=ModelSpec(path=directory), steps=1)
-    corpus = load_corpus(DataSpec(path=str(text_file), sequence_tokens=16), Tokenizer.of_bytes())
-    sampler = WindowSampler(len(corpus.training), 3, pipeline.micro_batches, 2)
-    batch = [corpus.window_tokens(corpus.training[sampler.sample(0, index)]) for index in range(pipeline.micro_batches)]
-    tokens = torch.from_numpy(np.concatenate(batch))
-    loss = whole(input_ids=tokens, labels=tokens).loss
-    loss.backward()
+    loss = backward(whole, text_file, pipeline.micro_batches, step=0)
     squares = sum(
         float(parameter.grad.square().sum()) for parameter in whole.parameters() if parameter.grad is not None
     )
     applied = pipeline.run(0)
-    assert applied.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert applied.loss == pytest.approx(loss, rel=1e-5)
     assert applied.grad_norm == pytest.approx(squares**0.5, rel=1e-4)
     for stage in pipeline.stages:
         save(stage, trained, 1)

@@ -18,12 +18,6 @@ def test_every_family_that_is_said_to_split_is_tried() -> None:
     assert {kind for kind, _ in FAMILIES.values()} == set(SPLIT_FAMILIES)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_that_split(family: str) -> None:
-    kind, sizes = FAMILIES[family]
-    check_splits(AutoConfig.for_model(kind, **sizes))
-
-
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,

@@ -195,7 +195,6 @@ def test_the_files_are_those_of_save_pretrained(make_trainer: MakeTrainer, tmp_p
     trainer = make_trainer(model=model)
     run_step(trainer, 0)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    ours.mkdir()
     save(trainer, ours)
     network: Any = trainer.built.flat.model
     network.config.use_cache = True  # it is off in training

@@ -19,7 +19,6 @@ from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.model import ModelSpec
 from p2ptrain.compute.recipe import ModelRecipe
-from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.tuning import TuningSpec
 from p2ptrain.core.adapters import read_adapter
@@ -29,7 +28,7 @@ from p2ptrain.core.errors import ConfigError, StorageError
 from p2ptrain.core.tensor_files import TensorTable
 from tests.compute.tiny_trainer import run_step, state_bytes, tiny, tiny_spec, tiny_trainer
 
-from .families import make, randomize
+from .families import make_of_bytes, randomize
 from .pipelines import Pipeline
 from .saving import save
 
@@ -131,9 +130,7 @@ def test_peft_opens_the_adapters_of_the_whole_model_and_of_its_stages(
     text_file: Path, tmp_path: Path, family: str
 ) -> None:
     base, ours = tmp_path / "base", tmp_path / "ours"
-    ours.mkdir()
-    make(family, base, vocab_size=256)
-    Tokenizer.of_bytes().save(base)
+    make_of_bytes(family, base)
     settings: dict[str, Any] = {"model": ModelSpec(path=base), "tuning": LORA}
     whole, pipeline = tiny_trainer(text_file, **settings), Pipeline(text_file, (0, 2, 6), **settings)
     start, other_seed = state_bytes(whole)["parameters"], tiny_trainer(text_file, seed=4, **settings)
@@ -253,8 +250,7 @@ def test_a_base_in_4_bits_trains_after_a_validation(
 
 
 def test_a_transposed_layer_is_held_in_4_bits(text_file: Path, tmp_path: Path) -> None:
-    make("gpt2", tmp_path, vocab_size=256)
-    Tokenizer.of_bytes().save(tmp_path)
+    make_of_bytes("gpt2", tmp_path)
     settings: dict[str, Any] = {"model": ModelSpec(path=tmp_path)}
     exact, packed = (tiny_trainer(text_file, tuning=replace(LORA, base=kind), **settings) for kind in ("fp32", "nf4"))
     expected = logits(exact.built.flat.model)
@@ -268,18 +264,14 @@ FREEZE = TuningSpec(freeze=("*embed_tokens*", "model.layers.1.*", "*norm.weight"
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_partly_frozen_model_is_saved_whole(text_file: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    base, parts = tmp_path / "base", tmp_path / "parts"
-    parts.mkdir()
-    make("llama-tied", base, dtype=dtype, vocab_size=256)
-    Tokenizer.of_bytes().save(base)
+    base, ours, parts = (tmp_path / name for name in ("base", "ours", "parts"))
+    make_of_bytes("llama-tied", base, dtype=dtype)
     precision = "fp32" if dtype == torch.float32 else "bf16"
     settings: dict[str, Any] = {"model": ModelSpec(path=base), "tuning": FREEZE, "precision": precision}
     whole, pipeline = tiny_trainer(text_file, **settings), Pipeline(text_file, (0, 2, 6), **settings)
     assert all(stage.pipeline.tied_gradient() is None for stage in pipeline.stages)
     applied = pipeline.run(0)
     assert run_step(whole, 0) == pytest.approx(applied.loss, rel=1e-5)
-    ours = tmp_path / "ours"
-    ours.mkdir()
     save(whole, ours)
     for stage in pipeline.stages:
         save(stage, parts)
@@ -319,8 +311,7 @@ def test_names_that_fit_nothing_are_refused(
 
 
 def test_layers_that_peft_takes_for_experts_are_refused(text_file: Path, tmp_path: Path) -> None:
-    make("deepseek_v3", tmp_path, vocab_size=256)
-    Tokenizer.of_bytes().save(tmp_path)
+    make_of_bytes("deepseek_v3", tmp_path)
     with pytest.raises(ConfigError, match="no adapters for the feed-forward layers"):
         tiny_trainer(text_file, model=ModelSpec(path=tmp_path), tuning=LORA)
     tiny_trainer(text_file, model=ModelSpec(path=tmp_path), tuning=replace(LORA, targets=("o_proj",)))
@@ -338,8 +329,6 @@ def test_members_with_other_base_models_do_not_train_together(
     text_file: Path, base: Path, tmp_path: Path, bounds: tuple[int, ...]
 ) -> None:
     other, saved = tmp_path / "other", tmp_path / "saved"
-    other.mkdir()
-    saved.mkdir()
     changed = tiny_trainer(text_file, model=ModelSpec(path=base))
     changed.built.flat.parameters[-40] += 1
     save(changed, other)
