@@ -101,6 +101,11 @@ def load_settings(profile: str | Mapping[str, Any], sets: Mapping[str, Any]) -> 
     return _merge(chain(layer, _document_layer(dict(sets), lambda key: f"set {key}"))).profile
 
 
+def read_overrides(sets: Sequence[str]) -> dict[str, object]:
+    """The values of overrides, ``table.key=value``, by key; unchecked. Raises ``ConfigError``: unknown key."""
+    return {key: value for key, value, _ in _override_layer(sets)}
+
+
 def _merge(settings: Iterable[tuple[str, object, str]]) -> LoadedProfile:
     values: dict[str, object] = {}
     places: dict[str, str] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import date
 from itertools import pairwise
 from pathlib import PureWindowsPath
@@ -356,6 +356,13 @@ class Checkpoint(Table):
     their parts, and members that collect those of all stages. With strategy 'server' the server alone writes one."""
 
 
+CHANGEABLE = (
+    *("job.steps", "validation.every", "checkpoint.every"),
+    *(f"optimizer.{name}" for name in ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "clip_norm")),
+)
+"""Settings of a running job that can change between two steps. What others decide is made when the job begins: the
+state, the windows, the ring."""
+
 DEVICE_KIND = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"
 
 
@@ -514,6 +521,19 @@ class Profile(Table):
         """The value of a dotted key, such as ``optimizer.lr``."""
         table, _, name = key.partition(".")
         return getattr(getattr(self, table), name)
+
+    def with_changes_untrusted(self, changes: Iterable[tuple[str, str]]) -> Profile:
+        """The profile after ``changes``, keys and values as JSON, of a job that runs. Raises ``ProtocolError``."""
+        tables = self.model_dump()
+        for key, value in changes:
+            if key not in CHANGEABLE:
+                raise ProtocolError(f"{key[:64]} of a job cannot change; what can: {', '.join(CHANGEABLE)}")
+            table, _, name = key.partition(".")
+            try:
+                tables[table][name] = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise ProtocolError(f"{key} = {value[:64]!r} is not JSON") from error
+        return Profile.from_spec_untrusted(json.dumps(tables))
 
     def alone(self) -> Profile:
         """The profile of the main model's job, without the drafter."""

@@ -13,7 +13,7 @@ from ring.planning.ring_plan import RingOptions
 from ring.planning.workloads import TrainingWorkload
 from ring.token import ShareRule
 from ring.view import REDUCED_TO_STATE, View
-from wire.job_messages import MemberRecord, Report
+from wire.job_messages import MemberRecord, Report, SettingChange
 
 STANDSTILL = frozenset({"held", "broken", "done"})
 """Values of ``Report.status`` of a member that has stopped training in the view that it names."""
@@ -140,6 +140,7 @@ class StoredJob:
             None: it never went back, so all peers' count.
         step_s: duration of a step; 0: not known.
         reread: an earlier seed ran this job, so its workers may be on their way back.
+        changes: as of ``View``.
     """
 
     state: str = "waiting"
@@ -153,6 +154,7 @@ class StoredJob:
     branch: frozenset[str] | None = None
     step_s: float = 0.0
     reread: bool = False
+    changes: tuple[SettingChange, ...] = ()
 
 
 # -------------------------------------------------------------------------------------------------------------- events
@@ -231,6 +233,18 @@ class Restore:
     lineage: str
 
 
+@dataclass(frozen=True, slots=True)
+class ChangeSettings:
+    """A person changes settings. They apply from the step with which the next view begins.
+
+    Attributes:
+        changes: without their step. least_steps: as of ``JobOptions``, from now on.
+    """
+
+    changes: tuple[SettingChange, ...]
+    least_steps: int
+
+
 class Signal(Enum):
     TICK = "time went by"
     SURVEYED = "what ``SendSurvey`` asked for is done, as far as it could be"
@@ -243,7 +257,7 @@ class Signal(Enum):
 
 Event: TypeAlias = (
     "PeerOffered | PeerReturned | PeerReported | PeerLost | StepCommitted | LinksMeasured | PeerTold"
-    " | CheckpointsSaved | Restore | Signal"
+    " | CheckpointsSaved | Restore | ChangeSettings | Signal"
 )
 """What ``handle`` takes."""
 

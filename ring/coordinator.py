@@ -41,7 +41,8 @@ names, and expire with the next event after their time (``Signal.TICK`` tells no
     WAITING   a member is back from a view that may still run          RUNNING
     WAITING   pause                                                    PAUSED
     RUNNING   a newcomer is ready (rule 7)                             RUNNING     SendCatchUp
-    RUNNING   newcomer, pause, restore, leave, a member stays away     STOPPING    SendHold
+    RUNNING   newcomer, pause, restore, change of settings, leave,     STOPPING    SendHold
+              a member stays away
     RUNNING   a member reports held, broken, done, failed or ready     STOPPING    SendHold
     RUNNING   no member is left, or none came back in time             WAITING
     STOPPING  all are stopped                                          WAITING     (then Mint, if the state is there)
@@ -112,6 +113,7 @@ class Coordinator:
         self.job, self.options, self.view, self.corpus = job, options, past.view, past.corpus
         self.paused = past.paused  # what a person requested; the phase follows
         self.restore: co.Restore | None = None
+        self.changes, self.asked = past.changes, co.ChangeSettings((), options.least_steps)  # made, and not yet
         self.reason = past.reason
         self.phase = JobPhase.PAUSED if past.paused else JobPhase.WAITING
         if past.state in ENDED:
@@ -532,6 +534,11 @@ class Coordinator:
         elif self.phase is not JobPhase.STOPPING:
             self._begin_restore(now)
 
+    def _change_settings(self, event: co.ChangeSettings, now: float) -> None:
+        self.asked = replace(event, changes=self.asked.changes + event.changes)
+        if self.phase is JobPhase.RUNNING:
+            self._stop(now, "settings change")
+
     @property
     def history(self) -> str:
         return "; ".join(f"{now:.3f} {phase} {event}"[:300] for now, phase, event in self._history)
@@ -601,7 +608,7 @@ class Coordinator:
     def _save_result(self, now: float) -> bool:
         """Rule 11: whether the members have only the result to save. Ends the job if it is saved."""
         survivors, options, roster = self._roster.survivors(self.view), self.options, self._roster
-        if self.restore or not self._all_done(survivors):
+        if self.restore or self.asked.changes or not self._all_done(survivors):
             return False
         step, tried = max(report.applied for report in survivors.values()), self._recovery.saves_asked > len(survivors)
         if self._recovery.has_saved(step, survivors, roster, in_parts=tried):
@@ -750,6 +757,9 @@ class Coordinator:
         went_back = bool(kind) or self.restore is not None
         self._recovery.begin(step, chosen, went_back=went_back, carried=survivors if carried else ())
         generation = max(before.generation if before else 0, self.options.minted_below) + 1
+        self.changes += tuple(replace(change, step=step) for change in self.asked.changes)
+        self.asked = replace(self.asked, changes=())
+        self.options = replace(self.options, least_steps=self.asked.least_steps)
         self.view = View(
             self.job,
             generation,
@@ -763,6 +773,7 @@ class Coordinator:
             lenient=self._quarantine.refused.lenient,
             reduce_bytes=reduce_bytes,
             stages=roster.parts,
+            changes=self.changes,
         )
         self._out.append(co.Mint(self.view, went_back, self._recovery.branch))
         self._tell("info", "view", describe_view(self.view, before))
@@ -961,6 +972,7 @@ _HANDLERS: dict[Any, Callable[[Coordinator, Any, float], None]] = {
     co.PeerTold: Coordinator._learn,
     Signal.SURVEYED: Coordinator._learn,
     co.Restore: Coordinator._restore,
+    co.ChangeSettings: Coordinator._change_settings,
     Signal.PAUSE: Coordinator._pause,
     Signal.RESUME: Coordinator._resume,
     Signal.CANCEL: Coordinator._cancel,

@@ -17,6 +17,7 @@ that follows. Without a row, an event has no effect.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -132,6 +133,7 @@ class JobMember(ABC):
         self.reloaded = False  # loaded again since the view began: this member no longer holds the view's state
         self.history: deque[str] = deque(maxlen=40)
         self._checkpoint_every = checkpoint_every
+        self._settings = {"job.steps": steps_total, "checkpoint.every": checkpoint_every}  # at the job's beginning
         self._ticket = 0
         self._requests = RingRequests()
         self._postponed_view: View | None = None  # what arrived while the state was being changed (rule 2) or missing
@@ -285,6 +287,8 @@ class JobMember(ABC):
             return [ev.Reload()] if self.torn else []
         old = [ev.CloseRing("a new view was announced")] if self.phase in (MemberPhase.HELD, MemberPhase.DONE) else []
         self.view, self.reloaded = view, False
+        settings = self._settings | {change.key: json.loads(change.value) for change in view.changes}
+        self.steps_total, self._checkpoint_every = settings["job.steps"], settings["checkpoint.every"]
         return old + self.begin_view(view)
 
     def _postpone_break(self, event: ev.ViewBroken) -> list[Any]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
-from p2ptrain.core.training import Applied, Blob, FilePlan, OnFinal, TrainingData
+from p2ptrain.core.training import Applied, Blob, FilePlan, OnFinal, SettingsPeriod, TrainingData
 from ring.chain import Payload
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -84,6 +84,9 @@ class Engine(Protocol):
 
     def share_cores(self, workers: int) -> None:
         """Use 1/``workers`` of this machine's cores: so many members of the ring compute on it."""
+
+    def use_settings(self, periods: Sequence[SettingsPeriod]) -> None:
+        """Compute each step with the settings of its period. The first period begins at step 0."""
 
     def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
         """Begin step ``step``, counted from 0: it is the number of steps applied so far. This member's share are the

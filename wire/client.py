@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Self, TypeVar
@@ -180,6 +181,11 @@ class SeedRequests(ABC):
     async def tell_job(self, job: str, verb: str) -> str:
         """Send ``pause``, ``resume``, ``save``, ``cancel`` or ``forget`` to a job. Return its id."""
         return str(await self._value(f"jobs.{verb}", "job", str, job=job))
+
+    async def change_settings(self, job: str, values: Mapping[str, Any]) -> str:
+        """Change settings of a job, by their dotted keys, at its next step boundary. Return its id."""
+        texts = {key: json.dumps(value) for key, value in values.items()}
+        return str(await self._value("jobs.set", "job", str, job=job, values=texts))
 
     async def recoveries(self, job: str, limit: int) -> list[RecoveryInfo]:
         return await self._records(RecoveryInfo, "recoveries.list", "recoveries", job=job, limit=limit)

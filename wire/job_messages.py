@@ -27,6 +27,7 @@ LEAVE = "job.leave"
 """A worker's request to the seed before it leaves: does no other worker, that stays, keep the state of its job?"""
 MAX_STREAMS = 16
 MAX_STAGES = 256
+MAX_CHANGES = 128
 MAX_WINDOWS = 2**40
 MAX_SUB_CHUNK_BYTES = 64 << 20
 LONGEST_SILENCE_S = 86_400.0
@@ -121,6 +122,24 @@ class Report(Message, kind=19):
     unsaved: str = ""
 
 
+class SettingChange(Declared):
+    """A setting of a job that a person changed while it ran.
+
+    Attributes:
+        step: the first step, counted from 0, that is computed with it.
+        key: dotted, such as ``optimizer.lr``. value, before: the new and the old value, as JSON.
+    """
+
+    step: Count
+    key: Annotated[str, Bound(1, 64)]
+    value: Annotated[str, Bound(1, 64)]
+    before: Annotated[str, Bound(1, 64)]
+
+
+SettingChanges = Annotated[tuple[SettingChange, ...], Bound(0, MAX_CHANGES)]
+"""All changes of a job, in the order in which they were asked for. The list only grows. A later one wins."""
+
+
 class MemberRecord(Declared):
     """One member of a view. Members are in rank order.
 
@@ -160,6 +179,7 @@ class ViewAnnounced(Message, kind=20):
         stages: number of parts of the model; rank r holds part r mod ``stages``. 1: each member holds all of it. The
             members of one replica have consecutive ranks; the replica's share is that of its stage 0.
         reduce_bytes: size of the largest array that a step reduces at any stage; 0: not known.
+        changes: the settings that differ from those of the job's beginning.
     """
 
     job: str
@@ -177,6 +197,7 @@ class ViewAnnounced(Message, kind=20):
     ledger_step: Count = 0
     stages: Annotated[int, Bound(1, MAX_STAGES)] = 1
     reduce_bytes: Count = 0
+    changes: SettingChanges = ()
 
     def check(self) -> None:
         if len({member.peer_id for member in self.members}) < len(self.members):
@@ -290,11 +311,13 @@ class CatchUp(Message, kind=29):
     """Seed to a worker that is ready outside a running ring: fetch the state from ``sources`` in the background.
 
     It answers with ``Report(status="following")`` when it is at most a step behind, or if it cannot catch up.
+    ``changes``: as of the running view.
     """
 
     job: str
     generation: int
     sources: list[MemberRecord]
+    changes: SettingChanges = ()
 
 
 # ------------------------------------------------------------------------------------------------------ between workers
@@ -392,6 +415,7 @@ class StepLogged(Message, kind=52):
         square_sum: squared gradient norm that the step was committed with.
         digests: of a split model: the digests of all stages' reduced bytes, ``digest`` among them, concatenated. The
             lineage is made from all of them (``ring.token.joined_digest``).
+        changes: number of changes of settings that its ring knew. A receiver that knows another number cannot apply it.
     """
 
     step: Annotated[int, Bound(1, 2**53)]
@@ -399,6 +423,7 @@ class StepLogged(Message, kind=52):
     square_sum: float
     size_bytes: int
     digests: bytes = b""
+    changes: Count = 0
 
 
 class RangeRequest(Message, kind=45):

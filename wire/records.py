@@ -13,7 +13,7 @@ from typing import Annotated
 
 from p2ptrain.core.errors import ProtocolError
 from wire.chain_messages import HeldPart
-from wire.job_messages import MAX_WINDOWS, LedgerRow
+from wire.job_messages import MAX_WINDOWS, LedgerRow, SettingChange
 from wire.messages import GpuInfo
 from wire.schema import Amount, Bound, Count, Lineage, Port, Record, Share
 from wire.text_messages import ServingFacts
@@ -148,6 +148,7 @@ class JobInfo(Record):
         trained_s: time of all committed steps, without the time in which the job waited.
         scores: if the job has a robust rule: of the members of its last view, in rank order.
         reason: why the job is in this state, for display.
+        changes: of its settings, in the order in which they were asked for.
     """
 
     id: str
@@ -183,6 +184,7 @@ class JobInfo(Record):
     epsilon: float | None = None
     delta: float | None = None
     scores: list[MemberScore] = dataclasses.field(default_factory=list)
+    changes: list[SettingChange] = dataclasses.field(default_factory=list)
 
     def edges(self) -> list[tuple[float | None, float | None]]:
         """Latency (ms) and bandwidth (bit/s) from each member to its right neighbour; empty if they are invalid."""

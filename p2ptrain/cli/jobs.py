@@ -422,6 +422,7 @@ def _job_rows(job: JobInfo) -> list[tuple[str, str]]:
         ("step time", f"{number(job.step_ms, '.0f')} ms: " + ", ".join(_describe_times(job))),
         ("training time", human_seconds(job.trained_s)),
         ("created", human_time(job.created_at)),
+        *((f"from step {item.step + 1:,}", f"{item.key} = {item.value}, before {item.before}") for item in job.changes),
     ]
     if job.started_at is not None:
         pairs.append(("started", human_time(job.started_at)))
@@ -461,6 +462,33 @@ _add_verb(
     "Remove a finished job from the seed's record. Its checkpoints stay on the workers' disks.",
     "Forget {} and its metrics for good?",
 )
+
+
+@app.command("set")
+def change(
+    job: JobArgument,
+    settings: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings, such as optimizer.lr=1e-3.")],
+    seed: SeedOption = DEFAULT_SEED,
+    as_json: JsonOption = False,
+) -> None:
+    """Change settings of a job that runs, at its next step boundary.
+
+    What can change: job.steps, validation.every, checkpoint.every, and of the optimizer lr, min_lr_ratio, warmup_steps,
+    weight_decay and clip_norm. Each change is on record with its step. A job that is done goes on with more job.steps.
+
+    \b
+    Examples:
+      p2ptrain jobs set tiny optimizer.lr=1e-3
+      p2ptrain jobs set 3f9a job.steps=2000 validation.every=100
+    """
+    from configs.loader import read_overrides
+
+    values = read_overrides(settings)
+    changed = ask(seed, lambda client: client.change_settings(job, values))
+    if as_json:
+        print_json({"job": changed, "values": values})
+        return
+    typer.echo(f"{printable(changed)} changes at its next step: {', '.join(settings)}")
 
 
 @app.command()

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from p2ptrain.compute.device import flushed_denormals, one_thread
+from p2ptrain.core.training import SettingsPeriod
 
 _ALIGN_NUMEL = 16  # 64 bytes of fp32
 _SQUARE_BLOCK = 1 << 16
@@ -197,6 +198,27 @@ class OptimizerSpec:
     def clip_scale(self, norm: float) -> float:
         """Factor for a gradient of L2 norm ``norm``, as in ``torch.nn.utils.clip_grad_norm_``."""
         return min(1.0, self.clip_norm / (norm + 1e-6)) if self.clip_norm else 1.0
+
+
+class OptimizerSchedule:
+    """The optimizer's settings of each step of a run. ``use``: the settings were changed from some steps on."""
+
+    def __init__(self, spec: OptimizerSpec, steps: int) -> None:
+        self._periods = [(0, spec, steps)]
+
+    def use(self, periods: Sequence[SettingsPeriod]) -> None:
+        self._periods = [(item.first_step, OptimizerSpec(**item.optimizer), item.steps) for item in periods]
+
+    def at(self, step: int) -> OptimizerSpec:
+        return self._at(step)[0]
+
+    def lr_at(self, step: int, progress: float = 0.0) -> float:
+        """Learning rate at ``progress`` (negative: before its end, in steps) of step ``step``, counted from 0."""
+        spec, steps = self._at(step)
+        return spec.lr_at(step + progress, steps)
+
+    def _at(self, step: int) -> tuple[OptimizerSpec, int]:
+        return next((spec, steps) for first_step, spec, steps in reversed(self._periods) if first_step <= step)
 
 
 class FlatAdamW:

@@ -23,6 +23,7 @@ If a process is lost, so is the island: the leader ends, the seed sees one worke
 from __future__ import annotations
 
 import gc
+import json
 import math
 import re
 import socket
@@ -30,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -52,7 +54,7 @@ from p2ptrain.compute.trainer import Trainer, TrainingState, blob_of
 from p2ptrain.compute.update import StepUpdate
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, ResourceError
 from p2ptrain.core.island import IslandPlace
-from p2ptrain.core.training import Blob, FilePlan, OnFinal
+from p2ptrain.core.training import Blob, FilePlan, OnFinal, SettingsPeriod
 
 SILENCE_S = 600.0
 """Longest wait of a process for another one. Reading a large text may take minutes."""
@@ -68,6 +70,7 @@ COMMANDS: dict[str, tuple[type, ...]] = {
     "end": (),
     "build": (str,),
     "share_cores": (int,),
+    "use_settings_as_json": (str,),
     "begin_step": (int, int, int),
     "micro_batch": (int, int),
     "finish_gradients": (),
@@ -289,6 +292,13 @@ class IslandTrainer(Trainer):
     def share_cores(self, workers: int) -> None:
         with self._island.command("share_cores", workers):
             super().share_cores(workers * self._island.place.local_size)
+
+    def use_settings(self, periods: Sequence[SettingsPeriod]) -> None:
+        self.use_settings_as_json(json.dumps([asdict(period) for period in periods]))
+
+    def use_settings_as_json(self, periods: str) -> None:
+        with self._island.command("use_settings_as_json", periods):
+            super().use_settings([SettingsPeriod(**period) for period in json.loads(periods)])
 
     # ---------------------------------------------------------------------------------------------------------- a step
 

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from p2ptrain.compute.device import flushed_denormals, one_thread
-from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment
+from p2ptrain.compute.flat import FlatModel, OptimizerSchedule, Segment
 from p2ptrain.compute.gradients import InnerSteps
 from p2ptrain.compute.optimizer import make_optimizer
 from p2ptrain.compute.tuning import ADAPTER_NAME
@@ -86,10 +86,10 @@ class LocalSteps:
     mean_of_each_call, max_scalar = True, math.inf
     final_early = False
 
-    def __init__(self, flat: FlatModel, optimizer: OptimizerSpec, spec: LocalSpec, steps: int) -> None:
-        self._flat, self._optimizer, self._spec, self._steps = flat, optimizer, spec, steps
+    def __init__(self, flat: FlatModel, schedule: OptimizerSchedule, spec: LocalSpec) -> None:
+        self._flat, self._schedule, self._spec = flat, schedule, spec
         self._own = torch.empty_like(flat.parameters)
-        self._inner = make_optimizer(flat, optimizer, self._own, keeps=False)
+        self._inner = make_optimizer(flat, schedule.at(0), self._own, keeps=False)
         self.numel = flat.numel
         self.contribution = torch.zeros(flat.numel + SCALARS, device=flat.parameters.device)
         self.shared = {"momentum": torch.zeros_like(flat.parameters)} if spec.outer_momentum else {}
@@ -113,13 +113,14 @@ class LocalSteps:
 
     def after_backward(self, micro_batches: int, targets: float) -> None:
         self._done += micro_batches
-        lr = self._optimizer.lr_at(self._counts.step - 1 + self._done / self._share, self._steps)
+        settings = self._schedule.at(self._counts.step)
+        lr = self._schedule.lr_at(self._counts.step, self._done / self._share - 1)
         gradients = self._flat.gradients[: self._flat.numel]
         if self._spec.proximal:
             gradients.add_(self._own - self._flat.parameters, alpha=self._spec.proximal)
         norm = self._flat.norm(gradients)
         if math.isfinite(norm):
-            scale, decay = self._optimizer.clip_scale(norm), self._optimizer.weight_decay
+            scale, decay = settings.clip_scale(norm), settings.weight_decay
             self._inner.apply(gradients, step=self._moments_steps, lr=lr, scale=scale, weight_decay=decay)
             self._moments_steps += 1
         else:  # the guard refuses the step, because its contribution is not finite either
@@ -185,7 +186,7 @@ class LocalSteps:
                     gradient.add_(momentum, alpha=spec.outer_momentum)
                 shared.sub_(gradient, alpha=spec.outer_lr)
         self._take_up(part, step)
-        return self._optimizer.lr_at(step, self._steps), norm / max(weight, 1.0)
+        return self._schedule.lr_at(step), norm / max(weight, 1.0)
 
     def _take_up(self, part: slice, step: int) -> None:
         """Go on from the shared parameters, which have changed in ``part``."""
@@ -232,8 +233,8 @@ class ExactAverage(LocalSteps):
         places: name of each layer's weight → its place in the merged weights.
     """
 
-    def __init__(self, flat: FlatModel, optimizer: OptimizerSpec, spec: LocalSpec, steps: int) -> None:
-        super().__init__(flat, optimizer, spec, steps)
+    def __init__(self, flat: FlatModel, schedule: OptimizerSchedule, spec: LocalSpec) -> None:
+        super().__init__(flat, schedule, spec)
         self._slots, self._slot = spec.slots, 0
         self._layers = _layers_of(flat.model)
         stops = accumulate((layer.weight.numel() for layer in self._layers), initial=0)
@@ -275,7 +276,7 @@ class ExactAverage(LocalSteps):
             shared.copy_(mean)
         self._take_up(slice(0, numel), step)
         self._split()
-        return self._optimizer.lr_at(step, self._steps), norm
+        return self._schedule.lr_at(step), norm
 
     def begin_again(self, model: nn.Module) -> None:
         """Take the merged weights from ``model``, as it was before any step."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointPlanner, CheckpointReader
 from p2ptrain.compute.device import share_cores
-from p2ptrain.compute.flat import FlatModel
+from p2ptrain.compute.flat import FlatModel, OptimizerSchedule
 from p2ptrain.compute.fsdp import ShardedModel
 from p2ptrain.compute.gradients import UNIT
 from p2ptrain.compute.local import ExactAverage, LocalSteps
@@ -36,18 +36,18 @@ from p2ptrain.compute.recipe import BuiltPart, ModelRecipe, TrainingSpec
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
 from p2ptrain.compute.update import ClippedGradients, StepUpdate, SummedGradients
 from p2ptrain.core.errors import JobFailed
-from p2ptrain.core.training import Applied, Blob, FilePlan, OnFinal, TrainingData
+from p2ptrain.core.training import Applied, Blob, FilePlan, OnFinal, SettingsPeriod, TrainingData
 
 
-def make_update(spec: TrainingSpec, flat: FlatModel) -> StepUpdate:
+def make_update(spec: TrainingSpec, flat: FlatModel, schedule: OptimizerSchedule) -> StepUpdate:
     """What the job's strategy contributes and applies."""
     if spec.clip_norm:
-        return ClippedGradients(flat, spec.optimizer, spec.steps, spec.micro_batches, spec.clip_norm)
+        return ClippedGradients(flat, schedule, spec.micro_batches, spec.clip_norm)
     if spec.local is None:
         unit = UNIT if spec.exact else 1.0
-        return SummedGradients(flat, spec.optimizer, spec.steps, unit=unit, is_weighted=spec.private)
+        return SummedGradients(flat, schedule, unit=unit, is_weighted=spec.private)
     local_kind = ExactAverage if spec.local.slots else LocalSteps
-    update = local_kind(flat, spec.optimizer, spec.local, spec.steps)
+    update = local_kind(flat, schedule, spec.local)
     if spec.local.fragments == 1 and not spec.local.overlap:  # else it has inner steps of several steps
         update.max_scalar = 1.001 * spec.micro_batches  # of the weights, and of the targets in full micro-batches
     return update
@@ -150,7 +150,8 @@ class Trainer:
         self.batches = MicroBatchReader(recipe, processes)
         self.built = recipe.build()
         self._sharded = self.built.flat if isinstance(self.built.flat, ShardedModel) else None
-        self._update = update = make_update(recipe.spec, self.built.flat)
+        self._schedule = OptimizerSchedule(recipe.spec.optimizer, recipe.spec.steps)
+        self._update = update = make_update(recipe.spec, self.built.flat, self._schedule)
         self._buffer = make_buffer(recipe, self.built, update)
         self._passes = Passes(recipe, self.built, self.batches, update, self._buffer)
         self.state = make_state(recipe, self.built, update, self.batches.digest)
@@ -179,6 +180,9 @@ class Trainer:
 
     def share_cores(self, workers: int) -> None:
         share_cores(self._recipe.device, workers)
+
+    def use_settings(self, periods: Sequence[SettingsPeriod]) -> None:
+        self._schedule.use(periods)
 
     def connect(self, operations: Operations) -> None:
         assert self._sharded is not None

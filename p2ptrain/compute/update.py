@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from p2ptrain.compute.flat import FlatModel, OptimizerSpec, square_sum
+from p2ptrain.compute.flat import FlatModel, OptimizerSchedule, square_sum
 from p2ptrain.compute.gradients import gaussian
 from p2ptrain.compute.optimizer import make_optimizer
 
@@ -79,7 +79,6 @@ class SummedGradients:
     """Each step is one update with the gradient of the global batch, which is the sum of all members' gradients.
 
     Args:
-        steps: of the whole run.
         unit: value of 1 in ``FlatModel.gradients`` when ``apply`` is called.
         is_weighted: gradients and losses were divided by the most targets that a step can have, because no member
             knows how many the others have. The scalar before the losses is the share that its own are of that.
@@ -90,12 +89,12 @@ class SummedGradients:
     max_scalar = 1.001  # rounded
 
     def __init__(
-        self, flat: FlatModel, optimizer: OptimizerSpec, steps: int, *, unit: float = 1.0, is_weighted: bool = False
+        self, flat: FlatModel, schedule: OptimizerSchedule, *, unit: float = 1.0, is_weighted: bool = False
     ) -> None:
-        self._flat, self._spec, self._steps, self._unit = flat, optimizer, steps, unit
+        self._flat, self._schedule, self._unit = flat, schedule, unit
         self._is_weighted = is_weighted
         self.contribution, self.numel = flat.gradients, flat.numel
-        self._optimizer = make_optimizer(flat, optimizer)
+        self._optimizer = make_optimizer(flat, schedule.at(0))
         self.shared = self._optimizer.state
 
     def begin_step(self, step: int, count: int) -> bool:
@@ -117,8 +116,8 @@ class SummedGradients:
 
     def apply(self, step: int, norm: float) -> tuple[float, float]:
         weight = self._weight(self.contribution)
-        lr, norm = self._spec.lr_at(step, self._steps), norm / weight
-        scale, decay = self._spec.clip_scale(norm) * self._unit / weight, self._spec.weight_decay
+        settings, lr, norm = self._schedule.at(step), self._schedule.lr_at(step), norm / weight
+        scale, decay = settings.clip_scale(norm) * self._unit / weight, settings.weight_decay
         self._optimizer.apply(self.contribution[: self.numel], step=step, lr=lr, scale=scale, weight_decay=decay)
         return lr, norm
 
@@ -142,10 +141,8 @@ class ClippedGradients(SummedGradients):
     final_early = False
     mean_of_each_call = True
 
-    def __init__(
-        self, flat: FlatModel, optimizer: OptimizerSpec, steps: int, micro_batches: int, clip_norm: float
-    ) -> None:
-        super().__init__(flat, optimizer, steps)
+    def __init__(self, flat: FlatModel, schedule: OptimizerSchedule, micro_batches: int, clip_norm: float) -> None:
+        super().__init__(flat, schedule)
         self.contribution = torch.zeros_like(flat.gradients)
         self._micro_batches, self._clip_norm = micro_batches, clip_norm
         self._noise = NO_NOISE
@@ -177,7 +174,7 @@ class ClippedGradients(SummedGradients):
     def apply(self, step: int, norm: float) -> tuple[float, float]:
         if norm:
             return super().apply(step, norm)
-        return self._spec.lr_at(step, self._steps), norm  # the budget is spent: nobody contributed
+        return self._schedule.lr_at(step), norm  # the budget is spent: nobody contributed
 
 
 def add_noise(values: Tensor, std: float, key: bytes) -> None:

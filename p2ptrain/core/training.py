@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 OnFinal = Callable[[int], None]
 """Called with n when elements [0, n) of the reduce buffer are final in this step and may go to the ring. n never
@@ -84,3 +85,22 @@ class TrainingData:
     windows: int
     tokens_per_micro_batch: int
     validation_batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsPeriod:
+    """Settings that apply from one step on, until the next period.
+
+    Attributes:
+        first_step: counted from 0.
+        optimizer: the ``[optimizer]`` table. steps: of the whole run.
+    """
+
+    first_step: int
+    optimizer: Mapping[str, Any]
+    steps: int
+
+
+def period_at(periods: Sequence[SettingsPeriod], step: int) -> SettingsPeriod:
+    """The period of step ``step``, counted from 0. ``periods`` are in order."""
+    return next(period for period in reversed(periods) if period.first_step <= step)

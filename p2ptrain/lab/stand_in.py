@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from configs.schema import Profile
 from p2ptrain.compute.gradients import UNIT, InnerSteps, gaussian, to_fixed, to_float
 from p2ptrain.core.checkpoints import shard_name
 from p2ptrain.core.errors import JobFailed, StorageError
-from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan, OnFinal, TrainingData
+from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan, OnFinal, SettingsPeriod, TrainingData, period_at
 from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Engine, Stage
 from roles.strategies import strategy_of
@@ -150,6 +150,7 @@ class StandInEngine:
         )
         self._fits = True
         self.codec_numel = own_numel
+        self._periods: Sequence[SettingsPeriod] = [SettingsPeriod(0, profile.optimizer.model_dump(), profile.job.steps)]
 
     @staticmethod
     def _inner_steps_of(profile: Profile, numel: int) -> InnerSteps | None:
@@ -163,6 +164,9 @@ class StandInEngine:
 
     def share_cores(self, workers: int) -> None:
         """Does nothing: this engine always uses one core."""
+
+    def use_settings(self, periods: Sequence[SettingsPeriod]) -> None:
+        self._periods = periods
 
     def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
         self.reduce_buffer[:] = 0
@@ -245,8 +249,9 @@ class StandInEngine:
             return Applied(step + 1, loss, 1.0, math.sqrt(square_sum))
         self.state.momentum *= np.float32(0.5)
         self.state.momentum += values[:-1]
-        self.state.parameters -= np.float32(8.0) * self.state.momentum
-        return Applied(step + 1, loss, 8.0, math.sqrt(square_sum))
+        lr = 8.0 * period_at(self._periods, step).optimizer["lr"] / self._periods[0].optimizer["lr"]
+        self.state.parameters -= np.float32(lr) * self.state.momentum
+        return Applied(step + 1, loss, lr, math.sqrt(square_sum))
 
     def _average(self, inner: InnerSteps, step: int) -> None:
         """Move the shared parameters to the mean of the members' copies, and go on from there."""

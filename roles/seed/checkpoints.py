@@ -132,6 +132,14 @@ class CheckpointCatalogue:
             raise Refused("unknown-checkpoint", text, remedy="see p2ptrain checkpoints list")
         return found
 
+    def find_newest(self, job: str) -> CheckpointInfo:
+        """The newest checkpoint of a job at a connected worker. Raises ``Refused``."""
+        found = [item for item in self.of_job(job) if item.peer_id in self._peers.connected]
+        if not found:
+            remedy = "start the worker that has one: `p2ptrain checkpoints list` names it"
+            raise Refused("holder-away", "no connected worker has a checkpoint of that job", remedy=remedy)
+        return max(found, key=lambda item: (item.step, item.stage is None))
+
     def find_whole(self, checkpoint: CheckpointInfo) -> CheckpointInfo:
         """A checkpoint of the whole model of the same step, at a connected worker. Raises ``Refused``."""
         found = [item for item in self._at_connected_workers(checkpoint) if item.stage is None]

@@ -28,6 +28,7 @@ from roles.training_shape import training_of
 from wire.connection import Connection
 from wire.handshake import SOFTWARE
 from wire.job_messages import MAX_STAGES
+from wire.records import CheckpointInfo
 
 MAX_SHOWN = 64
 """Largest number of workers that an answer names for one stage, and of spare workers."""
@@ -111,6 +112,7 @@ class JobRequests:
             "jobs.resume": self._jobs_resume,
             "jobs.cancel": self._jobs_cancel,
             "jobs.save": self._jobs_save,
+            "jobs.set": self._jobs_set,
             "jobs.forget": self._jobs_forget,
             "checkpoints.list": self._checkpoints_list,
             "checkpoints.restore": self._checkpoints_restore,
@@ -165,7 +167,7 @@ class JobRequests:
 
     async def _jobs_show(self, params: Params, connection: Connection) -> Result:
         controller = self._find(params)
-        return {"job": self._jobs.info(controller).to_map(), "spec": controller.spec}
+        return {"job": self._jobs.info(controller).to_map(), "spec": controller.effective_spec}
 
     async def _jobs_pause(self, params: Params, connection: Connection) -> Result:
         controller = self._find(params)
@@ -190,6 +192,32 @@ class JobRequests:
         if controller.core.phase is not JobPhase.RUNNING and controller.core.state != "saving":
             raise _wrong_state(controller, "saved", "only a running job can save a checkpoint")
         return await self._post(controller, co.Signal.SAVE, "was asked to save a checkpoint")
+
+    async def _jobs_set(self, params: Params, connection: Connection) -> Result:
+        controller = self._find(params)
+        values = params.get("values")
+        if not (isinstance(values, dict) and all(isinstance(item, str) for pair in values.items() for item in pair)):
+            raise Refused(
+                "bad-parameter", "values must map settings to JSON", remedy='such as {"optimizer.lr": "1e-3"}'
+            )
+        try:
+            event = controller.plan_changes(values)
+        except ProtocolError as problem:
+            remedy = "to begin another job with other settings: p2ptrain jobs create"
+            raise Refused("bad-setting", problem.message, remedy=remedy) from problem
+        if not event.changes:
+            raise Refused(
+                "unchanged", f"job {controller.record.name} has these settings", remedy="see jobs show --spec"
+            )
+        what = f"gets {', '.join(f'{change.key} = {change.value}' for change in event.changes)}"
+        if controller.core.phase not in ENDED:
+            return await self._post(controller, event, what)
+        if controller.core.phase is not JobPhase.DONE or event.least_steps <= controller.core.known_step:
+            raise _wrong_state(controller, "changed", "it is over", "a job that is done goes on with more job.steps")
+        newest = self._ports.checkpoints.find_newest(controller.id)
+        restored = await self._verify(newest, controller, controller.stages)
+        await self._post(controller, event, what)
+        return await self._post(controller, restored, f"goes on from step {newest.step}")
 
     async def _post(self, controller: JobController, event: co.Event | NewLayout, what: str) -> Result:
         if not controller.census.settled.is_set():
@@ -223,8 +251,15 @@ class JobRequests:
             spec = in_shards(controller.spec, shards)
         if shards not in (0, controller.stages):
             checkpoint = self._ports.checkpoints.find_whole(checkpoint)
-        # before newer checkpoints are set aside
-        lineage = await self._ports.checkpoints.verify(checkpoint, controller.stages)
+        restored = await self._verify(checkpoint, controller, controller.stages)  # before newer ones are set aside
+        text = f"goes back to step {checkpoint.step}"
+        if shards in (0, controller.stages):
+            return await self._post(controller, restored, text)
+        return await self._post(controller, NewLayout(spec, restored), f"{text}, with its model in {shards} shards")
+
+    async def _verify(self, checkpoint: CheckpointInfo, controller: JobController, stages: int) -> co.Restore:
+        """The event that goes back to a checkpoint, whose holder has it and is free. Raises ``Refused``."""
+        lineage = await self._ports.checkpoints.verify(checkpoint, stages)
         holder = self._ports.checkpoints.find_holder(checkpoint)
         other = self._jobs.controllers.get(holder.job)
         if other is not None and other is not controller and self._jobs.may_yield(other):
@@ -232,11 +267,7 @@ class JobRequests:
         if holder.job not in ("", controller.id):
             text = f"{holder.name}, which holds that checkpoint, works on job {holder.job}"
             raise Refused("busy", text, remedy="pause or cancel that job first")
-        restored = co.Restore(checkpoint.step, checkpoint.peer_id, lineage)
-        text = f"goes back to step {checkpoint.step}"
-        if shards in (0, controller.stages):
-            return await self._post(controller, restored, text)
-        return await self._post(controller, NewLayout(spec, restored), f"{text}, with its model in {shards} shards")
+        return co.Restore(checkpoint.step, checkpoint.peer_id, lineage)
 
     async def _checkpoints_delete(self, params: Params, connection: Connection) -> Result:
         checkpoint = self._ports.checkpoints.find(text_of(params, "id", 256))

@@ -8,10 +8,11 @@ until the report is handled, so the queue has at most one report per peer, and a
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from roles.seed.store import JobRecord, Records, SeedStore
 from roles.strategies import least_members, share_rule_of
 from roles.training_shape import training_of
 from wire.job_messages import (
+    MAX_CHANGES,
     Assign,
     CatchUp,
     CheckpointSaved,
@@ -43,6 +45,7 @@ from wire.job_messages import (
     Release,
     Report,
     SaveNow,
+    SettingChange,
     StepMetrics,
 )
 from wire.messages import EventNotice, Message
@@ -102,10 +105,12 @@ class JobController:
             if record.paused:  # after the restore
                 self.post(co.Signal.PAUSE)
         self._begin(history)
+        if record.asked_changes:
+            self.post(self._request_of(SettingChange(*values) for values in record.asked_changes))
 
     def _begin(self, history: StoredHistory) -> None:
         record, view, minted_below = self.record, history.view, self._ports.minted_below
-        self.profile = profile_of(self.spec)
+        self.profile = self._profile_after(record.changes)
         if view is not None and view.stages != self.stages:  # its members held other parts
             minted_below, history = max(minted_below, view.generation), replace(history, view=None)
         self.rows = JobRows(record.id, history)
@@ -121,10 +126,46 @@ class JobController:
             branch=frozenset(record.branch) if record.branch is not None else None,
             step_s=step_s(history.row),
             reread=history.reread,
+            changes=tuple(SettingChange(*values) for values in record.changes),
         )
         options = options_of(record, self.profile, minted_below=minted_below)
         self._used_links = 0  # the version of the link table that the coordinator knows
         self.core = Coordinator(record.id, options, past=past, now=self._ports.clock.now())
+
+    def _profile_after(self, changes: Iterable[Sequence[Any]]) -> Profile | None:
+        """The profile after changes of its settings, as they are stored; None if this release cannot read it."""
+        profile = profile_of(self.spec)
+        return profile and profile.with_changes_untrusted((key, value) for _, key, value, _ in changes)
+
+    def _request_of(self, changes: Iterable[SettingChange]) -> co.ChangeSettings:
+        asked = tuple(changes)
+        profile = self._profile_after([*self.record.changes, *map(astuple, (*self.core.asked.changes, *asked))])
+        return co.ChangeSettings(asked, least_steps(profile) if profile else 0)
+
+    def plan_changes(self, values: Mapping[str, str]) -> co.ChangeSettings:
+        """The event that changes settings to ``values``, as JSON. Raises ``ProtocolError``."""
+        made = [*self.record.changes, *map(astuple, self.core.asked.changes)]
+        now = self._profile_after(made)
+        if now is None:
+            raise ProtocolError("this release cannot read the job's profile")
+        after = now.with_changes_untrusted(values.items())
+        if len(made) + len(values) > MAX_CHANGES:
+            raise ProtocolError(f"a job can have at most {MAX_CHANGES} changes of settings")
+        if after.job.steps <= self.core.known_step:
+            raise ProtocolError(f"job.steps = {after.job.steps}, but step {self.core.known_step} is done")
+        changed = [key for key in values if after.value(key) != now.value(key)]
+        return self._request_of(
+            SettingChange(0, key, json.dumps(after.value(key)), json.dumps(now.value(key))) for key in changed
+        )
+
+    def check_changes_untrusted(self, changes: Iterable[SettingChange]) -> None:
+        """Raise ``ProtocolError`` if no view of this job has such changes."""
+        self._profile_after(map(astuple, changes))
+
+    @property
+    def effective_spec(self) -> str:
+        """The profile as it is now."""
+        return self.profile.to_spec() if self.profile and self.record.changes else self.spec
 
     @property
     def id(self) -> str:
@@ -281,6 +322,7 @@ class JobController:
             if self.stages > 1:
                 held = {member.peer_id: newest.stage_of(rank) for rank, member in enumerate(newest.members)}
                 self.record = replace(self.record, held=self.record.held | held)
+            self._take_changes(newest)
             await store.call(Records.add_view, newest, self.record)
             text = f"continues from generation {newest.generation}, which its members reported"
             self._note("info", "restored", text)
@@ -320,7 +362,8 @@ class JobController:
                 self.rows.recoveries.held(reason, ports.clock.now(), ports.clock.wall())
             case co.SendCatchUp(peer_id, generation, sources):
                 if (peer := ports.peers.in_job(peer_id, self.id)) is not None:
-                    peer.send(CatchUp(self.id, generation, members_dialled_from(peer.host, sources)))
+                    sources = members_dialled_from(peer.host, sources)
+                    peer.send(CatchUp(self.id, generation, sources, self.core.changes))
             case co.SendSave(peer_ids):
                 self._send(peer_ids, SaveNow(self.id))
             case co.SendRelease(peer_id, reason):
@@ -356,6 +399,7 @@ class JobController:
         ports, rows = self._ports, self.rows
         ledger_step = rows.view_began(view)  # read now: rows that arrive later are not stored with the view
         self.record = replace(self.record, branch=sorted(branch) if branch is not None else None, restoring=None)
+        self._take_changes(view)
         if await ports.store.call(Records.add_view, view, self.record):
             rows.ledger.restart(view)
             text = f"the members' state at step {view.step} does not follow from the recorded steps; the"
@@ -378,6 +422,16 @@ class JobController:
         if restored:
             await ports.checkpoints.drop_after(view)
 
+    def _take_changes(self, view: View) -> None:
+        """Take the settings of a view into the record that is stored with it."""
+        for change in view.changes[len(self.record.changes) :]:
+            text = f"{change.key} = {change.value} (before: {change.before}) from step {change.step + 1} on"
+            self._note("info", "setting", text)
+        self.record = replace(self.record, changes=[list(astuple(change)) for change in view.changes], asked_changes=[])
+        if self.record.changes and (profile := self._profile_after(self.record.changes)):
+            self.profile = profile
+            self.record = replace(self.record, steps_total=profile.job.steps)
+
     async def _set_state(self, state: str, reason: str) -> None:
         wall, record = self._ports.clock.wall(), self.record
         started = wall if state == "running" and record.started_at is None else record.started_at
@@ -389,11 +443,15 @@ class JobController:
                 peer.release()
 
     async def _save_requests(self) -> None:
-        """Store what a person asked of the job: to pause, or to go back to a checkpoint."""
+        """Store what a person asked of the job: to pause, to go back to a checkpoint, or to change settings."""
         core, restore = self.core, self.core.restore
-        restoring = [restore.step, restore.peer_id, restore.lineage] if restore else self.record.restoring
-        if (self.record.paused, self.record.restoring) != (core.paused, restoring):
-            await self._save(paused=core.paused, restoring=restoring)
+        requests = {
+            "paused": core.paused,
+            "restoring": [restore.step, restore.peer_id, restore.lineage] if restore else self.record.restoring,
+            "asked_changes": [list(astuple(change)) for change in core.asked.changes] or self.record.asked_changes,
+        }
+        if any(getattr(self.record, name) != value for name, value in requests.items()):
+            await self._save(**requests)
 
     async def save_cursor(self, tracker: str, cursor: Sequence[object]) -> None:
         await self._save(tracked=self.record.tracked | {tracker: list(cursor)})
@@ -492,6 +550,7 @@ class JobController:
             started_at=record.started_at,
             finished_at=record.finished_at,
             reason="another job has the workers" if queued else self.core.reason,
+            changes=list(self.core.changes),
             **self.rows.figures(step),
         )
 

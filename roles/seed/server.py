@@ -281,6 +281,8 @@ class Seed:
         if census is None or census.over.is_set() or isinstance(message, PartsHeld):
             await self._handle_of_job(peer, controller, message)
         elif isinstance(message, ViewAnnounced):
+            assert controller is not None
+            controller.check_changes_untrusted(message.changes)
             census.report(peer.id, View.of(message))
         elif len(census.early_messages) < MAX_EARLY_MESSAGES:
             census.early_messages.append((peer, message))

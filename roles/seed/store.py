@@ -116,6 +116,10 @@ class JobRecord:
     """Split model: its sizes (``ring.planning.workloads.ModelShape``), if the job's creator sent them."""
     cuts: list[int] = dataclasses.field(default_factory=list)
     """Split model: the planned cuts; empty before the plan. Checkpoints depend on them, so they never change."""
+    changes: list[list[Any]] = dataclasses.field(default_factory=list)
+    """Fields of each ``SettingChange``."""
+    asked_changes: list[list[Any]] = dataclasses.field(default_factory=list)
+    """Those that no view has begun with yet."""
     unsettled: bool = False
     """The seed was restored, and does not know yet whether the job's members are in a newer view."""
     tracked: dict[str, list[Any]] = dataclasses.field(default_factory=dict)

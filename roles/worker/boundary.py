@@ -52,7 +52,7 @@ def mean_loss_untrusted(messages: Sequence[bytes], most: int) -> tuple[float, li
 class BoundaryWork:
     def __init__(self, context: Context, *, profile: Profile, checkpoints: Checkpointing, early: EarlyStop) -> None:
         self._context, self._early = context, early
-        self._profile, self._checkpoints = profile, checkpoints
+        self.profile, self._checkpoints = profile, checkpoints
         self._spared, self._idle, self._all_idle = -1, True, True  # as exchanged at the last comparison
 
     async def compare(self, engine: Engine, session: RingSession, *, patience_s: float) -> tuple[bytes, ...]:
@@ -78,7 +78,7 @@ class BoundaryWork:
         return list(digests)
 
     def _saves(self, replica: int) -> bool:
-        return replica < self._profile.checkpoint.copies
+        return replica < self.profile.checkpoint.copies
 
     async def validate(
         self, boundary: ev.Boundary, engine: Engine, losses: Losses, session: RingSession, *, patience_s: float
@@ -87,14 +87,14 @@ class BoundaryWork:
         held out, or it would tell about texts that ``[privacy]`` protects. The members share the micro-batches; in a
         split model the replicas do.
         Of private data each member computes all of its own. All take the same loss into their ``EarlyStop``."""
-        every, profile = self._profile.validation.every, self._profile
+        every, profile = self.profile.validation.every, self.profile
         if not (boundary.last or (every and boundary.applied % every == 0)):
             return None
         if profile.privacy.epsilon or not profile.data.validation_fraction:
             return None
         view = session.view
         first, count = 0, engine.data.validation_batches
-        if not self._profile.data.private:
+        if not self.profile.data.private:
             first, count = shares(count, view.replicas)[view.replica_of(session.rank)]
         total, targets = await losses(first, count)
         try:
@@ -103,7 +103,7 @@ class BoundaryWork:
             text = f"validation after step {boundary.applied} skipped: {problem}"
             self._context.notify("warning", "validation", text)
             return None
-        loss, odd = mean_loss_untrusted(gathered, self._profile.validation.batches * engine.data.tokens_per_micro_batch)
+        loss, odd = mean_loss_untrusted(gathered, self.profile.validation.batches * engine.data.tokens_per_micro_batch)
         if odd and session.rank == min(set(range(session.size)) - set(odd), default=0):
             names = ", ".join(view.members[rank].name for rank in odd)
             text = f"the validation after step {boundary.applied} is without {names}, whose losses cannot be"

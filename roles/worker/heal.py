@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,12 +96,14 @@ def check_report_untrusted(report: StepLogged, layout: StateLayout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """A committed step, verified. ``lineage``: after it. ``data`` is valid until ``StateFetch.mark_applied``."""
+    """A committed step, verified. ``lineage``: after it. ``data`` is valid until ``StateFetch.mark_applied``.
+    ``changes``: see ``StepLogged``."""
 
     step: int
     lineage: str
     square_sum: float
     data: memoryview
+    changes: int
 
 
 class StepsGone(NetworkError):
@@ -196,7 +198,8 @@ class StepReplay:
         """The step ``next``, which has arrived."""
         report = self._agreed[self.next]
         digest = joined_digest(report.digests) if report.digests else report.digest
-        return ReplayStep(self.next, next_lineage(self._lineage, digest), report.square_sum, self._buffer(self.next))
+        lineage = next_lineage(self._lineage, digest)
+        return ReplayStep(self.next, lineage, report.square_sum, self._buffer(self.next), report.changes)
 
     def mark_applied(self, step: ReplayStep) -> None:
         del self._agreed[step.step]
@@ -534,9 +537,11 @@ class Follower:
         *,
         report: Callable[[Report], None],
         handle: Callable[[object], None],
+        use_settings: Callable[[], Awaitable[None]],
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._context, self._core, self._healer = context, core, healer
+        self._use_settings = use_settings
         self._send, self._handle, self._tasks = report, handle, tasks
         self._task: asyncio.Task[None] | None = None
         self._afterwards: list[Callable[[], object]] = []
@@ -598,6 +603,7 @@ class Follower:
             names = ", ".join(member.name for member in message.sources)
             context.notify("info", "fetching", f"fetches {fetch.layout.state_bytes / 1e6:.1f} MB of state from {names}")
 
+        await self._use_settings()
         fetch = await self._healer.fetch(request, message.generation, message.sources, engine, on_torn=on_torn)
         async with fetch.running():
             state = await fetch.state()
@@ -612,6 +618,8 @@ class Follower:
                     behind = max(fetch.newest - core.applied, 0)
                     context.notify("info", "following", f"caught up: {behind} step{'s' * (behind != 1)} behind")
                 step = await fetch.step()
+                if step.changes > len(message.changes):
+                    raise PeerError("a setting of the job was changed: the rest is fetched in the ring")
                 await _to_its_end(self._replay(engine, fetch, step))
 
     async def _replay(self, engine: Engine, fetch: StateFetch, step: ReplayStep) -> None:

@@ -85,7 +85,7 @@ async def root_of(state: Snapshot) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class LoggedStep:
-    """The reduced bytes of a committed step. ``lineage``: after it. ``digests``: of all stages of a split model."""
+    """The reduced bytes of a committed step. ``lineage``: after it. ``digests``, ``changes``: see ``StepLogged``."""
 
     step: int
     lineage: str
@@ -93,6 +93,7 @@ class LoggedStep:
     square_sum: float
     data: memoryview
     digests: bytes = b""
+    changes: int = 0
 
 
 class StepLog:
@@ -167,7 +168,9 @@ class Recipient:
         for entry in entries:
             if entry.step > self.newest_step:
                 size_bytes = entry.data.nbytes
-                self.send(StepLogged(entry.step, entry.digest, entry.square_sum, size_bytes, entry.digests))
+                self.send(
+                    StepLogged(entry.step, entry.digest, entry.square_sum, size_bytes, entry.digests, entry.changes)
+                )
                 self.newest_step = entry.step
 
 
@@ -238,7 +241,9 @@ class HealSource:
         if self._logging and kept is not None:
             place = DIGEST_BYTES * self._stage.index
             digest = digests[place : place + DIGEST_BYTES] if digests else row.digest
-            entry = LoggedStep(row.step, self._core.lineage, digest, self._core.square_sum, kept, digests=digests)
+            core = self._core
+            changes = len(core.view.changes) if core.view else 0
+            entry = LoggedStep(row.step, core.lineage, digest, core.square_sum, kept, digests, changes)
             self._log.add(entry)
             for recipient in self._recipients:
                 if recipient.newest_step >= 0 and not recipient.inside:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from configs.schema import Profile
 from p2ptrain.core.errors import JobFailed, P2PTrainError
-from p2ptrain.core.training import Applied
+from p2ptrain.core.training import Applied, SettingsPeriod
 from ring import member_events as ev
 from ring.job_member import JobMember, MemberPhase
 from ring.session import RingSession
@@ -28,7 +28,7 @@ from roles.worker.early_stop import EarlyStop
 from roles.worker.heal_source import HealSource
 from roles.worker.privacy import Budget
 from roles.worker.reports import LEDGER_FILE, LEDGER_FILE_BYTES, METRICS_FILE, METRICS_FILE_BYTES, Reports
-from wire.job_messages import MemberRecord
+from wire.job_messages import MemberRecord, SettingChange
 
 Activity = Callable[[], Coroutine[Any, Any, object]]
 """What a runner does at a time; it returns the event at its end."""
@@ -78,6 +78,16 @@ class JobFiles:
     whole: CheckpointFiles | None = None
 
 
+def periods_untrusted(profile: Profile, changes: Sequence[SettingChange]) -> list[SettingsPeriod]:
+    """The periods of a job that began with ``profile``. Raises ``ProtocolError``."""
+    periods = []
+    for first_step in sorted({0, *(change.step for change in changes)}):
+        made = [(change.key, change.value) for change in changes if change.step <= first_step]
+        changed = profile.with_changes_untrusted(made)
+        periods.append(SettingsPeriod(first_step, changed.optimizer.model_dump(), changed.job.steps))
+    return periods
+
+
 class JobState:
     """The module's docstring describes it.
 
@@ -101,7 +111,9 @@ class JobState:
         request: Callable[[Flag], None],
     ) -> None:
         self._context, self._core, self.files, self._tasks = context, core, files, tasks
-        self.profile, self.stage = profile, stage
+        self.profile, self.stage = profile, stage  # the profile as it is now
+        self._first_profile, self._changes = profile, list[SettingChange]()
+        self._periods = periods_untrusted(profile, ())
         self.progress = self.tokens = 0
         budget = Budget(profile.privacy, files.checkpoints) if profile.privacy.epsilon else None
         self.early = EarlyStop(profile.validation.patience, budget)
@@ -136,6 +148,19 @@ class JobState:
     def count_progress(self) -> None:
         self.progress += 1
 
+    def change_settings_untrusted(self, changes: Sequence[SettingChange]) -> None:
+        """Take the settings of a view, or of a ring that this member follows. Raises ``ProtocolError``."""
+        if len(changes) <= len(self._changes):
+            return
+        self._periods = periods_untrusted(self._first_profile, changes)
+        self._changes = list(changes)
+        self.profile = self._first_profile.with_changes_untrusted((item.key, item.value) for item in changes)
+        self.boundary.profile = self.profile
+
+    async def use_settings(self) -> None:
+        """Let the engine compute with the settings that were taken."""
+        await self._context.compute.run(self.engine.use_settings, self._periods)
+
     @property
     def engine(self) -> Engine:
         """Raises ``JobFailed`` before the model is built."""
@@ -148,7 +173,7 @@ class JobState:
         return self.reports.engine is not None
 
     async def build(self) -> None:
-        context, profile, stage = self._context, self.profile, self.stage
+        context, profile, stage = self._context, self._first_profile, self.stage
         self.reports.engine = engine = await context.compute.run(context.build_engine, profile, stage)
         if engine.data.note:
             notify = context.notify_here if profile.data.private else context.notify  # it names files

@@ -212,7 +212,8 @@ class StepReporter:
         send: Callable[[Message], None],
         on_step: Callable[[int, int, dict[str, float]], None],
     ) -> None:
-        self._job, self._steps_total = job, steps_total
+        self.steps_total = steps_total
+        self._job = job
         self._send, self._on_step = send, on_step
         self._last: Applied | None = None
         self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT)  # steps and their values
@@ -254,7 +255,7 @@ class StepReporter:
         row |= values
         if rank == 0:
             self._send_row(applied, row, view)
-        self._on_step(applied, self._steps_total, row)
+        self._on_step(applied, self.steps_total, row)
 
     def tell_beyond(self, view: View, last: int) -> None:
         """Report the steps up to ``last`` that the seed lacked when the view was minted. All members do: rank 0 may be

@@ -81,7 +81,13 @@ class JobRunner:
         else:
             self.activity_runner = StepRunner(context, core, self.state, self.connections, healer)
         self.follower = Follower(
-            context, core, healer, report=self.state.reports.send, handle=self._on_followed, tasks=self._tasks
+            context,
+            core,
+            healer,
+            report=self.state.reports.send,
+            handle=self._on_followed,
+            use_settings=self.state.use_settings,
+            tasks=self._tasks,
         )
         self._activity: asyncio.Task[None] | None = None
         self._result: asyncio.Task[None] | None = None  # saves the state after the last step
@@ -113,12 +119,14 @@ class JobRunner:
         rank = view.rank_of(self._context.peer_id)
         if view.stages != self.stage.count or (rank is not None and view.stage_of(rank) != self.stage.index):
             raise ProtocolError(f"this worker holds {self.stage}, but has rank {rank} in a view of {view.stages} parts")
+        self.state.change_settings_untrusted(view.changes)
         if rank is not None:
             self._context.inbound.announced(view, Topology.RING, view.left_of(rank).peer_id)
         self.follower.end(partial(self._handle, ev.ViewArrived(view)))
 
     def catch_up(self, message: CatchUp) -> None:
         if self.core.phase is MemberPhase.IDLE and self.state.is_built:
+            self.state.change_settings_untrusted(message.changes)
             if not self.follower.active:  # it may give its state to others, and that state is about to change
                 self.state.heal_source.cut("the source itself fetches a state")
             self.follower.begin(message, self.state.engine)
@@ -264,6 +272,8 @@ class JobRunner:
         here = form.view.members[session.rank].host
         neighbours = sum(member.host == here for member in form.view.members)
         await context.compute.run(state.engine.share_cores, neighbours)
+        await state.use_settings()
+        state.reports.steps.steps_total = self.core.steps_total
         await self.activity_runner.begin_view(session)
         state.heal_source.view_began()
         state.reports.view_began(form.view, formed_s=context.world.clock.now() - form_began)

@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed, ResourceError
+from p2ptrain.core.training import SettingsPeriod
 from tests.compute.saving import save
-from tests.compute.tiny_trainer import APART, TINY, run_step, state_bytes, tiny
+from tests.compute.tiny_trainer import APART, OPTIMIZER, TINY, run_step, state_bytes, tiny
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -109,9 +111,14 @@ def _loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
 
 
-def test_twenty_steps_match_a_plain_loop(make_trainer: MakeTrainer, text_file: Path) -> None:
-    """Losses within 1e-4 relative of transformers + AdamW + LambdaLR + clip_grad_norm_ (seen: below 2e-6)."""
+@pytest.mark.parametrize("change_at", [20, 12])
+def test_twenty_steps_match_a_plain_loop(make_trainer: MakeTrainer, text_file: Path, change_at: int) -> None:
+    """Losses within 1e-4 relative of transformers + AdamW + LambdaLR + clip_grad_norm_ (seen: below 2e-6), also if
+    settings change in the middle."""
     trainer = make_trainer()
+    changed = replace(OPTIMIZER, lr=4e-3, warmup_steps=0, weight_decay=0.3, clip_norm=0.2)
+    periods = [SettingsPeriod(0, asdict(OPTIMIZER), 30), SettingsPeriod(change_at, asdict(changed), 24)]
+    trainer.use_settings(periods)
     losses = [run_step(trainer, step) for step in range(20)]
 
     plain = build_model(TINY, 256, seed=3)
@@ -126,12 +133,16 @@ def test_twenty_steps_match_a_plain_loop(make_trainer: MakeTrainer, text_file: P
         optimizer,
         lambda done: (done + 1) / 5 if done < 5 else 0.1 + 0.9 * (1 + math.cos(math.pi * (done - 5) / 25)) / 2,
     )
-    expected, clipped = [], 0
+    expected, clipped, clip_norm = [], 0, 0.5
     for step in range(20):
+        if step >= change_at:
+            optimizer.param_groups[0]["weight_decay"], clip_norm = 0.3, 0.2
+            for group in optimizer.param_groups:
+                group["lr"] = 4e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * step / 24)) / 2)
         optimizer.zero_grad()
         loss = _loss(plain, _batch_tokens(text_file, step, [0, 1, 2, 3]))
         loss.backward()  # type: ignore[no-untyped-call]
-        clipped += bool(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5) > 0.5)
+        clipped += bool(torch.nn.utils.clip_grad_norm_(plain.parameters(), clip_norm) > clip_norm)
         optimizer.step()
         schedule.step()
         expected.append(loss.item())

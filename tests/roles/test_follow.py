@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from tests.roles.heal_doubles import (
 )
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
-from wire.job_messages import CatchUp, HealOffer, HealRequest, Report
+from wire.job_messages import CatchUp, HealOffer, HealRequest, Report, SettingChange
 
 NUMEL = 400_001
 
@@ -49,6 +49,10 @@ class Newcomer:
     @property
     def kinds(self) -> list[str]:
         return [kind for _, kind, _ in self.told]
+
+
+async def no_change() -> None:
+    """The settings of the job are as at its beginning."""
 
 
 @asynccontextmanager
@@ -70,7 +74,9 @@ async def newcomer_to(ring: Ring, *, at: int = 0, numel: int = NUMEL) -> AsyncIt
     async with asyncio.TaskGroup() as tasks:
         healer = Healer(context, core, progress=lambda: None)
         said: list[Report] = []
-        follower = Follower(context, core, healer, report=said.append, handle=handle, tasks=tasks)
+        follower = Follower(
+            context, core, healer, report=said.append, handle=handle, use_settings=no_change, tasks=tasks
+        )
         made = Newcomer(core, engine, follower, said, told=told)
         yield made
         follower.end()
@@ -119,6 +125,21 @@ def test_a_newcomer_follows_the_ring_and_holds_its_bits_at_every_step() -> None:
             newcomer.follower.end()
             await quiet_until(lambda: not newcomer.follower.active)
         assert all(member.heal_source.followers == 0 for member in ring.members)
+
+    run_virtual(play())
+
+
+def test_newcomer_stops_following_at_a_change_of_settings_that_it_does_not_know() -> None:
+    async def play() -> None:
+        async with ring_of(MemoryNetwork(), 2, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
+            begin(newcomer, ring)
+            await ring.steps_until(is_level(newcomer, ring))
+            for member in ring.members:
+                changes = (SettingChange(member.core.applied, "optimizer.lr", "0.1", "0.2"),)
+                member.core.view = replace(member.core.view, changes=changes)
+            await ring.steps_until(lambda: not newcomer.follower.active)
+            assert newcomer.core.applied < ring.members[0].core.applied
+            assert newcomer.said[-1].status == "following"
 
     run_virtual(play())
 

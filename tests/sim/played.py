@@ -32,8 +32,8 @@ def expected() -> list[Any]:
 class Played(Simulation):
     """A cluster with a seed and three workers."""
 
-    def __init__(self, loop: SimLoop) -> None:
-        super().__init__(loop, profile_of(), expected(), 3, peers=WORKERS, verbose=True)
+    def __init__(self, loop: SimLoop, states: list[Any]) -> None:
+        super().__init__(loop, profile_of(), states, 3, peers=WORKERS, verbose=True)
         self.links.latency_s = 0.0005
 
     @property
@@ -66,8 +66,9 @@ class Played(Simulation):
         return [m.worker._runner.core.applied for m in self.workers if m.up and m.worker and m.worker._runner]
 
     def generations(self) -> set[int]:
-        """In which the workers are."""
-        return {m.worker._runner.core.view.generation for m in self.workers if m.worker and m.worker._runner}
+        """In which the workers are; 0: in none yet."""
+        views = [m.worker._runner.core.view for m in self.workers if m.worker and m.worker._runner]
+        return {view.generation if view else 0 for view in views}
 
     async def begin(self) -> None:
         """A ring of three trains."""
@@ -82,12 +83,13 @@ class Played(Simulation):
         await self.until(lambda: bool(self.applied()) and min(self.applied()) >= goal)
 
 
-def play(script: Callable[[Played], Awaitable[None]]) -> Played:
+def play(script: Callable[[Played], Awaitable[None]], states: list[Any] | None = None) -> Played:
+    """``states``: those after 0, 1, 2, … steps; empty: the script compares them."""
     loop = SimLoop()
     made: list[Played] = []
 
     async def main() -> None:
-        played = Played(loop)
+        played = Played(loop, expected() if states is None else states)
         made.append(played)
         loop.set_exception_handler(played.complaint)
         try:

@@ -28,7 +28,7 @@ import os
 import random
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ from configs.schema import Profile
 from p2ptrain.core.disk import Disk, Lock, storage_error
 from p2ptrain.core.errors import StorageError
 from p2ptrain.core.threads import Thread, outcome_of, settle
-from p2ptrain.core.training import Applied, Blob, OnFinal
+from p2ptrain.core.training import Applied, Blob, OnFinal, SettingsPeriod
 from p2ptrain.lab.memory import VirtualClockLoop
 from p2ptrain.lab.stand_in import StandInEngine, StandInState
 from roles.engine import WHOLE, Stage
@@ -592,9 +592,11 @@ def bits_of(data: bytes) -> bytes:
     return xxhash.xxh3_64_digest(data)
 
 
-def undisturbed(profile: Profile) -> list[npt.NDArray[np.float32]]:
-    """The parameters after 0, 1, 2, … steps of a single process."""
+def undisturbed(profile: Profile, periods: Sequence[SettingsPeriod] = ()) -> list[npt.NDArray[np.float32]]:
+    """The parameters after 0, 1, 2, … steps of a single process. ``periods``: if the settings change."""
     engine = StandInEngine(profile, numel=NUMEL)
+    if periods:
+        engine.use_settings(periods)
     engine.state.load_initial()
     found = [engine.state.parameters.copy()]
     for step in range(profile.job.steps):
