@@ -359,6 +359,7 @@ class Checkpoint(Table):
 CHANGEABLE = (
     *("job.steps", "validation.every", "checkpoint.every"),
     *(f"optimizer.{name}" for name in ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "clip_norm")),
+    *("optimizer.schedule", "optimizer.decay_share"),
 )
 """Settings of a running job that can change between two steps. What others decide is made when the job begins: the
 state, the windows, the ring."""

@@ -250,6 +250,9 @@ class LossPlot(PlotextPlot):
             at, validations = series.validation_curve()
             if at:
                 plt.scatter(at, validations, marker="◆", color=frame.palette.rgb("validation"))
+            for change in frame.job.changes if frame.job else ():
+                if steps and steps[0] <= change.step <= steps[-1]:
+                    plt.vline(change.step + 0.5, color=frame.palette.rgb("dim"))
             if steps or at:
                 xs, ys = [*steps, *at], [*losses, *validations]
                 x_ticks = fmt.ticks(min(xs), max(xs), max(2, min(8, self.size.width // 14)))

@@ -45,6 +45,7 @@ from p2ptrain.cluster.jobs import (
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, P2PTrainError, Refused, StorageError, UserError
 from p2ptrain.core.texts import human_seconds, printable
 from wire.address import is_loopback
+from wire.job_messages import SettingChange
 from wire.records import (
     FINISHED_STATES,
     PHASES,
@@ -422,13 +423,17 @@ def _job_rows(job: JobInfo) -> list[tuple[str, str]]:
         ("step time", f"{number(job.step_ms, '.0f')} ms: " + ", ".join(_describe_times(job))),
         ("training time", human_seconds(job.trained_s)),
         ("created", human_time(job.created_at)),
-        *((f"from step {item.step + 1:,}", f"{item.key} = {item.value}, before {item.before}") for item in job.changes),
+        *(("setting", _describe_change(item)) for item in job.changes),
     ]
     if job.started_at is not None:
         pairs.append(("started", human_time(job.started_at)))
     if job.finished_at is not None:
         pairs.append(("finished", human_time(job.finished_at)))
     return pairs
+
+
+def _describe_change(item: SettingChange) -> str:
+    return f"{item.key} = {item.value} from step {item.step + 1:,} on, before {item.before}"
 
 
 def _describe_times(job: JobInfo) -> list[str]:
@@ -474,7 +479,8 @@ def change(
     """Change settings of a job that runs, at its next step boundary.
 
     What can change: job.steps, validation.every, checkpoint.every, and of the optimizer lr, min_lr_ratio, warmup_steps,
-    weight_decay and clip_norm. Each change is on record with its step. A job that is done goes on with more job.steps.
+    schedule, decay_share, weight_decay and clip_norm. Each change is on record with its step. A job that is done goes
+    on with more job.steps.
 
     \b
     Examples:
@@ -514,7 +520,8 @@ def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
             def progress(step: int, of: int) -> None:
                 console.progress(f"step {step:,} of {of:,}", last=step == of)
 
-            return info, await read_and_check(client, info.id, Profile.from_spec_untrusted(text), progress)
+            profile = Profile.from_spec_untrusted(text)
+            return info, await read_and_check(client, info.id, profile, progress, info.changes)
 
     info, verdict = run(look())
     console.finish()
@@ -546,6 +553,7 @@ def _audit_rows(info: JobInfo, verdict: AuditResult, unrecorded: int) -> list[tu
         ("job", f"{info.id} ({info.name}), {info.state}"),
         ("steps", f"{verdict.first:,} to {verdict.steps:,}{folded}"),
         ("rings", f"{verdict.views:,} on record: how often the ring was formed"),
+        *(("setting", _describe_change(item)) for item in info.changes),
         ("lineage", f"{verdict.lineage}, a hash over all steps" if verdict.lineage else "none yet"),
         ("samples", samples),
         ("computed", ", ".join(shares) or "nothing yet"),

@@ -28,7 +28,7 @@ from p2ptrain.cluster.jobs import (
 )
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, end_all, part_bytes, threads_each
 from p2ptrain.core.adapters import is_model
-from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, UserError
+from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused, UserError
 from wire.address import DEFAULT_PORT, format_address
 from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, MetricRow
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 DRAFTER, VERIFIER = "drafter", "verifier"
 SAVE_S, SAVE_LOOK_S = 60.0, 0.1
 """How long an interrupted run may take to save its state, and how often to look."""
+JOIN_S, RETRY_S = 120.0, 0.2
+"""How long a worker may take to join with the checkpoint of a job that goes on, and how often to look."""
 _UNDER_WAY = ("running", "forming")
 
 
@@ -172,6 +174,7 @@ class TrainingRun:
             console.event("info", f"watch in a browser: {self.cluster.url}")
         self._client = client = await self.cluster.connect()
         profiles = [profile for _, profile in plan.models().values()]
+        lengthened = dict[str, tuple[str, int]]()
         unfinished = await resume_unfinished(client, profiles, plan.root, cancel_others=plan.new)
         for role, (name, profile) in plan.models().items():
             job = unfinished.get(profile.to_spec(), "")
@@ -182,11 +185,13 @@ class TrainingRun:
                 console.event("info", f"the {role} is trained: {summary['checkpoint']}")
                 continue
             else:
-                if not plan.new:
-                    await self._note_finished(profile)
+                job = "" if plan.new else await self._find_finished(profile)
+                if job:
+                    lengthened[role] = job, profile.job.steps
+                    continue
                 job = await create_job(client, name, plan.profile_name, profile, console)
             await self._observe(role, job)
-        if not self._observers:
+        if not self._observers and not lengthened:
             return
         memory = str(part_bytes(plan.profile.device.kind) // plan.workers)
         options = ["--threads", plan.threads(plan.workers), "--memory", memory]
@@ -194,22 +199,38 @@ class TrainingRun:
         await self.cluster.start_workers(plan.workers, *options, straggler=plan.straggler, texts=plan.texts)
         self._workers = list(self.cluster.peers.values())
         console.event("info", self.cluster.start_notice(plan.workers))
+        for role, (job, steps) in lengthened.items():
+            await self._lengthen(job, steps)
+            await self._observe(role, job)
 
-    async def _note_finished(self, profile: Profile) -> None:
-        """Say that a job of these settings is done. Raises ``UserError`` if it had another number of steps: the person
-        may want to go on, and not to begin again."""
+    async def _find_finished(self, profile: Profile) -> str:
+        """The job of these settings that is done after fewer steps, and can go on; empty if there is none. Raises
+        ``UserError`` if it had more steps."""
         async for job in done_jobs(self.client, profile, steps=profile.job.steps):
             text = f"job {job.name} ({job.id}) of these settings is done at step {job.step:,}"
             if job.steps_total == profile.job.steps:
                 self._console.event("info", f"{text}; a new one begins at step 0")
-                return
-            newest = newest_of(await self.client.checkpoints(job.id))
-            place = "its checkpoint" if newest is None or newest.stage is not None else newest.path
+                return ""
+            if job.steps_total < profile.job.steps:
+                self._console.event("info", f"{text}; it goes on to step {profile.job.steps:,}")
+                return job.id
             raise UserError(
-                f"{self._plan.root}: {text}, and one of {profile.job.steps:,} steps would begin at step 0",
-                remedy=f"--set model.path={place} goes on from its weights, with a learning rate that rises again; "
-                "--new begins at step 0",
+                f"{self._plan.root}: {text}, more than job.steps = {profile.job.steps:,}",
+                remedy="--new begins another one at step 0",
             )
+        return ""
+
+    async def _lengthen(self, job: str, steps: int) -> None:
+        """Let a job that is done go on, once a worker that has its checkpoint is here."""
+        async with asyncio.timeout(JOIN_S):
+            while True:
+                try:
+                    await self.client.change_settings(job, {"job.steps": steps})
+                    return
+                except Refused as refusal:
+                    if refusal.code != "holder-away":
+                        raise
+                await asyncio.sleep(RETRY_S)
 
     async def _observe(self, role: str, job: str) -> None:
         width = max(map(len, self._plan.models()))

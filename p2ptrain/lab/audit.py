@@ -7,7 +7,8 @@ them. With strategy 'server' a contribution that was lost is left out of its epo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from p2ptrain.compute.sampling import WindowSampler
 from ring.ledger import Audit, LedgerFault, surviving_views
+from wire.job_messages import SettingChange
 from wire.records import ViewBegan
 
 if TYPE_CHECKING:
@@ -92,11 +94,17 @@ class Epochs:
         return None
 
 
-async def audit(seed: SeedClient, job: str, profile: Profile, progress: Callable[[int, int], None]) -> AuditResult:
+async def audit(
+    seed: SeedClient,
+    job: str,
+    profile: Profile,
+    progress: Callable[[int, int], None],
+    changes: Sequence[SettingChange] = (),
+) -> AuditResult:
     """Read and check a job's ledger.
 
     Args:
-        profile: the job's. progress: called with the step and the last step.
+        profile: the job's, after ``changes`` of its settings. progress: called with the step and the last step.
 
     Raises:
         ProtocolError: the seed's answers are not a ledger.
@@ -108,9 +116,26 @@ async def audit(seed: SeedClient, job: str, profile: Profile, progress: Callable
         verdict = await _audit_once(seed, job, profile, views, progress)
         newer = await _views(seed, job, views[-1].generation if views else 0)
         if not any(view.step <= verdict.steps for view in newer):
+            verdict.fault = verdict.fault or check_changes(profile, changes, views)
             break
     assert verdict is not None
     return verdict
+
+
+def check_changes(profile: Profile, changes: Sequence[SettingChange], views: Sequence[ViewBegan]) -> LedgerFault | None:
+    """Take back the changes of settings, from the newest on, whose values must be those of ``profile`` and whose steps
+    those of views."""
+    values = {change.key: profile.value(change.key) for change in changes}
+    begins = {view.step for view in views}
+    for change in reversed(changes):
+        if json.loads(change.value) != values[change.key]:
+            text = f"{change.key} became {change.value}, but {values[change.key]} was used from there on"
+            return LedgerFault(change.step + 1, "setting", text)
+        if begins and change.step >= min(begins) and change.step not in begins:
+            text = f"{change.key} changed in the middle of a view"
+            return LedgerFault(change.step + 1, "setting", text)
+        values[change.key] = json.loads(change.before)
+    return None
 
 
 async def _audit_once(

@@ -248,11 +248,11 @@ async def test_one_model_is_trained_and_summed_up(machine: Machine, capsys: pyte
     said = capsys.readouterr().err
     assert f"({outcome['job']}) of these settings is done at step 200; a new one begins at step 0" in said
     longer = profile.model_copy(update={"job": profile.job.model_copy(update={"steps": 240})})
-    with pytest.raises(UserError, match=f"{done}, and one of 240 steps would begin at step 0") as caught:
-        await machine.up(profile=longer)
-    assert f"--set model.path={again['checkpoint']} goes on from its weights" in caught.value.remedy
-    assert (await machine.up(profile=longer, new=True))["step"] == 240
-    assert (await machine.up(profile=longer))["step"] == 240, "as the newest one"
+    more = await machine.up(profile=longer, as_json=False)
+    assert (more["job"], more["step"]) == (again["job"], 240), "it goes on"
+    assert f"({again['job']}) of these settings is done at step 200; it goes on to step 240" in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"{done.replace('200', '240')}, more than job.steps = 200"):
+        await machine.up(profile=profile)
 
 
 async def test_a_result_that_cannot_be_saved_is_told_and_not_called_done(

@@ -260,3 +260,23 @@ def test_the_drafter_of_a_split_model_is_trained_whole_with_the_rest_of_its_sett
     assert Profile.model_validate(own.model_dump()) == own
     assert (own.job.strategy, own.stages, own.job.workers) == ("sync", 1, 2)
     assert (own.job.steps, own.optimizer.lr) == (Profile().job.steps, Profile().optimizer.lr)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("model.layers", "3", "model.layers of a job cannot change; what can: job.steps, "),
+        ("optimizer.lr", "-1", "optimizer.lr: Input should be greater than 0"),
+        ("optimizer.lr", "1e", "is not JSON"),
+        ("validation.every", "5", "losses tell about a text"),
+    ],
+)
+def test_settings_of_a_job_change_within_bounds(key: str, value: str, problem: str) -> None:
+    private: dict[str, Any] = {
+        "job": {"strategy": "local"}, "data": {"private": True}, "privacy": {"epsilon": 1.0}, "validation": {"every": 0}
+    }  # fmt: skip
+    profile = Profile.model_validate(private)
+    changed = profile.with_changes_untrusted([("optimizer.lr", "0.25"), ("job.steps", "7"), ("optimizer.lr", "0.5")])
+    assert (changed.optimizer.lr, changed.job.steps, changed.privacy) == (0.5, 7, profile.privacy)
+    with pytest.raises(ProtocolError, match=problem):
+        profile.with_changes_untrusted([(key, value)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.lab import audit as module
 from p2ptrain.lab.audit import Epochs
 from ring.token import next_lineage
+from wire.job_messages import SettingChange
 from wire.records import JobInfo, LedgerPage, RecoveryInfo, ViewBegan
 
 Command = Callable[..., Any]
@@ -108,6 +110,26 @@ async def test_a_ledger_that_begins_anew_while_it_is_read_is_read_again(answers:
     seed: Any = Seed()
     verdict = await module.audit(seed, JOB.id, load("tiny", {}, []).profile, lambda step, of: None)
     assert (verdict.fault, verdict.first, verdict.steps) == (None, 11, 10)
+
+
+def test_changes_of_settings_lead_to_the_profile_at_steps_where_rings_were_formed(
+    command: Command, answers: dict[str, Any]
+) -> None:
+    profile = load("tiny", {}, ["optimizer.lr=0.3"]).profile
+    first = answers["jobs.views"]["views"][0]
+    answers["jobs.views"]["views"] += [first | {"generation": 2, "step": 10, "lineage": lineage()}]
+    changes = [(0, "0.2", "0.1"), (10, "0.3", "0.2")]
+
+    def audited(changes: list[tuple[int, str, str]]) -> Any:
+        made = [SettingChange(step, "optimizer.lr", value, before) for step, value, before in changes]
+        answers["jobs.show"] = {"job": replace(JOB, changes=made).to_map(), "spec": profile.to_spec()}
+        return command("jobs", "audit", "tiny")
+
+    sound = audited(changes)
+    assert sound.code == 0
+    assert "optimizer.lr = 0.3 from step 11 on, before 0.2" in sound.out
+    for wrong in ([changes[0]], [(0, "0.2", "0.1"), (10, "0.3", "0.25")], [changes[0], (5, "0.3", "0.2")]):
+        assert audited(wrong).code == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- samples

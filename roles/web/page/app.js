@@ -198,7 +198,7 @@ function drawNow() {
   setText(byId("cluster"), store.cluster ? text(store.cluster.name, 40) : "");
   drawJobs(job);
   drawTiles(job);
-  drawCharts();
+  drawCharts(job);
   ring.update(job, store.peers);
   panels.update(job, byId("filter").value);
   tellChanges(job);
@@ -207,13 +207,14 @@ function drawNow() {
 let chartsShown = "";
 
 /** Draw the last steps, as many as the person chose, if there are other ones than before. */
-function drawCharts() {
+function drawCharts(job) {
   const { rows, last, changes } = store.series;
   const range = Number(byId("range").value);
-  const shownNow = `${store.job} ${changes} ${range}`;
+  const settings = job?.changes ?? [];
+  const shownNow = `${store.job} ${changes} ${range} ${settings.length}`;
   if (shownNow === chartsShown) return;
   chartsShown = shownNow;
-  charts.draw(range && last ? rows.filter((row) => row.step > last.step - range) : rows);
+  charts.draw(range && last ? rows.filter((row) => row.step > last.step - range) : rows, settings);
 }
 
 const LINKS = {

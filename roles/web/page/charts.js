@@ -44,6 +44,7 @@ const figure = (value) => (format.isFigure(value) ? value : null);
 class Chart {
   #plot = null;
   #rows = [];
+  #settings = []; // changes of the job's settings: each is a line between two steps
   #spec;
   #canvas = h("div", { class: "plot", "aria-hidden": "true" });
   #values;
@@ -64,8 +65,9 @@ class Chart {
     new ResizeObserver(() => this.#plot?.setSize(this.#size())).observe(this.#canvas);
   }
 
-  draw(rows) {
+  draw(rows, settings) {
     this.#rows = rows;
+    this.#settings = settings;
     if (!rows.length) this.#plot?.destroy();
     this.#plot = rows.length ? (this.#plot ?? this.#newPlot()) : null;
     this.#plot?.setData(this.#columns());
@@ -124,11 +126,20 @@ class Chart {
             points: { show: field === "val_loss" ? undefined : false, size: 4 },
           })),
         ],
-        hooks: { setCursor: [(plot) => this.#read(plot.cursor.idx)] },
+        hooks: { setCursor: [(plot) => this.#read(plot.cursor.idx)], drawAxes: [(plot) => this.#drawSettings(plot)] },
       },
       this.#columns(),
       this.#canvas,
     );
+  }
+
+  #drawSettings(plot) {
+    const { ctx, bbox, scales } = plot;
+    ctx.fillStyle = colour("dim");
+    for (const { step } of this.#settings) {
+      if (step < scales.x.min || step > scales.x.max) continue;
+      ctx.fillRect(Math.round(plot.valToPos(step + 0.5, "x", true)), bbox.top, 1, bbox.height);
+    }
   }
 
   /** Write the values at the cursor, or the newest ones, into the caption. */
@@ -138,7 +149,9 @@ class Chart {
       const newest = () => this.#rows.findLast((known) => figure(known[field]) !== null)?.[field];
       setText(this.#values[index], this.#spec.show(row?.[field] ?? (this.#rows[at] ? undefined : newest())));
     });
-    setText(this.#at, this.#rows[at] ? `step ${format.whole(row.step)}` : "");
+    const changed = this.#settings.filter(({ step }) => this.#rows[at]?.step === step + 1);
+    const settings = changed.map(({ key, value, before }) => ` · ${key} = ${value}, before ${before}`).join("");
+    setText(this.#at, this.#rows[at] ? `step ${format.whole(row.step)}${settings}` : "");
   }
 
   /** The arrow keys move the cursor by a row, with shift by a tenth of the chart; Escape leaves it. */
@@ -161,8 +174,8 @@ export class Charts {
     this.#charts = CHARTS.map((spec) => new Chart(place, spec));
   }
 
-  draw(rows) {
-    for (const chart of this.#charts) chart.draw(rows);
+  draw(rows, settings) {
+    for (const chart of this.#charts) chart.draw(rows, settings);
   }
 
   /** Draw in the colours of another theme. */
