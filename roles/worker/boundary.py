@@ -136,6 +136,5 @@ class BoundaryWork:
                 going = any(byte != b"\0" for byte in await session.all_gather(mine, patience_s=patience_s))
             except (NetworkError, PeerError) as problem:  # only this member's files matter now; the step is safe
                 self._context.notify("warning", "not-gathered", f"the ring broke while files were collected: {problem}")
-                while not await assembler.wait_settled(round_s):
-                    pass
+                await assembler.wait_settled()
                 return

@@ -126,7 +126,7 @@ class CheckpointAssembler:
         if self._task is None or self._task.done():
             self._task = start(self._work(), name="whole checkpoint")
 
-    async def wait_settled(self, timeout_s: float) -> bool:
+    async def wait_settled(self, timeout_s: float | None = None) -> bool:
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=timeout_s)
         return self._task is None or self._task.done()

@@ -22,7 +22,7 @@ from roles.engine import Engine, Stage
 from roles.snapshots import Snapshots, state_bytes
 from roles.worker.boundary import BoundaryWork, Losses
 from roles.worker.checkpoint_assembler import CheckpointAssembler
-from roles.worker.checkpoint_store import STANDSTILL_S, CheckpointFiles, Checkpointing
+from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing
 from roles.worker.context import Context
 from roles.worker.early_stop import EarlyStop
 from roles.worker.heal_source import HealSource
@@ -247,8 +247,7 @@ class JobState:
         rank = view.rank_of(self._context.peer_id) if view is not None else None
         if assembler is not None and view is not None and rank is not None and core.phase is MemberPhase.DONE:
             self.assemble(view, rank)
-            while not await assembler.wait_settled(STANDSTILL_S):
-                pass
+            await assembler.wait_settled()
         if core.phase is MemberPhase.DONE:
             self.reports.send(core.report("done"))
 
