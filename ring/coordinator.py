@@ -585,22 +585,22 @@ class Coordinator:
             self._end(JobPhase.FAILED, next(iter(self._failures.in_view.values())))
         elif self.paused:
             self._go(JobPhase.PAUSED, "paused by a person")
-        elif not self._apply_verdict(survivors, now):
+        elif not self._apply_judgement(survivors, now):
             self._go(JobPhase.WAITING, "every member has stopped")
 
-    def _apply_verdict(self, survivors: Reports, now: float) -> bool:
+    def _apply_judgement(self, survivors: Reports, now: float) -> bool:
         """Exclude whom the reports blame. Where that cannot help, end or pause the job; returns whether it did."""
-        verdict = self._quarantine.judge(survivors, self.view, self._roster, now) if self.view else None
-        if verdict is None:
+        judgement = self._quarantine.judge(survivors, self.view, self._roster, now) if self.view else None
+        if judgement is None:
             return False
-        if verdict.fails_job:
-            self._end(JobPhase.FAILED, verdict.text)
+        if judgement.fails_job:
+            self._end(JobPhase.FAILED, judgement.text)
             return True
-        self._tell("error" if verdict.pauses_job else "warning", verdict.kind, verdict.text)
-        if verdict.pauses_job:
+        self._tell("error" if judgement.pauses_job else "warning", judgement.kind, judgement.text)
+        if judgement.pauses_job:
             self.paused = True
-            self._go(JobPhase.PAUSED, verdict.text)
-        return verdict.pauses_job
+            self._go(JobPhase.PAUSED, judgement.text)
+        return judgement.pauses_job
 
     def _all_done(self, survivors: Reports) -> bool:
         return self._roster.whole(survivors) and all(report.status == "done" for report in survivors.values())

@@ -56,7 +56,7 @@ _NOT_FINITE = (
 
 
 @dataclass(frozen=True, slots=True)
-class BreakVerdict:
+class BreakJudgement:
     """Why a ring broke, and what follows, as an event. ``fails_job``: no member can compute the step. ``pauses_job``:
     only a person can find the member at fault."""
 
@@ -188,7 +188,7 @@ class Quarantine:
                 yield Emit("warning", "flapping", text, peer_id)
         self.lost_members.clear()  # each death counts once, also if no view can be formed now
 
-    # --------------------------------------------------------------------------------------------------------- verdicts
+    # --------------------------------------------------------------------------------------------------------- judging
 
     @property
     def reverses_ring(self) -> bool:
@@ -206,11 +206,11 @@ class Quarantine:
         if step >= self.refused.step:
             self.refused = RefusedStep(step)
 
-    def judge(self, survivors: Reports, view: View, roster: Roster, now: float) -> BreakVerdict | None:
+    def judge(self, survivors: Reports, view: View, roster: Roster, now: float) -> BreakJudgement | None:
         """Judge a break of ``view``. ``survivors``: its living members. None: nobody is at fault as far as is known."""
         return self._judge_refusal(survivors, view, roster, now) or self._judge_link(survivors, view, now)
 
-    def _judge_refusal(self, survivors: Reports, view: View, roster: Roster, now: float) -> BreakVerdict | None:
+    def _judge_refusal(self, survivors: Reports, view: View, roster: Roster, now: float) -> BreakJudgement | None:
         votes = Counter(
             Accusation(report.applied + 1, report.cause, report.suspect, report.beside)
             for report in survivors.values()
@@ -234,8 +234,8 @@ class Quarantine:
                 suspects = [member.peer_id for member in view.replica(rank)]
             what = f"{'+'.join(map(name, suspects))} sent gradients that are not finite or are outliers"
             alone = not roster.whole({key: report for key, report in survivors.items() if key not in suspects})
-            if verdict := self._judge_data(suspects, what, alone=alone):
-                return verdict
+            if judgement := self._judge_data(suspects, what, alone=alone):
+                return judgement
         elif cause == "figure":
             what = f"{name(suspect)} told what the other members know to be false"
         elif cause == "hop":
@@ -243,16 +243,16 @@ class Quarantine:
         else:
             what = f"{name(suspect)} holds another sum than the other members"
         done = self._exclude(suspects, what, view, now)
-        return BreakVerdict("step-refused", f"step {step} was not applied: {what}: {done}")
+        return BreakJudgement("step-refused", f"step {step} was not applied: {what}: {done}")
 
-    def _judge_data(self, suspects: list[str], what: str, *, alone: bool) -> BreakVerdict | None:
+    def _judge_data(self, suspects: list[str], what: str, *, alone: bool) -> BreakJudgement | None:
         """Rule 3. None: the replica of ``suspects`` is the cause. ``alone``: the others cannot form a replica."""
         refused = self.refused
         others = refused.contributors.difference(suspects)
         data_is_cause = bool(others) or (alone and not refused.contributors.isdisjoint(suspects))
         if refused.lenient and data_is_cause:
             text = f"step {refused.step} cannot be computed: {_NOT_FINITE}"
-            return BreakVerdict("step-refused", text, fails_job=True)
+            return BreakJudgement("step-refused", text, fails_job=True)
         refused.contributors = {*suspects} if alone else refused.contributors.union(suspects)
         if not data_is_cause:
             return None
@@ -261,9 +261,9 @@ class Quarantine:
         if not alone:
             refused.contributors.clear()  # in the lenient view two must fail again
         done = "another worker sent the same, so the data is the cause; the step is applied if it is finite"
-        return BreakVerdict("step-refused", f"step {refused.step} was not applied: {what}: {done}")
+        return BreakJudgement("step-refused", f"step {refused.step} was not applied: {what}: {done}")
 
-    def _judge_untraced(self, view: View, now: float) -> BreakVerdict:
+    def _judge_untraced(self, view: View, now: float) -> BreakJudgement:
         """Rule 4."""
         refused, kind = self.refused, "step-refused"
         cause = "the sum is not finite or an outlier, and no member told that it caused it"
@@ -273,19 +273,19 @@ class Quarantine:
             text = f"{text}, and masks hide whose it is: ask who runs {asked}"
         if not refused.is_repeated:
             refused.is_repeated = True
-            return BreakVerdict(kind, f"{text}; it may be damage in transit, so it is computed again")
+            return BreakJudgement(kind, f"{text}; it may be damage in transit, so it is computed again")
         if self._masked:
             refused.is_repeated = False  # after the pause it starts afresh
-            return BreakVerdict(kind, text, pauses_job=True)
+            return BreakJudgement(kind, text, pauses_job=True)
         ranks = [rank for rank, member in enumerate(view.members) if member.peer_id not in refused.all_left_out]
         if not ranks:
-            return BreakVerdict(kind, f"step {refused.step} cannot be computed: {_NOT_FINITE}", fails_job=True)
+            return BreakJudgement(kind, f"step {refused.step} cannot be computed: {_NOT_FINITE}", fails_job=True)
         refused.left_out = [member.peer_id for member in view.replica(ranks[0])]
         refused.all_left_out += refused.left_out
         done = self._exclude(refused.left_out, text, view, now)
-        return BreakVerdict(kind, f"{text}: it is tried without: {done}")
+        return BreakJudgement(kind, f"{text}: it is tried without: {done}")
 
-    def _judge_link(self, survivors: Reports, view: View, now: float) -> BreakVerdict | None:
+    def _judge_link(self, survivors: Reports, view: View, now: float) -> BreakJudgement | None:
         """Rule 5."""
         if not self._accusations:
             return None
@@ -311,7 +311,7 @@ class Quarantine:
             text += f" ({report.reason})"
         if report.cause == DIAL and (rank := view.rank_of(report.suspect)) is not None:
             text += f". On {view.members[rank].name}'s machine: {how_to_open(view.members[rank].port)}"
-        return BreakVerdict("link", f"{text}: {self._exclude([culprit], text, view, now)}")
+        return BreakJudgement("link", f"{text}: {self._exclude([culprit], text, view, now)}")
 
     def _find_broken_link(self) -> frozenset[str]:
         """The ends of the link that broke first. A member that waits for its neighbour accuses it, and so do those that

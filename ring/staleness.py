@@ -237,14 +237,14 @@ class PullReply:
     """Server to worker.
 
     Attributes:
-        verdict, staleness, bound: of the contribution that came with the request.
+        status, staleness, bound: of the contribution that came with the request.
         has_state: rows of the ledger (``rows_bytes``), then the state follow: the worker holds another version.
         over: the server stops here. last: the job has no further version.
         version, lineage, square_sum: of the version that the worker holds from now on. ``digest``: of its state.
         number: of the contribution to compute next.
     """
 
-    verdict: ContributionStatus
+    status: ContributionStatus
     staleness: int
     bound: int
     has_state: bool
@@ -259,7 +259,7 @@ class PullReply:
 
     def encode(self) -> bytes:
         return _REPLY.pack(
-            self.verdict, min(self.staleness, 2**32 - 1), self.bound, self.has_state, self.over, self.last,
+            self.status, min(self.staleness, 2**32 - 1), self.bound, self.has_state, self.over, self.last,
             self.version, bytes.fromhex(self.lineage), self.square_sum, self.number, self.rows_bytes, self.digest,
         )  # fmt: skip
 
@@ -268,10 +268,10 @@ class PullReply:
         """Raises ``ProtocolError``."""
         if len(data) != REPLY_BYTES:
             raise ProtocolError(f"the answer to a pull has {len(data)} bytes, expected {REPLY_BYTES}")
-        verdict, staleness, bound, state, over, last, version, lineage, square_sum, *rest = _REPLY.unpack(data)
+        status, staleness, bound, state, over, last, version, lineage, square_sum, *rest = _REPLY.unpack(data)
         number, rows_bytes, digest = rest
         fits = rows_bytes <= MOST_ROWS_BYTES and max(version, number) < 2**53 and math.isfinite(square_sum)
-        if verdict not in set(ContributionStatus) or not fits:
+        if status not in set(ContributionStatus) or not fits:
             raise ProtocolError("the answer to a pull is out of range")
-        figures = ContributionStatus(verdict), staleness, bound, state, over, last
+        figures = ContributionStatus(status), staleness, bound, state, over, last
         return cls(*figures, version, lineage.hex(), square_sum, number, rows_bytes, digest)

@@ -1,10 +1,10 @@
 """What members tell each other about a reduced step before any of them applies it, and what follows. Pure.
 
 - ``Token``: the message of one member. ``next_lineage``: the lineage after a commit.
-- ``verdict``: after the vote, all members judge the same tokens, and so reach the same verdict. No member can refuse a
-  step: the figures in the tokens decide. What several members know, each tells: one that is alone with a figure is the
-  suspect. A norm must be finite, and at most ``outlier_factor`` times the usual gradient norm. The norm of a sum is at
-  most the sum of the norms (the triangle inequality); a longer sum was corrupted on its way, or a member lied.
+- ``judge_tokens``: after the vote, all members judge the same tokens, so they reach the same verdict. No member can
+  refuse a step: the figures in the tokens decide. What several members know, each tells: one that is alone with a
+  figure is the suspect. A norm must be finite, and at most ``outlier_factor`` times the usual gradient norm. The norm
+  of a sum is at most the sum of the norms (the triangle inequality): a longer sum was corrupted, or a member lied.
 - ``NormGuard``: the usual gradient norm, the median over the steps that a member saw committed.
 - ``Shares``: how many micro-batches of the next step each member computes, by measured speed, or by a ``ShareRule``.
   Integers only, so every member computes the same shares. Units are microseconds per micro-batch. A step's *makespan*
@@ -186,7 +186,7 @@ class TokenFault:
     what: str
 
 
-def verdict(
+def judge_tokens(
     tokens: Sequence[Token],
     guard: NormGuard,
     *,

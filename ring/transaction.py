@@ -4,8 +4,8 @@ Rules (those of ``ring.job_member`` hold, too)
 -----
 1. In the view that reduced it, a member applies a step only after it has seen one token from *every* member. All
    tokens must name the same generation, step, lineage and digest of the reduced bytes, and their figures must be
-   plausible (``ring.token.verdict``). Otherwise it applies a step only in a redo (rule 3), or fetches it from a member
-   that applied it.
+   plausible (``ring.token.judge_tokens``). Otherwise it applies a step only in a redo (rule 3), or fetches it from a
+   member that applied it.
 2. From the moment a member sends its token until it knows the outcome, it keeps the reduced bytes (the redo buffer)
    and does not compute: the step is *prepared*.
 3. After a break, the next view's (step, lineage) decides. A member whose prepared step is exactly that one redoes it
@@ -42,10 +42,10 @@ from ring.token import (
     TokenFault,
     granted,
     is_same,
+    judge_tokens,
     next_lineage,
     odd_ones_out,
     square_sum,
-    verdict,
 )
 from ring.view import View
 from wire.job_messages import LedgerRow
@@ -74,7 +74,7 @@ class Transaction(JobMember):
 
     Args:
         outlier_factor: see ``ring.token.NormGuard``.
-        robust: as in ``ring.token.verdict``.
+        robust: as in ``ring.token.judge_tokens``.
         hidden_norms: no member tells the norm of its contribution. One that is an outlier is told as NaN.
     """
 
@@ -182,7 +182,9 @@ class Transaction(JobMember):
         tokens = [Token.decode_untrusted(token) for token in event.tokens]
         if len(tokens) != view.size:
             raise self._invalid(f"{len(tokens)} tokens for {view.size} members")
-        fault = verdict(tokens, self._guard, last=last, stages=view.stages, lenient=view.lenient, robust=self._robust)
+        fault = judge_tokens(
+            tokens, self._guard, last=last, stages=view.stages, lenient=view.lenient, robust=self._robust
+        )
         if fault is not None:
             return self._reject(fault)
         self._requests.granted = granted(tokens)

@@ -450,8 +450,8 @@ class VersionWorker:
         if reply.has_state:
             await self._pull(reply)
         self._number = None if reply.over else reply.number
-        record.refused += reply.verdict is ContributionStatus.REFUSED
-        record.accepted[reply.staleness] += reply.verdict is ContributionStatus.ACCEPTED
+        record.refused += reply.status is ContributionStatus.REFUSED
+        record.accepted[reply.staleness] += reply.status is ContributionStatus.ACCEPTED
         return reply
 
     async def _contribution(self, number: int) -> Bytes:
