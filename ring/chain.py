@@ -229,7 +229,9 @@ class Chain:
         self._streams: range | None = None  # of the current step
         self.links = NeighbourLinks(self, world.clock, view, rank, left=before, right=after, what="chain")
         self._before, self._after = (
-            Hop(neighbour, view.generation, on_moved=self._moved, on_error=self.links.failed) if neighbour else None
+            Hop(neighbour, view.generation, on_moved=self._moved, on_error=self.links.take_failure)
+            if neighbour
+            else None
             for neighbour in (before, after)
         )
 

@@ -134,7 +134,7 @@ class Heartbeats:
                 if detector.waited(planned_s, now, neighbour.last_heard):
                     on_silent(neighbour, DeadlineExceeded(f"it sent nothing for {detector.silent_s:.1f} s"))
 
-    def acknowledged(self, seq: int) -> None:
+    def take_acknowledgement(self, seq: int) -> None:
         if seq == self._seq:
             self.rtt_ms = (self._clock.now() - self._sent_at) * 1e3
 
@@ -253,13 +253,13 @@ class NeighbourLinks:
     def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
         """End the links after the end of a connection, unless the current operation can complete without it."""
         if not neighbour.leaving:
-            self.lost(neighbour, connection, error)
+            self.take_loss(neighbour, connection, error)
         elif not self._owner.is_busy() or self._owner.expects(connection):
             self.give_up(neighbour, ConnectionLost(f"it left the {self._what}"))
         elif self.parted is None:
             self.parted = neighbour
 
-    def lost(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
+    def take_loss(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
         """Handle a failed connection. The neighbour has one heartbeat interval to name another member as lost. A
         process that died ends all connections at once, and the end of its heartbeat connection decides immediately: any
         ``MemberLost`` sent before has been read by then."""
@@ -302,12 +302,12 @@ class NeighbourLinks:
     def bytes_out(self) -> int:
         return sum(connection.bytes_out for neighbour in self.neighbours for connection in neighbour.connections)
 
-    def failed(self, connection: Connection, error: P2PTrainError) -> None:
-        self.lost(
+    def take_failure(self, connection: Connection, error: P2PTrainError) -> None:
+        self.take_loss(
             next(neighbour for neighbour in self.neighbours if connection in neighbour.connections), connection, error
         )
 
-    def lost_elsewhere(self, broken: RingBroken) -> bool:
+    def follow_loss(self, broken: RingBroken) -> bool:
         """End the links because another ring of the view broke. False if ``broken`` names no member of this view."""
         if self._view.rank_of(broken.suspect) is None or self._view.rank_of(broken.beside) is None:
             return False
@@ -369,7 +369,7 @@ class NeighbourLinks:
                 self.beats.newest_of_left = message
                 connection.send(HeartbeatAck(seq), generation=self._view.generation)
             case HeartbeatAck(seq=seq) if self.right is not None and connection is self.right.beat:
-                self.beats.acknowledged(seq)
+                self.beats.take_acknowledgement(seq)
             case MemberLost() if connection is neighbour.beat:
                 self._take_loss(neighbour, message)
             case _:

@@ -111,7 +111,7 @@ class RingSession:
                     outgoing,
                     view.generation,
                     on_progress=self._moved,
-                    on_error=self.links.failed,
+                    on_error=self.links.take_failure,
                     probe=world.probe,
                 )
                 for incoming, outgoing in zip(left.bulks, right.bulks, strict=True)

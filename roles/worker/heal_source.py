@@ -203,10 +203,10 @@ class HealSource:
     def followers(self) -> int:
         return sum(not recipient.inside for recipient in self._recipients)
 
-    def view_began(self) -> None:
+    def begin_view(self) -> None:
         self._ask_for_snapshot()
 
-    def view_ended(self, reason: str) -> None:
+    def end_view(self, reason: str) -> None:
         """End transfers of the live state, which may change now. Snapshots and the log are still sent."""
         self._live, self._applying = None, False
         self._next_turn()
@@ -215,7 +215,7 @@ class HealSource:
 
     def cut(self, reason: str) -> None:
         """End all transfers: the state is replaced by another, so no logged step leads on from here."""
-        self.view_ended(reason)
+        self.end_view(reason)
         self._logging, self._kept, self._copy = False, None, None
         self._log.begin(-1, "")
         for recipient in list(self._recipients):
@@ -232,7 +232,7 @@ class HealSource:
             copied = self._context.compute.run(lambda: engine.reduce_buffer.view(np.uint8).reshape(-1).copy())
             self._kept = (await copied).data
 
-    def committed(self, row: LedgerRow, digests: bytes = b"") -> None:
+    def log_step(self, row: LedgerRow, digests: bytes = b"") -> None:
         """Log the step that was just applied, from the bytes that ``keep`` copied, and report it to the followers.
         ``digests``: of a split model, as in ``Contribution``."""
         self._applying = False

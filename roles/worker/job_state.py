@@ -193,7 +193,7 @@ class JobState:
         self.heal_source.state_bytes = await context.compute.run(lambda: state_bytes(engine.state.blobs()))
         rows = await files.small_file(entry, LEDGER_FILE, LEDGER_FILE_BYTES)
         metrics = await files.small_file(entry, METRICS_FILE, METRICS_FILE_BYTES)
-        self.reports.loaded(applied, lineage, rows, metrics, wanted=restore.step)
+        self.reports.resume_from(applied, lineage, rows, metrics, wanted=restore.step)
         await self.saving.begin_from(entry)
         self.early.resume_from(entry.meta if entry is not None else {})
         return ev.StateLoaded(applied, lineage, square_sum)
@@ -215,7 +215,7 @@ class JobState:
         """
         core, engine = self._core, self.engine
         val_loss = await self.boundary.validate(boundary, engine, losses, validators, patience_s=patience_s)
-        self.reports.step_over(boundary.applied, session, val_loss)
+        self.reports.report_step(boundary.applied, session, val_loss)
         replica, meta = validators.view.replica_of(validators.rank), self.reports.meta()
         is_saving = await self.boundary.keep(boundary, engine, replica, meta, stopping=core.stopping)
         if boundary.snapshot:

@@ -160,7 +160,7 @@ class StepClock:
         """Record how long the gradients were on their way, and how much of that came after the own share."""
         self._hidden_s = max(0.0, communicating_s - exposed_s)
 
-    def view_began(self, *, formed_s: float | None = None) -> None:
+    def begin_view(self, *, formed_s: float | None = None) -> None:
         """Start measuring anew: a step that spans two views is not measured. ``formed_s``: how long the ring took to
         form; reported with the view's first step."""
         self._formed_s = formed_s
@@ -190,7 +190,7 @@ class StepClock:
         if self._formed_s is not None:
             self.last_ms["form_ms"] = self._formed_s * 1e3
         self.longest_s = max(self.longest_s, step_s)
-        self.view_began()
+        self.begin_view()
         return self.last_ms
 
 
@@ -335,7 +335,7 @@ class Reports:
         if report.status == "broken":
             self._context.notify("warning", "ring-broken", f"step {report.applied + 1} aborted: {report.reason}")
 
-    def seed_is_back(self, *, follows: bool, level: bool) -> None:
+    def report_state(self, *, follows: bool, level: bool) -> None:
         """Report this member's state to a seed that was away. ``follows``: it fetches the state beside the ring.
         ``level``: it follows and is level with the ring."""
         core, view, phase = self._core, self._core.view, self._core.phase
@@ -351,12 +351,12 @@ class Reports:
         if view is not None and (not core.running or self._rank() == 0):
             self.tell_rows()  # messages sent while the seed was away are lost
 
-    def hung(self, text: str, *, first: bool) -> None:
+    def report_hang(self, text: str, *, first: bool) -> None:
         self.send(self._core.report("hung", reason=text))
         if first:
             self._context.notify("warning", "hung", f"{text}; restart this worker if it does not end")
 
-    def cannot_go_on(self, problem: P2PTrainError) -> str:
+    def report_failure(self, problem: P2PTrainError) -> str:
         text = problem.with_remedy
         self._context.notify_here("error", "worker-failed", text)  # the seed hears it in a report
         if self._profile.data.private:  # it may quote the text, or name files
@@ -376,14 +376,14 @@ class Reports:
         # Times differ between members, so one part of a split model has them: the files of all parts are joined.
         return self.ledger.files() + (self.steps.files() if self._stage.index == 0 else [])
 
-    def loaded(self, applied: int, lineage: str, rows: bytes, metrics: bytes, *, wanted: int) -> None:
+    def resume_from(self, applied: int, lineage: str, rows: bytes, metrics: bytes, *, wanted: int) -> None:
         if self._stage.split and applied < wanted:
             text = f"no checkpoint of step {wanted} of {self._stage} is here: starting from that of step {applied}"
             self._context.notify("warning", "no-checkpoint", text)
         self.steps.loaded_untrusted(applied, metrics)
         self.ledger.loaded_untrusted(applied, lineage, rows)
 
-    def healed(self, view: View, fetch: FetchResult) -> None:
+    def report_heal(self, view: View, fetch: FetchResult) -> None:
         self._fetch = fetch
         if not fetch.steps:
             self.steps.forget()
@@ -407,12 +407,12 @@ class Reports:
 
     # -------------------------------------------------------------------------------------------------------- its steps
 
-    def view_began(self, view: View, *, formed_s: float) -> None:
-        self.clock.view_began(formed_s=formed_s)
+    def begin_view(self, view: View, *, formed_s: float) -> None:
+        self.clock.begin_view(formed_s=formed_s)
         self._context.notify_here("info", "view", describe_view(view, self._context.peer_id))
         self.ledger.tell_beyond(view.ledger_step)
 
-    def step_done(self, step: int, scores: dict[str, float], *, redone: bool) -> None:
+    def report_applied(self, step: int, scores: dict[str, float], *, redone: bool) -> None:
         """``scores``: see ``Strategy``. Those of a redone step are of the ranks of another view."""
         if redone:
             self._context.notify("info", "redo", f"applied step {step + 1} from the gradients summed before the break")
@@ -420,7 +420,7 @@ class Reports:
             self._timing = self.clock.step_done() | scores
             self._context.world.probe.event("step-applied", step=step, scores=scores)
 
-    def recorded(self, row: LedgerRow, lineage: str) -> None:
+    def add_row(self, row: LedgerRow, lineage: str) -> None:
         self.ledger.add(row, lineage)
         view = self._core.view
         if view is not None and view.generation == row.generation and self._rank() == 0:
@@ -432,7 +432,7 @@ class Reports:
             self.ledger.tell_beyond(0 if restored else view.ledger_step)
             self.steps.tell_beyond(view, self._core.applied)
 
-    def step_over(self, applied: int, session: RingSession, val_loss: float | None) -> None:
+    def report_step(self, applied: int, session: RingSession, val_loss: float | None) -> None:
         """Report the committed step ``applied`` at the boundary after it."""
         assert self.engine is not None
         self._validated = applied, val_loss

@@ -152,7 +152,7 @@ class JobRunner:
         self.follower.end(report)
 
     def on_seed_back(self) -> None:
-        self.state.reports.seed_is_back(follows=self.follower.active, level=self.follower.is_level)
+        self.state.reports.report_state(follows=self.follower.active, level=self.follower.is_level)
 
     def list_held_parts(self, limit_bytes: int) -> list[HeldPart]:
         return self.state.reports.list_held_parts(state_bytes=self.connections.state_bytes, limit_bytes=limit_bytes)
@@ -242,14 +242,14 @@ class JobRunner:
         except (NetworkError, PeerError) as problem:
             event = self.connections.failure(generation) or ev.ViewBroken(generation, "", problem.message)
         except P2PTrainError as problem:
-            event = ev.MemberFailed(self.state.reports.cannot_go_on(problem))
+            event = ev.MemberFailed(self.state.reports.report_failure(problem))
         self._handle(event)
 
     def _disband(self, reason: str) -> None:
         if self._activity is not None:
             self._activity.cancel()
             self._activity = None
-        self.state.heal_source.view_ended(reason)
+        self.state.heal_source.end_view(reason)
         self.connections.close()
 
     async def _load(self) -> ev.StateLoaded:
@@ -275,8 +275,8 @@ class JobRunner:
         await state.use_settings()
         state.reports.steps.steps_total = self.core.steps_total
         await self.activity_runner.begin_view(session)
-        state.heal_source.view_began()
-        state.reports.view_began(form.view, formed_s=context.world.clock.now() - form_began)
+        state.heal_source.begin_view()
+        state.reports.begin_view(form.view, formed_s=context.world.clock.now() - form_began)
         return ev.ActivityFinished(form.ticket)
 
     async def _watch_compute(self) -> None:
@@ -291,5 +291,5 @@ class JobRunner:
             hung_s = detector.waited(WATCH_S, call, compute.known, for_others=self.connections.busy)
             if call is not None and hung_s and self.core.running and view is not None and view.size > 1:
                 text = f"its computing has not moved for {hung_s:.0f} s ({call.name})"
-                self.state.reports.hung(text, first=call is not reported)
+                self.state.reports.report_hang(text, first=call is not reported)
                 reported = call

@@ -68,15 +68,15 @@ class StepRunner(ActivityRunner):
         assert isinstance(instruction, ev.RecordStep)
         joined, digests = self._digests
         row = instruction.row
-        self._state.heal_source.committed(row, digests if joined == row.digest else b"")
-        self._state.reports.recorded(row, instruction.lineage)
+        self._state.heal_source.log_step(row, digests if joined == row.digest else b"")
+        self._state.reports.add_row(row, instruction.lineage)
 
     # ----------------------------------------------------------------------------------------------------- activities
 
     async def _heal(self, instruction: ev.Heal) -> ev.ActivityFinished:
         state = self._state
         state.heal_source.cut("it is healed itself")
-        state.reports.healed(instruction.view, await self._healer.within(instruction, state.engine))
+        state.reports.report_heal(instruction.view, await self._healer.within(instruction, state.engine))
         return ev.ActivityFinished(instruction.ticket)
 
     async def _compute(self, instruction: ev.Compute) -> ev.ActivityFinished:
@@ -143,7 +143,7 @@ class StepRunner(ActivityRunner):
         state, strategy = self._state, self._ready_strategy
         await state.apply(partial(strategy.commit, instruction.step, instruction.square_sum))
         self._trained = self._connections.members
-        state.reports.step_done(instruction.step, strategy.scores, redone=instruction.redo)
+        state.reports.report_applied(instruction.step, strategy.scores, redone=instruction.redo)
         return ev.ActivityFinished(instruction.ticket)
 
     async def _confirm(self, instruction: ev.Confirm) -> ev.DigestsGathered:

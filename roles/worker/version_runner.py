@@ -63,8 +63,8 @@ class VersionRunner(ActivityRunner):
     def carry_out(self, instruction: object) -> None:
         match instruction:
             case ev.RecordStep(row, lineage):
-                self._state.heal_source.committed(row)
-                self._state.reports.recorded(row, lineage)
+                self._state.heal_source.log_step(row)
+                self._state.reports.add_row(row, lineage)
             case ev.EndCollect():
                 self._server.end()
 
@@ -94,7 +94,7 @@ class VersionRunner(ActivityRunner):
     async def _apply(self, instruction: ev.Apply) -> ev.ActivityFinished:
         state, server = self._state, self._server
         await state.apply(partial(server.apply, instruction.step, instruction.square_sum))
-        state.reports.step_done(instruction.step, server.scores, redone=False)
+        state.reports.report_applied(instruction.step, server.scores, redone=False)
         return ev.ActivityFinished(instruction.ticket)
 
     async def _boundary(self, instruction: ev.Boundary) -> ev.ActivityFinished:
@@ -117,7 +117,7 @@ class VersionRunner(ActivityRunner):
         core, state, worker, clock = self._core, self._state, self._worker, self._context.world.clock
         began = clock.now()
         reply = await worker.exchange(core.applied, core.lineage)
-        if reply.verdict:
+        if reply.status:
             state.reports.clock.computed(clock.now() - began, worker.share)
             state.tokens += worker.share * state.engine.data.tokens_per_micro_batch
         state.count_progress()

@@ -146,7 +146,7 @@ class ViewConnections:
         if session in self._sessions and not session.broken.cancelled():
             broken = session.broken.result()
             for other in self._sessions:
-                if other is not session and not other.links.lost_elsewhere(broken):
+                if other is not session and not other.links.follow_loss(broken):
                     other.close(broken.cause.message)
             self._on_broken(view_broken(broken, session.view.generation))
 

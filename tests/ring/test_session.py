@@ -309,8 +309,8 @@ async def test_a_ring_that_ends_with_another_one_names_who_was_lost_there():
     """Members of a split model are in two rings: whoever leaves this one because of the other is not to blame."""
     async with local_ring(4, TcpNetwork()) as members:
         elsewhere = RingBroken("c", ConnectionLost("lost c"), "a")  # neighbours in the other ring, not in this one
-        assert members[0].session.links.lost_elsewhere(elsewhere)
+        assert members[0].session.links.follow_loss(elsewhere)
         async with asyncio.timeout(AT_ONCE_S):
             broken = [await members[rank].session.broken for rank in (0, 1, 3)]
         assert [(item.suspect, item.beside) for item in broken] == [("c", "a")] * 3
-        assert not members[0].session.links.lost_elsewhere(RingBroken("z", ConnectionLost("lost z"), "a"))
+        assert not members[0].session.links.follow_loss(RingBroken("z", ConnectionLost("lost z"), "a"))

@@ -101,7 +101,7 @@ class Member:
         core.square_sum = engine.partial_square_sum(0, engine.reduce_buffer.size)
         engine.apply(step, core.square_sum)
         core.applied, core.lineage = step + 1, next_lineage(core.lineage, digest)
-        self.heal_source.committed(LedgerRow(step + 1, core.view.generation, digest, b""))
+        self.heal_source.log_step(LedgerRow(step + 1, core.view.generation, digest, b""))
         if snapshot:
             await self.heal_source.snapshot(engine, self.snapshots)
 

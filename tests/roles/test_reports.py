@@ -161,7 +161,7 @@ def test_the_parts_of_a_step_are_those_of_its_last_view() -> None:
     with clock.phase("compute"):
         now += 5.0
     clock.waited(1.0)
-    clock.view_began()
+    clock.begin_view()
     for _ in range(2):  # a step takes nothing over from the one before
         with clock.phase("compute"):
             now += 2.0

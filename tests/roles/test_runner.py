@@ -32,7 +32,7 @@ def told(core: Transaction) -> Report:
         peer_id="a", send=said.append, on_step=None, world=SimpleNamespace(clock=SimpleNamespace(now=lambda: 0.0))
     )
     reports = Reports(context, core, job="job", stage=WHOLE, profile=Profile(), early=EarlyStop(0))
-    reports.seed_is_back(follows=False, level=False)
+    reports.report_state(follows=False, level=False)
     return said[0]
 
 
