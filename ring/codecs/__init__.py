@@ -29,8 +29,7 @@ from __future__ import annotations
 from typing import Final
 
 from p2ptrain.core.errors import ConfigError
-from ring.codecs.base import F32, U8, Codec
-from ring.codecs.kinds import Bf16, Fp16, Fp32, Int4, Int8, TopK
+from ring.codecs.kinds import F32, U8, Bf16, Codec, Fp16, Fp32, Int4, Int8, TopK
 
 __all__ = ["CODECS", "F32", "U8", "Codec", "codec_named"]
 

@@ -249,8 +249,8 @@ _MARK = np.float32(77.0)
 @target(
     "codecs",
     _encoded(),
-    "ring.codecs.base.Codec._check_untrusted",
-    "ring.codecs.base.Codec._decode_add_untrusted",
+    "ring.codecs.kinds.Codec._check_untrusted",
+    "ring.codecs.kinds.Codec._decode_add_untrusted",
     "ring.codecs.kinds.Fp32._decode_untrusted",
     "ring.codecs.kinds.Fp32._decode_add_untrusted",
     "ring.codecs.kinds.Bf16._decode_untrusted",

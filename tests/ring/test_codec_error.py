@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ring.codecs import CODECS, codec_named
-from ring.codecs.base import F32, Codec
+from ring.codecs.kinds import F32, Codec
 from ring.collectives import owned_range
 from ring.planning.ring_plan import STATED_ERROR
 
