@@ -106,10 +106,6 @@ class ReplayStep:
     changes: int
 
 
-class StepsGone(NetworkError):
-    """No source keeps the steps that follow this member's state any more."""
-
-
 class StateSource(PieceSource):
     """A member that sends a state, steps, or both.
 
@@ -298,8 +294,8 @@ class StateFetch:
         """Wait for the state. The result has no root if it is the state that this member holds already.
 
         Raises:
-            NetworkError: no source could send it; the message has each source's problem.
-            StepsGone: the ring is so far ahead that the logs no longer lead on from this state.
+            NetworkError: no source could send it, with each source's problem, or the ring is so far ahead that the logs
+                no longer lead on from this state.
         """
         await self._until(self._has_state)
         assert self._chosen is not None
@@ -311,8 +307,7 @@ class StateFetch:
         """Wait for the next step, verified by its digest. The caller applies it and then calls ``mark_applied``.
 
         Raises:
-            StepsGone: no source has the step any more.
-            NetworkError: no source is left.
+            NetworkError: no source is left, or none has the step any more.
         """
         await self._until(lambda: self.receiver.has(self.steps.next))
         return self.steps.current()
@@ -407,7 +402,7 @@ class StateFetch:
             return chosen is not None
         ahead = self.newest - chosen.step
         if ahead > self.steps.log_steps:
-            raise StepsGone(f"the ring is {ahead} steps ahead of the state being fetched: this member is too slow")
+            raise NetworkError(f"the ring is {ahead} steps ahead of the state being fetched: this member is too slow")
         return self.receiver.has(chosen.root) and self.receiver.complete
 
     def _landed(self, source: StateSource, key: Hashable) -> None:
@@ -439,13 +434,12 @@ class StateFetch:
             known = [source for source in self.receiver.sources.values() if source.offer is not None]
             is_known = bool(known) and not self._unanswered and self.steps.next >= 0
             if is_known and all(source.first > self.steps.next for source in known):
-                raise StepsGone(f"no source keeps step {self.steps.next} any more: this member is too slow to follow")
+                text = f"no source keeps step {self.steps.next} any more: this member is too slow to follow"
+                raise NetworkError(text)
             return False
 
         try:
             await self.receiver.until(is_over, waits=lambda: self._conversations > 0)
-        except StepsGone:
-            raise
         except NetworkError as problem:
             raise NetworkError(f"no member could send the state: {problem.message}") from None
 
@@ -484,7 +478,7 @@ class Healer:
     async def _to_the_start(
         self, request: HealRequest, generation: int, sources: Sequence[MemberRecord], engine: Engine
     ) -> FetchResult:
-        fetch = await self.fetch(request, generation, sources, engine, on_torn=lambda: None)
+        fetch = await self.fetch(request, generation, sources, engine)
         async with fetch.running():
             state = await fetch.state()
             if state.root:
@@ -507,7 +501,7 @@ class Healer:
         sources: Sequence[MemberRecord],
         engine: Engine,
         *,
-        on_torn: Callable[[], None],
+        on_torn: Callable[[], None] = lambda: None,
     ) -> StateFetch:
         # On the compute thread, so after an abandoned micro-batch that may still use the state.
         blobs = await self._context.compute.run(engine.state.blobs)
