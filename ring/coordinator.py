@@ -304,14 +304,14 @@ class Coordinator:
         elif report.status in STANDSTILL and self._never_got_view(event.peer_id, report):
             known.standing = report
             self._note_stop(event.peer_id, now)
-        elif event.peer_id in self._roster.running:
-            return  # sent before its current view was announced
-        elif self.phase in (JobPhase.RUNNING, JobPhase.STOPPING) and report.status in {*STANDSTILL, "training"}:
-            self._give_up(event.peer_id)  # rule 8
-        elif report.status in STANDSTILL:
+        elif event.peer_id in self._roster.running or report.status not in {*STANDSTILL, "training"}:
+            return  # of a view before the current one
+        elif report.status == "training" or self.phase in (JobPhase.RUNNING, JobPhase.STOPPING):  # rule 8
+            self._forget(event.peer_id)
+            reason = "the ring continued without this worker; it will join again"
+            self._out.append(co.SendRelease(event.peer_id, reason))
+        else:
             known.standing = report  # its ring is over, and so is the ring after it
-        elif report.status == "training":
-            self._give_up(event.peer_id)
 
     def _never_got_view(self, peer_id: str, report: Report) -> bool:
         """Whether a member of the view, which reports an earlier one, did not receive the view because it or the seed
@@ -322,10 +322,6 @@ class Coordinator:
         if peer_id in self._roster.running:
             return peer_id in self._roster.unheard
         return holds(report, view.step, view.lineage)
-
-    def _give_up(self, peer_id: str) -> None:
-        self._forget(peer_id)
-        self._out.append(co.SendRelease(peer_id, "the ring continued without this worker; it will join again"))
 
     def _take_member_report(self, known: KnownPeer, report: Report, now: float) -> None:
         peer_id = known.peer.peer_id

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.token import LEAST_STEPS, Flag, NormGuard, Token, TokenFault, granted, odd_ones_out, square_sum, verdict
+from ring.token import LEAST_STEPS, Flag, NormGuard, Token, TokenFault, granted, judge_tokens, odd_ones_out, square_sum
 
 TOKEN = Token(1, 5, Flag(0), 1.0, b"d" * 16, b"l" * 16, own=1.0, sent=7, received=7)
 NAN, INF = math.nan, math.inf
@@ -51,19 +51,19 @@ def judged(
     changed: dict[int, dict[str, object]], members: int = 3, last: float = 1.0, stages: int = 1
 ) -> TokenFault | None:
     tokens = [replace(TOKEN, **({"usual": 4.0} | changed.get(rank, {}))) for rank in range(members)]  # type: ignore[arg-type]
-    return verdict(tokens, NormGuard(100.0), last=last, stages=stages)
+    return judge_tokens(tokens, NormGuard(100.0), last=last, stages=stages)
 
 
 @pytest.mark.parametrize(("own", "lenient", "refused"), [(1e8, False, True), (1e8, True, False), (NAN, True, True)])
 def test_a_lenient_view_takes_an_outlier_if_it_is_finite(own: float, lenient: bool, refused: bool) -> None:
     tokens = [replace(TOKEN, usual=4.0, own=own if rank == 1 else 1.0) for rank in range(3)]
-    fault = verdict(tokens, NormGuard(100.0), last=1.0, lenient=lenient)
+    fault = judge_tokens(tokens, NormGuard(100.0), last=1.0, lenient=lenient)
     assert (fault is not None and fault.suspect == 1) is refused
 
 
 def test_equal_tokens_are_a_commit() -> None:
     assert judged({1: {"flags": Flag.HOLD, "own": 9.0, "unit_us": 3, "sent": 8}, 2: {"received": 8}}) is None
-    assert verdict([replace(TOKEN, sent=0, received=0)], NormGuard(100.0)) is None
+    assert judge_tokens([replace(TOKEN, sent=0, received=0)], NormGuard(100.0)) is None
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_stop_is_what_all_say_and_other_requests_are_those_of_any_member() -> 
     stop, save = replace(TOKEN, flags=Flag.STOP), replace(TOKEN, flags=Flag.SAVE)
     assert granted([stop, save]) == Flag.SAVE
     assert granted([stop, stop]) == Flag.STOP
-    assert verdict([stop, save], NormGuard(0.0)) is None, "of two, neither is alone"
+    assert judge_tokens([stop, save], NormGuard(0.0)) is None, "of two, neither is alone"
 
 
 @given(st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=7))
