@@ -95,7 +95,7 @@ class Announcements:
     def __init__(self, clock: Clock, store: SeedStore, render: Render) -> None:
         self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
         self._clock, self._store, self._render = clock, store, render
-        self._subscriptions: set[Subscription] = set()
+        self._subscriptions: list[Subscription] = []
         self._last_id = 0
 
     async def load(self) -> None:
@@ -129,11 +129,11 @@ class Announcements:
     def subscribe(self) -> Iterator[Subscription]:
         """A subscription to all changes within the block."""
         subscription = Subscription(self._render)
-        self._subscriptions.add(subscription)
+        self._subscriptions.append(subscription)
         try:
             yield subscription
         finally:
-            self._subscriptions.discard(subscription)
+            self._subscriptions.remove(subscription)
 
 
 def newest_that_fit(items: Iterable[Map]) -> list[Map]:

@@ -188,7 +188,7 @@ class HealSource:
     ) -> None:
         self._context, self._core, self._want_snapshot, self._stage = context, core, want_snapshot, stage
         self.state_bytes = 0
-        self._recipients: set[Recipient] = set()
+        self._recipients: list[Recipient] = []  # in order, so that equal simulations are equal
         self._live: Snapshot | None = None
         self._copy: Snapshot | None = None
         self._log = StepLog()
@@ -260,7 +260,7 @@ class HealSource:
         try:
             taking = snapshots.take(engine, step=core.applied, lineage=core.lineage, square_sum=core.square_sum)
             with await taking as self._copy:
-                for recipient in self._recipients.intersection(waiting):
+                for recipient in (recipient for recipient in waiting if recipient in self._recipients):
                     self._use(recipient, self._copy)
         except ResourceError:
             return  # both copies are in use, for example by a checkpoint: a later boundary retries
@@ -286,7 +286,7 @@ class HealSource:
             )
             await line.wait_sent()
             return
-        self._recipients.add(recipient)
+        self._recipients.append(recipient)
         try:
             async with line.keep_alive():
                 await self._serve(recipient, request, engine)
@@ -296,7 +296,7 @@ class HealSource:
             if not recipient.ended:
                 raise
         finally:
-            self._recipients.discard(recipient)
+            self._recipients.remove(recipient)
             self._release(recipient)
             if recipient.sent_bytes:
                 size = f"{recipient.sent_bytes / 1e6:.1f} MB"

@@ -85,3 +85,15 @@ def test_calls_of_a_thread_follow_each_other_and_take_time() -> None:
         assert thread.submit(lambda: done.append(6)).cancelled()
 
     run(main)
+
+
+def test_order_of_tasks_and_futures_in_sets_does_not_depend_on_their_addresses() -> None:
+    orders: list[list[int]] = []
+
+    async def main(loop: SimLoop) -> None:
+        made = [*(asyncio.ensure_future(asyncio.sleep(0)) for _ in range(3)), loop.create_future()]
+        orders.append([made.index(it) for it in {*made}])
+
+    for _ in range(3):
+        run(main)
+    assert orders == [[0, 1, 2, 3]] * 3

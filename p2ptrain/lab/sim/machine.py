@@ -24,6 +24,7 @@ import asyncio
 import contextvars
 import errno
 import hashlib
+import itertools
 import os
 import random
 import sqlite3
@@ -96,11 +97,35 @@ class Misconduct:
 PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
 
+class _Numbered:
+    """A task or future whose place in a set does not depend on its address, so that equal runs are equal."""
+
+    _number = 0
+
+    def __hash__(self) -> int:
+        if not self._number:
+            loop: Any = self.get_loop()  # type: ignore[attr-defined]
+            self._number = next(loop.numbers)
+        return self._number
+
+
+class _SimTask(_Numbered, asyncio.Task[Any]):
+    pass
+
+
+class _SimFuture(_Numbered, asyncio.Future[Any]):
+    pass
+
+
 class SimLoop(VirtualClockLoop):
     def __init__(self) -> None:
         super().__init__()
         self.callbacks = 0
+        self.numbers = itertools.count(1)
         self.set_task_factory(_make_task)  # type: ignore[arg-type]
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _SimFuture(loop=self)
 
     def run_handle(self, handle: asyncio.Handle) -> None:
         process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
@@ -138,7 +163,7 @@ class SimLoop(VirtualClockLoop):
 def _make_task(
     loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **settings: Any
 ) -> asyncio.Task[Any]:
-    task = asyncio.Task(coroutine, loop=loop, **settings)
+    task = _SimTask(coroutine, loop=loop, **settings)
     context = settings.get("context")
     process = context.get(PROCESS) if context is not None else PROCESS.get()
     if process is not None:
