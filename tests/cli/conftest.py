@@ -20,7 +20,7 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.cli.main import main
 from p2ptrain.core.errors import Refused
-from p2ptrain.lab.explain.measuring import StrategyTimings, short
+from p2ptrain.lab.explain.predictions import StrategyTimings, short
 from tests.fake_seed import FakeSeed
 from wire.connection import Connection
 from wire.handshake import dial, local_hello, local_welcome

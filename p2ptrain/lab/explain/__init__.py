@@ -1,1 +1,1 @@
-"""Predicts what training costs here. ``measuring`` trains some steps, ``predictions`` computes the rest from them."""
+"""Predicts what training costs here. ``predictions`` trains some steps, and computes the rest from them."""
