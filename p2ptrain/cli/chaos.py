@@ -189,11 +189,11 @@ def _print_attack(attack: Attack) -> None:
             (
                 name,
                 "yes" if name in attack.attackers else "",
-                str(it.excluded),
-                str(it.steps),
-                number(it.distance, ".1f"),
+                str(score.excluded),
+                str(score.steps),
+                number(score.distance, ".1f"),
             )
-            for name, it in attack.scores
+            for name, score in attack.scores
         ]
         right = ("LEFT OUT", "STEPS", "DISTANCE")
         print_table(("MEMBER", "ATTACKS", *right), rows, right=right)

@@ -176,7 +176,7 @@ async def _audit_once(
     verdict.fault = fault or checks.finish(head.step, head.lineage)
     verdict.computed, verdict.total = dict(checks.computed), checks.total
     verdict.staleness = {
-        peer_id: (found.total(), sum(one * count for one, count in found.items()) / found.total(), max(found))
+        peer_id: (found.total(), sum(steps * count for steps, count in found.items()) / found.total(), max(found))
         for peer_id, found in checks.staleness.items()
     }
     if epochs is not None:

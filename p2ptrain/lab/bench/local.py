@@ -39,8 +39,8 @@ class LocalPlan:
     codec: str
 
     def report(self) -> BenchReport:
-        each = human_duration(self.compute_s) if self.compute_s else "real engine"
-        title = f"local · {self.name} · {self.workers} workers × {self.inner_steps} inner steps ({each}) · {self.link}"
+        work = human_duration(self.compute_s) if self.compute_s else "real engine"
+        title = f"local · {self.name} · {self.workers} workers × {self.inner_steps} inner steps ({work}) · {self.link}"
         settings = asdict(self) | {"profile": self.name}
         report = BenchReport("local", title, "tokens", "{:,.0f}".format, settings)
         report.columns = {

@@ -55,7 +55,7 @@ class Case:
     def ratio(self, upper: str, lower: str) -> float | None:
         """Quotient of two contenders' medians; None if either is missing."""
         pair = [self.contenders.get(name) for name in (upper, lower)]
-        if any(each is None or not each.seconds for each in pair):
+        if any(contender is None or not contender.seconds for contender in pair):
             return None
         return self.contenders[upper].median_s / self.contenders[lower].median_s
 

@@ -409,11 +409,12 @@ def read_saved_states(root: Path, job: str, step: int, names: Iterable[str]) -> 
                 made.damaged.append(problem.message)
                 continue
             if entry.step == step:
-                tensors = ((file, it) for file, it in sorted(entry.files.items()) if file.endswith(".safetensors"))
+                files = sorted(entry.files.items())
+                tensors = (item for item in files if item[0].endswith(".safetensors"))
                 lines = (f"{file} {size_bytes} {digest}\n" for file, (size_bytes, digest) in tensors)
                 made.states[name] = hashlib.sha256("".join(lines).encode()).hexdigest()
                 made.newest = entry.path
-        made.damaged += [f"{directory / each} has no manifest that can be read" for each in sorted(found)]
+        made.damaged += [f"{directory / name} has no manifest that can be read" for name in sorted(found)]
     return made
 
 

@@ -94,8 +94,9 @@ class Analysis:
         x = x or next(axis for axis in axes[1:] + axes if axis != y)
         y = y or next(axis for axis in axes if axis != x)
         self.grid, self.rows, self.axes = grid, rows, [y, *(axis for axis in axes if axis not in (x, y)), x]
-        titles = {time_to(it): f"time to a validation loss of {it:g}" for it in grid.loss_targets}
-        titles |= {bytes_to(it): f"bytes sent to a validation loss of {it:g}" for it in grid.loss_targets} | MEASURES
+        titles = {time_to(target): f"time to a validation loss of {target:g}" for target in grid.loss_targets}
+        titles |= {bytes_to(target): f"bytes sent to a validation loss of {target:g}" for target in grid.loss_targets}
+        titles |= MEASURES
         table = pd.DataFrame(rows).assign(**{"": ""})
         for axis, labels in grid.axes.items():
             table[axis] = pd.Categorical(table[axis], list(labels), ordered=True)
@@ -136,7 +137,7 @@ class Analysis:
             text = f"In {uneven} of them members were away for some steps: their times and bytes are of fewer workers."
             sentences.append(text)
         tokens = self.estimates("tokens")["mean"]
-        for measure in (it for it in self.measures if it in IN_WORDS or it not in MEASURES):
+        for measure in (name for name in self.measures if name in IN_WORDS or name not in MEASURES):
             known = self.estimates(measure).dropna(subset="mean")
             known = known.sort_values("mean", ascending=measure != MORE_IS_BETTER, kind="stable")
             for condition, cells in known.groupby(self.axes[:-1], observed=True):
@@ -192,21 +193,23 @@ def draw_figures(analysis: Analysis, directory: Path) -> list[Figure]:
     mpl.use("Agg")
     mpl.rcParams.update({"svg.hashsalt": "p2ptrain", "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold",
                          "text.parse_math": False})  # fmt: skip
-    return [*(_heatmap(analysis, it) for it in analysis.measures), *_curves(analysis, directory)]
+    return [*(_heatmap(analysis, measure) for measure in analysis.measures), *_curves(analysis, directory)]
 
 
 def page(analysis: Analysis, figures: Sequence[Figure]) -> str:
     """The report: one HTML file."""
     grid, (columns, rows) = analysis.grid, analysis.table()
     what = "simulated: times are virtual, and there are no losses" if grid.simulated else "measured"
+    conclusions = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in analysis.conclusions())
     table = pd.DataFrame(rows, columns=columns).to_html(index=False, border=0, justify="left")
     maps, curves = (
-        "".join(_image(it) for it in figures if it.name.startswith(CURVES) == is_curve) for is_curve in (False, True)
+        "".join(_image(figure) for figure in figures if figure.name.startswith(CURVES) == is_curve)
+        for is_curve in (False, True)
     )
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{grid.name}</title><style>{_STYLE}</style>"
         f"<h1>{grid.name}</h1><p>{html.escape(' × '.join(grid.axes))} · {what}</p>"
-        f"<h2>Conclusions</h2><ul>{''.join(f'<li>{html.escape(it)}</li>' for it in analysis.conclusions())}</ul>"
+        f"<h2>Conclusions</h2><ul>{conclusions}</ul>"
         "<h2>Cells</h2><p>Means over the runs of a cell that are done, ± half of the 95 % confidence interval (by "
         f"Student's t); without ±, there is one run.</p><div>{table}</div><h2>Maps</h2><p>Lighter is better. Red: no "
         "run of the cell is done, or none reached the loss.</p>"
@@ -259,7 +262,7 @@ def _curves(analysis: Analysis, directory: Path) -> Iterator[Figure]:
             known.append(curve.assign(run=row["run"], x=row.get(x, ""), y=panel))
     data = pd.concat(known) if known else pd.DataFrame(columns=POINT)
     panels = [f"{y} = {label}" for label in labels[y]] if y else [""]
-    loss = next((it for it in ("val_loss", "loss") if data[it].notna().any()), "")
+    loss = next((name for name in ("val_loss", "loss") if data[name].notna().any()), "")
     names = MEASURES | {"time_s": "seconds", "sent_bytes": "bytes sent by all workers"}
     for across, scale in (("time_s", "linear"), ("sent_bytes", "log")) if loss else ():
         grid = sns.relplot(

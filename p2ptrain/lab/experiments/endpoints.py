@@ -93,7 +93,7 @@ class Experiments:
         from p2ptrain.lab.experiments.results import Results
 
         machines = (run.machine for run in plan.runs)
-        if plan.grid.simulated or any(it.link or it.straggler > 1 or it.attack for it in machines):
+        if plan.grid.simulated or any(machine.link or machine.straggler > 1 or machine.attack for machine in machines):
             text = "the grid: links, stragglers, attackers and simulations need processes of their own"
             raise ConfigError(text, remedy="run the grid on one machine: p2ptrain experiment run grid.toml")
         if self._work:

@@ -143,5 +143,6 @@ async def simulate(plan: GridPlan, run: GridRun, show: Show) -> Result:
         await client.close()
         stop.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-    figures = {key: it for key, it in result.figures.items() if not re.search("loss|memory|seconds_to|bytes_to", key)}
+    unknown = re.compile("loss|memory|seconds_to|bytes_to")
+    figures = {name: value for name, value in result.figures.items() if not unknown.search(name)}
     return replace(result, figures=figures, curve=[(*point[:-2], None, None) for point in result.curve])

@@ -59,14 +59,14 @@ class Grid(Table):
         """Each axis as a table of labels, each with a table of settings by dotted key."""
         found = dict[str, Any]()
         for name, values in axes.items():
-            is_dotted = isinstance(values, dict) and any(isinstance(it, list) for it in values.values())
-            found |= {f"{name}.{key}": it for key, it in values.items()} if is_dotted else {name: values}
+            is_dotted = isinstance(values, dict) and any(isinstance(value, list) for value in values.values())
+            found |= {f"{name}.{key}": value for key, value in values.items()} if is_dotted else {name: values}
         for axis, values in found.items():
             if isinstance(values, list) and values:
                 found[axis] = {_label(value): {axis: value} for value in values}
                 if len(found[axis]) < len(values):
                     raise ValueError(f"{axis} has a value twice; use repeats for more runs")
-            elif isinstance(values, dict) and values and all(isinstance(it, dict) for it in values.values()):
+            elif isinstance(values, dict) and values and all(isinstance(value, dict) for value in values.values()):
                 found[axis] = {label: dict(flatten(settings)) for label, settings in values.items()}
             else:
                 raise ValueError(f"{axis} is neither a list of values nor a table of tables")

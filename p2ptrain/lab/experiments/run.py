@@ -101,7 +101,7 @@ async def measure(client: SeedClient, run: GridRun, plan: GridPlan, show: Show) 
     reports = followed.sent_bytes
     sent_bytes = [round(total) for total in np.interp(steps, list(reports), list(reports.values()))]
     losses, val_losses = [row.loss for row in rows], [row.val_loss for row in rows]
-    known, val_known = ([loss for loss in it if loss is not None] for it in (losses, val_losses))
+    known, val_known = ([loss for loss in all_losses if loss is not None] for all_losses in (losses, val_losses))
     steps_ms = [row.step_ms for row in rows if row.step_ms]
     computed_ms = [row.compute_ms for row in rows if row.compute_ms]
     members = [row.members for row in rows if row.members]
@@ -205,7 +205,10 @@ class FollowedJob:
         """
         were_active = self._active >= self._workers or len(self._workers) == 1 or not job.step
         peers = self._observer.peers
-        return were_active and {peers[it].state for it in self._workers & peers.keys()} <= {"idle", *ABSENT_STATES}
+        return were_active and {peers[peer_id].state for peer_id in self._workers & peers.keys()} <= {
+            "idle",
+            *ABSENT_STATES,
+        }
 
     async def until(self, client: SeedClient, phase: int, seconds: float | None) -> bool:
         """Wait for a phase or a later one, so long at most; return whether it came. Raises ``NetworkError``."""
@@ -236,7 +239,7 @@ class FollowedJob:
                 self._take_peer(record)
         if info is not None and info.state == "saving":
             peers = self._observer.peers
-            there = [it for it in self._workers if it in peers and peers[it].state not in ABSENT_STATES]
+            there = [peer_id for peer_id in self._workers & peers.keys() if peers[peer_id].state not in ABSENT_STATES]
             if there and all(f"step {info.step}:" in self._unsaved.get(peer, "") for peer in there):
                 self.trouble = self.trouble or self._unsaved[there[0]]  # each has tried to save the result
 

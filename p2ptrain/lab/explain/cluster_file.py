@@ -53,14 +53,13 @@ def read(path: Path) -> DescribedCluster:
 
 
 def _cluster(file: File) -> DescribedCluster:
-    members = [
-        CandidateWorker(
-            name, name, size_of(one.memory) if one.memory else math.inf, 1e9 * one.gflops, one.device == "cpu"
-        )
-        for one in file.member
-        for name in ([one.name] if one.count == 1 else [f"{one.name}-{number + 1}" for number in range(one.count)])
-    ]
-    names = [one.id for one in members]
+    members = list[CandidateWorker]()
+    for described in file.member:
+        count, memory_bytes = described.count, size_of(described.memory) if described.memory else math.inf
+        flops, on_host = 1e9 * described.gflops, described.device == "cpu"
+        names = [f"{described.name}-{number + 1}" for number in range(count)] if count > 1 else [described.name]
+        members += [CandidateWorker(name, name, memory_bytes, flops, on_host) for name in names]
+    names = [member.id for member in members]
     if len(names) > MOST:
         raise UserError(f"{len(names)} members are more than {MOST}")
     if len(set(names)) < len(names):

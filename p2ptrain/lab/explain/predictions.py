@@ -215,7 +215,7 @@ def equal_members(
     ]
     preset = preset_named(link) if link else None
     link_quality = LinkQuality.of_preset(preset) if preset else loopback
-    pairs = [(one.id, other.id) for one in there for other in there if one is not other]
+    pairs = [(source.id, target.id) for source in there for target in there if source is not target]
     links = dict.fromkeys(pairs, link_quality) if link_quality else {}
     return DescribedCluster(tuple(there), links, emulated=True, burst_bytes=preset.burst_bytes if preset else 0)
 

@@ -137,7 +137,7 @@ class SimMachine:
     @property
     def left(self) -> str:
         view = self.core.view if self.core is not None else None
-        rank = next((rank for rank, one in enumerate(view.members) if one.name == self.host), 0) if view else 0
+        rank = next((rank for rank, member in enumerate(view.members) if member.name == self.host), 0) if view else 0
         return view.left_of(rank).name if view else ""
 
     def start(self) -> None:

@@ -111,7 +111,8 @@ class FaultSchedule:
             case "kill-in-phase" if len(victims) > 1:
                 await self._in_phase(victims[0], rng.choice(PHASES), self._kill)
             case "kill-in-vote" if len(victims) > 2:
-                await self._in_vote(victims[0], next((it for it in live if it.host == victims[0].left), victims[1]))
+                ahead = next((worker for worker in live if worker.host == victims[0].left), victims[1])
+                await self._in_vote(victims[0], ahead)
             case "kill-two" if len(victims) > 2:
                 await self._in_phase(victims[0], rng.choice(PHASES), self._kill)
                 self._kill(victims[1])
@@ -140,11 +141,11 @@ class FaultSchedule:
                 self.join()
             case "freeze" if victims:
                 await self._in_phase(victims[0], rng.choice(PHASES), self._freeze)
-            case "hang" | "garble" | "withhold" if len(victims) > 2 and not any(one.misconduct.kind for one in live):
+            case "hang" | "garble" | "withhold" if len(victims) > 2 and not any(peer.misconduct.kind for peer in live):
                 await self._until(lambda: victims[0].trained)
                 await self._in_phase(victims[0], MemberPhase.COMPUTING, lambda victim: self._misbehave(victim, kind))
             case "cut-in-follow" if victims:
-                await self._in_follow(next((one for one in simulation.workers if not one.up), victims[0]))
+                await self._in_follow(next((machine for machine in simulation.workers if not machine.up), victims[0]))
             case "cut" | "silence" | "one-way" if len(hosts) > 1:
                 one, other = rng.sample(hosts, 2)
                 self._sever(kind, [(one, other)])
@@ -168,9 +169,9 @@ class FaultSchedule:
                 )  # random: equal flips at two members would not differ
                 self._tell(f"a bit flips in the memory of {victims[0].host}, after the next reduction")
             # Two liars in one step are believed: a job whose gradient is not finite fails by design.
-            case "liar" if victims and not any(one.misconduct.lies for one in victims):
+            case "liar" if victims and not any(machine.misconduct.lies for machine in victims):
                 self._lie(victims[0])
-            case "false-token" if victims and not any(one.misconduct.false_tokens for one in victims):
+            case "false-token" if victims and not any(machine.misconduct.false_tokens for machine in victims):
                 wrong = victims[0].misconduct
                 wrong.falsely, wrong.false_tokens = rng.choice(FALSE), rng.choice((1, 3))
                 self._tell(f"{victims[0].host} tells {wrong.falsely}, {wrong.false_tokens} times")
@@ -275,7 +276,7 @@ class FaultSchedule:
         self._later(seconds, lambda: setattr(victim.misconduct, "kind", ""))
         if observer.culprits is not None and victim.worker is not None:
             observer.culprits.add(victim.worker.peer_id)
-        if how == "withhold" and not all(one.trained for one in self._simulation.live):
+        if how == "withhold" and not all(machine.trained for machine in self._simulation.live):
             observer.culprits = None  # a newcomer waits longer than others, before it knows how long a step is
         before = observer.history.newest_step if victim.trained else 0
 

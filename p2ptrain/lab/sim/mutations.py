@@ -113,7 +113,8 @@ def _forget_view(machine: ObservedMachine, facts: dict[str, Any]) -> None:
 
 
 def _clear_redo_buffer(machine: ObservedMachine, facts: dict[str, Any]) -> None:
-    if machine.engine is not None and any(isinstance(it, ev.CloseRing) for it in facts["instructions"]):
+    closes = any(isinstance(instruction, ev.CloseRing) for instruction in facts["instructions"])
+    if machine.engine is not None and closes:
         machine.engine.reduce_buffer[:] = 0
 
 

@@ -510,14 +510,14 @@ class Observer:
         for row in rows:
             counts = counts_of_untrusted(row.counts)
             made = unpacked_untrusted(row.made_of, counts)
-            new = {one.number for one in made} - numbers
+            new = {used.number for used in made} - numbers
             numbers |= new
             fits = len(made) == len(new) == buffer and all(
-                one.base >= self.history.began.get(row.generation, 0)
-                and (one.bound == bound if bound else 5 <= one.bound <= 500)
-                and 0 <= (staleness := row.step - 1 - one.base) <= one.bound
-                and abs(one.weight * (1 + staleness) ** 0.5 - 1) < 1e-9
-                for one in made
+                used.base >= self.history.began.get(row.generation, 0)
+                and (used.bound == bound if bound else 5 <= used.bound <= 500)
+                and 0 <= (staleness := row.step - 1 - used.base) <= used.bound
+                and abs(used.weight * (1 + staleness) ** 0.5 - 1) < 1e-9
+                for used in made
             )
             self.report.check("versions", fits, f"step {row.step} is made of {made}")
 

@@ -271,7 +271,7 @@ def run_batch(
         options: see ``run_schedule``.
     """
     summary, began = summary or Summary(), time.perf_counter()
-    one = partial(_run_one, options=options)
+    run = partial(_run_one, options=options)
     with ExitStack() as stack:
         verdicts: Iterator[SimulationResult]
         if jobs > 1:
@@ -279,9 +279,9 @@ def run_batch(
             ignore_ctrl_c = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
             pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context, initializer=ignore_ctrl_c))
             stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-            verdicts = pool.map(one, numbers, chunksize=4)
+            verdicts = pool.map(run, numbers, chunksize=4)
         else:
-            verdicts = map(one, numbers)
+            verdicts = map(run, numbers)
         for verdict in verdicts:
             summary.add(verdict)
             summary.real_s = time.perf_counter() - began
