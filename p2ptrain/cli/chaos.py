@@ -80,7 +80,7 @@ def chaos(
       p2ptrain chaos --attack alie --attackers 2 --workers 11 --profile robust --set robust.byzantine=2
     """
     from p2ptrain.lab.chaos.conduct import ChaosPlan, conduct, kinds_here
-    from p2ptrain.lab.chaos.judge import ChaosReport, kinds_of
+    from p2ptrain.lab.chaos.judge import ChaosReport, parse_kinds
 
     if attack:
         from p2ptrain.lab.attacker import ATTACKS
@@ -91,7 +91,7 @@ def chaos(
         kinds = kinds or "none"
     if duration and faults:
         raise UserError("--duration and --faults exclude each other", remedy="leave one of them out")
-    chosen = kinds_of(kinds, tls=tls, here=kinds_here())
+    chosen = parse_kinds(kinds, tls=tls, here=kinds_here())
     if faults and not chosen:
         raise UserError("--faults does not work with --kinds none", remedy="give --duration instead")
     loaded = _load_profile(profile, sets, workers, attacked=bool(attack))

@@ -20,7 +20,7 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.cli.main import main
 from p2ptrain.core.errors import Refused
-from p2ptrain.lab.explain.predictions import StrategyTimings, short
+from p2ptrain.lab.explain.predictions import StrategyTimings, shorten_job
 from tests.fake_seed import FakeSeed
 from wire.connection import Connection
 from wire.handshake import dial, local_hello, local_welcome
@@ -156,9 +156,9 @@ def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, quiet: bool) -> StrategyTimings:
         sync = {"step_ms": 2 * PASS_MS + 6, "compute_ms": 2 * PASS_MS, "memory_bytes": 500.0 * 2**20}
-        jobs = {"sync": (short(profile, "sync", workers), sync)}
+        jobs = {"sync": (shorten_job(profile, "sync", workers), sync)}
         if workers > 1 and "sharded" in strategies:
-            jobs["sharded"] = short(profile, "sharded", workers), {"step_ms": SHARDED_MS}
+            jobs["sharded"] = shorten_job(profile, "sharded", workers), {"step_ms": SHARDED_MS}
         there = [PeerInfo(f"p{n}", "", ["worker"], "cpu", "idle", "", 0.0, flops=5 * 10**10) for n in range(workers)]
         return StrategyTimings(there, [LinkInfo("p0", "p1", 1e-4, 1e10)], jobs)
 

@@ -13,7 +13,7 @@ import pytest
 from p2ptrain.cli.bench import print_report
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import JobFailed, ResourceError
-from p2ptrain.lab.bench.generate import GeneratedText, GeneratePlan, _texts
+from p2ptrain.lab.bench.generate import GeneratedText, GeneratePlan, _measure_texts
 from p2ptrain.lab.bench.network import AllReducePlan, BenchRing, measure_allreduce
 from p2ptrain.lab.bench.report import (
     BenchReport,
@@ -157,7 +157,7 @@ async def test_a_text_that_is_not_the_verifiers_own_counts_for_nothing() -> None
     async def written(plan: GeneratePlan, plain: list[dict[str, Any]]) -> Case:
         contenders = {name: Contender(name) for name in ("alone", "ahead")}
         case = Case("", 1, contenders, {"differ": 0, "round_trip_ms": 0.0, "alpha": 0.8})
-        await _texts(OpenBench(None), FakePeers(plan), case, plain)  # type: ignore[arg-type]
+        await _measure_texts(OpenBench(None), FakePeers(plan), case, plain)  # type: ignore[arg-type]
         return case
 
     case = await written(a_generation(), [])

@@ -121,7 +121,7 @@ def ask(port: int, body: Answer) -> GeneratedText:
 
 
 class Peers:
-    """The cluster of one case; ``started`` makes it."""
+    """The cluster of one case; ``start_peers`` makes it."""
 
     def __init__(self, cluster: LocalCluster, plan: GeneratePlan, port: int) -> None:
         self.cluster, self.plan, self._port = cluster, plan, port
@@ -137,7 +137,7 @@ class Peers:
 
 
 @asynccontextmanager
-async def started(bench: Bench, plan: GeneratePlan, models: dict[str, Path], round_trip_ms: float) -> Any:
+async def start_peers(bench: Bench, plan: GeneratePlan, models: dict[str, Path], round_trip_ms: float) -> Any:
     """Start a verifier and its workers or drafter, and wait until they are connected. Raises ``P2PTrainError``."""
     cluster, port = LocalCluster(bench.root / f"cluster-{len(os.listdir(bench.root))}"), free_port()
     link = ["--link", f"{round_trip_ms:g}ms"] * bool(round_trip_ms)
@@ -179,8 +179,8 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport
         label = f"{round_trip_ms:g} ms" + (f", alpha {alpha:g}" if plan.is_timed else "")
         bench.progress(f"{label}: peers start")
         if plan.is_timed:
-            models = await asyncio.to_thread(_timed_models, bench.root / "models", plan, alpha)
-        async with started(bench, plan, models, round_trip_ms) as peers:
+            models = await asyncio.to_thread(_write_timed_models, bench.root / "models", plan, alpha)
+        async with start_peers(bench, plan, models, round_trip_ms) as peers:
             case = Case(label, 1, {"alone": Contender("alone")}, {"round_trip_ms": round_trip_ms, "differ": 0})
             if plan.drafts:
                 case.facts["alpha"] = alpha
@@ -188,11 +188,11 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport
             for name, texts in rival.items():
                 case.contenders[name] = Contender(name, [text["token_s"] for text in texts])
             report.cases.append(case)
-            await _texts(bench, peers, case, rival.get("transformers", []))
+            await _measure_texts(bench, peers, case, rival.get("transformers", []))
             _conclude(plan, report, case)
 
 
-def _timed_models(root: Path, plan: GeneratePlan, alpha: float) -> dict[str, Path]:
+def _write_timed_models(root: Path, plan: GeneratePlan, alpha: float) -> dict[str, Path]:
     from p2ptrain.compute.tokenizer import Tokenizer
 
     models = {
@@ -204,7 +204,7 @@ def _timed_models(root: Path, plan: GeneratePlan, alpha: float) -> dict[str, Pat
     return models
 
 
-async def _texts(bench: Bench, peers: Peers, case: Case, plain: list[Answer]) -> None:
+async def _measure_texts(bench: Bench, peers: Peers, case: Case, plain: list[Answer]) -> None:
     """Measure each text alone and drafted, in turn. Raises ``JobFailed`` if a text of a timed model is wrong.
 
     A real model rounds a pass of several rows differently than a step. A text that differs is counted, but not timed.

@@ -361,7 +361,7 @@ class FaultInjector:
 
     async def _recovery(self, injected: InjectedFault, first_step: int) -> None:
         def back() -> ObservedStep | None:
-            return judge.recovered(injected, self.history.steps[first_step:], INTERVAL_S)
+            return judge.find_recovery(injected, self.history.steps[first_step:], INTERVAL_S)
 
         await self.observer.until(lambda: self._over or back() is not None, PATIENCE_S)
         if (row := back()) is not None:
@@ -481,7 +481,7 @@ class ChaosRun:
                 report.injected_faults, report.seconds, report.steps = self._faults.done, now() - begin_s, observer.step
                 report.steps_per_s = judge.steps_per_s(self._history.steps, begin_s, now())
             step = await self._common_checkpoint()
-            recorded = [*await self._judge_record(), judge.none_of("no process ended by itself", cluster.failures())]
+            recorded = [*await self._judge_record(), judge.check_none("no process ended by itself", cluster.failures())]
         finally:
             if observing is not None:
                 observing.cancel()
@@ -558,7 +558,7 @@ class ChaosRun:
             return [InvariantResult("the seed's record can be read", False, problem.message)]
         faults = [f"step {found.fault.step}: {found.fault.text}"] if found.fault else []
         faults += ["steps are missing"] if observer.is_finished and found.steps < last else []
-        return [judge.every_step_once(steps, last), judge.none_of("the ledger covers every sample once", faults)]
+        return [judge.check_every_step(steps, last), judge.check_none("the ledger covers every sample once", faults)]
 
     async def _judge(self, recorded: list[InvariantResult], step: int) -> None:
         """Judge the rest, when all processes have ended. ``step``: of the checkpoint that all have."""
@@ -568,27 +568,27 @@ class ChaosRun:
         lost = [
             event.text
             for at_s, event in history.events
-            if event.kind == "lost" and not judge.excuse(event.peer, at_s, injected_faults, grace_s)
+            if event.kind == "lost" and not judge.is_excused(event.peer, at_s, injected_faults, grace_s)
         ]
-        dropped = judge.evictions(history.views, injected_faults, observer.names, grace_s)
+        dropped = judge.list_evictions(history.views, injected_faults, observer.names, grace_s)
         drift = [event.text for _, event in history.events if event.kind == "drift"]
         damaging = any(injected.kind == "corrupt" for injected in injected_faults) and not plan.tls
         names = [slot.name for slot in self._cluster.slots.values()]
         found = await asyncio.to_thread(read_saved_states, plan.root, observer.job, step, names)
         failed = [observer.info.reason] if observer.info and observer.state in ("failed", "cancelled") else []
-        equal = judge.same("the state is equal on all members", found.states)
+        equal = judge.check_equal("the state is equal on all members", found.states)
         if not step or len(found.states) < plan.workers:
             text = f"{len(found.states)} of {plan.workers} hold a whole checkpoint of step {step}"
             equal = InvariantResult(equal.name, False, text)
         unchecked = InvariantResult("no replica drifted", None, "not checked on plain TCP with damaged bytes")
         report.verdicts += [
-            judge.none_of("training continues after every fault", [*self._faults.stuck, *failed]),
-            judge.none_of("no worker is evicted without a fault", dropped + lost),
+            judge.check_none("training continues after every fault", [*self._faults.stuck, *failed]),
+            judge.check_none("no worker is evicted without a fault", dropped + lost),
             *recorded,
             equal,
-            unchecked if damaging else judge.none_of("no replica drifted", drift),
-            judge.none_of(f"checkpoints are whole ({found.count} of them)", found.damaged),
-            judge.none_of("no process is left behind", self._cluster.kill_orphans()),
+            unchecked if damaging else judge.check_none("no replica drifted", drift),
+            judge.check_none(f"checkpoints are whole ({found.count} of them)", found.damaged),
+            judge.check_none("no process is left behind", self._cluster.kill_orphans()),
         ]
         if found.newest is not None:
             checkpoint = ("--checkpoint", str(found.newest), "--tokens", "1")

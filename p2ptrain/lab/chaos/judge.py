@@ -95,7 +95,7 @@ def schedule(seed: int, *, workers: int, kinds: Sequence[str]) -> Iterator[Actio
 # ------------------------------------------------------------------------------------------------ what the user writes
 
 
-def kinds_of(text: str, *, tls: bool, here: Sequence[str]) -> tuple[str, ...]:
+def parse_kinds(text: str, *, tls: bool, here: Sequence[str]) -> tuple[str, ...]:
     """Parse a list of kinds of faults. An empty text means all kinds that make sense.
 
     Args:
@@ -219,7 +219,7 @@ class InvariantResult:
     text: str = ""
 
 
-def recovered(injected: InjectedFault, rows: Iterable[ObservedStep], interval_s: float) -> ObservedStep | None:
+def find_recovery(injected: InjectedFault, rows: Iterable[ObservedStep], interval_s: float) -> ObservedStep | None:
     """Return the first row that shows recovery from the fault.
 
     Args:
@@ -233,7 +233,7 @@ def recovered(injected: InjectedFault, rows: Iterable[ObservedStep], interval_s:
     return None
 
 
-def evictions(
+def list_evictions(
     views: Sequence[ObservedView], injected_faults: Sequence[InjectedFault], names: Mapping[str, str], grace_s: float
 ) -> list[str]:
     """List the peers that lost their place in a view and that no fault excuses; one line each.
@@ -245,18 +245,18 @@ def evictions(
         f"{names.get(peer, peer)} left view {before.generation} without a fault"
         for before, after in itertools.pairwise(views)
         for peer in before.members
-        if peer not in after.members and not excuse(peer, after.at_s, injected_faults, grace_s)
+        if peer not in after.members and not is_excused(peer, after.at_s, injected_faults, grace_s)
     ]
 
 
-def excuse(peer: str, at_s: float, injected_faults: Iterable[InjectedFault], grace_s: float) -> bool:
+def is_excused(peer: str, at_s: float, injected_faults: Iterable[InjectedFault], grace_s: float) -> bool:
     return any(
         peer in injected.excused and injected.at_s <= at_s <= max(injected.until_s + grace_s, injected.whole_s)
         for injected in injected_faults
     )
 
 
-def every_step_once(steps: Iterable[int], last: int) -> InvariantResult:
+def check_every_step(steps: Iterable[int], last: int) -> InvariantResult:
     """Check that the metrics have each step from 1 to ``last`` exactly once."""
     found = sorted(steps)
     missing = sorted(set(range(1, last + 1)) - set(found))
@@ -265,7 +265,7 @@ def every_step_once(steps: Iterable[int], last: int) -> InvariantResult:
     return InvariantResult("every step is on record once", not parts, "; ".join(parts) or f"steps 1 to {last}")
 
 
-def same(name: str, hashes: Mapping[str, str]) -> InvariantResult:
+def check_equal(name: str, hashes: Mapping[str, str]) -> InvariantResult:
     if not hashes:
         return InvariantResult(name, None, "there is nothing to compare")
     groups: dict[str, list[str]] = {}
@@ -275,7 +275,7 @@ def same(name: str, hashes: Mapping[str, str]) -> InvariantResult:
     return InvariantResult(name, len(groups) == 1, text)
 
 
-def none_of(name: str, found: Sequence[str]) -> InvariantResult:
+def check_none(name: str, found: Sequence[str]) -> InvariantResult:
     return InvariantResult(name, not found, _some(found))
 
 

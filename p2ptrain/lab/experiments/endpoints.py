@@ -187,10 +187,10 @@ class Experiments:
 
     async def analyze_experiment(self, call: Call) -> Comparison:
         _, directory = self.find(call.path["experiment"])
-        return await asyncio.to_thread(_compared, directory, call.body.x, call.body.y)  # imports pandas
+        return await asyncio.to_thread(_compare, directory, call.body.x, call.body.y)  # imports pandas
 
 
-def _compared(directory: Path, x: str, y: str) -> Comparison:
+def _compare(directory: Path, x: str, y: str) -> Comparison:
     from p2ptrain.lab.experiments.analysis import Analysis
     from p2ptrain.lab.experiments.results import load
 

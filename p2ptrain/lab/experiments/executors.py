@@ -55,7 +55,7 @@ class LocalWorkers:
         assert self._cluster is not None
         needed = [self._cluster.seed, *self._cluster.peers.values()]
         try:
-            result = await LocalCluster.while_alive(self._measured(self._cluster, run, show), needed=needed)
+            result = await LocalCluster.while_alive(self._measure(self._cluster, run, show), needed=needed)
         except JobFailed as error:  # a process ended; the end of the seed is no result
             if self._cluster.seed.process.returncode is not None:
                 raise
@@ -64,7 +64,7 @@ class LocalWorkers:
             await self.end()
         return result
 
-    async def _measured(self, cluster: LocalCluster, run: GridRun, show: Show) -> Result:
+    async def _measure(self, cluster: LocalCluster, run: GridRun, show: Show) -> Result:
         async with cluster.operator() as client:
             return await measure(client, run, self._plan, show)
 

@@ -120,7 +120,7 @@ class GridRun:
     machine: RunMachine
 
     def __str__(self) -> str:
-        return _named(self.cell)
+        return _describe_cell(self.cell)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> GridP
     Raises:
         UserError: with ``place``, and the cell that is wrong.
     """
-    grid = _valid(Grid, document, place)
+    grid = _validate(Grid, document, place)
     limit_s = seconds_of(grid.limit, f"{place}: limit")
     if grid.planned > MAX_RUNS:
         raise ConfigError(f"{place}: {grid.planned} runs, more than {MAX_RUNS}", remedy="take fewer values or repeats")
@@ -149,7 +149,7 @@ def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> GridP
         base = read_toml(root / grid.base)[1]
     runs = dict[str, GridRun]()
     for labels in itertools.product(*grid.axes.values()):
-        for run in _runs(grid, base, dict(zip(grid.axes, labels, strict=True)), place):
+        for run in _make_runs(grid, base, dict(zip(grid.axes, labels, strict=True)), place):
             if (twin := runs.setdefault(run.id, run)) is not run:
                 text = f"{place}: the cells {twin} and {run} are the same job"
                 raise ConfigError(text, remedy="leave one of them out")
@@ -158,8 +158,8 @@ def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> GridP
     return GridPlan(grid, ordered, limit_s)
 
 
-def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: str) -> Iterator[GridRun]:
-    where, varied = f"{place}: {_named(cell)}", dict[str, Any]()
+def _make_runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: str) -> Iterator[GridRun]:
+    where, varied = f"{place}: {_describe_cell(cell)}", dict[str, Any]()
     for axis, label in cell.items():
         if twice := varied.keys() & grid.axes[axis][label].keys():
             raise ConfigError(f"{where}: two axes vary {min(twice)}", remedy="leave it out in one of them")
@@ -176,7 +176,7 @@ def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: s
         raise ConfigError(f"{where}: {error.message}", remedy=error.remedy) from None
     job, model, is_private = first.job, first.model, first.data.private
     values = {"workers": job.workers, "link": first.link.preset, "threads": first.device.threads, "private": is_private}
-    machine = _valid(RunMachine, values | own, where)
+    machine = _validate(RunMachine, values | own, where)
     is_llama = model.architecture in LLAMAS and not model.path
     if grid.simulated and (job.strategy not in SIMULATED or is_private or not is_llama or machine.attack):
         remedy = f"what can be: {', '.join(SIMULATED)} with a new model of {', '.join(LLAMAS)}, shared data, no attack"
@@ -188,7 +188,7 @@ def _runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], place: s
         yield GridRun(digest, cell, settings, repeat, profile, machine)
 
 
-def _valid(kind: type[T], values: Mapping[str, Any], place: str) -> T:
+def _validate(kind: type[T], values: Mapping[str, Any], place: str) -> T:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -199,7 +199,7 @@ def _valid(kind: type[T], values: Mapping[str, Any], place: str) -> T:
         raise ConfigError(f"{place}: {key}: {complaint(details)}", remedy=" ".join(about.split())) from None
 
 
-def _named(cell: Mapping[str, str]) -> str:
+def _describe_cell(cell: Mapping[str, str]) -> str:
     return ", ".join(f"{axis} = {label}" for axis, label in cell.items())
 
 

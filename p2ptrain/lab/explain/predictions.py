@@ -114,7 +114,7 @@ async def _train_each(
     found, machine = StrategyTimings(peers, links, {}), RunMachine(workers=workers, link="", threads=0, private=False)
     for strategy in dict.fromkeys(("sync", *strategies)):
         try:
-            brief = short(profile, strategy, workers)
+            brief = shorten_job(profile, strategy, workers)
         except ValidationError:  # such as one that needs two workers
             continue
         run = GridRun(strategy, {"strategy": strategy}, {}, 1, brief, machine)
@@ -134,7 +134,7 @@ async def _train_each(
     return found
 
 
-def short(profile: Profile, strategy: str, workers: int) -> Profile:
+def shorten_job(profile: Profile, strategy: str, workers: int) -> Profile:
     """The profile of a short job of a strategy, without what only some strategies know. Raises ``ValidationError``."""
     tables = profile.model_dump()
     tables["job"] |= {"strategy": strategy, "workers": workers, "exact": False, "steps": STEPS}

@@ -29,11 +29,11 @@ from p2ptrain.lab.chaos.judge import (
     InvariantResult,
     ObservedStep,
     ObservedView,
-    every_step_once,
-    evictions,
-    kinds_of,
-    recovered,
-    same,
+    check_equal,
+    check_every_step,
+    find_recovery,
+    list_evictions,
+    parse_kinds,
     schedule,
     steps_per_s,
 )
@@ -65,20 +65,20 @@ def test_actions_lie_within_what_is_promised() -> None:
 
 
 def test_kinds_that_a_person_names() -> None:
-    assert kinds_of("kill, freeze", tls=False, here=KINDS) == ("kill", "freeze")
-    assert kinds_of("none", tls=False, here=KINDS) == ()
+    assert parse_kinds("kill, freeze", tls=False, here=KINDS) == ("kill", "freeze")
+    assert parse_kinds("none", tls=False, here=KINDS) == ()
     with pytest.raises(UserError, match="--kinds kil is not a valid value"):
-        kinds_of("kil", tls=False, here=KINDS)
+        parse_kinds("kil", tls=False, here=KINDS)
     with pytest.raises(UserError, match="does not support"):
-        kinds_of("disk", tls=False, here=("kill",))
+        parse_kinds("disk", tls=False, here=("kill",))
 
 
 def test_kinds_that_nobody_names() -> None:
     with pytest.raises(UserError, match="names no fault"):
-        kinds_of(" , ", tls=False, here=KINDS)
-    plain = kinds_of("", tls=False, here=KINDS)
+        parse_kinds(" , ", tls=False, here=KINDS)
+    plain = parse_kinds("", tls=False, here=KINDS)
     assert set(KINDS) - set(plain) == {"corrupt"}, "plain TCP cannot know of a damaged byte"
-    assert kinds_of("", tls=True, here=KINDS) == KINDS
+    assert parse_kinds("", tls=True, here=KINDS) == KINDS
 
 
 # ---------------------------------------------------------------------------------------------------------- verdicts
@@ -90,49 +90,49 @@ def injected(**changes: Any) -> InjectedFault:
 
 def test_a_step_of_the_old_view_is_no_recovery_from_a_death() -> None:
     rows = [ObservedStep(9.9, 50, 3), ObservedStep(10.3, 51, 3), ObservedStep(10.6, 52, 4), ObservedStep(10.9, 53, 4)]
-    assert recovered(injected(), rows, 0.1) == rows[2]
-    assert recovered(injected(), rows[:2], 0.1) is None, "however late it was told"
+    assert find_recovery(injected(), rows, 0.1) == rows[2]
+    assert find_recovery(injected(), rows[:2], 0.1) is None, "however late it was told"
 
 
 def test_what_was_on_its_way_is_no_recovery_from_a_cut() -> None:
     rows = [ObservedStep(10.05, 51, 3), ObservedStep(10.3, 52, 3)]
-    assert recovered(injected(kind="cut"), rows, 0.1) == rows[1]
+    assert find_recovery(injected(kind="cut"), rows, 0.1) == rows[1]
     later = [ObservedStep(10.05, 51, 4)]
-    assert recovered(injected(kind="cut"), later, 0.1) == later[0], "of a later view it counts at once"
+    assert find_recovery(injected(kind="cut"), later, 0.1) == later[0], "of a later view it counts at once"
     again = [ObservedStep(10.5, 50, 3)]
-    assert recovered(injected(kind="cut"), again, 0.1) is None, "told again, it is no new step"
+    assert find_recovery(injected(kind="cut"), again, 0.1) is None, "told again, it is no new step"
 
 
 def test_an_eviction_without_a_fault_is_told() -> None:
     views = [ObservedView(1.0, 1, ("a", "b", "c")), ObservedView(11.0, 2, ("a", "c"))]
     names = {"a": "one", "b": "two", "c": "three"}
     blamed = ["two left view 1 without a fault"]
-    assert evictions(views, [], names, 2.0) == blamed
+    assert list_evictions(views, [], names, 2.0) == blamed
     hit = injected(excused=frozenset({"b"}), until_s=10.5)
-    assert evictions(views, [hit], names, 2.0) == []
-    assert evictions(views, [dataclasses.replace(hit, excused=frozenset({"a"}))], names, 2.0) == blamed
-    assert evictions(views, [dataclasses.replace(hit, at_s=11.5)], names, 2.0) == blamed, "before the fault"
+    assert list_evictions(views, [hit], names, 2.0) == []
+    assert list_evictions(views, [dataclasses.replace(hit, excused=frozenset({"a"}))], names, 2.0) == blamed
+    assert list_evictions(views, [dataclasses.replace(hit, at_s=11.5)], names, 2.0) == blamed, "before the fault"
     early = dataclasses.replace(hit, at_s=2.0, until_s=8.0, whole_s=8.0)
-    assert evictions(views, [early], names, 2.0) == blamed, "long after it"
-    assert evictions(views, [early], names, 4.0) == []
-    assert evictions(views, [dataclasses.replace(early, whole_s=12.0)], names, 2.0) == [], (
+    assert list_evictions(views, [early], names, 2.0) == blamed, "long after it"
+    assert list_evictions(views, [early], names, 4.0) == []
+    assert list_evictions(views, [dataclasses.replace(early, whole_s=12.0)], names, 2.0) == [], (
         "it never came back until now"
     )
 
 
 def test_steps_on_record() -> None:
-    assert every_step_once([3, 1, 2], 3) == InvariantResult("every step is on record once", True, "steps 1 to 3")
-    assert every_step_once([1, 3, 3, 4], 4).text == "missing: 2; twice: 3"
-    assert every_step_once([], 0).held
-    lost = every_step_once([], 9)
+    assert check_every_step([3, 1, 2], 3) == InvariantResult("every step is on record once", True, "steps 1 to 3")
+    assert check_every_step([1, 3, 3, 4], 4).text == "missing: 2; twice: 3"
+    assert check_every_step([], 0).held
+    lost = check_every_step([], 9)
     assert (lost.held, lost.text) == (False, "missing: 1, 2, 3, 4, 5, 6, and 3 more")
 
 
 def test_equal_states() -> None:
-    assert same("equal", {"a": "x" * 20, "b": "x" * 20}).held
-    odd = same("equal", {"a": "x" * 20, "b": "y" * 20, "c": "x" * 20})
+    assert check_equal("equal", {"a": "x" * 20, "b": "x" * 20}).held
+    odd = check_equal("equal", {"a": "x" * 20, "b": "y" * 20, "c": "x" * 20})
     assert (odd.held, odd.text) == (False, f"{'x' * 16}… at a, c; {'y' * 16}… at b")
-    assert same("equal", {}).held is None
+    assert check_equal("equal", {}).held is None
 
 
 def test_steps_that_are_done_again_are_no_goodput() -> None:
