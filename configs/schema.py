@@ -87,6 +87,8 @@ class Model(Table):
     """Tokenizer of a new model, on every worker: a directory with tokenizer.json and its settings, or the file (of
     another name: alone, without an end token). `p2ptrain tokenizer train` makes one. Empty: that of model.path, else
     each byte is a token."""
+    keep_optimizer: bool = False
+    """Go on with the optimizer's moments of the checkpoint that model.path names, too."""
     hidden_size: int = Field(default=128, ge=8, le=65536)
     """Width of the residual stream; a multiple of heads."""
     layers: int = Field(default=4, ge=1, le=1024)
@@ -596,6 +598,11 @@ _NEEDS: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
         ("model.freeze", ([],), "with LoRA none of the model's own parameters train"),
         ("job.strategy", _NOT_SHARDED, "all parameters of a sharded model train"),
     ),
+    "model.keep_optimizer": (
+        ("job.strategy", ("sync",), "other strategies keep other moments"),
+        ("lora.rank", (0,), "a checkpoint of adapters is no model.path"),
+        ("model.freeze", ([],), "moments are of all parameters"),
+    ),
     "model.freeze": (("job.strategy", _NOT_SHARDED, "all parameters of a sharded model train"),),
     "robust.rule": (
         ("job.strategy", ("sync", "local", "federated", "server"), "a rule needs whole vectors, not workers' parts"),
@@ -639,6 +646,9 @@ def _check(profile: Profile) -> None:
     if new and profile.model.architecture not in RECURRENT:  # compute checks the sizes of a model directory
         _check_heads(profile, "model")
         _check_at_most(profile, "data.sequence_tokens", "model.context")
+    if profile.model.keep_optimizer and new:
+        why, remedy = "there is no checkpoint to begin from", "name its directory: model.path"
+        raise _conflict(profile, "model.keep_optimizer", "model.path", why=why, remedy=remedy)
     if (strategy == "pipeline") != (stages >= 2):
         remedy = "strategy 'pipeline' with pipeline.stages of 2 or more, or another strategy with 0"
         raise _conflict(profile, "job.strategy", "pipeline.stages", why="they contradict each other", remedy=remedy)

@@ -81,6 +81,12 @@ def create(
     drafter: Annotated[
         bool, option("--drafter", "Create the job of the profile's [drafter] instead of the main model's.")
     ] = False,
+    begin_from: Annotated[
+        str, option("--from CHECKPOINT", "Begin with the weights of a whole checkpoint: its id, or its directory.")
+    ] = "",
+    keep_optimizer: Annotated[
+        bool, option("--keep-optimizer", "With --from: keep the optimizer's moments, too.")
+    ] = False,
     download: DownloadOption = False,
     seed: SeedOption = DEFAULT_SEED,
     as_json: JsonOption = False,
@@ -90,17 +96,27 @@ def create(
     A split model (pipeline.stages) is placed on the workers by their memory, speed and links. If enough of them are
     connected, the plan is shown, and a model that does not fit is refused.
 
+    With --from and the id of a checkpoint, the settings are those of its job, and each worker needs the checkpoint at
+    the same path.
+
     \b
     Examples:
       p2ptrain jobs create --profile tiny
       p2ptrain jobs create --profile ./mine.toml --set optimizer.lr=1e-3 --name slower
       p2ptrain jobs create --set job.strategy=pipeline --set pipeline.stages=2 --dry-run
+      p2ptrain jobs create --from 3f9a12bc04de@400@5d0c11aa90fe --keep-optimizer --set optimizer.lr=1e-4
       p2ptrain jobs create --profile pair && p2ptrain jobs create --profile pair --drafter
     """
     from configs.loader import load
 
     label = Path(profile).stem
-    loaded = _resolve_inputs(load(profile, os.environ, sets).profile, seed, download=download, quiet=as_json)
+    if keep_optimizer and not begin_from:
+        raise UserError("--keep-optimizer is for a job that begins from a checkpoint", remedy="name it: --from")
+    if begin_from:
+        label, chosen = _begin_from(seed, begin_from, profile, sets, keep_optimizer=keep_optimizer)
+    else:
+        chosen = load(profile, os.environ, sets).profile
+    loaded = _resolve_inputs(chosen, seed, download=download, quiet=as_json)
     name = name or (f"{label}-drafter" if drafter else label)
     has_pair = bool(loaded.drafter.layers)
     if drafter and not has_pair:
@@ -135,6 +151,34 @@ def create(
         typer.echo("only the main model's job is created; for the drafter's job add --drafter", err=True)
     typer.echo(printable(job))
     typer.echo(f"watch it with: p2ptrain jobs watch {printable(job)}{seed_option(seed)}", err=True)
+
+
+def _begin_from(
+    seed: str, checkpoint: str, profile: str, sets: list[str], *, keep_optimizer: bool
+) -> tuple[str, Profile]:
+    """The label and the profile of a job that begins from a checkpoint. Raises ``UserError``."""
+    from configs.loader import load, load_settings, read_overrides
+    from configs.schema import Profile
+
+    place = Path(checkpoint).absolute()
+    model = {"model.tokenizer": "", "model.keep_optimizer": keep_optimizer}
+    if place.is_dir():
+        given = [f"{key}={value}" for key, value in (model | {"model.path": place}).items()]
+        return Path(profile).stem, load(profile, os.environ, [*sets, *given]).profile
+    known = {item.id: item for item in ask(seed, lambda client: client.checkpoints())}
+    if (found := known.get(checkpoint)) is None:
+        text = f"{checkpoint!r} is neither a directory here nor a checkpoint of the seed"
+        raise UserError(text, remedy="see p2ptrain checkpoints list")
+    if found.stage is not None:
+        raise UserError(
+            f"{checkpoint} has a part of a model", remedy="choose one that is whole: p2ptrain checkpoints list"
+        )
+    info, spec = ask(seed, lambda client: client.job(found.job))
+    tables = Profile.from_spec_untrusted(spec).model_dump()
+    if tables["lora"]["rank"]:
+        raise UserError(f"{checkpoint} has adapters, no whole model", remedy="first: p2ptrain checkpoints merge")
+    overrides = read_overrides(sets) | model | {"model.path": found.path}
+    return info.profile, load_settings(tables, overrides)
 
 
 def _resolve_inputs(profile: Profile, seed: str, *, download: bool, quiet: bool) -> Profile:

@@ -260,6 +260,13 @@ class CheckpointReader:
         self._names = CheckpointNames.of(recipe, built, merged=False)
         self._copied = copied_segment(built)
 
+    def step_of(self, directory: Path) -> int:
+        """The step of a checkpoint of a whole model. Raises ``StorageError``."""
+        try:
+            return int(self._notes_in(directory)["step"])
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise StorageError(f"cannot read the checkpoint {directory}: {error}") from error
+
     def read(self, directory: Path, arrays: Mapping[str, Tensor]) -> None:
         """Read a checkpoint into ``arrays``, by name. Raises ``StorageError``: the checkpoint does not fit this part,
         or cannot be read. Nothing has changed."""
@@ -293,13 +300,16 @@ class CheckpointReader:
         if isinstance(self._flat, ShardedModel):
             layout, rows = self._rows_in(directory, moments, self._flat)
             return layout, "", rows
-        path = directory / self._names.notes
-        if path.stat().st_size > MAX_NOTES_BYTES:  # it may have come from another worker
-            raise ValueError(f"{path.name} is too large")
-        notes = json.loads(path.read_bytes())
+        notes = self._notes_in(directory)
         with safe_open(directory / self._names.optimizer, "pt") as file:
             loaded = {name: file.get_tensor(name) for name in {*moments, PARAMETERS} & set(file.keys())}
         return notes["layout"], notes.get("frozen", ""), loaded
+
+    def _notes_in(self, directory: Path) -> Any:
+        path = directory / self._names.notes
+        if path.stat().st_size > MAX_NOTES_BYTES:  # it may have come from another worker
+            raise ValueError(f"{path.name} is too large")
+        return json.loads(path.read_bytes())
 
     def _stored_weights(self, directory: Path) -> dict[str, Tensor]:
         """The parameters by name in the module. Raises ``StorageError`` if shapes differ, and the readers' own

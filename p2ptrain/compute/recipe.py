@@ -50,6 +50,7 @@ class TrainingSpec:
         local: each micro-batch is an inner step (``compute.local``); None: their gradients are summed.
         clip_norm: largest gradient of a micro-batch, which is one sequence (``ClippedGradients``); 0: not clipped. A
             sequence counts once in a step.
+        keep_optimizer: begin with the moments that are beside the weights of ``model.path``.
     """
 
     model: ModelSpec
@@ -65,6 +66,7 @@ class TrainingSpec:
     private: bool = False
     local: LocalSpec | None = None
     clip_norm: float = 0.0
+    keep_optimizer: bool = False
     tuning: TuningSpec = ALL_OF_IT
     gradient_checkpointing: bool = False
 

@@ -67,6 +67,14 @@ class TrainingState:
         self._planner = CheckpointPlanner(recipe, built, corpus, merged)
         self._reader = CheckpointReader(recipe, built)
         self._mirrors: list[tuple[Tensor, Tensor]] = []  # (array on a GPU, its copy from blobs())
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take the moments of the checkpoint that the job begins from, if it keeps them. Raises ``StorageError``."""
+        spec, update = self._recipe.spec, self._update
+        if spec.keep_optimizer and spec.model.path is not None and isinstance(update, SummedGradients):
+            self._reader.read(spec.model.path, self.arrays())
+            update.earlier_steps = self._reader.step_of(spec.model.path)
         self._is_initial = True
 
     def arrays(self) -> dict[str, Tensor]:
@@ -93,7 +101,7 @@ class TrainingState:
                 self._update.begin_again(self._recipe.initial_module())
             self._update.reset()
             self._forget_derived()
-            self._is_initial = True
+            self._begin()
 
     def initial_digest(self) -> bytes:
         return self._recipe.initial_digest

@@ -82,6 +82,9 @@ class SummedGradients:
         unit: value of 1 in ``FlatModel.gradients`` when ``apply`` is called.
         is_weighted: gradients and losses were divided by the most targets that a step can have, because no member
             knows how many the others have. The scalar before the losses is the share that its own are of that.
+
+    Attributes:
+        earlier_steps: of the optimizer, whose moments the job began with.
     """
 
     final_early = True
@@ -93,6 +96,7 @@ class SummedGradients:
     ) -> None:
         self._flat, self._schedule, self._unit = flat, schedule, unit
         self._is_weighted = is_weighted
+        self.earlier_steps = 0
         self.contribution, self.numel = flat.gradients, flat.numel
         self._optimizer = make_optimizer(flat, schedule.at(0))
         self.shared = self._optimizer.state
@@ -118,7 +122,8 @@ class SummedGradients:
         weight = self._weight(self.contribution)
         settings, lr, norm = self._schedule.at(step), self._schedule.lr_at(step), norm / weight
         scale, decay = settings.clip_scale(norm) * self._unit / weight, settings.weight_decay
-        self._optimizer.apply(self.contribution[: self.numel], step=step, lr=lr, scale=scale, weight_decay=decay)
+        done = self.earlier_steps + step
+        self._optimizer.apply(self.contribution[: self.numel], step=done, lr=lr, scale=scale, weight_decay=decay)
         return lr, norm
 
     def _weight(self, summed: Tensor | npt.NDArray[Any]) -> float:

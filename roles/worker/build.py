@@ -246,6 +246,7 @@ def training_spec(profile: Profile) -> TrainingSpec:
         tuning=TuningSpec(
             **lora.model_dump() | {"targets": tuple(lora.targets), "freeze": tuple(model.freeze), "freeze_a": freeze_a}
         ),
+        keep_optimizer=model.keep_optimizer,
         gradient_checkpointing=profile.device.gradient_checkpointing,
     )
 

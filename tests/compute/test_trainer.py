@@ -26,7 +26,7 @@ from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed, ResourceError
 from p2ptrain.core.training import SettingsPeriod
 from tests.compute.saving import save
-from tests.compute.tiny_trainer import APART, OPTIMIZER, TINY, run_step, state_bytes, tiny
+from tests.compute.tiny_trainer import APART, MICRO_BATCHES, OPTIMIZER, TINY, run_step, state_bytes, tiny
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -231,6 +231,26 @@ def test_the_files_are_those_of_save_pretrained(make_trainer: MakeTrainer, tmp_p
     other = make_trainer(model=model, seed=99)
     other.state.load(ours)
     assert state_bytes(other) == state_bytes(trainer)
+
+
+def test_job_begins_with_the_moments_of_a_checkpoint(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Its first step is the one that the earlier job would have taken, with the same text and rate."""
+    constant = replace(OPTIMIZER, warmup_steps=0, schedule="constant")
+    earlier = make_trainer(optimizer=constant)
+    for step in range(4):
+        run_step(earlier, step)
+    save(earlier, tmp_path, 4)
+    begun = make_trainer(optimizer=constant, model=ModelSpec(path=tmp_path), keep_optimizer=True)
+    run_step(begun, 0)
+    begun.state.load_initial()
+    assert state_bytes(begun) == state_bytes(earlier)
+    run_step(begun, 0)
+    earlier.begin_step(0)
+    for index in range(MICRO_BATCHES):
+        earlier.micro_batch(0, index)
+    earlier.finish_gradients()
+    earlier.apply(4, earlier.partial_square_sum(0, len(earlier.reduce_buffer)))
+    assert state_bytes(begun) == state_bytes(earlier)
 
 
 def test_a_micro_batch_too_large_for_the_device_is_a_resource_error(make_trainer: MakeTrainer) -> None:
