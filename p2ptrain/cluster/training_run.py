@@ -102,8 +102,9 @@ async def train(
     on_served: Callable[[ServedPair], object],
     *,
     full_screen: bool = False,
+    cluster: LocalCluster | None = None,
 ) -> JobSummary | None:
-    """Train the models that are not trained yet; serve a pair until ``stop`` is set.
+    """Train the models that are not trained yet; serve a pair until ``stop`` is set. ``cluster``: None: make one.
 
     Returns:
         The summary of the job; for a pair, both by role and an overall ``state``. None if both models were served.
@@ -117,7 +118,7 @@ async def train(
         from roles.verifier.http_app import check_place
 
         await check_place(*plan.http, plan.api_keys)  # fail before the training, not after it
-    run = TrainingRun(plan, console, on_served)
+    run = TrainingRun(plan, console, on_served, cluster)
     try:
         await run.begin()
         run.view = FullScreenView(run.cluster.port) if full_screen else None
@@ -146,8 +147,14 @@ class TrainingRun:
         view: it has the terminal, and shows warnings and errors; None: the console shows everything.
     """
 
-    def __init__(self, plan: TrainingPlan, console: Console, on_served: Callable[[ServedPair], object]) -> None:
-        self.cluster = LocalCluster(plan.root, plan.port, web=plan.web, announce=True)
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        console: Console,
+        on_served: Callable[[ServedPair], object],
+        cluster: LocalCluster | None = None,
+    ) -> None:
+        self.cluster = cluster or LocalCluster(plan.root, plan.port, web=plan.web, announce=True)
         self.view: FullScreenView | None = None
         self._plan, self._console, self._on_served = plan, console, on_served
         self._workers: list[PeerProcess] = []

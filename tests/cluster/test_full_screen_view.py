@@ -17,7 +17,6 @@ from tui.app import SERVING
 async def seen(
     view: FullScreenView,
     work: Coroutine[Any, Any, None],
-    monkeypatch: pytest.MonkeyPatch,
     standing: asyncio.Event | None = None,
 ) -> list[tuple[str, str]]:
     """Severities and texts of the notices that are there once ``work`` has ended, while the view stands; ``standing``
@@ -35,8 +34,8 @@ async def seen(
             assert all(notice.time_left > 86_400 for notice in notices), "somebody may look tomorrow"
             return True
 
-    monkeypatch.setattr(view.app, "run_async", stands)
-    monkeypatch.setattr(view.app, "source", DemoSource(None))
+    view.app.run_async = stands  # type: ignore[method-assign, assignment]
+    view.app.source = DemoSource(None)
     assert await view.show(task) is True
     return found
 
@@ -53,18 +52,14 @@ async def ends(problem: Exception | None) -> None:
         (None, "information The run has ended: q closes the view"),
     ],
 )
-async def test_that_it_is_over_is_said_within_the_view(
-    problem: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ((severity, text),) = await seen(FullScreenView(1), ends(problem), monkeypatch)
+async def test_that_it_is_over_is_said_within_the_view(problem: Exception | None, said: str) -> None:
+    ((severity, text),) = await seen(FullScreenView(1), ends(problem))
     assert f"{severity} {text}".startswith(said)
     assert "q closes the view" in text
     assert ("make some" in text) == ("no room" in text)
 
 
-async def test_trouble_meanwhile_is_said_within_the_view_and_what_is_usual_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_trouble_meanwhile_is_said_within_the_view_and_what_is_usual_is_not() -> None:
     view = FullScreenView(1)
 
     async def goes_on() -> None:
@@ -77,19 +72,19 @@ async def test_trouble_meanwhile_is_said_within_the_view_and_what_is_usual_is_no
         await asyncio.sleep(0)
         going.cancel()
 
-    found = await seen(view, stopped(), monkeypatch)
+    found = await seen(view, stopped())
     assert ("warning", "Trouble: the drafter ended") in found
     assert not any("workers start" in text for _, text in found)
 
 
-async def test_what_is_served_is_shown_with_how_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_served_is_shown_with_how_to_ask() -> None:
     view, standing = FullScreenView(1), asyncio.Event()
 
     async def serves() -> None:
         await standing.wait()
         view.show_served("p2ptrain chat")
 
-    found = await seen(view, serves(), monkeypatch, standing)
+    found = await seen(view, serves(), standing)
     assert ("information", "The models are served: p2ptrain chat") in found
     assert view.app.view == SERVING
     assert view.app.has_class("-serving")

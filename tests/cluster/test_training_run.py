@@ -102,49 +102,58 @@ class Machine:
         api_keys: Path | None = None,
         profile: Profile = PROFILE,
         as_json: bool = True,
+        console: Console | None = None,
     ) -> Any:
         """One ``p2ptrain up``, to its end."""
         self.stop, self.serving, self.servers, self.started = asyncio.Event(), asyncio.Event(), {}, 0
         plan = TrainingPlan("pair", profile, 1, self.root, self.port, new, "", http, api_keys)
         async with asyncio.timeout(DEADLINE_S):
-            console = Console(quiet=as_json)
-            return await train(plan, console, self.stop, self.tell)
+            console = console or Console(quiet=as_json)
+            return await train(plan, console, self.stop, self.tell, cluster=PlayedCluster(self))
 
 
-@pytest.fixture
-async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
-    made = Machine(tmp_path)
+class PlayedCluster(LocalCluster):
+    """Its processes are played by ``machine``."""
 
-    async def served(local: LocalCluster, roles: Any) -> dict[str, Any]:
-        assert all(child.alive for child in local.peers.values()), "the end of one of them would be a failure"
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine.root, machine.port)
+        self._machine = machine
+
+    async def start_seed(self) -> PeerProcess:
+        return await self._machine.start_seed(self)
+
+    async def start_peer(self, name: str, slot: int, *options: str, target: str = "", attack: str = "") -> PeerProcess:
+        return await self._machine.start_peer(self, name, slot, *options, attack=attack)
+
+    async def wait_until_serving(self, roles: Any) -> dict[str, Any]:
+        assert all(child.alive for child in self.peers.values()), "the end of one of them would be a failure"
         made = {
             role: ServingInfo(id=role, name=role, role=role, host="", port=1, model="m")
             for role in ("verifier", "drafter")
         }
         return made | {"verifier": dataclasses.replace(made["verifier"], http="http://somewhere/v1")}
 
-    monkeypatch.setattr(LocalCluster, "start_seed", lambda local: made.start_seed(local))
-    monkeypatch.setattr(
-        LocalCluster, "start_peer", lambda local, *words, **more: made.start_peer(local, *words, **more)
-    )
-    monkeypatch.setattr(LocalCluster, "wait_until_serving", served)
+
+@pytest.fixture
+async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
+    made = Machine(tmp_path)
     yield made
     if made.cluster is not None:
         await made.cluster.close()
 
 
 async def test_end_of_a_worker_is_named_while_the_others_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def while_alive(work: Any, *, on_end: Callable[[PeerProcess], None], **more: Any) -> None:
-        work.close()
-        on_end(PeerProcess("worker-2", cast(Any, SimpleNamespace(returncode=-9)), tmp_path / "log", 0))
+    class Dying(LocalCluster):
+        async def while_alive(self, work: Any, *, on_end: Callable[[PeerProcess], None], **more: Any) -> None:  # type: ignore[override]
+            work.close()
+            on_end(PeerProcess("worker-2", cast(Any, SimpleNamespace(returncode=-9)), tmp_path / "log", 0))
 
     plan = TrainingPlan("tiny", load_settings("tiny", {}), 2, tmp_path, 1, False, "")
-    run = TrainingRun(plan, Console(), lambda pair: None)
+    run = TrainingRun(plan, Console(), lambda pair: None, Dying(tmp_path))
     run._observers = {"": JobObserver("job")}
     run.cluster._seed = cast(Any, object())
-    monkeypatch.setattr(run.cluster, "while_alive", while_alive)
     await run.work()
     assert "worker-2 ended: it was killed by SIGKILL; the other workers go on" in capsys.readouterr().err
 
@@ -255,9 +264,7 @@ async def test_one_model_is_trained_and_summed_up(machine: Machine, capsys: pyte
         await machine.up(profile=profile)
 
 
-async def test_a_result_that_cannot_be_saved_is_told_and_not_called_done(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_result_that_cannot_be_saved_is_told_and_not_called_done(machine: Machine) -> None:
     class UnsavedState(StandInState):
         def checkpoint_files(self, step: int) -> list[FilePlan]:
             raise StorageError("no space on /x", remedy="free some")
@@ -267,15 +274,15 @@ async def test_a_result_that_cannot_be_saved_is_told_and_not_called_done(
 
     told: list[str] = []
 
-    def say(run: TrainingRun, level: str, text: str) -> None:
-        if "cannot end" in text:
-            told.append(f"{level}: {text}")
-            machine.stop.set()
+    class Listening(Console):
+        def event(self, level: str, text: str, wall: float | None = None) -> None:
+            if "cannot end" in text:
+                told.append(f"{level}: {text}")
+                machine.stop.set()
 
-    monkeypatch.setattr(TrainingRun, "_report", say)
     machine.build = Unsaved
     profile = PROFILE.alone().model_copy(update={"checkpoint": Checkpoint(every=0)})
-    outcome = await machine.up(profile=profile)
+    outcome = await machine.up(profile=profile, console=Listening())
     assert (outcome["state"], outcome["checkpoint"]) == ("not saved", None)
     assert f"the steps up to {STEPS} are lost" in outcome["reason"]
     assert told[0].startswith("warning: job pair is trained, but cannot end: the result, step 200, is not saved yet")
