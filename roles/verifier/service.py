@@ -15,7 +15,7 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.gauges import Rate
 from roles.serving.model import DecodingStats, PassRequest, ServedModel
-from roles.serving.text_service import WAIT_S, ModelTextService, OpenedSession, TextSession
+from roles.serving.text_service import WAIT_S, ModelTextService, TextSession
 from roles.serving.text_stats import RecentSums, add_sums, figures_of, shares_of
 from roles.serving.texts import TextRequest
 from roles.verifier.cost_model import CostModel
@@ -138,7 +138,9 @@ class VerifierService(ModelTextService):
             self._places.release()
             raise
         self._figures.begin(session, speculates=request.speculate)
-        session.begin(self._drafts_of(session, opened, self._drafters if request.speculate else None))
+        core = Speculation(session.decoding, self.cost_model, vocab_size=self._served.vocab_size)
+        drafters = self._drafters if request.speculate else None
+        session.begin(TextDrafts(drafters, core, positions=opened.positions, sampling=opened.sampling, now=self._now))
         self._on_change()
         if self._is_closed:
             await session.end(_leaving())
@@ -179,14 +181,6 @@ class VerifierService(ModelTextService):
             raise Refused(RefusalCode.BUSY, text, remedy=remedy) from None
         finally:
             self._waiting -= 1
-
-    def _drafts_of(self, session: TextSession, opened: OpenedSession, drafters: Drafters | None) -> TextDrafts:
-        core = Speculation(
-            session.decoding,
-            self.cost_model,
-            vocab_size=self._served.vocab_size,
-        )
-        return TextDrafts(drafters, core, positions=opened.positions, sampling=opened.sampling, now=self._now)
 
     def _end(self, session: TextSession) -> None:
         self._figures.end(session, self._now(), self.cost_model.step_s)
