@@ -229,10 +229,10 @@ def around_of(network: Network, notify: Callable[[str, str, str], None] = lambda
 
 @dataclass
 class Written:
-    """What a session gave, when it ended (in the loop's time), and how it came about."""
+    """What a session gave, when its passes ended (in the loop's time), and how it came about."""
 
     tokens: list[int]
-    ended_at: float
+    ends: list[float]
     stats: DecodingStats
     facts: list[DrafterFacts]
 
@@ -251,23 +251,32 @@ async def write(
     target: StageEngine | None = None,
     pass_s: float = 0.05,
     row_s: float = 0.0,
+    cost_model: CostModel | None = None,
+    slowed: Callable[[], float] = lambda: 1.0,
 ) -> Written:
-    """A text of a verifier, with a model that takes ``pass_s`` for a pass and ``row_s`` more for each draft."""
+    """A text of a verifier, with a model that takes ``pass_s`` for a pass and ``row_s`` more for each draft.
+
+    Args:
+        cost_model: of the texts before; None: only a pass without drafts is known.
+        slowed: factor of the time of a pass, as it begins.
+    """
     now = asyncio.get_running_loop().time
     engine = target or whole()
     engine.open("s", positions=len(prompt) + tokens, sampling=sampling)
     decoding = Decoding(prompt, max_new_tokens=tokens)
-    core = Speculation(decoding, CostModel(pass_s), vocab_size=engine.vocab_size)
+    core = Speculation(decoding, cost_model or CostModel(pass_s), vocab_size=engine.vocab_size)
     drafts = TextDrafts(source, core, positions=len(prompt) + tokens, sampling=sampling, now=now)
+    ends: list[float] = []
     while not decoding.ended:
         request = decoding.next_pass(await drafts.next_drafts())
-        took_s = pass_s + row_s * (len(request.ids) - 1)
+        took_s = (pass_s + row_s * (len(request.ids) - 1)) * slowed()
         await asyncio.sleep(took_s)
         ids, index = memoryview(encode_ids(request.ids)), request.sample_index(len(prompt))
         ran = engine.run("s", Pass(request.keep, ids, len(request.ids), IDS, IDS, request.samples, index))
         drafts.end_pass(decoding.take_samples(ran.tokens, took_s, now()))
+        ends.append(now())
         decoding.validate()
         core.validate()
     drafts.close()
     engine.close("s")
-    return Written(list(decoding.tokens), now(), decoding.stats, drafts.facts())
+    return Written(list(decoding.tokens), ends, decoding.stats, drafts.facts())
