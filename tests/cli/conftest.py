@@ -126,7 +126,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     def run(*arguments: str, typed: str | None = None, stdin: io.TextIOBase | None = None) -> Outcome:
         capsys.readouterr()
         if typed is not None:
-            stdin = _Terminal(typed)
+            stdin = Typed(typed)
         if stdin is not None:
             monkeypatch.setattr(sys, "stdin", stdin)
         with pytest.raises(SystemExit) as left:
@@ -139,11 +139,29 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
-class _Terminal(io.StringIO):
-    """Standard input with a person before it."""
+CTRL_C = "\x03"
+
+
+class Typed(io.StringIO):
+    """Standard input with a person before it, who presses Ctrl+C where a line is ``CTRL_C``.
+
+    Args:
+        then: called before each line, with the number of lines so far.
+    """
+
+    def __init__(self, text: str, then: Callable[[int], None] = lambda lines: None) -> None:
+        super().__init__(text)
+        self._then, self._lines = then, 0
 
     def isatty(self) -> bool:
         return True
+
+    def readline(self, *_: Any) -> str:
+        self._then(self._lines)
+        self._lines += 1
+        if (line := super().readline()) == CTRL_C + "\n":
+            raise KeyboardInterrupt
+        return line
 
 
 PASS_MS, SHARDED_MS = 50.0, 1000.0

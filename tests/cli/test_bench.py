@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from p2ptrain.lab.bench.report import (
 from p2ptrain.lab.bench.runner import Bench
 from roles.timed_model import text_after
 
-Command = Callable[..., Any]
+from .conftest import Command
 
 
 class OpenBench(Bench):

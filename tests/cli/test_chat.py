@@ -22,71 +22,33 @@ from p2ptrain.cli.text import TextSource
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConnectionLost, Unreachable
 from roles.serving import local_model as targets
-from roles.serving.texts import TextPiece, TextRequest
+from roles.serving.texts import TextRequest
 from tests.compute.tiny_trainer import TINY
 from tests.roles.stage_stand_in import stand_in_part
 from tests.roles.verifier.doubles import CONFIG, model_text, reference, text_of
+from tests.roles.verifier.scripted import ScriptedService, ScriptedWriting
 
-Command = Callable[..., Any]
-CTRL_C = "\x03"
+from .conftest import CTRL_C, Command, Typed
+
 LOST = "\x04"
 
 
-class Scripted:
-    """A text service that answers from a list, letter by letter; ``CTRL_C`` in an answer is the person's, at ``LOST``
-    the model is lost."""
-
-    model, created = "model", 0
-    context: int | None = 300
-
-    def __init__(self, answers: list[str]) -> None:
-        self.answers = answers
-        self.asked: list[TextRequest] = []
-        self.writings: list[ScriptedAnswer] = []
-        self.left_out = 0
-        self.left = False
-
-    async def write(self, request: TextRequest) -> ScriptedAnswer:
-        self.asked.append(request)
-        self.writings.append(ScriptedAnswer(self.answers.pop(0), self.left_out, request.max_new_tokens or 99))
-        return self.writings[-1]
-
-    def questions(self, index: int = -1) -> list[str]:
-        return [turn.text for turn in self.asked[index].turns]
+def answer(text: str, request: TextRequest, left_out: int) -> ScriptedWriting:
+    """It comes letter by letter; ``CTRL_C`` in it is the person's, at ``LOST`` the model is lost."""
+    most = request.max_new_tokens or 99
+    letters, sign, _ = text.partition(CTRL_C if CTRL_C in text else LOST)
+    return ScriptedWriting(
+        letters[:most],
+        ends="length" if len(letters) > most else "end",
+        left_out=left_out,
+        held_at=len(letters) if sign == CTRL_C else None,
+        on_hold=lambda: os.kill(os.getpid(), signal.SIGINT),
+        fails=ConnectionLost("box1 is lost", remedy="start another") if sign == LOST else None,
+    )
 
 
-class ScriptedAnswer:
-    def __init__(self, answer: str, left_out: int, most: int) -> None:
-        self.prompt_tokens, self.left_out, self.ended = 9, left_out, ""
-        self._answer, self._most, self.closed = answer, most, False
-
-    async def __aiter__(self) -> AsyncIterator[TextPiece]:
-        for letter in self._answer[: self._most]:
-            if letter == CTRL_C:
-                os.kill(os.getpid(), signal.SIGINT)
-                await asyncio.Event().wait()
-            if letter == LOST:
-                raise ConnectionLost("box1 is lost", remedy="start another")
-            yield TextPiece(letter, (ord(letter),))
-        self.ended = "length" if len(self._answer) > self._most else "end"
-
-    def stats(self) -> dict[str, Any]:
-        return {"token_ms": 2.0, "rest_ms": 2.0}
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-class Typed(io.StringIO):
-    """Standard input with a person before it who presses Ctrl+C."""
-
-    def isatty(self) -> bool:
-        return True
-
-    def readline(self, *_: Any) -> str:
-        if (line := super().readline()) == CTRL_C + "\n":
-            raise KeyboardInterrupt
-        return line
+def questions(service: ScriptedService, index: int = -1) -> list[str]:
+    return [turn.text for turn in service.wishes[index].turns]
 
 
 @pytest.fixture
@@ -102,21 +64,20 @@ def checkpoint(tmp_path: Path) -> Path:
 def chat(command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Run a chat: lines that are typed (or piped), answers, options. Returns its outcome and the source."""
 
-    def run(lines: list[str], answers: list[str], *options: str, piped: bool = False, **more: Any) -> Any:
-        service = Scripted(answers)
-        for name, value in more.items():
-            setattr(service, name, value)
+    def run(lines: list[str], answers: list[str], *options: str, piped: bool = False, left_out: int = 0) -> Any:
+        service = ScriptedService()
+        service.context = 300
+        service.script = lambda request: answer(answers.pop(0), request, left_out)
 
         @asynccontextmanager
         async def source(*_: Any, **more: Any) -> AsyncIterator[TextSource]:
             yield TextSource(service, "model", "plain turns", {"checkpoint": str(checkpoint)})
-            service.left = True
 
         monkeypatch.setattr(text_module, "text_source", source)
         content = "".join(line + "\n" for line in lines)
         stdin = io.TextIOWrapper(io.BytesIO(content.encode())) if piped else Typed(content)
         outcome = command("chat", "-c", str(checkpoint), *options, stdin=stdin)
-        assert all(writing.closed for writing in service.writings)
+        assert all(writing.closed.is_set() for writing in service.writings)
         return outcome, service
 
     return run
@@ -125,8 +86,8 @@ def chat(command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_conversation(chat: Callable[..., Any]) -> None:
     outcome, service = chat(["hello", "", " /and now "], [" hi", " fine"], "--system", "Be brief.")
     assert (outcome.code, outcome.out) == (0, "> hi\n> > fine\n> \n")
-    assert [turn.role for turn in service.asked[1].turns] == ["system", "user", "assistant", "user"]
-    assert service.questions() == ["Be brief.", "hello", "hi", "/and now"]
+    assert [turn.role for turn in service.wishes[1].turns] == ["system", "user", "assistant", "user"]
+    assert questions(service) == ["Be brief.", "hello", "hi", "/and now"]
     lines = outcome.err.splitlines()
     assert lines[0] == "(model: plain turns. /help lists commands)"
     assert lines[1].startswith("(3 tokens, ")
@@ -135,7 +96,7 @@ def test_a_conversation(chat: Callable[..., Any]) -> None:
 def test_options_reach_the_model(chat: Callable[..., Any]) -> None:
     options = ["-n", "9", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--random-seed", "4"]
     _, service = chat(["x"], ["one"], *options, "--stop", ".")
-    asked = service.asked[0]
+    asked = service.wishes[0]
     sampling = asked.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 3, 0.9, 4)
     assert (asked.max_new_tokens, asked.stop, asked.speculate) == (9, (".",), True)
@@ -147,18 +108,18 @@ def test_a_cancelled_answer_keeps_the_conversation_and_a_second_ctrl_c_leaves(ch
     assert "(3 tokens" in outcome.err
     assert "cancelled. Ctrl+C again leaves" in outcome.err
     outcome, source = chat(["a", "b", "c", "/quit"], ["one", "sec" + CTRL_C, "three"])
-    assert source.questions() == ["a", "one", "b", "sec", "c"]
+    assert questions(source) == ["a", "one", "b", "sec", "c"]
 
 
 def test_an_answer_cancelled_before_it_began_is_no_turn(chat: Callable[..., Any]) -> None:
     outcome, source = chat(["a", "b"], [CTRL_C, "fine"])
     assert "(cancelled, the question is forgotten)" in outcome.err
-    assert source.questions() == ["b"]
+    assert questions(source) == ["b"]
 
 
 def test_ctrl_c_where_a_question_is_typed(chat: Callable[..., Any]) -> None:
     outcome, source = chat([CTRL_C, "a", CTRL_C, CTRL_C, "never"], ["one"])
-    assert (outcome.code, outcome.out, len(source.asked)) == (0, "> \n> one\n> \n> \n", 1)
+    assert (outcome.code, outcome.out, len(source.wishes)) == (0, "> \n> one\n> \n> \n", 1)
     assert outcome.err.count("Ctrl+C again leaves") == 2
 
 
@@ -183,7 +144,7 @@ def test_commands(chat: Callable[..., Any], tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "precious"
     assert outcome.code == 0
     assert "/reset       begin a new conversation" in outcome.err
-    assert [source.questions(index) for index in (0, 1)] == [["a"], ["b"]]
+    assert [questions(source, index) for index in (0, 1)] == [["a"], ["b"]]
     assert json.loads(document.read_text()) == [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "one"},
@@ -203,7 +164,7 @@ def test_a_model_that_is_lost_ends_no_conversation(chat: Callable[..., Any], tmp
     outcome, service = chat(lines, ["one", "tw" + LOST, "three"])
     assert (outcome.code, outcome.out) == (0, "> one\n> tw\n> > three\n> \n")
     assert "error: box1 is lost\n  → start another\n" in outcome.err
-    assert service.questions() == ["a", "one", "c"]
+    assert questions(service) == ["a", "one", "c"]
     assert (tmp_path / "x.txt").read_text() == "User: a\nAssistant: one\n"
     assert chat(["b"], ["tw" + LOST], piped=True)[0].code == 3
     broken = chat(["a", "b"], ["one", "tw" + LOST], "--json", piped=True)[0]
@@ -218,13 +179,13 @@ def test_an_answer_that_was_cut_off_or_says_nothing_is_told(chat: Callable[..., 
     outcome, source = chat(["a", "b"], ["\n  ", "x"])
     assert "(3 tokens, " in outcome.err
     assert "the question is forgotten" in outcome.err
-    assert source.questions() == ["b"]
+    assert questions(source) == ["b"]
 
 
 def test_over_a_pipe_lines_are_questions_and_only_answers_are_written(chat: Callable[..., Any]) -> None:
     outcome, source = chat(["a", "", "/reset", "b"], [" one", " two"], piped=True)
     assert (outcome.code, outcome.out, outcome.err) == (0, "one\ntwo\n", "")
-    assert [source.questions(index) for index in (0, 1)] == [["a"], ["b"]]
+    assert [questions(source, index) for index in (0, 1)] == [["a"], ["b"]]
 
 
 def test_over_a_pipe_a_mistake_ends_it(chat: Callable[..., Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from tests.roles.in_process import Cluster
 from wire.messages import Refuse
 from wire.transport import TcpNetwork
 
-Command = Callable[..., Any]
+from .conftest import Command
+
 NAMES = ["DNS", "TCP", "handshake", "clock", "round trip", "dial-back"]
 
 

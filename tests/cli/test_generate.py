@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from tests.roles.verifier.doubles import CONFIG, GREEDY, model_text, reference, 
 from tests.roles.verifier.scripted import ScriptedService, ScriptedWriting
 from wire.records import CheckpointInfo
 
-Command = Callable[..., Any]
+from .conftest import Command
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from p2ptrain.cluster.console import Console
 from tests.cli.test_operator_commands import CHECKPOINT
 from wire.records import ClusterInfo
 
-Command = Callable[..., Any]
+from .conftest import Command
+
 COMMIT = "c0ffee" + "0" * 34
 FILES = {
     "config.json": b"{}",

@@ -6,7 +6,6 @@ import asyncio
 import io
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from wire.handshake import local_welcome, serve
 from wire.messages import Hello, Welcome
 from wire.transport import TcpNetwork, every_interface
 
-Command = Callable[..., Any]
+from .conftest import Command
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from p2ptrain.cli.commands import CommandEntry, Commands, app
 from p2ptrain.core import errors
 from wire.address import DEFAULT_PORT, MEMBER_PORT
 
-Command = Callable[..., Any]
+from .conftest import Command
 
 
 def _fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

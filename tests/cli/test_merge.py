@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from p2ptrain.cli.text_options import newest_in
 from tests.compute.families import make
 
-Command = Callable[..., Any]
+from .conftest import Command
+
 FACTOR = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
 
 

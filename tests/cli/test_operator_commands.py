@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tui.chains import how_to_split
 from wire.records import CheckpointInfo, JobInfo, MemberScore, PartInfo, PeerInfo, ServingInfo, TicketInfo
 from wire.schema import Record
 
-Command = Callable[..., Any]
+from .conftest import Command
 
 PEER = PeerInfo(
     id="a1b2",

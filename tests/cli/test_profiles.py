@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from configs.loader import load, shipped
 
-Command = Callable[..., Any]
+from .conftest import Command
 
 
 def test_list_for_people_and_programs(command: Command) -> None:

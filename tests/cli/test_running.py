@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from p2ptrain.cluster.access import read_target
 from p2ptrain.cluster.running import announce_seed, running_seeds
 from p2ptrain.core.errors import UserError
 
-Command = Callable[..., Any]
+from .conftest import Command
+
 HERE = ("127.0.0.1", 9000)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import Unreachable
 from wire.records import JobInfo
 
-Command = Callable[..., Any]
+from .conftest import Command
 
 
 def test_ctrl_c_while_the_first_job_is_made_is_no_failure(

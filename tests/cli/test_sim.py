@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from p2ptrain.lab.sim.run import SimulationResult, run_schedule
 
-Command = Callable[..., Any]
+from .conftest import Command
 
 
 def test_it_tells_what_holds(command: Command) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from p2ptrain.cli.runtime import with_number
 from p2ptrain.cli.text_options import SplitOptions
 
-Command = Callable[..., Any]
+from .conftest import Command
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,8 @@ from tests.roles.in_process import Cluster
 from wire.address import Ticket, local_ticket_path
 from wire.transport import TcpNetwork
 
-Command = Callable[..., Any]
+from .conftest import Command
+
 SAMPLE = Ticket("10.0.0.7", 7337, "worker", "00112233aabb", bytes(range(16)), bytes(range(32)))
 RECORD = {"id": "00112233aabb", "role": "worker", "kind": "first", "host": "10.0.0.7", "created_at": 1.0,
           "expires_at": 2e9, "uses": None, "used": 3, "state": "open"}  # fmt: skip

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-Command = Callable[..., Any]
+from .conftest import Command
 
 
 @pytest.fixture

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,17 +17,17 @@ import pytest
 import typer
 
 from p2ptrain.cluster.console import LEAVING, Console
-from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
 from roles.serving.texts import TextRequest
 from roles.verifier.server import serve_texts
-from tests.roles.verifier.doubles import ScriptedTarget, failing_at, reference, service, text_of
+from tests.roles.verifier.doubles import ScriptedTarget, reference, service, text_of
 from wire.connection import Connection
 from wire.handshake import PeerServer, local_welcome, serve
 from wire.messages import Hello, Welcome
 from wire.transport import TcpNetwork
 
-Command = Callable[..., Any]
+from .conftest import Command, Typed
+
 PROMPT = "def f(x):"
 PEER = "aa00aa00aa00"
 
@@ -126,20 +125,6 @@ def test_a_text(command: Command, at: list[str]) -> None:
     assert "tokens/s, stand-in of the verifier big one)" in outcome.err
 
 
-def test_several_prompts_in_their_order_and_as_json(command: Command, at: list[str], tmp_path: Path) -> None:
-    prompts = ["one", "another one", "the third"]
-    (tmp_path / "prompts").write_text("\n".join(prompts))
-    outcome = command("generate", "--prompts", tmp_path / "prompts", *at, "-n", "12", "--json")
-    texts = outcome.json["texts"]
-    assert [text["text"] for text in texts] == [text_of(reference(prompt, 12)) for prompt in prompts]
-    assert outcome.json["verifier"] == "big one"
-    assert outcome.json["model"] == "stand-in"
-    stats = texts[0]["stats"]
-    assert stats["tokens"] == texts[0]["tokens"] == 12
-    assert {"alpha", "accepted_length", "acceptance_at", "wasted", "bytes_per_token", "drafters"} <= stats.keys()
-    assert {"verify_ms", "draft_ms", "wait_ms", "rest_ms", "token_ms", "tokens_per_s"} <= stats.keys()
-
-
 def test_sampling_and_speculation_are_as_asked_for(command: Command, at: list[str], verifier: Verifier) -> None:
     drawn = ["--temperature", "0.9", "--top-k", "0", "--random-seed", "7"]
     expected = text_of(reference(PROMPT, 25, Sampling(0.9, 0, 1.0, 7)))
@@ -202,37 +187,6 @@ def test_what_does_not_belong_together(command: Command, arguments: list[str], s
     assert said in outcome.err
 
 
-def test_a_text_that_is_broken_off_is_given_to_programs_too(
-    command: Command, at: list[str], verifier: Verifier
-) -> None:
-    verifier.target.before = failing_at(40, ConnectionLost("a stage is gone", remedy="start another"))
-    outcome = command("generate", PROMPT, *at, "-n", "400", "--no-speculation", "--json")
-    assert outcome.code == 3
-    assert outcome.err == "error: big one: a stage is gone (after 40 tokens of the text)\n  → start another\n"
-    message = "big one: a stage is gone (after 40 tokens of the text)"
-    assert outcome.json["error"] == {"message": message, "remedy": "start another", "exit_code": 3}
-    assert (outcome.json["ended"], outcome.json["tokens"]) == ("failed", 40)
-    whole = text_of(reference(PROMPT, 400))
-    assert outcome.json["text"]
-    assert whole.startswith(outcome.json["text"].rstrip("\ufffd"))
-
-
-class Typed(io.StringIO):
-    """Standard input of a person, of whom ``then`` is told before each line."""
-
-    def __init__(self, lines: list[str], then: Callable[[int], None] = lambda line: None) -> None:
-        super().__init__("".join(f"{line}\n" for line in lines))
-        self._then, self._lines = then, 0
-
-    def isatty(self) -> bool:
-        return True
-
-    def readline(self, *_: Any) -> str:
-        self._then(self._lines)
-        self._lines += 1
-        return super().readline()
-
-
 def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) -> None:
     other = verifier.record(name="small one", id="b" * 12, model="other", port=1)
     fake_seed.answers["serving.list"] = {"serving": [other, verifier.record()]}
@@ -249,22 +203,6 @@ def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) ->
     assert command(*ask).code == 0
     fake_seed.answers["serving.list"] = {"serving": [verifier.record(id="b" * 12)]}
     assert "another peer, " in command(*ask).err
-
-
-def _whole(turns: list[tuple[str, str]]) -> str:
-    return "".join(f"{'User' if role == 'user' else 'Assistant'}: {text}\n" for role, text in turns) + "Assistant:"
-
-
-def test_a_conversation_through_a_pipe(command: Command, at: list[str]) -> None:
-    outcome = command("chat", *at, "-n", "12", "--json", stdin=io.StringIO("what is a ring?\nand a chain?\n"))
-    assert outcome.code == 0, outcome.err
-    first, second = outcome.json["answers"]
-    assert first["text"] == text_of(reference(_whole([("user", "what is a ring?")]), 12)).strip()
-    turns = [("user", "what is a ring?"), ("assistant", first["text"]), ("user", "and a chain?")]
-    assert second["text"] == text_of(reference(_whole(turns), 12)).strip()
-    assert outcome.json["verifier"] == "big one"
-    assert outcome.json["stats"]["tokens"] == 12
-    assert outcome.json["stats"]["cached_tokens"] > 0
 
 
 def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
@@ -287,10 +225,10 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
             verifier.start()
 
     verifier.target.before = before
-    typed = Typed([question, question, "/stats", "/quit"], then)
+    typed = Typed(f"{question}\n{question}\n/stats\n/quit\n", then)
     outcome = command("chat", *at, "-n", "40", "--no-speculation", stdin=typed)
     assert outcome.code == 0, outcome.err
-    asked = _whole([("user", question)])
+    asked = f"User: {question}\nAssistant:"
     partial, whole = (text_of(reference(asked, count)).strip() for count in (29, 40))
     assert partial.rstrip("�") in outcome.out
     assert outcome.out.index(partial.rstrip("�")) < outcome.out.rindex(whole)

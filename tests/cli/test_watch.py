@@ -23,7 +23,8 @@ from tests.cli.test_operator_commands import CHECKPOINT, JOB, PEER
 from wire.records import ClusterInfo, EventInfo, MemberScore, MetricRow
 from wire.schema import Record
 
-Command = Callable[..., Any]
+from .conftest import Command
+
 CLUSTER = ClusterInfo("c", "attic", "0.1", "127.0.0.1:7337", 1.7e9, 1, 1)
 ROWS = [MetricRow(JOB.id, step, 1.7e9, loss=1 / step, tokens_per_s=2000.0, members=2) for step in range(98, 104)]
 LOST = EventInfo(7, 1.7e9 + 50, "warning", "lost", "laptop is lost", peer="a1b2")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
-import psutil
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -19,16 +17,6 @@ def settings(machine: Any) -> list[str]:
     wanted = machine.settings(checkpoint__every=40, validation__every=0)
     pairs = list(zip(wanted[::2], wanted[1::2], strict=True))
     return [part for pair in pairs if not pair[1].startswith("job.steps") for part in pair]
-
-
-def left_behind(root: Any) -> list[str]:
-    """Processes that were started in a directory and still are."""
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if str(root) in line and process.pid != os.getpid():
-            found.append(f"{line} ({process.info['status']})")
-    return found
 
 
 async def test_a_cluster_that_is_hurt_holds(machine: Any) -> None:
@@ -47,4 +35,3 @@ async def test_a_cluster_that_is_hurt_holds(machine: Any) -> None:
     held = {item["name"]: item["held"] for item in report["invariants"]}
     assert held["the state is equal on all members"] is True
     assert held["no process is left behind"] is True
-    assert left_behind(state) == []

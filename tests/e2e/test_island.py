@@ -10,6 +10,7 @@ import pytest
 
 from configs.loader import load
 from roles.worker.build import engine_builder
+from tests.roles.in_process import train_alone
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,20 +31,6 @@ async def history(machine: Any, job: str, column: str) -> dict[int, float]:
     return rows
 
 
-def undisturbed(sets: list[str], steps: int) -> list[float]:
-    """The losses of one process alone, with the same settings."""
-    engine = engine_builder(threads=1)(load("tiny", {}, [text for text in sets if text != "--set"]).profile)
-    engine.state.load_initial()
-    result = []
-    for step in range(steps):
-        engine.begin_step(step)
-        for index in range(8):
-            engine.micro_batch(step, index)
-        engine.finish_gradients()
-        result.append(engine.apply(step, engine.partial_square_sum(0, engine.reduce_buffer.size)).loss)
-    return result
-
-
 async def test_an_island_is_one_worker_leaves_with_a_process_of_it_and_comes_back(machine: Any) -> None:
     sets = machine.settings(job__steps=100_000, validation__every=10)
     await machine.seed(*sets)
@@ -60,7 +47,8 @@ async def test_an_island_is_one_worker_leaves_with_a_process_of_it_and_comes_bac
     await machine.job_until(at(back["step"] + 10))
     seen, members = await history(machine, two["id"], "loss"), await history(machine, two["id"], "members")
     assert (members[two["step"]], members[back["step"]], members[back["step"] + 10]) == (2, 1, 2)
-    assert [seen[step] for step in range(1, 21)] == pytest.approx(undisturbed(sets, 20), rel=1e-3)
+    alone = engine_builder(threads=1)(load("tiny", {}, [text for text in sets if text != "--set"]).profile)
+    assert [seen[step] for step in range(1, 21)] == pytest.approx(train_alone(alone, 20, 8), rel=1e-3)
     peers = (await machine.ask("peers.list"))["peers"]
     assert {peer["device"] for peer in peers if peer["name"] == "island"} == {"2 processes (gloo), cpu"}
     (child,) = psutil.Process(again.process.pid).children()

@@ -99,6 +99,11 @@ class DrafterHost:
         host, port = self.server.address if self.host else (self.name, PORT)
         return DrafterAddress(self.name, self.name, host, port, self.serves.name, vocab_size, self.serves.tokenizer)
 
+    @property
+    def computes(self) -> bool:
+        """Whether its engine runs now, on virtual time."""
+        return bool(self._compute._thread._calls)  # type: ignore[attr-defined]
+
     async def start(self) -> None:
         """Listen. It may be started again after ``stop``."""
         threads: Threads = RealThreads()
@@ -258,7 +263,7 @@ async def write(
 
     Args:
         cost_model: of the texts before; None: only a pass without drafts is known.
-        slowed: factor of the time of a pass, as it begins.
+        slowed: factor of the time of a pass, called in its middle.
     """
     now = asyncio.get_running_loop().time
     engine = target or whole()
@@ -269,8 +274,10 @@ async def write(
     ends: list[float] = []
     while not decoding.ended:
         request = decoding.next_pass(await drafts.next_drafts())
-        took_s = (pass_s + row_s * (len(request.ids) - 1)) * slowed()
-        await asyncio.sleep(took_s)
+        half_s = (pass_s + row_s * (len(request.ids) - 1)) / 2
+        await asyncio.sleep(half_s)
+        took_s = 2 * half_s * slowed()
+        await asyncio.sleep(took_s - half_s)
         ids, index = memoryview(encode_ids(request.ids)), request.sample_index(len(prompt))
         ran = engine.run("s", Pass(request.keep, ids, len(request.ids), IDS, IDS, request.samples, index))
         drafts.end_pass(decoding.take_samples(ran.tokens, took_s, now()))

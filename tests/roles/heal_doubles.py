@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,27 +209,39 @@ def set_view(ring: Ring, generation: int) -> None:
 # ---------------------------------------------------------------------------------------- sources that do not do well
 
 
-def dies_after(pieces: int) -> Serve:
-    """Gives so many chunks, then is killed in the middle of the next one."""
+TABLE_BYTES = 4096
+"""Most that a source's table has; chunks have more."""
+Change = Callable[[Connection, memoryview, int], memoryview | None]
+
+
+def changes(change: Change) -> Serve:
+    """Sends what ``change`` makes of each payload, of which it is told the number; None: nothing."""
 
     async def serve(member: Member, connection: Connection, hello: Hello) -> None:
-        given = 0
-        send = connection.send_bulk
+        send, numbers = connection.send_bulk, count(1)
 
-        def counted(payload: memoryview, *, generation: int, stream: int) -> None:
-            nonlocal given
-            if payload.nbytes < 4096:
-                send(payload, generation=generation, stream=stream)  # the table
-                return
-            given += 1
-            send(payload, generation=generation, stream=stream)
-            if given > pieces:
-                asyncio.get_running_loop().call_soon(connection.abort)
+        def send_changed(payload: memoryview, **how: Any) -> None:
+            if (changed := change(connection, payload, next(numbers))) is not None:
+                send(changed, **how)
 
-        connection.send_bulk = counted  # type: ignore[method-assign]
+        connection.send_bulk = send_changed  # type: ignore[method-assign]
         await honest(member, connection, hello)
 
     return serve
+
+
+def dies_after(chunks: int) -> Serve:
+    """Gives so many chunks, then is killed in the middle of the next one."""
+    given = 0
+
+    def change(connection: Connection, payload: memoryview, number: int) -> memoryview:
+        nonlocal given
+        given += payload.nbytes >= TABLE_BYTES
+        if given > chunks:
+            asyncio.get_running_loop().call_soon(connection.abort)
+        return payload
+
+    return changes(change)
 
 
 def gives_once_all_have_offered(count: int) -> Serve:
@@ -259,24 +272,7 @@ def gives_once_all_have_offered(count: int) -> Serve:
     return serve
 
 
-def spoils(what: Callable[[memoryview, int], memoryview]) -> Serve:
-    """Sends other bytes than it should."""
-
-    async def serve(member: Member, connection: Connection, hello: Hello) -> None:
-        send, number = connection.send_bulk, 0
-
-        def changed(payload: memoryview, *, generation: int, stream: int) -> None:
-            nonlocal number
-            number += 1
-            send(what(payload, number), generation=generation, stream=stream)
-
-        connection.send_bulk = changed  # type: ignore[method-assign]
-        await honest(member, connection, hello)
-
-    return serve
-
-
-def flipped(payload: memoryview, number: int) -> memoryview:
+def flip_bit(connection: Connection, payload: memoryview, number: int) -> memoryview:
     copy = bytearray(payload)
     copy[len(copy) // 2] ^= 1
     return memoryview(copy)
@@ -293,20 +289,15 @@ async def is_silent(member: Member, connection: Connection, hello: Hello) -> Non
 
 async def goes_silent(member: Member, connection: Connection, hello: Hello) -> None:
     """Offers what it has, gives its table, and freezes."""
-    send, say = connection.send_bulk, connection.send
-    frozen = False
+    say, frozen = connection.send, False
 
-    def bulk(payload: memoryview, *, generation: int, stream: int) -> None:
+    def freeze(connection: Connection, payload: memoryview, number: int) -> memoryview | None:
         nonlocal frozen
-        frozen = frozen or payload.nbytes > 4096
-        if not frozen:
-            send(payload, generation=generation, stream=stream)
+        frozen = frozen or payload.nbytes > TABLE_BYTES
+        return None if frozen else payload
 
-    def control(message: Message, *, generation: int = 0, stream: int = 0) -> int:
-        return 0 if frozen else say(message, generation=generation, stream=stream)
-
-    connection.send_bulk, connection.send = bulk, control  # type: ignore[method-assign]
-    await honest(member, connection, hello)
+    connection.send = lambda message, **how: 0 if frozen else say(message, **how)  # type: ignore[method-assign, assignment]
+    await changes(freeze)(member, connection, hello)
 
 
 async def speaks_nonsense(member: Member, connection: Connection, hello: Hello) -> None:

@@ -36,6 +36,19 @@ DEADLINE_S = 30.0
 HOST = "127.0.0.1"
 
 
+def train_alone(engine: Engine, steps: int, micro_batches: int) -> list[float]:
+    """Train in one process; the loss of every step."""
+    engine.state.load_initial()
+    losses: list[float] = []
+    for step in range(steps):
+        engine.begin_step(step)
+        for index in range(micro_batches):
+            engine.micro_batch(step, index)
+        engine.finish_gradients()
+        losses.append(engine.apply(step, engine.partial_square_sum(0, engine.reduce_buffer.size)).loss)
+    return losses
+
+
 @dataclass
 class Peer:
     """A worker of the cluster, or a member of another role, and what it did."""

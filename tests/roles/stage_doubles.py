@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.memory import MemoryNetwork
@@ -233,15 +232,6 @@ def session_of(session: str, index: int, **changes: Any) -> StageSession:
     return StageSession(instance_untrusted(OpenRequest, asked), WIDTH)
 
 
-def sampling_params(sampling: Sampling) -> dict[str, Any]:
-    return {
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed,
-    }
-
-
 def ids_work(session: str, ids: Sequence[int], *, keep: int, last: int, **changes: Any) -> tuple[ForwardRequest, bytes]:
     """A work for the first stage, whose last position's token is picked, and its payload. Several are a prompt's."""
     values: dict[str, Any] = {"epoch": 0, "number": 0, "encoding": "ids", "samples": 1, "sample_index": 0} | changes
@@ -363,12 +353,11 @@ async def chain_of(
             await stage.stop()
 
 
-async def lost(client: TestClient) -> ConnectionLost | P2PTrainError:
-    """Wait until the worker closed the connection; why."""
+async def lost(connection: Connection) -> None:
+    """Wait until the worker closed the connection, and told its problem."""
     async with asyncio.timeout(60):
-        await client.connection.closed.wait()
-    await asyncio.sleep(0.1)  # virtual: its problem is told
-    return client.connection.close_cause or ConnectionLost("closed here")
+        await connection.closed.wait()
+    await asyncio.sleep(0.1)  # virtual
 
 
 async def as_stage(network: MemoryNetwork, session: str, index: int, *, host: str = "w1") -> Connection:

@@ -33,6 +33,11 @@ from tests.roles.test_staged import unsplit_run
 from tests.roles.test_staged import whole_of as whole_state_of
 
 
+@pytest.fixture(autouse=True)
+def saves_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ring.coordinator.SAVE_AGAIN_S", 0.2)
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Who is away does not come back, and is not waited for long."""

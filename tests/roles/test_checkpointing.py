@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import re
 import threading
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +73,35 @@ def profile(every: int) -> Profile:
         "checkpoint": {"every": every, "keep": 9},
     }
     return Profile.model_validate(tables)
+
+
+class Desk:
+    """A worker's files of one job and what is around them, for as many ``Checkpointing`` as a test makes."""
+
+    def __init__(self, root: Path, tasks: asyncio.TaskGroup, disk: RealDisk) -> None:
+        self.thread, self.compute = RealThreads().start("disk"), ComputeThread()
+        self.told: list[str] = []
+        self.files = CheckpointFiles(self.thread, disk, root, 2, lambda *notice: None)
+        self._context: Any = SimpleNamespace(
+            compute=self.compute, send=lambda message: None, notify=lambda *notice: self.told.append(notice[1])
+        )
+        self._about: Any = {"job": "j", "files": self.files, "snapshots": Snapshots(self.compute), "tasks": tasks}
+
+    def checkpointing(self, where: Callable[[], tuple[int, int]], **more: Any) -> Checkpointing:
+        return Checkpointing(self._context, **self._about, where=where, **more)
+
+
+@asynccontextmanager
+async def desk_at(root: Path, disk: RealDisk | None = None) -> AsyncIterator[Desk]:
+    async with asyncio.TaskGroup() as tasks:
+        desk = Desk(root, tasks, disk or RealDisk())
+        yield desk
+    desk.thread.close()
+    desk.compute.close()
+
+
+def meta(lineage: str) -> Any:
+    return {"lineage": lineage * 32, "square_sum": 1.0}
 
 
 @pytest.fixture
@@ -162,26 +191,18 @@ async def test_a_run_does_not_end_for_a_broken_disk_but_before_its_result_is_on_
 
 async def test_a_save_that_was_skipped_for_a_busy_disk_is_made_up_for_once(tmp_path: Path) -> None:
     soon: list[bool] = []
-    disk, compute, slow = RealThreads().start("disk"), ComputeThread(), HangingDisk()
-    engine = StandInEngine(Profile())
-    context: Any = SimpleNamespace(compute=compute, send=lambda message: None, notify=lambda *notice: None)
-    files = CheckpointFiles(disk, slow, tmp_path, 2, lambda *notice: None)
-    async with asyncio.TaskGroup() as tasks:
-        about: Any = {"job": "j", "files": files, "snapshots": Snapshots(compute), "tasks": tasks}
-        checkpoints = Checkpointing(
-            context, **about, where=lambda: (4, 0), save_soon=lambda: soon.append(checkpoints.idle)
-        )
+    slow, engine = HangingDisk(), StandInEngine(Profile())
+    async with desk_at(tmp_path, slow) as desk:
+        checkpoints = desk.checkpointing(lambda: (4, 0), save_soon=lambda: soon.append(checkpoints.idle))
         for step in (1, 2, 3):  # memory has room for two copies
-            await checkpoints.save(engine, {"lineage": f"{step}" * 32, "square_sum": 1.0}, step=step, wait=False)
+            await checkpoints.save(engine, meta(f"{step}"), step=step, wait=False)
         assert soon == [], "the disk is busy"
         slow.go.set()
         await checkpoints.wait_written()
         assert soon == [True]
-        await checkpoints.save(engine, {"lineage": "4" * 32, "square_sum": 1.0}, step=4, wait=True)
+        await checkpoints.save(engine, meta("4"), step=4, wait=True)
         assert soon == [True]
-    assert [entry.step for entry in await files.entries()] == [4, 2]
-    disk.close()
-    compute.close()
+        assert [entry.step for entry in await desk.files.entries()] == [4, 2]
 
 
 async def test_a_worker_whose_disk_is_broken_claims_no_result_and_ends_with_the_reason(cluster: HangingCluster) -> None:
@@ -246,67 +267,46 @@ async def test_who_waits_for_a_save_waits_for_its_end_and_not_for_one_that_will_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_store, "STANDSTILL_S", 0.05)
-    disk, compute = RealThreads().start("disk"), ComputeThread()
-    engine, lineage = StandInEngine(Profile()), "0" * 32
-    context: Any = SimpleNamespace(compute=compute, send=lambda message: None, notify=lambda *notice: None)
-    files = CheckpointFiles(disk, RealDisk(), tmp_path, 2, lambda *notice: None)
-    progress = itertools.count()
-    async with asyncio.TaskGroup() as tasks:
-        about: Any = {"job": "j", "files": files, "snapshots": Snapshots(compute), "tasks": tasks}
-        checkpoints = Checkpointing(context, **about, where=lambda: (3, next(progress)))
+    engine, lineage, progress = StandInEngine(Profile()), "0" * 32, itertools.count()
+    async with desk_at(tmp_path) as desk:
+        checkpoints = desk.checkpointing(lambda: (3, next(progress)))
         early = asyncio.create_task(checkpoints.wait_for_save(4, lineage))
         await asyncio.wait([early], timeout=0.2)
         assert not early.done(), "this member is on its way there"
         async with asyncio.timeout(10):
-            came_by = Checkpointing(context, **about, where=lambda: (5, next(progress)))
+            came_by = desk.checkpointing(lambda: (5, next(progress)))
             await came_by.wait_for_save(4, lineage)  # and saved nothing
             await came_by.wait_for_save(4, "1" * 32)
-            await Checkpointing(context, **about, where=lambda: (3, 0)).wait_for_save(
-                4, lineage
-            )  # it stands still before
+            await desk.checkpointing(lambda: (3, 0)).wait_for_save(4, lineage)  # it stands still before
         busy = threading.Event()
-        blocked = asyncio.create_task(compute.run(busy.wait, 20))
-        saving = asyncio.create_task(
-            checkpoints.save(engine, {"lineage": lineage, "square_sum": 1.0}, step=4, wait=False)
-        )
+        blocked = asyncio.create_task(desk.compute.run(busy.wait, 20))
+        saving = asyncio.create_task(checkpoints.save(engine, meta("0"), step=4, wait=False))
         await asyncio.wait([early], timeout=0.2)
         assert not early.done(), "it is being saved"
         busy.set()
         await asyncio.gather(blocked, saving)
         async with asyncio.timeout(10):
             await early
-        assert [entry.step for entry in await files.entries()] == [4]
-    disk.close()
-    compute.close()
+        assert [entry.step for entry in await desk.files.entries()] == [4]
 
 
 async def test_a_ring_that_breaks_while_the_state_is_copied_costs_no_checkpoint(tmp_path: Path) -> None:
-    told: list[str] = []
-    disk, compute = RealThreads().start("disk"), ComputeThread()
     engine, busy = StandInEngine(Profile()), threading.Event()
-    context: Any = SimpleNamespace(
-        compute=compute, send=lambda message: None, notify=lambda *notice: told.append(notice[1])
-    )
-    files = CheckpointFiles(disk, RealDisk(), tmp_path, 2, lambda *notice: None)
-    async with asyncio.TaskGroup() as tasks:
-        about: Any = {"job": "j", "files": files, "snapshots": Snapshots(compute), "tasks": tasks}
-        checkpoints = Checkpointing(context, **about, where=lambda: (4, 0))
-        before = asyncio.create_task(compute.run(busy.wait, 20))
-        boundary = asyncio.create_task(
-            checkpoints.save(engine, {"lineage": "0" * 32, "square_sum": 1.0}, step=4, wait=False)
-        )
+    async with desk_at(tmp_path) as desk:
+        checkpoints = desk.checkpointing(lambda: (4, 0))
+        before = asyncio.create_task(desk.compute.run(busy.wait, 20))
+        boundary = asyncio.create_task(checkpoints.save(engine, meta("0"), step=4, wait=False))
         for _ in range(3):
             await asyncio.sleep(0)  # it has asked for the copy
         boundary.cancel()
         await asyncio.wait([boundary])
-        after = asyncio.create_task(compute.run(engine.state.load_initial))
+        after = asyncio.create_task(desk.compute.run(engine.state.load_initial))
         expected = engine.state.digest()
         busy.set()
         await asyncio.gather(before, after)
-    assert told == ["checkpoint-saved"]
-    entry = await files.verify(4)
-    saved = StandInEngine(Profile())
-    saved.state.load(entry.path)
-    assert saved.state.digest() == expected != engine.state.digest(), "what came after it is not in it"
-    disk.close()
-    compute.close()
+        await checkpoints.wait_written()
+        assert desk.told == ["checkpoint-saved"]
+        entry = await desk.files.verify(4)
+        saved = StandInEngine(Profile())
+        saved.state.load(entry.path)
+        assert saved.state.digest() == expected != engine.state.digest(), "what came after it is not in it"

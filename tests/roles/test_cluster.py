@@ -12,7 +12,7 @@ import pytest
 from configs.schema import Profile
 from p2ptrain.core.training import Applied, OnFinal
 from p2ptrain.lab.stand_in import StandInEngine
-from tests.roles.in_process import Cluster, Gate, Peer
+from tests.roles.in_process import Cluster, Gate, Peer, train_alone
 
 
 def small_profile(**tables: dict[str, Any]) -> Profile:
@@ -48,15 +48,7 @@ def at(step: int) -> Any:
 
 def undisturbed(profile: Profile) -> list[float]:
     """The loss of every step, of one process alone."""
-    engine = StandInEngine(profile)
-    engine.state.load_initial()
-    losses = []
-    for step in range(profile.job.steps):
-        engine.begin_step(step)
-        for index in range(profile.batch.micro_batches):
-            engine.micro_batch(step, index)
-        losses.append(engine.apply(step, engine.partial_square_sum(0, engine.reduce_buffer.size)).loss)
-    return losses
+    return train_alone(StandInEngine(profile), profile.job.steps, profile.batch.micro_batches)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
@@ -85,36 +77,6 @@ async def test_a_run_ends_with_the_same_bits_everywhere_and_the_losses_of_one_pr
     assert {item["step"] for item in saved} >= {8, 12}
 
 
-async def test_a_member_that_dies_in_a_step_costs_that_step_only(cluster: Cluster) -> None:
-    profile = small_profile(job={"workers": 3})
-    gate = Gate(6)
-    job = await cluster.create(profile)
-    peers = [cluster.join(gate.build) for _ in range(3)]
-    await gate.reached(6)
-    await peers[1].die()
-    gate.away()
-    ended = await cluster.job_until(job, done)
-    assert ended["step"] == 12
-    assert ended["generation"] > 1
-    assert state_of(peers[0]) == state_of(peers[2])
-    rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
-    assert [row["loss"] for row in rows] == pytest.approx(undisturbed(profile), rel=1e-4)
-
-
-async def test_a_newcomer_is_brought_to_the_same_state(cluster: Cluster) -> None:
-    job = await cluster.create(small_profile(job={"steps": LONG}))
-    old = [cluster.join() for _ in range(2)]
-    await cluster.job_until(job, at(5))
-    newcomer = cluster.join()
-    await cluster.job_until(job, done)
-    assert {state_of(peer) for peer in old} == {state_of(newcomer)}
-    assert min(newcomer.steps) > 5
-    kinds = {kind for _, kind, _ in newcomer.told}
-    assert kinds >= {"fetched", "following"}, "it was not brought to the state beside the ring"
-    for _, kind, text in newcomer.told:
-        assert kind != "healed" or "the missing steps" in text, "the ring had to wait for its state"
-
-
 async def test_a_member_leaves_within_two_seconds_and_the_others_go_on(cluster: Cluster) -> None:
     gate = Gate(4)
     job = await cluster.create(small_profile(job={"workers": 3}))
@@ -128,26 +90,6 @@ async def test_a_member_leaves_within_two_seconds_and_the_others_go_on(cluster: 
     rows = (await cluster.ask("metrics.history", job=job, after_step=0, limit=100))["rows"]
     assert (rows[0]["members"], rows[-1]["members"]) == (3, 2)
     assert state_of(peers[1]) == state_of(peers[2])
-
-
-async def test_everything_killed_at_once_resumes_from_the_checkpoint(cluster: Cluster) -> None:
-    profile = small_profile(job={"steps": LONG})  # or the first to hold step 8 might end it before the other is in
-    gate = Gate(9)
-    job = await cluster.create(profile)
-    peers = [cluster.join(gate.build) for _ in range(2)]
-    await gate.reached(9)
-    await cluster.saved(job, 8, 2)
-    for peer in peers:
-        await peer.die()
-    gate.away()
-    await cluster.restart_seed()
-    again = [cluster.join(slot=slot) for slot in (1, 2)]
-    await cluster.job_until(job, done)
-    assert len({state_of(peer) for peer in again}) == 1
-    assert min(min(peer.steps) for peer in again) == 9, "the newest checkpoint is of step 8"
-    losses = undisturbed(profile)
-    for step, values in again[0].steps.items():
-        assert values["loss"] == pytest.approx(losses[step - 1], rel=1e-4)
 
 
 async def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(cluster: Cluster) -> None:
@@ -166,52 +108,6 @@ async def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(cluster
     await cluster.job_until(job, done)
     assert min(again[0].steps) == 5
     assert any(kind == "checkpoint-damaged" and "step-00000008" in text for _, kind, text in again[0].told)
-
-
-async def test_the_seed_may_restart_in_the_middle_of_a_run(cluster: Cluster) -> None:
-    gate = Gate(5)
-    job = await cluster.create(small_profile())
-    peers = [cluster.join(gate.build) for _ in range(2)]
-    await gate.reached(5)
-    await cluster.restart_seed()
-    gate.away()
-    ended = await cluster.job_until(job, done)
-    assert ended["generation"] == 1, "the ring went on as it was"
-    assert len({state_of(peer) for peer in peers}) == 1
-
-
-async def test_pause_stops_together_and_resume_goes_on(cluster: Cluster) -> None:
-    gate = Gate(5)
-    job = await cluster.create(small_profile())
-    peers = [cluster.join(gate.build) for _ in range(2)]
-    await gate.reached(5)
-    await cluster.ask("jobs.pause", job=job)
-    gate.away()
-    paused = await cluster.job_until(job, lambda item: item["state"] == "paused")
-    assert paused["step"] == 6
-    assert len({state_of(peer) for peer in peers}) == 1
-    await cluster.ask("jobs.resume", job=job)
-    await cluster.job_until(job, done)
-    assert len({state_of(peer) for peer in peers}) == 1
-
-
-async def test_restore_goes_back_for_everybody_and_keeps_what_was_newer(cluster: Cluster) -> None:
-    profile = small_profile(job={"exact": True})  # so that a rerun with other shares has the same bits
-    job = await cluster.create(profile)
-    peers = [cluster.join() for _ in range(2)]
-    await cluster.job_until(job, done)
-    first = state_of(peers[0])
-    saved = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
-    earlier = next(item for item in saved if item["step"] == 8)
-    for peer in peers:
-        peer.steps.clear()
-    await cluster.ask("checkpoints.restore", id=earlier["id"])
-    await cluster.job_until(job, lambda item: not done(item))
-    await cluster.job_until(job, done)
-    assert min(peers[0].steps) == 9
-    assert state_of(peers[0]) == state_of(peers[1]) == first
-    kept = list(cluster.root.glob("worker-*/jobs/*/checkpoints/superseded-step-00000012-*"))
-    assert kept
 
 
 class Drifting(StandInEngine):

@@ -13,7 +13,7 @@ import pytest
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, ResourceError
 from p2ptrain.core.serving import Pass, Ran, Sampling
-from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.drafter.draft_server import MAX_CALLERS
 from roles.drafter.drafting import DraftVerdict, pack_tokens
 from roles.line import Line
@@ -39,6 +39,8 @@ from wire.messages import Message, Response
 from wire.schema import instance_untrusted
 from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Verdict
 
+pytestmark = pytest.mark.virtual_time
+
 PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)
 EXPECTED = tokens_of(CONFIG, PROMPT, 120, GREEDY)
@@ -63,23 +65,20 @@ def says_nothing_right(stream: int, verdict: DraftVerdict | None, number: int, c
 
 
 @pytest.mark.parametrize("says", [says_what_cannot_be, says_nothing_right])
-def test_many_bad_drafters_do_not_displace_a_good_one(says: Says) -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        liars = [Liar(f"bad{number}", network.at(f"bad{number}"), says) for number in range(6)]
-        good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
-        source = Drafters(around_of(network.at("verifier")), Vocabulary(VOCAB, TOKENIZER))
-        async with drafter_hosts([*liars, good]):
-            source.update_list([*(liar.at for liar in liars), good.at])
-            for _ in range(12):
-                await asyncio.sleep(1)
-                written = await write(source, PROMPT, 60, GREEDY)
-                assert written.tokens == EXPECTED[:60]
-            assert "good" in there(source)
-            assert written.stats.accepted > 20
-            await source.close()
-
-    run_virtual(main())
+async def test_many_bad_drafters_do_not_displace_a_good_one(says: Says) -> None:
+    network = MemoryNetwork()
+    liars = [Liar(f"bad{number}", network.at(f"bad{number}"), says) for number in range(6)]
+    good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
+    source = Drafters(around_of(network.at("verifier")), Vocabulary(VOCAB, TOKENIZER))
+    async with drafter_hosts([*liars, good]):
+        source.update_list([*(liar.at for liar in liars), good.at])
+        for _ in range(12):
+            await asyncio.sleep(1)
+            written = await write(source, PROMPT, 60, GREEDY)
+            assert written.tokens == EXPECTED[:60]
+        assert "good" in there(source)
+        assert written.stats.accepted > 20
+        await source.close()
 
 
 def garbage(message: Message, *, generation: int = 0, offset: int = 0) -> Says:
@@ -110,55 +109,49 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_drafter_that_violates_the_protocol_is_dropped_and_reported_once(lie: str) -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        liar = Liar("bad", network.at("bad"), LIES[lie])
-        good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
-        told: list[tuple[str, str, str]] = []
-        context = around_of(network.at("verifier"), lambda *notice: told.append(notice))
-        source = Drafters(context, Vocabulary(VOCAB, TOKENIZER))
-        async with drafter_hosts([liar, good]):
-            source.update_list([liar.at, good.at])
-            await asyncio.sleep(1)
-            assert there(source) == ["bad", "good"]
-            written = await write(source, PROMPT, 40, GREEDY)
-            assert written.tokens == EXPECTED[:40]
-            assert written.stats.accepted > 20
-            assert there(source) == ["good"]
-            await asyncio.sleep(40)
-            assert there(source) == ["good"], "it was dialled again at once"
-            warnings = [text for level, _, text in told if level == "warning"]
-            assert len(warnings) == 1
-            assert "bad" in warnings[0]
-            await asyncio.sleep(45)
-            assert there(source) == ["bad", "good"], "it has its chance again, long after"
-            await source.close()
-
-    run_virtual(main())
+async def test_a_drafter_that_violates_the_protocol_is_dropped_and_reported_once(lie: str) -> None:
+    network = MemoryNetwork()
+    liar = Liar("bad", network.at("bad"), LIES[lie])
+    good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
+    told: list[tuple[str, str, str]] = []
+    context = around_of(network.at("verifier"), lambda *notice: told.append(notice))
+    source = Drafters(context, Vocabulary(VOCAB, TOKENIZER))
+    async with drafter_hosts([liar, good]):
+        source.update_list([liar.at, good.at])
+        await asyncio.sleep(1)
+        assert there(source) == ["bad", "good"]
+        written = await write(source, PROMPT, 40, GREEDY)
+        assert written.tokens == EXPECTED[:40]
+        assert written.stats.accepted > 20
+        assert there(source) == ["good"]
+        await asyncio.sleep(40)
+        assert there(source) == ["good"], "it was dialled again at once"
+        warnings = [text for level, _, text in told if level == "warning"]
+        assert len(warnings) == 1
+        assert "bad" in warnings[0]
+        await asyncio.sleep(45)
+        assert there(source) == ["bad", "good"], "it has its chance again, long after"
+        await source.close()
 
 
-def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        good = DrafterHost("good", network.at("good"), model_serves(Wobbly(1.0)))
-        source = Drafters(around_of(network.at("verifier")), Vocabulary(VOCAB, TOKENIZER))
-        async with drafter_hosts([good]):
-            source.update_list([good.at])
-            await asyncio.sleep(1)
-            writing = asyncio.create_task(write(source, PROMPT, 120, GREEDY))
-            await asyncio.sleep(0.5)
-            network.silence("verifier", "good")
-            await asyncio.sleep(3)
-            assert there(source) == []
-            assert not good.drafter.sessions
-            assert (await writing).tokens == EXPECTED
-            network.mend("verifier", "good")
-            await asyncio.sleep(60)
-            assert there(source) == ["good"]
-            await source.close()
-
-    run_virtual(main())
+async def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
+    network = MemoryNetwork()
+    good = DrafterHost("good", network.at("good"), model_serves(Wobbly(1.0)))
+    source = Drafters(around_of(network.at("verifier")), Vocabulary(VOCAB, TOKENIZER))
+    async with drafter_hosts([good]):
+        source.update_list([good.at])
+        await asyncio.sleep(1)
+        writing = asyncio.create_task(write(source, PROMPT, 120, GREEDY))
+        await asyncio.sleep(0.5)
+        network.silence("verifier", "good")
+        await asyncio.sleep(3)
+        assert there(source) == []
+        assert not good.drafter.sessions
+        assert (await writing).tokens == EXPECTED
+        network.mend("verifier", "good")
+        await asyncio.sleep(60)
+        assert there(source) == ["good"]
+        await source.close()
 
 
 # ------------------------------------------------------------------------------------------------- hostile verifiers
@@ -212,25 +205,23 @@ async def verifier_of(network: Any, host: str = "d", name: str = "v") -> AsyncIt
         connection.abort()
 
 
-def with_drafter(test: Callable[[MemoryNetwork, DrafterHost], Any], engine: Any = None, **options: Any) -> None:
-    """Run a test beside which an honest session drafts to its end."""
-
-    async def main() -> None:
-        network = MemoryNetwork()
-        serves = options.pop("serves", None) or model_serves(engine or Wobbly(1.0))
-        host = DrafterHost("d", network.at("d"), serves, options=options)
-        source = Drafters(around_of(network.at("honest")), Vocabulary(VOCAB, TOKENIZER))
-        async with drafter_hosts([host]):
-            source.update_list([host.at])
-            await asyncio.sleep(1)
-            writing = asyncio.create_task(write(source, PROMPT, 60, GREEDY))
-            await test(network, host)
-            written = await writing
-            assert written.tokens == EXPECTED[:60]
-            assert written.stats.accepted > 30
-            await source.close()
-
-    run_virtual(main())
+@asynccontextmanager
+async def drafter_beside(
+    engine: Any = None, *, serves: Any = None, **options: Any
+) -> AsyncIterator[tuple[MemoryNetwork, DrafterHost]]:
+    """A drafter, and an honest session for which it drafts to its end."""
+    network = MemoryNetwork()
+    host = DrafterHost("d", network.at("d"), serves or model_serves(engine or Wobbly(1.0)), options=options)
+    source = Drafters(around_of(network.at("honest")), Vocabulary(VOCAB, TOKENIZER))
+    async with drafter_hosts([host]):
+        source.update_list([host.at])
+        await asyncio.sleep(1)
+        writing = asyncio.create_task(write(source, PROMPT, 60, GREEDY))
+        yield network, host
+        written = await writing
+        assert written.tokens == EXPECTED[:60]
+        assert written.stats.accepted > 30
+        await source.close()
 
 
 BAD_OPENINGS = {
@@ -247,15 +238,13 @@ def test_an_invalid_opening_is_no_message(name: str) -> None:
         instance_untrusted(DraftOpen, asdict(BAD_OPENINGS[name]))
 
 
-def test_an_opening_with_impossible_sampling_ends_the_connection() -> None:
-    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
+async def test_an_opening_with_impossible_sampling_ends_the_connection() -> None:
+    async with drafter_beside() as (network, host):
         async with verifier_of(network) as verifier:
             verifier.open(replace(OPENING, temperature=float("nan")), b"")
             await verifier.told_off()
         await asyncio.sleep(0.01)  # virtual: it is told of the end in another turn of the loop
         assert host.drafter.sessions == 1
-
-    with_drafter(test)
 
 
 def says(message: Message, *, stream: int = 1, generation: int = 1) -> Callable[[Verifier], None]:
@@ -274,8 +263,8 @@ BAD_WORDS = {
 
 
 @pytest.mark.parametrize("name", BAD_WORDS)
-def test_an_invalid_message_of_a_verifier_ends_its_connection(name: str) -> None:
-    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
+async def test_an_invalid_message_of_a_verifier_ends_its_connection(name: str) -> None:
+    async with drafter_beside() as (network, host):
         async with verifier_of(network) as verifier:
             verifier.open(replace(OPENING, depth=0))
             assert isinstance((await verifier.next())[1], DraftReady)
@@ -285,76 +274,69 @@ def test_an_invalid_message_of_a_verifier_ends_its_connection(name: str) -> None
         await asyncio.sleep(0.01)  # virtual: it is told of the end in another turn of the loop
         assert host.drafter.sessions == 1
 
-    with_drafter(test)
+
+@pytest.mark.parametrize(
+    ("opening", "options", "code", "text"),
+    [
+        (replace(OPENING, tokenizer="another"), {}, "other-tokenizer", "another tokenizer"),
+        (OPENING, {"most_sessions": 1}, "full", "1 sessions are open"),
+        (OPENING, {"serves": model_serves(Wobbly(1.0), limit_bytes=70 * 4 * 8 * 3)}, "full", "leave too little"),
+    ],
+)
+async def test_a_session_that_cannot_be_drafted_for_is_refused_with_its_code(
+    opening: DraftOpen, options: dict[str, Any], code: str, text: str
+) -> None:
+    async with drafter_beside(**options) as (network, _), verifier_of(network) as verifier:
+        verifier.open(opening)
+        stream, message = await verifier.next()
+        assert isinstance(message, StreamRefused)
+        assert (stream, message.code) == (1, code)
+        assert text in message.reason
+        assert message.remedy
 
 
-def refusal(opening: DraftOpen, expected_code: str, text: str, **options: Any) -> None:
-    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
-        async with verifier_of(network) as verifier:
-            verifier.open(opening)
-            stream, message = await verifier.next()
-            assert isinstance(message, StreamRefused)
-            assert (stream, message.code) == (1, expected_code)
-            assert text in message.reason
-            assert message.remedy
-
-    with_drafter(test, **options)
-
-
-def test_a_session_that_cannot_be_drafted_for_is_refused_with_its_code() -> None:
-    refusal(replace(OPENING, tokenizer="another"), "other-tokenizer", "another tokenizer")
-    refusal(OPENING, "full", "1 sessions are open", most_sessions=1)
-    refusal(OPENING, "full", "leave too little", serves=model_serves(Wobbly(1.0), limit_bytes=70 * 4 * 8 * 3))
-
-
-def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_it() -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        host = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0), context=40))
-        told: list[str] = []
-        context = around_of(network.at("honest"), lambda level, kind, text: told.append(text))
-        source = Drafters(context, Vocabulary(VOCAB, TOKENIZER))
-        async with drafter_hosts([host]):
-            source.update_list([host.at])
-            await asyncio.sleep(1)
-            written = await write(source, PROMPT, 120, GREEDY)
-            assert written.tokens == EXPECTED
-            assert written.stats.accepted > 5
-            assert not host.drafter.sessions
-            assert any("has a context of 40" in text for text in told)
-            assert there(source) == ["d"]
-            assert (await write(source, PROMPT, 30, GREEDY)).stats.accepted > 15
-            long = await write(source, PROMPT * 9, 10, GREEDY)
-            assert long.tokens == tokens_of(CONFIG, PROMPT * 9, 10, GREEDY)
-            assert not long.facts
-            await source.close()
-
-    run_virtual(main())
+async def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_it() -> None:
+    network = MemoryNetwork()
+    host = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0), context=40))
+    told: list[str] = []
+    context = around_of(network.at("honest"), lambda level, kind, text: told.append(text))
+    source = Drafters(context, Vocabulary(VOCAB, TOKENIZER))
+    async with drafter_hosts([host]):
+        source.update_list([host.at])
+        await asyncio.sleep(1)
+        written = await write(source, PROMPT, 120, GREEDY)
+        assert written.tokens == EXPECTED
+        assert written.stats.accepted > 5
+        assert not host.drafter.sessions
+        assert any("has a context of 40" in text for text in told)
+        assert there(source) == ["d"]
+        assert (await write(source, PROMPT, 30, GREEDY)).stats.accepted > 15
+        long = await write(source, PROMPT * 9, 10, GREEDY)
+        assert long.tokens == tokens_of(CONFIG, PROMPT * 9, 10, GREEDY)
+        assert not long.facts
+        await source.close()
 
 
-def test_an_engine_that_fails_ends_that_session_with_its_reason() -> None:
+async def test_an_engine_that_fails_ends_that_session_with_its_reason() -> None:
     class Failing(Wobbly):
         def run(self, session: str, work: Pass) -> Ran:
             if work.count == 4:
                 raise ResourceError("the device has no memory left", remedy="use a smaller model")
             return super().run(session, work)
 
-    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
-        async with verifier_of(network) as verifier:
-            verifier.open(replace(OPENING, count=4, prompt=4), IDS[4:])
-            assert (await verifier.next())[1] == StreamRefused(
-                "engine", "the device has no memory left", "use a smaller model"
-            )
-            assert host.drafter.sessions == 1
-            verifier.connection.send(Verdict(4, 8, pack_tokens([1], VOCAB)), generation=1, stream=1)  # was on its way
-            verifier.open(stream=2)
-            assert (await verifier.next())[0] == 2
-
-    with_drafter(test, Failing(1.0))
+    async with drafter_beside(Failing(1.0)) as (network, host), verifier_of(network) as verifier:
+        verifier.open(replace(OPENING, count=4, prompt=4), IDS[4:])
+        assert (await verifier.next())[1] == StreamRefused(
+            "engine", "the device has no memory left", "use a smaller model"
+        )
+        assert host.drafter.sessions == 1
+        verifier.connection.send(Verdict(4, 8, pack_tokens([1], VOCAB)), generation=1, stream=1)  # was on its way
+        verifier.open(stream=2)
+        assert (await verifier.next())[0] == 2
 
 
-def test_callers_and_their_sessions_are_bounded() -> None:
-    async def test(network: MemoryNetwork, host: DrafterHost) -> None:
+async def test_callers_and_their_sessions_are_bounded() -> None:
+    async with drafter_beside(most_sessions=5) as (network, _):
         hello = local_hello(peer_id="v", name="v", roles=["verifier"], purpose="draft")
         dialled = [await dial(network.at("v"), "d", PORT, hello, timeout_s=5) for _ in range(MAX_CALLERS - 1)]
         with pytest.raises(P2PTrainError, match=f"{MAX_CALLERS} verifiers"):
@@ -368,5 +350,3 @@ def test_callers_and_their_sessions_are_bounded() -> None:
             answers = [(await verifier.next())[1] for _ in range(8)]
             assert sum(isinstance(answer, DraftReady) for answer in answers) == 4
             assert sum(isinstance(answer, StreamRefused) for answer in answers) == 4
-
-    with_drafter(test, most_sessions=5)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from configs.schema import Profile
 from p2ptrain.lab.stand_in import StandInEngine
 from roles.compute_thread import FIRST_CALL_S, HANG_FACTOR, HANG_S, ComputeCall, HangDetector
@@ -40,7 +42,10 @@ def test_waiting_for_other_members_is_no_hang() -> None:
     assert hangs_after(HangDetector(), ComputeCall("micro_batch"), KNOWN, for_others=True) > FIRST_CALL_S
 
 
-async def test_worker_that_hangs_is_named_and_leaves_and_comes_back(cluster: Cluster) -> None:
+async def test_worker_that_hangs_is_named_and_leaves_and_comes_back(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roles.compute_thread.HANG_S", 2.0)
     go, hung = threading.Event(), threading.Event()
 
     def hang(step: int, index: int) -> None:
@@ -63,6 +68,6 @@ async def test_worker_that_hangs_is_named_and_leaves_and_comes_back(cluster: Clu
     name = culprit.identity.name
     removed = [item["text"] for item in events if item["kind"] in ("struck-off", "link", "flapping")]
     assert len(removed) == 1, removed
-    assert removed[0].startswith(f"{name} was removed from the ring: its computing has not moved for 10 s")
+    assert removed[0].startswith(f"{name} was removed from the ring: its computing has not moved for 2 s")
     await cluster.job_until(job, done)
     assert state_of(honest[0]) == state_of(honest[1])

@@ -12,7 +12,7 @@ import pytest
 
 from p2ptrain.core.errors import NetworkError
 from p2ptrain.core.world import Network
-from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine
 from ring import member_events as ev
 from roles.worker.heal import FetchResult, Healer
@@ -25,16 +25,16 @@ from tests.roles.heal_doubles import (
     Serve,
     another_state,
     around_of,
+    changes,
     dies_after,
     engine_of,
-    flipped,
+    flip_bit,
     gives_once_all_have_offered,
     goes_silent,
     has_another_model,
     is_silent,
     ring_of,
     speaks_nonsense,
-    spoils,
     stands_elsewhere,
 )
 from wire.handshake import dial, local_hello
@@ -81,12 +81,13 @@ async def test_the_state_arrives_bit_by_bit_from_all_sources(network: str) -> No
     assert ring.problems == []
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     "bad",
     [
         dies_after(0),
         dies_after(1),
-        spoils(flipped),
+        changes(flip_bit),
         another_state,
         is_silent,
         goes_silent,
@@ -95,41 +96,32 @@ async def test_the_state_arrives_bit_by_bit_from_all_sources(network: str) -> No
         stands_elsewhere,
     ],
 )
-def test_a_source_that_fails_is_done_without(bad: Serve) -> None:
-    async def play() -> None:
-        async with ring_of(MemoryNetwork(), 3, behaviour={1: bad}) as ring:
-            target = blank()
-            done = await heal(ring, target)
-            assert (
-                target.state.digest() == ring.members[0].engine.state.digest() == ring.members[2].engine.state.digest()
-            )
-            assert ("source-1" in done.problems) == (bad is not is_silent)  # which is not even waited for
-
-    run_virtual(play())
+async def test_a_source_that_fails_is_done_without(bad: Serve) -> None:
+    async with ring_of(MemoryNetwork(), 3, behaviour={1: bad}) as ring:
+        target = blank()
+        done = await heal(ring, target)
+        assert target.state.digest() == ring.members[0].engine.state.digest() == ring.members[2].engine.state.digest()
+        assert ("source-1" in done.problems) == (bad is not is_silent)  # which is not even waited for
 
 
-def test_a_source_whose_chunks_are_wrong_is_named_and_its_chunks_come_from_others() -> None:
-    async def play() -> None:
-        async with ring_of(MemoryNetwork(), 2, behaviour={0: spoils(flipped)}) as ring:
-            target = blank()
-            done = await heal(ring, target)
-            assert target.state.digest() == ring.members[1].engine.state.digest()
-            assert "another digest" in done.problems["source-0"] or "table" in done.problems["source-0"]
-            assert "source-0" in str(done)
-
-    run_virtual(play())
+@pytest.mark.virtual_time
+async def test_a_source_whose_chunks_are_wrong_is_named_and_its_chunks_come_from_others() -> None:
+    async with ring_of(MemoryNetwork(), 2, behaviour={0: changes(flip_bit)}) as ring:
+        target = blank()
+        done = await heal(ring, target)
+        assert target.state.digest() == ring.members[1].engine.state.digest()
+        assert "another digest" in done.problems["source-0"] or "table" in done.problems["source-0"]
+        assert "source-0" in str(done)
 
 
-def test_most_sources_are_believed_where_their_tables_differ() -> None:
-    async def play(odd: int) -> None:
-        async with ring_of(MemoryNetwork(), 3, behaviour={odd: another_state}) as ring:
-            target = blank()
-            done = await heal(ring, target)
-            assert target.state.digest() == ring.members[(odd + 1) % 3].engine.state.digest()
-            assert "differs" in done.problems[f"source-{odd}"]
-
-    for odd in range(3):
-        run_virtual(play(odd))
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("odd", range(3))
+async def test_most_sources_are_believed_where_their_tables_differ(odd: int) -> None:
+    async with ring_of(MemoryNetwork(), 3, behaviour={odd: another_state}) as ring:
+        target = blank()
+        done = await heal(ring, target)
+        assert target.state.digest() == ring.members[(odd + 1) % 3].engine.state.digest()
+        assert "differs" in done.problems[f"source-{odd}"]
 
 
 @pytest.mark.parametrize("run", range(16))
@@ -162,13 +154,11 @@ def test_a_source_is_killed_at_any_byte_and_little_comes_twice(run: int) -> None
     asyncio.run(play())
 
 
-def test_without_a_source_the_error_names_what_each_one_said() -> None:
-    async def play() -> None:
-        async with ring_of(MemoryNetwork(), 2, behaviour={0: has_another_model, 1: speaks_nonsense}) as ring:
-            with pytest.raises(NetworkError, match=r"source-0: .*source-1: |source-1: .*source-0: "):
-                await heal(ring, blank())
-
-    run_virtual(play())
+@pytest.mark.virtual_time
+async def test_without_a_source_the_error_names_what_each_one_said() -> None:
+    async with ring_of(MemoryNetwork(), 2, behaviour={0: has_another_model, 1: speaks_nonsense}) as ring:
+        with pytest.raises(NetworkError, match=r"source-0: .*source-1: |source-1: .*source-0: "):
+            await heal(ring, blank())
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

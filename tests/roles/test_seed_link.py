@@ -15,13 +15,15 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, Unreachable
 from p2ptrain.core.world import LoopClock, World
-from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.seed_link import KnownSeeds, RetryTimeS, SeedLink, is_transient, no_retry
-from tests.wire.doubles import on_virtual_time
+from tests.fake_seed import FakeSeed
 from wire.connection import Connection
-from wire.handshake import PeerServer, local_hello, local_welcome, serve
+from wire.handshake import local_hello, local_welcome
 from wire.job_messages import SaveNow, StepMetrics
 from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Message, RefusalCode, Refuse, Welcome
+
+pytestmark = pytest.mark.virtual_time
 
 T = TypeVar("T")
 
@@ -55,46 +57,38 @@ class Linked:
     running: asyncio.Task[None]
 
 
-class FakeSeed:
-    """Takes what workers say, and refuses as it is told to."""
+class LinkedSeed(FakeSeed):
+    """Keeps what workers say, and refuses as ``refusals`` tell it to."""
 
     def __init__(self, world: World) -> None:
+        super().__init__()
         self.world = world
         self.heard: list[Message] = []
         self.refusals: list[Refuse] = []
         self.connections: list[Connection] = []
-        self.news = asyncio.Condition()
-        self._server: PeerServer | None = None
+        self.news = asyncio.Event()
 
-    async def start(self) -> None:
-        self._server = await serve(
-            self.world.network, "seed", 1, decide=self._decide, serve=self._serve, on_problem=lambda *_: None
-        )
-
-    async def stop(self) -> None:
-        assert self._server is not None
-        await self._server.close()
+    async def listen(self) -> None:
+        await self.start(self.world.network, "seed", 1)
 
     async def until(self, count: int, kind: type[Message]) -> list[Message]:
-        async with asyncio.timeout(600), self.news:
+        async with asyncio.timeout(600):
             while len(found := [message for message in self.heard if isinstance(message, kind)]) < count:
+                self.news.clear()
                 await self.news.wait()
         return found
 
-    async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
+    async def decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         if self.refusals:
             return self.refusals.pop(0)
+        self.connections.append(connection)
         return local_welcome(peer_id="seed", name="seed", wall=0.0, cluster_id="c", heartbeat_s=1.0, death_s=3.0)
 
-    async def _serve(self, connection: Connection, hello: Hello) -> None:
-        self.connections.append(connection)
-        while True:
-            received = await connection.receive(timeout_s=60)
-            if isinstance(received.message, Heartbeat):
-                connection.send(HeartbeatAck(received.message.seq))
-            async with self.news:
-                self.heard.append(received.message)
-                self.news.notify_all()
+    def take(self, connection: Connection, message: Message) -> None:
+        if isinstance(message, Heartbeat):
+            connection.send(HeartbeatAck(message.seq))
+        self.heard.append(message)
+        self.news.set()
 
 
 def metrics(step: int) -> StepMetrics:
@@ -102,7 +96,7 @@ def metrics(step: int) -> StepMetrics:
 
 
 @asynccontextmanager
-async def linked(seed: FakeSeed, retry_time_s: RetryTimeS = no_retry) -> AsyncIterator[Linked]:
+async def linked(seed: LinkedSeed, retry_time_s: RetryTimeS = no_retry) -> AsyncIterator[Linked]:
     downs, messages = Box[P2PTrainError](), Box[Message]()
     network = seed.world.network
 
@@ -129,9 +123,9 @@ async def linked(seed: FakeSeed, retry_time_s: RetryTimeS = no_retry) -> AsyncIt
 
 
 @asynccontextmanager
-async def running_seed() -> AsyncIterator[FakeSeed]:
-    seed = FakeSeed(world())
-    await seed.start()
+async def running_seed() -> AsyncIterator[LinkedSeed]:
+    seed = LinkedSeed(world())
+    await seed.listen()
     yield seed
     await seed.stop()
 
@@ -140,7 +134,6 @@ def world(seed: int = 3) -> World:
     return World(LoopClock(), MemoryNetwork(), RealDisk(), random.Random(seed))
 
 
-@on_virtual_time
 async def test_what_was_said_while_the_seed_was_away_arrives_and_so_does_what_may_have_been_lost() -> None:
     async with running_seed() as seed, linked(seed) as here:
         await seed.until(1, Heartbeat)
@@ -153,7 +146,7 @@ async def test_what_was_said_while_the_seed_was_away_arrives_and_so_does_what_ma
         here.link.send(EventNotice("warning", "hot", "the fan is loud"))
         await asyncio.sleep(40)
         seed.heard.clear()
-        await seed.start()
+        await seed.listen()
         again = await seed.until(2, StepMetrics)
         assert [message.step for message in again if isinstance(message, StepMetrics)] == [1, 2]
         assert not any(isinstance(message, SaveNow) for message in seed.heard)
@@ -167,7 +160,6 @@ async def test_what_was_said_while_the_seed_was_away_arrives_and_so_does_what_ma
 
 
 @pytest.mark.parametrize("code", [RefusalCode.UNREACHABLE, RefusalCode.BUSY, RefusalCode.DUPLICATE_PEER])
-@on_virtual_time
 async def test_a_refusal_after_the_first_join_is_told_and_tried_again(code: RefusalCode) -> None:
     async with running_seed() as seed, linked(seed) as here:
         await seed.until(1, Heartbeat)
@@ -179,7 +171,6 @@ async def test_a_refusal_after_the_first_join_is_told_and_tried_again(code: Refu
         assert any(isinstance(problem, Refused) and problem.code == code for problem in here.downs.items)
 
 
-@on_virtual_time
 async def test_another_protocol_after_a_restart_ends_the_worker() -> None:
     async with running_seed() as seed, linked(seed) as here:
         await seed.until(1, Heartbeat)
@@ -189,22 +180,20 @@ async def test_another_protocol_after_a_restart_ends_the_worker() -> None:
             await here.running
 
 
-@on_virtual_time
 async def test_the_first_join_must_succeed() -> None:
-    seed = FakeSeed(world())
+    seed = LinkedSeed(world())
     async with linked(seed) as here:
         with pytest.raises(Unreachable):
             await here.running
-    await seed.start()
+    await seed.listen()
     seed.refusals = [Refuse(RefusalCode.UNREACHABLE, "cannot reach you")]
     async with linked(seed) as here:
         with pytest.raises(Refused, match="cannot reach you"):
             await here.running
 
 
-@on_virtual_time
 async def test_a_newcomer_waits_for_a_seed_that_is_not_there_yet() -> None:
-    seed, told = FakeSeed(world()), Box[P2PTrainError]()
+    seed, told = LinkedSeed(world()), Box[P2PTrainError]()
 
     def retry_time_s(problem: P2PTrainError) -> float:
         told.put(problem)
@@ -213,16 +202,15 @@ async def test_a_newcomer_waits_for_a_seed_that_is_not_there_yet() -> None:
     async with linked(seed, retry_time_s) as here:
         assert all(isinstance(problem, Unreachable) for problem in await told.until(5))
         seed.refusals = [Refuse(RefusalCode.SHUTTING_DOWN, "not now")]
-        await seed.start()
+        await seed.listen()
         await seed.until(1, Heartbeat)
         assert isinstance(told.items[-1], Refused)
         assert not here.downs.items
 
 
-@on_virtual_time
 async def test_waiting_ends_in_time() -> None:
     now = asyncio.get_running_loop().time
-    async with linked(FakeSeed(world()), lambda _: 30 - now()) as here:
+    async with linked(LinkedSeed(world()), lambda _: 30 - now()) as here:
         with pytest.raises(Unreachable):
             await here.running
         assert now() == pytest.approx(30)
@@ -235,7 +223,6 @@ def test_most_refusals_are_not_waited_out() -> None:
     assert not is_transient(ProtocolError("garbage"))
 
 
-@on_virtual_time
 async def test_who_was_evicted_is_told_so_and_does_not_search() -> None:
     async with running_seed() as seed, linked(seed) as here:
         await seed.until(1, Heartbeat)
@@ -245,29 +232,25 @@ async def test_who_was_evicted_is_told_so_and_does_not_search() -> None:
         assert not here.downs.items
 
 
+@pytest.mark.parametrize("drawn", range(8))
 @pytest.mark.parametrize("away_s", [1.0, 40.0, 3600.0])
-def test_seed_that_comes_back_is_found_within_a_second_and_a_half(away_s: float) -> None:
-    async def scenario(drawn: int) -> None:
-        seed = FakeSeed(world(drawn))
-        await seed.start()
-        async with linked(seed) as here:
-            await seed.until(1, Heartbeat)
-            await seed.stop()
-            await here.downs.until()
-            await asyncio.sleep(away_s)
-            began = asyncio.get_running_loop().time()
-            again = FakeSeed(seed.world)
-            await again.start()
-            await again.until(1, Heartbeat)
-            # The first beat of the new link comes after one interval.
-            assert asyncio.get_running_loop().time() - began < 1.5 + 1.1
-        await again.stop()
-
-    for drawn in range(8):
-        run_virtual(scenario(drawn))
+async def test_seed_that_comes_back_is_found_within_a_second_and_a_half(away_s: float, drawn: int) -> None:
+    seed = LinkedSeed(world(drawn))
+    await seed.listen()
+    async with linked(seed) as here:
+        await seed.until(1, Heartbeat)
+        await seed.stop()
+        await here.downs.until()
+        await asyncio.sleep(away_s)
+        began = asyncio.get_running_loop().time()
+        again = LinkedSeed(seed.world)
+        await again.listen()
+        await again.until(1, Heartbeat)
+        # The first beat of the new link comes after one interval.
+        assert asyncio.get_running_loop().time() - began < 1.5 + 1.1
+    await again.stop()
 
 
-@on_virtual_time
 async def test_a_seed_that_falls_silent_is_given_up_after_its_death_time() -> None:
     async with running_seed() as seed, linked(seed) as here:
         await seed.until(1, Heartbeat)
@@ -278,7 +261,6 @@ async def test_a_seed_that_falls_silent_is_given_up_after_its_death_time() -> No
         assert asyncio.get_running_loop().time() - began < 6
 
 
-@on_virtual_time
 async def test_a_worker_that_slept_itself_does_not_blame_the_seed() -> None:
     async with running_seed() as seed, linked(seed) as here:
         await seed.until(3, Heartbeat)

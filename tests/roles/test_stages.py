@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
-from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.model_directory import ModelDirectory
 from roles.worker.stage_session import MOST_QUEUED
 from tests.roles.stage_doubles import (
@@ -26,7 +26,6 @@ from tests.roles.stage_doubles import (
     lost,
     model_at,
     open_params,
-    sampling_params,
 )
 from tests.roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest
@@ -35,11 +34,8 @@ from wire.handshake import dial, local_hello
 CONFIG = stand_in_config(layers=6)
 PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)
-SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
-BELOW_ZERO = Sampling(temperature=1.5, seed=-4)
 
-Network = MemoryNetwork
-Test = Callable[[TestChain, Network], Awaitable[None]]
+pytestmark = pytest.mark.virtual_time
 
 
 @pytest.fixture
@@ -47,37 +43,22 @@ def model(tmp_path: Path) -> ModelDirectory:
     return model_at(write_model(tmp_path / "model", CONFIG), tmp_path)
 
 
-def with_chain(
-    tmp_path: Path, model: ModelDirectory, cuts: tuple[int, ...], test: Test, *, faults: bool = False, **options: Any
-) -> None:
-    """Run a test with a chain. Nothing may be left of a session, nor a problem be told where there are no faults."""
-
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with chain_of(network, tmp_path, model, cuts, **options) as chain:
-            await test(chain, network)
-        await asyncio.sleep(60)  # virtual: what is still being computed ends
-        for stage in chain.stages:
-            assert not stage.stages.requests.sessions
-            assert not stage.sessions, f"{stage.name} kept a session that is over"
-            assert faults or not stage.problems
-
-    run_virtual(main())
+@pytest.fixture
+async def chain(
+    tmp_path: Path, model: ModelDirectory, network: MemoryNetwork, request: pytest.FixtureRequest
+) -> AsyncIterator[TestChain]:
+    """Two stages. Nothing may be left of a session."""
+    async with chain_of(network, tmp_path, model, (0, 3, 6), **getattr(request, "param", {})) as made:
+        yield made
+    await asyncio.sleep(60)  # virtual: what is still being computed ends
+    for stage in made.stages:
+        assert not stage.stages.requests.sessions
+        assert not stage.sessions, f"{stage.name} kept a session that is over"
 
 
-# ---------------------------------------------------------------------------------------------------------- the tokens
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, BELOW_ZERO])
-@pytest.mark.parametrize("cuts", [(0, 6), (0, 2, 3, 6)])
-def test_a_chain_gives_what_one_part_gives(
-    tmp_path: Path, model: ModelDirectory, cuts: tuple[int, ...], sampling: Sampling
-) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1", **sampling_params(sampling))
-        assert await chain.generate("s1", PROMPT, 12) == tokens_of(CONFIG, PROMPT, 12, sampling)
-
-    with_chain(tmp_path, model, cuts, test)
+def fail_once(session: str, keep: int, count: int) -> None:
+    if session == "s1" and keep == 5:
+        raise MemoryError("no room for the cache")
 
 
 # ------------------------------------------------------------------------------------------------------------ mending
@@ -87,167 +68,136 @@ def place(stage: Stage) -> dict[str, Any]:
     return {"peer": stage.name, "host": stage.name, "port": PORT}
 
 
-def test_a_result_of_an_older_epoch_is_dropped(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1")
-        for stage in chain.stages:
-            stage.threads.call_s["compute"] = 1.0
-        generation = Generation("s1", PROMPT, 1)
-        chain.clients[0].give(*generation.work())
-        await asyncio.sleep(1.5)  # virtual: the second stage computes
-        resume = {"session": "s1", "epoch": 1, "keep": 0}
-        assert await chain.clients[1].ask("session.resume", {**resume, "index": 1, "next": None}) == {"position": 0}
-        await chain.clients[0].ask("session.resume", {**resume, "index": 0, "next": place(chain.stages[1])})
-        assert chain.stages[1].stand_ins.engines[0].length("s1") == len(PROMPT), "it was not computing"
-        assert chain.clients[1].heard.empty()
-        generation.epoch = 1
-        while len(generation.made) < 4:
-            chain.clients[0].give(*generation.work())
-            generation.take(await chain.answer())
-        assert generation.made == tokens_of(CONFIG, PROMPT, 4, GREEDY)
-
-    with_chain(tmp_path, model, (0, 3, 6), test)
-
-
-def test_an_engine_that_fails_breaks_the_session_and_no_other(tmp_path: Path, model: ModelDirectory) -> None:
-    def fails(session: str, keep: int, count: int) -> None:
-        if session == "s1" and keep == 5:
-            raise MemoryError("no room for the cache")
-
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1")
-        await chain.open("s2")
-        generation = Generation("s1", PROMPT, 1)
+async def test_a_result_of_an_older_epoch_is_dropped(chain: TestChain) -> None:
+    await chain.open("s1")
+    for stage in chain.stages:
+        stage.threads.call_s["compute"] = 1.0
+    generation = Generation("s1", PROMPT, 1)
+    chain.clients[0].give(*generation.work())
+    await asyncio.sleep(1.5)  # virtual: the second stage computes
+    resume = {"session": "s1", "epoch": 1, "keep": 0}
+    assert await chain.clients[1].ask("session.resume", {**resume, "index": 1, "next": None}) == {"position": 0}
+    await chain.clients[0].ask("session.resume", {**resume, "index": 0, "next": place(chain.stages[1])})
+    assert chain.stages[1].stand_ins.engines[0].length("s1") == len(PROMPT), "it was not computing"
+    assert chain.clients[1].heard.empty()
+    generation.epoch = 1
+    while len(generation.made) < 4:
         chain.clients[0].give(*generation.work())
         generation.take(await chain.answer())
-        chain.clients[0].give(*generation.work())
-        broken = await chain.clients[0].next()
-        assert isinstance(broken, ChainBroken)
-        assert (broken.lost, broken.code) == (0, "failed")
-        assert "no room for the cache" in broken.reason
-        chain.clients[0].give(*generation.work())  # of a session that is broken: forgotten
-        assert await chain.generate("s2", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
-        assert chain.clients[0].heard.empty()
+    assert generation.made == tokens_of(CONFIG, PROMPT, 4, GREEDY)
 
-    with_chain(tmp_path, model, (0, 3, 6), test, stand_ins=lambda: StandIns(on_run=fails))
+
+@pytest.mark.parametrize(
+    "chain", [{"stand_ins": lambda: StandIns(on_run=fail_once)}], indirect=True, ids=[pytest.HIDDEN_PARAM]
+)
+async def test_an_engine_that_fails_breaks_the_session_and_no_other(chain: TestChain) -> None:
+    await chain.open("s1")
+    await chain.open("s2")
+    generation = Generation("s1", PROMPT, 1)
+    chain.clients[0].give(*generation.work())
+    generation.take(await chain.answer())
+    chain.clients[0].give(*generation.work())
+    broken = await chain.clients[0].next()
+    assert isinstance(broken, ChainBroken)
+    assert (broken.lost, broken.code) == (0, "failed")
+    assert "no room for the cache" in broken.reason
+    chain.clients[0].give(*generation.work())  # of a session that is broken: forgotten
+    assert await chain.generate("s2", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+    assert chain.clients[0].heard.empty()
 
 
 # --------------------------------------------------------------------------------------------------- hostile neighbours
 
-HOSTILE: list[tuple[str, dict[str, Any], int]] = [
-    ("2048 are allowed", {"count": 1 << 40}, 0),
-    ("2048 are allowed", {"count": -1}, 0),
-    ("session is for 64", {"count": 65}, 260),
-    ("session is for 64", {"keep": -1}, 20),
-    ("token ids", {"encoding": "fp32"}, 160),
-    ("ends at", {"last": 2}, 20),
-    ("cannot sample 6 tokens", {"samples": 6}, 20),
-    ("cannot sample 1 tokens", {"samples": 1, "last": 0}, 20),
-    ("invalid sample index", {"sample_index": -1}, 20),
-    ("invalid sample index", {"number": -1}, 20),
-    ("valid stage times, got 1", {"spent_us": [1]}, 20),
-    ("epoch", {"epoch": 1}, 20),
-    ("not open here", {"session": "nobody", "count": 1 << 40}, 20),
-    ("bulk", {}, 19),
+LIES: list[tuple[str, str, dict[str, Any], int]] = [
+    ("client", "2048 are allowed", {"count": 1 << 40}, 0),
+    ("client", "2048 are allowed", {"count": -1}, 0),
+    ("client", "session is for 64", {"count": 65}, 260),
+    ("client", "session is for 64", {"keep": -1}, 20),
+    ("client", "token ids", {"encoding": "fp32"}, 160),
+    ("client", "ends at", {"last": 2}, 20),
+    ("client", "cannot sample 6 tokens", {"samples": 6}, 20),
+    ("client", "cannot sample 1 tokens", {"samples": 1, "last": 0}, 20),
+    ("client", "invalid sample index", {"sample_index": -1}, 20),
+    ("client", "invalid sample index", {"number": -1}, 20),
+    ("client", "valid stage times, got 1", {"spent_us": [1]}, 20),
+    ("client", "epoch", {"epoch": 1}, 20),
+    ("client", "not open here", {"session": "nobody", "count": 1 << 40}, 20),
+    ("client", "bulk", {}, 19),
+    ("stage", "another session", {"session": "s1"}, 160),
+    ("stage", "2048 are allowed", {"count": 1 << 40}, 0),
+    ("stage", "hidden states in 'ids', expected", {"encoding": "ids"}, 20),
+    ("stage", "valid stage times, got 1", {"spent_us": [-1]}, 160),
+    ("stage", "ends at", {"last": 0}, 160),
+    ("stage", "epoch", {"epoch": 9}, 160),
+    ("stage", "bulk", {}, 161),
+    ("stage", "bulk", {"encoding": "int8", "prefill": True}, 160),
 ]
+WORK: dict[str, Any] = {"session": "s2", "epoch": 0, "number": 0, "keep": 0, "count": 5, "last": 1, "sample_index": 0}
+HONEST = {
+    "client": WORK | {"encoding": "ids", "samples": 0, "spent_us": []},
+    "stage": WORK | {"encoding": "fp32", "samples": 1, "spent_us": [3]},
+}
 
 
-@pytest.mark.parametrize(("reason", "changes", "payload_bytes"), HOSTILE)
-def test_a_client_that_lies_loses_its_connection_and_nothing_else_happens(
-    tmp_path: Path, model: ModelDirectory, reason: str, changes: dict[str, Any], payload_bytes: int
+@pytest.mark.parametrize(("sender", "reason", "changes", "payload_bytes"), LIES)
+async def test_a_sender_that_lies_loses_its_connection_and_nothing_else_happens(
+    chain: TestChain, network: MemoryNetwork, sender: str, reason: str, changes: dict[str, Any], payload_bytes: int
 ) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1")
-        async with client_of(network.at("liar"), "w0", peer_id="liar") as liar:
-            await chain.clients[1].ask("session.open", open_params("s2", chain.parts[1], 1, 2))
+    await chain.open("s1")
+    async with client_of(network.at("liar"), "w0", peer_id="liar") as liar:
+        await chain.clients[1].ask("session.open", open_params("s2", chain.parts[1], 1, 2))
+        connection = liar.connection
+        if sender == "client":
             await liar.ask("session.open", open_params("s2", chain.parts[0], 0, 2, "w1"))
-            values = {"session": "s2", "epoch": 0, "number": 0, "keep": 0, "count": 5, "encoding": "ids", "last": 1}
-            work = ForwardRequest(**{**values, "samples": 0, "sample_index": 0, "spent_us": [], **changes})
-            liar.connection.send(work)
-            if payload_bytes:
-                liar.connection.send_bulk(memoryview(bytes(payload_bytes)), generation=0, stream=CHAIN_STREAM)
-            await lost(liar)
-        assert await chain.generate("s1", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
-        [problem] = chain.stages[0].problems
-        assert isinstance(problem, ProtocolError)
-        assert reason in problem.message
-        assert list(chain.stages[0].stages.requests.sessions) == [("s1", 0)]
-
-    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
-
-
-FROM_STAGE: list[tuple[str, dict[str, Any], int]] = [
-    ("another session", {"session": "s2"}, 160),
-    ("2048 are allowed", {"count": 1 << 40}, 0),
-    ("hidden states in 'ids', expected", {"encoding": "ids"}, 20),
-    ("valid stage times, got 1", {"spent_us": [-1]}, 160),
-    ("ends at", {"last": 0}, 160),
-    ("epoch", {"epoch": 9}, 160),
-    ("bulk", {}, 161),
-    ("bulk", {"encoding": "int8", "prefill": True}, 160),
-]
-
-
-@pytest.mark.parametrize(("reason", "changes", "payload_bytes"), FROM_STAGE)
-def test_a_stage_that_lies_loses_its_connection_and_nothing_else_happens(
-    tmp_path: Path, model: ModelDirectory, reason: str, changes: dict[str, Any], payload_bytes: int
-) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1")
-        params = open_params("s3", chain.parts[1], 1, 2)
-        await chain.clients[1].ask("session.open", params)
-        connection = await as_stage(network, "s3", 1)
-        values = {"session": "s3", "epoch": 0, "number": 0, "keep": 0, "count": 5, "encoding": "fp32", "last": 1}
-        connection.send(ForwardRequest(**{**values, "samples": 1, "sample_index": 0, "spent_us": [3], **changes}))
+        else:
+            connection = await as_stage(network, "s2", 1)
+        connection.send(ForwardRequest(**HONEST[sender] | changes))
         if payload_bytes:
             connection.send_bulk(memoryview(bytes(payload_bytes)), generation=0, stream=CHAIN_STREAM)
-        async with asyncio.timeout(30):
-            await connection.closed.wait()
-        await asyncio.sleep(0.1)
-        [problem] = chain.stages[1].problems
-        assert isinstance(problem, ProtocolError)
-        assert reason in problem.message
-        assert chain.stages[1].stand_ins.engines[0].length("s3") == 0
-        assert await chain.generate("s1", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
-
-    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
-
-
-def test_a_peer_that_is_no_stage_of_the_session_is_refused(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1")
-        for session, index in (("s1", 2), ("other", 1), ("", 0)):
-            with pytest.raises(Refused, match="not open here"):
-                await as_stage(network, session, index)
-        hello = local_hello(peer_id="x", name="x", roles=[], purpose="stage", job="s1", generation=1)
-        with pytest.raises(Refused, match="only workers"):
-            await dial(network.at("x"), "w1", PORT, hello, timeout_s=5)
-        hello = local_hello(peer_id="x", name="x", roles=[], purpose="give", job=model.model)
-        with pytest.raises(Refused, match="must be a client"):
-            await dial(network.at("x"), "w1", PORT, hello, timeout_s=5)
-        hello = local_hello(peer_id="x", name="x", roles=["worker"], purpose="model", job=model.model)
-        with pytest.raises(Refused, match=r"model .* is not open here"):
-            await dial(network.at("x"), "w1", PORT, hello, timeout_s=5)
-
-    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
+        await lost(connection)
+    stage = chain.stages[sender == "stage"]
+    [problem] = stage.problems
+    assert isinstance(problem, ProtocolError)
+    assert reason in problem.message
+    assert await chain.generate("s1", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+    assert stage.stand_ins.engines[0].length("s1") == len(PROMPT) + 2
+    if sender == "client":
+        assert list(stage.stages.requests.sessions) == [("s1", 0)]
+    else:
+        assert stage.stand_ins.engines[0].length("s2") == 0
 
 
-def test_a_client_cannot_change_anothers_session(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1")
-        async with client_of(network.at("other"), "w0", peer_id="other") as other:
-            await other.ask("session.close", {"session": "s1", "index": 0})
-            params = {"session": "s1", "index": 0, "epoch": 5, "keep": 0, "next": place(chain.stages[1])}
-            with pytest.raises(Refused, match="not open here"):
-                await other.ask("session.resume", params)
-            with pytest.raises(Refused, match="open here already"):
-                await other.ask("session.open", open_params("s1", chain.parts[0], 0, 2, "w1"))
-            await other.ask("part.free", {"part": chain.parts[0]})
-            other.give(*ids_work("s1", PROMPT, keep=0, last=1))
-            await lost(other)
-        assert await chain.generate("s1", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+async def test_a_peer_that_is_no_stage_of_the_session_is_refused(
+    chain: TestChain, network: MemoryNetwork, model: ModelDirectory
+) -> None:
+    await chain.open("s1")
+    for session, index in (("s1", 2), ("other", 1), ("", 0)):
+        with pytest.raises(Refused, match="not open here"):
+            await as_stage(network, session, index)
+    hello = local_hello(peer_id="x", name="x", roles=[], purpose="stage", job="s1", generation=1)
+    with pytest.raises(Refused, match="only workers"):
+        await dial(network.at("x"), "w1", PORT, hello, timeout_s=5)
+    hello = local_hello(peer_id="x", name="x", roles=[], purpose="give", job=model.model)
+    with pytest.raises(Refused, match="must be a client"):
+        await dial(network.at("x"), "w1", PORT, hello, timeout_s=5)
+    hello = local_hello(peer_id="x", name="x", roles=["worker"], purpose="model", job=model.model)
+    with pytest.raises(Refused, match=r"model .* is not open here"):
+        await dial(network.at("x"), "w1", PORT, hello, timeout_s=5)
 
-    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
+
+async def test_a_client_cannot_change_anothers_session(chain: TestChain, network: MemoryNetwork) -> None:
+    await chain.open("s1")
+    async with client_of(network.at("other"), "w0", peer_id="other") as other:
+        await other.ask("session.close", {"session": "s1", "index": 0})
+        params = {"session": "s1", "index": 0, "epoch": 5, "keep": 0, "next": place(chain.stages[1])}
+        with pytest.raises(Refused, match="not open here"):
+            await other.ask("session.resume", params)
+        with pytest.raises(Refused, match="open here already"):
+            await other.ask("session.open", open_params("s1", chain.parts[0], 0, 2, "w1"))
+        await other.ask("part.free", {"part": chain.parts[0]})
+        other.give(*ids_work("s1", PROMPT, keep=0, last=1))
+        await lost(other.connection)
+    assert await chain.generate("s1", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
 
 
 BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
@@ -268,71 +218,59 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("method", "changes", "reason"), BAD_REQUESTS)
-def test_an_invalid_request_is_refused_with_the_reason(
-    tmp_path: Path, model: ModelDirectory, method: str, changes: dict[str, Any], reason: str
+async def test_an_invalid_request_is_refused_with_the_reason(
+    chain: TestChain, method: str, changes: dict[str, Any], reason: str
 ) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        params = {"session": "s1", **changes}
-        if method == "session.open":
-            params = open_params("s1", chain.parts[0], 0, 2, "w1") | changes
-        if method == "part.load":
-            params = {}
-        with pytest.raises(Refused, match=reason):
-            await chain.clients[0].ask(method, params)
-        assert not chain.stages[0].stages.requests.sessions
-        await chain.open("s2")
-        assert await chain.generate("s2", PROMPT, 2) == tokens_of(CONFIG, PROMPT, 2, GREEDY)
-
-    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
+    params = {"session": "s1", **changes}
+    if method == "session.open":
+        params = open_params("s1", chain.parts[0], 0, 2, "w1") | changes
+    if method == "part.load":
+        params = {}
+    with pytest.raises(Refused, match=reason):
+        await chain.clients[0].ask(method, params)
+    assert not chain.stages[0].stages.requests.sessions
+    await chain.open("s2")
+    assert await chain.generate("s2", PROMPT, 2) == tokens_of(CONFIG, PROMPT, 2, GREEDY)
 
 
 # ---------------------------------------------------------------------------------------------- who is gone or slow
 
 
-def test_the_sessions_of_a_silent_client_end(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1", silence_s=2.0)
-        network.silence("client", "w0")
-        await asyncio.sleep(1.9)
-        assert chain.stages[0].sessions == 1
-        await asyncio.sleep(1.0)
-        assert chain.stages[0].sessions == 0
-
-    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
+async def test_the_sessions_of_a_silent_client_end(chain: TestChain, network: MemoryNetwork) -> None:
+    await chain.open("s1", silence_s=2.0)
+    network.silence("client", "w0")
+    await asyncio.sleep(1.9)
+    assert chain.stages[0].sessions == 1
+    await asyncio.sleep(1.0)
+    assert chain.stages[0].sessions == 0
 
 
-def test_a_client_may_not_flood_a_stage(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await chain.open("s1", positions=4000)
-        chain.stages[0].threads.call_s["compute"] = 1.0
-        for number in range(MOST_QUEUED + 5):
-            chain.clients[0].give(*ids_work("s1", [1], keep=number, last=0, number=number, samples=0))
-        await lost(chain.clients[0])
-        assert f"more than {MOST_QUEUED} requests" in chain.stages[0].problems[0].message
-
-    with_chain(tmp_path, model, (0, 3, 6), test, faults=True)
+async def test_a_client_may_not_flood_a_stage(chain: TestChain) -> None:
+    await chain.open("s1", positions=4000)
+    chain.stages[0].threads.call_s["compute"] = 1.0
+    for number in range(MOST_QUEUED + 5):
+        chain.clients[0].give(*ids_work("s1", [1], keep=number, last=0, number=number, samples=0))
+    await lost(chain.clients[0].connection)
+    assert f"more than {MOST_QUEUED} requests" in chain.stages[0].problems[0].message
 
 
-def test_held_parts_are_reported_to_the_seed(tmp_path: Path, model: ModelDirectory) -> None:
-    async def test(chain: TestChain, network: Network) -> None:
-        await asyncio.sleep(2)
-        [held] = chain.stages[0].told[-1].parts
-        assert (held.part, held.model, held.start, held.stop, held.layers) == (chain.parts[0], model.model, 0, 3, 6)
-        assert (held.sessions, held.cache_bytes, held.tokens_per_s, held.next) == (0, 0, 0.0, "")
-        await chain.open("s1")
-        chain.stages[0].threads.call_s["compute"] = 0.25
-        await chain.generate("s1", PROMPT, 6)
-        told = len(chain.stages[0].told)
-        await asyncio.sleep(1)
-        [held] = chain.stages[0].told[-1].parts
-        engine = chain.stages[0].stand_ins.engines[0]
-        assert (held.sessions, held.next, held.weights_bytes) == (1, "w1", engine.weights_bytes)
-        assert held.cache_bytes == 64 * engine.cache_position_bytes
-        assert held.compute_ms == pytest.approx(250)
-        assert held.busy > 0.3
-        assert held.out_position_bytes == 32
-        await asyncio.sleep(100)
-        assert len(chain.stages[0].told) - told < 8, "it tells though nothing changes"
-        assert chain.stages[0].told[-1].parts[0].busy == 0
-
-    with_chain(tmp_path, model, (0, 3, 6), test)
+async def test_held_parts_are_reported_to_the_seed(chain: TestChain, model: ModelDirectory) -> None:
+    await asyncio.sleep(2)
+    [held] = chain.stages[0].told[-1].parts
+    assert (held.part, held.model, held.start, held.stop, held.layers) == (chain.parts[0], model.model, 0, 3, 6)
+    assert (held.sessions, held.cache_bytes, held.tokens_per_s, held.next) == (0, 0, 0.0, "")
+    await chain.open("s1")
+    chain.stages[0].threads.call_s["compute"] = 0.25
+    await chain.generate("s1", PROMPT, 6)
+    told = len(chain.stages[0].told)
+    await asyncio.sleep(1)
+    [held] = chain.stages[0].told[-1].parts
+    engine = chain.stages[0].stand_ins.engines[0]
+    assert (held.sessions, held.next, held.weights_bytes) == (1, "w1", engine.weights_bytes)
+    assert held.cache_bytes == 64 * engine.cache_position_bytes
+    assert held.compute_ms == pytest.approx(250)
+    assert held.busy > 0.3
+    assert held.out_position_bytes == 32
+    await asyncio.sleep(100)
+    assert len(chain.stages[0].told) - told < 8, "it tells though nothing changes"
+    assert chain.stages[0].told[-1].parts[0].busy == 0

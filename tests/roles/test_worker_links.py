@@ -13,7 +13,7 @@ import pytest
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.world import LoopClock, Network, World
-from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.worker.links import (
     PIECE_BYTES,
     PUSH_BYTES,
@@ -27,6 +27,8 @@ from wire.connection import Connection
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.handshake import PeerServer, dial, local_hello, local_welcome, serve
 from wire.messages import Hello, Request, Response, Welcome
+
+pytestmark = pytest.mark.virtual_time
 
 
 @dataclass
@@ -76,22 +78,19 @@ def two_sides(preset: LinkPreset | None, seed: int = 0) -> tuple[Side, Side]:
     return one, other
 
 
-def test_who_is_not_there_does_not_hold_up_the_others() -> None:
-    async def main() -> None:
-        one, other = two_sides(LinkPreset("plain", 5.0, rate_bps=1e8))
-        target = await other.listen()
-        hub = one.network._inner  # type: ignore[attr-defined]
-        hub.silence("aa", "gone")
-        began = asyncio.get_running_loop().time()
-        found = await one.prober.measure(
-            [PeerAddress("cc", "gone", 1), PeerAddress("dd", "bb", target.port), target], deadline_s=3
-        )
-        assert set(found) == {"bb"}  # the second answers under another name
-        assert found["bb"].bandwidth_bps == pytest.approx(1e8, rel=0.05)
-        assert asyncio.get_running_loop().time() - began == pytest.approx(3)
-        await other.stop()
-
-    run_virtual(main())
+async def test_who_is_not_there_does_not_hold_up_the_others() -> None:
+    one, other = two_sides(LinkPreset("plain", 5.0, rate_bps=1e8))
+    target = await other.listen()
+    hub = one.network._inner  # type: ignore[attr-defined]
+    hub.silence("aa", "gone")
+    began = asyncio.get_running_loop().time()
+    found = await one.prober.measure(
+        [PeerAddress("cc", "gone", 1), PeerAddress("dd", "bb", target.port), target], deadline_s=3
+    )
+    assert set(found) == {"bb"}  # the second answers under another name
+    assert found["bb"].bandwidth_bps == pytest.approx(1e8, rel=0.05)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(3)
+    await other.stop()
 
 
 async def called(side: Side, target: PeerAddress, name: str = "ee") -> Connection:
@@ -106,23 +105,20 @@ def push(connection: Connection, pieces: int) -> None:
         connection.send_bulk(memoryview(bytes(PIECE_BYTES)), generation=0, stream=number)
 
 
-def test_no_more_is_taken_than_a_measurement_needs() -> None:
-    async def main() -> None:
-        one, other = two_sides(None)
-        target = await other.listen()
-        connection = await called(one, target)
-        connection.send(Request(0, "probe.turn"))
-        push(connection, 2 * PUSH_BYTES // PIECE_BYTES)
-        answers = 0
-        with suppress(P2PTrainError):
-            while True:
-                await connection.expect(Response, timeout_s=60)
-                answers += 1
-        await connection.closed.wait()
-        assert answers == 1 + PUSH_BYTES // PIECE_BYTES
-        await other.stop()
-
-    run_virtual(main())
+async def test_no_more_is_taken_than_a_measurement_needs() -> None:
+    one, other = two_sides(None)
+    target = await other.listen()
+    connection = await called(one, target)
+    connection.send(Request(0, "probe.turn"))
+    push(connection, 2 * PUSH_BYTES // PIECE_BYTES)
+    answers = 0
+    with suppress(P2PTrainError):
+        while True:
+            await connection.expect(Response, timeout_s=60)
+            answers += 1
+    await connection.closed.wait()
+    assert answers == 1 + PUSH_BYTES // PIECE_BYTES
+    await other.stop()
 
 
 @pytest.mark.parametrize(
@@ -134,30 +130,24 @@ def test_no_more_is_taken_than_a_measurement_needs() -> None:
         lambda connection: (connection.send(Request(0, "probe.turn")), connection.send(Request(1, "probe.sink"))),
     ],
 )
-def test_what_is_no_measurement_ends_the_connection(rude: Callable[[Connection], object]) -> None:
-    async def main() -> None:
-        one, other = two_sides(None)
-        target = await other.listen()
-        connection = await called(one, target)
-        rude(connection)
-        await connection.closed.wait()
-        assert isinstance(other.problems[0], ProtocolError)
-        assert await one.prober.measure([target], deadline_s=5)  # nobody else is kept waiting
-        await other.stop()
-
-    run_virtual(main())
+async def test_what_is_no_measurement_ends_the_connection(rude: Callable[[Connection], object]) -> None:
+    one, other = two_sides(None)
+    target = await other.listen()
+    connection = await called(one, target)
+    rude(connection)
+    await connection.closed.wait()
+    assert isinstance(other.problems[0], ProtocolError)
+    assert await one.prober.measure([target], deadline_s=5)  # nobody else is kept waiting
+    await other.stop()
 
 
-def test_who_takes_a_turn_and_does_nothing_keeps_the_others_waiting_for_a_while_only() -> None:
-    async def main() -> None:
-        one, other = two_sides(None)
-        target = await other.listen()
-        idle = await called(one, target)
-        idle.send(Request(0, "probe.turn"))
-        await idle.expect(Response, timeout_s=1)
-        began = asyncio.get_running_loop().time()
-        assert set(await one.prober.measure([target], deadline_s=20)) == {"bb"}
-        assert asyncio.get_running_loop().time() - began <= QUIET_S + 1
-        await other.stop()
-
-    run_virtual(main())
+async def test_who_takes_a_turn_and_does_nothing_keeps_the_others_waiting_for_a_while_only() -> None:
+    one, other = two_sides(None)
+    target = await other.listen()
+    idle = await called(one, target)
+    idle.send(Request(0, "probe.turn"))
+    await idle.expect(Response, timeout_s=1)
+    began = asyncio.get_running_loop().time()
+    assert set(await one.prober.measure([target], deadline_s=20)) == {"bb"}
+    assert asyncio.get_running_loop().time() - began <= QUIET_S + 1
+    await other.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
-from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.serving.chain import LoadProgress, StageChain
 from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import ChainPlan, ModelReference, WorkerPool, model_of_directory
@@ -23,6 +23,7 @@ from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_m
 LAYERS = 6
 DEADLINE_S = 300.0
 CONTEXT = 6000
+NEAR_S = 0.0005
 CONFIG = stand_in_config(layers=LAYERS, rows=200, context=CONTEXT)
 """The layers, not the head, decide which worker holds what."""
 
@@ -92,34 +93,27 @@ class Scene:
         return {name: stage.sessions for name, stage in self.workers.items()}
 
 
-def play(
+@asynccontextmanager
+async def scene_of(
     directory: Path,
-    test: Callable[[Scene], Awaitable[None]],
     *,
     names: Sequence[str] = ("w0", "w1", "w2", "w3"),
-    delay_s: Callable[[str, str], float] | None = None,
+    delay_s: Callable[[str, str], float] = lambda source, target: NEAR_S,
     **holding: Any,
-) -> None:
-    """Run ``test`` with these workers, on virtual time."""
-
-    async def main() -> None:
-        network = MemoryNetwork(delay_s=delay_s)
-        workers = {name: Stage(name, network.at(name), directory / name, StandIns(**holding)) for name in names}
-        told: list[tuple[str, str, str]] = []
-
-        def notify(level: str, kind: str, text: str) -> None:
-            told.append((level, kind, text))
-
-        world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
-        context = ClientContext(world, "client", "client", "seed", directory / "client", notify)
-        scene = Scene(network, directory, workers, context, told)
+) -> AsyncIterator[Scene]:
+    """These workers, and a client. Needs virtual time."""
+    network = MemoryNetwork(delay_s=delay_s)
+    workers = {name: Stage(name, network.at(name), directory / name, StandIns(**holding)) for name in names}
+    told: list[tuple[str, str, str]] = []
+    world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
+    context = ClientContext(
+        world, "client", "client", "seed", directory / "client", lambda *notice: told.append(notice)
+    )
+    for worker in workers.values():
+        await worker.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):  # virtual ones: beats go on for ever
+            yield Scene(network, directory, workers, context, told)
+    finally:
         for worker in workers.values():
-            await worker.start()
-        try:
-            async with asyncio.timeout(DEADLINE_S):  # virtual ones: beats go on for ever
-                await test(scene)
-        finally:
-            for worker in workers.values():
-                await worker.stop()
-
-    run_virtual(main())
+            await worker.stop()

@@ -14,7 +14,6 @@ from p2ptrain.core.errors import ConfigError, P2PTrainError, ProtocolError, Refu
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock
-from p2ptrain.lab.memory import run_virtual
 from roles.compute_thread import ComputeThread
 from roles.serving.local_model import LocalModel, load_local_engine
 from roles.serving.model import ModelSession, PassRequest
@@ -45,107 +44,97 @@ def engine_of(**options: Any) -> StandInStage:
     return stand_in_part(CONFIG, 0, 3, **options)
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("drafts", [0, 1, 4, 16])
-def test_the_tokens_are_those_of_plain_decoding(sampling: Sampling, drafts: int) -> None:
-    async def main() -> None:
-        wanted = tokens_of(CONFIG, PROMPT, 40, sampling)
-        async with target_of(engine_of()) as target:
-            assert (target.vocab_size, target.context) == (97, 200)
-            for seed in range(5):
-                session = await target.open(positions=60, sampling=sampling, sample_from=1)
-                made = await decode(session, PROMPT, wanted, drafts=drafts, seed=seed, chunk=2)
-                assert made.stats.passes + made.stats.accepted == 39
-                assert bool(made.stats.accepted) == bool(drafts)
-                await session.close()
-
-    run_virtual(main())
+async def test_the_tokens_are_those_of_plain_decoding(sampling: Sampling, drafts: int) -> None:
+    wanted = tokens_of(CONFIG, PROMPT, 40, sampling)
+    async with target_of(engine_of()) as target:
+        assert (target.vocab_size, target.context) == (97, 200)
+        for seed in range(5):
+            session = await target.open(positions=60, sampling=sampling, sample_from=1)
+            made = await decode(session, PROMPT, wanted, drafts=drafts, seed=seed, chunk=2)
+            assert made.stats.passes + made.stats.accepted == 39
+            assert bool(made.stats.accepted) == bool(drafts)
+            await session.close()
 
 
-def test_sessions_take_turns_in_order_and_only_their_own_time_counts() -> None:
-    async def main() -> None:
-        ran: list[str] = []
-        async with target_of(engine_of(on_run=lambda name, keep, count: ran.append(name))) as target:
-            sessions = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(3)]
+@pytest.mark.virtual_time
+async def test_sessions_take_turns_in_order_and_only_their_own_time_counts() -> None:
+    ran: list[str] = []
+    async with target_of(engine_of(on_run=lambda name, keep, count: ran.append(name))) as target:
+        sessions = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(3)]
 
-            async def three_passes(session: ModelSession) -> list[float]:
-                passed = [await session.append(PassRequest(each, (each,), 1)) for each in range(3)]
-                return [each.took_s for each in passed]
+        async def three_passes(session: ModelSession) -> list[float]:
+            passed = [await session.append(PassRequest(each, (each,), 1)) for each in range(3)]
+            return [each.took_s for each in passed]
 
-            times = await asyncio.gather(*(three_passes(session) for session in sessions))
-            assert times == [[pytest.approx(PASS_S)] * 3] * 3
-            assert len(set(ran[:3])) == 3
-            assert ran == ran[:3] * 3
-
-    run_virtual(main())
+        times = await asyncio.gather(*(three_passes(session) for session in sessions))
+        assert times == [[pytest.approx(PASS_S)] * 3] * 3
+        assert len(set(ran[:3])) == 3
+        assert ran == ran[:3] * 3
 
 
-def test_a_session_that_is_closed_in_a_pass_releases_its_memory_after_it() -> None:
-    async def main() -> None:
-        engine = engine_of()
-        async with target_of(engine) as target:
-            session = await target.open(positions=60, sampling=GREEDY, sample_from=1)
-            running = asyncio.create_task(session.append(PassRequest(0, (1,), 1)))
-            await asyncio.sleep(PASS_S / 5)
-            await asyncio.gather(session.close(), session.close())
-            assert running.done(), "the cache is let go behind it"
-            assert not engine.sessions
-            with pytest.raises(RuntimeError):
-                await session.append(PassRequest(1, (1,), 1))
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_a_session_that_is_closed_in_a_pass_releases_its_memory_after_it() -> None:
+    engine = engine_of()
+    async with target_of(engine) as target:
+        session = await target.open(positions=60, sampling=GREEDY, sample_from=1)
+        running = asyncio.create_task(session.append(PassRequest(0, (1,), 1)))
+        await asyncio.sleep(PASS_S / 5)
+        await asyncio.gather(session.close(), session.close())
+        assert running.done(), "the cache is let go behind it"
+        assert not engine.sessions
+        with pytest.raises(RuntimeError):
+            await session.append(PassRequest(1, (1,), 1))
 
 
-def test_a_pass_that_fails_ends_its_session_and_no_other() -> None:
+@pytest.mark.virtual_time
+async def test_a_pass_that_fails_ends_its_session_and_no_other() -> None:
     def on_run(name: str, keep: int, count: int) -> None:
         if count == 3:
             raise MemoryError("no room")
 
-    async def main() -> None:
-        async with target_of(engine_of(on_run=on_run)) as target:
-            one, other = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(2)]
-            with pytest.raises(P2PTrainError, match="no room"):
-                await one.append(PassRequest(0, (1, 2, 3), 1))
-            with pytest.raises(ProtocolError, match="are to be kept"):
-                await other.append(PassRequest(7, (1,), 1))
-            await one.close()
-            third = await target.open(positions=60, sampling=GREEDY, sample_from=1)
-            assert (await third.append(PassRequest(0, (1,), 1))).tokens
-
-    run_virtual(main())
+    async with target_of(engine_of(on_run=on_run)) as target:
+        one, other = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(2)]
+        with pytest.raises(P2PTrainError, match="no room"):
+            await one.append(PassRequest(0, (1, 2, 3), 1))
+        with pytest.raises(ProtocolError, match="are to be kept"):
+            await other.append(PassRequest(7, (1,), 1))
+        await one.close()
+        third = await target.open(positions=60, sampling=GREEDY, sample_from=1)
+        assert (await third.append(PassRequest(0, (1,), 1))).tokens
 
 
 def refused(kind: type[P2PTrainError], words: str) -> Any:
     return pytest.raises(kind, match=words)
 
 
-def test_sessions_and_their_memory_are_bounded() -> None:
-    async def main() -> None:
-        engine = engine_of()
-        position_bytes = engine.cache_position_bytes
-        async with target_of(engine, max_sessions=2, cache_bytes=100 * position_bytes) as target:
-            with refused(UserError, "context of 200") as caught:
-                await target.open(positions=201, sampling=GREEDY, sample_from=1)
-            assert "200" in caught.value.remedy
-            with refused(UserError, r"takes \d[^,]* KiB, but sessions may take only \d") as caught:
-                await target.open(positions=101, sampling=GREEDY, sample_from=1)
-            assert "100 positions" in caught.value.remedy
-            with refused(UserError, "0 positions"):
-                await target.open(positions=0, sampling=GREEDY, sample_from=1)
-            one = await target.open(positions=60, sampling=GREEDY, sample_from=1)
-            assert target.promised_bytes == 60 * position_bytes
-            with refused(Refused, "leave too little") as caught:
-                await target.open(positions=41, sampling=GREEDY, sample_from=1)
-            assert caught.value.remedy
-            await target.open(positions=40, sampling=GREEDY, sample_from=1)
-            with refused(Refused, "2 sessions are open"):
-                await target.open(positions=1, sampling=GREEDY, sample_from=1)
-            await one.close()
-            await target.open(positions=60, sampling=GREEDY, sample_from=1)
-        with refused(Refused, "being released"):
+@pytest.mark.virtual_time
+async def test_sessions_and_their_memory_are_bounded() -> None:
+    engine = engine_of()
+    position_bytes = engine.cache_position_bytes
+    async with target_of(engine, max_sessions=2, cache_bytes=100 * position_bytes) as target:
+        with refused(UserError, "context of 200") as caught:
+            await target.open(positions=201, sampling=GREEDY, sample_from=1)
+        assert "200" in caught.value.remedy
+        with refused(UserError, r"takes \d[^,]* KiB, but sessions may take only \d") as caught:
+            await target.open(positions=101, sampling=GREEDY, sample_from=1)
+        assert "100 positions" in caught.value.remedy
+        with refused(UserError, "0 positions"):
+            await target.open(positions=0, sampling=GREEDY, sample_from=1)
+        one = await target.open(positions=60, sampling=GREEDY, sample_from=1)
+        assert target.promised_bytes == 60 * position_bytes
+        with refused(Refused, "leave too little") as caught:
+            await target.open(positions=41, sampling=GREEDY, sample_from=1)
+        assert caught.value.remedy
+        await target.open(positions=40, sampling=GREEDY, sample_from=1)
+        with refused(Refused, "2 sessions are open"):
             await target.open(positions=1, sampling=GREEDY, sample_from=1)
-
-    run_virtual(main())
+        await one.close()
+        await target.open(positions=60, sampling=GREEDY, sample_from=1)
+    with refused(Refused, "being released"):
+        await target.open(positions=1, sampling=GREEDY, sample_from=1)
 
 
 async def test_a_missing_model_is_refused_and_the_thread_goes_on(tmp_path: Path) -> None:

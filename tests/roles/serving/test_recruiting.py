@@ -19,13 +19,21 @@ from tests.roles.stage_stand_in import StandIns, tokens_of
 from wire.records import PeerInfo
 
 from .decoding import decode
-from .scene import CONFIG, Scene, play
+from .scene import CONFIG, Scene, scene_of
+
+pytestmark = pytest.mark.virtual_time
 
 SAMPLED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
 PROMPT = [5, 80, 11, 11, 3]
 THREE = ("w0", "w1", "w2")
 ONE_PART_BYTES = 58_000
 """For one part and its sessions, not for two."""
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    async with scene_of(tmp_path, names=THREE, limit_bytes=ONE_PART_BYTES) as made:
+        yield made
 
 
 @dataclass
@@ -93,79 +101,70 @@ def told(scene: Scene, kind: str) -> list[str]:
     return [text for _, each, text in scene.told if each == kind]
 
 
-def test_a_chain_that_lacks_a_stage_refuses_sessions_until_a_worker_joins(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        seed = Seed()
-        async with recruited(scene, seed) as chain:
-            idle = await chain.open(positions=60, sampling=SAMPLED, sample_from=1)
+async def test_a_chain_that_lacks_a_stage_refuses_sessions_until_a_worker_joins(scene: Scene) -> None:
+    seed = Seed()
+    async with recruited(scene, seed) as chain:
+        idle = await chain.open(positions=60, sampling=SAMPLED, sample_from=1)
 
-            async def lose(tokens: int) -> None:
-                if tokens == 1:
-                    scene.kill("w1")
-                    del seed.here["w1"]
+        async def lose(tokens: int) -> None:
+            if tokens == 1:
+                scene.kill("w1")
+                del seed.here["w1"]
 
-            with pytest.raises(NetworkError, match="cannot be repaired"):
-                await write(chain, 300, lose)
-            assert (idle.lost, chain.lacking) == (True, {1})
-            for _ in range(2):
-                with pytest.raises(NetworkError, match=r"no worker can hold stage 1 ") as caught:
-                    await chain.open(positions=60, sampling=SAMPLED, sample_from=1)
-                assert "p2ptrain join" in caught.value.remedy
-            await asyncio.sleep(60)  # virtual: a long time without any use
-            assert len(told(scene, "stage-lacking")) == 1
+        with pytest.raises(NetworkError, match="cannot be repaired"):
+            await write(chain, 300, lose)
+        assert (idle.lost, chain.lacking) == (True, {1})
+        for _ in range(2):
+            with pytest.raises(NetworkError, match=r"no worker can hold stage 1 ") as caught:
+                await chain.open(positions=60, sampling=SAMPLED, sample_from=1)
+            assert "p2ptrain join" in caught.value.remedy
+        await asyncio.sleep(60)  # virtual: a long time without any use
+        assert len(told(scene, "stage-lacking")) == 1
 
-            await start(scene, "w9")
-            seed.here["w9"] = PORT
-            await goes_on(chain, 5)
-            assert not chain.lacking
-            assert [stage.peer.name for stage in chain.plan.stages] == ["w0", "w9", "w2"]
-            session = await chain.open(positions=60, sampling=SAMPLED, sample_from=1)
-            assert not session.lost
-
-    play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
+        await start(scene, "w9")
+        seed.here["w9"] = PORT
+        await goes_on(chain, 5)
+        assert not chain.lacking
+        assert [stage.peer.name for stage in chain.plan.stages] == ["w0", "w9", "w2"]
+        session = await chain.open(positions=60, sampling=SAMPLED, sample_from=1)
+        assert not session.lost
 
 
 @pytest.mark.parametrize("port", [PORT, PORT + 1], ids=["where it was", "elsewhere"])
 @pytest.mark.parametrize("victims", [("w0",), ("w2",), ("w0", "w1", "w2")], ids=lambda names: "+".join(names))
-def test_lost_workers_are_used_again_when_they_return(
-    tmp_path: Path, victims: tuple[str, ...], port: int, monkeypatch: pytest.MonkeyPatch
+async def test_lost_workers_are_used_again_when_they_return(
+    scene: Scene, victims: tuple[str, ...], port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(scene: Scene) -> None:
-        seed = Seed()
-        async with recruited(scene, seed) as chain:
-            await write(chain)
-            for name in victims:
-                scene.kill(name)
-            await asyncio.sleep(20)  # virtual: the seed tells of them all the while, and nobody is there
-            monkeypatch.setattr("tests.roles.stage_doubles.PORT", port)
-            for name in victims:
-                await start(scene, name)
-                seed.here[name] = port
-            await goes_on(chain, 70)
-            assert {stage.peer.name for stage in chain.plan.stages} == set(THREE)
-            assert {chain.pool.peers[stage.peer.id].worker.port for stage in chain.plan.stages} <= {PORT, port}
-
-    play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
+    seed = Seed()
+    async with recruited(scene, seed) as chain:
+        await write(chain)
+        for name in victims:
+            scene.kill(name)
+        await asyncio.sleep(20)  # virtual: the seed tells of them all the while, and nobody is there
+        monkeypatch.setattr("tests.roles.stage_doubles.PORT", port)
+        for name in victims:
+            await start(scene, name)
+            seed.here[name] = port
+        await goes_on(chain, 70)
+        assert {stage.peer.name for stage in chain.plan.stages} == set(THREE)
+        assert {chain.pool.peers[stage.peer.id].worker.port for stage in chain.plan.stages} <= {PORT, port}
 
 
-def test_a_recruit_takes_a_stage_that_is_lost_at_the_same_moment(tmp_path: Path) -> None:
+async def test_a_recruit_takes_a_stage_that_is_lost_at_the_same_moment(scene: Scene) -> None:
     """Another worker that is dialled and does not answer delays nothing."""
 
-    async def test(scene: Scene) -> None:
-        seed = Seed()
-        async with recruited(scene, seed) as chain:
-            scene.network.silence("client", "far")
-            seed.here["far"] = PORT
+    seed = Seed()
+    async with recruited(scene, seed) as chain:
+        scene.network.silence("client", "far")
+        seed.here["far"] = PORT
 
-            async def replace(tokens: int) -> None:
-                if tokens == 4:
-                    await start(scene, "w9")
-                    seed.here["w9"] = PORT
-                    while not told(scene, "spare"):  # noqa: ASYNC110 - on virtual time
-                        await asyncio.sleep(0.01)
-                    scene.kill("w1")
+        async def replace(tokens: int) -> None:
+            if tokens == 4:
+                await start(scene, "w9")
+                seed.here["w9"] = PORT
+                while not told(scene, "spare"):  # noqa: ASYNC110 - on virtual time
+                    await asyncio.sleep(0.01)
+                scene.kill("w1")
 
-            await write(chain, 30, replace)
-            assert not told(scene, "stage-lacking")
-
-    play(tmp_path, test, names=THREE, limit_bytes=ONE_PART_BYTES)
+        await write(chain, 30, replace)
+        assert not told(scene, "stage-lacking")

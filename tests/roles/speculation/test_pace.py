@@ -103,7 +103,7 @@ def test_a_drafter_that_slows_the_verifier_down_costs_little(slowed: float, alph
     times = random.Random(5)
 
     def happens(scene: Scene, host: DrafterHost) -> dict[str, Any]:
-        return {"slowed": lambda: times.lognormvariate(0.0, noise) * (1 + slowed * (host._compute.call is not None))}
+        return {"slowed": lambda: times.lognormvariate(0.0, noise) * (1 + slowed * host.computes)}
 
     lengths = [256] * 3
     written = texts(Wobbly(alpha), lengths, draft_s=0.02, row_s=0.3 * PASS_S, happens=happens)

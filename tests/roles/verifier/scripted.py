@@ -15,7 +15,7 @@ class ScriptedWriting:
     """Pieces of a text, each with one token for each of its letters.
 
     Args:
-        held_at: before this piece it waits until ``go`` is set.
+        held_at: before this piece it calls ``on_hold`` and waits until ``go`` is set.
         fails: raised where the text would end.
 
     Attributes:
@@ -31,10 +31,12 @@ class ScriptedWriting:
         prompt_tokens: int = 3,
         left_out: int = 0,
         held_at: int | None = None,
+        on_hold: Callable[[], None] = lambda: None,
         fails: Exception | None = None,
     ) -> None:
         self.prompt_tokens, self.left_out, self.ended = prompt_tokens, left_out, ""
-        self._pieces, self._ends, self._held_at, self._fails = pieces, ends, held_at, fails
+        self._pieces, self._ends, self._fails = pieces, ends, fails
+        self._held_at, self._on_hold = held_at, on_hold
         self.go, self.waits, self.closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.given = 0
 
@@ -42,6 +44,7 @@ class ScriptedWriting:
         for index, text in enumerate([*self._pieces, None]):
             if index == self._held_at:
                 self.waits.set()
+                self._on_hold()
                 await self.go.wait()
             if text is not None:
                 yield TextPiece(text, tuple(range(len(text))))
@@ -51,7 +54,7 @@ class ScriptedWriting:
         self.ended = self._ends
 
     def stats(self) -> dict[str, Any]:
-        return {}
+        return {"token_ms": 2.0, "rest_ms": 2.0}
 
     async def close(self) -> None:
         await asyncio.sleep(0)
@@ -69,11 +72,10 @@ class ScriptedService:
         full: while it is clear, who asks waits.
     """
 
-    context = 100
     created = 1_700_000_000
 
     def __init__(self) -> None:
-        self.model = MODEL
+        self.model, self.context = MODEL, 100
         self.room = asyncio.Event()
         self.asks = asyncio.Event()
         self.gave_up = asyncio.Event()

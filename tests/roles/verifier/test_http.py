@@ -138,6 +138,21 @@ async def test_text_in_any_script_arrives(endpoint: Endpoint, stream: bool) -> N
     assert endpoint.service.wishes[0].prompt == "¿🎉?"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_text_of_a_client_that_leaves_is_closed(endpoint: Endpoint, stream: bool) -> None:
+    writing = ScriptedWriting(held_at=1)
+    endpoint.service.script = lambda wish: writing
+    asking = asyncio.create_task(endpoint.client.completions.create(model=MODEL, prompt="x", stream=stream))
+    async with asyncio.timeout(PATIENCE_S):
+        await writing.waits.wait()
+        if stream:
+            await (await asking).close()
+        else:
+            asking.cancel()
+        await writing.closed.wait()
+    assert writing.given == 1
+
+
 async def test_a_client_that_leaves_the_queue_gives_up_its_place(endpoint: Endpoint) -> None:
     endpoint.service.room.clear()
     asking = asyncio.create_task(endpoint.client.completions.create(model=MODEL, prompt="x", stream=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.serving import Sampling, SamplingOptions
-from p2ptrain.lab.memory import MemoryNetwork, run_virtual
+from p2ptrain.lab.memory import MemoryNetwork
 from roles.line import Line
 from roles.serving.texts import TextRequest
 from roles.verifier import server as server_module
@@ -38,6 +38,8 @@ from wire.messages import Hello, Message, Request, Welcome
 from wire.records import ServingInfo
 from wire.schema import instance_untrusted
 from wire.text_messages import MOST_BYTES
+
+pytestmark = pytest.mark.virtual_time
 
 PROMPT = "def f(x):"
 ID = "0" * 32
@@ -89,15 +91,11 @@ async def verifier(directory: Path, **options: Any) -> AsyncIterator[Scene]:
     assert made.sessions == 0
 
 
-def within(work: Coroutine[Any, Any, None]) -> None:
+@pytest.fixture(autouse=True)
+async def nothing_fails_unheard() -> AsyncIterator[None]:
     wrong: list[dict[str, Any]] = []
-
-    async def bounded() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
-        async with asyncio.timeout(3600):
-            await work
-
-    run_virtual(bounded())
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+    yield
     assert not wrong, wrong
 
 
@@ -113,178 +111,154 @@ def wish(tokens: int | None = 40, **more: Any) -> TextRequest:
     return TextRequest(prompt=more.pop("prompt", PROMPT), max_new_tokens=tokens, **more)
 
 
-def test_a_text_arrives_with_its_figures(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with connected_drafters() as (drafters, _), verifier(tmp_path, drafters=drafters) as there:
-            client = await there.client()
-            text = await client.write(wish(sampling=SamplingOptions(temperature=0.8, seed=3)))
-            assert text.prompt_tokens == len(PROMPT)
-            said, tokens = await read(text)
-            assert tokens == reference(PROMPT, 40, Sampling(0.8, 50, 1.0, 3))
-            assert said == text_of(tokens)
-            assert text.ended == "length"
-            assert text.stats()["tokens"] == 40
-            assert text.stats()["drafters"][0]["peer_id"] == "d1"
-            await client.close()
-
-    within(scene())
+async def test_a_text_arrives_with_its_figures(tmp_path: Path) -> None:
+    async with connected_drafters() as (drafters, _), verifier(tmp_path, drafters=drafters) as there:
+        client = await there.client()
+        text = await client.write(wish(sampling=SamplingOptions(temperature=0.8, seed=3)))
+        assert text.prompt_tokens == len(PROMPT)
+        said, tokens = await read(text)
+        assert tokens == reference(PROMPT, 40, Sampling(0.8, 50, 1.0, 3))
+        assert said == text_of(tokens)
+        assert text.ended == "length"
+        assert text.stats()["tokens"] == 40
+        assert text.stats()["drafters"][0]["peer_id"] == "d1"
+        await client.close()
 
 
 async def _read_of(client: VerifierClient, wanted: TextRequest) -> tuple[str, tuple[int, ...]]:
     return await read(await client.write(wanted))
 
 
-def test_a_closed_text_is_cancelled(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with verifier(tmp_path, sessions=1) as there:
-            client = await there.client()
-            text = await client.write(wish(500))
-            await anext(text)
-            await text.close()
-            assert (await _read_of(client, wish()))[1] == reference(PROMPT, 40)
-            assert len(there.target.runs) < 100
-            # One that waits for its turn, and one that nobody reads.
-            first = await client.write(wish(400))
-            waiting = asyncio.create_task(client.write(wish()))
-            await asyncio.sleep(1)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            await first.close()
-            assert (await _read_of(client, wish()))[1] == reference(PROMPT, 40)
-            await client.close()
-
-    within(scene())
+async def test_a_closed_text_is_cancelled(tmp_path: Path) -> None:
+    async with verifier(tmp_path, sessions=1) as there:
+        client = await there.client()
+        text = await client.write(wish(500))
+        await anext(text)
+        await text.close()
+        assert (await _read_of(client, wish()))[1] == reference(PROMPT, 40)
+        assert len(there.target.runs) < 100
+        # One that waits for its turn, and one that nobody reads.
+        first = await client.write(wish(400))
+        waiting = asyncio.create_task(client.write(wish()))
+        await asyncio.sleep(1)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await first.close()
+        assert (await _read_of(client, wish()))[1] == reference(PROMPT, 40)
+        await client.close()
 
 
 @pytest.mark.parametrize("how", ["close", "abort", "silence"])
-def test_the_texts_of_a_client_that_leaves_end(tmp_path: Path, how: str) -> None:
-    async def scene() -> None:
-        slow = ScriptedTarget(pass_s=0.5)
-        async with (
-            connected_drafters() as (drafters, (host,)),
-            verifier(tmp_path, target=slow, drafters=drafters, sessions=2, idle=0) as there,
-        ):
-            client = await there.client()
-            for _ in range(2):
-                await client.write(wish(580))
-            waiting = asyncio.create_task(client.write(wish()))
-            await asyncio.sleep(0.3)
-            match how:
-                case "close":
-                    await client.close()
-                case "abort":
-                    client._connection.abort()
-                case "silence":
-                    there.network.silence("client", "verifier")
-            await asyncio.sleep(30)
-            assert there.service.sessions == 0
-            assert not host.drafter.sessions
-            assert not there.target.open_now
-            with pytest.raises(NetworkError, match="lost"):
-                await waiting
-            await client.close()
-
-    within(scene())
+async def test_the_texts_of_a_client_that_leaves_end(tmp_path: Path, how: str) -> None:
+    slow = ScriptedTarget(pass_s=0.5)
+    async with (
+        connected_drafters() as (drafters, (host,)),
+        verifier(tmp_path, target=slow, drafters=drafters, sessions=2, idle=0) as there,
+    ):
+        client = await there.client()
+        for _ in range(2):
+            await client.write(wish(580))
+        waiting = asyncio.create_task(client.write(wish()))
+        await asyncio.sleep(0.3)
+        match how:
+            case "close":
+                await client.close()
+            case "abort":
+                client._connection.abort()
+            case "silence":
+                there.network.silence("client", "verifier")
+        await asyncio.sleep(30)
+        assert there.service.sessions == 0
+        assert not host.drafter.sessions
+        assert not there.target.open_now
+        with pytest.raises(NetworkError, match="lost"):
+            await waiting
+        await client.close()
 
 
-def test_a_slow_reader_gets_its_text_and_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_reader_gets_its_text_and_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "UNSENT_BYTES", 256)
 
-    async def scene() -> None:
-        async with verifier(tmp_path) as there:
-            slow, other = await there.raw(), await there.client()
-            ask, data = encode_question(wish(400))
-            slow.send(ask, stream=1)
-            slow.send_bulk(memoryview(data), generation=0, stream=1)
-            tokens, line = b"", Line(slow)
-            async with line.keep_alive():  # it says so, and reads nothing yet
-                assert (await _read_of(other, wish(300)))[1] == reference(PROMPT, 300)
-                assert len(there.target.runs) < 600
-                while not isinstance(message := (await line.receive()).message, wire.TextWritten):
-                    if isinstance(message, wire.PieceWritten):
-                        tokens += message.tokens
-            assert len(tokens) == 4 * 400
-            await other.close()
-
-    within(scene())
+    async with verifier(tmp_path) as there:
+        slow, other = await there.raw(), await there.client()
+        ask, data = encode_question(wish(400))
+        slow.send(ask, stream=1)
+        slow.send_bulk(memoryview(data), generation=0, stream=1)
+        tokens, line = b"", Line(slow)
+        async with line.keep_alive():  # it says so, and reads nothing yet
+            assert (await _read_of(other, wish(300)))[1] == reference(PROMPT, 300)
+            assert len(there.target.runs) < 600
+            while not isinstance(message := (await line.receive()).message, wire.TextWritten):
+                if isinstance(message, wire.PieceWritten):
+                    tokens += message.tokens
+        assert len(tokens) == 4 * 400
+        await other.close()
 
 
-def test_a_client_that_reads_nothing_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_nothing_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "UNSENT_BYTES", 64)
 
-    async def scene() -> None:
-        async with verifier(tmp_path, target=ScriptedTarget(pass_s=0.001)) as there:
-            stuck = await there.raw()
-            for stream in range(1, 5):
-                ask, data = encode_question(wish(580))
-                stuck.send(ask, stream=stream)
-                stuck.send_bulk(memoryview(data), generation=0, stream=stream)
-            for _ in range(100):  # it says that it lives, and reads nothing
-                await asyncio.sleep(2)
-                if stuck.closed.is_set():
-                    break
-                stuck.send(wire.StreamClose(), stream=99)
-            assert stuck.closed.is_set()
-            assert there.service.sessions == 0
-            stuck.abort()
-
-    within(scene())
+    async with verifier(tmp_path, target=ScriptedTarget(pass_s=0.001)) as there:
+        stuck = await there.raw()
+        for stream in range(1, 5):
+            ask, data = encode_question(wish(580))
+            stuck.send(ask, stream=stream)
+            stuck.send_bulk(memoryview(data), generation=0, stream=stream)
+        for _ in range(100):  # it says that it lives, and reads nothing
+            await asyncio.sleep(2)
+            if stuck.closed.is_set():
+                break
+            stuck.send(wire.StreamClose(), stream=99)
+        assert stuck.closed.is_set()
+        assert there.service.sessions == 0
+        stuck.abort()
 
 
-def test_a_refusal_keeps_its_class(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with verifier(tmp_path, positions=100, sessions=1, waiting=0) as there:
-            client = await there.client()
-            for wrong, kind in (
-                (wish(prompt=""), UserError),
-                (wish(400), UserError),
-                (TextRequest(turns=(Turn("judge", "no"),)), UserError),
-                (wish(prompt="x" * (MOST_BYTES + 1)), UserError),
-            ):
-                with pytest.raises(kind):
-                    await client.write(wrong)
-            text = await client.write(wish(90))
-            with pytest.raises(Refused, match="big one: the verifier is busy"):
-                await client.write(wish())
-            await text.close()
-            await client.close()
-
-    within(scene())
+async def test_a_refusal_keeps_its_class(tmp_path: Path) -> None:
+    async with verifier(tmp_path, positions=100, sessions=1, waiting=0) as there:
+        client = await there.client()
+        for wrong, kind in (
+            (wish(prompt=""), UserError),
+            (wish(400), UserError),
+            (TextRequest(turns=(Turn("judge", "no"),)), UserError),
+            (wish(prompt="x" * (MOST_BYTES + 1)), UserError),
+        ):
+            with pytest.raises(kind):
+                await client.write(wrong)
+        text = await client.write(wish(90))
+        with pytest.raises(Refused, match="big one: the verifier is busy"):
+            await client.write(wish())
+        await text.close()
+        await client.close()
 
 
 @pytest.mark.parametrize("kind", [ResourceError, ConnectionLost])
-def test_a_model_that_fails_in_mid_text(tmp_path: Path, kind: type[P2PTrainError]) -> None:
-    async def scene() -> None:
-        problem = kind("it cannot go on", remedy="wait")
-        async with verifier(tmp_path, target=ScriptedTarget(before=failing_at(5, problem))) as there:
-            client = await there.client()
-            text = await client.write(wish())
-            with pytest.raises(P2PTrainError, match=r"big one: it cannot go on \(after 5 tokens") as raised:
-                await read(text)
-            assert raised.value.exit_code == problem.exit_code
-            assert raised.value.remedy == "wait"
-            assert not client.lost
-            await client.close()
-
-    within(scene())
+async def test_a_model_that_fails_in_mid_text(tmp_path: Path, kind: type[P2PTrainError]) -> None:
+    problem = kind("it cannot go on", remedy="wait")
+    async with verifier(tmp_path, target=ScriptedTarget(before=failing_at(5, problem))) as there:
+        client = await there.client()
+        text = await client.write(wish())
+        with pytest.raises(P2PTrainError, match=r"big one: it cannot go on \(after 5 tokens") as raised:
+            await read(text)
+        assert raised.value.exit_code == problem.exit_code
+        assert raised.value.remedy == "wait"
+        assert not client.lost
+        await client.close()
 
 
-def test_a_verifier_that_is_lost_in_mid_text(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with verifier(tmp_path) as there:
-            client = await there.client()
-            text = await client.write(wish(500))
-            for _ in range(11):
-                await anext(text)
-            there.network.cut("client", "verifier")
-            with pytest.raises(NetworkError, match=r"lost in the middle of a text: .*; 11 tokens"):
-                await anext(text)
-            assert client.lost
-            with pytest.raises(NetworkError):
-                await client.write(wish())
-            await client.close()
-
-    within(scene())
+async def test_a_verifier_that_is_lost_in_mid_text(tmp_path: Path) -> None:
+    async with verifier(tmp_path) as there:
+        client = await there.client()
+        text = await client.write(wish(500))
+        for _ in range(11):
+            await anext(text)
+        there.network.cut("client", "verifier")
+        with pytest.raises(NetworkError, match=r"lost in the middle of a text: .*; 11 tokens"):
+            await anext(text)
+        assert client.lost
+        with pytest.raises(NetworkError):
+            await client.write(wish())
+        await client.close()
 
 
 def _bulk(stream: int, data: bytes) -> Callable[[Connection], None]:
@@ -336,45 +310,36 @@ def test_a_question_beyond_the_limits_is_not_sent(changed: dict[str, Any]) -> No
         [_says(_ask(max_new_tokens=500)), _bulk(1, b"a"), _says(_ask()), _bulk(1, b"a")],
     ],
 )
-def test_invalid_messages_end_the_connection(tmp_path: Path, acts: list[Callable[[Connection], None]]) -> None:
-    async def scene() -> None:
-        async with verifier(tmp_path) as there:
-            client, odd = await there.client(), await there.raw()
-            text = await client.write(wish())
-            for act in acts:
-                act(odd)
-            async with asyncio.timeout(20):
-                await odd.closed.wait()
-            await asyncio.sleep(3)
-            assert isinstance(there.problems[-1], ProtocolError)
-            assert (await read(text))[1] == reference(PROMPT, 40)
-            await client.close()
-            odd.abort()
-
-    within(scene())
+async def test_invalid_messages_end_the_connection(tmp_path: Path, acts: list[Callable[[Connection], None]]) -> None:
+    async with verifier(tmp_path) as there:
+        client, odd = await there.client(), await there.raw()
+        text = await client.write(wish())
+        for act in acts:
+            act(odd)
+        async with asyncio.timeout(20):
+            await odd.closed.wait()
+        await asyncio.sleep(3)
+        assert isinstance(there.problems[-1], ProtocolError)
+        assert (await read(text))[1] == reference(PROMPT, 40)
+        await client.close()
+        odd.abort()
 
 
-def test_a_bulk_frame_that_nobody_announced_is_not_taken(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with verifier(tmp_path) as there:
-            odd = await there.raw()
-            odd.send_bulk(memoryview(bytes(1 << 20)), generation=0, stream=7)
-            await asyncio.sleep(30)
-            assert odd.closed.is_set()
-            odd.abort()
-
-    within(scene())
+async def test_a_bulk_frame_that_nobody_announced_is_not_taken(tmp_path: Path) -> None:
+    async with verifier(tmp_path) as there:
+        odd = await there.raw()
+        odd.send_bulk(memoryview(bytes(1 << 20)), generation=0, stream=7)
+        await asyncio.sleep(30)
+        assert odd.closed.is_set()
+        odd.abort()
 
 
-def test_the_questions_of_a_client_are_bounded(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with verifier(tmp_path, waiting=100) as there:
-            client = await there.client()
-            tasks = [asyncio.create_task(client.write(wish())) for _ in range(MOST_ASKED + 1)]
-            with pytest.raises(Refused, match="this connection already has"):
-                await tasks[-1]
-            texts = [await read(await task) for task in tasks[:-1]]
-            assert all(tokens == reference(PROMPT, 40) for _, tokens in texts)
-            await client.close()
-
-    within(scene())
+async def test_the_questions_of_a_client_are_bounded(tmp_path: Path) -> None:
+    async with verifier(tmp_path, waiting=100) as there:
+        client = await there.client()
+        tasks = [asyncio.create_task(client.write(wish())) for _ in range(MOST_ASKED + 1)]
+        with pytest.raises(Refused, match="this connection already has"):
+            await tasks[-1]
+        texts = [await read(await task) for task in tasks[:-1]]
+        assert all(tokens == reference(PROMPT, 40) for _, tokens in texts)
+        await client.close()

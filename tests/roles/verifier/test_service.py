@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import pytest
 from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import ConfigError, DeadlineExceeded, Refused, UserError
 from p2ptrain.core.serving import Sampling, SamplingOptions
-from p2ptrain.lab.memory import run_virtual
 from roles.serving.text_service import IDLE_S, READER_S, TextSession
 from roles.serving.texts import TextRequest
 from roles.verifier.drafters import Drafters
 from roles.verifier.service import VerifierService
 from tests.roles.verifier.doubles import ScriptedTarget, connected_drafters, reference, service, text_of
+
+pytestmark = pytest.mark.virtual_time
 
 PROMPT = "def f(x):"
 
@@ -34,20 +35,15 @@ def wish(tokens: int | None = 40, **more: Any) -> TextRequest:
     return TextRequest(prompt=more.pop("prompt", PROMPT), max_new_tokens=tokens, **more)
 
 
-def within(work: Coroutine[Any, Any, None]) -> None:
-    """Run it on virtual time; what hangs fails."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(3600):
-            await work
-
-    run_virtual(bounded())
-
-
-async def drafted(scene: Callable[[Drafters], Awaitable[None]], **options: Any) -> None:
-    """Play the scene with connected drafters, which have no session at its end."""
-    async with connected_drafters(**options) as (drafters, hosts):
-        await scene(drafters)
+@pytest.fixture
+async def drafters(request: pytest.FixtureRequest) -> AsyncIterator[Drafters | None]:
+    """Connected drafters, which have no session at the end; None if that is the parameter."""
+    options = getattr(request, "param", {})
+    if options is None:
+        yield None
+        return
+    async with connected_drafters(**options) as (made, hosts):
+        yield made
         await asyncio.sleep(30)  # virtual: the last messages arrive
         assert not any(host.drafter.sessions for host in hosts)
 
@@ -61,283 +57,233 @@ async def settled(serving: VerifierService, target: ScriptedTarget) -> None:
 
 
 @pytest.mark.parametrize("sampling", [SamplingOptions(), SamplingOptions(temperature=0.9, seed=11)])
-@pytest.mark.parametrize(
-    "drafters",
-    [
-        None,
-        {"count": 2, "alpha": 0.7},
-        {"alpha": 0.0},
-    ],
-)
-def test_the_text_is_the_models_own(tmp_path: Path, sampling: SamplingOptions, drafters: dict[str, Any] | None) -> None:
-    async def scene(source: Drafters | None = None) -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, source)
-        writing = await serving.write(wish(sampling=sampling))
-        text, tokens = await read(writing)
-        drawn = Sampling(0.9, 50, 1.0, 11) if sampling.temperature else Sampling(0.0)
-        expected = reference(PROMPT, 40, drawn)
-        assert tuple(tokens) == expected
-        assert text == text_of(expected)
-        assert writing.ended == "length"
-        said = writing.stats()
-        assert said["tokens"] == 40
-        assert said["prompt_tokens"] == writing.prompt_tokens == len(PROMPT)
-        await settled(serving, target)
-
-    within(scene() if drafters is None else drafted(scene, **drafters))
+@pytest.mark.parametrize("drafters", [None, {"count": 2, "alpha": 0.7}, {"alpha": 0.0}], indirect=True)
+async def test_the_text_is_the_models_own(tmp_path: Path, sampling: SamplingOptions, drafters: Drafters | None) -> None:
+    target = ScriptedTarget()
+    serving = service(tmp_path, target, drafters)
+    writing = await serving.write(wish(sampling=sampling))
+    text, tokens = await read(writing)
+    drawn = Sampling(0.9, 50, 1.0, 11) if sampling.temperature else Sampling(0.0)
+    expected = reference(PROMPT, 40, drawn)
+    assert tuple(tokens) == expected
+    assert text == text_of(expected)
+    assert writing.ended == "length"
+    said = writing.stats()
+    assert said["tokens"] == 40
+    assert said["prompt_tokens"] == writing.prompt_tokens == len(PROMPT)
+    await settled(serving, target)
 
 
-@pytest.mark.parametrize("options", [{}, {"alpha": 0.7, "latency_s": 0.04}, {"count": 2}])
-def test_the_parts_of_a_tokens_time_add_up(tmp_path: Path, options: dict[str, Any]) -> None:
-    async def scene(drafters: Drafters) -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, drafters)
-        writings = [await serving.write(wish(60, prompt=f"{PROMPT}{number}")) for number in range(2)]
-        await asyncio.gather(*(read(writing) for writing in writings))
-        for stats in (writing.stats() for writing in writings):
-            parts = [stats[name] for name in ("verify_ms", "draft_ms", "wait_ms")]
-            assert sum(parts) == pytest.approx(stats["token_ms"], abs=1e-6)
-            assert stats["rest_ms"] == pytest.approx(0, abs=1e-6)
-            assert min(parts) >= 0
-            assert stats["verify_ms"] >= 1e3 * target.pass_s / stats["accepted_length"] * 0.9
-        await settled(serving, target)
-
-    within(drafted(scene, **options))
+@pytest.mark.parametrize("drafters", [{}, {"alpha": 0.7, "latency_s": 0.04}, {"count": 2}], indirect=True)
+async def test_the_parts_of_a_tokens_time_add_up(tmp_path: Path, drafters: Drafters) -> None:
+    target = ScriptedTarget()
+    serving = service(tmp_path, target, drafters)
+    writings = [await serving.write(wish(60, prompt=f"{PROMPT}{number}")) for number in range(2)]
+    await asyncio.gather(*(read(writing) for writing in writings))
+    for stats in (writing.stats() for writing in writings):
+        parts = [stats[name] for name in ("verify_ms", "draft_ms", "wait_ms")]
+        assert sum(parts) == pytest.approx(stats["token_ms"], abs=1e-6)
+        assert stats["rest_ms"] == pytest.approx(0, abs=1e-6)
+        assert min(parts) >= 0
+        assert stats["verify_ms"] >= 1e3 * target.pass_s / stats["accepted_length"] * 0.9
+    await settled(serving, target)
 
 
-def test_a_stop_string_ends_the_text_before_it(tmp_path: Path) -> None:
+async def test_a_stop_string_ends_the_text_before_it(tmp_path: Path, drafters: Drafters) -> None:
     whole = text_of(reference(PROMPT, 40))
     stop = next(whole[at : at + 2] for at in range(12, 38) if "\ufffd" not in whole[at : at + 2])
 
-    async def scene(drafters: Drafters) -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, drafters)
-        writing = await serving.write(wish(400, stop=(stop,)))
-        text, tokens = await read(writing)
-        assert writing.decoding.stats.tokens < 60, "the model stops, too"
-        assert text == whole[: whole.index(stop)]
-        assert writing.ended == "stop"
-        assert tuple(tokens) == reference(PROMPT, 60)[: len(tokens)]
-        await settled(serving, target)
-
-    within(drafted(scene))
+    target = ScriptedTarget()
+    serving = service(tmp_path, target, drafters)
+    writing = await serving.write(wish(400, stop=(stop,)))
+    text, tokens = await read(writing)
+    assert writing.decoding.stats.tokens < 60, "the model stops, too"
+    assert text == whole[: whole.index(stop)]
+    assert writing.ended == "stop"
+    assert tuple(tokens) == reference(PROMPT, 60)[: len(tokens)]
+    await settled(serving, target)
 
 
-def test_invalid_requests_are_refused(tmp_path: Path) -> None:
-    async def scene() -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, positions=100)
-        assert serving.context == 100
-        target.vocab_size = 120
-        for wrong in (wish(prompt="x"), TextRequest(turns=(Turn("user", "x"),))):
-            with pytest.raises(UserError, match="the token 'x', id 120, but the model has only the ids 0 to 119"):
-                await serving.write(wrong)
-        target.vocab_size = 256
-        for wrong in (
-            wish(prompt=""),
-            wish(92),
-            wish(0),
-            wish(prompt="x" * 200),
-            wish(stop=("",)),
-            TextRequest(turns=(Turn("judge", "hm"),)),
-            TextRequest(turns=(Turn("user", "a"), Turn("assistant", "b"))),
-            TextRequest(prompt="a", turns=(Turn("user", "a"),)),
-            TextRequest(turns=(Turn("user", "a" * 200),)),
-        ):
-            with pytest.raises(UserError):
-                await serving.write(wrong)
-        writing = await serving.write(wish(None))
-        _, tokens = await read(writing)
-        assert len(tokens) == 100 - len(PROMPT)
-        long = await serving.write(TextRequest(turns=(Turn("user", "a" * 75),)))  # over three quarters of the context
-        _, tokens = await read(long)
-        assert len(tokens) == 100 - long.prompt_tokens
-        await settled(serving, target)
-
-    within(scene())
+async def test_invalid_requests_are_refused(tmp_path: Path) -> None:
+    target = ScriptedTarget()
+    serving = service(tmp_path, target, positions=100)
+    assert serving.context == 100
+    target.vocab_size = 120
+    for wrong in (wish(prompt="x"), TextRequest(turns=(Turn("user", "x"),))):
+        with pytest.raises(UserError, match="the token 'x', id 120, but the model has only the ids 0 to 119"):
+            await serving.write(wrong)
+    target.vocab_size = 256
+    for wrong in (
+        wish(prompt=""),
+        wish(92),
+        wish(0),
+        wish(prompt="x" * 200),
+        wish(stop=("",)),
+        TextRequest(turns=(Turn("judge", "hm"),)),
+        TextRequest(turns=(Turn("user", "a"), Turn("assistant", "b"))),
+        TextRequest(prompt="a", turns=(Turn("user", "a"),)),
+        TextRequest(turns=(Turn("user", "a" * 200),)),
+    ):
+        with pytest.raises(UserError):
+            await serving.write(wrong)
+    writing = await serving.write(wish(None))
+    _, tokens = await read(writing)
+    assert len(tokens) == 100 - len(PROMPT)
+    long = await serving.write(TextRequest(turns=(Turn("user", "a" * 75),)))  # over three quarters of the context
+    _, tokens = await read(long)
+    assert len(tokens) == 100 - long.prompt_tokens
+    await settled(serving, target)
 
 
-def test_the_oldest_turns_of_a_conversation_are_left_out(tmp_path: Path) -> None:
-    async def scene() -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, positions=120)
-        turns = (
-            Turn("system", "be brief"),
-            Turn("user", "a" * 40),
-            Turn("assistant", "b" * 30),
-            Turn("user", "and now?"),
-        )
-        writing = await serving.write(TextRequest(turns=turns, max_new_tokens=20))
-        await read(writing)
-        assert writing.left_out == 2
-        asked = bytes(token for _, ids, _ in target.runs for token in ids)
-        assert asked.startswith(b"be brief\n\nUser: and now?\nAssistant:")
-        await settled(serving, target)
-
-    within(scene())
+async def test_the_oldest_turns_of_a_conversation_are_left_out(tmp_path: Path) -> None:
+    target = ScriptedTarget()
+    serving = service(tmp_path, target, positions=120)
+    turns = (
+        Turn("system", "be brief"),
+        Turn("user", "a" * 40),
+        Turn("assistant", "b" * 30),
+        Turn("user", "and now?"),
+    )
+    writing = await serving.write(TextRequest(turns=turns, max_new_tokens=20))
+    await read(writing)
+    assert writing.left_out == 2
+    asked = bytes(token for _, ids, _ in target.runs for token in ids)
+    assert asked.startswith(b"be brief\n\nUser: and now?\nAssistant:")
+    await settled(serving, target)
 
 
-def test_a_chat_that_its_template_cannot_write_disturbs_no_other(tmp_path: Path) -> None:
-    async def scene() -> None:
-        target = ScriptedTarget()
-        template = "{% if messages[0].content == 'now' %}{{ 'a' * (10 ** 10) }}{% endif %}{{ messages[0].content }}"
-        serving = service(tmp_path, target, template=template)
-        chats = [TextRequest(turns=(Turn("user", text),), max_new_tokens=5) for text in ("now", "hi")]
-        failed, *written = await asyncio.gather(
-            *(serving.write(each) for each in (*chats, wish(5))), return_exceptions=True
-        )
-        assert isinstance(failed, ConfigError)
-        assert "takes more than 1 GiB of memory" in failed.message
-        for session in written:
-            assert not isinstance(session, BaseException)
-            await read(session)
-        await settled(serving, target)
-
-    within(scene())
+async def test_a_chat_that_its_template_cannot_write_disturbs_no_other(tmp_path: Path) -> None:
+    target = ScriptedTarget()
+    template = "{% if messages[0].content == 'now' %}{{ 'a' * (10 ** 10) }}{% endif %}{{ messages[0].content }}"
+    serving = service(tmp_path, target, template=template)
+    chats = [TextRequest(turns=(Turn("user", text),), max_new_tokens=5) for text in ("now", "hi")]
+    failed, *written = await asyncio.gather(
+        *(serving.write(each) for each in (*chats, wish(5))), return_exceptions=True
+    )
+    assert isinstance(failed, ConfigError)
+    assert "takes more than 1 GiB of memory" in failed.message
+    for session in written:
+        assert not isinstance(session, BaseException)
+        await read(session)
+    await settled(serving, target)
 
 
-def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path) -> None:
-    async def scene(drafters: Drafters) -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, drafters)
-        asked = (Turn("user", "what is a ring of machines, and what is a chain of them?"),)
-        text, _ = await read(await serving.write(TextRequest(turns=asked, max_new_tokens=20)))
-        before = len(target.runs)
-        turns = (*asked, Turn("assistant", text.strip()), Turn("user", "and now?"))
-        second = await serving.write(TextRequest(turns=turns, max_new_tokens=20))
-        _, tokens = await read(second)
-        whole = f"User: {turns[0].text}\nAssistant: {turns[1].text}\nUser: and now?\nAssistant:"
-        assert tuple(tokens) == reference(whole, 20)[: len(tokens)]
-        assert target.opened == 1
-        keep, ids, _ = target.runs[before]
-        assert keep >= len(f"User: {turns[0].text}\nAssistant:")
-        assert keep + len(ids) == len(whole.encode())
-        assert second.stats()["cached_tokens"] == keep
-        # Another way of drawing has nothing in common with it.
-        other = await serving.write(
-            TextRequest(turns=turns, max_new_tokens=5, sampling=SamplingOptions(temperature=1.0))
-        )
-        await read(other)
-        assert other.stats()["cached_tokens"] == 0
-        await settled(serving, target)
-
-    within(drafted(scene))
+async def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path, drafters: Drafters) -> None:
+    target = ScriptedTarget()
+    serving = service(tmp_path, target, drafters)
+    asked = (Turn("user", "what is a ring of machines, and what is a chain of them?"),)
+    text, _ = await read(await serving.write(TextRequest(turns=asked, max_new_tokens=20)))
+    before = len(target.runs)
+    turns = (*asked, Turn("assistant", text.strip()), Turn("user", "and now?"))
+    second = await serving.write(TextRequest(turns=turns, max_new_tokens=20))
+    _, tokens = await read(second)
+    whole = f"User: {turns[0].text}\nAssistant: {turns[1].text}\nUser: and now?\nAssistant:"
+    assert tuple(tokens) == reference(whole, 20)[: len(tokens)]
+    assert target.opened == 1
+    keep, ids, _ = target.runs[before]
+    assert keep >= len(f"User: {turns[0].text}\nAssistant:")
+    assert keep + len(ids) == len(whole.encode())
+    assert second.stats()["cached_tokens"] == keep
+    # Another way of drawing has nothing in common with it.
+    other = await serving.write(TextRequest(turns=turns, max_new_tokens=5, sampling=SamplingOptions(temperature=1.0)))
+    await read(other)
+    assert other.stats()["cached_tokens"] == 0
+    await settled(serving, target)
 
 
-def test_idle_sessions_are_closed_for_memory_and_after_a_while(tmp_path: Path) -> None:
-    async def scene() -> None:
-        target = ScriptedTarget(room=80)
-        serving = service(tmp_path, target)
-        await read(await serving.write(wish(40)))
-        assert len(target.open_now) == len(serving.idle.sessions) == 1
-        await read(await serving.write(wish(40, prompt="another one")))  # there is no room for both
-        assert len(target.open_now) == 1
-        await asyncio.sleep(IDLE_S + 1)
-        assert not target.open_now
-        await settled(serving, target)
-
-    within(scene())
+async def test_idle_sessions_are_closed_for_memory_and_after_a_while(tmp_path: Path) -> None:
+    target = ScriptedTarget(room=80)
+    serving = service(tmp_path, target)
+    await read(await serving.write(wish(40)))
+    assert len(target.open_now) == len(serving.idle.sessions) == 1
+    await read(await serving.write(wish(40, prompt="another one")))  # there is no room for both
+    assert len(target.open_now) == 1
+    await asyncio.sleep(IDLE_S + 1)
+    assert not target.open_now
+    await settled(serving, target)
 
 
-def test_requests_wait_for_a_place_up_to_a_limit(tmp_path: Path) -> None:
-    async def scene() -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, sessions=2, waiting=1)
-        first, second = await serving.write(wish()), await serving.write(wish())
-        third = asyncio.create_task(serving.write(wish()))
-        await asyncio.sleep(0.5)
-        assert not third.done()
-        with pytest.raises(Refused) as busy:
-            await serving.write(wish())
-        assert busy.value.code == "busy"
-        assert "try again in" in busy.value.remedy
-        assert serving.figures()["waiting"] == 1
-        await asyncio.gather(read(first), read(second))
-        assert (await read(await third))[1] == list(reference(PROMPT, 40))
-        await settled(serving, target)
-
-    within(scene())
+async def test_requests_wait_for_a_place_up_to_a_limit(tmp_path: Path) -> None:
+    target = ScriptedTarget()
+    serving = service(tmp_path, target, sessions=2, waiting=1)
+    first, second = await serving.write(wish()), await serving.write(wish())
+    third = asyncio.create_task(serving.write(wish()))
+    await asyncio.sleep(0.5)
+    assert not third.done()
+    with pytest.raises(Refused) as busy:
+        await serving.write(wish())
+    assert busy.value.code == "busy"
+    assert "try again in" in busy.value.remedy
+    assert serving.figures()["waiting"] == 1
+    await asyncio.gather(read(first), read(second))
+    assert (await read(await third))[1] == list(reference(PROMPT, 40))
+    await settled(serving, target)
 
 
-def test_a_request_that_waits_too_long_is_refused(tmp_path: Path) -> None:
-    async def scene() -> None:
-        held = asyncio.Event()
-        target = ScriptedTarget(before=lambda count: held.wait() if count > 3 else None)
-        serving = service(tmp_path, target, sessions=1)
-        first = await serving.write(wish())
-        began = asyncio.get_running_loop().time()
-        with pytest.raises(Refused, match="no place became free"):
-            await serving.write(wish())
-        assert asyncio.get_running_loop().time() - began <= 60
-        held.set()
-        await read(first)
-        await settled(serving, target)
-
-    within(scene())
+async def test_a_request_that_waits_too_long_is_refused(tmp_path: Path) -> None:
+    held = asyncio.Event()
+    target = ScriptedTarget(before=lambda count: held.wait() if count > 3 else None)
+    serving = service(tmp_path, target, sessions=1)
+    first = await serving.write(wish())
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(Refused, match="no place became free"):
+        await serving.write(wish())
+    assert asyncio.get_running_loop().time() - began <= 60
+    held.set()
+    await read(first)
+    await settled(serving, target)
 
 
+@pytest.mark.parametrize("drafters", [{"alpha": 0.5}], indirect=True, ids=[pytest.HIDDEN_PARAM])
 @pytest.mark.parametrize("when", ["prefill", "writing", "unread"])
-def test_a_closed_text_ends_soon(tmp_path: Path, when: str) -> None:
-    async def scene(drafters: Drafters) -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, drafters, idle=0)
-        writing = await serving.write(wish(500))
-        await asyncio.sleep({"prefill": 0.01, "writing": 0.5, "unread": 100.0}[when])
-        began = asyncio.get_running_loop().time()
-        await writing.close()
-        assert asyncio.get_running_loop().time() - began <= 0.05
-        assert writing.ended == "cancelled"
-        passes = len(target.runs)
-        await asyncio.sleep(10)
-        assert len(target.runs) == passes
-        assert not target.open_now
-        await writing.close()
-        await settled(serving, target)
-
-    within(drafted(scene, alpha=0.5))
+async def test_a_closed_text_ends_soon(tmp_path: Path, drafters: Drafters, when: str) -> None:
+    target = ScriptedTarget()
+    serving = service(tmp_path, target, drafters, idle=0)
+    writing = await serving.write(wish(500))
+    await asyncio.sleep({"prefill": 0.01, "writing": 0.5, "unread": 100.0}[when])
+    began = asyncio.get_running_loop().time()
+    await writing.close()
+    assert asyncio.get_running_loop().time() - began <= 0.05
+    assert writing.ended == "cancelled"
+    passes = len(target.runs)
+    await asyncio.sleep(10)
+    assert len(target.runs) == passes
+    assert not target.open_now
+    await writing.close()
+    await settled(serving, target)
 
 
-def test_a_pass_that_does_not_end_is_cancelled(tmp_path: Path) -> None:
-    async def scene() -> None:
-        target = ScriptedTarget(before=lambda count: asyncio.Event().wait() if count == 2 else None)
-        serving = service(tmp_path, target)
-        writing = await serving.write(wish())
-        await asyncio.sleep(1)
-        await writing.close()
-        await asyncio.sleep(1)
-        assert not target.open_now
-        assert not len(serving.idle.sessions)
-        await settled(serving, target)
-
-    within(scene())
+async def test_a_pass_that_does_not_end_is_cancelled(tmp_path: Path) -> None:
+    target = ScriptedTarget(before=lambda count: asyncio.Event().wait() if count == 2 else None)
+    serving = service(tmp_path, target)
+    writing = await serving.write(wish())
+    await asyncio.sleep(1)
+    await writing.close()
+    await asyncio.sleep(1)
+    assert not target.open_now
+    assert not len(serving.idle.sessions)
+    await settled(serving, target)
 
 
-def test_a_text_whose_reader_stops_is_ended(tmp_path: Path) -> None:
-    async def scene() -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target)
-        writing = await serving.write(wish(200))
-        await asyncio.sleep(READER_S + 10)
-        assert serving.sessions == 0
-        with pytest.raises(DeadlineExceeded):
-            await read(writing)
-        await settled(serving, target)
-
-    within(scene())
+async def test_a_text_whose_reader_stops_is_ended(tmp_path: Path) -> None:
+    target = ScriptedTarget()
+    serving = service(tmp_path, target)
+    writing = await serving.write(wish(200))
+    await asyncio.sleep(READER_S + 10)
+    assert serving.sessions == 0
+    with pytest.raises(DeadlineExceeded):
+        await read(writing)
+    await settled(serving, target)
 
 
-def test_a_closing_service_ends_its_texts_and_refuses_others(tmp_path: Path) -> None:
-    async def scene() -> None:
-        target = ScriptedTarget()
-        serving = service(tmp_path, target, sessions=1)
-        writing = await serving.write(wish(500))
-        waiting = asyncio.create_task(serving.write(wish()))
-        await asyncio.sleep(0.2)
-        await settled(serving, target)
-        with pytest.raises(Refused, match="shutting down"):
-            await read(writing)  # after what had come
-        with pytest.raises(Refused, match="shutting down"):
-            await waiting
-
-    within(scene())
+async def test_a_closing_service_ends_its_texts_and_refuses_others(tmp_path: Path) -> None:
+    target = ScriptedTarget()
+    serving = service(tmp_path, target, sessions=1)
+    writing = await serving.write(wish(500))
+    waiting = asyncio.create_task(serving.write(wish()))
+    await asyncio.sleep(0.2)
+    await settled(serving, target)
+    with pytest.raises(Refused, match="shutting down"):
+        await read(writing)  # after what had come
+    with pytest.raises(Refused, match="shutting down"):
+        await waiting
