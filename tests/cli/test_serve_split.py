@@ -22,7 +22,7 @@ from p2ptrain.compute.model import build_model
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import NetworkError, P2PTrainError
 from p2ptrain.core.serving import Sampling, SamplingOptions
-from p2ptrain.core.world import Network, World
+from p2ptrain.core.world import Network, Probe, World
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.member import ServingMember
 from roles.serving.texts import TextRequest
@@ -55,10 +55,10 @@ def reference(
 class VirtualCluster(Cluster):
     """All of its threads' work is done on the loop, and takes virtual time: nobody is ever late."""
 
-    def world(self, network: Network | None = None) -> World:
+    def world(self, network: Network | None = None, probe: Probe | None = None) -> World:
         threads = LoopThreads()
         threads.call_s["compute"] = COMPUTE_S
-        return replace(super().world(network), threads=threads)
+        return replace(super().world(network, probe), threads=threads)
 
 
 class Served:

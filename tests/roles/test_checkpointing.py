@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import Refused, StorageError
 from p2ptrain.core.threads import RealThreads
-from p2ptrain.core.world import Network, World
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine
 from roles.compute_thread import ComputeThread
@@ -55,10 +53,7 @@ class HangingCluster(Cluster):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, MemoryNetwork())
-        self.disk = HangingDisk()
-
-    def world(self, network: Network | None = None) -> World:
-        return replace(super().world(network), disk=self.disk)
+        self.disk: HangingDisk = HangingDisk()
 
     async def saved(self) -> set[int]:
         listed = (await self.ask("checkpoints.list"))["checkpoints"]
