@@ -135,13 +135,14 @@ class Data(Table):
 
     path: Text = Field(default="stdlib", min_length=1)
     """'stdlib' (Python's standard library), a file, a directory or a glob."""
-    format: Literal["auto", "text", "jsonl", "csv", "parquet", "chat"] = "auto"
+    format: Literal["auto", "text", "jsonl", "csv", "parquet", "chat", "preference"] = "auto"
     """'text': whole files. 'jsonl' (also an array in a .json), 'csv' (also .tsv), 'parquet' (needs the package
     pyarrow): a text in each row. 'auto': by the suffix of each file, else text. 'chat': conversations in rows of JSON
     or .parquet, each a list of {role, content}; they go through the model's chat template, only the assistant's answers
     are learned (the loss of a step is the mean over their tokens) unless they have the weight 0, and those that share a
     sequence do not see each other. 'chat' of 'stdlib': questions about its modules and functions, answered by their
-    docstrings."""
+    docstrings. 'preference': rows {prompt, chosen, rejected}, texts or lists of messages; LoRA learns to prefer the
+    chosen answer (see [preference]), and a pair is one sequence of a micro-batch."""
     document_end: Literal["auto", "none"] = "auto"
     """What ends a text that is no conversation, a file or a row. 'auto': the tokenizer's end token, so that the model
     learns to stop, and before the next text comes what the tokenizer puts before a prompt; without an end token, a line
@@ -162,6 +163,14 @@ class Data(Table):
     """Tokens of a training sequence; at most model.context."""
     validation_fraction: float = Field(default=0.05, ge=0, le=0.5)
     """Share of the sequences held out for validation, at least one; 0: none, and nothing is validated."""
+
+
+class Preference(Table):
+    """Direct preference optimization (DPO), with data.format = 'preference' and LoRA. The reference is the model
+    without its adapters."""
+
+    beta: float = Field(default=0.1, gt=0, le=100)
+    """With a larger one the model stays closer to the reference."""
 
 
 class Batch(Table):
@@ -485,6 +494,7 @@ class Profile(Table):
     model: Model = Model()
     lora: Lora = Lora()
     data: Data = Data()
+    preference: Preference = Preference()
     batch: Batch = Batch()
     pipeline: Pipeline = Pipeline()
     sharded: Sharded = Sharded()
@@ -699,6 +709,8 @@ def _check(profile: Profile) -> None:
         raise _conflict(profile, "track.directory", why=why, remedy=remedy)
     _check_lora(profile)
     _check_members(profile)
+    if profile.data.format == "preference":
+        _check_preference(profile)
     beats = ("membership.heartbeat_s", "membership.death_s")
     beat, death = profile.membership.heartbeat_s, profile.membership.death_s
     if (beat == 0) != (death == 0):
@@ -774,6 +786,20 @@ def _check_lora(profile: Profile) -> None:
     if lora.base == "bf16" and profile.device.precision != "bf16":
         why, remedy = "fp32 arithmetic needs weights in fp32", "device.precision = 'bf16', or lora.base = 'fp32'"
         raise _conflict(profile, "lora.base", "device.precision", why=why, remedy=remedy)
+
+
+def _check_preference(profile: Profile) -> None:
+    if not profile.lora.rank:
+        why, remedy = "the reference is the model without its adapters", "set lora.rank, such as 8, and model.path"
+        raise _conflict(profile, "data.format", "lora.rank", why=why, remedy=remedy)
+    for key, allowed, why in (
+        ("job.strategy", ("sync", "local"), "only whole models that are alike at all workers learn from pairs"),
+        ("optimizer.label_smoothing", (0.0,), "a pair's loss has no such term"),
+        ("optimizer.z_loss", (0.0,), "a pair's loss has no such term"),
+        ("privacy.epsilon", (0.0,), "it is counted for sequences, and a pair has two"),
+        ("data.limit_bytes", (0,), "pairs are read whole"),
+    ):
+        _check_need(profile, "data.format", key, allowed, why)
 
 
 def _check_cuts(profile: Profile) -> None:

@@ -31,7 +31,7 @@ def of_profile(profile: Profile, known: ModelShape, cuts: Sequence[int] = ()) ->
         known,
         stages=profile.stages,
         replicas=profile.job.workers // profile.stages,
-        tokens=batch.micro_batch_sequences * data.sequence_tokens,
+        tokens=batch.micro_batch_sequences * data.sequence_tokens * (2 if data.format == "preference" else 1),
         sequence_tokens=data.sequence_tokens,
         micro_batches=batch.micro_batches,
         schedule=split.schedule,

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ from p2ptrain.compute.activations import decode_untrusted, encode
 from p2ptrain.compute.data import NO_TARGET, Corpus, load_corpus
 from p2ptrain.compute.device import translate_out_of_memory
 from p2ptrain.compute.fsdp import translate_lost_members
+from p2ptrain.compute.preferences import counted_pairs, load_pairs, preference_loss, sequence_log_probs
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
 from p2ptrain.compute.sampling import Indices, WindowSampler
@@ -74,7 +76,8 @@ class MicroBatchReader:
     def __init__(self, recipe: ModelRecipe, processes: int = 1) -> None:
         self._spec, self._device, self._processes = recipe.spec, recipe.device.torch_device, processes
         spec, self._tokenizer = recipe.spec, recipe.tokenizer
-        self.corpus: Corpus = load_corpus(spec.data, recipe.tokenizer, recipe.config.vocab_size)
+        load = load_pairs if spec.is_preference else load_corpus
+        self.corpus: Corpus = load(spec.data, recipe.tokenizer, recipe.config.vocab_size)
         recipe.check_corpus(self.corpus)
         training, sequences = self.corpus.training, spec.micro_batch_sequences
         self.validation_count = min(spec.validation_batches, -(-len(self.corpus.validation) // sequences))
@@ -119,8 +122,8 @@ class MicroBatchReader:
         windows = self.corpus.validation[index * sequences : (index + 1) * sequences]
         batch = self.batch(np.resize(windows, sequences))
         if len(windows) < sequences:  # the last one; repeated windows do not count
-            batch = replace(batch, targets=batch.targets.clone())
-            batch.targets[len(windows) :] = NO_TARGET
+            batch, rows = replace(batch, targets=batch.targets.clone()), len(batch.targets) // sequences
+            batch.targets[rows * len(windows) :] = NO_TARGET
         return batch
 
     def batch(self, windows: Indices) -> DeviceBatch:
@@ -228,7 +231,8 @@ class Passes:
             outputs = self.compute(self._entering(batch, inputs), batch)
         if not self._recipe.part.last:
             return _payload(outputs, self._recipe.stage.activations), 0.0, 0
-        return None, float(outputs), int((batch.targets != NO_TARGET).sum())
+        counted = counted_pairs(batch.targets) if self._recipe.spec.is_preference else batch.targets != NO_TARGET
+        return None, float(outputs), int(counted.sum())
 
     def _run(self, flight: _Flight, inputs: Payload | None) -> Tensor:
         with self._recipe.arithmetic(), _memory_errors():
@@ -247,19 +251,30 @@ class Passes:
     def compute(self, x: Tensor, batch: DeviceBatch) -> Tensor:
         """Compute the part's layers of ``x``: hidden states (B, T, width); on the last stage the sum of the losses in
         nats."""
+        spec, tuning = self._recipe.spec, self._recipe.tuning
+        if not spec.is_preference:
+            outputs = self._forward(x, batch)
+            return self._loss(outputs, batch.targets) if self._recipe.part.last else outputs
+        with torch.no_grad(), tuning.without_adapters(self._built.flat.model):
+            reference = sequence_log_probs(self._forward(x, batch), batch.targets)
+        log_probs = sequence_log_probs(self._forward(x, batch), batch.targets)
+        return preference_loss(log_probs, reference, counted_pairs(batch.targets), spec.beta)
+
+    def _forward(self, x: Tensor, batch: DeviceBatch) -> Tensor:
+        """Hidden states (B, T, width); on the last stage logits (B, T, vocab)."""
         built, positions = self._built, batch.positions
         # FSDP2 casts the parameters itself.
         dtype = PRECISIONS[self._recipe.spec.precision] if self._recipe.shard is None else None
         device = self._recipe.device.torch_device
         with nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype):
             if built.stage is not None:
-                outputs = built.stage.forward(x, self._positions if positions is None else positions)
-            else:
-                placed = {} if positions is None else {"position_ids": positions}
-                outputs = built.flat.model(input_ids=x, use_cache=False, **placed).logits
-        if not self._recipe.part.last:
-            return outputs
-        logits, targets = outputs.flatten(0, 1).float(), batch.targets.flatten()  # (B T, vocab), (B T,)
+                return built.stage.forward(x, self._positions if positions is None else positions)
+            placed = {} if positions is None else {"position_ids": positions}
+            return cast(Tensor, built.flat.model(input_ids=x, use_cache=False, **placed).logits)
+
+    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the losses of logits (B, T, vocab)."""
+        logits, targets = outputs.flatten(0, 1).float(), targets.flatten()
         if not torch.is_grad_enabled():  # a validation
             return F.cross_entropy(logits, targets, reduction="sum")
         spec = self._recipe.spec.optimizer

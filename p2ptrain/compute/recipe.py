@@ -25,6 +25,7 @@ from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import ModelSpec, build_model, model_config, outline
 from p2ptrain.compute.optimizer import hidden_matrices
 from p2ptrain.compute.part import PartModel
+from p2ptrain.compute.preferences import PREFERENCE
 from p2ptrain.compute.split_check import check_packs, check_splits
 from p2ptrain.compute.stage import StageSpec, build_training_part, fit_training, initial_digest
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ class TrainingSpec:
         private: the text is this member's own. As long as its share is the same, each of its epochs has each sequence
             once.
         local: each micro-batch is an inner step (``compute.local``); None: their gradients are summed.
+        beta: of DPO, see ``compute.preferences``.
         clip_norm: largest gradient of a micro-batch, which is one sequence (``ClippedGradients``); 0: not clipped. A
             sequence counts once in a step.
         keep_optimizer: begin with the moments that are beside the weights of ``model.path``.
@@ -69,10 +71,16 @@ class TrainingSpec:
     keep_optimizer: bool = False
     tuning: TuningSpec = ALL_OF_IT
     gradient_checkpointing: bool = False
+    beta: float = 0.1
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether a sample is a pair of answers (``compute.preferences``)."""
+        return self.data.format == PREFERENCE
 
     @property
     def micro_batch_tokens(self) -> int:
-        return self.micro_batch_sequences * self.data.sequence_tokens
+        return self.micro_batch_sequences * self.data.sequence_tokens * (2 if self.is_preference else 1)
 
     @property
     def withholds_losses(self) -> bool:
@@ -169,7 +177,7 @@ class ModelRecipe:
 
     def check_corpus(self, corpus: Corpus) -> None:
         """Raise ``ConfigError`` if the model cannot keep the conversations of a window apart."""
-        if corpus.marks is not None:
+        if corpus.marks is not None and not self.spec.is_preference:
             check_packs(self.config, split=not self.stage.is_whole)
 
     @property

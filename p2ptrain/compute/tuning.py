@@ -19,7 +19,8 @@ import fnmatch
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -136,6 +137,18 @@ class Tuning:
                 generator = torch.Generator().manual_seed(seed_of(self._seed, self.adapters[name]))
                 nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
         return made
+
+    @contextmanager
+    def without_adapters(self, module: nn.Module) -> Iterator[None]:
+        """Compute as the base inside the block."""
+        layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "lora_A")]
+        for layer in layers:
+            layer._disable_adapters = True  # ``enable_adapters`` would change what requires gradients, too
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
 
     def config_file(self) -> bytes:
         from peft import LoraConfig

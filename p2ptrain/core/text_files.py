@@ -28,6 +28,7 @@ _SUFFIXES = {
     "auto": (TEXT_SUFFIXES | set(_FORMATS)) - {_ANYTHING},
     "text": TEXT_SUFFIXES,
     "chat": frozenset({".jsonl", ".ndjson", ".parquet"}),
+    "preference": frozenset({".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"}),
     **{name: frozenset(suffixes) - {_ANYTHING} for name, suffixes in ROW_SUFFIXES.items()},
 }
 """By format, the suffixes of the files that are read from a directory; a file or a glob may have any suffix."""
@@ -60,7 +61,7 @@ def find_files(path: str, form: str = "auto") -> list[Path]:
 
 def search_files(path: str, form: str) -> tuple[list[Path], str]:
     """As ``find_files``, and what in a directory is not read though it may hold text; empty if there is nothing."""
-    if is_stdlib(path) and form in ROW_SUFFIXES:
+    if is_stdlib(path) and form in (*ROW_SUFFIXES, "preference"):
         remedy = "use data.format = 'auto' or 'chat', or set data.path to a file of your own"
         raise ConfigError(f"data.path = {path!r} has no files of data.format = {form!r}", remedy=remedy)
     found, note = (_stdlib_files(path[len(STDLIB) + 1 :]), "") if is_stdlib(path) else _named_files(path, form)
@@ -105,6 +106,8 @@ def format_of(file: Path, form: str) -> str:
     by_suffix = _FORMATS.get(kind_of(file)[0], "text")
     if form == "chat":
         return "parquet" if by_suffix == "parquet" else "jsonl"
+    if form == "preference":
+        return "jsonl" if by_suffix == "text" else by_suffix
     return by_suffix if form == "auto" else form
 
 

@@ -583,7 +583,7 @@ def assigned_spec(spec: str, profile: Profile | None, cuts: Sequence[int], creat
         return spec  # the worker says that it cannot read it
     if cuts:
         changes["pipeline"] = profile.pipeline.model_copy(update={"cuts": list(cuts)})
-    if profile.data.format == "chat" and not profile.data.date:
+    if profile.data.format in ("chat", "preference") and not profile.data.date:
         day = datetime.fromtimestamp(created_at, UTC).date().isoformat()
         changes["data"] = profile.data.model_copy(update={"date": day})
     return profile.model_copy(update=changes).to_spec() if changes else spec

@@ -248,6 +248,7 @@ def training_spec(profile: Profile) -> TrainingSpec:
         ),
         keep_optimizer=model.keep_optimizer,
         gradient_checkpointing=profile.device.gradient_checkpointing,
+        beta=profile.preference.beta,
     )
 
 

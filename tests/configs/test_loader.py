@@ -16,8 +16,8 @@ LR_KEYS = (
     "momentum, clip_norm, label_smoothing, z_loss"
 )
 TABLES = (
-    "the tables are job, model, lora, data, batch, pipeline, sharded, local, federated, server, privacy, optimizer, "
-    "validation, checkpoint, device, ring, guard, robust, link, membership, track, drafter"
+    "the tables are job, model, lora, data, preference, batch, pipeline, sharded, local, federated, server, privacy, "
+    "optimizer, validation, checkpoint, device, ring, guard, robust, link, membership, track, drafter"
 )
 SHIPPED = "these ship: chat, example, federated, local, lora, pair, private, robust, server, sharded, small, tiny, wan"
 

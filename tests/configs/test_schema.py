@@ -180,6 +180,11 @@ SERVER: dict[str, Any] = {"job": {"strategy": "server"}}
         ),
         ({"job": {"exact": True}, "data": {"private": True}}, "data.private = True, job.exact = True"),
         (SHARDED | {"data": {"private": True}}, "data.private = True, job.strategy = 'sharded': the workers"),
+        ({"data": {"format": "preference"}}, "lora.rank = 0: the reference is the model without its adapters"),
+        (
+            SERVER | {"data": {"format": "preference"}, "lora": {"rank": 8}, "model": BASE},
+            "data.format = 'preference', job.strategy = 'server': only whole models",
+        ),
         (
             SHARDED | {"optimizer": {"name": "muon"}},
             "optimizer.name = 'muon', job.strategy = 'sharded': Muon needs whole",
