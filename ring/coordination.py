@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import TypeAlias
 
@@ -260,6 +260,23 @@ Event: TypeAlias = (
     " | CheckpointsSaved | Restore | ChangeSettings | Signal"
 )
 """What ``handle`` takes."""
+
+
+@dataclass(slots=True)
+class ChangedSettings:
+    """Changes of a job's settings: ``made`` ones have their step; those ``asked`` for get that of the next view."""
+
+    made: tuple[SettingChange, ...]
+    least_steps: int
+    asked: tuple[SettingChange, ...] = ()
+
+    def ask(self, event: ChangeSettings) -> None:
+        self.asked, self.least_steps = self.asked + event.changes, event.least_steps
+
+    def begin_view(self, step: int) -> tuple[SettingChange, ...]:
+        self.made += tuple(replace(change, step=step) for change in self.asked)
+        self.asked = ()
+        return self.made
 
 
 # -------------------------------------------------------------------------------------------------------- instructions

@@ -113,7 +113,7 @@ class Coordinator:
         self.job, self.options, self.view, self.corpus = job, options, past.view, past.corpus
         self.paused = past.paused  # what a person requested; the phase follows
         self.restore: co.Restore | None = None
-        self.changes, self.asked = past.changes, co.ChangeSettings((), options.least_steps)  # made, and not yet
+        self.settings = co.ChangedSettings(past.changes, options.least_steps)
         self.reason = past.reason
         self.phase = JobPhase.PAUSED if past.paused else JobPhase.WAITING
         if past.state in ENDED:
@@ -531,7 +531,7 @@ class Coordinator:
             self._begin_restore(now)
 
     def _change_settings(self, event: co.ChangeSettings, now: float) -> None:
-        self.asked = replace(event, changes=self.asked.changes + event.changes)
+        self.settings.ask(event)
         if self.phase is JobPhase.RUNNING:
             self._stop(now, "settings change")
 
@@ -604,7 +604,7 @@ class Coordinator:
     def _save_result(self, now: float) -> bool:
         """Rule 11: whether the members have only the result to save. Ends the job if it is saved."""
         survivors, options, roster = self._roster.survivors(self.view), self.options, self._roster
-        if self.restore or self.asked.changes or not self._all_done(survivors):
+        if self.restore or self.settings.asked or not self._all_done(survivors):
             return False
         step, tried = max(report.applied for report in survivors.values()), self._recovery.saves_asked > len(survivors)
         if self._recovery.has_saved(step, survivors, roster, in_parts=tried):
@@ -753,9 +753,8 @@ class Coordinator:
         went_back = bool(kind) or self.restore is not None
         self._recovery.begin(step, chosen, went_back=went_back, carried=survivors if carried else ())
         generation = max(before.generation if before else 0, self.options.minted_below) + 1
-        self.changes += tuple(replace(change, step=step) for change in self.asked.changes)
-        self.asked = replace(self.asked, changes=())
-        self.options = replace(self.options, least_steps=self.asked.least_steps)
+        changes = self.settings.begin_view(step)
+        self.options = replace(self.options, least_steps=self.settings.least_steps)
         self.view = View(
             self.job,
             generation,
@@ -769,7 +768,7 @@ class Coordinator:
             lenient=self._quarantine.refused.lenient,
             reduce_bytes=reduce_bytes,
             stages=roster.parts,
-            changes=self.changes,
+            changes=changes,
         )
         self._out.append(co.Mint(self.view, went_back, self._recovery.branch))
         self._tell("info", "view", describe_view(self.view, before))

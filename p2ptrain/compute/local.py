@@ -87,7 +87,7 @@ class LocalSteps:
     final_early = False
 
     def __init__(self, flat: FlatModel, schedule: OptimizerSchedule, spec: LocalSpec) -> None:
-        self._flat, self._schedule, self._spec = flat, schedule, spec
+        self._flat, self.schedule, self._spec = flat, schedule, spec
         self._own = torch.empty_like(flat.parameters)
         self._inner = make_optimizer(flat, schedule.at(0), self._own, keeps=False)
         self.numel = flat.numel
@@ -113,8 +113,8 @@ class LocalSteps:
 
     def after_backward(self, micro_batches: int, targets: float) -> None:
         self._done += micro_batches
-        settings = self._schedule.at(self._counts.step)
-        lr = self._schedule.lr_at(self._counts.step, self._done / self._share - 1)
+        settings = self.schedule.at(self._counts.step)
+        lr = self.schedule.lr_at(self._counts.step, self._done / self._share - 1)
         gradients = self._flat.gradients[: self._flat.numel]
         if self._spec.proximal:
             gradients.add_(self._own - self._flat.parameters, alpha=self._spec.proximal)
@@ -186,7 +186,7 @@ class LocalSteps:
                     gradient.add_(momentum, alpha=spec.outer_momentum)
                 shared.sub_(gradient, alpha=spec.outer_lr)
         self._take_up(part, step)
-        return self._schedule.lr_at(step), norm / max(weight, 1.0)
+        return self.schedule.lr_at(step), norm / max(weight, 1.0)
 
     def _take_up(self, part: slice, step: int) -> None:
         """Go on from the shared parameters, which have changed in ``part``."""
@@ -276,7 +276,7 @@ class ExactAverage(LocalSteps):
             shared.copy_(mean)
         self._take_up(slice(0, numel), step)
         self._split()
-        return self._schedule.lr_at(step), norm
+        return self.schedule.lr_at(step), norm
 
     def begin_again(self, model: nn.Module) -> None:
         """Take the merged weights from ``model``, as it was before any step."""

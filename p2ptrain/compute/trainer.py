@@ -39,8 +39,9 @@ from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.training import Applied, Blob, FilePlan, OnFinal, SettingsPeriod, TrainingData
 
 
-def make_update(spec: TrainingSpec, flat: FlatModel, schedule: OptimizerSchedule) -> StepUpdate:
+def make_update(spec: TrainingSpec, flat: FlatModel) -> StepUpdate:
     """What the job's strategy contributes and applies."""
+    schedule = OptimizerSchedule(spec.optimizer, spec.steps)
     if spec.clip_norm:
         return ClippedGradients(flat, schedule, spec.micro_batches, spec.clip_norm)
     if spec.local is None:
@@ -158,8 +159,7 @@ class Trainer:
         self.batches = MicroBatchReader(recipe, processes)
         self.built = recipe.build()
         self._sharded = self.built.flat if isinstance(self.built.flat, ShardedModel) else None
-        self._schedule = OptimizerSchedule(recipe.spec.optimizer, recipe.spec.steps)
-        self._update = update = make_update(recipe.spec, self.built.flat, self._schedule)
+        self._update = update = make_update(recipe.spec, self.built.flat)
         self._buffer = make_buffer(recipe, self.built, update)
         self._passes = Passes(recipe, self.built, self.batches, update, self._buffer)
         self.state = make_state(recipe, self.built, update, self.batches.digest)
@@ -190,7 +190,7 @@ class Trainer:
         share_cores(self._recipe.device, workers)
 
     def use_settings(self, periods: Sequence[SettingsPeriod]) -> None:
-        self._schedule.use(periods)
+        self._update.schedule.use(periods)
 
     def connect(self, operations: Operations) -> None:
         assert self._sharded is not None

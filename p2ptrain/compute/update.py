@@ -36,6 +36,7 @@ class StepUpdate(Protocol):
         mean_of_each_call: the gradient at each call of ``after_backward`` is a mean over the targets of the call's
             micro-batches, and ``loss_sum`` is in nats / tokens of a micro-batch. False: the members' sum of a step is
             the mean over all targets of the step, and so is that of ``loss_sum``.
+        schedule: the settings of each step.
         max_scalar: largest sum of each of the scalars, but for the losses.
     """
 
@@ -44,6 +45,7 @@ class StepUpdate(Protocol):
     numel: int
     shared: dict[str, Tensor]
     mean_of_each_call: bool
+    schedule: OptimizerSchedule
     max_scalar: float
 
     def begin_step(self, step: int, count: int) -> bool:
@@ -94,7 +96,7 @@ class SummedGradients:
     def __init__(
         self, flat: FlatModel, schedule: OptimizerSchedule, *, unit: float = 1.0, is_weighted: bool = False
     ) -> None:
-        self._flat, self._schedule, self._unit = flat, schedule, unit
+        self._flat, self.schedule, self._unit = flat, schedule, unit
         self._is_weighted = is_weighted
         self.earlier_steps = 0
         self.contribution, self.numel = flat.gradients, flat.numel
@@ -120,7 +122,7 @@ class SummedGradients:
 
     def apply(self, step: int, norm: float) -> tuple[float, float]:
         weight = self._weight(self.contribution)
-        settings, lr, norm = self._schedule.at(step), self._schedule.lr_at(step), norm / weight
+        settings, lr, norm = self.schedule.at(step), self.schedule.lr_at(step), norm / weight
         scale, decay = settings.clip_scale(norm) * self._unit / weight, settings.weight_decay
         done = self.earlier_steps + step
         self._optimizer.apply(self.contribution[: self.numel], step=done, lr=lr, scale=scale, weight_decay=decay)
@@ -179,7 +181,7 @@ class ClippedGradients(SummedGradients):
     def apply(self, step: int, norm: float) -> tuple[float, float]:
         if norm:
             return super().apply(step, norm)
-        return self._schedule.lr_at(step), norm  # the budget is spent: nobody contributed
+        return self.schedule.lr_at(step), norm  # the budget is spent: nobody contributed
 
 
 def add_noise(values: Tensor, std: float, key: bytes) -> None:

@@ -139,12 +139,12 @@ class JobController:
 
     def _request_of(self, changes: Iterable[SettingChange]) -> co.ChangeSettings:
         asked = tuple(changes)
-        profile = self._profile_after([*self.record.changes, *map(astuple, (*self.core.asked.changes, *asked))])
+        profile = self._profile_after([*self.record.changes, *map(astuple, (*self.core.settings.asked, *asked))])
         return co.ChangeSettings(asked, least_steps(profile) if profile else 0)
 
     def plan_changes(self, values: Mapping[str, str]) -> co.ChangeSettings:
         """The event that changes settings to ``values``, as JSON. Raises ``ProtocolError``."""
-        made = [*self.record.changes, *map(astuple, self.core.asked.changes)]
+        made = [*self.record.changes, *map(astuple, self.core.settings.asked)]
         now = self._profile_after(made)
         if now is None:
             raise ProtocolError("this release cannot read the job's profile")
@@ -363,7 +363,7 @@ class JobController:
             case co.SendCatchUp(peer_id, generation, sources):
                 if (peer := ports.peers.in_job(peer_id, self.id)) is not None:
                     sources = members_dialled_from(peer.host, sources)
-                    peer.send(CatchUp(self.id, generation, sources, self.core.changes))
+                    peer.send(CatchUp(self.id, generation, sources, self.core.settings.made))
             case co.SendSave(peer_ids):
                 self._send(peer_ids, SaveNow(self.id))
             case co.SendRelease(peer_id, reason):
@@ -448,7 +448,7 @@ class JobController:
         requests = {
             "paused": core.paused,
             "restoring": [restore.step, restore.peer_id, restore.lineage] if restore else self.record.restoring,
-            "asked_changes": [list(astuple(change)) for change in core.asked.changes] or self.record.asked_changes,
+            "asked_changes": [list(astuple(change)) for change in core.settings.asked] or self.record.asked_changes,
         }
         if any(getattr(self.record, name) != value for name, value in requests.items()):
             await self._save(**requests)
@@ -550,7 +550,7 @@ class JobController:
             started_at=record.started_at,
             finished_at=record.finished_at,
             reason="another job has the workers" if queued else self.core.reason,
-            changes=list(self.core.changes),
+            changes=list(self.core.settings.made),
             **self.rows.figures(step),
         )
 

@@ -78,14 +78,30 @@ class JobFiles:
     whole: CheckpointFiles | None = None
 
 
-def periods_untrusted(profile: Profile, changes: Sequence[SettingChange]) -> list[SettingsPeriod]:
-    """The periods of a job that began with ``profile``. Raises ``ProtocolError``."""
-    periods = []
-    for first_step in sorted({0, *(change.step for change in changes)}):
-        made = [(change.key, change.value) for change in changes if change.step <= first_step]
-        changed = profile.with_changes_untrusted(made)
-        periods.append(SettingsPeriod(first_step, changed.optimizer.model_dump(), changed.job.steps))
-    return periods
+class JobSettings:
+    """A job's settings, as its views change them.
+
+    Attributes:
+        first, now: the profile at the job's beginning, and after the newest change.
+        periods: for the engine.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.first = self.now = profile
+        self.periods = [SettingsPeriod(0, profile.optimizer.model_dump(), profile.job.steps)]
+        self._known = 0
+
+    def take_untrusted(self, changes: Sequence[SettingChange]) -> None:
+        """Take the changes of a view, unless more are known. Raises ``ProtocolError``."""
+        if len(changes) <= self._known:
+            return
+        periods = []
+        for first_step in sorted({0, *(change.step for change in changes)}):
+            made = [(change.key, change.value) for change in changes if change.step <= first_step]
+            changed = self.first.with_changes_untrusted(made)
+            periods.append(SettingsPeriod(first_step, changed.optimizer.model_dump(), changed.job.steps))
+        self.now = self.first.with_changes_untrusted((change.key, change.value) for change in changes)
+        self.periods, self._known = periods, len(changes)
 
 
 class JobState:
@@ -111,9 +127,7 @@ class JobState:
         request: Callable[[Flag], None],
     ) -> None:
         self._context, self._core, self.files, self._tasks = context, core, files, tasks
-        self.profile, self.stage = profile, stage  # the profile as it is now
-        self._first_profile, self._changes = profile, list[SettingChange]()
-        self._periods = periods_untrusted(profile, ())
+        self._settings, self.stage = JobSettings(profile), stage
         self.progress = self.tokens = 0
         budget = Budget(profile.privacy, files.checkpoints) if profile.privacy.epsilon else None
         self.early = EarlyStop(profile.validation.patience, budget)
@@ -148,18 +162,19 @@ class JobState:
     def count_progress(self) -> None:
         self.progress += 1
 
+    @property
+    def profile(self) -> Profile:
+        """As it is now."""
+        return self._settings.now
+
     def change_settings_untrusted(self, changes: Sequence[SettingChange]) -> None:
         """Take the settings of a view, or of a ring that this member follows. Raises ``ProtocolError``."""
-        if len(changes) <= len(self._changes):
-            return
-        self._periods = periods_untrusted(self._first_profile, changes)
-        self._changes = list(changes)
-        self.profile = self._first_profile.with_changes_untrusted((item.key, item.value) for item in changes)
+        self._settings.take_untrusted(changes)
         self.boundary.profile = self.profile
 
     async def use_settings(self) -> None:
         """Let the engine compute with the settings that were taken."""
-        await self._context.compute.run(self.engine.use_settings, self._periods)
+        await self._context.compute.run(self.engine.use_settings, self._settings.periods)
 
     @property
     def engine(self) -> Engine:
@@ -173,7 +188,7 @@ class JobState:
         return self.reports.engine is not None
 
     async def build(self) -> None:
-        context, profile, stage = self._context, self._first_profile, self.stage
+        context, profile, stage = self._context, self._settings.first, self.stage
         self.reports.engine = engine = await context.compute.run(context.build_engine, profile, stage)
         if engine.data.note:
             notify = context.notify_here if profile.data.private else context.notify  # it names files
