@@ -688,7 +688,7 @@ class Sized(Cluster):
     training = TrainingWorkload(SHAPE, 2, 1, tokens=8, sequence_tokens=8, micro_batches=2)
 
 
-@pytest.mark.parametrize(("cluster", "examples"), [(Whole, 100), (Cluster, 70), (ThreeStages, 120), (Sized, 35)])
+@pytest.mark.parametrize(("cluster", "examples"), [(Whole, 100), (Cluster, 70), (ThreeStages, 50), (Sized, 35)])
 def test_random_histories(cluster: type[Cluster], examples: int) -> None:
     play = settings(
         max_examples=examples, stateful_step_count=50, suppress_health_check=list(HealthCheck), derandomize=True
