@@ -46,5 +46,6 @@ def pytest_collection_finish() -> None:
 def own_state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands and their processes neither see nor change what this user keeps, such as seeds that run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("home")))
+        for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+            patch.setenv(name, str(tmp_path_factory.mktemp("home")))
         yield

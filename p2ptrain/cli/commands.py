@@ -94,6 +94,7 @@ class Commands(Group):
         CommandEntry("generate", "generate:app", "Write text with a checkpoint.", _USE),
         CommandEntry("chat", "chat:app", "Talk with a checkpoint.", _USE),
         CommandEntry("tokenizer", "tokenizer:app", "Make a tokenizer of your own text.", _USE),
+        CommandEntry("data", "data:app", "Show what a text holds for training; remove kept tokens.", _USE),
         CommandEntry("profiles", "profiles:app", "List the profiles that ship; show every effective setting.", _USE),
     )
 

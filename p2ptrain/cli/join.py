@@ -94,7 +94,7 @@ class WorkerFactory:
     """Makes the worker of this process: each time that it joins, it is a new one."""
 
     def __init__(self, options: JoinOptions) -> None:
-        self._options = options
+        self._options, self._doing = options, ""
 
     @cached_property
     def _parts(self) -> Holding:
@@ -108,7 +108,12 @@ class WorkerFactory:
         from roles.worker.build import engine_builder
 
         options = self._options
-        build_engine = engine_builder(device=options.device, threads=options.threads, memory_bytes=options.memory_bytes)
+        build_engine = engine_builder(
+            device=options.device,
+            threads=options.threads,
+            memory_bytes=options.memory_bytes,
+            on_progress=self._show_progress,
+        )
         return self._worker(context, route, build_engine, self._parts, parts_memory_bytes=self._parts.limit_bytes)
 
     def make_in_island(self, context: ProcessContext, route: SeedRoute, formed: FormedIsland) -> MemberRun:
@@ -133,7 +138,8 @@ class WorkerFactory:
 
         def build(profile: Profile, stage: Stage) -> Engine:
             own = with_data(profile, self._options.data)
-            with context.console.during(lambda: f"reading {own.data.path} and building the model"):
+            self._doing = ""
+            with context.console.during(lambda: self._doing or f"reading {own.data.path} and building the model"):
                 engine = build_engine(own, stage)
             return self._add_attack(engine, own) if self._options.attack else engine
 
@@ -150,7 +156,11 @@ class WorkerFactory:
             on_step=show_step,
             membership=route.access.member,
             holding=parts,
+            build_progress=lambda: self._doing,
         ).run
+
+    def _show_progress(self, text: str, share: float) -> None:
+        self._doing = f"{text}: {share:.0%}" if share < 1 else ""
 
     def _add_attack(self, engine: Engine, profile: Profile) -> Engine:
         from p2ptrain.lab.attacker import add_attack

@@ -82,7 +82,7 @@ def train(
         made = Tokenizer.of_directory(out)
     size = made.backend.get_vocab_size()
     figures = {"tokens": size, "text_bytes": text.done_bytes, "sample_bytes": text.sample_bytes}
-    notes = [note for note in (text.note, text.rows.note()) if note]
+    notes = [note for note in (text.note, text.rows.counts.note(1)) if note]
     if size < vocab:
         notes.append(f"the text gives only {size:,} of {vocab:,} tokens")
     for note in notes:

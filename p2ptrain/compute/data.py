@@ -3,44 +3,59 @@
 Every member reads its own copy of the text, and all must get the same tokens. So files are read in the order of their
 relative paths, and line ends become ``\\n``. Members compare the digest, unless the text is private.
 
-Running text is cut into windows wherever they end. A conversation is tokenized whole, as it is when the model answers,
-and cut to a window. (If the chat template changes earlier turns, each answer is in a text of its own, with the turns
-before it.) It goes into the first of the windows being filled that has room, and the rest of a window is padding. The
-conversations of a window are kept apart by their positions. Only the assistant's tokens are targets, and each window
-has at least one: a conversation that is cut before its first answer is left out, and counted.
+Running text is cut into windows wherever they end; ``compute.packing`` makes those of conversations, which are kept
+apart by their positions. The tokens are in a store on disk (``compute.token_store``): memory does not grow with the
+text, and the next start finds them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 
-from p2ptrain.compute.device import HOST, available_bytes, check_memory
-from p2ptrain.compute.rows import BadRow, Messages, Rows
+from p2ptrain.compute.packing import FIRST, TARGET, Marks, WindowPacker, encode_conversations, training_texts
+from p2ptrain.compute.rows import RowCounts, Rows
 from p2ptrain.compute.sampling import Indices, permuted
-from p2ptrain.compute.text import ASSISTANT, USER, ChatFormat, TrainingText
+from p2ptrain.compute.text import ChatFormat, TrainingText
+from p2ptrain.compute.token_store import (
+    FORMAT,
+    OnProgress,
+    StoreFacts,
+    StoreWriter,
+    TokenStore,
+    lock_store,
+    no_progress,
+    open_store,
+    read_facts,
+    sources_of,
+    status_of,
+    stores_dir,
+)
 from p2ptrain.compute.tokenizer import Tokenizer, Tokens
+from p2ptrain.compute.tokenizing import Place, encode_texts
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.text_files import STDLIB, search_files, unreadable
-from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.text_files import STDLIB, is_stdlib, search_files
+from p2ptrain.core.texts import human_seconds
 
 _BLOCK_WINDOWS = 16
 NO_TARGET = -100
 """In place of a target that does not count: ``cross_entropy`` ignores it."""
-Marks = npt.NDArray[np.uint8]
-TARGET, FIRST = 1, 2
-"""Bits of a token's mark: it is a target; it is the first of a conversation. Padding has neither."""
+SYNC_S, SHOW_S = 5.0, 0.2
+"""Seconds between the points from which a killed process goes on, and between two reports of progress."""
 
-_TEXTS_PER_CALL = 256
-_WINDOWS_PER_CHECK = 4096
-_FILLED_AT_ONCE = 16  # windows: more waste less padding, and move text further from its place in the files
-_PROBE = [{"role": role, "content": content} for role, content in zip([USER, ASSISTANT] * 2, "abcd", strict=True)]
+_CHARS_PER_CALL, _TEXTS_PER_CALL = 1 << 20, 256
+_BYTES_PER_TOKEN = 8  # more than tokenizers reach: what is written at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +117,29 @@ class Corpus:
             the corpus.
         marks: of conversations: the mark of each token, shape (n,).
         note: what was left out or cut; empty if nothing was.
+        store: where tokens and marks are.
     """
 
     tokens: Tokens
     vocab_size: int
     sequence_tokens: int
     digest: str
-    training: Indices
+    training: TrainingWindows
     validation: Indices
     marks: Marks | None = None
     note: str = ""
+    store: TokenStore | None = None
 
     def window_tokens(self, windows: Indices) -> Indices:
         """The tokens of ``windows`` (B,), shape (B, T + 1), int64."""
         windows_tokens: Indices = self.tokens[self._places(windows)].astype(np.int64)
         return windows_tokens
 
-    def target_counts(self) -> Indices:
-        """Number of targets in each window, shape (windows,)."""
+    def target_count(self, windows: Indices) -> int:
+        """Number of targets in ``windows`` (B,)."""
         if self.marks is None:
-            return np.full(len(self.training) + len(self.validation), self.sequence_tokens)
-        marks = self.marks.reshape(-1, self.sequence_tokens + 1)[:, 1:]
-        counts: Indices = np.count_nonzero(marks & TARGET, axis=1).astype(np.int64)
-        return counts
+            return len(windows) * self.sequence_tokens
+        return int(np.count_nonzero(self.marks[self._places(windows)[:, 1:]] & TARGET))
 
     def batch(self, windows: Indices) -> TokenBatch:
         tokens = self.window_tokens(windows)
@@ -141,51 +156,198 @@ class Corpus:
         return places
 
 
-def load_corpus(spec: DataSpec, tokenizer: Tokenizer, model_tokens: int | None = None) -> Corpus:
-    """Find, read and tokenize the text that ``spec`` names, for a model with the ids below ``model_tokens``; None: with
-    all of the tokenizer's. Raises ``ConfigError``: ``path`` names no text, or too little; the rows have no such field;
-    it has a token that the model lacks; or as ``pack_conversations``; ``UserError``: a file cannot be read or is not
-    text, or too many rows cannot be used; ``ResourceError``: the text does not fit into memory."""
+class TrainingWindows:
+    """The numbers of the windows that are not held out, ascending, without an array of all of them.
+
+    Args:
+        held: the first window of each held-out block, ascending. block: windows in a block.
+    """
+
+    def __init__(self, windows: int, held: Indices, block: int) -> None:
+        self._count = windows - len(held) * block
+        self._before, self._block = held - block * np.arange(len(held)), block  # training windows before each block
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: Indices | slice | SupportsIndex) -> Any:
+        """The windows at positions (B,) or at a slice of them, shape (B,); or at one position."""
+        if isinstance(at, slice):
+            at = np.arange(*at.indices(self._count))
+        positions = np.asarray(at)
+        if positions.size and not -self._count <= positions.min() <= positions.max() < self._count:
+            raise IndexError(f"there are {self._count} windows")
+        positions = np.where(positions < 0, positions + self._count, positions)
+        return positions + self._block * np.searchsorted(self._before, positions, side="right")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Indices:
+        return np.asarray(self[:], dtype)
+
+
+def load_corpus(
+    spec: DataSpec,
+    tokenizer: Tokenizer,
+    model_tokens: int | None = None,
+    *,
+    on_progress: OnProgress = no_progress,
+) -> Corpus:
+    """Find the text that ``spec`` names and its tokens, for a model with the ids below ``model_tokens``; None: with
+    all of the tokenizer's. Tokens that were not stored yet are made, which takes long for a long text.
+
+    Raises ``ConfigError``: ``path`` names no text, or too little; the rows have no such field; it has a token that the
+    model lacks; the chat template cannot be used; ``UserError``: a file cannot be read or is not text, or too many rows
+    cannot be used; ``ResourceError``: what must be held whole does not fit into memory; ``StorageError``: the tokens
+    cannot be stored."""
     files, not_read = search_files(spec.path, spec.format)
-    total = sum(_size(file) for file in files)
-    read_bytes = min(total, spec.limit_bytes or total)
-    copies = 3 if tokenizer.is_bytes else 8
-    remedy = f"set data.limit_bytes = {available_bytes(HOST) // copies}"
-    check_memory(read_bytes * copies, HOST, f"the text ({human_bytes(read_bytes)} in data.path)", remedy)
-    is_chat, width = spec.format == "chat", spec.sequence_tokens + 1
-    rows = Rows(spec.path, spec.format, spec.text_key or ("messages" if is_chat else "text"), spec.bad_rows)
-    marks, cut = None, ""
-    if is_chat:
-        form, found = ChatFormat(tokenizer, spec.date), rows.conversations(files)
-        tokens, marks, cut = pack_conversations(found, form, rows, width=width, limit_bytes=spec.limit_bytes)
-    else:
-        documents = spec.document_end == "auto"
-        texts = rows.texts(files, line_end="" if documents and tokenizer.end else "\n")
-        tokens = tokenizer.encode(_limited(texts, spec.limit_bytes), documents=documents)
-    highest, known = int(tokens.max(initial=0)), model_tokens or tokenizer.vocab_size
-    if highest >= known:  # a token that no text has, such as one for padding, may be beyond
-        name = tokenizer.backend.id_to_token(highest)
-        text = f"the text has the token {name!r}, id {highest}, but the model has only the ids 0 to {known - 1}"
+    store = _find_or_make_store(spec, tokenizer, files, on_progress)
+    facts, width = store.facts, spec.sequence_tokens + 1
+    if facts.highest >= (known := model_tokens or tokenizer.vocab_size):  # ids that no text has may be beyond
+        name = tokenizer.backend.id_to_token(facts.highest)
+        text = f"the text has the token {name!r}, id {facts.highest}, but the model has only the ids 0 to {known - 1}"
         raise ConfigError(text, remedy="put the tokenizer there that the model was trained with")
-    left_out = list(filter(None, (not_read, rows.note(), cut)))
-    windows = len(tokens) // width if is_chat else max(0, len(tokens) - 1) // spec.sequence_tokens
+    left_out = list(filter(None, (not_read, RowCounts(**facts.rows).note(spec.bad_rows), facts.note)))
+    is_chat = store.marks is not None
+    windows = facts.numel // width if is_chat else max(0, facts.numel - 1) // spec.sequence_tokens
     training, validation = split_windows(spec, windows, left_out)
     note = "; ".join(filter(None, (*left_out, _large_part(spec, len(validation), windows))))
-    hasher = hashlib.sha256(f"{tokens.dtype.name} {tokenizer.vocab_size} ".encode())
-    hasher.update(np.ascontiguousarray(tokens, tokens.dtype.newbyteorder("<")).data)
-    hasher.update(b"" if marks is None else marks.data)
-    digest = hasher.hexdigest()
-    return Corpus(tokens, tokenizer.vocab_size, spec.sequence_tokens, digest, training, validation, marks, note)
+    vocab = tokenizer.vocab_size
+    return Corpus(
+        store.tokens, vocab, spec.sequence_tokens, facts.digest, training, validation, store.marks, note, store
+    )
 
 
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError as error:
-        raise unreadable(file, error) from error
+# --------------------------------------------------------------------------------------------------- making the tokens
 
 
-def split_windows(spec: DataSpec, windows: int, left_out: Sequence[str] = ()) -> tuple[Indices, Indices]:
+def store_key(spec: DataSpec, tokenizer: Tokenizer, files: Sequence[Path]) -> str:
+    """The name of the store: a hash of all that decides its tokens. The files count by path, size and time."""
+    parts: list[Any] = [FORMAT, spec.format, spec.text_key, spec.limit_bytes, is_stdlib(spec.path)]
+    parts += [tokenizer.backend.to_str(), tokenizer.begin, tokenizer.end]
+    if spec.format == "chat":
+        date = spec.date or f"{datetime.now(UTC):%Y-%m-%d}"
+        parts += [spec.sequence_tokens, *ChatFormat(tokenizer, date).identity]
+    else:
+        parts.append(spec.document_end)
+    return hashlib.sha256(json.dumps([*parts, sources_of(files)]).encode()).hexdigest()[:32]
+
+
+def _find_or_make_store(
+    spec: DataSpec, tokenizer: Tokenizer, files: Sequence[Path], on_progress: OnProgress
+) -> TokenStore:
+    directory = stores_dir() / store_key(spec, tokenizer, files)
+    if (store := open_store(directory, on_progress)) is not None:
+        return store
+
+    def show_other() -> None:
+        facts = read_facts(directory)
+        share = facts.state.get("share", 0.0) if facts is not None else 0.0
+        on_progress(f"another process makes the tokens of {spec.path}", share)
+
+    with lock_store(directory, show_other):
+        if (store := open_store(directory, on_progress)) is not None:
+            return store
+        _make_store(directory, spec, tokenizer, files, on_progress)
+        store = open_store(directory)
+    assert store is not None, "just written"
+    return store
+
+
+def _make_store(
+    directory: Path, spec: DataSpec, tokenizer: Tokenizer, files: Sequence[Path], on_progress: OnProgress
+) -> None:
+    is_chat = spec.format == "chat"
+    path = spec.path if is_stdlib(spec.path) else os.path.abspath(os.path.expanduser(spec.path))
+    writer = StoreWriter(
+        directory, StoreFacts(path, spec.format, sources_of(files), tokenizer.dtype.name), has_marks=is_chat
+    )
+    rows = Rows(spec.path, spec.format, spec.text_key or ("messages" if is_chat else "text"))
+    total_bytes = sum(status_of(file).st_size for file in files)
+    least = min(total_bytes, spec.limit_bytes or total_bytes) // (1 if tokenizer.is_bytes else _BYTES_PER_TOKEN)
+    writer.check_room(least * tokenizer.dtype.itemsize - writer.written_bytes)
+    steps, packer = _write_texts(writer, spec, tokenizer, rows, files), None
+    if is_chat:
+        packer = WindowPacker(spec.sequence_tokens + 1, tokenizer.dtype)
+        steps = _write_conversations(writer, spec, ChatFormat(tokenizer, spec.date), rows, files, packer)
+    began = synced = shown = time.monotonic()
+    first: float | None = None
+    for make_state in steps:
+        now, share = time.monotonic(), rows.read_bytes / total_bytes
+        share = max(share, rows.text_bytes / spec.limit_bytes if spec.limit_bytes else 0)
+        first = share if first is None else first  # what an earlier process read takes no time
+        if now >= shown + SHOW_S:
+            left_s = (now - began) * (1 - share) / max(share - first, 1e-9)
+            left = f", {human_seconds(left_s)} left" if share > first else ""
+            on_progress(f"tokenizing {spec.path}{left}", share)
+            shown = now
+            if now >= synced + SYNC_S and make_state is not None:
+                writer.check_room(writer.written_bytes * (1 / max(share, 1e-9) - 1))
+                writer.sync(make_state() | {"share": share})
+                synced = now
+    if sources_of(files) != writer.facts.sources:
+        raise UserError(f"files of data.path = {spec.path!r} changed while they were read", remedy="start again")
+    on_progress(f"verifying the tokens of {spec.path}", 1.0)
+    note = packer.note(rows.counts.count - rows.counts.bad) if packer is not None else ""
+    vocab, counts = tokenizer.vocab_size, asdict(rows.counts)
+    writer.finish(vocab_size=vocab, text_bytes=rows.text_bytes, rows=counts, note=note)
+
+
+MakeState = Callable[[], dict[str, Any]]
+"""Makes what ``StoreWriter.sync`` takes, of what was written so far."""
+
+
+def _write_texts(
+    writer: StoreWriter, spec: DataSpec, tokenizer: Tokenizer, rows: Rows, files: Sequence[Path]
+) -> Iterator[MakeState | None]:
+    documents = spec.document_end == "auto"
+    begin, end = (np.array(ids if documents else [], tokenizer.dtype) for ids in (tokenizer.begin, tokenizer.end))
+    texts = rows.texts(files, line_end="" if len(end) else "\n", limit_bytes=spec.limit_bytes)
+    for part in encode_texts(texts, tokenizer, Place(**writer.facts.state.get("place", {}))):
+        if part.begins and len(begin):
+            writer.append(begin)
+        writer.append(part.ids)
+        if part.ends:
+            writer.append(end)
+            writer.end_document()
+        place = part.place
+        yield None if place is None else partial(dict, place=place._asdict())
+
+
+def _write_conversations(
+    writer: StoreWriter, spec: DataSpec, form: ChatFormat, rows: Rows, files: Sequence[Path], packer: WindowPacker
+) -> Iterator[MakeState]:
+    found, taken, batch = rows.conversations(files), 0, list[TrainingText]()
+
+    def make_state() -> dict[str, Any]:
+        counts = {"rows": asdict(rows.counts), "text_bytes": rows.text_bytes, "taken": taken}
+        return counts | {"packer": packer.state()}
+
+    def pack() -> None:
+        for ids, marks in encode_conversations(batch, form):
+            if (window := packer.add(ids, marks)) is not None:
+                writer.append(window.tokens, window.marks)
+        batch.clear()
+
+    if state := writer.facts.state:
+        taken = state["taken"]
+        for _ in islice(found, taken):
+            pass
+        rows.counts, rows.text_bytes = RowCounts(**state["rows"]), state["text_bytes"]
+        packer.restore(state["packer"])
+    for texts in training_texts(found, form, rows, spec.limit_bytes):
+        batch, taken = batch + texts, taken + 1
+        if len(batch) >= _TEXTS_PER_CALL or sum(len(text) for text, _ in batch) >= _CHARS_PER_CALL:
+            pack()
+            yield make_state
+    pack()
+    for window in packer.open:
+        writer.append(window.tokens, window.marks)
+    writer.documents = packer.count - packer.unanswered
+
+
+# -------------------------------------------------------------------------------------------------------------- windows
+
+
+def split_windows(spec: DataSpec, windows: int, left_out: Sequence[str] = ()) -> tuple[TrainingWindows, Indices]:
     """Training and validation window numbers (see ``Corpus``); the former ascend. ``left_out``: for the error. Raises
     ``ConfigError``."""
     fraction = spec.validation_fraction
@@ -199,10 +361,8 @@ def split_windows(spec: DataSpec, windows: int, left_out: Sequence[str] = ()) ->
             "data.sequence_tokens; with data.validation_fraction = 0 one window is enough",
         )
     chosen = np.arange(max(1, min(blocks - 1, round(blocks * fraction))) if fraction else 0)
-    held = (np.sort(permuted(chosen, blocks, key=0))[:, None] * block + np.arange(block)).astype(np.int64)
-    is_training = np.ones(windows, dtype=np.bool_)
-    is_training[held] = False
-    return np.flatnonzero(is_training).astype(np.int64), held.T.reshape(-1)
+    firsts = np.sort(permuted(chosen, blocks, key=0)) * block
+    return TrainingWindows(windows, firsts, block), (firsts[:, None] + np.arange(block)).T.reshape(-1)
 
 
 def _large_part(spec: DataSpec, held_out: int, windows: int) -> str:
@@ -213,105 +373,3 @@ def _large_part(spec: DataSpec, held_out: int, windows: int) -> str:
         f"validation holds out {held_out} of {windows} sequences, more than data.validation_fraction = "
         f"{spec.validation_fraction:g}: with 0 all are trained on"
     )
-
-
-def _limited(texts: Iterator[str], limit_bytes: int) -> Iterator[str]:
-    """At most ``limit_bytes`` of UTF-8 of ``texts``, without cutting a character; 0 for all."""
-    if not limit_bytes:
-        yield from texts
-        return
-    left = limit_bytes
-    for text in texts:
-        encoded = text.encode()
-        if len(encoded) >= left:
-            yield encoded[:left].decode(errors="ignore")
-            return
-        yield text
-        left -= len(encoded)
-
-
-# ------------------------------------------------------------------------------------------------------ conversations
-
-
-def pack_conversations(
-    conversations: Iterable[tuple[str, Messages]], form: ChatFormat, rows: Rows, *, width: int, limit_bytes: int
-) -> tuple[Tokens, Marks, str]:
-    """Tokens and marks of all windows, each of ``width`` tokens, shape (windows * width,); and what to tell of those
-    that were cut.
-
-    Args:
-        conversations: each with its place. rows: counts those that the chat template refuses.
-        limit_bytes: most bytes of UTF-8 of the written conversations; 0 for all.
-
-    Raises:
-        ConfigError: the chat template does not show where an answer begins.
-        ResourceError: the windows do not fit into memory.
-        UserError: as ``Rows``.
-    """
-    try:
-        form.training_texts(_PROBE)
-    except UserError as problem:
-        raise ConfigError(problem.message, remedy=problem.remedy) from problem
-    windows: list[tuple[Tokens, Marks]] = []
-    filled: list[tuple[int, Tokens, Marks]] = []  # the newest windows, each after the number of its tokens
-    count = cut = unanswered = 0
-    for ids, marks in _tokenize(_training_texts(conversations, form, rows, limit_bytes), form):
-        count, cut = count + 1, cut + (len(ids) > width)
-        ids, marks = ids[:width], marks[:width]
-        if not (marks & TARGET).any():
-            unanswered += 1
-            continue
-        at = next((at for at, (used, *_) in enumerate(filled) if used + len(ids) <= width), len(filled))
-        if at == len(filled):
-            if len(windows) % _WINDOWS_PER_CHECK == 0:  # texts that repeat earlier turns may be many times the files
-                size_bytes = 2 * (len(windows) + _WINDOWS_PER_CHECK) * width * (ids.itemsize + 1)
-                what = f"packing {count:,} texts of conversations"
-                check_memory(size_bytes, HOST, what, "set a smaller data.limit_bytes")
-            windows.append((np.zeros(width, ids.dtype), np.zeros(width, np.uint8)))
-            filled.append((0, *windows[-1]))
-        used, window, window_marks = filled[at]
-        end = used + len(ids)
-        window[used:end], window_marks[used:end] = ids, marks
-        filled[at] = end, window, window_marks
-        del filled[:-_FILLED_AT_ONCE]
-    empty = np.zeros(0, form.tokenizer.dtype), np.zeros(0, np.uint8)
-    tokens, all_marks = (np.concatenate(arrays) for arrays in zip(empty, *windows, strict=True))
-    usable, texts, note = rows.count - rows.bad, "conversations", ""
-    if count > usable:
-        note = f"; the chat template changes earlier turns, so {usable:,} conversations make {count:,} texts"
-        texts = "texts"
-    if cut:
-        note += f"; {cut:,} of {count:,} {texts} have more than data.sequence_tokens and are cut"
-    if unanswered:
-        note += f"; {unanswered:,} have no answer in what is left, or an empty one, and are left out"
-    return tokens, all_marks, note.removeprefix("; ")
-
-
-def _training_texts(
-    conversations: Iterable[tuple[str, Messages]], form: ChatFormat, rows: Rows, limit_bytes: int
-) -> Iterator[TrainingText]:
-    """Those of the conversations that the chat template accepts."""
-    left = limit_bytes
-    for place, messages in conversations:
-        try:
-            texts = form.training_texts(messages)
-        except ConfigError:  # a limit of this machine must not decide which rows are learned
-            raise
-        except UserError as problem:
-            rows.leave_out(place, BadRow(f"is not usable: {problem.message}", problem.remedy or "leave it out"))
-            continue
-        left -= sum(len(text.encode()) for text, _ in texts)
-        if limit_bytes and left < 0:
-            return
-        yield from texts or [TrainingText("", [])]
-
-
-def _tokenize(texts: Iterator[TrainingText], form: ChatFormat) -> Iterator[tuple[Tokens, Marks]]:
-    while batch := list(islice(texts, _TEXTS_PER_CALL)):
-        for encoding, (_, bounds) in zip(form.encode([text for text, _ in batch]), batch, strict=True):
-            starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-            begun = np.searchsorted(bounds[::2], np.maximum(stops, starts + 1), side="left")
-            ended = np.searchsorted(bounds[1::2], starts, side="right")
-            marks = (begun > ended).astype(np.uint8)  # characters of an answer are in the token
-            marks[:1] = FIRST  # and no target: it has no token before it
-            yield np.array(encoding.ids, form.tokenizer.dtype), marks

@@ -39,6 +39,7 @@ from p2ptrain.compute.preferences import counted_pairs, load_pairs, preference_l
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
 from p2ptrain.compute.sampling import Indices, WindowSampler
+from p2ptrain.compute.token_store import OnProgress, no_progress
 from p2ptrain.compute.update import StepUpdate
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.training import OnFinal
@@ -73,15 +74,17 @@ class MicroBatchReader:
         ConfigError, UserError, ResourceError: see ``load_corpus``, ``ModelRecipe.check_corpus``.
     """
 
-    def __init__(self, recipe: ModelRecipe, processes: int = 1) -> None:
+    def __init__(self, recipe: ModelRecipe, processes: int = 1, on_progress: OnProgress = no_progress) -> None:
         self._spec, self._device, self._processes = recipe.spec, recipe.device.torch_device, processes
         spec, self._tokenizer = recipe.spec, recipe.tokenizer
-        load = load_pairs if spec.is_preference else load_corpus
-        self.corpus: Corpus = load(spec.data, recipe.tokenizer, recipe.config.vocab_size)
+        if spec.is_preference:
+            self.corpus: Corpus = load_pairs(spec.data, recipe.tokenizer, recipe.config.vocab_size)
+        else:
+            vocab = recipe.config.vocab_size
+            self.corpus = load_corpus(spec.data, recipe.tokenizer, vocab, on_progress=on_progress)
         recipe.check_corpus(self.corpus)
         training, sequences = self.corpus.training, spec.micro_batch_sequences
         self.validation_count = min(spec.validation_batches, -(-len(self.corpus.validation) // sequences))
-        self._target_counts = self.corpus.target_counts()[training]
         self.sampler = WindowSampler(len(training), spec.seed)
         self._drawn: set[int] = set()  # sequences of this step that ``draws_again`` was asked for
         self.first, self.count = 0, spec.micro_batches
@@ -112,7 +115,7 @@ class MicroBatchReader:
 
     def targets(self, step: int, index: int, count: int) -> int:
         """Number of targets in micro-batches ``range(index, index + count)``."""
-        return int(self._target_counts[self.window_numbers(step, index, count)].sum()) if count else 0
+        return self.corpus.target_count(self.corpus.training[self.window_numbers(step, index, count)]) if count else 0
 
     def training_batch(self, step: int, index: int) -> DeviceBatch:
         return self.batch(self.corpus.training[self.window_numbers(step, index)])

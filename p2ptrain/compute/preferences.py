@@ -21,7 +21,8 @@ import numpy as np
 import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
 
-from p2ptrain.compute.data import FIRST, NO_TARGET, TARGET, Corpus, DataSpec, Marks, TokenBatch, split_windows
+from p2ptrain.compute.data import NO_TARGET, Corpus, DataSpec, TokenBatch, split_windows
+from p2ptrain.compute.packing import FIRST, TARGET, Marks
 from p2ptrain.compute.rows import ROLES, BadRow, Rows, _is_unicode
 from p2ptrain.compute.sampling import Indices
 from p2ptrain.compute.text import ASSISTANT, ChatFormat
@@ -42,9 +43,9 @@ class PairCorpus(Corpus):
         marks = cast(Marks, self.marks)[places]
         return TokenBatch(tokens[:, :-1], np.where(marks & TARGET, tokens[:, 1:], NO_TARGET), None)
 
-    def target_counts(self) -> Indices:
+    def target_count(self, windows: Indices) -> int:
         """1 for each pair: a loss is a mean over pairs."""
-        return np.ones(len(self.training) + len(self.validation), np.int64)
+        return len(windows)
 
     def _places(self, windows: Indices) -> Indices:
         sequences = (2 * windows[:, None] + np.arange(2)).reshape(-1)
@@ -57,7 +58,7 @@ def load_pairs(spec: DataSpec, tokenizer: Tokenizer, model_tokens: int) -> PairC
     """The pairs of the files that ``spec`` names, for a model with the ids below ``model_tokens``. Raises as
     ``load_corpus``."""
     files, not_read = search_files(spec.path, spec.format)
-    rows = [Rows(spec.path, spec.format, key, spec.bad_rows) for key in KEYS]
+    rows = [Rows(spec.path, spec.format, key) for key in KEYS]
     form, width, cut = ChatFormat(tokenizer, spec.date), spec.sequence_tokens + 1, 0
     tokens: list[Tokens] = []
     marks: list[Marks] = []
@@ -67,10 +68,12 @@ def load_pairs(spec: DataSpec, tokenizer: Tokenizer, model_tokens: int) -> PairC
         except ConfigError:  # a limit of this machine must not decide which rows are learned
             raise
         except UserError as problem:
-            rows[0].leave_out(place, BadRow(f"is not usable: {problem.message}", problem.remedy or "leave it out"))
+            rows[0].counts.leave_out(
+                place, BadRow(f"is not usable: {problem.message}", problem.remedy or "leave it out")
+            )
             continue
         if not all((made[:width] & TARGET).any() for _, made in pair):
-            rows[0].leave_out(place, BadRow("has no room for both answers", "set a larger data.sequence_tokens"))
+            rows[0].counts.leave_out(place, BadRow("has no room for both answers", "set a larger data.sequence_tokens"))
             continue
         cut += any(len(ids) > width for ids, _ in pair)
         for ids, made in pair:
@@ -83,7 +86,7 @@ def load_pairs(spec: DataSpec, tokenizer: Tokenizer, model_tokens: int) -> PairC
         text = f"the text has the token id {highest}, but the model has only the ids 0 to {model_tokens - 1}"
         raise ConfigError(text, remedy="put the tokenizer there that the model was trained with")
     long = f"{cut:,} pairs have more than data.sequence_tokens and are cut" if cut else ""
-    left_out = list(filter(None, (not_read, rows[0].note(), long)))
+    left_out = list(filter(None, (not_read, rows[0].counts.note(spec.bad_rows), long)))
     training, validation = split_windows(spec, len(tokens) // 2, left_out)
     hasher = hashlib.sha256(f"pairs {all_tokens.dtype.name} {tokenizer.vocab_size} ".encode())
     hasher.update(np.ascontiguousarray(all_tokens, all_tokens.dtype.newbyteorder("<")).data)
@@ -102,7 +105,7 @@ def _pairs(files: Sequence[Path], rows: Sequence[Rows]) -> Iterator[tuple[str, l
                 yield place, values
             else:
                 remedy = "give each row prompt, chosen and rejected: three texts, or three lists of {role, content}"
-                rows[0].leave_out(place, BadRow("is no pair of answers", remedy))
+                rows[0].counts.leave_out(place, BadRow("is no pair of answers", remedy))
 
 
 def _is_chat(value: object) -> bool:

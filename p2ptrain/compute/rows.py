@@ -3,11 +3,15 @@
 A *row* is a line of a ``.jsonl`` file or an item of a JSON array, a record of a ``.csv`` or ``.tsv`` file (its first
 record names the columns) or a row of a ``.parquet`` file. Files may be compressed with gzip. Which rows are left out
 depends on the files alone, so members with equal files keep equal corpora.
+
+Files are read in parts, so memory does not grow with them. It is checked for what must be held whole: a line, a JSON
+array, a row group of a ``.parquet`` file.
 """
 
 from __future__ import annotations
 
 import ast
+import codecs
 import csv
 import gzip
 import json
@@ -15,9 +19,11 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from p2ptrain.compute.device import HOST, check_memory
 from p2ptrain.core.errors import ConfigError, UserError
@@ -30,9 +36,10 @@ Messages = list[dict[str, Any]]
 ROLES = ("system", "user", "assistant")
 MAX_MESSAGES = 1024
 _EXAMPLES = 3  # bad rows that a warning names
-_PART_BYTES = 1 << 24
+_PART_BYTES = 1 << 20
+_LONG_CHARS = 1 << 24  # memory is checked for longer lines
 _MAX_FIELD_CHARACTERS = 1 << 24  # of a .csv: Python's reader takes up to 13 bytes for each
-_CSV_LINE = re.compile(r"[^\r\n]*[\r\n]|[^\r\n]+")
+_LINE, _CSV_LINE = re.compile(r"[^\n]*\n|[^\n]+"), re.compile(r"[^\r\n]*[\r\n]|[^\r\n]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,43 +53,95 @@ class BadRow:
 _NOT_UNICODE = BadRow("has a byte that is not UTF-8, or half of a surrogate pair", "write the text as UTF-8")
 
 
+class TextPart(NamedTuple):
+    """A part of a text. ``ends``: the text, a file or a row, ends with it."""
+
+    text: str
+    ends: bool
+
+
+@dataclass(slots=True)
+class RowCounts:
+    """Number of rows so far, and of those that are left out; of the first of these, the places and reasons."""
+
+    count: int = 0
+    bad: int = 0
+    examples: list[str] = field(default_factory=list)
+    remedy: str = ""
+
+    def leave_out(self, place: str, bad: BadRow) -> None:
+        """Count a row that cannot be used."""
+        self.bad += 1
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append(f"{place} {bad.why}")
+        self.remedy = self.remedy or bad.remedy
+
+    def note(self, max_bad: float) -> str:
+        """After the last row: what was left out; empty if nothing was. Raises ``UserError``: it is more than the share
+        ``max_bad``."""
+        if self.bad > max_bad * self.count:
+            allowed = f"data.bad_rows = {max_bad:g} allows {int(max_bad * self.count):,}"
+            text = f"{self.examples[0]}; {self.bad:,} of {self.count:,} rows cannot be used, and {allowed}"
+            raise UserError(text, remedy=f"{self.remedy}; or raise data.bad_rows")
+        if not self.bad:
+            return ""
+        more = f"; and {self.bad - _EXAMPLES:,} more" if self.bad > _EXAMPLES else ""
+        return f"{self.bad:,} of {self.count:,} rows of the data are left out: {'; '.join(self.examples)}{more}"
+
+
 class Rows:
     """Reads files in order.
 
     Args:
         path, form: ``data.path`` and ``data.format``.
         key: the field of a row with its text or its messages.
-        max_bad: largest share of rows that may be left out.
 
     Attributes:
-        count, bad: number of rows so far, and of those that are left out.
+        read_bytes: of the files on disk, so far. text_bytes: of the UTF-8 of the texts that were taken.
     """
 
-    def __init__(self, path: str, form: str, key: str, max_bad: float) -> None:
-        self.count = self.bad = 0
-        self._is_stdlib, self._form, self._key, self._max_bad = is_stdlib(path), form, key, max_bad
-        self._examples: list[str] = []
-        self._remedy = ""
+    def __init__(self, path: str, form: str, key: str) -> None:
+        self.counts, self.read_bytes, self.text_bytes = RowCounts(), 0, 0
+        self._is_stdlib, self._form, self._key = is_stdlib(path), form, key
 
-    def texts(self, files: Sequence[Path], *, line_end: str = "\n") -> Iterator[str]:
-        """Texts that are not empty and end with ``line_end``. Raises ``UserError``."""
+    def texts(self, files: Sequence[Path], *, line_end: str = "\n", limit_bytes: int = 0) -> Iterator[TextPart]:
+        """Texts that are not empty, in parts; each text ends with ``line_end``. Raises ``UserError``.
+
+        ``limit_bytes``: of UTF-8, where the last text is cut, between characters; 0: no limit."""
+        for text, ends in self._whole_texts(files, line_end):
+            encoded = text.encode()
+            if limit_bytes and self.text_bytes + len(encoded) >= limit_bytes:
+                kept = encoded[: limit_bytes - self.text_bytes].decode(errors="ignore")
+                self.text_bytes = limit_bytes
+                yield TextPart(kept, ends=True)
+                return
+            self.text_bytes += len(encoded)
+            yield TextPart(text, ends)
+
+    def _whole_texts(self, files: Sequence[Path], line_end: str) -> Iterator[TextPart]:
         for file in files:
-            for text in self._raw_texts(file):
-                if text:
-                    yield text if text.endswith(line_end) else text + line_end
+            before = ""
+            for text, ends in self._raw_texts(file):
+                before = text or before
+                if ends and before:
+                    yield TextPart(text if before.endswith(line_end) else text + line_end, ends=True)
+                    before = ""
+                elif text:
+                    yield TextPart(text, ends=False)
 
-    def _raw_texts(self, file: Path) -> Iterator[str]:
+    def _raw_texts(self, file: Path) -> Iterator[TextPart]:
         if format_of(file, self._form) == "text":
-            yield _read_text(file)
+            yield from (TextPart(part, ends=False) for part in self._parts(file))
+            yield TextPart("", ends=True)
             return
         for place, value in self._values(file):
             if not isinstance(value, str):
                 remedy = "set data.text_key to the field with the text"
-                self.leave_out(place, BadRow(f"has no text under {self._key!r}", remedy))
+                self.counts.leave_out(place, BadRow(f"has no text under {self._key!r}", remedy))
             elif not _is_unicode(value):
-                self.leave_out(place, _NOT_UNICODE)
+                self.counts.leave_out(place, _NOT_UNICODE)
             else:
-                yield value
+                yield TextPart(value, ends=True)
 
     def conversations(self, files: Sequence[Path]) -> Iterator[tuple[str, Messages]]:
         """Conversations with at least one answer, each with its place. Raises ``UserError``."""
@@ -90,35 +149,23 @@ class Rows:
             for place, value in self._documented(file) if self._is_stdlib else self._values(file):
                 problem = _problem_of_messages(value, self._key)
                 if problem is not None:
-                    self.leave_out(place, problem)
+                    self.counts.leave_out(place, problem)
                 else:
                     yield place, cast(Messages, value)
 
-    def leave_out(self, place: str, bad: BadRow) -> None:
-        """Count a row that cannot be used."""
-        self.bad += 1
-        if len(self._examples) < _EXAMPLES:
-            self._examples.append(f"{place} {bad.why}")
-        self._remedy = self._remedy or bad.remedy
-
-    def note(self) -> str:
-        """After the last row: what was left out; empty if nothing was. Raises ``UserError``: it is too much."""
-        if self.bad > self._max_bad * self.count:
-            allowed = f"data.bad_rows = {self._max_bad:g} allows {int(self._max_bad * self.count):,}"
-            text = f"{self._examples[0]}; {self.bad:,} of {self.count:,} rows cannot be used, and {allowed}"
-            raise UserError(text, remedy=f"{self._remedy}; or raise data.bad_rows")
-        if not self.bad:
-            return ""
-        more = f"; and {self.bad - _EXAMPLES:,} more" if self.bad > _EXAMPLES else ""
-        return f"{self.bad:,} of {self.count:,} rows of the data are left out: {'; '.join(self._examples)}{more}"
-
     def _values(self, file: Path) -> Iterator[tuple[str, object]]:
         """The place of each row, and its value under the key; bad rows are counted."""
-        readers = {"jsonl": _jsonl_values, "csv": _csv_values, "parquet": _parquet_values}
-        for number, value in readers[format_of(file, self._form)](file, self._key):
-            self.count += 1
+        match format_of(file, self._form):
+            case "jsonl":
+                found = _jsonl_values(file, self._parts(file, "surrogateescape"), self._key)
+            case "csv":
+                found = _csv_values(file, self._parts(file, "surrogateescape"), self._key)
+            case _:
+                found = self._parquet_values(file)
+        for number, value in found:
+            self.counts.count += 1
             if isinstance(value, BadRow):
-                self.leave_out(f"{file}:{number}", value)
+                self.counts.leave_out(f"{file}:{number}", value)
             else:
                 yield f"{file}:{number}", value
 
@@ -130,44 +177,98 @@ class Rows:
         if any(name.startswith("_") for name in names):
             return
         try:
-            tree = ast.parse(_read_text(file))
+            tree = ast.parse("".join(self._parts(file)))
         except (SyntaxError, ValueError, RecursionError):
-            self.count += 1
-            self.leave_out(str(file), BadRow("is not Python", "set data.path to a file of your own"))
+            self.counts.count += 1
+            self.counts.leave_out(str(file), BadRow("is not Python", "set data.path to a file of your own"))
             return
         for messages in _questions(tree, ".".join(names)):
-            self.count += 1
+            self.counts.count += 1
             yield str(file), messages
 
+    def _parts(self, file: Path, errors: str = "strict") -> Iterator[str]:
+        """The text of a file in parts of about ``_PART_BYTES``, none of which ends between ``\\r`` and ``\\n``.
 
-def _read_text(file: Path, errors: str = "strict") -> str:
-    """``errors``: as of ``bytes.decode``. With ``surrogateescape`` a wrong byte spoils its row, not the file."""
+        ``errors``: as of ``bytes.decode``. With ``surrogateescape`` a wrong byte spoils its row, not the file."""
+        decoder, read_before = codecs.getincrementaldecoder("utf-8")(errors), self.read_bytes
+        place, held, begun = 0, "", False  # bytes before this part; a ``\\r`` of the one before it
+        with _file_errors(file), file.open("rb") as packed, _unpacked(file, packed) as stream:
+            while True:
+                data, waiting = stream.read(_PART_BYTES), len(decoder.getstate()[0])
+                try:
+                    text = held + decoder.decode(data, final=not data)
+                except UnicodeDecodeError as error:
+                    at, remedy = place - waiting + error.start, "convert it with iconv -t UTF-8, or leave it out"
+                    raise UserError(f"{file} is not UTF-8 text (byte {at})", remedy=remedy) from error
+                if errors == "strict" and b"\0" in data:
+                    text = f"{file} is not text: byte {place + data.index(0)} is zero"
+                    raise UserError(text, remedy="leave it out of data.path")
+                place, self.read_bytes = place + len(data), read_before + packed.tell()
+                text = text if begun else text.removeprefix("\ufeff")
+                begun, held = True, "\r" if data and text.endswith("\r") else ""
+                yield text.removesuffix(held).replace("\r\n", "\n")
+                if not data:
+                    return
+
+    def _parquet_values(self, file: Path) -> Iterator[tuple[int, object]]:
+        import pyarrow  # an optional package; ``find_files`` has checked that it is installed
+        from pyarrow.parquet import ParquetFile
+
+        number, read_before, key = 0, self.read_bytes, self._key
+        try:
+            with ParquetFile(file) as table:
+                _find_column(file, table.schema_arrow.names, key)
+                for index in range(table.num_row_groups):
+                    group = table.metadata.row_group(index)
+                    columns = [group.column(column) for column in range(group.num_columns)]
+                    named = [column for column in columns if column.path_in_schema.partition(".")[0] == key]
+                    size_bytes = sum(column.total_uncompressed_size for column in named)
+                    what = f"reading {human_bytes(size_bytes)} of {file}"
+                    check_memory(3 * size_bytes, HOST, what, "write it anew with smaller row groups")
+                    for batch in table.iter_batches(batch_size=256, row_groups=[index], columns=[key]):
+                        for scalar in batch.column(0):
+                            number += 1
+                            try:
+                                yield number, scalar.as_py()
+                            except (ValueError, OverflowError):
+                                why = "holds a value that cannot be read, perhaps not UTF-8"
+                                yield number, BadRow(why, "write it anew")
+                    self.read_bytes = read_before + file.stat().st_size * (index + 1) // table.num_row_groups
+        except (pyarrow.ArrowException, OSError) as error:
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            where = f" after row {number}" if number else ""
+            problem = f"cannot read {file}{where}: {text[0][:300]}"
+            raise UserError(problem, remedy="is it a whole Parquet file?") from error
+
+
+@contextmanager
+def _file_errors(file: Path) -> Iterator[None]:
     try:
-        data = _unpack(file) if kind_of(file)[1] else file.read_bytes()
+        yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"cannot read {file}: {error}", remedy="it is no whole gzip file: make it anew") from error
     except OSError as error:
         raise unreadable(file, error) from error
-    try:
-        text = data.decode("utf-8-sig", errors)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not UTF-8 text (byte {error.start})", remedy="convert it with iconv -t UTF-8, or leave it out"
-        ) from error
-    if errors == "strict" and "\0" in text:
-        raise UserError(f"{file} is not text: byte {text.index(chr(0))} is zero", remedy="leave it out of data.path")
-    return text.replace("\r\n", "\n")
 
 
-def _unpack(file: Path) -> bytes:
-    """A few bytes may become any number, so memory is checked while they do."""
-    data = bytearray()
-    with gzip.open(file) as stream:
-        while part := stream.read(_PART_BYTES):
-            data += part
-            remedy = "unpack it, and cut it into smaller files"
-            check_memory(3 * len(data), HOST, f"{file} ({human_bytes(len(data))} unpacked so far)", remedy)
-    return bytes(data)
+def _unpacked(file: Path, packed: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, gzip.GzipFile(fileobj=packed)) if kind_of(file)[1] else packed
+
+
+def _lines(file: Path, parts: Iterator[str], line: re.Pattern[str], ends: str) -> Iterator[str]:
+    """The lines of a file, each with its end. A few bytes may be unpacked to any number, so memory is checked."""
+    held: list[str] = []
+    for part in parts:
+        for text in line.findall(part):
+            held.append(text)
+            if text[-1] in ends:
+                yield "".join(held)
+                held.clear()
+        if (chars := sum(map(len, held))) > _LONG_CHARS:
+            remedy = "unpack it, and write the text in more lines"
+            check_memory(3 * chars, HOST, f"a line of {file} ({human_bytes(chars)} so far)", remedy)
+    if held:
+        yield "".join(held)
 
 
 # ----------------------------------------------------------------------------------------------------- values of rows
@@ -200,19 +301,24 @@ def _problem_of_messages(value: object, key: str) -> BadRow | None:
     return None
 
 
-def _jsonl_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
-    text = _read_text(file, "surrogateescape")
-    if text[:100].lstrip().startswith("["):  # one array, rather than a row in each line
-        check_memory(16 * len(text), HOST, f"the array in {file}", "write a row in each line, as .jsonl")
+def _jsonl_values(file: Path, parts: Iterator[str], key: str) -> Iterator[tuple[int, object]]:
+    first = next(parts)
+    if first[:100].lstrip().startswith("["):  # one array, rather than a row in each line
+        whole = [first]
+        for part in parts:
+            whole.append(part)
+            size_bytes = 16 * sum(map(len, whole))
+            check_memory(size_bytes, HOST, f"the array in {file}", "write a row in each line, as .jsonl")
+        first = "".join(whole)
         try:
-            records = json.loads(text)
+            records = json.loads(first)
         except (ValueError, RecursionError):
             records = []
         for number, record in enumerate(records, start=1):
             yield number, record.get(key) if isinstance(record, dict) else None
         if records:
             return
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(_lines(file, chain([first], parts), _LINE, "\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -223,12 +329,11 @@ def _jsonl_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
             yield number, record.get(key) if isinstance(record, dict) else None
 
 
-def _csv_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
+def _csv_values(file: Path, parts: Iterator[str], key: str) -> Iterator[tuple[int, object]]:
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
     # Strict: otherwise a quote that is not closed would make one text of the rest of the file.
     delimiter = "\t" if kind_of(file)[0] == ".tsv" else ","
-    lines = (found[0] for found in _CSV_LINE.finditer(_read_text(file, "surrogateescape")))
-    reader = csv.reader(lines, strict=True, delimiter=delimiter)
+    reader = csv.reader(_lines(file, parts, _CSV_LINE, "\r\n"), strict=True, delimiter=delimiter)
     column = -1
     while True:
         number = reader.line_num + 1
@@ -247,33 +352,6 @@ def _csv_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
         elif record:
             value = record[column] if column < len(record) else None
             yield number, BadRow("has a zero byte", "leave it out") if value and "\0" in value else value
-
-
-def _parquet_values(file: Path, key: str) -> Iterator[tuple[int, object]]:
-    import pyarrow  # an optional package; ``find_files`` has checked that it is installed
-    from pyarrow.parquet import ParquetFile
-
-    number = 0
-    try:
-        with ParquetFile(file) as table:
-            _find_column(file, table.schema_arrow.names, key)
-            groups = (table.metadata.row_group(index) for index in range(table.num_row_groups))
-            columns = (group.column(index) for group in groups for index in range(group.num_columns))
-            named = [column for column in columns if column.path_in_schema.partition(".")[0] == key]
-            size_bytes = sum(column.total_uncompressed_size for column in named)
-            what = f"reading {human_bytes(size_bytes)} of {file}"
-            check_memory(3 * size_bytes, HOST, what, "cut it into smaller files")
-            for batch in table.iter_batches(batch_size=256, columns=[key]):
-                for scalar in batch.column(0):
-                    number += 1
-                    try:
-                        yield number, scalar.as_py()
-                    except (ValueError, OverflowError):
-                        yield number, BadRow("holds a value that cannot be read, perhaps not UTF-8", "write it anew")
-    except (pyarrow.ArrowException, OSError) as error:
-        text = str(error).strip().splitlines() or [type(error).__name__]
-        where = f" after row {number}" if number else ""
-        raise UserError(f"cannot read {file}{where}: {text[0][:300]}", remedy="is it a whole Parquet file?") from error
 
 
 def _find_column(file: Path, names: Sequence[str], key: str) -> int:

@@ -287,6 +287,12 @@ class ChatFormat:
         end = None if self.is_plain else end
         self.end_tokens = frozenset(() if end is None else (int(end),))
 
+    @property
+    def identity(self) -> list[Any]:
+        """What decides the text of a conversation, as JSON: template, what it finds, and the date if it prints it."""
+        dated = "strftime_now" in self._template
+        return [self._template, {key: str(value) for key, value in self._special.items()}, self._date if dated else ""]
+
     def ids(self, turns: Sequence[Turn]) -> list[int]:
         """Prompt ids for the model's next answer. Raises ``UserError`` if the template refuses the turns."""
         (text,) = self._render([([{"role": turn.role, "content": turn.text} for turn in turns], True)])

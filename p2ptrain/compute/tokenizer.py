@@ -12,10 +12,9 @@ import json
 import math
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +53,6 @@ PLAIN_CHAT = (
 )
 """The chat template of models without one, see ``compute.text``. It needs no special tokens: what ends an answer is the
 beginning of the next question, so a model that is trained on conversations learns to write it."""
-_TEXTS_PER_CALL = 256
 _MOST_GROWTH = 256
 _PROBE = " aA\r\n e\u0301\u200b "
 _MOST_SETTING = 1 << 20  # some classes make as many tokens as a number in the settings says
@@ -154,20 +152,12 @@ class Tokenizer:
         sizes = ((1 << 8, np.uint8), (1 << 16, np.uint16), (1 << 31, np.int32))
         return np.dtype(next((kind for most, kind in sizes if self.vocab_size <= most), np.int64))
 
-    def encode(self, texts: Iterable[str], *, documents: bool = False) -> Tokens:
-        """Ids of all texts, concatenated, shape (tokens,). ``documents``: each between ``begin`` and ``end``; else no
-        special tokens are added."""
-        begin, end = (self.begin, self.end) if documents else ([], [])
+    def encode(self, texts: Sequence[str]) -> Tokens:
+        """Ids of a few texts, concatenated, shape (tokens,), without special tokens."""
         if self.is_bytes:
-            return np.frombuffer(b"".join(bytes(begin) + text.encode() + bytes(end) for text in texts), dtype=np.uint8)
-        arrays, left = [np.zeros(0, self.dtype)], iter(texts)
-        while batch := list(islice(left, _TEXTS_PER_CALL)):
-            encodings = self.encodings(batch, add_special_tokens=False)
-            # One array per batch: many short ones would take several times the memory of their ids.
-            arrays.append(
-                np.concatenate([np.array([*begin, *encoding.ids, *end], self.dtype) for encoding in encodings])
-            )
-        return np.concatenate(arrays)
+            return np.frombuffer("".join(texts).encode(), dtype=np.uint8)
+        encodings = self.encodings(texts, add_special_tokens=False)
+        return np.array([token for encoding in encodings for token in encoding.ids], self.dtype)
 
     def save(self, directory: Path, *, chat: bool = False) -> None:
         """Write the files that ``AutoTokenizer.from_pretrained`` reads. ``chat``: the model was trained on

@@ -51,7 +51,7 @@ class SampledText:
     def __init__(self, path: str, form: str, key: str, limit_bytes: int) -> None:
         self._files, self.note = search_files(path, form)
         self._is_chat = form == "chat"
-        self.rows = Rows(path, form, key or ("messages" if self._is_chat else "text"), max_bad=1)
+        self.rows = Rows(path, form, key or ("messages" if self._is_chat else "text"))
         self.total_bytes = sum(file.stat().st_size for file in self._files)
         self.done_bytes = self.sample_bytes = 0
         self._limit_bytes = limit_bytes
@@ -59,21 +59,21 @@ class SampledText:
     def pieces(self) -> Iterator[str]:
         """Raises ``UserError``: a file cannot be read."""
         share = min(1.0, self._limit_bytes / max(1, self.total_bytes))
-        given = count = 0
+        chosen = count = 0
         for text in self._texts():
             for start in range(0, len(text), _PIECE_CHARACTERS):
                 piece = text[start : start + _PIECE_CHARACTERS]
                 size_bytes, count = len(piece.encode()), count + 1
                 self.done_bytes += size_bytes
-                if int(count * share) == given or self.sample_bytes >= self._limit_bytes:  # what is packed grows
+                if int(count * share) == chosen or self.sample_bytes >= self._limit_bytes:  # what is packed grows
                     continue
-                given += 1
+                chosen += 1
                 self.sample_bytes += size_bytes
                 yield piece
 
     def _texts(self) -> Iterator[str]:
         if not self._is_chat:
-            yield from self.rows.texts(self._files)
+            yield from (text for text, _ in self.rows.texts(self._files))
             return
         for _, messages in self.rows.conversations(self._files):
             yield from (message["content"] for message in messages)

@@ -34,6 +34,7 @@ from p2ptrain.compute.passes import MicroBatchReader, Passes
 from p2ptrain.compute.process_group import Operations
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe, TrainingSpec
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
+from p2ptrain.compute.token_store import OnProgress, no_progress
 from p2ptrain.compute.update import ClippedGradients, StepUpdate, SummedGradients
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.training import Applied, Blob, FilePlan, OnFinal, SettingsPeriod, TrainingData
@@ -137,7 +138,7 @@ class Trainer:
         recipe: of the model, a stage or a shard. Only the last stage computes losses, but ``apply`` expects their sum
             in ``reduce_buffer[-1]`` of every stage. All members of a shard's mesh make the same calls of
             ``micro_batch`` and ``validate`` at the same time, with different micro-batches.
-        processes: see ``MicroBatchReader``.
+        processes: see ``MicroBatchReader``. on_progress: see ``load_corpus``.
         make_buffer, make_state: an island has its own.
 
     Attributes:
@@ -152,11 +153,12 @@ class Trainer:
         recipe: ModelRecipe,
         *,
         processes: int = 1,
+        on_progress: OnProgress = no_progress,
         make_buffer: Callable[[ModelRecipe, BuiltPart, StepUpdate], ReduceBuffer] = ReduceBuffer,
         make_state: Callable[[ModelRecipe, BuiltPart, StepUpdate, str], TrainingState] = TrainingState,
     ) -> None:
         self._recipe, self._spec = recipe, recipe.spec
-        self.batches = MicroBatchReader(recipe, processes)
+        self.batches = MicroBatchReader(recipe, processes, on_progress)
         self.built = recipe.build()
         self._sharded = self.built.flat if isinstance(self.built.flat, ShardedModel) else None
         self._update = update = make_update(recipe.spec, self.built.flat)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -84,9 +85,15 @@ def with_data(profile: Profile, path: str) -> Profile:
     return profile.model_copy(update={"data": profile.data.model_copy(update={"path": path})})
 
 
-def engine_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0) -> BuildEngine:
+def engine_builder(
+    *,
+    device: str = "",
+    threads: int = 0,
+    memory_bytes: int = 0,
+    on_progress: Callable[[str, float], None] = lambda text, share: None,
+) -> BuildEngine:
     """Return the builder of a worker's engines. ``memory_bytes``: memory that the person allows for a part of a split
-    model; 0: most of what is free."""
+    model; 0: most of what is free. ``on_progress``: see ``load_corpus``."""
 
     def build(profile: Profile, stage: Stage = WHOLE) -> Engine:
         from p2ptrain.compute.device import pick_device
@@ -102,7 +109,7 @@ def engine_builder(*, device: str = "", threads: int = 0, memory_bytes: int = 0)
             recipe = ModelRecipe(spec, chosen, shard=shard_spec(stage, profile.sharded, chosen, memory_bytes))
         else:
             recipe = ModelRecipe(spec, chosen, stage_spec(stage, profile, spec.model, memory_bytes))
-        return Trainer(recipe)
+        return Trainer(recipe, on_progress=on_progress)
 
     return build
 

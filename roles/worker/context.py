@@ -84,6 +84,7 @@ class Context(PeerContext):
         build_engine: blocking; called on the compute thread.
         strategies: returns a job's strategy factory (``roles.strategies.strategy_of``).
         on_step: called after every commit with (applied, total, the step's metrics).
+        build_progress: what ``build_engine`` does now and how far it is; empty: nothing that takes long.
     """
 
     beats: Callable[[], BeatTimes]
@@ -94,3 +95,4 @@ class Context(PeerContext):
     build_engine: BuildEngine
     strategies: Callable[[Profile], Factory]
     on_step: Callable[[int, int, dict[str, float]], None]
+    build_progress: Callable[[], str] = str

@@ -30,6 +30,8 @@ from roles.worker.privacy import Budget
 from roles.worker.reports import LEDGER_FILE, LEDGER_FILE_BYTES, METRICS_FILE, METRICS_FILE_BYTES, Reports
 from wire.job_messages import MemberRecord, SettingChange
 
+BUILD_PROGRESS_S = 20.0
+"""Between two reports to the seed of how far a long build is."""
 Activity = Callable[[], Coroutine[Any, Any, object]]
 """What a runner does at a time; it returns the event at its end."""
 
@@ -189,9 +191,20 @@ class JobState:
 
     async def build(self) -> None:
         context, profile, stage = self._context, self._settings.first, self.stage
-        self.reports.engine = engine = await context.compute.run(context.build_engine, profile, stage)
+        notify = context.notify_here if profile.data.private else context.notify  # it names files
+
+        async def tell_progress() -> None:
+            while True:
+                await asyncio.sleep(BUILD_PROGRESS_S)
+                if text := context.build_progress():
+                    notify("info", "building", text)
+
+        telling = self._tasks.create_task(tell_progress(), name="progress of building")
+        try:
+            self.reports.engine = engine = await context.compute.run(context.build_engine, profile, stage)
+        finally:
+            telling.cancel()
         if engine.data.note:
-            notify = context.notify_here if profile.data.private else context.notify  # it names files
             notify("warning", "data", engine.data.note)
 
     async def load(self, restore: RestorePoint) -> ev.StateLoaded:

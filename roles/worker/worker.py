@@ -79,7 +79,7 @@ class Worker(MemberProcess):
     """One worker process; see the module's docstring.
 
     Args:
-        build_engine, strategies, on_step: as in ``Context``.
+        build_engine, strategies, on_step, build_progress: as in ``Context``.
         warm_up: blocking, called first on the compute thread, while the seed is dialled.
         holding: what is needed to hold parts of split models; None if this worker holds none.
     """
@@ -97,6 +97,7 @@ class Worker(MemberProcess):
         membership: RunMembership | None = None,
         holding: Holding | None = None,
         strategies: Callable[[Profile], Factory] = strategy_of,
+        build_progress: Callable[[], str] = str,
     ) -> None:
         super().__init__(world, identity, options, notify=notify, membership=membership)
         self._warm_up = warm_up
@@ -121,6 +122,7 @@ class Worker(MemberProcess):
             build_engine=build_engine,
             strategies=strategies,
             on_step=on_step,
+            build_progress=build_progress,
         )
         self._prober = Prober(self._context)
         self._stages: Stages | None = None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from p2ptrain.compute.data import DataSpec, load_corpus, split_windows
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.core.errors import ConfigError, ResourceError, UserError
+from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.text_files import find_files, search_files
 
 BYTES = Tokenizer.of_bytes()
@@ -170,16 +168,6 @@ def test_what_is_not_text(tmp_path: Path, content: bytes, cause: str) -> None:
     with pytest.raises(UserError, match=cause) as caught:
         load_corpus(spec(path), BYTES)
     assert caught.value.remedy
-
-
-def test_memory_is_checked_before_reading(
-    tree: Path, limit_host: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit_host(100)
-    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("read before the check"))
-    with pytest.raises(ResourceError, match=r"the text \(.* B in data.path\) needs .* of memory") as caught:
-        load_corpus(spec(tree), BYTES)
-    assert re.search(r"set data.limit_bytes = \d+, or close other programs", caught.value.remedy)
 
 
 @pytest.mark.parametrize(

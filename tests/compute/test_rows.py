@@ -111,7 +111,7 @@ def test_hostile_gzip(tmp_path: Path, limit_host: Callable[[int], None]) -> None
         assert "x.jsonl.gz" in caught.value.message or not content
     path.write_bytes(gzip.compress(bytes(1 << 27)))  # of 0.1 MB
     limit_host(1 << 27)
-    with pytest.raises(ResourceError, match=r"x.jsonl.gz \(48.0 MiB unpacked so far\) needs 144.0 MiB"):
+    with pytest.raises(ResourceError, match=r"a line of .*x.jsonl.gz \(\d+.0 MiB so far\) needs \d+.0 MiB"):
         corpus_of(path)
 
 

@@ -216,7 +216,6 @@ def test_texts_are_encoded_as_auto_tokenizer_does_whatever_state_a_file_carries(
     plain = [auto(text, add_special_tokens=False)["input_ids"] for text in texts]
     assert tokenizer.encode(texts).tolist() == [*chain(*plain)]
     assert (tokenizer.begin, tokenizer.end) == (begin, end)
-    assert tokenizer.encode(texts, documents=True).tolist() == [*chain(*([*begin, *ids, *end] for ids in plain))]
 
 
 def test_a_vocabulary_of_bytes_that_changes_its_text_is_no_bytes(tmp_path: Path) -> None:

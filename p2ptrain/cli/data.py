@@ -1,0 +1,232 @@
+"""``p2ptrain data ...``: what a text holds for training, and the tokens that this machine keeps of texts."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from p2ptrain.cli.commands import new_typer
+from p2ptrain.cli.output import human_time, print_json, print_pairs, print_table
+from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, YesOption, confirm, option
+from p2ptrain.cli.tokenizer import FORMATS, FormatOption, TextKeyOption
+from p2ptrain.cluster.console import Console
+from p2ptrain.core.errors import P2PTrainError, UserError
+from p2ptrain.core.text_files import kind_of, search_files
+from p2ptrain.core.texts import check_one_of, human_bytes, printable
+
+if TYPE_CHECKING:
+    from p2ptrain.compute.data import Corpus
+    from p2ptrain.compute.token_store import StoreFacts
+    from p2ptrain.compute.tokenizer import Tokenizer
+
+app = new_typer(help="Show what a text holds for training; remove kept tokens.")
+SAMPLES, SAMPLE_CHARS = 3, 1200
+
+
+@app.command()
+def show(
+    path: Annotated[str, typer.Argument(metavar="[PATH]", help="As data.path; default: the profile's.")] = "",
+    form: FormatOption = "",
+    text_key: TextKeyOption = "",
+    tokenizer: Annotated[str, option("--tokenizer PATH", "As model.tokenizer: of a new model.")] = "",
+    model: Annotated[str, option("--model DIR", "As model.path: the model whose tokenizer is used.")] = "",
+    profile: ProfileOption = "tiny",
+    sets: SetOption = [],  # noqa: B006 - Typer copies it
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a text holds before anything trains: files, rows, documents, tokens, sequences, steps of an epoch, what
+    is left out and why, and three samples as the model sees them. What is learned is green; what is not is dim.
+
+    The tokens are kept, so that training with the same text, tokenizer and format begins at once.
+
+    \b
+    Examples:
+      p2ptrain data show ~/books
+      p2ptrain data show chats.jsonl --format chat --model ./SmolLM2-135M-Instruct
+      p2ptrain data show "texts/**/*.txt" --tokenizer mine --set data.sequence_tokens=512
+      p2ptrain data show --profile my.toml --json
+    """
+    from configs.loader import load
+
+    if form:
+        check_one_of("--format", form, FORMATS)
+    typed = {"data.path": path, "data.format": form, "data.text_key": text_key}
+    typed |= {"model.tokenizer": tokenizer, "model.path": model}
+    own = load(profile, os.environ, [*sets, *(f"{key}={value}" for key, value in typed.items() if value)]).profile
+    if own.data.format == "preference":
+        raise UserError("pairs of answers are not shown", remedy="name texts or conversations")
+    console, doing = Console(quiet=as_json), [f"reading {own.data.path}"]
+
+    def on_progress(text: str, share: float) -> None:
+        doing[0] = f"{text}: {share:.0%}"
+
+    def work() -> tuple[Corpus, Tokenizer]:
+        from p2ptrain.compute.data import load_corpus
+        from p2ptrain.compute.recipe import tokenizer_and_config
+        from roles.worker.build import training_spec
+
+        spec = training_spec(own)
+        used, config = tokenizer_and_config(spec.model)
+        known = getattr(config.get_text_config(), "vocab_size", None)
+        return load_corpus(spec.data, used, known, on_progress=on_progress), used
+
+    with console.during(lambda: doing[0]):
+        corpus, used = ThreadPoolExecutor(1).submit(work).result()  # so that Ctrl+C ends the command
+    assert corpus.store is not None
+    files, facts = search_files(own.data.path, own.data.format)[0], corpus.store.facts
+    kinds = Counter("".join(kind_of(file)) or "without a suffix" for file in files)
+    sequences = own.batch.micro_batches * own.batch.micro_batch_sequences
+    figures: dict[str, Any] = {
+        "path": own.data.path,
+        "files": dict(kinds.most_common()),
+        "file_bytes": sum(file.stat().st_size for file in files),
+        "rows": facts.rows["count"],
+        "rows_left_out": facts.rows["bad"],
+        "documents": facts.documents,
+        "text_bytes": facts.text_bytes,
+        "tokens": facts.numel,
+        "vocabulary": corpus.vocab_size,
+        "bytes_per_token": facts.text_bytes / facts.numel,
+        "sequence_tokens": corpus.sequence_tokens,
+        "training_sequences": len(corpus.training),
+        "validation_sequences": len(corpus.validation),
+        "steps_per_epoch": len(corpus.training) / sequences,
+        "digest": corpus.digest,
+        "note": corpus.note,
+        "store": str(corpus.store.directory),
+        "store_bytes": facts.size_bytes,
+    }
+    samples = [_sample(corpus, used, len(corpus.training) * at // SAMPLES) for at in range(SAMPLES)]
+    if as_json:
+        print_json(figures | {"samples": samples})
+        return
+    shown = {
+        key: f"{value:,.{2 * isinstance(value, float)}f}"
+        for key, value in figures.items()
+        if type(value) in (int, float)
+    }
+    names = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
+    train = "{training_sequences} of {sequence_tokens} tokens, {validation_sequences} held out".format(**shown)
+    print_pairs([
+        ("files", f"{names}  ({human_bytes(figures['file_bytes'])})"),
+        ("rows", "{rows}, {rows_left_out} left out".format(**shown)),
+        ("documents", "{documents}".format(**shown)),
+        ("tokens", "{tokens}: {bytes_per_token} bytes each; the vocabulary has {vocabulary}".format(**shown)),
+        ("sequences", train),
+        ("epoch", f"{figures['steps_per_epoch']:,.1f} steps of {sequences:,} sequences"),
+        ("kept", f"{human_bytes(facts.size_bytes)} in {corpus.store.directory}"),
+    ])  # fmt: skip
+    if corpus.note:
+        console.event("warning", corpus.note)
+    for sample in samples:
+        typer.secho(f"\nsequence {sample['window']}: {sample['targets']} targets", bold=True)
+        typer.echo(_drawn(sample, used))
+
+
+def _sample(corpus: Corpus, tokenizer: Tokenizer, position: int) -> dict[str, Any]:
+    """A training sequence without its padding: the tokens, and whether each is learned."""
+    import numpy as np
+
+    from p2ptrain.compute.data import NO_TARGET
+
+    window = corpus.training[np.array([position])]
+    batch = corpus.batch(window)
+    ids = corpus.window_tokens(window)[0].tolist()
+    learned = [False, *(batch.targets[0] != NO_TARGET).tolist()]
+    positions = np.arange(len(ids) - 1) if batch.positions is None else batch.positions[0]
+    if corpus.marks is not None:  # padding has the id 0, and nothing behind it is learned
+        used = 1 + max(at for at, token in enumerate(ids) if token or learned[at])
+        ids, learned, positions = ids[:used], learned[:used], positions[:used]
+    texts = [tokenizer.backend.decode([token], skip_special_tokens=False) for token in ids]
+    return {
+        "window": int(window[0]), "targets": sum(learned), "tokens": ids, "texts": texts, "learned": learned,
+        "starts": np.flatnonzero(positions == 0).tolist(),
+    }  # fmt: skip
+
+
+def _drawn(sample: dict[str, Any], tokenizer: Tokenizer) -> str:
+    """Runs of tokens that are learned, and of those that are not, in colours; shortened."""
+    runs: list[tuple[bool, list[int]]] = []
+    for token, learned in zip(sample["tokens"], sample["learned"], strict=True):
+        if not runs or runs[-1][0] != learned:
+            runs.append((learned, []))
+        runs[-1][1].append(token)
+    drawn, left = "", SAMPLE_CHARS
+    for learned, ids in runs:
+        lines = tokenizer.backend.decode(ids, skip_special_tokens=False)[:left].split("\n")
+        left -= sum(map(len, lines)) + len(lines) - 1
+        text = "⏎\n".join(printable(line, SAMPLE_CHARS) for line in lines)
+        drawn += typer.style(text, fg="green") if learned else typer.style(text, dim=True)
+        if left <= 0:
+            return f"{drawn}…"
+    return drawn
+
+
+@app.command()
+def clean(
+    everything: Annotated[bool, option("--all", "Also the tokens of texts that are there as they were.")] = False,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the tokens that this machine keeps, and remove those whose text has changed or is gone, and unfinished ones.
+    They are made again when a job needs them.
+
+    \b
+    Examples:
+      p2ptrain data clean
+      p2ptrain data clean --all --yes
+    """
+    with Console(quiet=as_json).during(lambda: "starting"):
+        from p2ptrain.compute.token_store import FACTS, list_stores, read_facts, remove_store
+
+    found = list[dict[str, Any]]()
+    for directory in list_stores():
+        facts = read_facts(directory)
+        entry: dict[str, Any] = {"directory": str(directory), "state": "unfinished", "path": "?"}
+        if facts is not None:
+            used_at = (directory / FACTS).stat().st_mtime
+            entry |= {"path": facts.path, "state": _state_of(facts), "used_at": used_at}
+            entry |= {"tokens": facts.numel, "bytes": facts.size_bytes}
+        found.append(entry)
+    chosen = [entry for entry in found if everything or entry["state"] != "current"]
+    if not as_json:
+        rows = [
+            (
+                entry["path"],
+                entry["state"],
+                f"{entry.get('tokens', 0):,}",
+                human_bytes(entry.get("bytes", 0)),
+                human_time(entry.get("used_at", 0)),
+            )
+            for entry in found
+        ]
+        print_table(("TEXT", "STATE", "TOKENS", "SIZE", "LAST USED"), rows, right=("TOKENS", "SIZE"), cut=("TEXT",))
+    size = human_bytes(sum(entry.get("bytes", 0) for entry in chosen))
+    if chosen:
+        confirm(f"Remove the tokens of {len(chosen)} texts, {size}?", yes=yes)
+    for entry in found:
+        entry["removed"] = entry in chosen and remove_store(Path(entry["directory"]))
+    removed = sum(entry["removed"] for entry in found)
+    if as_json:
+        print_json({"stores": found})
+    else:
+        being_made = f"; {len(chosen) - removed} are being made" if removed < len(chosen) else ""
+        typer.echo(f"{removed} of {len(found)} removed{being_made}", err=True)
+
+
+def _state_of(facts: StoreFacts) -> str:
+    """``current``, ``changed`` (the text), ``gone`` or ``unfinished``."""
+    from p2ptrain.compute.token_store import sources_of
+
+    if not facts.digest:
+        return "unfinished"
+    try:
+        files, _ = search_files(facts.path, facts.form)
+        return "current" if sources_of(files) == facts.sources else "changed"
+    except P2PTrainError:
+        return "gone"

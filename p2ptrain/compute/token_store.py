@@ -1,0 +1,289 @@
+"""Token stores: the tokens of a text on disk, made once and mapped into memory.
+
+A store is a directory below ``stores_dir()``, named after a hash of what decides the tokens. It holds
+
+- ``tokens.bin``: the tokens, little-endian, of the dtype that ``Tokenizer.dtype`` chooses;
+- ``marks.bin``: of conversations, the mark of each token (``compute.packing``), uint8;
+- ``bounds.bin``: of other texts, the number of tokens up to the end of each document, int64;
+- ``store.json``: ``StoreFacts``. While the store is made they say how much of it is durable, and where to go on.
+
+One process at a time makes a store; others wait. Only this user may read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from p2ptrain.compute.tokenizer import Tokens
+from p2ptrain.core.disk import RealDisk, write_atomic
+from p2ptrain.core.errors import DiskFull, StorageError
+from p2ptrain.core.text_files import unreadable
+from p2ptrain.core.texts import human_bytes
+
+FORMAT = 1
+"""Part of what is hashed; another one when equal texts would give other files."""
+TOKENS, MARKS, BOUNDS, FACTS = "tokens.bin", "marks.bin", "bounds.bin", "store.json"
+_READ_BYTES = _BUFFER_BYTES = 1 << 20
+_POLL_S = 0.2
+DISK = RealDisk()
+
+OnProgress = Callable[[str, float], None]
+"""Called with what is being done, for people; and the share of it that is done, 0 to 1."""
+
+
+def no_progress(text: str, share: float) -> None:
+    """Show nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFacts:
+    """What is known of a store without reading it.
+
+    Attributes:
+        path, form: ``data.path``, absolute, and ``data.format``. sources: hash of its files' paths, sizes and times.
+        digest: as ``compute.data.Corpus.digest``; empty: the store is not finished.
+        numel: number of tokens, with padding. highest: the highest id.
+        documents: number of texts or conversations. text_bytes: of their UTF-8.
+        rows: fields of ``compute.rows.RowCounts``. note: what else was left out or cut.
+        files: by name, the size in bytes, and the XXH3 (128 bits, hex) if the store is finished.
+        state: where to go on.
+    """
+
+    path: str
+    form: str
+    sources: str
+    dtype: str
+    digest: str = ""
+    numel: int = 0
+    highest: int = 0
+    documents: int = 0
+    text_bytes: int = 0
+    rows: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStore:
+    """A finished store, mapped. tokens: shape (numel,); marks: (numel,), or None; bounds: (documents,), or None."""
+
+    directory: Path
+    facts: StoreFacts
+    tokens: Tokens
+    marks: npt.NDArray[np.uint8] | None
+    bounds: npt.NDArray[np.int64] | None
+
+
+def stores_dir() -> Path:
+    """Where this operating system keeps what a program can make again."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("p2ptrain", appauthor=False) / "tokens"
+
+
+def sources_of(files: Sequence[Path]) -> str:
+    """Hash of the files' paths, sizes and times, hex."""
+    found = [(os.path.abspath(file), status_of(file)) for file in files]
+    return hashlib.sha256(repr([(path, is_.st_size, is_.st_mtime_ns) for path, is_ in found]).encode()).hexdigest()
+
+
+def status_of(file: Path) -> os.stat_result:
+    try:
+        return file.stat()
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def read_facts(directory: Path) -> StoreFacts | None:
+    """None: there are none."""
+    try:
+        return StoreFacts(**json.loads((directory / FACTS).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def open_store(directory: Path, on_progress: OnProgress = no_progress) -> TokenStore | None:
+    """The store in ``directory``; None: it is not whole. Its files are read once, to verify them."""
+    if (facts := read_facts(directory)) is None or not facts.digest:
+        return None
+    try:
+        for name, known in facts.files.items():
+            if _hash_file(directory / name, [xxhash.xxh3_128()], on_progress) != tuple(known):
+                return None
+        dtypes = {TOKENS: facts.dtype, MARKS: "uint8", BOUNDS: "int64"}
+        mapped = {name: _map_file(directory / name, dtypes[name]) for name in facts.files}
+        os.utime(directory / FACTS)  # when it was last used
+    except OSError:
+        return None
+    return TokenStore(directory, facts, mapped[TOKENS], mapped.get(MARKS), mapped.get(BOUNDS))
+
+
+def list_stores() -> list[Path]:
+    """The directories of all stores of this user."""
+    places = (stores_dir() / name for name in DISK.list_dir(stores_dir()))
+    return [place for place in places if DISK.is_dir(place)]
+
+
+def remove_store(directory: Path) -> bool:
+    """False: a process makes it now. A process that uses it keeps what it has mapped."""
+    lock_file = directory.with_suffix(".lock")
+    with store_errors():
+        if (lock := DISK.try_lock(lock_file)) is None:
+            return False
+        for place in (directory, lock_file):
+            DISK.remove_tree(place)
+        lock.close()
+    return True
+
+
+@contextmanager
+def lock_store(directory: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Within it this process alone makes or removes the store. ``on_wait``: called while another one does."""
+    with store_errors():
+        DISK.make_dir(directory.parent)
+        while (lock := DISK.try_lock(directory.with_suffix(".lock"))) is None:
+            on_wait()
+            time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        lock.close()
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Name the place of the stores in errors of the disk."""
+    try:
+        yield
+    except StorageError as error:
+        error.remedy = "free some space, remove old stores with `p2ptrain data clean`, or set XDG_CACHE_HOME"
+        raise
+
+
+class StoreWriter:
+    """Writes a store, or goes on with one that was not finished. The caller holds its lock.
+
+    Args:
+        facts: what is known before: ``path``, ``form``, ``sources`` and ``dtype``.
+
+    Attributes:
+        facts: at the last ``sync``, whose ``state`` says where to go on; empty: the store is new.
+        numel, documents, highest: as in ``StoreFacts``, so far. written_bytes: of all files.
+    """
+
+    def __init__(self, directory: Path, facts: StoreFacts, *, has_marks: bool) -> None:
+        self._directory, known = directory, read_facts(directory)
+        self._buffers: dict[str, list[bytes]] = {name: [] for name in (TOKENS, MARKS if has_marks else BOUNDS)}
+        with store_errors():
+            DISK.make_dir(directory)
+            for name in self._buffers:
+                DISK.append_file(directory / name, b"")
+                DISK.set_mode(directory / name, 0o600)
+            if (
+                known is not None
+                and not known.digest
+                and known.files.keys() == self._buffers.keys()
+                and all(DISK.size(directory / name) >= size for name, (size, _) in known.files.items())
+            ):  # else the disk has lost what it had flushed
+                facts = known
+            for name in self._buffers:
+                os.truncate(directory / name, facts.files.get(name, (0, ""))[0])
+        self.facts, self.numel, self.documents, self.highest = facts, facts.numel, facts.documents, facts.highest
+        self.written_bytes, self._buffered_bytes = facts.size_bytes, 0
+
+    def append(self, tokens: Tokens, marks: npt.NDArray[np.uint8] | None = None) -> None:
+        """Add tokens, shape (n,), and of conversations their marks."""
+        self.numel += len(tokens)
+        self.highest = max(self.highest, int(tokens.max(initial=0)))
+        self._add(TOKENS, tokens.astype(tokens.dtype.newbyteorder("<")).tobytes())
+        if marks is not None:
+            self._add(MARKS, marks.tobytes())
+
+    def end_document(self) -> None:
+        self.documents += 1
+        self._add(BOUNDS, self.numel.to_bytes(8, "little"))
+
+    def _add(self, name: str, data: bytes) -> None:
+        self._buffers[name].append(data)
+        self.written_bytes, self._buffered_bytes = self.written_bytes + len(data), self._buffered_bytes + len(data)
+        if self._buffered_bytes >= _BUFFER_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        with store_errors():
+            for name, buffer in self._buffers.items():
+                DISK.append_file(self._directory / name, b"".join(buffer))
+                buffer.clear()
+        self._buffered_bytes = 0
+
+    def check_room(self, need_bytes: float) -> None:
+        """Raise ``DiskFull`` if the disk lacks room for so many more bytes."""
+        with store_errors():
+            if (free_bytes := DISK.free_bytes(self._directory)) < need_bytes:
+                need, free, place = human_bytes(need_bytes), human_bytes(free_bytes), self._directory.parent
+                raise DiskFull(f"the tokens of {self.facts.path} need about {need} more, and {place} has {free} free")
+
+    def sync(self, state: dict[str, Any]) -> None:
+        """Make durable what was added; a later writer gets ``state``."""
+        self._write_facts(dict.fromkeys(self._buffers, ""), state=state)
+
+    def finish(self, *, vocab_size: int, text_bytes: int, rows: dict[str, Any], note: str) -> None:
+        """Complete the store. The other arguments are those of ``StoreFacts``."""
+        self._flush()
+        digest, sums = hashlib.sha256(f"{self.facts.dtype} {vocab_size} ".encode()), dict[str, str]()
+        for name in self._buffers:
+            hashes = [xxhash.xxh3_128(), *([digest] if name != BOUNDS else [])]
+            sums[name] = _hash_file(self._directory / name, hashes)[1]
+        found = {"text_bytes": text_bytes, "rows": rows, "note": note}
+        self._write_facts(sums, digest=digest.hexdigest(), state={}, **found)
+
+    def _write_facts(self, sums: dict[str, str], **changes: Any) -> None:
+        self._flush()
+        with store_errors():
+            for name in self._buffers:
+                DISK.sync_file(self._directory / name)
+            files = {name: (DISK.size(self._directory / name), sums[name]) for name in self._buffers}
+            changes |= {"numel": self.numel, "documents": self.documents, "highest": self.highest}
+            self.facts = replace(self.facts, files=files, **changes)
+            write_atomic(DISK, self._directory / FACTS, json.dumps(asdict(self.facts)).encode(), private=True)
+
+
+def _hash_file(path: Path, hashes: Sequence[Any], on_progress: OnProgress = no_progress) -> tuple[int, str]:
+    """Size of a file, and its first hash, hex. All hashes get its bytes."""
+    buffer, size_bytes, total_bytes = bytearray(_READ_BYTES), 0, path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            size_bytes += count
+            for each in hashes:
+                each.update(memoryview(buffer)[:count])
+            on_progress("checking the tokens", size_bytes / total_bytes)
+    return size_bytes, hashes[0].hexdigest()
+
+
+def _map_file(path: Path, dtype: str) -> npt.NDArray[Any]:
+    """The content of a file. Windows are read at random, so no page is read ahead: few are in this process."""
+    if not path.stat().st_size:
+        return np.zeros(0, dtype)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, np.dtype(dtype).newbyteorder("<"))
