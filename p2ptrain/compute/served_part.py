@@ -78,23 +78,38 @@ def load_whole(
 
 
 def _load_unsplit(spec: PartSpec, table: TensorTable, on_bytes: OnBytes) -> ServedPart:
-    device, directory = pick_device(spec.device), table.directory
+    device = pick_device(spec.device)
+    loaded, dtype = _load_with_transformers(table, device, spec.dtype)
+    model = WholeModel(loaded)
+    on_bytes(model.weights_bytes, model.weights_bytes)
+    layers = len(model.part)
+    return ServedPart(replace(spec, stop=layers, layers=layers), model, DTYPES[dtype], device)
+
+
+def load_module(directory: Path, device: ComputeDevice, dtype: str = "") -> tuple[Any, str]:
+    """Transformers' model in ``directory``, in evaluation mode, and its dtype, a key of ``DTYPES``. An adapter is
+    merged into its base's weights. Raises as ``load_whole``."""
+    table = MergedTable(read_adapter(directory)) if is_adapter(directory) else TensorTable(directory)
+    return _load_with_transformers(table, device, dtype)
+
+
+def _load_with_transformers(table: TensorTable, device: ComputeDevice, wanted: str) -> tuple[Any, str]:
+    directory = table.directory
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each architecture validates in its own way and with its own exceptions
         text = f"{directory / 'config.json'} is not valid: {first_line(error)}"
         raise ConfigError(text, remedy="correct the file, or use another model") from error
-    dtype = choose_dtype(config, spec.dtype)
+    if getattr(config, "quantization_config", None) is not None:
+        raise _quantized(config.model_type)
+    dtype = choose_dtype(config, wanted)
     total_bytes = sum(math.prod(entry.shape) for entry in table.entries.values()) * dtype.itemsize
     check_memory(total_bytes, device, f"the model in {directory}", _SMALLER_PART)
     loaded: Any = load_model(directory, dtype)
     if isinstance(table, MergedTable):
         for name, parameter in table.adapted.items():
             loaded.get_parameter(parameter).data.copy_(table.tensor(name))
-    model = WholeModel(loaded.to(device.torch_device))
-    on_bytes(total_bytes, total_bytes)
-    layers = len(model.part)
-    return ServedPart(replace(spec, stop=layers, layers=layers), model, dtype, device)
+    return loaded.to(device.torch_device).eval(), _encoding_of(dtype)
 
 
 def config_of(text: str) -> PretrainedConfig:
@@ -106,10 +121,7 @@ def config_of(text: str) -> PretrainedConfig:
         raise ConfigError(error.message, remedy="use the config.json of the model's directory") from error
     check_architecture(table["model_type"])
     if table.get("quantization_config") is not None:
-        raise ConfigError(
-            f"this {table['model_type']!r} model is quantized, which parts do not support",
-            remedy="use the model's unquantized weights",
-        )
+        raise _quantized(table["model_type"])
     try:
         config = AutoConfig.for_model(**table)
     except Exception as error:  # each architecture validates in its own way and with its own exceptions
@@ -117,6 +129,11 @@ def config_of(text: str) -> PretrainedConfig:
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise split_refusal(config, "its configuration has no num_hidden_layers")
     return without_dropout(config)
+
+
+def _quantized(model_type: str) -> ConfigError:
+    text = f"this {model_type!r} model is quantized, which parts do not support"
+    return ConfigError(text, remedy="use the model's unquantized weights")
 
 
 def choose_dtype(config: PretrainedConfig, wanted: str = "") -> torch.dtype:

@@ -399,6 +399,7 @@ class Reports:
             "square_sum": core.square_sum,
             "generation": core.view.generation if core.view else 0,
             "corpus": self.engine.data.digest,
+            "sequence_tokens": self._profile.data.sequence_tokens,
             "val_loss": val_loss if validated == core.applied else None,
             "loss": self.steps.loss(core.applied),
             **self._early.meta(),
