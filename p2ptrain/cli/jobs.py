@@ -163,8 +163,8 @@ def _begin_from(
     place = Path(checkpoint).absolute()
     model = {"model.tokenizer": "", "model.keep_optimizer": keep_optimizer}
     if place.is_dir():
-        given = [f"{key}={value}" for key, value in (model | {"model.path": place}).items()]
-        return Path(profile).stem, load(profile, os.environ, [*sets, *given]).profile
+        sets_of_model = [f"{key}={value}" for key, value in (model | {"model.path": place}).items()]
+        return Path(profile).stem, load(profile, os.environ, [*sets, *sets_of_model]).profile
     known = {item.id: item for item in ask(seed, lambda client: client.checkpoints())}
     if (found := known.get(checkpoint)) is None:
         text = f"{checkpoint!r} is neither a directory here nor a checkpoint of the seed"
