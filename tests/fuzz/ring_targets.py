@@ -11,13 +11,15 @@ import struct
 import zlib
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from hypothesis import strategies as st
 
-from configs.schema import Profile
+from configs.schema import CHANGEABLE, Profile
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.ids import is_id
 from ring.codecs import CODECS, codec_named
@@ -27,14 +29,16 @@ from ring.staleness import Accepted, ContributionStatus, PullReply, PullRequest,
 from ring.token import TOKEN_BYTES, Flag, Token, check_untrusted
 from ring.view import View
 from roles.process_group import GroupPlace, _place_untrusted
+from roles.seed.jobs import JobController
 from roles.seed.links import measured_untrusted
 from roles.strategies.pipeline import figures_untrusted
 from roles.strategies.secure import pair_keys_untrusted
 from roles.worker.boundary import mean_loss_untrusted
 from roles.worker.early_stop import EarlyStop
+from roles.worker.job_state import JobSettings, JobState
 from roles.worker.links import MeasureLinks
 from roles.worker.worker import CheckpointRequest
-from wire.job_messages import CODEC_NAMES, MAX_STAGES, MemberRecord, ViewAnnounced
+from wire.job_messages import CODEC_NAMES, MAX_STAGES, MemberRecord, SettingChange, ViewAnnounced
 from wire.schema import instance_untrusted
 
 from .engine import accepted, target
@@ -380,3 +384,34 @@ def _check_profile(text: str) -> None:
     profile = Profile.from_spec_untrusted(text)
     with accepted():
         assert Profile.from_spec_untrusted(profile.to_spec()) == profile
+
+
+_VALUES = st.sampled_from(
+    ["0.5", "7", "true", "null", '"linear"', "[]", "NaN", "Infinity", "-1", "1e999", "9" * 60, "{"]
+)
+
+
+@target(
+    "settings",
+    st.lists(made(SettingChange, key=st.sampled_from(CHANGEABLE), value=_VALUES, step=st.integers(0, 9)), max_size=6),
+    "configs.schema.Profile.with_changes_untrusted",
+    "roles.worker.job_state.JobSettings.take_untrusted",
+    "roles.worker.job_state.JobState.change_settings_untrusted",
+    "roles.seed.jobs.JobController.check_changes_untrusted",
+    peak_bytes=4 << 20,
+)
+def _check_settings(changes: list[SettingChange]) -> None:
+    settings = JobSettings(Profile())
+    state: Any = SimpleNamespace(_settings=settings, boundary=SimpleNamespace(profile=None), profile=None)
+    controller: Any = SimpleNamespace(spec=Profile().to_spec())
+    controller._profile_after = partial(JobController._profile_after, controller)
+    try:
+        JobState.change_settings_untrusted(state, changes)
+    except ProtocolError:
+        assert settings.now == settings.first, "a refused change has changed something"
+        raise
+    with accepted():
+        JobController.check_changes_untrusted(controller, changes)
+        assert [period.first_step for period in settings.periods] == sorted({0, *(item.step for item in changes)})
+        assert settings.periods[-1].steps == settings.now.job.steps
+        assert all(type(json.loads(item.value)) is int for item in changes if item.key == "job.steps")
