@@ -639,7 +639,7 @@ class Coordinator:
             self._mint(state, now)
             return
         self._recall()  # they follow a ring that is gone, or that this seed does not know
-        ready = self._roster.candidates(self._quarantine.exclusions.peer_ids)
+        ready = self._roster.standing()  # rule 9: an excluded worker's state counts, too
         if not self._roster.whole(ready):
             self._recovery.short_since = None
             self._deadlines.drop("grace", "build")
@@ -696,7 +696,7 @@ class Coordinator:
         """Mint a view from the chosen checkpoint, once all peers had the time to load it. The peer that verified it may
         still be on its way back. Returns True if no peer could load it, so another state is needed."""
         overdue = "restore" in self._deadlines.passed
-        ready = self._roster.candidates(self._quarantine.exclusions.peer_ids)
+        ready = self._roster.standing()
         loaded = {peer_id: report for peer_id, report in ready.items() if report.applied == restore.step
                   and restore.lineage in ("", report.lineage)}  # fmt: skip
         state = newest(self._roster.by_part(loaded))

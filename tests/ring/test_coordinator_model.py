@@ -694,3 +694,16 @@ def test_random_histories(cluster: type[Cluster], examples: int) -> None:
         max_examples=examples, stateful_step_count=50, suppress_health_check=list(HealthCheck), derandomize=True
     )
     run_state_machine_as_test(cluster, settings=play)
+
+
+def test_an_excluded_worker_that_alone_loaded_its_part_counts_when_all_go_back() -> None:
+    job = ThreeStages()
+    job.begin(3)
+    job.save(1)
+    job.step_and_settle(False)
+    job.restart("a")
+    job.everything_restarts(6)
+    job.die_in_mid_commit(3)
+    job.restart("a")  # it is excluded for its earlier deaths, and no other disk has the saved state of its part
+    assert (job.core.state, job.core.view.step, job.minted[-1].replicas) == ("running", 3, 2)
+    job.teardown()

@@ -89,6 +89,18 @@ def test_an_excluded_member_goes_on_if_the_others_only_catch_up() -> None:
     assert ids(desk.minted()) == ["a"], "no other holds the state"
 
 
+def test_the_state_of_an_excluded_worker_is_not_given_up() -> None:
+    desk = Desk(co.JobOptions(replicas=2, micro_batches=8))
+    desk.run("a", "b")
+    desk.lose("a", "b")
+    desk.after(co.GRACE_S)
+    desk.core._quarantine.exclusions.add("a", "it died repeatedly", desk.now, 600.0, 600.0)
+    desk.offer("a", "b")
+    desk.report("b", "ready", 0)
+    desk.report("a", "ready", 1)
+    assert (desk.view.step, healthy(desk.view)) == (1, ["a"]), "no other holds it"
+
+
 def test_no_more_are_fed_at_a_time_than_the_members_can_feed_and_have_room_for() -> None:
     many = [f"n{number}" for number in range(9)]
     desk = Desk(co.JobOptions(replicas=1, micro_batches=6), slow=True)
