@@ -39,8 +39,10 @@ def show(
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a text holds before anything trains: files, rows, documents, tokens, sequences, steps of an epoch, what
-    is left out and why, and three samples as the model sees them. What is learned is green; what is not is dim.
+    """Show what a text holds before anything trains.
+
+    These are files, rows, documents, tokens, sequences, steps of an epoch, what is left out and why, and three samples
+    as the model sees them. What is learned is green; what is not is dim.
 
     The tokens are kept, so that training with the same text, tokenizer and format begins at once.
 
@@ -60,6 +62,7 @@ def show(
     own = load(profile, os.environ, [*sets, *(f"{key}={value}" for key, value in typed.items() if value)]).profile
     if own.data.format == "preference":
         raise UserError("pairs of answers are not shown", remedy="name texts or conversations")
+    files = search_files(own.data.path, own.data.format)[0]  # before torch is loaded, which takes seconds
     console, doing = Console(quiet=as_json), [f"reading {own.data.path}"]
 
     def on_progress(text: str, share: float) -> None:
@@ -78,7 +81,7 @@ def show(
     with console.during(lambda: doing[0]):
         corpus, used = ThreadPoolExecutor(1).submit(work).result()  # so that Ctrl+C ends the command
     assert corpus.store is not None
-    files, facts = search_files(own.data.path, own.data.format)[0], corpus.store.facts
+    facts = corpus.store.facts
     kinds = Counter("".join(kind_of(file)) or "without a suffix" for file in files)
     sequences = own.batch.micro_batches * own.batch.micro_batch_sequences
     figures: dict[str, Any] = {
@@ -114,7 +117,7 @@ def show(
     train = "{training_sequences} of {sequence_tokens} tokens, {validation_sequences} held out".format(**shown)
     print_pairs([
         ("files", f"{names}  ({human_bytes(figures['file_bytes'])})"),
-        ("rows", "{rows}, {rows_left_out} left out".format(**shown)),
+        *([("rows", "{rows}, {rows_left_out} left out".format(**shown))] if facts.rows["count"] else []),
         ("documents", "{documents}".format(**shown)),
         ("tokens", "{tokens}: {bytes_per_token} bytes each; the vocabulary has {vocabulary}".format(**shown)),
         ("sequences", train),
@@ -173,8 +176,9 @@ def clean(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the tokens that this machine keeps, and remove those whose text has changed or is gone, and unfinished ones.
-    They are made again when a job needs them.
+    """List the tokens that this machine keeps; remove stale ones.
+
+    Those are of texts that have changed or are gone, and unfinished ones. They are made again when a job needs them.
 
     \b
     Examples:
@@ -201,7 +205,7 @@ def clean(
                 entry["state"],
                 f"{entry.get('tokens', 0):,}",
                 human_bytes(entry.get("bytes", 0)),
-                human_time(entry.get("used_at", 0)),
+                human_time(entry["used_at"]) if "used_at" in entry else "-",
             )
             for entry in found
         ]

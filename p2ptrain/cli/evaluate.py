@@ -64,7 +64,9 @@ def evaluate(
         text = ModelText(directory)
     width = window or trained_window(directory) or min(text.context or USUAL_WINDOW, USUAL_WINDOW)
     if stride is not None and stride > width:
-        raise UserError(f"--stride {stride} would leave out tokens between windows of {width}", remedy="give a smaller")
+        raise UserError(
+            f"--stride {stride} would leave out tokens between windows of {width}", remedy=f"give at most {width}"
+        )
     spec = DataSpec(data, width, form, text_key)
     with console.during(lambda: f"loading {directory}"):
         found = Evaluation(directory, text.tokenizer, spec, stride=stride, device=device, dtype=dtype)
