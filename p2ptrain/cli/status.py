@@ -50,14 +50,15 @@ def status(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None
     from p2ptrain.cli.jobs import print_jobs
     from p2ptrain.cli.peers import print_peers
 
-    async def look() -> tuple[ClusterInfo, list[PeerInfo], list[JobInfo], list[str], float]:
+    async def look() -> tuple[ClusterInfo, list[PeerInfo], list[JobInfo], list[str], dict[str, str], float]:
         async with operator(seed) as client:
             cluster, peers, jobs = await client.cluster(), await client.peers(), await client.jobs()
             saved, now = await client.checkpoints(), await client.clock()
             events = [item for item in await client.events(-NEWEST, NEWEST) if not is_over(item, peers, jobs, saved)]
-            return cluster, peers, jobs, attention(cluster, peers, jobs, events, now), now
+            building = {event.peer: event.text for event in events if event.kind == "building"}
+            return cluster, peers, jobs, attention(cluster, peers, jobs, events, now), building, now
 
-    cluster, peers, jobs, problems, now = run(look())
+    cluster, peers, jobs, problems, building, now = run(look())
     if as_json:
         maps = {"peers": [peer.to_map() for peer in peers], "jobs": [job.to_map() for job in jobs]}
         maps["groups"] = [
@@ -82,6 +83,9 @@ def status(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None
     if peers:
         typer.echo()
         print_peers(peers[:SHOWN])
+        for peer in peers[:SHOWN]:
+            if peer.state == "building" and peer.id in building:
+                typer.echo(printable(f"{peer.name}: {building[peer.id]}"))
     if shown := (unfinished or jobs)[-SHOWN:]:
         typer.echo()
         print_jobs(shown)

@@ -312,7 +312,9 @@ class TrainingRun:
     def _report_news(self, record: Record, began: float) -> None:
         """Report trouble since this start, and that a job stops or goes on. Called before the observers take it."""
         match record:
-            case EventInfo() if record.level != "info" and record.wall >= began and self.view is None:
+            case EventInfo() if (
+                (record.level != "info" or record.kind == "building") and record.wall >= began and self.view is None
+            ):
                 self._console.event(record.level, record.text, record.wall)
             case JobInfo():
                 before = next(

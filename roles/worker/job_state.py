@@ -30,7 +30,7 @@ from roles.worker.privacy import Budget
 from roles.worker.reports import LEDGER_FILE, LEDGER_FILE_BYTES, METRICS_FILE, METRICS_FILE_BYTES, Reports
 from wire.job_messages import MemberRecord, SettingChange
 
-BUILD_PROGRESS_S = 20.0
+BUILD_PROGRESS_S = 10.0
 """Between two reports to the seed of how far a long build is."""
 Activity = Callable[[], Coroutine[Any, Any, object]]
 """What a runner does at a time; it returns the event at its end."""

@@ -180,6 +180,9 @@ def test_status_says_what_needs_attention(command: Command, fake_seed: Any) -> N
     assert "attic at 127.0.0.1:7337, up 1 min 0 s" in outcome.out
     assert "1: 1 building" in outcome.out
     assert outcome.out.splitlines()[-1] == "! 10 s ago: laptop is lost"
+    makes = EventInfo(8, 1.7e9 + 55, "info", "building", "tokenizing books: 15%", peer=PEER.id)
+    fake_seed.answers["events.list"] = {"events": [LOST.to_map(), makes.to_map()]}
+    assert ": tokenizing books: 15%\n" in command("status").out
     fake_seed.answers["probe.clock"] = {"wall": 1.7e9 + 9999}
     assert command("status").out.splitlines()[-1] == "✓ nothing needs attention"
     score = MemberScore("a1b2", 40, 37, 12.0)

@@ -26,7 +26,7 @@ from p2ptrain.lab.stand_in import StandInEngine, StandInState
 from roles.engine import Engine
 from tests.cluster.doubles import Process
 from tests.roles.in_process import Cluster
-from wire.records import ServingInfo
+from wire.records import EventInfo, ServingInfo
 from wire.transport import TcpNetwork
 
 DRAFTER_STEPS, STEPS = 20, 200
@@ -156,6 +156,18 @@ async def test_end_of_a_worker_is_named_while_the_others_train(
     run.cluster._seed = cast(Any, object())
     await run.work()
     assert "worker-2 ended: it was killed by SIGKILL; the other workers go on" in capsys.readouterr().err
+
+
+async def test_progress_of_a_long_build_is_shown_on_plain_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = TrainingPlan("tiny", load_settings("tiny", {}), 2, tmp_path, 1, False, "")
+    run = TrainingRun(plan, Console(), lambda pair: None, LocalCluster(tmp_path))
+    run._report_news(EventInfo(1, 9.0, "info", "building", "tokenizing books: 15%"), began=5.0)
+    run._report_news(EventInfo(2, 9.0, "info", "peer-joined", "worker-1 joined"), began=5.0)
+    shown = capsys.readouterr().err
+    assert "tokenizing books: 15%" in shown
+    assert "worker-1 joined" not in shown
 
 
 async def served(machine: Machine, **options: Any) -> dict[str, Any]:
