@@ -268,6 +268,12 @@ def _make_store(
     if is_chat:
         packer = WindowPacker(spec.sequence_tokens + 1, tokenizer.dtype)
         steps = _write_conversations(writer, spec, ChatFormat(tokenizer, spec.date), rows, files, packer)
+
+    def check_unchanged() -> None:
+        if sources_of(files) != writer.facts.sources:
+            text = f"files of data.path = {spec.path!r} changed while they were read"
+            raise UserError(text, remedy="start again when nothing writes to them, or name a copy")
+
     began = synced = shown = time.monotonic()
     first: float | None = None
     for make_state in steps:
@@ -280,11 +286,11 @@ def _make_store(
             on_progress(f"tokenizing {spec.path}{left}", share)
             shown = now
             if now >= synced + SYNC_S and make_state is not None:
+                check_unchanged()
                 writer.check_room(writer.written_bytes * (1 / max(share, 1e-9) - 1))
                 writer.sync(make_state() | {"share": share})
                 synced = now
-    if sources_of(files) != writer.facts.sources:
-        raise UserError(f"files of data.path = {spec.path!r} changed while they were read", remedy="start again")
+    check_unchanged()
     on_progress(f"verifying the tokens of {spec.path}", 1.0)
     note = packer.note(rows.counts.count - rows.counts.bad) if packer is not None else ""
     vocab, counts = tokenizer.vocab_size, asdict(rows.counts)

@@ -237,6 +237,22 @@ def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("small_pieces")
+def test_a_text_that_changes_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, texts = tmp_path / "x.txt", rows.Rows.texts
+    path.write_text("before " * 99)
+
+    def touch(*args: Any, **kwargs: Any) -> Iterator[rows.TextPart]:
+        for part in texts(*args, **kwargs):
+            os.utime(path, ns=(1, 1))
+            yield part
+        pytest.fail("read to the end")
+
+    monkeypatch.setattr(rows.Rows, "texts", touch)
+    with pytest.raises(UserError, match="changed while they were read"):
+        corpus_of(tmp_path, "x.txt", BYTES)
+
+
+@pytest.mark.usefixtures("small_pieces")
 def test_a_disk_that_fills_is_said_on_the_way(texts: Path, bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     free: Iterator[int] = iter([1 << 30, 1 << 30])
     monkeypatch.setattr(DISK, "free_bytes", lambda path: next(free, 500))
