@@ -203,7 +203,7 @@ class JobRequests:
         try:
             event = controller.plan_changes(values)
         except ProtocolError as problem:
-            remedy = "to begin another job with other settings: p2ptrain jobs create"
+            remedy = "correct the value; with settings that cannot change begin another job: p2ptrain jobs create"
             raise Refused("bad-setting", problem.message, remedy=remedy) from problem
         if not event.changes:
             raise Refused(
