@@ -200,19 +200,24 @@ class JobRequests:
             raise Refused(
                 "bad-parameter", "values must map settings to JSON", remedy='such as {"optimizer.lr": "1e-3"}'
             )
+        async with controller.planning:
+            return await self._change(controller, values)
+
+    async def _change(self, controller: JobController, values: Mapping[str, str]) -> Result:
         try:
             event = controller.plan_changes(values)
         except ProtocolError as problem:
             remedy = "correct the value; with settings that cannot change begin another job: p2ptrain jobs create"
             raise Refused("bad-setting", problem.message, remedy=remedy) from problem
-        if not event.changes:
+        asked = {str(key) for _, key, *_ in controller.record.asked_changes} | {item.key for item in event.changes}
+        if not event.changes and not (controller.core.phase is JobPhase.DONE and asked):
             raise Refused(
                 "unchanged", f"job {controller.record.name} has these settings", remedy="see jobs show --spec"
             )
         what = f"gets {', '.join(f'{change.key} = {change.value}' for change in event.changes)}"
         if controller.core.phase not in ENDED:
             return await self._post(controller, event, what)
-        if controller.core.phase is not JobPhase.DONE or event.least_steps <= controller.core.known_step:
+        if controller.core.phase is not JobPhase.DONE or "job.steps" not in asked:
             raise _wrong_state(controller, "changed", "it is over", "a job that is done goes on with more job.steps")
         newest = self._ports.checkpoints.find_newest(controller.id)
         restored = await self._verify(newest, controller, controller.stages)

@@ -98,6 +98,7 @@ class JobController:
         self._ports = ports
         self._events: asyncio.Queue[tuple[co.Event | NewLayout, asyncio.Future[bool]]] = asyncio.Queue()
         self._retired = asyncio.Event()
+        self.planning = asyncio.Lock()
         self._kept_out: dict[str, tuple[str, float]] = {}
         self.census = ViewCensus(record.id, ports.peers, minted_below=ports.minted_below, unsettled=record.unsettled)
         if record.restoring is not None:  # the seed died before it had carried out this request
@@ -105,8 +106,6 @@ class JobController:
             if record.paused:  # after the restore
                 self.post(co.Signal.PAUSE)
         self._begin(history)
-        if record.asked_changes:
-            self.post(self._request_of(SettingChange(*values) for values in record.asked_changes))
 
     def _begin(self, history: StoredHistory) -> None:
         record, view, minted_below = self.record, history.view, self._ports.minted_below
@@ -135,16 +134,20 @@ class JobController:
     def _profile_after(self, changes: Iterable[Sequence[Any]]) -> Profile | None:
         """The profile after changes of its settings, as they are stored; None if this release cannot read it."""
         profile = profile_of(self.spec)
-        return profile and profile.with_changes_untrusted((key, value) for _, key, value, _ in changes)
+        with suppress(ProtocolError):
+            return profile and profile.with_changes_untrusted((key, value) for _, key, value, _ in changes)
+        return None
 
-    def _request_of(self, changes: Iterable[SettingChange]) -> co.ChangeSettings:
-        asked = tuple(changes)
-        profile = self._profile_after([*self.record.changes, *map(astuple, (*self.core.settings.asked, *asked))])
-        return co.ChangeSettings(asked, least_steps(profile) if profile else 0)
+    def _stored_request(self) -> list[co.ChangeSettings]:
+        """The event of the changes that were asked for and that no view has begun with."""
+        asked = tuple(SettingChange(*values) for values in self.record.asked_changes)
+        profile = self._profile_after([*self.record.changes, *self.record.asked_changes])
+        return [co.ChangeSettings(asked, least_steps(profile))] if asked and profile else []
 
     def plan_changes(self, values: Mapping[str, str]) -> co.ChangeSettings:
-        """The event that changes settings to ``values``, as JSON. Raises ``ProtocolError``."""
-        made = [*self.record.changes, *map(astuple, self.core.settings.asked)]
+        """The event that changes settings to ``values``, as JSON. Hold ``planning`` until it is handled: the next plan
+        goes on from it. Raises ``ProtocolError``."""
+        made = [*self.record.changes, *self.record.asked_changes]
         now = self._profile_after(made)
         if now is None:
             raise ProtocolError("this release cannot read the job's profile")
@@ -154,13 +157,13 @@ class JobController:
         if after.job.steps <= self.core.known_step:
             raise ProtocolError(f"job.steps = {after.job.steps}, but step {self.core.known_step} is done")
         changed = [key for key in values if after.value(key) != now.value(key)]
-        return self._request_of(
-            SettingChange(0, key, json.dumps(after.value(key)), json.dumps(now.value(key))) for key in changed
-        )
+        asked = (SettingChange(0, key, json.dumps(after.value(key)), json.dumps(now.value(key))) for key in changed)
+        return co.ChangeSettings(tuple(asked), least_steps(after))
 
     def check_changes_untrusted(self, changes: Iterable[SettingChange]) -> None:
         """Raise ``ProtocolError`` if no view of this job has such changes."""
-        self._profile_after(map(astuple, changes))
+        if (profile := profile_of(self.spec)) is not None:
+            profile.with_changes_untrusted((change.key, change.value) for change in changes)
 
     @property
     def effective_spec(self) -> str:
@@ -237,6 +240,8 @@ class JobController:
         """Handle events and deadlines until ``retire``, or cancelled. Raises ``StorageError``."""
         if not self.census.settled.is_set():
             await self._settle()
+        for request in self._stored_request():
+            self.post(request)
         while not self._retired.is_set():
             handled: asyncio.Future[bool] | None = None
             event: co.Event | NewLayout = co.Signal.TICK
@@ -310,7 +315,8 @@ class JobController:
         await checkpoints.drop([item.id for item in checkpoints.of_job(self.id) if item.stage is not None])
         self._begin(await store.call(read_history, self.id))
         self._ports.request_backup()
-        return [restore, *(co.PeerOffered(self.offer_of(peer)) for peer in members)]
+        asked = self._stored_request()
+        return [restore, *asked, *(co.PeerOffered(self.offer_of(peer)) for peer in members)]
 
     async def _settle(self) -> None:
         """After a restore of the seed, go on from the newest view that the members report."""
@@ -344,7 +350,8 @@ class JobController:
                 if self.record.held != self.core.held:  # its checkpoints will be of that stage
                     await self._save(held=dict(self.core.held))
                 if (peer := ports.peers.in_job(peer_id, self.id)) is not None:
-                    spec = assigned_spec(self.spec, self.profile, self.record.cuts, self.record.created_at)
+                    profile = profile_of(self.spec)  # as the job began: views tell what changed since
+                    spec = assigned_spec(self.spec, profile, self.record.cuts, self.record.created_at)
                     sources = members_dialled_from(
                         peer.host,
                         [
@@ -427,7 +434,9 @@ class JobController:
         for change in view.changes[len(self.record.changes) :]:
             text = f"{change.key} = {change.value} (before: {change.before}) from step {change.step + 1} on"
             self._note("info", "setting", text)
-        self.record = replace(self.record, changes=[list(astuple(change)) for change in view.changes], asked_changes=[])
+        if len(view.changes) > len(self.record.changes):  # those that were asked for are among them
+            self.record = replace(self.record, asked_changes=[])
+        self.record = replace(self.record, changes=[list(astuple(change)) for change in view.changes])
         if self.record.changes and (profile := self._profile_after(self.record.changes)):
             self.profile = profile
             self.record = replace(self.record, steps_total=profile.job.steps)

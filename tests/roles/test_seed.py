@@ -764,3 +764,64 @@ def test_a_loopback_address_is_told_on_the_seeds_machine_only() -> None:
     elsewhere = announcement_for("10.0.0.9", view)
     assert [member.host for member in elsewhere.members] == ["", "10.0.0.2", ""]
     assert elsewhere.square_sum == 2.0
+
+
+async def test_two_changes_at_once_follow_each_other(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    asked = [{"optimizer.lr": "0.002", "job.steps": "200"}, {"optimizer.lr": "0.001"}]
+    await asyncio.gather(*(bench.ask("jobs.set", job=a.job, values=values) for values in asked))
+    for worker in (a, b):
+        await worker.hear(Hold)
+        worker.report("held", 3)
+    changes = (await a.viewed()).changes
+    rates = [change for change in changes if change.key == "optimizer.lr"]
+    assert rates[1].before == rates[0].value
+
+
+async def test_worker_that_comes_after_a_change_gets_the_profile_of_the_beginning(bench: Bench) -> None:
+    tables = Profile.from_spec_untrusted(SPEC).model_dump()
+    tables["data"]["format"] = "chat"  # the seed adds the date to the profile that it sends
+    spec = Profile.model_validate(tables).to_spec()
+    await bench.ask("jobs.create", name="first", profile="tiny", spec=spec)
+    a, b = [await bench.worker(peer_id) for peer_id in "ab"]
+    first = [await worker.assigned(0) for worker in (a, b)][0].spec
+    for worker in (a, b):
+        await worker.viewed()
+        worker.report("training", 0)
+    await bench.ask("jobs.set", job=a.job, values={"optimizer.lr": "0.001"})
+    for worker in (a, b):
+        await worker.hear(Hold)
+        worker.report("held", 3)
+    await a.viewed()
+    late = await bench.worker("c")
+    assert (await late.hear(Assign)).spec == first
+
+
+async def test_job_that_may_end_early_goes_on_with_more_steps(bench: Bench) -> None:
+    tables = Profile.from_spec_untrusted(SPEC).model_dump()
+    tables["validation"] |= {"every": 10, "patience": 3}
+    await bench.ask("jobs.create", name="first", profile="tiny", spec=Profile.model_validate(tables).to_spec())
+    a, b = [await bench.worker(peer_id) for peer_id in "ab"]
+    for worker in (a, b):
+        await worker.assigned(0)
+    for worker in (a, b):
+        await worker.viewed()
+    a.say(CheckpointSaved(a.job, 100, "/c/100", "d", 5))
+    await a.beaten()
+    for worker in (a, b):
+        worker.report("done", 100)
+    await bench.job_is("done")
+    setting = asyncio.create_task(bench.ask("jobs.set", job=a.job, values={"job.steps": "200"}))
+    a.say(Response((await a.hear(Request)).id, {"step": 100, "lineage": lineage_of(100)}))
+    assert (await setting)["job"] == a.job
+
+
+async def test_seed_starts_though_another_release_changed_a_setting_that_it_does_not_know(bench: Bench) -> None:
+    await bench.ask("jobs.create", name="first", profile="tiny", spec=SPEC)
+    await bench.end()
+    records = Records(bench.root / "seed.sqlite3", RealDisk())
+    record = records.jobs()[0][0]
+    records.save_job(dataclasses.replace(record, changes=[[3, "optimizer.new", "1", "2"]]))
+    records.close()
+    await bench.start()
+    assert (await bench.ask("jobs.list"))["total"] == 1
