@@ -8,6 +8,7 @@ only what is missing.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -229,15 +230,15 @@ class TrainingRun:
 
     async def _lengthen(self, job: str, steps: int) -> None:
         """Let a job that is done go on, once a worker that has its checkpoint is here."""
-        async with asyncio.timeout(JOIN_S):
-            while True:
-                try:
-                    await self.client.change_settings(job, {"job.steps": steps})
-                    return
-                except Refused as refusal:
-                    if refusal.code != "holder-away":
-                        raise
-                await asyncio.sleep(RETRY_S)
+        until = time.monotonic() + JOIN_S
+        while True:
+            try:
+                await self.client.change_settings(job, {"job.steps": steps})
+                return
+            except Refused as refusal:
+                if refusal.code != "holder-away" or time.monotonic() > until:
+                    raise
+            await asyncio.sleep(RETRY_S)
 
     async def _observe(self, role: str, job: str) -> None:
         width = max(map(len, self._plan.models()))

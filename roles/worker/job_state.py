@@ -91,11 +91,11 @@ class JobSettings:
     def __init__(self, profile: Profile) -> None:
         self.first = self.now = profile
         self.periods = [SettingsPeriod(0, profile.optimizer.model_dump(), profile.job.steps)]
-        self._known = 0
+        self._known: Sequence[SettingChange] = ()
 
     def take_untrusted(self, changes: Sequence[SettingChange]) -> None:
-        """Take the changes of a view, unless more are known. Raises ``ProtocolError``."""
-        if len(changes) <= self._known:
+        """Take the changes of a view, in place of those that are known. Raises ``ProtocolError``."""
+        if tuple(changes) == self._known:
             return
         periods = []
         for first_step in sorted({0, *(change.step for change in changes)}):
@@ -103,7 +103,7 @@ class JobSettings:
             changed = self.first.with_changes_untrusted(made)
             periods.append(SettingsPeriod(first_step, changed.optimizer.model_dump(), changed.job.steps))
         self.now = self.first.with_changes_untrusted((change.key, change.value) for change in changes)
-        self.periods, self._known = periods, len(changes)
+        self.periods, self._known = periods, tuple(changes)
 
 
 class JobState:

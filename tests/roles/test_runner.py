@@ -12,17 +12,19 @@ import pytest
 
 from configs.loader import load
 from configs.schema import Profile
+from p2ptrain.core.errors import ProtocolError
 from ring import member_events as ev
 from ring.transaction import Transaction
 from roles.engine import WHOLE
 from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
 from roles.worker.early_stop import EarlyStop
+from roles.worker.job_state import JobSettings
 from roles.worker.reports import Reports
 from roles.worker.view_connections import FORM_TIMEOUT_S, forming_s, patience_s
 from tests.ring.members import ORIGIN, view
 from tests.roles.in_process import Cluster
-from wire.job_messages import Report
+from wire.job_messages import Report, SettingChange
 
 
 def told(core: Transaction) -> Report:
@@ -90,3 +92,12 @@ async def test_a_job_that_cannot_be_done_fails_with_its_reason_and_the_worker_do
         await peer.hears(failed["reason"].rstrip("…"))
     job = await cluster.create(load("tiny", {}, SMALL).profile)
     await cluster.job_until(job, lambda item: item["state"] == "done")
+
+
+def test_changes_of_settings_are_checked_and_taken_though_as_many_are_known() -> None:
+    settings = JobSettings(Profile())
+    settings.take_untrusted([SettingChange(5, "optimizer.lr", "0.001", "0.003")])
+    settings.take_untrusted([SettingChange(5, "optimizer.lr", "0.002", "0.003")])  # of a seed that was restored
+    assert settings.now.optimizer.lr == 0.002
+    with pytest.raises(ProtocolError):
+        settings.take_untrusted([SettingChange(5, "job.steps", '"many"', "1")])

@@ -784,7 +784,7 @@ async def test_worker_that_comes_after_a_change_gets_the_profile_of_the_beginnin
     spec = Profile.model_validate(tables).to_spec()
     await bench.ask("jobs.create", name="first", profile="tiny", spec=spec)
     a, b = [await bench.worker(peer_id) for peer_id in "ab"]
-    first = [await worker.assigned(0) for worker in (a, b)][0].spec
+    first, _ = [(await worker.assigned(0)).spec for worker in (a, b)]
     for worker in (a, b):
         await worker.viewed()
         worker.report("training", 0)
@@ -825,3 +825,23 @@ async def test_seed_starts_though_another_release_changed_a_setting_that_it_does
     records.close()
     await bench.start()
     assert (await bench.ask("jobs.list"))["total"] == 1
+
+
+async def test_change_that_was_asked_for_is_kept_by_a_new_layout(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
+    await bench.ask("jobs.pause", job=a.job)
+    for worker in (a, b):
+        await worker.hear(SaveNow)
+        await worker.hear(Hold)
+        worker.report("held", 10)
+    await bench.job_is("paused")
+    await bench.ask("jobs.set", job=a.job, values={"optimizer.lr": "0.001"})
+    restoring = asyncio.create_task(bench.ask("checkpoints.restore", id=f"{a.job}@10@a", shards=2))
+    a.say(Response((await a.hear(Request)).id, {"step": 10, "lineage": lineage_of(10)}))
+    await restoring
+    for worker in (a, b):
+        await worker.hear(Release)
+    for worker in (a, b):
+        await worker.assigned(10)
+    assert [change.value for change in (await a.viewed()).changes] == ["0.001"]
