@@ -27,7 +27,7 @@ LEAVE = "job.leave"
 """A worker's request to the seed before it leaves: does no other worker, that stays, keep the state of its job?"""
 MAX_STREAMS = 16
 MAX_STAGES = 256
-MAX_CHANGES = 128
+MAX_CHANGES = 64
 MAX_WINDOWS = 2**40
 MAX_SUB_CHUNK_BYTES = 64 << 20
 LONGEST_SILENCE_S = 86_400.0

@@ -133,14 +133,17 @@ class CheckpointPlanner:
         """Whether weights are saved in 16 bits, because the base's are."""
         return self._has_model and not _HALVES.keys().isdisjoint(self._dtypes.values())
 
-    def files_of(self, step: int, moments: Mapping[str, int]) -> list[FilePlan]:
+    def files_of(self, step: int, moments: Mapping[str, int], *, earlier_steps: int = 0) -> list[FilePlan]:
         """The files of a checkpoint after ``step`` applied steps. ``moments``: the state's other arrays: name → number
-        of elements. Raises ``StorageError``: there is no room for temporary files (some KB, but MB for a tokenizer)."""
+        of elements. ``earlier_steps``: see ``SummedGradients``. Raises ``StorageError``: there is no room for temporary
+        files (some KB, but MB for a tokenizer)."""
         if not self._fixed:
             self._fixed = self._plans(moments)
         if isinstance(self._flat, ShardedModel) and self._flat.shard.index:
             return self._fixed  # the first shard writes the notes
         notes: dict[str, Any] = {"format": 1, "layout": self._flat.layout, "corpus": self._corpus, "step": step}
+        if earlier_steps:
+            notes["earlier_steps"] = earlier_steps
         if self._recipe.tuning.frozen_digest:
             notes["frozen"] = self._recipe.tuning.frozen_digest
         if self._stage is not None:
@@ -260,10 +263,11 @@ class CheckpointReader:
         self._names = CheckpointNames.of(recipe, built, merged=False)
         self._copied = copied_segment(built)
 
-    def step_of(self, directory: Path) -> int:
-        """The step of a checkpoint of a whole model. Raises ``StorageError``."""
+    def optimizer_steps_of(self, directory: Path) -> int:
+        """Number of steps that the moments of a whole model's checkpoint have seen. Raises ``StorageError``."""
         try:
-            return int(self._notes_in(directory)["step"])
+            notes = self._notes_in(directory)
+            return int(notes["step"]) + int(notes.get("earlier_steps", 0))
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise StorageError(f"cannot read the checkpoint {directory}: {error}") from error
 

@@ -69,14 +69,14 @@ class TrainingState:
         self._planner = CheckpointPlanner(recipe, built, corpus, merged)
         self._reader = CheckpointReader(recipe, built)
         self._mirrors: list[tuple[Tensor, Tensor]] = []  # (array on a GPU, its copy from blobs())
-        self._begin()
+        self._read_kept_moments()
 
-    def _begin(self) -> None:
-        """Take the moments of the checkpoint that the job begins from, if it keeps them. Raises ``StorageError``."""
+    def _read_kept_moments(self) -> None:
+        """Read the moments of the checkpoint that the job begins from, if it keeps them. Raises ``StorageError``."""
         spec, update = self._recipe.spec, self._update
         if spec.keep_optimizer and spec.model.path is not None and isinstance(update, SummedGradients):
             self._reader.read(spec.model.path, self.arrays())
-            update.earlier_steps = self._reader.step_of(spec.model.path)
+            update.earlier_steps = self._reader.optimizer_steps_of(spec.model.path)
         self._is_initial = True
 
     def arrays(self) -> dict[str, Tensor]:
@@ -103,13 +103,15 @@ class TrainingState:
                 self._update.begin_again(self._recipe.initial_module())
             self._update.reset()
             self._forget_derived()
-            self._begin()
+            self._read_kept_moments()
 
     def initial_digest(self) -> bytes:
         return self._recipe.initial_digest
 
     def checkpoint_files(self, step: int) -> list[FilePlan]:
-        return self._planner.files_of(step, {name: array.numel() for name, array in self._update.shared.items()})
+        sizes = {name: array.numel() for name, array in self._update.shared.items()}
+        earlier_steps = self._update.earlier_steps if isinstance(self._update, SummedGradients) else 0
+        return self._planner.files_of(step, sizes, earlier_steps=earlier_steps)
 
     def load(self, directory: Path) -> None:
         """Restore this part from its own files in ``directory``; a shard also from those of a whole model. Other files

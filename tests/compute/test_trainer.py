@@ -251,6 +251,15 @@ def test_job_begins_with_the_moments_of_a_checkpoint(make_trainer: MakeTrainer, 
     earlier.finish_gradients()
     earlier.apply(4, earlier.partial_square_sum(0, len(earlier.reduce_buffer)))
     assert state_bytes(begun) == state_bytes(earlier)
+    save(begun, tmp_path, 1)
+    third = make_trainer(optimizer=constant, model=ModelSpec(path=tmp_path), keep_optimizer=True)
+    for trainer, step in ((third, 0), (begun, 1)):
+        trainer.begin_step(0)
+        for index in range(MICRO_BATCHES):
+            trainer.micro_batch(0, index)
+        trainer.finish_gradients()
+        trainer.apply(step, trainer.partial_square_sum(0, len(trainer.reduce_buffer)))
+    assert state_bytes(third) == state_bytes(begun)
 
 
 def test_a_micro_batch_too_large_for_the_device_is_a_resource_error(make_trainer: MakeTrainer) -> None:
