@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from p2ptrain.compute.device import flushed_denormals, one_thread
-from p2ptrain.core.training import SettingsPeriod
+from p2ptrain.core.training import SettingsPeriod, period_at
 
 _ALIGN_NUMEL = 16  # 64 bytes of fp32
 _SQUARE_BLOCK = 1 << 16
@@ -204,21 +204,17 @@ class OptimizerSchedule:
     """The optimizer's settings of each step of a run. ``use``: the settings were changed from some steps on."""
 
     def __init__(self, spec: OptimizerSpec, steps: int) -> None:
-        self._periods = [(0, spec, steps)]
+        self._periods: Sequence[SettingsPeriod] = [SettingsPeriod(0, asdict(spec), steps)]
 
     def use(self, periods: Sequence[SettingsPeriod]) -> None:
-        self._periods = [(item.first_step, OptimizerSpec(**item.optimizer), item.steps) for item in periods]
+        self._periods = periods
 
     def at(self, step: int) -> OptimizerSpec:
-        return self._at(step)[0]
+        return OptimizerSpec(**period_at(self._periods, step).optimizer)
 
     def lr_at(self, step: int, progress: float = 0.0) -> float:
         """Learning rate at ``progress`` (negative: before its end, in steps) of step ``step``, counted from 0."""
-        spec, steps = self._at(step)
-        return spec.lr_at(step + progress, steps)
-
-    def _at(self, step: int) -> tuple[OptimizerSpec, int]:
-        return next((spec, steps) for first_step, spec, steps in reversed(self._periods) if first_step <= step)
+        return self.at(step).lr_at(step + progress, period_at(self._periods, step).steps)
 
 
 class FlatAdamW:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from p2ptrain.compute.data import NO_TARGET, Corpus, DataSpec, TokenBatch, split_windows
 from p2ptrain.compute.packing import FIRST, TARGET, Marks
-from p2ptrain.compute.rows import ROLES, BadRow, Rows, _is_unicode
+from p2ptrain.compute.rows import ROLES, BadRow, Rows, is_unicode
 from p2ptrain.compute.sampling import Indices
 from p2ptrain.compute.text import ASSISTANT, ChatFormat
 from p2ptrain.compute.tokenizer import Tokenizer, Tokens
@@ -98,10 +98,10 @@ def load_pairs(spec: DataSpec, tokenizer: Tokenizer, model_tokens: int) -> PairC
 def _pairs(files: Sequence[Path], rows: Sequence[Rows]) -> Iterator[tuple[str, list[Any]]]:
     """The rows with a prompt and two answers of one kind, each with its place; the first of ``rows`` counts others."""
     for file in files:
-        found = [dict(of_key._values(file)) for of_key in rows]
+        found = [dict(of_key.values(file)) for of_key in rows]
         for place in found[0]:
             values = [of_key.get(place) for of_key in found]
-            if all(isinstance(value, str) and _is_unicode(value) for value in values) or all(map(_is_chat, values)):
+            if all(isinstance(value, str) and is_unicode(value) for value in values) or all(map(_is_chat, values)):
                 yield place, values
             else:
                 remedy = "give each row prompt, chosen and rejected: three texts, or three lists of {role, content}"
@@ -113,7 +113,7 @@ def _is_chat(value: object) -> bool:
         isinstance(message, dict)
         and message.get("role") in ROLES
         and isinstance(message.get("content"), str)
-        and _is_unicode(message["content"])
+        and is_unicode(message["content"])
         for message in value
     )
 

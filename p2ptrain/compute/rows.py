@@ -134,11 +134,11 @@ class Rows:
             yield from (TextPart(part, ends=False) for part in self._parts(file))
             yield TextPart("", ends=True)
             return
-        for place, value in self._values(file):
+        for place, value in self.values(file):
             if not isinstance(value, str):
                 remedy = "set data.text_key to the field with the text"
                 self.counts.leave_out(place, BadRow(f"has no text under {self._key!r}", remedy))
-            elif not _is_unicode(value):
+            elif not is_unicode(value):
                 self.counts.leave_out(place, _NOT_UNICODE)
             else:
                 yield TextPart(value, ends=True)
@@ -146,14 +146,14 @@ class Rows:
     def conversations(self, files: Sequence[Path]) -> Iterator[tuple[str, Messages]]:
         """Conversations with at least one answer, each with its place. Raises ``UserError``."""
         for file in files:
-            for place, value in self._documented(file) if self._is_stdlib else self._values(file):
+            for place, value in self._documented(file) if self._is_stdlib else self.values(file):
                 problem = _problem_of_messages(value, self._key)
                 if problem is not None:
                     self.counts.leave_out(place, problem)
                 else:
                     yield place, cast(Messages, value)
 
-    def _values(self, file: Path) -> Iterator[tuple[str, object]]:
+    def values(self, file: Path) -> Iterator[tuple[str, object]]:
         """The place of each row, and its value under the key; bad rows are counted."""
         match format_of(file, self._form):
             case "jsonl":
@@ -274,7 +274,7 @@ def _lines(file: Path, parts: Iterator[str], line: re.Pattern[str], ends: str) -
 # ----------------------------------------------------------------------------------------------------- values of rows
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -291,7 +291,7 @@ def _problem_of_messages(value: object, key: str) -> BadRow | None:
         if role not in ROLES or not isinstance(content, str):
             remedy = f"a message is {{role, content}}: a role is one of {', '.join(ROLES)}, and a content is text"
             return BadRow(f"has no such role or no text in message {number}", remedy)
-        if not _is_unicode(content):
+        if not is_unicode(content):
             return _NOT_UNICODE
         if message.get("weight") not in (None, 0, 1):
             remedy = "an answer of weight 0 is not learned, others are"

@@ -350,8 +350,8 @@ class JobController:
                 if self.record.held != self.core.held:  # its checkpoints will be of that stage
                     await self._save(held=dict(self.core.held))
                 if (peer := ports.peers.in_job(peer_id, self.id)) is not None:
-                    profile = profile_of(self.spec)  # as the job began: views tell what changed since
-                    spec = assigned_spec(self.spec, profile, self.record.cuts, self.record.created_at)
+                    # as the job began: views tell what changed since
+                    spec = assigned_spec(self.spec, self.record.cuts, self.record.created_at)
                     sources = members_dialled_from(
                         peer.host,
                         [
@@ -584,10 +584,9 @@ def offer_to(device: str, peer: JobWorker) -> JobWorker:
     return peer
 
 
-def assigned_spec(spec: str, profile: Profile | None, cuts: Sequence[int], created_at: float) -> str:
-    """The profile for a worker of the job: with its cuts, and with the date of its creation for chat templates.
-    ``profile``: as ``profile_of`` reads ``spec``."""
-    changes = dict[str, Any]()
+def assigned_spec(spec: str, cuts: Sequence[int], created_at: float) -> str:
+    """The profile for a worker of the job: with its cuts, and with the date of its creation for chat templates."""
+    profile, changes = profile_of(spec), dict[str, Any]()
     if profile is None:
         return spec  # the worker says that it cannot read it
     if cuts:

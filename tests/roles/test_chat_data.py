@@ -51,12 +51,12 @@ def test_a_job_on_conversations_keeps_the_date_of_its_creation() -> None:
 
     def date_of(*sets: str) -> str:
         profile = load("tiny", {}, list(sets)).profile
-        return Profile.from_spec_untrusted(assigned_spec(profile.to_spec(), profile, [], created_at)).data.date
+        return Profile.from_spec_untrusted(assigned_spec(profile.to_spec(), [], created_at)).data.date
 
     assert date_of("data.format=chat") == "2026-03-09"
     assert date_of("data.format=chat", "data.date=2025-01-02") == "2025-01-02"
     assert date_of() == ""
-    assert assigned_spec("of another release", None, [], created_at) == "of another release"
+    assert assigned_spec("of another release", [], created_at) == "of another release"
 
 
 @pytest.mark.parametrize(("workers", "stages"), [(2, 0), (2, 2)])
