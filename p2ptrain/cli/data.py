@@ -80,7 +80,6 @@ def show(
 
     with console.during(lambda: doing[0]):
         corpus, used = ThreadPoolExecutor(1).submit(work).result()  # so that Ctrl+C ends the command
-    assert corpus.store is not None
     facts = corpus.store.facts
     kinds = Counter("".join(kind_of(file)) or "without a suffix" for file in files)
     sequences = own.batch.micro_batches * own.batch.micro_batch_sequences

@@ -4,8 +4,8 @@ Every member reads its own copy of the text, and all must get the same tokens. S
 relative paths, and line ends become ``\\n``. Members compare the digest, unless the text is private.
 
 Running text is cut into windows wherever they end; ``compute.packing`` makes those of conversations, which are kept
-apart by their positions. The tokens are in a store on disk (``compute.token_store``): memory does not grow with the
-text, and the next start finds them.
+apart by their positions, and of pairs of answers. The tokens are in a store on disk (``compute.token_store``): memory
+does not grow with the text, and the next start finds them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, SupportsIndex
 
 import numpy as np
 
-from p2ptrain.compute.packing import FIRST, TARGET, Marks, WindowPacker, encode_conversations, training_texts
-from p2ptrain.compute.rows import RowCounts, Rows
+from p2ptrain.compute.packing import (
+    FIRST,
+    TARGET,
+    Marks,
+    WindowPacker,
+    encode_conversations,
+    encode_pair,
+    training_texts,
+)
+from p2ptrain.compute.rows import BadRow, RowCounts, Rows
 from p2ptrain.compute.sampling import Indices, permuted
 from p2ptrain.compute.text import ChatFormat, TrainingText
 from p2ptrain.compute.token_store import (
@@ -48,6 +55,7 @@ from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.text_files import STDLIB, is_stdlib, search_files
 from p2ptrain.core.texts import human_seconds
 
+PREFERENCE = "preference"
 _BLOCK_WINDOWS = 16
 NO_TARGET = -100
 """In place of a target that does not count: ``cross_entropy`` ignores it."""
@@ -65,7 +73,7 @@ class DataSpec:
     Attributes:
         path: ``stdlib`` (the running Python's own sources), a file, a directory or a glob.
         sequence_tokens: targets in one window, T; a window has T + 1 tokens.
-        format: how the files are read, see ``core.text_files``; ``chat`` for conversations.
+        format: how the files are read, see ``core.text_files``; ``chat`` for conversations, ``preference`` for pairs.
         text_key: the field of a row that holds its text or messages; empty for ``text`` or ``messages``.
         bad_rows: largest share of rows that may be left out.
         limit_bytes: most bytes of UTF-8 text to read; 0 for all.
@@ -90,10 +98,10 @@ class TokenBatch:
     """What a model computes of some windows.
 
     Attributes:
-        inputs: (B, T).
+        inputs: (B, T); of B pairs (2 B, T).
         targets: (B, T), the next token of each, or ``NO_TARGET``.
         positions: (B, T), of each input in its conversation; a lower one than before begins the next. None for running
-            text, where they count from 0 to T - 1.
+            text and for pairs, where they count from 0 to T - 1.
     """
 
     inputs: Indices
@@ -106,7 +114,8 @@ class Corpus:
     """Tokenized text, divided into training and validation windows.
 
     Window ``w`` of running text is ``tokens[w T : w T + T + 1]``. The last target of a window is the first input of the
-    next one, so every token but the first is a target exactly once. Windows of conversations share no token.
+    next one, so every token but the first is a target exactly once. Windows of conversations share no token. A window
+    of a pair is two sequences of T + 1 tokens, that with the chosen answer first.
 
     Attributes:
         tokens: shape (n,), uint8, uint16 or int32.
@@ -115,9 +124,10 @@ class Corpus:
             that their neighbouring text is not trained on. The blocks are pseudo-random over the whole corpus, and the
             same for every seed. ``validation`` starts with one window of each block, so that a few batches represent
             the corpus.
-        marks: of conversations: the mark of each token, shape (n,).
-        note: what was left out or cut; empty if nothing was.
         store: where tokens and marks are.
+        note: what was left out or cut; empty if nothing was.
+        marks: of conversations and pairs: the mark of each token, shape (n,).
+        sequences: in a window: 2 of pairs.
     """
 
     tokens: Tokens
@@ -126,17 +136,20 @@ class Corpus:
     digest: str
     training: TrainingWindows
     validation: Indices
-    marks: Marks | None = None
-    note: str = ""
-    store: TokenStore | None = None
+    store: TokenStore
+    note: str
+    marks: Marks | None
+    sequences: int
 
     def window_tokens(self, windows: Indices) -> Indices:
-        """The tokens of ``windows`` (B,), shape (B, T + 1), int64."""
+        """The tokens of ``windows`` (B,), shape (B, T + 1), int64; of pairs (2 B, T + 1)."""
         windows_tokens: Indices = self.tokens[self._places(windows)].astype(np.int64)
         return windows_tokens
 
     def target_count(self, windows: Indices) -> int:
-        """Number of targets in ``windows`` (B,)."""
+        """Number of targets in ``windows`` (B,); of pairs B, because a loss is a mean over pairs."""
+        if self.sequences == 2:
+            return len(windows)
         if self.marks is None:
             return len(windows) * self.sequence_tokens
         return int(np.count_nonzero(self.marks[self._places(windows)[:, 1:]] & TARGET))
@@ -148,11 +161,13 @@ class Corpus:
             return TokenBatch(inputs, targets, None)
         marks, at = self.marks[self._places(windows)], np.arange(self.sequence_tokens)
         firsts = np.maximum.accumulate(np.where(marks[:, :-1] & FIRST, at, 0), axis=1)
-        return TokenBatch(inputs, np.where(marks[:, 1:] & TARGET, targets, NO_TARGET), at - firsts)
+        positions = at - firsts if self.sequences == 1 else None
+        return TokenBatch(inputs, np.where(marks[:, 1:] & TARGET, targets, NO_TARGET), positions)
 
     def _places(self, windows: Indices) -> Indices:
         width = self.sequence_tokens + 1
-        places: Indices = windows[:, None] * (width if self.marks is not None else width - 1) + np.arange(width)
+        sequences = (self.sequences * windows[:, None] + np.arange(self.sequences)).reshape(-1)
+        places: Indices = sequences[:, None] * (width if self.marks is not None else width - 1) + np.arange(width)
         return places
 
 
@@ -200,20 +215,17 @@ def load_corpus(
     cannot be stored."""
     files, not_read = search_files(spec.path, spec.format)
     store = _find_or_make_store(spec, tokenizer, files, on_progress)
-    facts, width = store.facts, spec.sequence_tokens + 1
+    facts, width, sequences = store.facts, spec.sequence_tokens + 1, 2 if spec.format == PREFERENCE else 1
     if facts.highest >= (known := model_tokens or tokenizer.vocab_size):  # ids that no text has may be beyond
         name = tokenizer.backend.id_to_token(facts.highest)
         text = f"the text has the token {name!r}, id {facts.highest}, but the model has only the ids 0 to {known - 1}"
         raise ConfigError(text, remedy="put the tokenizer there that the model was trained with")
     left_out = list(filter(None, (not_read, RowCounts(**facts.rows).note(spec.bad_rows), facts.note)))
-    is_chat = store.marks is not None
-    windows = facts.numel // width if is_chat else max(0, facts.numel - 1) // spec.sequence_tokens
+    windows = facts.numel // width // sequences if facts.has_marks else max(0, facts.numel - 1) // spec.sequence_tokens
     training, validation = split_windows(spec, windows, left_out)
     note = "; ".join(filter(None, (*left_out, _large_part(spec, len(validation), windows))))
-    vocab = tokenizer.vocab_size
-    return Corpus(
-        store.tokens, vocab, spec.sequence_tokens, facts.digest, training, validation, store.marks, note, store
-    )
+    sizes = facts.vocab_size, spec.sequence_tokens
+    return Corpus(store.tokens, *sizes, facts.digest, training, validation, store, note, store.marks, sequences)
 
 
 # --------------------------------------------------------------------------------------------------- making the tokens
@@ -223,7 +235,7 @@ def store_key(spec: DataSpec, tokenizer: Tokenizer, files: Sequence[Path]) -> st
     """The name of the store: a hash of all that decides its tokens. The files count by path, size and time."""
     parts: list[Any] = [FORMAT, spec.format, spec.text_key, spec.limit_bytes, is_stdlib(spec.path)]
     parts += [tokenizer.backend.to_str(), tokenizer.begin, tokenizer.end]
-    if spec.format == "chat":
+    if spec.format in _WRITERS:
         date = spec.date or f"{datetime.now(UTC):%Y-%m-%d}"
         parts += [spec.sequence_tokens, *ChatFormat(tokenizer, date).identity]
     else:
@@ -244,30 +256,20 @@ def _find_or_make_store(
         on_progress(f"another process makes the tokens of {spec.path}", share)
 
     with lock_store(directory, show_other):
-        if (store := open_store(directory, on_progress)) is not None:
-            return store
-        _make_store(directory, spec, tokenizer, files, on_progress)
-        store = open_store(directory)
-    assert store is not None, "just written"
-    return store
+        store = open_store(directory, on_progress)
+        return store or _make_store(directory, spec, tokenizer, files, on_progress)
 
 
 def _make_store(
     directory: Path, spec: DataSpec, tokenizer: Tokenizer, files: Sequence[Path], on_progress: OnProgress
-) -> None:
-    is_chat = spec.format == "chat"
+) -> TokenStore:
     path = spec.path if is_stdlib(spec.path) else os.path.abspath(os.path.expanduser(spec.path))
-    writer = StoreWriter(
-        directory, StoreFacts(path, spec.format, sources_of(files), tokenizer.dtype.name), has_marks=is_chat
-    )
-    rows = Rows(spec.path, spec.format, spec.text_key or ("messages" if is_chat else "text"))
-    total_bytes = sum(status_of(file).st_size for file in files)
+    sources, dtype, write = sources_of(files), tokenizer.dtype, _WRITERS.get(spec.format, _write_texts)
+    has_marks = write is not _write_texts
+    writer = StoreWriter(directory, StoreFacts(path, spec.format, sources, dtype.name, tokenizer.vocab_size, has_marks))
+    rows, total_bytes = Rows(spec.path, spec.format, spec.text_key), sum(status_of(file).st_size for file in files)
     least = min(total_bytes, spec.limit_bytes or total_bytes) // (1 if tokenizer.is_bytes else _BYTES_PER_TOKEN)
-    writer.check_room(least * tokenizer.dtype.itemsize - writer.written_bytes)
-    steps, packer = _write_texts(writer, spec, tokenizer, rows, files), None
-    if is_chat:
-        packer = WindowPacker(spec.sequence_tokens + 1, tokenizer.dtype)
-        steps = _write_conversations(writer, spec, ChatFormat(tokenizer, spec.date), rows, files, packer)
+    writer.check_room(least * dtype.itemsize - writer.facts.size_bytes)
 
     def check_unchanged() -> None:
         if sources_of(files) != writer.facts.sources:
@@ -276,7 +278,7 @@ def _make_store(
 
     began = synced = shown = time.monotonic()
     first: float | None = None
-    for make_state in steps:
+    for make_state in write(writer, spec, tokenizer, rows, files):
         now, share = time.monotonic(), rows.read_bytes / total_bytes
         share = max(share, rows.text_bytes / spec.limit_bytes if spec.limit_bytes else 0)
         first = share if first is None else first  # what an earlier process read takes no time
@@ -287,14 +289,12 @@ def _make_store(
             shown = now
             if now >= synced + SYNC_S and make_state is not None:
                 check_unchanged()
-                writer.check_room(writer.written_bytes * (1 / max(share, 1e-9) - 1))
+                writer.check_room(writer.facts.size_bytes * (1 / max(share, 1e-9) - 1))
                 writer.sync(make_state() | {"share": share})
                 synced = now
     check_unchanged()
-    on_progress(f"verifying the tokens of {spec.path}", 1.0)
-    note = packer.note(rows.counts.count - rows.counts.bad) if packer is not None else ""
-    vocab, counts = tokenizer.vocab_size, asdict(rows.counts)
-    writer.finish(vocab_size=vocab, text_bytes=rows.text_bytes, rows=counts, note=note)
+    writer.facts.rows, writer.facts.text_bytes = asdict(rows.counts), rows.text_bytes
+    return writer.finish(on_progress)
 
 
 MakeState = Callable[[], dict[str, Any]]
@@ -313,19 +313,16 @@ def _write_texts(
         writer.append(part.ids)
         if part.ends:
             writer.append(end)
-            writer.end_document()
+            writer.facts.documents += 1
         place = part.place
         yield None if place is None else partial(dict, place=place._asdict())
 
 
 def _write_conversations(
-    writer: StoreWriter, spec: DataSpec, form: ChatFormat, rows: Rows, files: Sequence[Path], packer: WindowPacker
+    writer: StoreWriter, spec: DataSpec, tokenizer: Tokenizer, rows: Rows, files: Sequence[Path]
 ) -> Iterator[MakeState]:
-    found, taken, batch = rows.conversations(files), 0, list[TrainingText]()
-
-    def make_state() -> dict[str, Any]:
-        counts = {"rows": asdict(rows.counts), "text_bytes": rows.text_bytes, "taken": taken}
-        return counts | {"packer": packer.state()}
+    state, batch, form = writer.facts.state, list[TrainingText](), ChatFormat(tokenizer, spec.date)
+    packer = WindowPacker(spec.sequence_tokens + 1, tokenizer.dtype)
 
     def pack() -> None:
         for ids, marks in encode_conversations(batch, form):
@@ -333,21 +330,46 @@ def _write_conversations(
                 writer.append(window.tokens, window.marks)
         batch.clear()
 
-    if state := writer.facts.state:
-        taken = state["taken"]
-        for _ in islice(found, taken):
-            pass
-        rows.counts, rows.text_bytes = RowCounts(**state["rows"]), state["text_bytes"]
+    if state:
         packer.restore(state["packer"])
-    for texts in training_texts(found, form, rows, spec.limit_bytes):
-        batch, taken = batch + texts, taken + 1
+    for texts in training_texts(rows.rows(files, state), form, rows, spec.limit_bytes):
+        batch += texts
         if len(batch) >= _TEXTS_PER_CALL or sum(len(text) for text, _ in batch) >= _CHARS_PER_CALL:
             pack()
-            yield make_state
+            yield lambda: rows.state() | {"packer": packer.state()}
     pack()
     for window in packer.open:
         writer.append(window.tokens, window.marks)
-    writer.documents = packer.count - packer.unanswered
+    writer.facts.documents = packer.count - packer.unanswered
+    writer.facts.note = packer.note(rows.counts.count - rows.counts.bad)
+
+
+def _write_pairs(
+    writer: StoreWriter, spec: DataSpec, tokenizer: Tokenizer, rows: Rows, files: Sequence[Path]
+) -> Iterator[MakeState]:
+    state, form, width = writer.facts.state, ChatFormat(tokenizer, spec.date), spec.sequence_tokens + 1
+    long = {"cut": state.get("cut", 0)}
+    for place, values in rows.rows(files, state):
+        try:
+            pair = encode_pair(values, form)
+        except UserError as problem:
+            rows.counts.refuse(place, problem)
+            continue
+        if not all((marks[:width] & TARGET).any() for _, marks in pair):
+            rows.counts.leave_out(place, BadRow("has no room for both answers", "set a larger data.sequence_tokens"))
+            continue
+        writer.facts.documents += 1
+        long["cut"] += any(len(ids) > width for ids, _ in pair)
+        for ids, marks in pair:
+            missing = max(0, width - len(ids))
+            writer.append(np.pad(ids[:width], (0, missing)), np.pad(marks[:width], (0, missing)))
+        yield lambda: rows.state() | long
+    if long["cut"]:
+        writer.facts.note = f"{long['cut']:,} pairs have more than data.sequence_tokens and are cut"
+
+
+_WRITERS = {"chat": _write_conversations, PREFERENCE: _write_pairs}
+"""Formats whose tokens have marks."""
 
 
 # -------------------------------------------------------------------------------------------------------------- windows

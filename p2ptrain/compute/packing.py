@@ -1,4 +1,4 @@
-"""Conversations in windows: which tokens of each are targets, and which conversations share a window.
+"""Conversations and pairs in windows: which tokens of each are targets, and which conversations share a window.
 
 A conversation is tokenized whole, as it is when the model answers, and cut to a window. (If the chat template changes
 earlier turns, each answer is in a text of its own, with the turns before it.) It goes into the first of the windows
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.compute.rows import BadRow, Messages, Rows
+from p2ptrain.compute.rows import Rows
 from p2ptrain.compute.text import ASSISTANT, USER, ChatFormat, TrainingText
 from p2ptrain.compute.tokenizer import Tokens
 from p2ptrain.core.errors import ConfigError, UserError
@@ -103,7 +103,7 @@ class WindowPacker:
 
 
 def training_texts(
-    conversations: Iterable[tuple[str, Messages]], form: ChatFormat, rows: Rows, limit_bytes: int
+    conversations: Iterable[tuple[str, list[Any]]], form: ChatFormat, rows: Rows, limit_bytes: int
 ) -> Iterator[list[TrainingText]]:
     """The texts of each conversation; none of one that the chat template refuses, which ``rows`` counts.
 
@@ -113,14 +113,11 @@ def training_texts(
         form.training_texts(_PROBE)
     except UserError as problem:
         raise ConfigError(problem.message, remedy=problem.remedy) from problem
-    for place, messages in conversations:
+    for place, (messages,) in conversations:
         try:
             texts = form.training_texts(messages)
-        except ConfigError:  # a limit of this machine must not decide which rows are learned
-            raise
         except UserError as problem:
-            why = f"is not usable: {problem.message}"
-            rows.counts.leave_out(place, BadRow(why, problem.remedy or "leave it out"))
+            rows.counts.refuse(place, problem)
             yield []
             continue
         size_bytes = sum(len(text.encode()) for text, _ in texts)
@@ -139,3 +136,25 @@ def encode_conversations(texts: Sequence[TrainingText], form: ChatFormat) -> Ite
         marks = (begun > ended).astype(np.uint8)  # characters of an answer are in the token
         marks[:1] = FIRST  # and no target: it has no token before it
         yield np.array(encoding.ids, form.tokenizer.dtype), marks
+
+
+def encode_pair(values: Sequence[Any], form: ChatFormat) -> list[tuple[Tokens, Marks]]:
+    """Ids and marks of a prompt with each of two answers, all texts or lists of messages. Raises ``UserError``: the
+    chat template refuses it."""
+    tokenizer, (prompt, *answers) = form.tokenizer, values
+    pair = list[tuple[Tokens, Marks]]()
+    for answer in answers:
+        if isinstance(prompt, str):  # each is tokenized alone, as TRL does: then both answers follow the same prompt
+            encodings = tokenizer.encodings([prompt, answer], add_special_tokens=False)
+            asked, answered = [*tokenizer.begin, *encodings[0].ids], [*encodings[1].ids, *tokenizer.end]
+        else:
+            texts = form.training_texts([*(turn | {"weight": 0} for turn in prompt), *answer])
+            if len(texts) != 1 or answer[-1]["role"] != ASSISTANT:
+                raise UserError("its answers are not one answer of the assistant", remedy="end it with one")
+            (text, (start, *_)) = texts[0]
+            asked, answered = (encoding.ids for encoding in form.encode([text[:start], text[start:]]))
+        marks = np.zeros(len(asked) + len(answered), np.uint8)
+        marks[len(asked) :] = TARGET
+        marks[:1] = FIRST  # and no target: it has no token before it
+        pair.append((np.array([*asked, *answered], tokenizer.dtype), marks))
+    return pair

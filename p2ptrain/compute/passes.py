@@ -35,7 +35,7 @@ from p2ptrain.compute.activations import decode_untrusted, encode
 from p2ptrain.compute.data import NO_TARGET, Corpus, load_corpus
 from p2ptrain.compute.device import translate_out_of_memory
 from p2ptrain.compute.fsdp import translate_lost_members
-from p2ptrain.compute.preferences import counted_pairs, load_pairs, preference_loss, sequence_log_probs
+from p2ptrain.compute.preferences import counted_pairs, preference_loss, sequence_log_probs
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
 from p2ptrain.compute.sampling import Indices, WindowSampler
@@ -76,12 +76,8 @@ class MicroBatchReader:
 
     def __init__(self, recipe: ModelRecipe, processes: int = 1, on_progress: OnProgress = no_progress) -> None:
         self._spec, self._device, self._processes = recipe.spec, recipe.device.torch_device, processes
-        spec, self._tokenizer = recipe.spec, recipe.tokenizer
-        if spec.is_preference:
-            self.corpus: Corpus = load_pairs(spec.data, recipe.tokenizer, recipe.config.vocab_size)
-        else:
-            vocab = recipe.config.vocab_size
-            self.corpus = load_corpus(spec.data, recipe.tokenizer, vocab, on_progress=on_progress)
+        spec, self._tokenizer, vocab = recipe.spec, recipe.tokenizer, recipe.config.vocab_size
+        self.corpus: Corpus = load_corpus(spec.data, self._tokenizer, vocab, on_progress=on_progress)
         recipe.check_corpus(self.corpus)
         training, sequences = self.corpus.training, spec.micro_batch_sequences
         self.validation_count = min(spec.validation_batches, -(-len(self.corpus.validation) // sequences))

@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from p2ptrain.compute.data import Corpus, DataSpec
+from p2ptrain.compute.data import PREFERENCE, Corpus, DataSpec
 from p2ptrain.compute.device import ComputeDevice, constant_arithmetic, flushed_denormals
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, trained_parameters
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, assemble_rows, check_shard_memory
@@ -25,7 +25,6 @@ from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import ModelSpec, build_model, model_config, outline
 from p2ptrain.compute.optimizer import hidden_matrices
 from p2ptrain.compute.part import PartModel
-from p2ptrain.compute.preferences import PREFERENCE
 from p2ptrain.compute.split_check import check_packs, check_splits
 from p2ptrain.compute.stage import StageSpec, build_training_part, fit_training, initial_digest
 from p2ptrain.compute.tokenizer import Tokenizer

@@ -1,4 +1,5 @@
-"""What the files of a corpus hold: texts, rows with a text, or conversations. Rows that cannot be used are counted.
+"""What the files of a corpus hold: texts, and rows with a text, a conversation or a pair of answers. Rows that cannot
+be used are counted.
 
 A *row* is a line of a ``.jsonl`` file or an item of a JSON array, a record of a ``.csv`` or ``.tsv`` file (its first
 record names the columns) or a row of a ``.parquet`` file. Files may be compressed with gzip. Which rows are left out
@@ -18,10 +19,10 @@ import json
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -50,6 +51,9 @@ class BadRow:
     remedy: str
 
 
+RowValues = Sequence[object] | BadRow
+"""What a row has under the keys that are read."""
+
 _NOT_UNICODE = BadRow("has a byte that is not UTF-8, or half of a surrogate pair", "write the text as UTF-8")
 
 
@@ -76,6 +80,13 @@ class RowCounts:
             self.examples.append(f"{place} {bad.why}")
         self.remedy = self.remedy or bad.remedy
 
+    def refuse(self, place: str, problem: UserError) -> None:
+        """Count a row that a chat template refuses. Raises ``ConfigError``, a limit of this machine, which must not
+        decide which rows are learned."""
+        if isinstance(problem, ConfigError):
+            raise problem
+        self.leave_out(place, BadRow(f"is not usable: {problem.message}", problem.remedy or "leave it out"))
+
     def note(self, max_bad: float) -> str:
         """After the last row: what was left out; empty if nothing was. Raises ``UserError``: it is more than the share
         ``max_bad``."""
@@ -93,8 +104,7 @@ class Rows:
     """Reads files in order.
 
     Args:
-        path, form: ``data.path`` and ``data.format``.
-        key: the field of a row with its text or its messages.
+        path, form, key: ``data.path``, ``data.format`` and ``data.text_key``.
 
     Attributes:
         read_bytes: of the files on disk, so far. text_bytes: of the UTF-8 of the texts that were taken.
@@ -102,7 +112,29 @@ class Rows:
 
     def __init__(self, path: str, form: str, key: str) -> None:
         self.counts, self.read_bytes, self.text_bytes = RowCounts(), 0, 0
-        self._is_stdlib, self._form, self._key = is_stdlib(path), form, key
+        self._form, self._is_documentation, self._taken = form, is_stdlib(path) and form == "chat", 0
+        self._keys, self._problem_of = _KINDS.get(form, (("text",), _problem_of_text))
+        self._keys = (key,) if key and len(self._keys) == 1 else self._keys
+
+    def state(self) -> dict[str, Any]:
+        """For ``rows``, as JSON."""
+        return {"taken": self._taken, "counts": asdict(self.counts), "text_bytes": self.text_bytes}
+
+    def rows(self, files: Sequence[Path], state: Mapping[str, Any] | None = None) -> Iterator[tuple[str, list[Any]]]:
+        """The usable rows, each with its place and its values: a conversation, or a prompt and two answers, texts or
+        messages. Raises ``UserError``. ``state``: go on behind the row where ``state()`` was made."""
+        found = (row for file in files for row in self._values(file))
+        if state:
+            for _ in islice(found, state["taken"]):
+                pass
+            self.counts, self.text_bytes, self._taken = (
+                RowCounts(**state["counts"]),
+                state["text_bytes"],
+                state["taken"],
+            )
+        for row in found:
+            self._taken += 1
+            yield row
 
     def texts(self, files: Sequence[Path], *, line_end: str = "\n", limit_bytes: int = 0) -> Iterator[TextPart]:
         """Texts that are not empty, in parts; each text ends with ``line_end``. Raises ``UserError``.
@@ -134,42 +166,30 @@ class Rows:
             yield from (TextPart(part, ends=False) for part in self._parts(file))
             yield TextPart("", ends=True)
             return
-        for place, value in self.values(file):
-            if not isinstance(value, str):
-                remedy = "set data.text_key to the field with the text"
-                self.counts.leave_out(place, BadRow(f"has no text under {self._key!r}", remedy))
-            elif not is_unicode(value):
-                self.counts.leave_out(place, _NOT_UNICODE)
-            else:
-                yield TextPart(value, ends=True)
+        yield from (TextPart(text, ends=True) for _, (text,) in self._values(file))
 
-    def conversations(self, files: Sequence[Path]) -> Iterator[tuple[str, Messages]]:
-        """Conversations with at least one answer, each with its place. Raises ``UserError``."""
-        for file in files:
-            for place, value in self._documented(file) if self._is_stdlib else self.values(file):
-                problem = _problem_of_messages(value, self._key)
-                if problem is not None:
-                    self.counts.leave_out(place, problem)
-                else:
-                    yield place, cast(Messages, value)
-
-    def values(self, file: Path) -> Iterator[tuple[str, object]]:
-        """The place of each row, and its value under the key; bad rows are counted."""
-        match format_of(file, self._form):
+    def _values(self, file: Path) -> Iterator[tuple[str, list[Any]]]:
+        """The place and the values of each row; bad rows are counted."""
+        form = "stdlib" if self._is_documentation else format_of(file, self._form)
+        match form:
+            case "stdlib":
+                found = self._documented(file)
             case "jsonl":
-                found = _jsonl_values(file, self._parts(file, "surrogateescape"), self._key)
+                found = _jsonl_values(file, self._parts(file, "surrogateescape"), self._keys)
             case "csv":
-                found = _csv_values(file, self._parts(file, "surrogateescape"), self._key)
+                found = _csv_values(file, self._parts(file, "surrogateescape"), self._keys)
             case _:
                 found = self._parquet_values(file)
-        for number, value in found:
+        for number, values in found:
             self.counts.count += 1
-            if isinstance(value, BadRow):
-                self.counts.leave_out(f"{file}:{number}", value)
+            place = f"{file}:{number}" if number else str(file)
+            problem = values if isinstance(values, BadRow) else self._problem_of(values, self._keys[0])
+            if problem is not None:
+                self.counts.leave_out(place, problem)
             else:
-                yield f"{file}:{number}", value
+                yield place, cast(list[Any], values)
 
-    def _documented(self, file: Path) -> Iterator[tuple[str, object]]:
+    def _documented(self, file: Path) -> Iterator[tuple[int, RowValues]]:
         """Questions and answers of one of the standard library's sources: for each public module, class and function
         that has a docstring, what it is or does, and the docstring's first paragraph. Nothing is imported."""
         root = Path(sysconfig.get_path("stdlib"))
@@ -179,12 +199,10 @@ class Rows:
         try:
             tree = ast.parse("".join(self._parts(file)))
         except (SyntaxError, ValueError, RecursionError):
-            self.counts.count += 1
-            self.counts.leave_out(str(file), BadRow("is not Python", "set data.path to a file of your own"))
+            yield 0, BadRow("is not Python", "set data.path to a file of your own")
             return
         for messages in _questions(tree, ".".join(names)):
-            self.counts.count += 1
-            yield str(file), messages
+            yield 0, [messages]
 
     def _parts(self, file: Path, errors: str = "strict") -> Iterator[str]:
         """The text of a file in parts of about ``_PART_BYTES``, none of which ends between ``\\r`` and ``\\n``.
@@ -210,26 +228,26 @@ class Rows:
                 if not data:
                     return
 
-    def _parquet_values(self, file: Path) -> Iterator[tuple[int, object]]:
+    def _parquet_values(self, file: Path) -> Iterator[tuple[int, RowValues]]:
         import pyarrow  # an optional package; ``find_files`` has checked that it is installed
         from pyarrow.parquet import ParquetFile
 
-        number, read_before, key = 0, self.read_bytes, self._key
+        number, read_before, keys = 0, self.read_bytes, list(self._keys)
         try:
             with ParquetFile(file) as table:
-                _find_column(file, table.schema_arrow.names, key)
+                _find_columns(file, table.schema_arrow.names, keys)
                 for index in range(table.num_row_groups):
                     group = table.metadata.row_group(index)
                     columns = [group.column(column) for column in range(group.num_columns)]
-                    named = [column for column in columns if column.path_in_schema.partition(".")[0] == key]
+                    named = [column for column in columns if column.path_in_schema.partition(".")[0] in keys]
                     size_bytes = sum(column.total_uncompressed_size for column in named)
                     what = f"reading {human_bytes(size_bytes)} of {file}"
                     check_memory(3 * size_bytes, HOST, what, "write it anew with smaller row groups")
-                    for batch in table.iter_batches(batch_size=256, row_groups=[index], columns=[key]):
-                        for scalar in batch.column(0):
+                    for batch in table.iter_batches(batch_size=256, row_groups=[index], columns=keys):
+                        for scalars in zip(*(batch.column(key) for key in keys), strict=True):
                             number += 1
                             try:
-                                yield number, scalar.as_py()
+                                yield number, [scalar.as_py() for scalar in scalars]
                             except (ValueError, OverflowError):
                                 why = "holds a value that cannot be read, perhaps not UTF-8"
                                 yield number, BadRow(why, "write it anew")
@@ -274,7 +292,7 @@ def _lines(file: Path, parts: Iterator[str], line: re.Pattern[str], ends: str) -
 # ----------------------------------------------------------------------------------------------------- values of rows
 
 
-def is_unicode(text: str) -> bool:
+def _is_unicode(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -282,7 +300,25 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _problem_of_messages(value: object, key: str) -> BadRow | None:
+def _problem_of_text(values: Sequence[object], key: str) -> BadRow | None:
+    if not all(isinstance(value, str) for value in values):
+        return BadRow(f"has no text under {key!r}", "set data.text_key to the field with the text")
+    return None if all(_is_unicode(cast(str, value)) for value in values) else _NOT_UNICODE
+
+
+def _problem_of_pair(values: Sequence[object], key: str) -> BadRow | None:
+    if all(isinstance(value, str) for value in values):
+        return _problem_of_text(values, key)
+    if all(isinstance(value, list) for value in values):
+        prompt, *answers = cast(list[Messages], values)
+        problems = (_problem_of_messages([[*prompt, *answer]], key) for answer in answers)
+        return next(filter(None, problems), None)
+    remedy = "give each row prompt, chosen and rejected: three texts, or three lists of {role, content}"
+    return BadRow("is no pair of answers", remedy)
+
+
+def _problem_of_messages(values: Sequence[object], key: str) -> BadRow | None:
+    (value,) = values
     if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
         remedy = "set data.text_key to the field with a list of {role, content}"
         return BadRow(f"has no list of 1 to {MAX_MESSAGES:,} messages under {key!r}", remedy)
@@ -291,7 +327,7 @@ def _problem_of_messages(value: object, key: str) -> BadRow | None:
         if role not in ROLES or not isinstance(content, str):
             remedy = f"a message is {{role, content}}: a role is one of {', '.join(ROLES)}, and a content is text"
             return BadRow(f"has no such role or no text in message {number}", remedy)
-        if not is_unicode(content):
+        if not _is_unicode(content):
             return _NOT_UNICODE
         if message.get("weight") not in (None, 0, 1):
             remedy = "an answer of weight 0 is not learned, others are"
@@ -301,7 +337,17 @@ def _problem_of_messages(value: object, key: str) -> BadRow | None:
     return None
 
 
-def _jsonl_values(file: Path, parts: Iterator[str], key: str) -> Iterator[tuple[int, object]]:
+_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Sequence[object], str], BadRow | None]]] = {
+    "chat": (("messages",), _problem_of_messages),
+    "preference": (("prompt", "chosen", "rejected"), _problem_of_pair),
+}
+"""By ``data.format``, the usual fields of a row, and the check of their values; for others it is one text."""
+
+
+def _jsonl_values(file: Path, parts: Iterator[str], keys: Sequence[str]) -> Iterator[tuple[int, RowValues]]:
+    def values(record: object) -> list[object]:
+        return [record.get(key) if isinstance(record, dict) else None for key in keys]
+
     first = next(parts)
     if first[:100].lstrip().startswith("["):  # one array, rather than a row in each line
         whole = [first]
@@ -315,7 +361,7 @@ def _jsonl_values(file: Path, parts: Iterator[str], key: str) -> Iterator[tuple[
         except (ValueError, RecursionError):
             records = []
         for number, record in enumerate(records, start=1):
-            yield number, record.get(key) if isinstance(record, dict) else None
+            yield number, values(record)
         if records:
             return
     for number, line in enumerate(_lines(file, chain([first], parts), _LINE, "\n"), start=1):
@@ -326,15 +372,15 @@ def _jsonl_values(file: Path, parts: Iterator[str], key: str) -> Iterator[tuple[
         except (ValueError, RecursionError):
             yield number, BadRow("is not JSON", "each line is one JSON object, or the file is one array of them")
         else:
-            yield number, record.get(key) if isinstance(record, dict) else None
+            yield number, values(record)
 
 
-def _csv_values(file: Path, parts: Iterator[str], key: str) -> Iterator[tuple[int, object]]:
+def _csv_values(file: Path, parts: Iterator[str], keys: Sequence[str]) -> Iterator[tuple[int, RowValues]]:
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
     # Strict: otherwise a quote that is not closed would make one text of the rest of the file.
     delimiter = "\t" if kind_of(file)[0] == ".tsv" else ","
     reader = csv.reader(_lines(file, parts, _CSV_LINE, "\r\n"), strict=True, delimiter=delimiter)
-    column = -1
+    columns: list[int] = []
     while True:
         number = reader.line_num + 1
         try:
@@ -347,21 +393,20 @@ def _csv_values(file: Path, parts: Iterator[str], key: str) -> Iterator[tuple[in
             continue
         if record is None:
             return
-        if column < 0:
-            column = _find_column(file, record, key)
+        if not columns:
+            columns = _find_columns(file, record, keys)
         elif record:
-            value = record[column] if column < len(record) else None
-            yield number, BadRow("has a zero byte", "leave it out") if value and "\0" in value else value
+            values = [record[column] if column < len(record) else None for column in columns]
+            yield number, BadRow("has a zero byte", "leave it out") if "\0" in "".join(filter(None, values)) else values
 
 
-def _find_column(file: Path, names: Sequence[str], key: str) -> int:
-    if key not in names:
-        there = shortened(", ".join(map(repr, names)), 300)
-        raise ConfigError(
-            f"{file} has no column {key!r}; it has {there}",
-            remedy="set data.text_key to one of them, or data.format = 'text'",
-        )
-    return list(names).index(key)
+def _find_columns(file: Path, names: Sequence[str], keys: Sequence[str]) -> list[int]:
+    for key in keys:
+        if key not in names:
+            there = shortened(", ".join(map(repr, names)), 300)
+            remedy = "set data.text_key to one of them, or data.format = 'text'"
+            raise ConfigError(f"{file} has no column {key!r}; it has {there}", remedy=remedy)
+    return [list(names).index(key) for key in keys]
 
 
 def _questions(

@@ -3,8 +3,7 @@
 A store is a directory below ``stores_dir()``, named after a hash of what decides the tokens. It holds
 
 - ``tokens.bin``: the tokens, little-endian, of the dtype that ``Tokenizer.dtype`` chooses;
-- ``marks.bin``: of conversations, the mark of each token (``compute.packing``), uint8;
-- ``bounds.bin``: of other texts, the number of tokens up to the end of each document, int64;
+- ``marks.bin``: of conversations and pairs, the mark of each token (``compute.packing``), uint8;
 - ``store.json``: ``StoreFacts``. While the store is made they say how much of it is durable, and where to go on.
 
 One process at a time makes a store; others wait. Only this user may read it.
@@ -19,13 +18,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from p2ptrain.compute.tokenizer import Tokens
 from p2ptrain.core.disk import RealDisk, write_atomic
@@ -33,9 +31,9 @@ from p2ptrain.core.errors import DiskFull, StorageError
 from p2ptrain.core.text_files import unreadable
 from p2ptrain.core.texts import human_bytes
 
-FORMAT = 1
+FORMAT = 2
 """Part of what is hashed; another one when equal texts would give other files."""
-TOKENS, MARKS, BOUNDS, FACTS = "tokens.bin", "marks.bin", "bounds.bin", "store.json"
+TOKENS, MARKS, FACTS = "tokens.bin", "marks.bin", "store.json"
 _READ_BYTES = _BUFFER_BYTES = 1 << 20
 _POLL_S = 0.2
 DISK = RealDisk()
@@ -48,17 +46,17 @@ def no_progress(text: str, share: float) -> None:
     """Show nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoreFacts:
     """What is known of a store without reading it.
 
     Attributes:
         path, form: ``data.path``, absolute, and ``data.format``. sources: hash of its files' paths, sizes and times.
+        dtype, vocab_size: the tokenizer's. has_marks: whether the tokens have marks.
         digest: as ``compute.data.Corpus.digest``; empty: the store is not finished.
         numel: number of tokens, with padding. highest: the highest id.
-        documents: number of texts or conversations. text_bytes: of their UTF-8.
+        documents: number of texts, conversations or pairs. text_bytes: of their UTF-8.
         rows: fields of ``compute.rows.RowCounts``. note: what else was left out or cut.
-        files: by name, the size in bytes, and the XXH3 (128 bits, hex) if the store is finished.
         state: where to go on.
     """
 
@@ -66,6 +64,8 @@ class StoreFacts:
     form: str
     sources: str
     dtype: str
+    vocab_size: int
+    has_marks: bool
     digest: str = ""
     numel: int = 0
     highest: int = 0
@@ -73,23 +73,27 @@ class StoreFacts:
     text_bytes: int = 0
     rows: dict[str, Any] = field(default_factory=dict)
     note: str = ""
-    files: dict[str, tuple[int, str]] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def file_sizes(self) -> dict[str, int]:
+        """In bytes, by name."""
+        tokens = {TOKENS: self.numel * np.dtype(self.dtype).itemsize}
+        return tokens | {MARKS: self.numel} if self.has_marks else tokens
+
+    @property
     def size_bytes(self) -> int:
-        return sum(size for size, _ in self.files.values())
+        return sum(self.file_sizes.values())
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStore:
-    """A finished store, mapped. tokens: shape (numel,); marks: (numel,), or None; bounds: (documents,), or None."""
+    """A finished store, mapped. tokens: shape (numel,); marks: (numel,), or None."""
 
     directory: Path
     facts: StoreFacts
     tokens: Tokens
     marks: npt.NDArray[np.uint8] | None
-    bounds: npt.NDArray[np.int64] | None
 
 
 def stores_dir() -> Path:
@@ -125,15 +129,12 @@ def open_store(directory: Path, on_progress: OnProgress = no_progress) -> TokenS
     if (facts := read_facts(directory)) is None or not facts.digest:
         return None
     try:
-        for name, known in facts.files.items():
-            if _hash_file(directory / name, [xxhash.xxh3_128()], on_progress) != tuple(known):
-                return None
-        dtypes = {TOKENS: facts.dtype, MARKS: "uint8", BOUNDS: "int64"}
-        mapped = {name: _map_file(directory / name, dtypes[name]) for name in facts.files}
+        if _digest(directory, facts, on_progress) != facts.digest:
+            return None
         os.utime(directory / FACTS)  # when it was last used
+        return _map_store(directory, facts)
     except OSError:
         return None
-    return TokenStore(directory, facts, mapped[TOKENS], mapped.get(MARKS), mapped.get(BOUNDS))
 
 
 def list_stores() -> list[Path]:
@@ -182,48 +183,37 @@ class StoreWriter:
     """Writes a store, or goes on with one that was not finished. The caller holds its lock.
 
     Args:
-        facts: what is known before: ``path``, ``form``, ``sources`` and ``dtype``.
+        facts: what is known before.
 
     Attributes:
-        facts: at the last ``sync``, whose ``state`` says where to go on; empty: the store is new.
-        numel, documents, highest: as in ``StoreFacts``, so far. written_bytes: of all files.
+        facts: of what was added so far, but for ``state``: that of the last ``sync``, which says where to go on; empty:
+            the store is new.
     """
 
-    def __init__(self, directory: Path, facts: StoreFacts, *, has_marks: bool) -> None:
+    def __init__(self, directory: Path, facts: StoreFacts) -> None:
         self._directory, known = directory, read_facts(directory)
-        self._buffers: dict[str, list[bytes]] = {name: [] for name in (TOKENS, MARKS if has_marks else BOUNDS)}
+        self._buffers: dict[str, list[bytes]] = {name: [] for name in facts.file_sizes}
+        self._buffered_bytes = 0
         with store_errors():
             DISK.make_dir(directory)
             for name in self._buffers:
                 DISK.append_file(directory / name, b"")
                 DISK.set_mode(directory / name, 0o600)
-            if (
-                known is not None
-                and not known.digest
-                and known.files.keys() == self._buffers.keys()
-                and all(DISK.size(directory / name) >= size for name, (size, _) in known.files.items())
-            ):  # else the disk has lost what it had flushed
-                facts = known
-            for name in self._buffers:
-                os.truncate(directory / name, facts.files.get(name, (0, ""))[0])
-        self.facts, self.numel, self.documents, self.highest = facts, facts.numel, facts.documents, facts.highest
-        self.written_bytes, self._buffered_bytes = facts.size_bytes, 0
+            sizes = {} if known is None or known.digest else known.file_sizes
+            if known and sizes and all(DISK.size(directory / name) >= size for name, size in sizes.items()):
+                facts = known  # else the disk has lost what it had flushed
+            for name, size in facts.file_sizes.items():
+                os.truncate(directory / name, size)
+        self.facts = facts
 
     def append(self, tokens: Tokens, marks: npt.NDArray[np.uint8] | None = None) -> None:
-        """Add tokens, shape (n,), and of conversations their marks."""
-        self.numel += len(tokens)
-        self.highest = max(self.highest, int(tokens.max(initial=0)))
-        self._add(TOKENS, tokens.astype(tokens.dtype.newbyteorder("<")).tobytes())
-        if marks is not None:
-            self._add(MARKS, marks.tobytes())
-
-    def end_document(self) -> None:
-        self.documents += 1
-        self._add(BOUNDS, self.numel.to_bytes(8, "little"))
-
-    def _add(self, name: str, data: bytes) -> None:
-        self._buffers[name].append(data)
-        self.written_bytes, self._buffered_bytes = self.written_bytes + len(data), self._buffered_bytes + len(data)
+        """Add tokens, shape (n,), and their marks if the store has some."""
+        self.facts.numel += len(tokens)
+        self.facts.highest = max(self.facts.highest, int(tokens.max(initial=0)))
+        for name, array in zip(self._buffers, (tokens.astype(tokens.dtype.newbyteorder("<")), marks), strict=False):
+            assert array is not None
+            self._buffers[name].append(array.tobytes())
+            self._buffered_bytes += array.nbytes
         if self._buffered_bytes >= _BUFFER_BYTES:
             self._flush()
 
@@ -243,39 +233,37 @@ class StoreWriter:
 
     def sync(self, state: dict[str, Any]) -> None:
         """Make durable what was added; a later writer gets ``state``."""
-        self._write_facts(dict.fromkeys(self._buffers, ""), state=state)
-
-    def finish(self, *, vocab_size: int, text_bytes: int, rows: dict[str, Any], note: str) -> None:
-        """Complete the store. The other arguments are those of ``StoreFacts``."""
         self._flush()
-        digest, sums = hashlib.sha256(f"{self.facts.dtype} {vocab_size} ".encode()), dict[str, str]()
-        for name in self._buffers:
-            hashes = [xxhash.xxh3_128(), *([digest] if name != BOUNDS else [])]
-            sums[name] = _hash_file(self._directory / name, hashes)[1]
-        found = {"text_bytes": text_bytes, "rows": rows, "note": note}
-        self._write_facts(sums, digest=digest.hexdigest(), state={}, **found)
-
-    def _write_facts(self, sums: dict[str, str], **changes: Any) -> None:
-        self._flush()
+        self.facts.state = state
         with store_errors():
             for name in self._buffers:
                 DISK.sync_file(self._directory / name)
-            files = {name: (DISK.size(self._directory / name), sums[name]) for name in self._buffers}
-            changes |= {"numel": self.numel, "documents": self.documents, "highest": self.highest}
-            self.facts = replace(self.facts, files=files, **changes)
             write_atomic(DISK, self._directory / FACTS, json.dumps(asdict(self.facts)).encode(), private=True)
 
+    def finish(self, on_progress: OnProgress) -> TokenStore:
+        """Complete the store."""
+        self._flush()
+        self.facts.digest = _digest(self._directory, self.facts, on_progress)
+        self.sync({})
+        return _map_store(self._directory, self.facts)
 
-def _hash_file(path: Path, hashes: Sequence[Any], on_progress: OnProgress = no_progress) -> tuple[int, str]:
-    """Size of a file, and its first hash, hex. All hashes get its bytes."""
-    buffer, size_bytes, total_bytes = bytearray(_READ_BYTES), 0, path.stat().st_size
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            size_bytes += count
-            for each in hashes:
-                each.update(memoryview(buffer)[:count])
-            on_progress("checking the tokens", size_bytes / total_bytes)
-    return size_bytes, hashes[0].hexdigest()
+
+def _digest(directory: Path, facts: StoreFacts, on_progress: OnProgress) -> str:
+    prefix = "pairs " if facts.form == "preference" else ""
+    digest = hashlib.sha256(f"{prefix}{facts.dtype} {facts.vocab_size} ".encode())
+    buffer, read_bytes = bytearray(_READ_BYTES), 0
+    for name in facts.file_sizes:
+        with (directory / name).open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+                read_bytes += count
+                on_progress("checking the tokens", read_bytes / max(read_bytes, facts.size_bytes))
+    return digest.hexdigest()
+
+
+def _map_store(directory: Path, facts: StoreFacts) -> TokenStore:
+    marks = _map_file(directory / MARKS, "uint8") if facts.has_marks else None
+    return TokenStore(directory, facts, _map_file(directory / TOKENS, facts.dtype), marks)
 
 
 def _map_file(path: Path, dtype: str) -> npt.NDArray[Any]:

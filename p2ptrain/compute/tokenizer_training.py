@@ -37,7 +37,7 @@ class SampledText:
     """The text of ``data.path``, in pieces; all of it, or an even sample.
 
     Args:
-        path, form, key: ``data.path``, ``data.format`` and ``data.text_key``; empty: the usual key.
+        path, form, key: ``data.path``, ``data.format`` and ``data.text_key``.
         limit_bytes: about the most bytes of UTF-8 to give.
 
     Attributes:
@@ -51,7 +51,7 @@ class SampledText:
     def __init__(self, path: str, form: str, key: str, limit_bytes: int) -> None:
         self._files, self.note = search_files(path, form)
         self._is_chat = form == "chat"
-        self.rows = Rows(path, form, key or ("messages" if self._is_chat else "text"))
+        self.rows = Rows(path, form, key)
         self.total_bytes = sum(file.stat().st_size for file in self._files)
         self.done_bytes = self.sample_bytes = 0
         self._limit_bytes = limit_bytes
@@ -75,7 +75,7 @@ class SampledText:
         if not self._is_chat:
             yield from (text for text, _ in self.rows.texts(self._files))
             return
-        for _, messages in self.rows.conversations(self._files):
+        for _, (messages,) in self.rows.rows(self._files):
             yield from (message["content"] for message in messages)
 
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2ptrain.compute.data import TARGET, DataSpec
+from p2ptrain.compute.data import TARGET, Corpus, DataSpec, load_corpus
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import ModelSpec, build_model
-from p2ptrain.compute.preferences import PairCorpus, load_pairs
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.tuning import TuningSpec
@@ -111,7 +110,7 @@ def test_inner_steps_of_local_learn_from_pairs(settings: dict[str, Any]) -> None
     torch.testing.assert_close(local.built.flat.parameters, plain.built.flat.parameters, rtol=0, atol=1e-6)
 
 
-def _tokens(corpus: PairCorpus) -> list[list[tuple[str, str]]]:
+def _tokens(corpus: Corpus) -> list[list[tuple[str, str]]]:
     """For each pair, of both sequences: the whole text, and what of it is learned."""
     width, made = corpus.sequence_tokens + 1, []
     for ids, marks in zip(corpus.tokens.reshape(-1, width), corpus.marks.reshape(-1, width), strict=True):  # type: ignore[union-attr]
@@ -124,7 +123,7 @@ def test_only_the_answers_are_learned_of_texts_and_of_messages(tmp_path: Path) -
                            (("user", "2+2?"), ("assistant", "4"), ("assistant", "five")))  # fmt: skip
     earlier = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     path = written(tmp_path / "x.jsonl", [("a", "b", "c"), ([*earlier, question], [good], [bad])])
-    found = _tokens(load_pairs(DataSpec(str(path), 96, "preference"), Tokenizer.of_bytes(), 256))
+    found = _tokens(load_corpus(DataSpec(str(path), 96, "preference"), Tokenizer.of_bytes(), 256))
     assert found[0] == [("ab", "b"), ("ac", "c")]
     text = "User: hi\nAssistant: hello\nUser: 2+2?\nAssistant:"
     assert found[1] == [(f"{text} 4\nUser:", " 4\nUser:"), (f"{text} five\nUser:", " five\nUser:")]
@@ -137,9 +136,9 @@ def test_rows_that_are_no_pair_are_named(tmp_path: Path) -> None:
     written(tmp_path / "x.jsonl", [("a", "b", "c"), *bad, ("d", "e", "f")])
     with (tmp_path / "x.jsonl").open("a") as file:
         file.write("\nno json")
-    corpus = load_pairs(spec, Tokenizer.of_bytes(), 256)
+    corpus = load_corpus(spec, Tokenizer.of_bytes(), 256)
     assert [pair[0][0] for pair in _tokens(corpus)] == ["ab", "de"]
     assert corpus.note.startswith("5 of 7 rows of the data are left out")
     assert f"{tmp_path}/x.jsonl:2 is no pair of answers" in corpus.note
     with pytest.raises(UserError, match="5 of 7 rows cannot be used"):
-        load_pairs(DataSpec(str(tmp_path / "x.jsonl"), 8, "preference"), Tokenizer.of_bytes(), 256)
+        load_corpus(DataSpec(str(tmp_path / "x.jsonl"), 8, "preference"), Tokenizer.of_bytes(), 256)

@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 
 from p2ptrain.compute import data, rows, tokenizing
 from p2ptrain.compute.data import Corpus, DataSpec, load_corpus, split_windows
-from p2ptrain.compute.token_store import DISK, StoreFacts, lock_store, read_facts, stores_dir
+from p2ptrain.compute.token_store import DISK, StoreFacts, TokenStore, lock_store, read_facts, stores_dir
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import DiskFull, UserError
 
@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rows.jsonl": {"bad_rows": 0.1},
     "chat.jsonl": {"format": "chat", "sequence_tokens": 96},
     "chat.jsonl:limited": {"format": "chat", "sequence_tokens": 96, "limit_bytes": 9000, "bad_rows": 0.1},
+    "pairs.jsonl": {"format": "preference", "sequence_tokens": 96, "bad_rows": 0.1},
 }
 DIGESTS = {
     ("text", "bytes"): "5a4b9c6ae750a6fb",
@@ -49,6 +50,8 @@ DIGESTS = {
     ("chat.jsonl", "bpe"): "d15dffd918da7968",
     ("chat.jsonl:limited", "bytes"): "42ff37d3d112423e",
     ("chat.jsonl:limited", "bpe"): "da1a332e8e3e1fd9",
+    ("pairs.jsonl", "bytes"): "62a147a54c5c1600",
+    ("pairs.jsonl", "bpe"): "bc7e3b243b2b172a",
 }
 """Of the code that held texts and tokens in memory."""
 
@@ -71,6 +74,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         talks.append([{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(said)])
     talks[70] = [{"role": "assistant", "content": "no question"}]
     (root / "chat.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for talk in talks), "utf-8")
+    pairs = [dict(prompt=texts[at][:40], chosen=texts[at + 1][:50], rejected=texts[at + 2]) for at in range(50)]
+    (root / "pairs.jsonl").write_text("\n".join(json.dumps(pair) for pair in [*pairs, {"prompt": "?"}]), "utf-8")
     return root
 
 
@@ -151,25 +156,24 @@ def test_a_process_that_ends_half_way_is_continued(
     assert corpus.digest.startswith(DIGESTS[case, kind])
     assert states[0] != states[1] != {}, "the second one went on"
     assert 0 < reported[0] <= reported[-1] <= 1
-    assert corpus.store is not None
     alone = corpus.store.facts
     monkeypatch.setenv("XDG_CACHE_HOME", os.environ["XDG_CACHE_HOME"] + "/other")
-    again = corpus_of(texts, case, tokenizer).store
-    assert again is not None
-    assert again.facts == alone, "counts and notes as without an end"
+    assert corpus_of(texts, case, tokenizer).store.facts == alone, "counts and notes as without an end"
 
 
 def test_a_store_is_found_by_sizes_and_times_and_verified(
     texts: Path, bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = corpus_of(texts, "text", bpe)
-    assert first.store is not None
-    assert first.store.bounds is not None
-    assert first.store.bounds[-1] == len(first.tokens)
     assert first.store.facts.documents == 3
     made = list[Path]()
-    make: Callable[..., None] = data._make_store
-    monkeypatch.setattr(data, "_make_store", lambda directory, *args: (made.append(directory), make(directory, *args)))
+    make: Callable[..., TokenStore] = data._make_store
+
+    def record(directory: Path, *args: Any) -> TokenStore:
+        made.append(directory)
+        return make(directory, *args)
+
+    monkeypatch.setattr(data, "_make_store", record)
     assert corpus_of(texts, "text", bpe).digest == first.digest
     assert not made, "the text is not read again"
     damaged = bytearray((only_store() / "tokens.bin").read_bytes())
@@ -192,9 +196,8 @@ def test_only_this_user_may_read_a_store(texts: Path) -> None:
 def test_one_process_makes_a_store_and_others_wait(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus_of(texts, "text", BYTES)
     directory, waits, digests = only_store(), threading.Event(), list[str]()
-    (directory / "store.json").write_text(
-        json.dumps(asdict(known(directory)) | {"digest": "", "files": {}, "state": {"share": 0.43}})
-    )
+    unfinished = asdict(known(directory)) | {"digest": "", "numel": 0, "documents": 0, "state": {"share": 0.43}}
+    (directory / "store.json").write_text(json.dumps(unfinished))
 
     def wait_for(text: str, share: float) -> None:
         if text.startswith("another process makes the tokens of ") and share == 0.43:
