@@ -14,6 +14,7 @@ from ring.planning.workloads import TrainingWorkload
 from ring.token import ShareRule
 from ring.view import REDUCED_TO_STATE, View
 from wire.job_messages import MemberRecord, Report, SettingChange
+from wire.schema import Declared
 
 STANDSTILL = frozenset({"held", "broken", "done"})
 """Values of ``Report.status`` of a member that has stopped training in the view that it names."""
@@ -68,8 +69,7 @@ class InvalidTransition(AssertionError):
     """An impossible transition: a defect of this program. The text has the last events."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobWorker:
+class JobWorker(Declared):
     """A worker as views name it. ``host`` and ``port`` are the address of its data port.
 
     Attributes:
@@ -87,8 +87,7 @@ class JobWorker:
     on_host: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class JobOptions:
+class JobOptions(Declared):
     """A job's requirements.
 
     Attributes:
@@ -128,8 +127,7 @@ class JobOptions:
         return max(self.replicas, self.places) + 2
 
 
-@dataclass(frozen=True, slots=True)
-class StoredJob:
+class StoredJob(Declared):
     """What a restarted seed read from its store.
 
     Attributes:
@@ -160,29 +158,25 @@ class StoredJob:
 # -------------------------------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class PeerOffered:
+class PeerOffered(Declared):
     """A free worker is offered to this job."""
 
     peer: JobWorker
 
 
-@dataclass(frozen=True, slots=True)
-class PeerReturned:
+class PeerReturned(Declared):
     """A worker of this job is back. It was in the view ``generation`` (0: in none). Its report follows."""
 
     peer: JobWorker
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class PeerReported:
+class PeerReported(Declared):
     peer_id: str
     report: Report
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerLost(Declared):
     """The control link ended or was silent for too long. ``left``: the peer left on purpose."""
 
     peer_id: str
@@ -190,16 +184,14 @@ class PeerLost:
     left: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StepCommitted:
+class StepCommitted(Declared):
     """Rank 0 reported a committed step and its duration; 0: not reported."""
 
     step: int
     step_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class LinksMeasured:
+class LinksMeasured(Declared):
     """The measured links between peers, and a step's compute time (0: not known). They apply from the next view on: no
     ring is stopped for a better order."""
 
@@ -207,15 +199,13 @@ class LinksMeasured:
     compute_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PeerTold:
+class PeerTold(Declared):
     """A worker's heartbeat changed what is known of it."""
 
     peer: JobWorker
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointsSaved:
+class CheckpointsSaved(Declared):
     """``wholes``: peer id → steps of its known checkpoints of the whole model. Any worker can load its part from such a
     checkpoint. ``parts``: (peer id, part) → the same for those of one part of a model that has several."""
 
@@ -223,8 +213,7 @@ class CheckpointsSaved:
     parts: Mapping[tuple[str, int], frozenset[int]] = field(default_factory=dict, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(Declared):
     """Go back to the checkpoint of ``step`` and ``lineage``, which ``peer_id`` holds and has verified. The coordinator
     itself names only a step: then it is the state of that step that all parts load."""
 
@@ -233,8 +222,7 @@ class Restore:
     lineage: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeSettings:
+class ChangeSettings(Declared):
     """A person changes settings. They apply from the step with which the next view begins.
 
     Attributes:
@@ -282,8 +270,7 @@ class ChangedSettings:
 # -------------------------------------------------------------------------------------------------------- instructions
 
 
-@dataclass(frozen=True, slots=True)
-class SendAssign:
+class SendAssign(Declared):
     """``stage``, ``stages``: the part of the model to hold, and the number of parts. ``holders``: peers that have the
     files of all parts of ``restore_step``. ``lineage``: of ``restore_step``; empty if it is not known."""
 
@@ -296,30 +283,26 @@ class SendAssign:
     lineage: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SendSurvey:
+class SendSurvey(Declared):
     """Measure the unknown links between these workers; ``Signal.SURVEYED`` follows."""
 
     peer_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CutsChosen:
+class CutsChosen(Declared):
     """The layers with which the second and each later stage begin, for the life of the job. They must be durable before
     any later instruction is sent."""
 
     cuts: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SendHold:
+class SendHold(Declared):
     peer_ids: tuple[str, ...]
     generation: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SendCatchUp:
+class SendCatchUp(Declared):
     """Ask a peer beside a running ring to fetch the state from ``sources``, members of that view."""
 
     peer_id: str
@@ -327,21 +310,18 @@ class SendCatchUp:
     sources: tuple[MemberRecord, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SendSave:
+class SendSave(Declared):
     peer_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SendRelease:
+class SendRelease(Declared):
     """The peer no longer belongs to this job. The shell may offer it again unless ``refusal`` says why not."""
 
     peer_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Mint:
+class Mint(Declared):
     """Make the view durable, then announce it to all its members.
 
     Attributes:
@@ -355,19 +335,16 @@ class Mint:
     branch: frozenset[str] | None
 
 
-@dataclass(frozen=True, slots=True)
-class SetState:
+class SetState(Declared):
     state: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SetCorpus:
+class SetCorpus(Declared):
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(Declared):
     level: str
     kind: str
     text: str

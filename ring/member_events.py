@@ -5,17 +5,15 @@ An activity's instruction has a ticket, which the event at its end repeats.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ring.token import Flag
 from ring.view import View
 from wire.job_messages import LedgerRow, Report
+from wire.schema import Declared
 
 # ----------------------------------------------------------------------------------------------- events of every member
 
 
-@dataclass(frozen=True, slots=True)
-class StateLoaded:
+class StateLoaded(Declared):
     """The engine holds a state: the initial one or a checkpoint's."""
 
     applied: int
@@ -23,21 +21,18 @@ class StateLoaded:
     square_sum: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StateDiscarded:
+class StateDiscarded(Declared):
     """The job goes back to a checkpoint, or replacing the state beside a ring failed or was called off."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StateTorn:
+class StateTorn(Declared):
     """While no ring runs here, the worker begins to replace its state. A ``StateFollowed`` or ``StateDiscarded``
     comes next."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateFollowed:
+class StateFollowed(Declared):
     """While no ring runs here, the state in memory became that of a step of a running ring."""
 
     applied: int
@@ -45,18 +40,15 @@ class StateFollowed:
     square_sum: float
 
 
-@dataclass(frozen=True, slots=True)
-class ViewArrived:
+class ViewArrived(Declared):
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class ActivityFinished:
+class ActivityFinished(Declared):
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class ViewBroken:
+class ViewBroken(Declared):
     """The ring of ``generation`` lost a neighbour, or a collective failed. The fields are those of ``Report``.
     ``beside``: the member at the other end of the suspect's link, which noticed the loss or received other bytes."""
 
@@ -67,15 +59,13 @@ class ViewBroken:
     beside: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberFailed:
+class MemberFailed(Declared):
     """This member cannot continue: out of memory, a loss that is not finite, a full disk."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FlagRequested:
+class FlagRequested(Declared):
     """Ask the ring for something at the next step boundary. ``generation`` 0: in whichever view runs."""
 
     flag: Flag
@@ -85,14 +75,12 @@ class FlagRequested:
 # ----------------------------------------------------------------------------------------- instructions of every member
 
 
-@dataclass(frozen=True, slots=True)
-class FormRing:
+class FormRing(Declared):
     ticket: int
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Declared):
     """Take one optimizer step from the reduced bytes. ``redo``: an earlier view reduced them."""
 
     ticket: int
@@ -101,8 +89,7 @@ class Apply:
     redo: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
+class Boundary(Declared):
     """Do the work between two steps.
 
     Attributes:
@@ -118,25 +105,21 @@ class Boundary:
     snapshot: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CloseRing:
+class CloseRing(Declared):
     """Close the session of the current view and abandon its activity."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reload:
+class Reload(Declared):
     """The state in memory is torn: load the newest good state from the disk. ``StateLoaded`` comes next."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendReport:
+class SendReport(Declared):
     report: Report
 
 
-@dataclass(frozen=True, slots=True)
-class RecordStep:
+class RecordStep(Declared):
     """Record an applied step with the view that computed it. ``lineage``: before the step, hex."""
 
     row: LedgerRow
@@ -146,8 +129,7 @@ class RecordStep:
 # ---------------------------------------------------------------------------------------------- of the step transaction
 
 
-@dataclass(frozen=True, slots=True)
-class StepReduced:
+class StepReduced(Declared):
     """The reduce succeeded. The fields are those of this member's token (``ring.token.Token``). ``stop``: the step is
     the job's last."""
 
@@ -161,24 +143,21 @@ class StepReduced:
     stop: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TokensGathered:
+class TokensGathered(Declared):
     """``tokens``: of all members, in rank order."""
 
     ticket: int
     tokens: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DigestsGathered:
+class DigestsGathered(Declared):
     """``digests``: of all members' states, in rank order."""
 
     ticket: int
     digests: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Heal:
+class Heal(Declared):
     """Fetch the state of ``view.step`` from ``view.sources()``. ``torn``: the state in memory cannot be reused."""
 
     ticket: int
@@ -186,8 +165,7 @@ class Heal:
     torn: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Declared):
     """Compute the gradients of micro-batches ``range(first, first + count)`` of the step after the first ``step`` ones:
     the share of this member, or of its replica if the model is split."""
 
@@ -197,22 +175,19 @@ class Compute:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(Declared):
     ticket: int
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
+class Vote(Declared):
     """Gather the tokens of all members. ``token``: this one's."""
 
     ticket: int
     token: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Confirm:
+class Confirm(Declared):
     """Gather all members' state digests after step ``applied``, because a checkpoint is due."""
 
     ticket: int
@@ -222,8 +197,7 @@ class Confirm:
 # ------------------------------------------------------------------------------------------------- of strategy 'server'
 
 
-@dataclass(frozen=True, slots=True)
-class VersionCombined:
+class VersionCombined(Declared):
     """The reduce buffer holds the combined contributions of the next version.
 
     Attributes:
@@ -240,8 +214,7 @@ class VersionCombined:
     stop: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class VersionPulled:
+class VersionPulled(Declared):
     """A worker has exchanged with its server, and may adopt the state of this version.
 
     Attributes:
@@ -256,8 +229,7 @@ class VersionPulled:
     last: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Collect:
+class Collect(Declared):
     """Wait for the contributions of the version after ``step``, and combine them. Ends with ``VersionCombined``, or as
     finished if none is made."""
 
@@ -265,20 +237,17 @@ class Collect:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndCollect:
+class EndCollect(Declared):
     """Let ``Collect`` finish without a version."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeWithServer:
+class ExchangeWithServer(Declared):
     """Push a contribution to the server, if this worker was asked for one, and pull. ``VersionPulled`` comes next."""
 
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class Adopt:
+class Adopt(Declared):
     """Replace the state by the one that was pulled, of version ``applied``."""
 
     ticket: int

@@ -42,7 +42,7 @@ from wire.connection import Connection
 from wire.handshake import local_hello, local_welcome, serve
 from wire.job_messages import MemberRecord
 from wire.messages import Heartbeat, Hello, Message, RefusalCode, Refuse, Welcome
-from wire.schema import Bound, Host, Id, Port, instance_untrusted
+from wire.schema import Bound, Declared, Host, Id, Port, instance_untrusted
 from wire.transport import every_interface
 
 if TYPE_CHECKING:  # the thread of the groups needs no torch
@@ -68,8 +68,7 @@ class GroupStore(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPlace:
+class GroupPlace(Declared):
     """Where a member listens, as it writes it into the store. ``host``: for other machines than ``machine``."""
 
     peer_id: Id

@@ -80,7 +80,8 @@ Lineage = Annotated[str, Bound(pattern="[0-9a-f]{32}")]
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class Declared:
-    """Base of all that is sent: each subclass becomes a frozen dataclass when it is declared."""
+    """Base of all that is sent, and of the events and instructions of cores: each subclass becomes a frozen dataclass
+    when it is declared."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 

@@ -13,7 +13,6 @@ import asyncio
 import math
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
@@ -21,7 +20,7 @@ from p2ptrain.core.world import Clock
 from ring.planning.measurements import LinkQuality, Links
 from roles.background import start_in
 from roles.seed.peers import ConnectedPeer, host_dialled_from
-from wire.schema import Bound, Id, instance_untrusted
+from wire.schema import Bound, Declared, Id, instance_untrusted
 
 START_S = 2.0
 """Longest wait of a job's start for measurements."""
@@ -154,15 +153,13 @@ class Survey:
             self.table.put(peer.id, measured_untrusted(result, {other.id for other in others}), self._clock.now())
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredLink:
+class MeasuredLink(Declared):
     peer: Id
     latency_s: Annotated[float, Bound(0, 60)]
     bandwidth_bps: Annotated[float, Bound(1e2, 1e14)] | None
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredLinks:
+class MeasuredLinks(Declared):
     """A worker's answer to ``links.measure``."""
 
     links: Annotated[list[MeasuredLink], Bound(0, MAX_AT_ONCE)]

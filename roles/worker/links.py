@@ -17,7 +17,7 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError
@@ -28,7 +28,7 @@ from roles.worker.context import PeerContext
 from roles.worker.stage_requests import PeerAddress
 from wire.connection import Connection
 from wire.messages import Hello, Request, Response
-from wire.schema import Bound, instance_untrusted
+from wire.schema import Bound, Declared, instance_untrusted
 
 PIECE_BYTES = 32 << 10
 PUSH_BYTES = 1 << 20
@@ -101,8 +101,7 @@ class ProbeResponder:
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-@dataclass(frozen=True, slots=True)
-class MeasureLinks:
+class MeasureLinks(Declared):
     """Request ``links.measure``, of the seed or of a split model's client."""
 
     peers: Annotated[list[PeerAddress], Bound(1, MAX_ASKED)]

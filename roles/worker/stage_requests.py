@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from p2ptrain.core import texts
@@ -14,7 +13,7 @@ from p2ptrain.core.tensor_files import config_untrusted
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.job_messages import MAX_STAGES
 from wire.messages import Silence
-from wire.schema import Bound, Host, Id, Port, instance_untrusted
+from wire.schema import Bound, Declared, Host, Id, Port, instance_untrusted
 
 MAX_LAYERS = 4096
 Path = Annotated[str, Bound(0, 4096)]
@@ -26,8 +25,7 @@ Config = Annotated[str, Bound(0, 48 << 10)]
 Dtype = Annotated[str, Bound(one_of=("", "fp32", "bf16", "fp16"))]
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAddress:
+class PeerAddress(Declared):
     """Address of a peer. If ``host`` is empty, the seed's host is dialled."""
 
     peer: Id
@@ -35,8 +33,7 @@ class PeerAddress:
     port: Port
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
+class LoadRequest(Declared):
     """Request ``part.load``.
 
     Attributes:
@@ -71,8 +68,7 @@ class LoadRequest:
         return PartSpec(self.config, self.start, self.stop, self.layers, self.dtype, device)
 
 
-@dataclass(frozen=True, slots=True)
-class MeasureRequest:
+class MeasureRequest(Declared):
     """``model.measure``: the bytes of a model's layers and caches, computed in ``dtype``; empty: in its own."""
 
     config: Config
@@ -82,13 +78,11 @@ class MeasureRequest:
         config_untrusted(self.config)
 
 
-@dataclass(frozen=True, slots=True)
-class FreeRequest:
+class FreeRequest(Declared):
     part: Id
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRequest:
+class ModelRequest(Declared):
     """``model.open``. ``path``: a directory on this machine."""
 
     path: Path
@@ -97,8 +91,7 @@ class ModelRequest:
         _check_path(self.path)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenRequest:
+class OpenRequest(Declared):
     """Request ``session.open``.
 
     Attributes:
@@ -135,8 +128,7 @@ class OpenRequest:
             raise ProtocolError(error.message) from error
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeRequest:
+class ResumeRequest(Declared):
     """``session.resume``. ``index``: of the addressed stage."""
 
     session: Id
@@ -146,8 +138,7 @@ class ResumeRequest:
     next: PeerAddress | None
 
 
-@dataclass(frozen=True, slots=True)
-class CloseRequest:
+class CloseRequest(Declared):
     session: Id
     index: Index
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from configs.schema import Checkpoint, Profile
@@ -44,7 +44,7 @@ from wire.connection import Connection
 from wire.enrol import RunMembership
 from wire.job_messages import LEAVE, MAX_STAGES, Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
 from wire.messages import Heartbeat, Hello, Message, RefusalCode, Refuse, Request, Scalar, Welcome
-from wire.schema import Bound, Count, Id, instance_untrusted
+from wire.schema import Bound, Count, Declared, Id, instance_untrusted
 
 SAVE_S = 60.0  # how long a leaving worker may take to save a state that no other worker keeps
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
@@ -61,8 +61,7 @@ _STATE_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRequest:
+class CheckpointRequest(Declared):
     """Parameters of ``checkpoint.verify`` and ``checkpoint.delete``."""
 
     job: Id
