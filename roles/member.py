@@ -49,7 +49,7 @@ from wire.messages import (
     Scalar,
     Welcome,
 )
-from wire.text_messages import MAX_DRAFTERS, DrafterAddress, DrafterList, Serving
+from wire.text_messages import DrafterAddress, DrafterList, Serving
 
 MAX_SLOTS = 64
 PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
@@ -443,7 +443,9 @@ class ServingMember(MemberProcess):
     def _on_message(self, message: Message) -> None:
         match message:
             case DrafterList() if self.role == "verifier":
-                self.drafters = drafters_untrusted(message, self.seed_host)
+                self.drafters = tuple(
+                    replace(item, host=advertised_host(self.seed_host, item.host)) for item in message.drafters
+                )
                 self._on_drafters(self.drafters)
             case Request():
                 text = f"a {self.role} does not support the request {message.method[:80]!r}"
@@ -466,21 +468,3 @@ class ServingMember(MemberProcess):
     async def _serve(self, connection: Connection, hello: Hello) -> None:
         if hello.purpose in self._doors:
             await self._doors[hello.purpose][0](connection, hello)
-
-
-def drafters_untrusted(message: DrafterList, seed_host: str) -> tuple[DrafterAddress, ...]:
-    """The drafters of a seed's list, each with a host to dial. An empty host means the seed's machine.
-
-    Raises ``ProtocolError`` if there are too many, or one is listed twice or invalid.
-    """
-    if len(message.drafters) > MAX_DRAFTERS:
-        raise ProtocolError(f"the seed's list has {len(message.drafters)} drafters; the limit is {MAX_DRAFTERS}")
-    if len({item.peer_id for item in message.drafters}) < len(message.drafters):
-        raise ProtocolError("the seed's list has one drafter twice")
-    return tuple(_drafter(item, seed_host) for item in message.drafters)
-
-
-def _drafter(item: DrafterAddress, seed_host: str) -> DrafterAddress:
-    if not is_id(item.peer_id) or not 0 < item.port < 65536 or len(item.host) > 255 or item.vocab_size < 0:
-        raise ProtocolError(f"the seed's list has an invalid drafter: {item.peer_id[:40]!r}")
-    return replace(item, host=advertised_host(seed_host, item.host))

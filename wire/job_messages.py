@@ -39,14 +39,25 @@ _Finite = Annotated[float, Bound(-sys.float_info.max, sys.float_info.max)]
 _Name = Annotated[str, Bound(0, 128)]
 
 
-class Assign(Message, kind=18):
+class PartOfModel(Declared, kw_only=True):
+    """Index of a part of a model, and the number of parts; (0, 1): the whole model."""
+
+    stage: Count = 0
+    stages: Annotated[int, Bound(1, MAX_STAGES)] = 1
+
+    def check(self) -> None:
+        if self.stage >= self.stages:
+            raise ProtocolError(f"part {self.stage} of a model in {self.stages} parts")
+
+
+class Assign(PartOfModel, Message, kind=18):
     """Seed to worker: build what this job needs, then send ``Report(status="ready")``.
 
     Attributes:
         spec: the job's effective profile as JSON, at most 32 KiB, written by ``configs``.
         corpus: SHA-256 of the tokenized corpus that the job began with; empty until a member has reported it.
         restore_step: the step of the checkpoint to go back to; -1 to use the newest state of any member.
-        stage, stages: index of the part that this worker holds, and number of parts; (0, 1) if the model is not split.
+        stage, stages: the part that this worker holds.
         holders: workers with the files of ``restore_step``, of all stages, for a worker that lacks its own.
         lineage: of ``restore_step``; empty if any will do.
     """
@@ -55,14 +66,8 @@ class Assign(Message, kind=18):
     spec: str
     corpus: str = ""
     restore_step: int = -1
-    stage: Count = 0
-    stages: Annotated[int, Bound(1, MAX_STAGES)] = 1
     holders: list[MemberRecord] = field(default_factory=list)
     lineage: str = ""
-
-    def check(self) -> None:
-        if self.stage >= self.stages:
-            raise ProtocolError(f"invalid assignment: stage {self.stage} of {self.stages}")
 
 
 class Report(Message, kind=19):
@@ -256,12 +261,8 @@ def distance_key(rank: int) -> str:
     return f"distance.{rank}"
 
 
-class CheckpointSaved(Message, kind=26):
-    """Worker to seed: a checkpoint is durable on its disk.
-
-    Attributes:
-        stage, stages: index of the part whose files it has, and number of parts; (0, 1): the whole model.
-    """
+class CheckpointSaved(PartOfModel, Message, kind=26):
+    """Worker to seed: a checkpoint is durable on its disk. ``stage``, ``stages``: the part whose files it has."""
 
     job: str
     step: Count
@@ -269,12 +270,6 @@ class CheckpointSaved(Message, kind=26):
     digest: str
     size_bytes: Count
     val_loss: float | None = None
-    stage: Count = 0
-    stages: Annotated[int, Bound(1, MAX_STAGES)] = 1
-
-    def check(self) -> None:
-        if self.stage >= self.stages:
-            raise ProtocolError(f"a checkpoint of part {self.stage} of {self.stages}")
 
 
 class LedgerRow(Declared):

@@ -32,7 +32,7 @@ from typing import Annotated, Any
 from p2ptrain.core.errors import ProtocolError
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.messages import Message, Silence
-from wire.schema import Bound, ContentIdOrNone, Count, Declared, Figure, Id
+from wire.schema import Bound, ContentIdOrNone, Count, Declared, Figure, Host, Id, Port
 
 
 class StreamRefused(Message, kind=71):
@@ -179,19 +179,23 @@ class Verdict(Message, kind=63, keyed=False):
 class DrafterAddress(Message, kind=66):
     """A drafter and its address. ``model`` is for display; ``tokenizer`` is a digest."""
 
-    peer_id: str
+    peer_id: Id
     name: str
-    host: str
-    port: int
+    host: Host
+    port: Port
     model: str
-    vocab_size: int
+    vocab_size: Count
     tokenizer: str
 
 
 class DrafterList(Message, kind=67):
     """Seed to verifier: all drafters that are connected now."""
 
-    drafters: list[DrafterAddress]
+    drafters: Annotated[list[DrafterAddress], Bound(0, MAX_DRAFTERS)]
+
+    def check(self) -> None:
+        if len({item.peer_id for item in self.drafters}) < len(self.drafters):
+            raise ProtocolError("the list of drafters names one twice")
 
 
 class ServingFacts(Declared):

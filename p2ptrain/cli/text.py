@@ -23,6 +23,7 @@ from p2ptrain.core.texts import printable
 from p2ptrain.core.world import real_world
 from roles.serving.model import ServedModel
 from roles.serving.texts import TextPiece, TextRequest, TextService
+from roles.serving.worker_peer import ClientContext
 from roles.verifier.client import IF_LOST, VERIFIER, RemoteText, VerifierClient
 from wire.records import ABSENT_STATES, ServingInfo
 from wire.transport import TcpNetwork
@@ -252,14 +253,8 @@ async def dial_verifier(seed: str, name: str, if_lost: str) -> VerifierClient:
     if loading := [peer.name for peer in peers if VERIFIER in peer.roles and peer.state not in ABSENT_STATES]:
         text = f"no verifier is ready yet: {', '.join(loading)} still loads its model, or waits for workers"
         raise UserError(text, remedy=f"ask again in a moment; its terminal shows its progress; {_OTHER_WAYS}")
-    return await VerifierClient.dial(
-        access.network,
-        choose_verifier(verifiers, name),
-        seed_host=access.host,
-        peer_id=access.peer_id or new_id(),
-        name=operator_name(),
-        if_lost=if_lost,
-    )
+    context = ClientContext(real_world(access.network), access.peer_id or new_id(), operator_name(), access.host)
+    return await VerifierClient.dial(context, choose_verifier(verifiers, name), if_lost=if_lost)
 
 
 def choose_verifier(verifiers: Sequence[ServingInfo], name: str) -> ServingInfo:

@@ -359,7 +359,8 @@ class JobController:
                             for worker in holders
                         ],
                     )
-                    peer.send(Assign(self.id, spec, corpus, restore_step, stage, stages, sources, lineage))
+                    part = {"stage": stage, "stages": stages}
+                    peer.send(Assign(self.id, spec, corpus, restore_step, sources, lineage, **part))
             case co.CutsChosen(cuts):
                 await self._save(cuts=list(cuts))
             case co.SendSurvey(peer_ids):

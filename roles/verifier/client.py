@@ -12,18 +12,15 @@ from typing import Any, Self
 
 from p2ptrain.core.activations import ID_BYTES, decode_ids
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError
-from p2ptrain.core.world import Network
 from roles.background import Background
 from roles.line import QUIET_S, Line
 from roles.serving.texts import TextPiece, TextRequest, Writing
+from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.verifier.server import encode_question, error_untrusted
 from wire import text_messages as wire
-from wire.address import advertised_host
 from wire.connection import Connection, Received
-from wire.handshake import dial, local_hello
 from wire.records import ServingInfo
 
-DIAL_S = 5.0
 VERIFIER = "verifier"
 MOST_PIECES = 1 << 16
 """Most unread pieces of one text: far more than a correct verifier sends ahead of the reader."""
@@ -48,28 +45,10 @@ class VerifierClient:
         self._tasks.start(self._line.run(self._take_untrusted, self._end), f"verifier {verifier.name}")
 
     @classmethod
-    async def dial(
-        cls,
-        network: Network,
-        verifier: ServingInfo,
-        *,
-        seed_host: str,
-        peer_id: str,
-        name: str,
-        if_lost: str = IF_LOST,
-    ) -> Self:
+    async def dial(cls, context: ClientContext, verifier: ServingInfo, *, if_lost: str = IF_LOST) -> Self:
         """Connect to the verifier. ``if_lost``: remedy for people if it is lost. Raises as ``wire.handshake.dial``."""
-        hello = local_hello(peer_id=peer_id, name=name, roles=["operator"], purpose="generate")
-        connection, _ = await dial(
-            network,
-            advertised_host(seed_host, verifier.host),
-            verifier.port,
-            hello,
-            timeout_s=DIAL_S,
-            expect_peer=verifier.id,
-            expect_role=VERIFIER,
-        )
-        return cls(verifier, connection, if_lost)
+        at = WorkerAddress(verifier.id, verifier.name, verifier.host, verifier.port)
+        return cls(verifier, await context.dial(at, "generate", role=VERIFIER), if_lost)
 
     @property
     def model(self) -> str:

@@ -311,5 +311,5 @@ class Checkpointing:
 def announce(context: Context, job: str, entry: CheckpointEntry, stage: Stage = WHOLE) -> None:
     val_loss = entry.meta.get("val_loss")
     known = float(val_loss) if isinstance(val_loss, float | int) else None
-    path, index, count = str(entry.path), stage.index, stage.count
-    context.send(CheckpointSaved(job, entry.step, path, entry.digest, entry.size_bytes, known, index, count))
+    facts = (job, entry.step, str(entry.path), entry.digest, entry.size_bytes, known)
+    context.send(CheckpointSaved(*facts, stage=stage.index, stages=stage.count))

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 from configs.schema import Checkpoint, Profile
 from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Refused, StorageError
@@ -42,9 +42,9 @@ from roles.worker.stages import PURPOSES, Holding, Stages
 from wire.client import answer_request
 from wire.connection import Connection
 from wire.enrol import RunMembership
-from wire.job_messages import LEAVE, MAX_STAGES, Assign, CatchUp, Hold, Release, Report, SaveNow, ViewAnnounced
+from wire.job_messages import LEAVE, Assign, CatchUp, Hold, PartOfModel, Release, Report, SaveNow, ViewAnnounced
 from wire.messages import Heartbeat, Hello, Message, RefusalCode, Refuse, Request, Scalar, Welcome
-from wire.schema import Bound, Count, Declared, Id, instance_untrusted
+from wire.schema import Count, Id, instance_untrusted
 
 SAVE_S = 60.0  # how long a leaving worker may take to save a state that no other worker keeps
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
@@ -61,17 +61,11 @@ _STATE_NAMES = {
 }
 
 
-class CheckpointRequest(Declared):
+class CheckpointRequest(PartOfModel):
     """Parameters of ``checkpoint.verify`` and ``checkpoint.delete``."""
 
     job: Id
     step: Count
-    stage: Count = 0
-    stages: Annotated[int, Bound(1, MAX_STAGES)] = 1
-
-    def check(self) -> None:
-        if self.stage >= self.stages:
-            raise ProtocolError(f"invalid stage {self.stage} of {self.stages}")
 
 
 class Worker(MemberProcess):

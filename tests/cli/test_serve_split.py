@@ -22,10 +22,11 @@ from p2ptrain.compute.model import build_model
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import NetworkError, P2PTrainError
 from p2ptrain.core.serving import Sampling, SamplingOptions
-from p2ptrain.core.world import Network, Probe, World
+from p2ptrain.core.world import Network, Probe, World, real_world
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.member import ServingMember
 from roles.serving.texts import TextRequest
+from roles.serving.worker_peer import ClientContext
 from roles.verifier.client import VerifierClient
 from roles.worker.build import build_holding
 from tests.compute.families import generated, opened
@@ -144,9 +145,8 @@ async def serving(tmp_path: Path, model: Path, split: int | None = 2, dtype: str
                 answer = await cluster.ask("serving.list")
                 at = next((ServingInfo.from_map_untrusted(item) for item in answer["serving"]), None)
                 await asyncio.sleep(0.05)
-            served.client = await VerifierClient.dial(
-                cluster.network, at, seed_host=cluster.address[0], peer_id="1" * 32, name="client"
-            )
+            context = ClientContext(real_world(cluster.network), "1" * 32, "client", cluster.address[0])
+            served.client = await VerifierClient.dial(context, at)
             served.draft()
             yield served
             await served.client.close()

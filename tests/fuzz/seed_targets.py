@@ -9,19 +9,15 @@ from dataclasses import asdict
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError
-from p2ptrain.core.ids import is_id
 from ring.ledger import counts_of_untrusted
 from ring.planning.workloads import MAX_LAYERS, ModelShape, TrainingWorkload
 from ring.token import Shares, next_lineage
 from ring.view import View
-from roles.member import drafters_untrusted
 from roles.seed.ledger import JobLedger
 from roles.worker.reports import StepReporter, WorkerLedger
-from wire.address import is_loopback
 from wire.job_messages import LedgerRow, LedgerRows, MemberRecord
 from wire.records import LedgerHead, runs_of
 from wire.schema import instance_untrusted
-from wire.text_messages import MAX_DRAFTERS, DrafterAddress, DrafterList
 
 from .engine import accepted, target
 from .strategies import FREE, TEXT, made, mostly, mutated
@@ -45,32 +41,6 @@ def _check_shape(source: object) -> None:
     training = TrainingWorkload(shape, 2, 1, tokens=2**20, sequence_tokens=2**20, micro_batches=65536)
     assert 0 < training.need_bytes(0, 0, shape.sizes.layers) < 2**100
     assert math.isfinite(training.compute_s(0, shape.sizes.layers, 1.0))
-
-
-_IDS = st.sampled_from([f"d{index}" for index in range(70)])
-_DRAFTERS = made(
-    DrafterAddress,
-    peer_id=mostly(_IDS, TEXT),
-    host=mostly(st.sampled_from(["", "127.0.0.1", "::1", "10.0.0.2"]), TEXT),
-    port=mostly(st.integers(1, 65535), st.integers()),
-    vocab_size=mostly(st.integers(0, 2**17), st.integers()),
-)
-
-
-@target(
-    "drafters-here",
-    st.tuples(st.lists(_DRAFTERS, max_size=MAX_DRAFTERS + 2), st.sampled_from(["127.0.0.1", "10.0.0.9", "seed"])),
-    "roles.member.drafters_untrusted",
-)
-def _check_drafters(case: tuple[list[DrafterAddress], str]) -> None:
-    drafters, seed_host = case
-    found = drafters_untrusted(DrafterList(drafters), seed_host)
-    assert len({item.peer_id for item in found}) == len(drafters) <= MAX_DRAFTERS
-    for item in found:
-        assert is_id(item.peer_id)
-        assert item.host
-        assert 0 < item.port < 65536
-        assert is_loopback(seed_host) or not is_loopback(item.host)
 
 
 START = "ab" * 16

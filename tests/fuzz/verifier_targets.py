@@ -8,8 +8,10 @@ from dataclasses import asdict
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.world import real_world
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.serving.texts import TextRequest
+from roles.serving.worker_peer import ClientContext
 from roles.verifier.client import VerifierClient
 from roles.verifier.server import request_untrusted
 from wire import text_messages as wire
@@ -108,7 +110,7 @@ async def _answered(said: list[tuple[Message, int]]) -> None:
         await connection.flush(timeout_s=5)
 
     server = await serve(network, "there", PORT, decide=decide, serve=odd, on_problem=lambda problem, _: None)
-    client = await VerifierClient.dial(network, _AT, seed_host="", peer_id="c", name="c")
+    client = await VerifierClient.dial(ClientContext(real_world(network), "c", "c", seed_host=""), _AT)
     try:
         async with asyncio.timeout(900):
             text = await client.write(TextRequest(prompt="abc"))

@@ -28,7 +28,7 @@ from wire.messages import BULK_KIND, PROTOCOL_VERSION, Heartbeat, Hello, Message
 from wire.protocol import document
 from wire.records import JobInfo
 from wire.schema import MAX_DEPTH
-from wire.text_messages import Drafts
+from wire.text_messages import DrafterList, Drafts
 
 
 def sendable(message: Message) -> bool:
@@ -108,6 +108,19 @@ def test_what_may_be_several_types_keeps_its_own():
 def test_every_field_must_be_there(field: str):
     with pytest.raises(ProtocolError, match=f"lacks '{field}'"):
         decode_untrusted(Heartbeat.KIND, packed(**{name: value for name, value in BEAT.items() if name != field}))
+
+
+def test_drafter_that_is_listed_twice_or_with_an_invalid_address_is_refused():
+    drafter = {"peer_id": "d1", "name": "d", "host": "", "port": 1, "model": "m", "vocab_size": 9, "tokenizer": ""}
+    assert decode_untrusted(DrafterList.KIND, packed(drafters=[drafter, drafter | {"peer_id": "d2"}]))
+    for drafters in (
+        [drafter] * 2,
+        [drafter | {"port": 0}],
+        [drafter | {"peer_id": "D 1"}],
+        [drafter | {"host": "h" * 256}],
+    ):
+        with pytest.raises(ProtocolError):
+            decode_untrusted(DrafterList.KIND, packed(drafters=drafters))
 
 
 def test_handshake_messages_may_come_from_a_newer_release():

@@ -23,9 +23,11 @@ from p2ptrain.core.errors import (
     UserError,
 )
 from p2ptrain.core.serving import Sampling, SamplingOptions
+from p2ptrain.core.world import real_world
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.line import Line
 from roles.serving.texts import TextRequest
+from roles.serving.worker_peer import ClientContext
 from roles.verifier import server as server_module
 from roles.verifier.client import RemoteText, VerifierClient
 from roles.verifier.server import MOST_ASKED, encode_question, serve_texts
@@ -55,7 +57,7 @@ class Scene:
     problems: list[P2PTrainError] = field(default_factory=list)
 
     async def client(self, host: str = "client") -> VerifierClient:
-        return await VerifierClient.dial(self.network.at(host), AT, seed_host="seed", peer_id="1" * 32, name=host)
+        return await VerifierClient.dial(ClientContext(real_world(self.network.at(host)), "1" * 32, host, "seed"), AT)
 
     async def raw(self) -> Connection:
         """A connection that says what a test says."""
