@@ -530,6 +530,10 @@ class Profile(Table):
         of_server = self.job.strategy == "server" and self.server.optimizer == "sgd"
         return "sgd" if of_server else self.optimizer.name
 
+    @property
+    def loss_unit(self) -> str:
+        return "nats/pair" if self.data.format == "preference" else "nats/token"
+
     def value(self, key: str) -> Any:
         """The value of a dotted key, such as ``optimizer.lr``."""
         table, _, name = key.partition(".")
@@ -580,8 +584,8 @@ class Profile(Table):
             return cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the whole profile"
-            raise ProtocolError(f"a job's profile is not valid: {where}: {first['msg']}") from error
+            where = ".".join(str(part) for part in first["loc"]) or "the job's profile"
+            raise ProtocolError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
 # ----------------------------------------------------------------------------------------- contradictory settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TypeAlias
 
@@ -262,7 +262,11 @@ class ChangedSettings:
         self.asked, self.least_steps = self.asked + event.changes, event.least_steps
 
     def begin_view(self, step: int) -> tuple[SettingChange, ...]:
-        self.made += tuple(replace(change, step=step) for change in self.asked)
+        for change in self.asked:
+            value, before = change.value, change.before
+            if change.key == "job.steps":  # the ring may have done more until it stopped
+                value, before = (str(max(int(steps), step)) for steps in (value, before))
+            self.made += (SettingChange(step, change.key, value, before),)
         self.asked = ()
         return self.made
 

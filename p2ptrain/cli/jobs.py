@@ -275,7 +275,8 @@ def show(
     from configs.schema import Profile
 
     info, text = ask(seed, lambda client: client.job(job))
-    settings: dict[str, dict[str, Any]] = Profile.from_spec_untrusted(text).model_dump(mode="json")
+    profile = Profile.from_spec_untrusted(text)
+    settings: dict[str, dict[str, Any]] = profile.model_dump(mode="json")
     saved = ask(seed, lambda client: client.checkpoints(info.id))
     peers = ask(seed, lambda client: client.peers()) if info.strategy == "server" else []
     pushing = [peer for peer in peers if peer.job == info.id and peer.rank]
@@ -284,7 +285,13 @@ def show(
         found = {"job": info.to_map(), "checkpoint": newest.to_map() if newest else None, "spec": settings}
         print_json(found | ({"workers": [peer.to_map() for peer in pushing]} if pushing else {}))
         return
-    print_pairs([*_job_rows(info), *map(_describe_pushes, pushing), ("checkpoint", _describe_checkpoints(saved))])
+    print_pairs(
+        [
+            *_job_rows(info, profile.loss_unit),
+            *map(_describe_pushes, pushing),
+            ("checkpoint", _describe_checkpoints(saved)),
+        ]
+    )
     if spec:
         typer.echo()
         print_pairs(
@@ -308,19 +315,21 @@ def watch(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption
 
     console = Console(quiet=as_json)
     try:
-        summary = run(_watch(seed, job, console))
+        summary, unit = run(_watch(seed, job, console))
     except KeyboardInterrupt:
         console.finish()
         again = f"p2ptrain jobs watch {printable(job)}{seed_option(seed)}"
         typer.echo(f"no longer watched; the job goes on. To watch it again: {again}", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    print_json(summary) if as_json else print_summary(summary)
+    print_json(summary) if as_json else print_summary(summary, unit)
     if summary["state"] != "done":
         raise typer.Exit((StorageError if summary["state"] == UNSAVED else JobFailed).exit_code)
 
 
-async def _watch(seed: str, job: str, console: Console) -> JobSummary:
-    """Show the progress of a job until it ends; return its summary. Raises as ``JobObserver.run``."""
+async def _watch(seed: str, job: str, console: Console) -> tuple[JobSummary, str]:
+    """Show the progress of a job until it ends; return its summary, and the unit of its losses. Raises as
+    ``JobObserver.run``."""
+    from configs.schema import Profile
 
     def on_step(row: MetricRow) -> None:
         show_step(console, row, observer.info.steps_total if observer.info else 0)
@@ -336,7 +345,8 @@ async def _watch(seed: str, job: str, console: Console) -> JobSummary:
             if observer.is_finished:
                 console.finish()
                 summary = summarize_job(info, newest_of(await client.checkpoints(info.id)))
-                return summary | ({"state": UNSAVED} if observer.is_lost else {})
+                profile = Profile.from_spec_untrusted((await client.job(info.id))[1])
+                return summary | ({"state": UNSAVED} if observer.is_lost else {}), profile.loss_unit
             if info.state != shown_state and not console.quiet:
                 shown_state, reason = info.state, f": {info.reason}" if info.reason else ""
                 level = "warning" if info.state == "saving" else "info"
@@ -444,7 +454,7 @@ def _describe_pushes(peer: PeerInfo) -> tuple[str, str]:
     return f"from {peer.name}", f"{counted}; staleness {peer.staleness:.1f} on average, at most {peer.most_staleness}"
 
 
-def _job_rows(job: JobInfo) -> list[tuple[str, str]]:
+def _job_rows(job: JobInfo, unit: str) -> list[tuple[str, str]]:
     pairs = [
         ("id", job.id),
         ("name", job.name),
@@ -459,7 +469,7 @@ def _job_rows(job: JobInfo) -> list[tuple[str, str]]:
         *((score.peer, str(score)) for score in job.suspects()),
         *([("versions", _VERSIONS)] if job.strategy == "server" else []),
         ("ring", _describe_ring(job)),
-        ("loss", f"{number(job.loss)} nats/token (validation {number(job.val_loss)})"),
+        ("loss", f"{number(job.loss)} {unit} (validation {number(job.val_loss)})"),
         *([("privacy", f"epsilon {job.epsilon:.3f} at delta {job.delta:g}")] if job.epsilon and job.delta else []),
         ("learning rate", number(job.lr, ".3g")),
         ("gradient norm", number(job.grad_norm, ".3g")),

@@ -235,7 +235,7 @@ def _print_outcome(outcome: JobSummary, plan: TrainingPlan, *, as_json: bool) ->
         print_json(outcome)
         return
     if not plan.is_pair:
-        print_summary(outcome, "pair" if plan.profile.data.format == "preference" else "token")
+        print_summary(outcome, plan.profile.loss_unit)
         _print_next(outcome, plan.profile)
         return
     rows = [("state", outcome["state"])]
@@ -247,14 +247,14 @@ def _print_outcome(outcome: JobSummary, plan: TrainingPlan, *, as_json: bool) ->
     print_pairs(rows)
 
 
-def print_summary(summary: JobSummary, unit: str = "token") -> None:
-    """``unit``: of which the loss is the mean."""
+def print_summary(summary: JobSummary, unit: str) -> None:
+    """``unit``: of its losses."""
     print_pairs(
         [
             ("state", f"{summary['state']}{': ' + summary['reason'] if summary['reason'] else ''}"),
             ("step", f"{summary['step']} of {summary['steps']}"),
-            ("loss", f"{number(summary['loss'])} nats/{unit}"),
-            ("validation", f"{number(summary['val_loss'])} nats/{unit}"),
+            ("loss", f"{number(summary['loss'])} {unit}"),
+            ("validation", f"{number(summary['val_loss'])} {unit}"),
             ("training time", human_seconds(summary["seconds"])),
             ("checkpoint", summary["checkpoint"] or "none"),
         ]

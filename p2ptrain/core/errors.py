@@ -138,7 +138,9 @@ class JobFailed(P2PTrainError):
 
 
 _FAULTS: dict[str, type[P2PTrainError]] = {
-    **dict.fromkeys(("ambiguous", "bad-parameter", "bad-shape", "bad-spec", "wrong-state"), UserError),
+    **dict.fromkeys(
+        ("ambiguous", "bad-parameter", "bad-setting", "bad-shape", "bad-spec", "unchanged", "wrong-state"), UserError
+    ),
     **dict.fromkeys(("unknown-checkpoint", "unknown-job", "unknown-peer", "unknown-ticket"), UserError),
     "unreachable": NetworkError,
     "does-not-fit": ResourceError,

@@ -110,7 +110,7 @@ KEPT_ANSWERS = 1024
 
 _REFUSED = {
     **dict.fromkeys(("unknown-checkpoint", "unknown-experiment", "unknown-job", "unknown-peer", "unknown-ticket"), 404),
-    **dict.fromkeys(("bad-parameter", "bad-shape", "bad-spec"), 422),
+    **dict.fromkeys(("bad-parameter", "bad-setting", "bad-shape", "bad-spec"), 422),
     **dict.fromkeys(("failed", "unreachable"), 502),
     messages.RefusalCode.FULL: 503,
 }

@@ -235,6 +235,11 @@ def test_commands_to_a_job(command: Command, fake_seed: Any, verb: str, text: st
     assert fake_seed.asked == [(f"jobs.{verb}", {"job": "tiny"})] * 2
 
 
+def test_wrong_value_of_a_setting_is_the_users_mistake(command: Command, fake_seed: Any) -> None:
+    fake_seed.answers["jobs.set"] = Refused("bad-setting", "optimizer.lr: Input should be greater than 0")
+    assert command("jobs", "set", "tiny", "optimizer.lr=-1").code == 2
+
+
 def test_a_refusal_names_the_remedy(command: Command, fake_seed: Any) -> None:
     fake_seed.answers["jobs.pause"] = Refused("unknown-job", "no job 'tinny'", remedy="did you mean tiny?")
     outcome = command("jobs", "pause", "tinny")

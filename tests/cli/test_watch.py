@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from configs.loader import load
 from p2ptrain.cli.output import print_table
 from p2ptrain.cli.status import is_over
 from p2ptrain.cluster.running import announce_seed
@@ -25,6 +26,7 @@ from wire.schema import Record
 
 from .conftest import Command
 
+PREFERENCE = load("lora", {}, ["data.path=pairs", "data.format=preference"]).profile.to_spec()
 CLUSTER = ClusterInfo("c", "attic", "0.1", "127.0.0.1:7337", 1.7e9, 1, 1)
 ROWS = [MetricRow(JOB.id, step, 1.7e9, loss=1 / step, tokens_per_s=2000.0, members=2) for step in range(98, 104)]
 LOST = EventInfo(7, 1.7e9 + 50, "warning", "lost", "laptop is lost", peer="a1b2")
@@ -63,7 +65,7 @@ class Seed:
         yield self
 
     async def job(self, job: str) -> tuple[Any, str]:
-        return JOB, ""
+        return JOB, PREFERENCE
 
     async def checkpoints(self, job: str) -> list[Any]:
         return [CHECKPOINT]
@@ -97,6 +99,7 @@ def test_watch_ends_with_the_job_and_its_result(command: Command, seed: Any, sta
     outcome = command("jobs", "watch", "tiny")
     assert outcome.code == code
     assert f"state          {state}: why" in outcome.out
+    assert "nats/pair" in outcome.out
     assert [line for line in outcome.err.splitlines() if "step 101/400" in line]
     assert "step 100/400" not in outcome.err, "that step was done before"
     seed([ended(state)])

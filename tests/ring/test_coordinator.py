@@ -15,6 +15,7 @@ from ring.planning.measurements import LinkQuality
 from ring.planning.ring_plan import RingOptions
 from tests.ring.desk import Desk, healthy, ids, peer
 from wire.address import how_to_open
+from wire.job_messages import SettingChange
 
 # --------------------------------------------------------------------------------------------------------- first view
 
@@ -285,6 +286,15 @@ def test_pause_and_resume_keep_the_members_and_their_state() -> None:
     desk.tell(co.Signal.RESUME)
     view = desk.minted()
     assert (view.step, healthy(view)) == (6, ["a", "b"])
+
+
+def test_job_ends_where_it_is_when_it_has_passed_its_new_number_of_steps() -> None:
+    desk = Desk()
+    desk.start("a", "b")
+    changes = (SettingChange(0, "job.steps", "5", "400"), SettingChange(0, "job.steps", "6", "5"))
+    desk.tell(co.ChangeSettings(changes, 6))
+    desk.stand("held", 7, "a", "b")
+    assert [(item.value, item.before) for item in desk.view.changes] == [("7", "400"), ("7", "7")]
 
 
 def test_cancel_releases_everybody() -> None:

@@ -658,6 +658,7 @@ async def test_long_lists_are_cut_to_a_frame_and_say_so(bench: Bench) -> None:
         ("jobs.create", {"name": "n" * 100, "profile": "p", "spec": SPEC}, "bad-parameter"),
         ("jobs.create", {"name": "n", "profile": "p", "spec": "x" * (33 << 10)}, "bad-parameter"),
         ("jobs.pause", {"job": 5}, "bad-parameter"),
+        ("jobs.set", {"job": "first", "values": {"optimizer.lr": "-1"}}, "bad-setting"),
         ("metrics.history", {"job": "first", "limit": 201}, "bad-parameter"),
         ("metrics.history", {"job": "first", "after_step": "x"}, "bad-parameter"),
         ("events.list", {"limit": True}, "bad-parameter"),
