@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ from p2ptrain.cli.output import human_time, print_json, print_pairs, print_table
 from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, YesOption, confirm, option
 from p2ptrain.cli.tokenizer import FORMATS, FormatOption, TextKeyOption
 from p2ptrain.cluster.console import Console
-from p2ptrain.core.errors import P2PTrainError, UserError
+from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.text_files import kind_of, search_files
 from p2ptrain.core.texts import check_one_of, human_bytes, printable
 
@@ -50,18 +51,17 @@ def show(
     Examples:
       p2ptrain data show ~/books
       p2ptrain data show chats.jsonl --format chat --model ./SmolLM2-135M-Instruct
+      p2ptrain data show pairs.jsonl --format preference --profile lora --model ./SmolLM2-135M-Instruct
       p2ptrain data show "texts/**/*.txt" --tokenizer mine --set data.sequence_tokens=512
       p2ptrain data show --profile my.toml --json
     """
     from configs.loader import load
 
     if form:
-        check_one_of("--format", form, FORMATS)
+        check_one_of("--format", form, (*FORMATS, "preference"))
     typed = {"data.path": path, "data.format": form, "data.text_key": text_key}
     typed |= {"model.tokenizer": tokenizer, "model.path": model}
     own = load(profile, os.environ, [*sets, *(f"{key}={value}" for key, value in typed.items() if value)]).profile
-    if own.data.format == "preference":
-        raise UserError("pairs of answers are not shown", remedy="name texts or conversations")
     files = search_files(own.data.path, own.data.format)[0]  # before torch is loaded, which takes seconds
     console, doing = Console(quiet=as_json), [f"reading {own.data.path}"]
 
@@ -78,8 +78,12 @@ def show(
         known = getattr(config.get_text_config(), "vocab_size", None)
         return load_corpus(spec.data, used, known, on_progress=on_progress), used
 
-    with console.during(lambda: doing[0]):
-        corpus, used = ThreadPoolExecutor(1).submit(work).result()  # so that Ctrl+C ends the command
+    try:
+        with console.during(lambda: doing[0]):
+            corpus, used = ThreadPoolExecutor(1).submit(work).result()  # so that Ctrl+C ends the command
+    except KeyboardInterrupt:
+        console.event("info", "stopped; the same command goes on from the tokens that are made")
+        raise
     facts = corpus.store.facts
     kinds = Counter("".join(kind_of(file)) or "without a suffix" for file in files)
     sequences = own.batch.micro_batches * own.batch.micro_batch_sequences
@@ -103,7 +107,7 @@ def show(
         "store": str(corpus.store.directory),
         "store_bytes": facts.size_bytes,
     }
-    samples = [_sample(corpus, used, len(corpus.training) * at // SAMPLES) for at in range(SAMPLES)]
+    samples = [item for at in range(SAMPLES) for item in _sample(corpus, used, len(corpus.training) * at // SAMPLES)]
     if as_json:
         print_json(figures | {"samples": samples})
         return
@@ -114,41 +118,45 @@ def show(
     }
     names = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
     train = "{training_sequences} of {sequence_tokens} tokens, {validation_sequences} held out".format(**shown)
+    unit = "sequence" if corpus.sequences == 1 else "pair"
     print_pairs([
         ("files", f"{names}  ({human_bytes(figures['file_bytes'])})"),
         *([("rows", "{rows}, {rows_left_out} left out".format(**shown))] if facts.rows["count"] else []),
         ("documents", "{documents}".format(**shown)),
         ("tokens", "{tokens}: {bytes_per_token} bytes each; the vocabulary has {vocabulary}".format(**shown)),
-        ("sequences", train),
-        ("epoch", f"{figures['steps_per_epoch']:,.1f} steps of {sequences:,} sequences"),
+        (f"{unit}s", train),
+        ("epoch", f"{figures['steps_per_epoch']:,.1f} steps of {sequences:,} {unit}s"),
         ("kept", f"{human_bytes(facts.size_bytes)} in {corpus.store.directory}"),
     ])  # fmt: skip
     if corpus.note:
         console.event("warning", corpus.note)
     for sample in samples:
-        typer.secho(f"\nsequence {sample['window']}: {sample['targets']} targets", bold=True)
+        name = f"{unit} {sample['window']}{sample['answer'] and ', '}{sample['answer']}"
+        typer.secho(f"\n{name}: {sample['targets']} targets", bold=True)
         typer.echo(_drawn(sample, used))
 
 
-def _sample(corpus: Corpus, tokenizer: Tokenizer, position: int) -> dict[str, Any]:
-    """A training sequence without its padding: the tokens, and whether each is learned."""
+def _sample(corpus: Corpus, tokenizer: Tokenizer, position: int) -> Iterator[dict[str, Any]]:
+    """The sequence of a training window, of a pair both, without its padding: the tokens, and whether each is
+    learned."""
     import numpy as np
 
     from p2ptrain.compute.data import NO_TARGET
 
     window = corpus.training[np.array([position])]
     batch = corpus.batch(window)
-    ids = corpus.window_tokens(window)[0].tolist()
-    learned = [False, *(batch.targets[0] != NO_TARGET).tolist()]
-    positions = np.arange(len(ids) - 1) if batch.positions is None else batch.positions[0]
-    if corpus.marks is not None:  # padding has the id 0, and nothing behind it is learned
-        used = 1 + max(at for at, token in enumerate(ids) if token or learned[at])
-        ids, learned, positions = ids[:used], learned[:used], positions[:used]
-    texts = [tokenizer.backend.decode([token], skip_special_tokens=False) for token in ids]
-    return {
-        "window": int(window[0]), "targets": sum(learned), "tokens": ids, "texts": texts, "learned": learned,
-        "starts": np.flatnonzero(positions == 0).tolist(),
-    }  # fmt: skip
+    for row, ids in enumerate(corpus.window_tokens(window).tolist()):
+        learned = [False, *(batch.targets[row] != NO_TARGET).tolist()]
+        positions = np.arange(len(ids) - 1) if batch.positions is None else batch.positions[row]
+        if corpus.marks is not None:  # padding has the id 0, and nothing behind it is learned
+            used = 1 + max(at for at, token in enumerate(ids) if token or learned[at])
+            ids, learned, positions = ids[:used], learned[:used], positions[:used]
+        texts = [tokenizer.backend.decode([token], skip_special_tokens=False) for token in ids]
+        yield {
+            "window": int(window[0]), "answer": ("chosen", "rejected")[row] if corpus.sequences == 2 else "",
+            "targets": sum(learned), "tokens": ids, "texts": texts, "learned": learned,
+            "starts": np.flatnonzero(positions == 0).tolist(),
+        }  # fmt: skip
 
 
 def _drawn(sample: dict[str, Any], tokenizer: Tokenizer) -> str:
@@ -177,7 +185,8 @@ def clean(
 ) -> None:
     """List the tokens that this machine keeps; remove stale ones.
 
-    Those are of texts that have changed or are gone, and unfinished ones. They are made again when a job needs them.
+    Those are of texts that have changed, are gone, or could not be used, and unfinished ones. They are made again when
+    a job needs them.
 
     \b
     Examples:
@@ -223,11 +232,11 @@ def clean(
 
 
 def _state_of(facts: StoreFacts) -> str:
-    """``current``, ``changed`` (the text), ``gone`` or ``unfinished``."""
+    """``current``, ``changed`` (the text), ``gone``, ``unfinished`` or ``empty``."""
     from p2ptrain.compute.token_store import sources_of
 
-    if not facts.digest:
-        return "unfinished"
+    if not facts.digest or not facts.numel:
+        return "empty" if facts.digest else "unfinished"
     try:
         files, _ = search_files(facts.path, facts.form)
         return "current" if sources_of(files) == facts.sources else "changed"

@@ -74,6 +74,7 @@ JobArgument = Annotated[
 
 @app.command()
 def create(
+    context: typer.Context,
     profile: ProfileOption = "tiny",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     name: Annotated[str, option("--name NAME", "Name of the job; default: the profile's name.", callback=is_name)] = "",
@@ -113,7 +114,7 @@ def create(
     if keep_optimizer and not begin_from:
         raise UserError("--keep-optimizer is for a job that begins from a checkpoint", remedy="name it: --from")
     if begin_from:
-        label, chosen = _begin_from(seed, begin_from, profile, sets, keep_optimizer=keep_optimizer)
+        label, chosen = _begin_from(seed, begin_from, profile, sets, context, keep_optimizer=keep_optimizer)
     else:
         chosen = load(profile, os.environ, sets).profile
     loaded = _resolve_inputs(chosen, seed, download=download, quiet=as_json)
@@ -154,7 +155,7 @@ def create(
 
 
 def _begin_from(
-    seed: str, checkpoint: str, profile: str, sets: list[str], *, keep_optimizer: bool
+    seed: str, checkpoint: str, profile: str, sets: list[str], context: typer.Context, *, keep_optimizer: bool
 ) -> tuple[str, Profile]:
     """The label and the profile of a job that begins from a checkpoint. Raises ``UserError``."""
     from configs.loader import load, load_settings, read_overrides
@@ -165,6 +166,9 @@ def _begin_from(
     if place.is_dir():
         sets_of_model = [f"{key}={value}" for key, value in (model | {"model.path": place}).items()]
         return Path(profile).stem, load(profile, os.environ, [*sets, *sets_of_model]).profile
+    if "DEFAULT" not in str(context.get_parameter_source("profile")):
+        text = "--profile is not for --from and the id of a checkpoint: the settings are those of its job"
+        raise UserError(text, remedy="leave it out, and change settings with --set; or name the checkpoint's directory")
     known = {item.id: item for item in ask(seed, lambda client: client.checkpoints())}
     if (found := known.get(checkpoint)) is None:
         text = f"{checkpoint!r} is neither a directory here nor a checkpoint of the seed"

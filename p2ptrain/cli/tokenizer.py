@@ -92,7 +92,9 @@ def train(
         return
     of = f"{human_bytes(text.sample_bytes)} of {human_bytes(text.done_bytes)}"
     typer.echo(f"{printable(str(out))}: {size:,} tokens, made from {of} of text")
-    typer.echo(f"train with it: p2ptrain up --set model.tokenizer={quote(str(out))} --set data.path=...", err=True)
+    settings = {"model.tokenizer": str(out), "data.path": data, "data.format": form, "data.text_key": text_key}
+    sets = [f"--set {key}={quote(value)}" for key, value in settings.items() if value not in ("", "auto")]
+    typer.echo(f"train with it: p2ptrain up {' '.join(sets)}", err=True)
 
 
 def progress_of(done: int, total: int, spent_s: float) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from p2ptrain.compute.tokenizer import Tokenizer
+
 Command = Callable[..., Any]
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello\nyou"}]
 
@@ -50,6 +52,24 @@ def test_what_a_text_holds_is_shown(command: Command, chats: Path) -> None:
     assert command("data", "show", str(chats), "--format", "xml").code == 2
 
 
+def test_both_answers_of_a_pair_are_shown(command: Command, tmp_path: Path) -> None:
+    pairs, model = tmp_path / "pairs.jsonl", tmp_path / "model"
+    pairs.write_text(json.dumps({"prompt": "Now? ", "chosen": "yes", "rejected": "never"}) + "\n")
+    Tokenizer.of_bytes().save(model)
+    (model / "config.json").write_text('{"model_type": "llama", "vocab_size": 300}')
+    typed = ("data", "show", str(pairs), "--format", "preference", "--profile", "lora", "--model", str(model))
+    outcome = command(*typed, "--set", "data.validation_fraction=0")
+    assert (outcome.code, outcome.err) == (0, "")
+    shown = outcome.out.partition("\n\n")[2]
+    assert shown.startswith("pair 0, chosen: 3 targets\nNow? yes\n\npair 0, rejected: 5 targets\nNow? never\n")
+
+
+def test_ctrl_c_tells_that_tokens_are_kept(command: Command, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.compute.data.load_corpus", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    outcome = command("data", "show", str(chats), "--format", "chat")
+    assert (outcome.code, "goes on from the tokens" in outcome.err) == (130, True)
+
+
 def test_tokens_of_changed_texts_are_removed(command: Command, chats: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("some text " * 500)
@@ -62,6 +82,9 @@ def test_tokens_of_changed_texts_are_removed(command: Command, chats: Path, tmp_
         "chats.jsonl": ("current", False),
         "other.txt": ("changed", True),
     }
+    assert command("data", "show", str(other), "--format", "chat").code == 2, "it has no conversation"
+    stores = command("data", "clean", "--yes", "--json").json["stores"]
+    assert sorted((store["state"], store["removed"]) for store in stores) == [("current", False), ("empty", True)]
     chats.unlink()
     (left,) = command("data", "clean", "--all", "--yes", "--json").json["stores"]
     assert (left["state"], left["removed"]) == ("gone", True)

@@ -11,7 +11,7 @@ from configs.loader import load
 from configs.schema import Profile
 from p2ptrain.core.errors import Refused
 from tui.chains import how_to_split
-from wire.records import CheckpointInfo, JobInfo, MemberScore, PartInfo, PeerInfo, ServingInfo, TicketInfo
+from wire.records import CheckpointInfo, ClusterInfo, JobInfo, MemberScore, PartInfo, PeerInfo, ServingInfo, TicketInfo
 from wire.schema import Record
 
 from .conftest import Command
@@ -151,6 +151,25 @@ def test_create_with_a_bad_profile_asks_nobody(command: Command, fake_seed: Any)
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith('error: --set optimizer.lr=fast: optimizer.lr = "fast" must be a number\n  → ')
     assert fake_seed.asked == []
+
+
+def test_job_from_a_checkpoint_has_the_settings_of_its_job_and_takes_no_profile(
+    command: Command, fake_seed: Any
+) -> None:
+    spec = load("tiny", {}, ["job.steps=20", "validation.every=0"]).profile.to_spec()
+    fake_seed.answers |= {
+        "checkpoints.list": {"checkpoints": [CHECKPOINT.to_map()]},
+        "cluster.info": {"cluster": ClusterInfo("c", "attic", "0.1", "10.0.0.2:7337", 1.7e9, 1, 1).to_map()},
+        "jobs.show": {"job": JOB.to_map(), "spec": spec},
+        "jobs.create": {"job": JOB.id},
+    }
+    typed = ("jobs", "create", "--from", CHECKPOINT.id, "--set", "job.steps=30")
+    outcome = command(*typed, "--profile", "tiny")
+    assert (outcome.code, fake_seed.asked) == (2, [])
+    assert "--profile" in outcome.err
+    assert command(*typed).code == 0
+    sent = Profile.from_spec_untrusted(dict(fake_seed.asked)["jobs.create"]["spec"])
+    assert (sent.job.steps, sent.validation.every, sent.model.path) == (30, 0, CHECKPOINT.path)
 
 
 def test_list_jobs(command: Command, fake_seed: Any) -> None:

@@ -38,7 +38,9 @@ def test_a_tokenizer_is_trained_once(command: Command, text: Path, tmp_path: Pat
 def test_conversations_and_their_template(command: Command, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "mine"
     typed = ("tokenizer", "train", "--data", str(text), "--format", "chat", "--vocab", "280", "--out", str(out))
-    assert command(*typed, "--chat", "tokens").code == 0
+    outcome = command(*typed, "--chat", "tokens")
+    up = f"p2ptrain up --set model.tokenizer={out} --set data.path={text} --set data.format=chat\n"
+    assert (outcome.code, outcome.err.endswith(up)) == (0, True)
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     ids = AutoTokenizer.from_pretrained(out).apply_chat_template(chat, return_dict=False)
     assert AutoTokenizer.from_pretrained(out).decode(ids) == "<|user|>\none\n<|assistant|>\ntwo<|endoftext|>"
