@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -33,7 +33,7 @@ from p2ptrain.cluster.access import addresses_for_others, operator, operator_nam
 from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.jobs import create_job
 from p2ptrain.cluster.running import announce_seed, default_state_dir
-from p2ptrain.core.errors import P2PTrainError, UserError
+from p2ptrain.core.errors import UserError
 from wire.address import EVERYWHERE, Ticket, dialable_host, format_address, is_loopback
 from wire.records import FINISHED_STATES
 
@@ -144,59 +144,35 @@ def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
 
 async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: bool) -> None:
     from p2ptrain.core.world import real_world
-    from roles.seed.run import run_seed
+    from roles.seed.run import serving_seed
     from wire.transport import TcpNetwork
 
     web, root = options.web, options.root
     console, stop = stoppable(with_parent=options.with_parent)
-    tickets: list[Ticket] = []
-    seeds: list[Seed] = []
-    address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(
-        run_seed(
-            real_world(TcpNetwork()),
-            state_dir=root / "seed",
-            host=options.host,
-            port=options.port,
-            name=options.name or operator_name().removeprefix("cli@"),
-            ticket_host=shown_host(options.host) if encrypted else "",
-            on_ticket=tickets.append,
-            backup_dir=None if options.backup is None else options.backup.absolute(),
-            tracker_environ=os.environ,
-            on_seed=seeds.append,
-            on_ready=address.set_result,
-            on_alarm=partial(console.event, "error"),
-            stop=stop,
-        ),
-        name="serve",
+    serving = serving_seed(
+        real_world(TcpNetwork()),
+        state_dir=root / "seed",
+        host=options.host,
+        port=options.port,
+        name=options.name or operator_name().removeprefix("cli@"),
+        ticket_host=shown_host(options.host) if encrypted else "",
+        backup_dir=None if options.backup is None else options.backup.absolute(),
+        tracker_environ=os.environ,
+        on_alarm=partial(console.event, "error"),
     )
-    try:
-        first: set[asyncio.Future[Any]] = {serving, address}
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        if address.done():
-            bound, port = address.result()
-            near = dialable_host(bound), port
-            async with AsyncExitStack() as stack:
-                if not options.with_parent:
-                    stack.enter_context(announce_seed(near, root))
-                try:
-                    shown = None
-                    if web is not None:
-                        shown = await stack.enter_async_context(_web(web, seeds[0], bound, near, root, console))
-                    _print_ready(console, bound, port, root, tickets, shown, as_json=options.as_json)
-                    if tickets:
-                        _warn_of_addresses(console, options.host, bound, addresses_for_others())
-                    await unless_stopped(stop, _make_first_job(near, options, first_job, console))
-                except P2PTrainError:
-                    if not stop.is_set():  # otherwise the seed was stopping, and disconnected us
-                        stop.set()
-                        await serving  # if the seed failed, this raises its own error
-                        raise
-                await serving
-        await serving
-    finally:
-        stop.set()
-        await asyncio.wait({serving})
+    async with serving as listening, AsyncExitStack() as stack:
+        bound, port = listening.address
+        near = dialable_host(bound), port
+        if not options.with_parent:
+            stack.enter_context(announce_seed(near, root))
+        shown = None
+        if web is not None:
+            shown = await stack.enter_async_context(_web(web, listening.seed, bound, near, root, console))
+        _print_ready(console, bound, port, root, listening.ticket, shown, as_json=options.as_json)
+        if listening.ticket is not None:
+            _warn_of_addresses(console, options.host, bound, addresses_for_others())
+        await unless_stopped(stop, _make_first_job(near, options, first_job, console))
+        await stop.wait()
 
 
 @asynccontextmanager
@@ -286,16 +262,16 @@ def _print_ready(
     host: str,
     port: int,
     root: Path,
-    tickets: list[Ticket],
+    ticket: Ticket | None,
     web: Web | None,
     *,
     as_json: bool,
 ) -> None:
     if as_json:
         more = {"http": web.url, "http_keys": [str(path) for path in web.key_files]} if web is not None else {}
-        typer.echo(json.dumps({"event": "ready", "host": host, "port": port, "tls": bool(tickets)} | more))
+        typer.echo(json.dumps({"event": "ready", "host": host, "port": port, "tls": ticket is not None} | more))
         return
-    here, how = format_address(shown_host(host), port), ", encrypted" if tickets else ""
+    here, how = format_address(shown_host(host), port), ", encrypted" if ticket else ""
     everywhere = f", on all addresses of port {port}" if host in EVERYWHERE else ""
     console.event("info", f"the seed listens on {here}{everywhere}{how}")
     if web is not None:
@@ -309,8 +285,8 @@ def _print_ready(
     console.event("info", f"on this machine, watch with: p2ptrain tui {only}".rstrip())
     console.event("info", f"on this machine, join with:  p2ptrain join {here}")
     if not is_loopback(host):
-        ticket = "p2ptrain ticket new --operator" + f" --seed {only}" * bool(only)
-        console.event("info", f"elsewhere, watch with:       p2ptrain tui TICKET   (`{ticket}`, here, prints one)")
+        new = "p2ptrain ticket new --operator" + f" --seed {only}" * bool(only)
+        console.event("info", f"elsewhere, watch with:       p2ptrain tui TICKET   (`{new}`, here, prints one)")
         console.event("info", "elsewhere, join with this line, which holds a ticket for workers and is a secret:")
-    if tickets:
-        typer.echo(f"p2ptrain join {tickets[0]}", err=True)
+    if ticket is not None:
+        typer.echo(f"p2ptrain join {ticket}", err=True)

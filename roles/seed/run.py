@@ -18,8 +18,8 @@ import asyncio
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -201,7 +201,17 @@ async def _renew_credentials(network: TlsNetwork, sign: Callable[[], Awaitable[C
         network.present(await sign())
 
 
-async def run_seed(
+@dataclass(frozen=True, slots=True)
+class ListeningSeed:
+    """A seed that listens on ``address``. ``ticket``: the one to show; None: a plain seed needs none."""
+
+    seed: Seed
+    address: tuple[str, int]
+    ticket: Ticket | None
+
+
+@asynccontextmanager
+async def serving_seed(
     world: World,
     *,
     state_dir: Path,
@@ -209,29 +219,22 @@ async def run_seed(
     port: int,
     name: str,
     ticket_host: str = "",
-    on_ticket: Callable[[Ticket], None] = lambda ticket: None,
     backup_dir: Path | None = None,
     tracker_environ: Mapping[str, str] | None = None,
-    on_seed: Callable[[Seed], None] = lambda seed: None,
-    on_ready: Callable[[tuple[str, int]], None],
     on_alarm: Callable[[str], None] = lambda text: None,
-    stop: asyncio.Event,
-) -> None:
-    """Run a seed until ``stop`` is set. Then it tells its peers, writes what is left, and ends within about a second.
+) -> AsyncIterator[ListeningSeed]:
+    """Run a seed for the block. At the end it tells its peers, writes what is left, and ends within about a second.
 
     Args:
         state_dir: the seed's directory, created if it does not exist. One seed at a time can use it.
         ticket_host: the address of this machine that tickets carry; empty: a plain seed on the loopback.
-        on_ticket: called with the ticket to show, before the seed is ready.
         backup_dir: where a backup is kept up to date; None for no backup.
         tracker_environ: the environment for ``[track]``, with its keys; None: no job is tracked.
-        on_seed: called with the seed, for what else of this process uses it, before it is ready.
-        on_ready: called with the address that the seed listens on.
         on_alarm: called with what the person at this machine has to know at once.
 
     Raises:
         UserError: the address or the directory is in use.
-        StorageError: the database cannot be read or written, or was removed.
+        StorageError: the database cannot be read or written, or was removed; this ends the block.
     """
     async with AsyncExitStack() as stack:
         store = await SeedStore.open(world.disk, state_dir, world.threads, world.probe)
@@ -266,7 +269,6 @@ async def run_seed(
             check_profile=partial(check_trackers, environ) if tracker_environ is not None else lambda profile: None,
         )
         await seed.load()
-        on_seed(seed)
         note, last_writes = seed.announcements.note, list[Callable[[], Awaitable[None]]]()
         if tracker_environ is not None:
             ports = TrackerPorts(world, store, seed.jobs, seed.overview, note, state_dir / "track", environ)
@@ -288,35 +290,29 @@ async def run_seed(
         stack.push_async_callback(server.close)
         if not port:
             ticket = await seed.gate.open_at(server.address)
-        if ticket is not None:
-            on_ticket(ticket)
-        await _run_until(stop, seed, tasks, server.address, on_ready)
+
+        async def work() -> None:
+            async with asyncio.TaskGroup() as working:
+                seed.start(working, server.address)
+                for task in tasks:
+                    working.create_task(task())
+                await asyncio.Event().wait()  # keeps the group open for new jobs until cancelled
+
+        problem: P2PTrainError | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                working = group.create_task(work())
+                how = ", encrypted" if seed.gate.encrypted else ""
+                note("info", "seed-started", f"the seed listens on {seed.address_to_dial(server.address)}{how}")
+                try:
+                    yield ListeningSeed(seed, server.address, ticket)
+                except P2PTrainError as error:  # of the block; the seed's own ends the group
+                    problem = error
+                seed.stop()
+                working.cancel()
+        except* P2PTrainError as problems:
+            raise first_error(problems) from None
         for write_rest in last_writes:
             await write_rest()
-
-
-async def _run_until(
-    stop: asyncio.Event,
-    seed: Seed,
-    others: Sequence[Callable[[], Coroutine[None, None, None]]],
-    address: tuple[str, int],
-    on_ready: Callable[[tuple[str, int]], None],
-) -> None:
-    async def work() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            seed.start(tasks, address)
-            for other in others:
-                tasks.create_task(other())
-            await asyncio.Event().wait()  # keeps the group open for new jobs until cancelled
-
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            working = tasks.create_task(work())
-            how = ", encrypted" if seed.gate.encrypted else ""
-            seed.announcements.note("info", "seed-started", f"the seed listens on {seed.address_to_dial(address)}{how}")
-            on_ready(address)
-            await stop.wait()
-            seed.stop()
-            working.cancel()
-    except* P2PTrainError as group:
-        raise first_error(group) from None
+        if problem is not None:
+            raise problem

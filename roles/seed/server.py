@@ -65,7 +65,7 @@ MAX_EARLY_MESSAGES = 4096
 
 
 class Seed:
-    """The connections of a seed, and what it consists of. ``run_seed`` loads and runs it.
+    """The connections of a seed, and what it consists of. ``serving_seed`` loads and runs it.
 
     Args:
         authority: None on a plain seed.

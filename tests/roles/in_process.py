@@ -22,7 +22,7 @@ from p2ptrain.core.world import LoopClock, Network, Probe, World
 from p2ptrain.lab.stand_in import StandInEngine, strategy_of_stand_ins
 from roles.engine import Engine, Stage
 from roles.member import Identity, MemberOptions, ServingMember, claim
-from roles.seed.run import run_seed
+from roles.seed.run import serving_seed
 from roles.seed.server import Seed
 from roles.strategies.strategy import Factory
 from roles.worker.stages import Holding
@@ -166,7 +166,7 @@ class Cluster:
 
     Args:
         encrypted: TLS over ``network``; workers and operators enrol with the tickets that the seed leaves beside it.
-        tracker_environ: as ``run_seed``.
+        tracker_environ: as ``serving_seed``.
     """
 
     def __init__(
@@ -207,21 +207,24 @@ class Cluster:
     async def start_seed(self, port: int = 0) -> None:
         ready: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
         self._seed_stop = asyncio.Event()
-        self._seed = asyncio.create_task(
-            run_seed(
+
+        async def serve(stop: asyncio.Event) -> None:
+            seed = serving_seed(
                 self.world(),
                 state_dir=self.root / "seed",
                 host=HOST,
                 port=port,
                 name="test",
                 ticket_host=HOST if self.encrypted else "",
-                on_ticket=self.tickets.append,
                 tracker_environ=self.tracker_environ,
-                on_seed=self.seeds.append,
-                on_ready=ready.set_result,
-                stop=self._seed_stop,
             )
-        )
+            async with seed as listening:
+                self.seeds.append(listening.seed)
+                self.tickets += [listening.ticket] if listening.ticket else []
+                ready.set_result(listening.address)
+                await stop.wait()
+
+        self._seed = asyncio.create_task(serve(self._seed_stop))
         futures: set[asyncio.Future[Any]] = {self._seed, ready}
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

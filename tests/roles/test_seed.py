@@ -28,7 +28,7 @@ from ring.view import View
 from roles.seed import events
 from roles.seed.admission import refuse_unreached
 from roles.seed.peers import announcement_for, ring_beats
-from roles.seed.run import run_seed
+from roles.seed.run import serving_seed
 from roles.seed.store import Records
 from roles.seed_link import is_transient
 from tests.roles.in_process import ScriptedProbe
@@ -75,11 +75,17 @@ class Bench:
     async def start(self) -> None:
         ready: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
         self.stop = asyncio.Event()
-        world = World(LoopClock(), self.network, RealDisk(), random.Random(0), probe=self.probe)
-        self._task = asyncio.create_task(
-            run_seed(world, state_dir=self.root, host=self.address[0], port=self.address[1], name="seed",
-                     on_ready=ready.set_result, stop=self.stop)
-        )  # fmt: skip
+        (host, port), world = (
+            self.address,
+            World(LoopClock(), self.network, RealDisk(), random.Random(0), probe=self.probe),
+        )
+
+        async def serve(stop: asyncio.Event) -> None:
+            async with serving_seed(world, state_dir=self.root, host=host, port=port, name="seed") as listening:
+                ready.set_result(listening.address)
+                await stop.wait()
+
+        self._task = asyncio.create_task(serve(self.stop))
         both: set[asyncio.Future[Any]] = {self._task, ready}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED, timeout=DEADLINE_S)
         if self._task.done():

@@ -29,7 +29,7 @@ from p2ptrain.lab.sim.machine import MachineDisk, Process
 from p2ptrain.lab.stand_in import FastStandIn
 from roles.engine import Stage
 from roles.member import MemberOptions, claim
-from roles.seed.run import run_seed
+from roles.seed.run import serving_seed
 from roles.worker.worker import Worker
 from wire.client import SeedClient
 from wire.emulate import EmulatedNetwork, preset_named
@@ -128,21 +128,16 @@ async def simulate(plan: GridPlan, run: GridRun, show: Show) -> Result:
             on_step=lambda applied, total, values: None,
         ).run(stop)
 
-    ready, stop = asyncio.Event(), asyncio.Event()
-    seed = run_seed(
-        world(network, LoopThreads()), state_dir=Path("/state"), host=SEED, port=PORT, name="seed",
-        on_ready=lambda address: ready.set(), stop=stop,
-    )  # fmt: skip
-    tasks = [asyncio.create_task(seed)]
-    await ready.wait()
-    tasks += [asyncio.create_task(worker(number)) for number in range(1, run.machine.workers + 1)]
-    client = await SeedClient.connect(network, SEED, PORT, name="experiment")
-    try:
-        result = await measure(client, run, plan, lambda text: show(text.partition("  loss")[0]))  # of a stand-in
-    finally:
-        await client.close()
-        stop.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    stop, own = asyncio.Event(), world(network, LoopThreads())
+    async with serving_seed(own, state_dir=Path("/state"), host=SEED, port=PORT, name="seed"):
+        workers = [asyncio.create_task(worker(number)) for number in range(1, run.machine.workers + 1)]
+        client = await SeedClient.connect(network, SEED, PORT, name="experiment")
+        try:
+            result = await measure(client, run, plan, lambda text: show(text.partition("  loss")[0]))  # of a stand-in
+        finally:
+            await client.close()
+            stop.set()
+            await asyncio.gather(*workers, return_exceptions=True)
     unknown = re.compile("loss|memory|seconds_to|bytes_to")
     figures = {name: value for name, value in result.figures.items() if not unknown.search(name)}
     return replace(result, figures=figures, curve=[(*point[:-2], None, None) for point in result.curve])

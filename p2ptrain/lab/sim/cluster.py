@@ -34,7 +34,7 @@ from roles.engine import Engine, Stage
 from roles.gauges import Gauges
 from roles.member import MemberOptions, claim
 from roles.seed import ledger
-from roles.seed.run import COPY_NAME, restore, run_seed, write_copy
+from roles.seed.run import COPY_NAME, restore, serving_seed, write_copy
 from roles.worker.worker import Worker
 from wire.client import SeedClient
 from wire.messages import GpuInfo, Scalar
@@ -264,16 +264,11 @@ class SimMachine:
                 world = self._world()
                 if COPY_NAME in world.disk.list_dir(BACKUP) and STATE / "seed.sqlite3" not in self.disk.databases:
                     restore(world.disk, BACKUP, STATE)
-                await run_seed(
-                    world,
-                    state_dir=STATE,
-                    backup_dir=BACKUP,
-                    host=LISTEN,
-                    port=SEED_PORT,
-                    name=SEED,
-                    on_ready=lambda address: None,
-                    stop=self.stop,
-                )
+                seed = serving_seed(
+                    world, state_dir=STATE, backup_dir=BACKUP, host=LISTEN, port=SEED_PORT, name=SEED
+                )  # fmt: skip
+                async with seed:
+                    await self.stop.wait()
             except StorageError as problem:
                 self._simulation.report_event(self, "error", "seed-ended", problem.message)
                 await asyncio.sleep(AGAIN_S)
