@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -129,22 +128,16 @@ def chaos(
 
 def _load_profile(name: str, sets: list[str], workers: int, *, attacked: bool) -> Profile:
     """Load the profile, with this command's values for settings that the user did not choose."""
-    from configs.loader import load
+    from p2ptrain.cluster.models import load_for
     from p2ptrain.lab.attacker import check_attackable
 
-    wanted = {
-        "job.workers": (workers, f"--workers {workers}"),
+    usual = {
         **({} if attacked else {"job.steps": (1_000_000, "chaos")}),  # the job must outlast the faults
         "checkpoint.every": (SAVE_EVERY, "chaos"),
         "checkpoint.keep": (4, "chaos"),
     }
     copies = f"checkpoint.copies={workers}"  # the end of the run compares the state of all workers
-    made = load(name, os.environ, [*sets, copies], wanted).profile
-    if made.job.workers > workers:
-        raise UserError(
-            f"the job needs {made.job.workers} workers to begin, and --workers is {workers}",
-            remedy=f"give --workers {made.job.workers}",
-        )
+    made = load_for(workers, name, [*sets, copies], usual)
     if attacked:
         check_attackable(made.job)
     if made.checkpoint.every == 0:

@@ -16,12 +16,10 @@ import typer
 
 from p2ptrain.cli.output import human_time, print_json
 from p2ptrain.cli.runtime import (
-    DEFAULT_SEED,
     REQUEST_TIMEOUT_S,
-    SEED_HELP,
-    SEED_VARIABLE,
     JsonOption,
     MemberPortOption,
+    SeedArgument,
     option,
     run,
 )
@@ -74,7 +72,7 @@ Probe: TypeAlias = "tuple[str, bool, Callable[[], Awaitable[str]]]"
 
 
 def check(
-    address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED,
+    address: SeedArgument = "",
     port: MemberPortOption = None,
     once: Annotated[bool, option("--once", "Also join as a worker, and leave at once.")] = False,
     as_json: JsonOption = False,

@@ -9,7 +9,7 @@ import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import human_time, number, print_json, print_table
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, confirm, not_empty, option
+from p2ptrain.cli.runtime import JsonOption, SeedOption, YesOption, ask, confirm, not_empty, option
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_bytes, printable
@@ -24,7 +24,7 @@ CheckpointArgument = Annotated[
 @app.command("list")
 def list_checkpoints(
     job: Annotated[str, option("--job JOB", "Only checkpoints of this job.")] = "",
-    seed: SeedOption = DEFAULT_SEED,
+    seed: SeedOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Show the checkpoints that exist, and on which machine each one lies. The job's best is marked: that with the
@@ -74,7 +74,7 @@ def restore(
     checkpoint: CheckpointArgument,
     shards: Annotated[int, option("--shards M", "Go on with the model in M shards; 1: unsplit.", min=0, max=256)] = 0,
     yes: YesOption = False,
-    seed: SeedOption = DEFAULT_SEED,
+    seed: SeedOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Take a job back to a checkpoint. The steps after it are run again.
@@ -93,7 +93,7 @@ def restore(
 
 @app.command()
 def delete(
-    checkpoint: CheckpointArgument, yes: YesOption = False, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False
+    checkpoint: CheckpointArgument, yes: YesOption = False, seed: SeedOption = "", as_json: JsonOption = False
 ) -> None:
     """Delete a checkpoint from the machine that holds it.
 

@@ -16,7 +16,6 @@ import typer
 from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.placement import plan_map, print_training_plan
 from p2ptrain.cli.runtime import (
-    DEFAULT_SEED,
     DownloadOption,
     JsonOption,
     LinkOption,
@@ -28,7 +27,7 @@ from p2ptrain.cli.runtime import (
     seed_option,
 )
 from p2ptrain.cluster.models import shape_of
-from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
+from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_bytes, human_duration, printable
 from p2ptrain.lab.explain.predictions import (
     STRATEGIES,
@@ -59,7 +58,7 @@ def explain(
     job: Annotated[str, option("--job JOB", "Show the prediction for a job of the seed beside its steps.")] = "",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     download: DownloadOption = False,
-    seed: SeedOption = DEFAULT_SEED,
+    seed: SeedOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Predict step time, memory and bytes for each strategy and codec, and recommend one.
@@ -132,12 +131,8 @@ def show_one(profile: Profile, where: int | DescribedCluster, link: str = "", *,
 def calibrate_here(
     profile: Profile, where: int | DescribedCluster, strategies: Sequence[str], link: str, *, quiet: bool
 ) -> tuple[dict[str, Calibration], DescribedCluster]:
-    """As ``calibrate``. Raises ``typer.Exit`` after Ctrl+C."""
     shape = shape_here(profile)  # fail here, not after the measurements
-    found = run(calibrate(profile, shape, where, strategies, link, quiet=quiet), children=True)
-    if found is None:
-        raise typer.Exit(EXIT_INTERRUPTED)
-    return found
+    return run(calibrate(profile, shape, where, strategies, link, quiet=quiet), children=True)
 
 
 def cluster_of_seed(seed: str, among: Sequence[str] | None = None) -> DescribedCluster:

@@ -15,7 +15,6 @@ import typer
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import human_time, number, print_json, print_pairs, print_table
 from p2ptrain.cli.runtime import (
-    DEFAULT_SEED,
     DownloadOption,
     DryRunOption,
     JsonOption,
@@ -89,7 +88,7 @@ def create(
         bool, option("--keep-optimizer", "With --from: keep the optimizer's moments, too.")
     ] = False,
     download: DownloadOption = False,
-    seed: SeedOption = DEFAULT_SEED,
+    seed: SeedOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Create a job on the seed. It starts when enough workers are ready.
@@ -223,7 +222,7 @@ def _plan_stages(
 
 
 @app.command("list")
-def list_jobs(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+def list_jobs(seed: SeedOption = "", as_json: JsonOption = False) -> None:
     """Show all jobs, newest last.
 
     \b
@@ -266,7 +265,7 @@ def _job_row(job: JobInfo) -> tuple[str, ...]:
 def show(
     job: JobArgument,
     spec: Annotated[bool, option("--spec", "Show every setting too.")] = False,
-    seed: SeedOption = DEFAULT_SEED,
+    seed: SeedOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Show one job: its state and why, its progress, its profile.
@@ -304,7 +303,7 @@ def show(
 
 
 @app.command()
-def watch(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+def watch(job: JobArgument, seed: SeedOption = "", as_json: JsonOption = False) -> None:
     """Show the progress of a job until it ends. Ctrl+C ends only the watching.
 
     The exit code is 0 if the job is done, 5 if it failed or was cancelled, and 6 if it ended before its result was
@@ -363,7 +362,7 @@ def metrics(
     job: JobArgument,
     as_csv: Annotated[bool, option("--csv", "Write all steps as CSV, with a header line.")] = False,
     limit: Annotated[int, option("--limit N", "Only the newest N; 0: 20 in a table, else all.", min=0)] = 0,
-    seed: SeedOption = DEFAULT_SEED,
+    seed: SeedOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Show the loss, the validation loss, the speed and the times of each step.
@@ -500,12 +499,12 @@ def _describe_times(job: JobInfo) -> list[str]:
 
 
 def _add_verb(verb: str, done: str, explained: str, question: str = "") -> None:
-    def tell(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+    def tell(job: JobArgument, seed: SeedOption = "", as_json: JsonOption = False) -> None:
         answer = ask(seed, lambda client: client.tell_job(job, verb))
         print_json({"job": answer}) if as_json else typer.echo(f"job {printable(answer)} {done}")
 
     def ask_and_tell(
-        job: JobArgument, yes: YesOption = False, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False
+        job: JobArgument, yes: YesOption = False, seed: SeedOption = "", as_json: JsonOption = False
     ) -> None:
         confirm(question.format(job), seed, "jobs", job, yes=yes)
         tell(job, seed, as_json)
@@ -531,7 +530,7 @@ _add_verb(
 def change(
     job: JobArgument,
     settings: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings, such as optimizer.lr=1e-3.")],
-    seed: SeedOption = DEFAULT_SEED,
+    seed: SeedOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Change settings of a job that runs, at its next step boundary.
@@ -556,7 +555,7 @@ def change(
 
 
 @app.command()
-def audit(job: JobArgument, seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+def audit(job: JobArgument, seed: SeedOption = "", as_json: JsonOption = False) -> None:
     """Check that every step on record was applied once, and every sample was seen once an epoch.
 
     The exit code is 1 if anything is wrong; the first fault is named.
@@ -630,7 +629,7 @@ def _audit_rows(info: JobInfo, verdict: AuditResult, unrecorded: int) -> list[tu
 def recoveries(
     job: JobArgument,
     limit: Annotated[int, option("--limit N", "Only the newest N.", min=1, max=2000)] = 20,
-    seed: SeedOption = DEFAULT_SEED,
+    seed: SeedOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Show how long each interruption of training took.

@@ -6,15 +6,9 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from p2ptrain.cli.runtime import (
-    DEFAULT_SEED,
     HTTP_EXAMPLE,
-    SEED_HELP,
-    SEED_VARIABLE,
     STATE_DEFAULT,
     ApiKeyOption,
     DownloadOption,
@@ -22,6 +16,7 @@ from p2ptrain.cli.runtime import (
     LinkOption,
     MemberPortOption,
     NameOption,
+    SeedArgument,
     SplitOption,
     StragglerOption,
     check_http,
@@ -47,7 +42,7 @@ class JoinOptions:
         split: of a verifier: number of stages over workers; 0: the fastest number; None: the whole model is here.
     """
 
-    address: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="SEED", help=SEED_HELP)] = DEFAULT_SEED
+    address: SeedArgument = ""
     also: list[str] = option_field("--also SEED", "Another address where the seed may be, if it is restored there.", [])
     role: str = option_field(
         "--role ROLE", "worker: trains, and holds parts; verifier: writes text; drafter: drafts it.", "worker"

@@ -8,7 +8,7 @@ import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import number, print_json, print_table
-from p2ptrain.cli.runtime import DEFAULT_SEED, JsonOption, SeedOption, YesOption, ask, confirm, not_empty
+from p2ptrain.cli.runtime import JsonOption, SeedOption, YesOption, ask, confirm, not_empty
 from p2ptrain.core.texts import human_bytes, layers_text, printable
 from wire.address import how_to_join
 
@@ -20,7 +20,7 @@ app = new_typer(help="Show peers and what each one does; evict a peer.")
 
 
 @app.command("list")
-def list_peers(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+def list_peers(seed: SeedOption = "", as_json: JsonOption = False) -> None:
     """Show the peers, and what each one does.
 
     If models are served: MODEL is the model's name, SESSIONS the number of texts under way, ACCEPTED how often a
@@ -80,7 +80,7 @@ def _describe_staleness(peer: PeerInfo) -> str:
 @app.command("evict")
 def evict(
     peer: Annotated[str, typer.Argument(metavar="NAME|ID", callback=not_empty, help="Peer; its id if names repeat.")],
-    seed: SeedOption = DEFAULT_SEED,
+    seed: SeedOption = "",
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -117,7 +117,7 @@ COLUMNS = ("MODEL", "LAYERS", "HELD BY", "DTYPE", "MEMORY", "LIMIT", "SESSIONS",
 _FIGURES = COLUMNS[4:-1]
 
 
-def parts(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+def parts(seed: SeedOption = "", as_json: JsonOption = False) -> None:
     """Show which workers hold which layers of split models, chain by chain.
 
     MEMORY is weights and caches, LIMIT what the machine gives to parts. WORK MS is the time of one pass. BUSY is the

@@ -18,18 +18,15 @@ import typer
 from typer.core import TyperCommand
 
 from p2ptrain.cluster.running import default_state_dir
+from p2ptrain.core.errors import UserError
+from p2ptrain.core.texts import printable
 
 if TYPE_CHECKING:
     from wire.client import SeedClient
 
-from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import printable
-
 T = TypeVar("T")
 
-DEFAULT_PORT = 7337  # copied from wire.address, so that --help does not load it; a test compares them
-MEMBER_PORT = 7339  # copied for the same reason
-DEFAULT_SEED = ""  # the seed that this user runs here (``running``)
+MEMBER_PORT = 7339  # copied from wire.address, so that --help does not load it; a test compares them
 SEED_VARIABLE = "P2PTRAIN_SEED"
 NAME_BYTES = 64  # copied from roles.seed, for the same reason
 STATE_DEFAULT = f"Default: {default_state_dir()}".replace(os.path.expanduser("~") + os.sep, f"~{os.sep}")
@@ -57,6 +54,7 @@ def option_field(names: str, text: str, default: Any, **more: Any) -> Any:
     )
 
 
+SeedArgument = Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="[SEED]", help=SEED_HELP)]
 SeedOption = Annotated[str, option("--seed SEED", SEED_HELP, envvar=SEED_VARIABLE)]
 JsonOption = Annotated[bool, option("--json", "Write one JSON document, for programs.")]
 YesOption = Annotated[bool, option("--yes -y", "Do not ask for confirmation.")]

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from p2ptrain.cli.runtime import (
-    DEFAULT_PORT,
     STATE_DEFAULT,
     WEB_EXAMPLE,
     NameOption,
@@ -34,7 +33,7 @@ from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.jobs import create_job
 from p2ptrain.cluster.running import announce_seed, default_state_dir
 from p2ptrain.core.errors import UserError
-from wire.address import EVERYWHERE, Ticket, dialable_host, format_address, is_loopback
+from wire.address import DEFAULT_PORT, EVERYWHERE, Ticket, dialable_host, format_address, is_loopback
 from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:

@@ -12,10 +12,8 @@ import typer
 
 from p2ptrain.cli.output import human_time, print_json, print_pairs
 from p2ptrain.cli.runtime import (
-    DEFAULT_SEED,
-    SEED_HELP,
-    SEED_VARIABLE,
     JsonOption,
+    SeedArgument,
     SeedOption,
     at_terminal,
     option,
@@ -39,7 +37,7 @@ AT_WORK = frozenset({"idle", "serving", "following", "training"})
 PASSING = frozenset({"lost", "seed-lost", "hung", "struck-off", "not-following", "ring-broken", "step-refused", "link"})
 
 
-def status(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+def status(seed: SeedOption = "", as_json: JsonOption = False) -> None:
     """Show the cluster on one screen: the seed, the peers, the jobs, and what needs attention.
 
     \b
@@ -141,7 +139,7 @@ def attention(
 
 
 def tui(
-    seed: Annotated[str, typer.Argument(envvar=SEED_VARIABLE, metavar="[SEED]", help=SEED_HELP)] = DEFAULT_SEED,
+    seed: SeedArgument = "",
 ) -> None:
     """Watch a cluster full-screen, and pause, resume, save or cancel its jobs. Leaving the view stops nothing.
 
@@ -166,7 +164,7 @@ def logs(
     peer: Annotated[str, typer.Argument(metavar="[PEER]", help="Only of this peer: its name or id.")] = "",
     limit: Annotated[int, option("--limit N", "The newest N events, or lines of a log.", min=1, max=NEWEST)] = 20,
     follow: Annotated[bool, option("--follow -f", "Show new events as they come, until Ctrl+C.")] = False,
-    seed: SeedOption = DEFAULT_SEED,
+    seed: SeedOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Show the newest events of the cluster, or of one peer.

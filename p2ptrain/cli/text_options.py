@@ -11,7 +11,6 @@ import typer
 
 from p2ptrain.cli.output import json_output
 from p2ptrain.cli.runtime import (
-    DEFAULT_SEED,
     DownloadOption,
     DryRunOption,
     JsonOption,
@@ -70,7 +69,7 @@ class TextOptions:
     random_seed: int = option_field("--random-seed N", "The same seed gives the same text.", 0, min=0, max=2**63 - 1)
     device: str = option_field("--device KIND", "auto, cpu, cuda, cuda:1, ... or mps.", "auto")
     dtype: DtypeOption = ""
-    seed: SeedOption = DEFAULT_SEED
+    seed: SeedOption = ""
     verifier: str = option_field("--verifier NAME", "Name of the verifier that writes.", "")
     no_speculation: bool = option_field(
         "--no-speculation", "With a verifier: use no drafters. The text is the same.", False

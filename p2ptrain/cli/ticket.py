@@ -9,7 +9,6 @@ import typer
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import human_time, print_json, print_table
 from p2ptrain.cli.runtime import (
-    DEFAULT_SEED,
     JsonOption,
     SeedOption,
     YesOption,
@@ -41,7 +40,7 @@ def new(
     expires: Annotated[str, option("--expires TIME", "How long the ticket is valid: 30m, 12h, 7d.")] = "7d",
     uses: Annotated[int | None, option("--uses N", "Peers that may use it; default: any number.", min=1)] = None,
     host: Annotated[str, option("--host ADDRESS", "The seed's address for other machines.", callback=is_text)] = "",
-    seed: SeedOption = DEFAULT_SEED,
+    seed: SeedOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Make a ticket and print it. Whoever has it can join. Peers that joined with it stay when it expires.
@@ -65,7 +64,7 @@ def new(
 
 
 @app.command("list")
-def list_tickets(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -> None:
+def list_tickets(seed: SeedOption = "", as_json: JsonOption = False) -> None:
     """Show the tickets, without their secrets. If you lost one, make a new one.
 
     \b
@@ -97,7 +96,7 @@ def list_tickets(seed: SeedOption = DEFAULT_SEED, as_json: JsonOption = False) -
 @app.command("revoke")
 def revoke(
     ticket: Annotated[str, typer.Argument(metavar="ID", callback=not_empty, help="Id, or the beginning of it.")],
-    seed: SeedOption = DEFAULT_SEED,
+    seed: SeedOption = "",
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -114,7 +113,7 @@ def revoke(
 
 
 @app.command("rotate")
-def rotate(seed: SeedOption = DEFAULT_SEED, yes: YesOption = False, as_json: JsonOption = False) -> None:
+def rotate(seed: SeedOption = "", yes: YesOption = False, as_json: JsonOption = False) -> None:
     """Replace all tickets, and print the new one. The old ones let in no new peers; peers that joined with them stay.
 
     \b

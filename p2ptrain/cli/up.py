@@ -135,14 +135,14 @@ def up(options: UpOptions) -> None:
 
 
 def _train(options: UpOptions) -> None:
-    from p2ptrain.cluster.models import resolve_inputs
+    from p2ptrain.cluster.models import load_for, resolve_inputs
     from p2ptrain.cluster.training_run import TrainingPlan, train
 
     of_split = {"checkpoint": options.checkpoint, "spare": options.spare, "memory": options.memory}
     of_split["dtype"] = options.dtype
     if extra := next((name for name, value in of_split.items() if value), None):
         raise UserError(f"--{extra} works only with --split", remedy="add --split N, or leave it out")
-    profile = _load_profile(options.profile, options.sets, options.workers)
+    profile = load_for(options.workers, options.profile, options.sets)
     profile = resolve_inputs(profile, download=options.download, quiet=options.as_json)
     http = host_and_port("--http", options.http, HTTP_EXAMPLE)
     check_http(http, options.api_keys)
@@ -184,21 +184,6 @@ def _train(options: UpOptions) -> None:
     if outcome is not None and outcome["state"] != "done":
         codes = {"interrupted": EXIT_INTERRUPTED, UNSAVED: StorageError.exit_code}
         raise typer.Exit(codes.get(outcome["state"], JobFailed.exit_code))
-
-
-def _load_profile(name: str, sets: list[str], workers: int) -> Profile:
-    """Load the profile for this number of workers: the job begins with all of them, unless the user's own settings say
-    that fewer are enough. A job that needs more of them would wait for ever."""
-    from configs.loader import load
-
-    loaded = load(name, os.environ, sets, {"job.workers": (workers, f"--workers {workers}")})
-    wanted, source = loaded.profile.job.workers, loaded.sources["job.workers"]
-    if wanted <= workers:
-        return loaded.profile
-    raise UserError(
-        f"{source}: the job needs {wanted} workers to begin, and {workers} would be started",
-        remedy=f"give --workers {wanted}, or --set job.workers={workers}",
-    )
 
 
 def _check_fits(profile: Profile, options: UpOptions) -> None:

@@ -128,7 +128,7 @@ class LeadIsland:
         if sys.platform == "linux":
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-        arguments = ["join", "--devices", str(size), "--threads", str(options.threads)]
+        arguments = ["join", "--with-parent", "--devices", str(size), "--threads", str(options.threads)]
         arguments += ["--device", options.kind] if options.kind else []
         for rank in range(1, size):
             log = self._logs / f"{worker}-process-{rank}.log"

@@ -81,7 +81,8 @@ class PeerProcess:
     ) -> PeerProcess:
         """Start ``p2ptrain``; ``listen`` captures its standard output. Raises ``StorageError``.
 
-        ``environment``: the child's whole environment; None: that of this process.
+        ``arguments``: ``--with-parent`` among them has it leave with this process. ``environment``: the child's whole
+        environment; None: that of this process.
         """
         try:
             RealDisk().make_dir(log.parent)
@@ -92,7 +93,7 @@ class PeerProcess:
         with sink:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "p2ptrain", *arguments, "--with-parent"),
+                *("-m", "p2ptrain", *arguments),
                 stdin=PIPE,
                 stdout=PIPE if listen else DEVNULL,
                 stderr=sink,
@@ -216,7 +217,7 @@ class LocalCluster:
         use, ``JobFailed``, ``StorageError``."""
         if self.web is not None:
             (await TcpNetwork().bound(*self.web, option="--web")).close()
-        arguments = ["seed", "--no-job", "--json", "--host", LOOPBACK, "--state", str(self.root)]
+        arguments = ["seed", "--no-job", "--json", "--host", LOOPBACK, "--state", str(self.root), "--with-parent"]
         arguments += [*["--tls"] * self.tls, *(["--http", format_address(*self.web)] if self.web else [])]
         for port in [self.port] if self.port else [DEFAULT_PORT, 0]:
             port_option = ["--port", str(port)]
@@ -251,7 +252,7 @@ class LocalCluster:
             attack: what the worker does to its jobs, one of ``p2ptrain.lab.attacker.ATTACKS``; empty: nothing.
         """
         arguments = ["join", target or self.address, "--state", str(self.root), "--slot", str(slot)]
-        arguments += ["--name", name, "--wait", "0"]
+        arguments += ["--name", name, "--wait", "0", "--with-parent"]
         arguments += ["--attack", attack] if attack else []
         child = await PeerProcess.start(name, [*arguments, *options], self.logs / f"{name}.log")
         self.peers[name] = child

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,26 @@ _known_shapes = dict[str, ModelShape]()
 
 
 # ---------------------------------------------------------------------------------------------------- what is trained
+
+
+def load_for(
+    workers: int, name: str, sets: Sequence[str], usual: Mapping[str, tuple[object, str]] | None = None
+) -> Profile:
+    """Load a profile for this number of workers. The job begins with all of them, unless the user's own settings say
+    that fewer are enough. A job that needs more of them would wait for ever. ``usual``: as for ``load``.
+
+    Raises ``UserError``.
+    """
+    from configs.loader import load
+
+    loaded = load(name, os.environ, sets, {"job.workers": (workers, f"--workers {workers}"), **(usual or {})})
+    wanted, source = loaded.profile.job.workers, loaded.sources["job.workers"]
+    if wanted <= workers:
+        return loaded.profile
+    raise UserError(
+        f"{source}: the job needs {wanted} workers to begin, and {workers} would be started",
+        remedy=f"give --workers {wanted}, or --set job.workers={workers}",
+    )
 
 
 def resolve_inputs(profile: Profile, *, download: bool = False, quiet: bool = False) -> Profile:

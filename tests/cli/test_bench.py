@@ -157,7 +157,8 @@ async def test_a_text_that_is_not_the_verifiers_own_counts_for_nothing() -> None
     async def written(plan: GeneratePlan, plain: list[dict[str, Any]]) -> Case:
         contenders = {name: Contender(name) for name in ("alone", "ahead")}
         case = Case("", 1, contenders, {"differ": 0, "round_trip_ms": 0.0, "alpha": 0.8})
-        await _measure_texts(OpenBench(None), FakePeers(plan), case, plain)  # type: ignore[arg-type]
+        report = BenchReport("generate", "", "tokens", str)
+        await _measure_texts(OpenBench(None), FakePeers(plan), report, case, plain)  # type: ignore[arg-type]
         return case
 
     case = await written(a_generation(), [])

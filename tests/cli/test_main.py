@@ -19,7 +19,7 @@ import p2ptrain
 from p2ptrain.cli import runtime
 from p2ptrain.cli.commands import CommandEntry, Commands, app
 from p2ptrain.core import errors
-from wire.address import DEFAULT_PORT, MEMBER_PORT
+from wire.address import MEMBER_PORT
 
 from .conftest import Command
 
@@ -208,8 +208,8 @@ def test_full_disk_is_an_error() -> None:
     assert (process.returncode, b"the disk is full" in process.stderr) == (6, True)
 
 
-def test_the_default_port_is_that_of_the_wire() -> None:
-    assert (runtime.DEFAULT_PORT, runtime.MEMBER_PORT) == (DEFAULT_PORT, MEMBER_PORT)
+def test_the_port_of_members_is_that_of_the_wire() -> None:
+    assert runtime.MEMBER_PORT == MEMBER_PORT
 
 
 # --------------------------------------------------------------------------------------------------------- all options

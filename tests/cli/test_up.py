@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from configs.schema import Profile
-from p2ptrain.cli.up import _load_profile, _print_next
+from p2ptrain.cli.up import _print_next
+from p2ptrain.cluster.models import load_for
 
 
 @pytest.mark.parametrize("more", [(), ("--split", "2", "--checkpoint", "."), ("--profile", "pair", "--http", "here")])
@@ -22,7 +23,7 @@ def test_up_starts_nothing_where_nobody_would_answer(command: Any, more: tuple[s
     [([], 3, 3), ([], 1, 1), (["job.workers=2"], 3, 2), (["batch.micro_batches=1"], 1, 1)],
 )
 def test_the_job_begins_with_as_many_workers_as_are_started(sets: list[str], workers: int, begins_with: int) -> None:
-    assert _load_profile("tiny", sets, workers).job.workers == begins_with
+    assert load_for(workers, "tiny", sets).job.workers == begins_with
 
 
 @pytest.mark.parametrize("checkpoint", [None, "/x"])

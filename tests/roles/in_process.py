@@ -273,7 +273,6 @@ class Cluster:
                 identity,
                 MemberOptions("worker", self.address, (HOST, 0), ("", 0), said),
                 build_engine=build_and_keep,
-                warm_up=lambda: None,
                 notify=lambda *notice: peer.heard(*notice),
                 on_step=lambda applied, total, values: peer.steps.__setitem__(applied, values),
                 membership=member,

@@ -15,7 +15,7 @@ import os
 import time
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +127,11 @@ class Peers:
         self.cluster, self.plan, self._port = cluster, plan, port
         self.model = ""
 
-    async def write(self, number: int, speculate: str, tokens: int = 0) -> GeneratedText:
+    async def write(self, number: int, speculate: str) -> GeneratedText:
         """Request text ``number``: even ones greedily; with real models odd ones are sampled."""
         prompt = f"TEXT {number}: " if self.plan.is_timed else PROMPTS[number % len(PROMPTS)]
         drawn = {"temperature": 0.8, "seed": number} if number % 2 and not self.plan.is_timed else {"temperature": 0}
-        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens or self.plan.tokens, **drawn}
+        body = {"model": self.model, "prompt": prompt, "max_tokens": self.plan.tokens, **drawn}
         work = asyncio.to_thread(ask, self._port, body | {"speculate": speculate})
         return await self.cluster.while_alive(work, needed=[self.cluster.seed, self.cluster.peers["verifier"]])
 
@@ -154,8 +154,6 @@ async def start_peers(bench: Bench, plan: GeneratePlan, models: dict[str, Path],
         options = ("--role", "verifier", "--model", str(models["verifier"]), "--http", f"{LOOPBACK}:{port}", *link)
         await cluster.start_peer("verifier", 1, *options, *(["--split", str(plan.stages)] if plan.stages else threads))
         peers.model = (await cluster.wait_until_serving({"verifier", *models.keys() & {"drafter"}}))["verifier"].model
-        for number in range(2):  # warm up both
-            await peers.write(number, "auto", min(64, plan.tokens))
         yield peers
     finally:
         await cluster.end()
@@ -187,8 +185,7 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport
                 case.contenders["ahead"] = Contender("drafted ahead")
             for name, texts in rival.items():
                 case.contenders[name] = Contender(name, [text["token_s"] for text in texts])
-            report.cases.append(case)
-            await _measure_texts(bench, peers, case, rival.get("transformers", []))
+            await _measure_texts(bench, peers, report, case, rival.get("transformers", []))
             _conclude(plan, report, case)
 
 
@@ -204,28 +201,29 @@ def _write_timed_models(root: Path, plan: GeneratePlan, alpha: float) -> dict[st
     return models
 
 
-async def _measure_texts(bench: Bench, peers: Peers, case: Case, plain: list[Answer]) -> None:
+async def _measure_texts(bench: Bench, peers: Peers, report: BenchReport, case: Case, known: list[Answer]) -> None:
     """Measure each text alone and drafted, in turn. Raises ``JobFailed`` if a text of a timed model is wrong.
 
-    A real model rounds a pass of several rows differently than a step. A text that differs is counted, but not timed.
+    A real model rounds a pass of several rows differently than a step. A text that differs from the ``known`` one is
+    counted, but not timed.
     """
-    plan = peers.plan
-    for number in range(plan.texts):
-        own = ""
-        for name in ("alone", "ahead") if plan.drafts else ("alone",):
-            bench.progress(f"{case.label}: text {number + 1} of {plan.texts}, {case.contenders[name].title}")
-            text = await peers.write(number, "auto" if name == "ahead" else "off")
-            if plan.is_timed:
-                own = text_after(f"TEXT {number}: ".encode(), plan.tokens).decode()
-            elif plain:
-                own = own or plain[number]["text"]
-            if text.text == own:
-                case.contenders[name].seconds.append(text.token_s)
-                case.facts.setdefault("first_s", []).append(text.came_s[0] - text.asked_s)
-            elif plan.is_timed:
-                raise JobFailed(f"text {number}, {name}: not the verifier's own text, so its times are invalid")
-            else:
-                case.facts["differ"] += 1
+    plan, numbers = peers.plan, {name: count(-1) for name in case.contenders}  # text -1 is of the round to warm up
+
+    async def sample(name: str) -> list[float]:
+        number = next(numbers[name])
+        text = await peers.write(number, "auto" if name == "ahead" else "off")
+        if number < 0:
+            return []
+        own = text_after(f"TEXT {number}: ".encode(), plan.tokens).decode() if plan.is_timed else known[number]["text"]
+        if text.text == own:
+            case.facts.setdefault("first_s", []).append(text.came_s[0] - text.asked_s)
+            return [text.token_s]
+        if plan.is_timed:
+            raise JobFailed(f"text {number}, {name}: not the verifier's own text, so its times are invalid")
+        case.facts["differ"] += 1
+        return []
+
+    await bench.interleave(report, case, sample, rounds=plan.texts)
 
 
 def _conclude(plan: GeneratePlan, report: BenchReport, case: Case) -> None:

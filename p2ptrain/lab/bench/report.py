@@ -95,7 +95,7 @@ class BenchReport:
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     torch: str = ""
-    complete: bool = True
+    complete: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {

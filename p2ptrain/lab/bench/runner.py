@@ -58,7 +58,7 @@ class Bench:
         children: list[PeerProcess] = []
         try:
             for rank in range(count):
-                arguments = ["bench", "member", str(rank), str(count)]
+                arguments = ["bench", "member", str(rank), str(count), "--with-parent"]
                 name = f"member {rank}"
                 log = self.root / f"{name}-{len(os.listdir(self.root))}.log"
                 environment = _environment(threads)
@@ -73,12 +73,13 @@ class Bench:
     async def interleave(
         self, report: BenchReport, case: Case, sample: Sample, *, rounds: int, budget_s: float = 0.0
     ) -> None:
-        """Sample all contenders in rounds. Each round begins with another contender; the first round does not count.
+        """Sample all contenders in rounds, but those that have samples. Each round begins with another contender; the
+        first round does not count.
 
         Args:
             rounds: 0: as many as fit into the budget, from 5 to 60.
         """
-        names = list(case.contenders)
+        names = [name for name, contender in case.contenders.items() if not contender.seconds]
         began = time.monotonic()
         for name in names:
             await sample(name)
@@ -90,7 +91,7 @@ class Bench:
             for name in names[start:] + names[:start]:
                 case.contenders[name].seconds += await sample(name)
             first = case.contenders[names[0]]
-            rate = report.rate(case.amount / first.median_s)
+            rate = report.rate(case.amount / first.median_s) if first.seconds else "no"
             self.progress(f"{case.label}: round {number + 1} of {rounds}, {first.title} {rate} {report.unit}/s")
 
 
@@ -101,14 +102,13 @@ async def conduct(report: BenchReport, work: Callable[[Bench], Coroutine[Any, An
     """
     console, stop = stoppable()
     bench = Bench(console, Path(tempfile.mkdtemp(prefix="p2ptrain-bench-")))
-    report.complete = False
 
-    async def all_of_it() -> bool:
+    async def all_of_it() -> None:
         await work(bench)
-        return True
+        report.complete = True
 
     try:
-        report.complete = bool(await unless_stopped(stop, all_of_it()))
+        await unless_stopped(stop, all_of_it())
     finally:
         console.finish()
     await asyncio.to_thread(shutil.rmtree, bench.root, ignore_errors=True)

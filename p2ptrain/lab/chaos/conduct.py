@@ -418,26 +418,18 @@ def read_saved_states(root: Path, job: str, step: int, names: Iterable[str]) -> 
     return made
 
 
-async def run_command(name: str, *arguments: str) -> InvariantResult:
+async def run_command(name: str, log: Path, *arguments: str) -> InvariantResult:
     """Run a ``p2ptrain`` command in a process of its own; the verdict says whether it succeeded."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "p2ptrain", *arguments),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    child = await PeerProcess.start(arguments[0], arguments, log)
     try:
-        async with asyncio.timeout(COMMAND_S):
-            _, error = await process.communicate()
-    except TimeoutError:
-        return InvariantResult(name, False, f"no answer within {COMMAND_S:.0f} s")
+        await child.wait_or_kill(COMMAND_S)
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    lines = error.decode(errors="replace").strip().splitlines()
-    text = "" if process.returncode == 0 else f"{next(reversed(lines), '')} (exit code {process.returncode})"
-    return InvariantResult(name, process.returncode == 0, text)
+        if child.alive:
+            await child.kill()
+    if child.was_killed:
+        return InvariantResult(name, False, f"no answer within {COMMAND_S:.0f} s")
+    code = child.process.returncode
+    return InvariantResult(name, not code, f"{child.failure().message} (exit code {code})" if code else "")
 
 
 # ------------------------------------------------------------------------------------------------------------- the run
@@ -591,8 +583,11 @@ class ChaosRun:
             judge.check_none("no process is left behind", self._cluster.kill_orphans()),
         ]
         if found.newest is not None:
-            checkpoint = ("--checkpoint", str(found.newest), "--tokens", "1")
-            report.verdicts.append(await run_command("a checkpoint loads", "generate", "def ", *checkpoint))
+            words, log = (
+                ("def ", "--checkpoint", str(found.newest), "--tokens", "1"),
+                self._cluster.logs / "generate.log",
+            )
+            report.verdicts.append(await run_command("a checkpoint loads", log, "generate", *words))
         if damaging:
             report.notes.append(
                 "plain TCP does not detect damaged bytes: all workers may sum and apply the same damaged byte, so the "

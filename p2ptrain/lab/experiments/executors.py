@@ -123,9 +123,6 @@ async def simulate(plan: GridPlan, run: GridRun, show: Show) -> Result:
             claim(here.disk, Path("/state"), role="worker", slot=number, name=f"worker-{number}"),
             MemberOptions("worker", (SEED, PORT), (SEED, 0), ("", 0), {}),
             build_engine=engine,
-            warm_up=lambda: None,
-            notify=lambda level, kind, text: None,
-            on_step=lambda applied, total, values: None,
         ).run(stop)
 
     stop, own = asyncio.Event(), world(network, LoopThreads())

@@ -65,8 +65,8 @@ class StrategyTimings:
     jobs: dict[str, tuple[Profile, dict[str, float]]]
 
 
-async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, quiet: bool) -> StrategyTimings | None:
-    """Train with so many workers; None after Ctrl+C.
+async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, quiet: bool) -> StrategyTimings:
+    """Train with so many workers. Ctrl+C raises ``KeyboardInterrupt``.
 
     Args:
         strategies: besides ``sync``. One that these workers cannot train is left out.
@@ -93,6 +93,8 @@ async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, 
         await cluster.end()
         console.finish()
     await asyncio.to_thread(shutil.rmtree, cluster.root, ignore_errors=True)
+    if found is None:
+        raise KeyboardInterrupt
     return found
 
 
@@ -158,8 +160,8 @@ async def calibrate(
     link: str,
     *,
     quiet: bool,
-) -> tuple[dict[str, Calibration], DescribedCluster] | None:
-    """Measure the strategies here; return each one's calibration, and the cluster. None after Ctrl+C.
+) -> tuple[dict[str, Calibration], DescribedCluster]:
+    """Measure the strategies here; return each one's calibration, and the cluster. Raises as ``measure``.
 
     Args:
         shape: of the profile's model.
@@ -170,8 +172,6 @@ async def calibrate(
         preset_named(link)
     count = min(where, MOST_AT_ONCE) if isinstance(where, int) else min(2, os.cpu_count() or 1)
     found = await measure(profile, count, list(map(_measured_as, strategies)), quiet=quiet)
-    if found is None:
-        return None
     flops = statistics.median(peer.flops for peer in found.workers)
     loopback = typical_link(found.links)
     unlimited = equal_members(count, 0, flops, "", loopback)

@@ -217,9 +217,7 @@ class SimMachine:
                 MemberOptions("worker", (SEED, SEED_PORT), (LISTEN, 0), ("", 0), simulation.capabilities),
                 build_engine=self._build,
                 strategies=strategy_of_stand_ins,
-                warm_up=lambda: None,
                 notify=notify,
-                on_step=lambda applied, total, values: None,
             )
             self.worker.gauges = SimGauges(world.clock.now)
             try:
