@@ -74,7 +74,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         talks.append([{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(said)])
     talks[70] = [{"role": "assistant", "content": "no question"}]
     (root / "chat.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for talk in talks), "utf-8")
-    pairs = [dict(prompt=texts[at][:40], chosen=texts[at + 1][:50], rejected=texts[at + 2]) for at in range(50)]
+    pairs = [{"prompt": texts[at][:40], "chosen": texts[at + 1][:50], "rejected": texts[at + 2]} for at in range(50)]
     (root / "pairs.jsonl").write_text("\n".join(json.dumps(pair) for pair in [*pairs, {"prompt": "?"}]), "utf-8")
     return root
 
