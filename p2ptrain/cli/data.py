@@ -194,31 +194,22 @@ def clean(
       p2ptrain data clean --all --yes
     """
     with Console(quiet=as_json).during(lambda: "starting"):
-        from p2ptrain.compute.token_store import FACTS, list_stores, read_facts, remove_store
+        from p2ptrain.compute.token_store import StoreFacts, list_stores, read_facts, remove_store
 
     found = list[dict[str, Any]]()
     for directory in list_stores():
-        facts = read_facts(directory)
-        entry: dict[str, Any] = {"directory": str(directory), "state": "unfinished", "path": "?"}
-        if facts is not None:
-            used_at = (directory / FACTS).stat().st_mtime
-            entry |= {"path": facts.path, "state": _state_of(facts), "used_at": used_at}
-            entry |= {"tokens": facts.numel, "bytes": facts.size_bytes}
-        found.append(entry)
+        facts = read_facts(directory) or StoreFacts("?", "", "", "uint8", 0, has_marks=False)
+        used_at = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+        names = {"directory": str(directory), "path": facts.path, "state": _state_of(facts), "used_at": used_at}
+        found.append(names | {"tokens": facts.numel, "bytes": facts.size_bytes})
     chosen = [entry for entry in found if everything or entry["state"] != "current"]
     if not as_json:
         rows = [
-            (
-                entry["path"],
-                entry["state"],
-                f"{entry.get('tokens', 0):,}",
-                human_bytes(entry.get("bytes", 0)),
-                human_time(entry["used_at"]) if "used_at" in entry else "-",
-            )
-            for entry in found
+            (it["path"], it["state"], f"{it['tokens']:,}", human_bytes(it["bytes"]), human_time(it["used_at"]))
+            for it in found
         ]
         print_table(("TEXT", "STATE", "TOKENS", "SIZE", "LAST USED"), rows, right=("TOKENS", "SIZE"), cut=("TEXT",))
-    size = human_bytes(sum(entry.get("bytes", 0) for entry in chosen))
+    size = human_bytes(sum(entry["bytes"] for entry in chosen))
     if chosen:
         confirm(f"Remove the tokens of {len(chosen)} texts, {size}?", yes=yes)
     for entry in found:

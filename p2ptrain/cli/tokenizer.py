@@ -16,7 +16,7 @@ from p2ptrain.cli.output import print_json
 from p2ptrain.cli.runtime import JsonOption, not_empty, option
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import check_one_of, human_bytes, human_seconds, printable, size_of
+from p2ptrain.core.texts import check_one_of, human_bytes, printable, size_of, time_left
 
 app = new_typer(help="Make a tokenizer of your own text.")
 
@@ -99,5 +99,4 @@ def train(
 
 def progress_of(done: int, total: int, spent_s: float) -> str:
     """How much of a work's bytes are done, and when the rest is, at the speed so far."""
-    left = f", {human_seconds(spent_s * (total - done) / done)} left" if 0 < done < total else ""
-    return f"{human_bytes(done)} of {human_bytes(total)}{left}"
+    return f"{human_bytes(done)} of {human_bytes(total)}{time_left(done / max(total, 1), spent_s)}"

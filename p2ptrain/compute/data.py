@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +53,7 @@ from p2ptrain.compute.tokenizer import Tokenizer, Tokens
 from p2ptrain.compute.tokenizing import Place, encode_texts
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.text_files import STDLIB, is_stdlib, search_files
-from p2ptrain.core.texts import human_seconds
+from p2ptrain.core.texts import time_left
 
 PREFERENCE = "preference"
 _BLOCK_WINDOWS = 16
@@ -68,18 +68,11 @@ _BYTES_PER_TOKEN = 8  # more than tokenizers reach: what is written at least
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """The ``[data]`` table, whose values ``configs.schema`` has checked.
+    """The ``[data]`` table, which ``configs.schema`` explains, and whose values it has checked.
 
     Attributes:
-        path: ``stdlib`` (the running Python's own sources), a file, a directory or a glob.
         sequence_tokens: targets in one window, T; a window has T + 1 tokens.
-        format: how the files are read, see ``core.text_files``; ``chat`` for conversations, ``preference`` for pairs.
-        text_key: the field of a row that holds its text or messages; empty for ``text`` or ``messages``.
-        bad_rows: largest share of rows that may be left out.
-        limit_bytes: most bytes of UTF-8 text to read; 0 for all.
-        validation_fraction: fraction of the windows that is held out, at least one window; 0: none.
-        document_end: ``auto``: texts begin and end as ``Tokenizer`` says; ``none``: they are joined by line ends.
-        date: what chat templates print as today's, as ``2026-11-28``; empty: today's, in UTC.
+        format: see ``core.text_files``. document_end: see ``Tokenizer``. date: see ``ChatFormat``.
     """
 
     path: str = STDLIB
@@ -185,18 +178,14 @@ class TrainingWindows:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, at: Indices | slice | SupportsIndex) -> Any:
-        """The windows at positions (B,) or at a slice of them, shape (B,); or at one position."""
-        if isinstance(at, slice):
-            at = np.arange(*at.indices(self._count))
-        positions = np.asarray(at)
-        if positions.size and not -self._count <= positions.min() <= positions.max() < self._count:
-            raise IndexError(f"there are {self._count} windows")
-        positions = np.where(positions < 0, positions + self._count, positions)
-        return positions + self._block * np.searchsorted(self._before, positions, side="right")
+    def __getitem__(self, positions: Indices) -> Indices:
+        """The windows at ``positions`` (B,)."""
+        assert not positions.size or 0 <= positions.min() <= positions.max() < self._count
+        windows: Indices = positions + self._block * np.searchsorted(self._before, positions, side="right")
+        return windows
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Indices:
-        return np.asarray(self[:], dtype)
+        return np.asarray(self[np.arange(self._count)], dtype)
 
 
 def load_corpus(
@@ -283,8 +272,7 @@ def _make_store(
         share = max(share, rows.text_bytes / spec.limit_bytes if spec.limit_bytes else 0)
         first = share if first is None else first  # what an earlier process read takes no time
         if now >= shown + SHOW_S:
-            left_s = (now - began) * (1 - share) / max(share - first, 1e-9)
-            left = f", {human_seconds(left_s)} left" if share > first else ""
+            left = time_left((share - first) / max(1 - first, 1e-9), now - began)
             on_progress(f"tokenizing {spec.path}{left}", share)
             shown = now
             if now >= synced + SYNC_S and make_state is not None:

@@ -9,28 +9,11 @@ momentum, instead of two moments. The iteration needs whole matrices, so it cann
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 from p2ptrain.compute.device import flushed_denormals, one_thread
 from p2ptrain.compute.flat import FlatAdamW, FlatModel, OptimizerSpec, trained_parameters
-
-
-class FlatOptimizer(Protocol):
-    """Updates flat parameters. Made as ``FlatAdamW``, which documents the methods.
-
-    Attributes:
-        state: what it remembers from one step to the next: name → one-dimensional array; zeros at the beginning.
-    """
-
-    state: dict[str, Tensor]
-
-    def apply(self, gradients: Tensor, *, step: int, lr: float, scale: float, weight_decay: float) -> None: ...
-
-    def reset(self) -> None:
-        """Set ``state`` to that of the beginning."""
 
 
 class FlatMuon(FlatAdamW):
@@ -77,7 +60,8 @@ class FlatSgd:
         """Does nothing: there is no state."""
 
 
-OPTIMIZERS: dict[str, type[FlatAdamW | FlatSgd]] = {"adamw": FlatAdamW, "muon": FlatMuon, "sgd": FlatSgd}
+FlatOptimizer = FlatAdamW | FlatSgd
+OPTIMIZERS: dict[str, type[FlatOptimizer]] = {"adamw": FlatAdamW, "muon": FlatMuon, "sgd": FlatSgd}
 
 
 def make_optimizer(

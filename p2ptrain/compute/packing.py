@@ -8,7 +8,6 @@ window has at least one: a conversation that is cut before its first answer is l
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,20 +83,13 @@ class WindowPacker:
 
     def state(self) -> dict[str, Any]:
         """For ``restore``, as JSON."""
-        windows = [
-            (window.used, *(base64.b85encode(array.tobytes()).decode() for array in (window.tokens, window.marks)))
-            for window in self.open
-        ]
+        windows = [(window.used, window.tokens.tolist(), window.marks.tolist()) for window in self.open]
         return {"count": self.count, "cut": self.cut, "unanswered": self.unanswered, "open": windows}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.count, self.cut, self.unanswered = state["count"], state["cut"], state["unanswered"]
         self.open = [
-            FilledWindow(
-                used,
-                np.frombuffer(base64.b85decode(tokens), self.dtype).copy(),
-                np.frombuffer(base64.b85decode(marks), np.uint8).copy(),
-            )
+            FilledWindow(used, np.array(tokens, self.dtype), np.array(marks, np.uint8))
             for used, tokens, marks in state["open"]
         ]
 

@@ -55,6 +55,11 @@ def human_seconds(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
+def time_left(share: float, spent_s: float) -> str:
+    """``, 5 min 3 s left``, at the pace so far, when ``share`` is done; empty at the beginning and at the end."""
+    return f", {human_seconds(spent_s * (1 - share) / share)} left" if 0 < share < 1 else ""
+
+
 def three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 

@@ -177,7 +177,7 @@ def test_what_is_not_text(tmp_path: Path, content: bytes, cause: str) -> None:
 def test_a_small_corpus_is_split_as_was_asked_for(windows: int, fraction: float, held_out: int) -> None:
     training, held = split_windows(spec("x", validation_fraction=fraction), windows)
     assert (len(training), len(held)) == (windows - held_out, held_out)
-    assert sorted([*training, *held]) == list(range(windows))
+    assert sorted([*np.asarray(training), *held]) == list(range(windows))
 
 
 def test_holding_out_more_than_was_asked_for_is_said(tmp_path: Path) -> None:
