@@ -131,7 +131,7 @@ def _real_date(text: str) -> str:
 
 
 class Data(Table):
-    """The training text. Every worker needs the same text, unless it is private: members compare its SHA-256."""
+    """The training text. All workers train on the same one, unless it is private: members compare its SHA-256."""
 
     path: Text = Field(default="stdlib", min_length=1)
     """'stdlib' (Python's standard library), a file, a directory or a glob."""
@@ -157,6 +157,9 @@ class Data(Table):
     private: bool = False
     """Each worker trains on its own text, which never leaves its machine: only its size does. Each computes its
     micro-batches from its own text, and validates on its own held-out sequences."""
+    share: bool = True
+    """A worker that lacks the text, model.path or model.tokenizer on its disk fetches it from other workers of the job;
+    of the text only its tokens travel. Private text is never sent."""
     limit_bytes: int = Field(default=0, ge=0, le=2**50)
     """Most bytes of text to use; 0: all of it."""
     sequence_tokens: int = Field(default=128, ge=2, le=2**20)

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,8 @@ _MAX_RECORDS = MAX_TENSORS + MAX_FILES
 _MAX_NAME = 512
 _PAGE_BYTES = 56 << 10
 _PAGE_RECORDS = 1024
+BYTES = "U8"
+"""The ``dtype`` of a record of a range of a plain file (``open_files``)."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.(json|txt|model|jinja)")
 CACHE_FILE = "tensor-digests.json"
 MAX_CACHE_BYTES = 64 << 20
@@ -263,6 +265,53 @@ def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
         for name, entry in entries.items()
     )
     return ModelDirectory(directory, compute_model_id(config, records), config, records, entries, stamps)
+
+
+def open_files(place: Path, title: str, may_send: Callable[[str], bool]) -> ModelDirectory:
+    """Open plain files, with a record for each range: the files of a directory that ``may_send`` accepts by name, or
+    one file. ``title``: in place of an id. Hashes a second per gigabyte. Blocking. Raises ``StorageError``."""
+    directory = place if place.is_dir() else place.parent
+    stamps, entries, records = _read_stamps(directory), dict[str, TensorEntry](), list[TensorRecord]()
+    for name in sorted(stamps) if place.is_dir() else [place.name]:
+        if not may_send(name) or (is_file_name(name) and stamps[name].size_bytes > MAX_FILE_BYTES):
+            continue
+        size_bytes = stamps[name].size_bytes
+        lengths = [min(RANGE_BYTES, size_bytes - start) for start in range(0, max(size_bytes, 1), RANGE_BYTES)]
+        ranges = {
+            f"{name}#{number}": TensorEntry(name, BYTES, (length,), number * RANGE_BYTES, number * RANGE_BYTES + length)
+            for number, length in enumerate(lengths)
+        }
+        digests = _hash_file(directory / name, ranges, None).digests
+        records += [
+            TensorRecord(key, BYTES, list(is_.shape), is_.size_bytes, digests[key]) for key, is_ in ranges.items()
+        ]
+        entries |= ranges
+    if not records:
+        raise StorageError(f"{place} has no files that can be sent")
+    return ModelDirectory(directory, title, "", tuple(records), entries, stamps)
+
+
+def file_of(record: TensorRecord) -> str:
+    """The name of the file that a record of ``open_files`` has a range of."""
+    return record.name.rpartition("#")[0]
+
+
+def files_untrusted(records: Iterable[TensorRecord]) -> dict[str, list[TensorRecord]]:
+    """The records of each file, in order, of a checked table of ``open_files``. Raises ``ProtocolError``."""
+    files: dict[str, list[TensorRecord]] = {}
+    for record in records:
+        ranges = files.setdefault(file_of(record), [])
+        is_next = record.name == f"{file_of(record)}#{len(ranges)}" and record.dtype == BYTES
+        if (
+            not is_next
+            or record.size_bytes > RANGE_BYTES
+            or any(known.size_bytes < RANGE_BYTES for known in ranges[-1:])
+        ):
+            raise ProtocolError(f"{record.name[:80]!r} is not the next range of a file")
+        ranges.append(record)
+    if len(files) > MAX_FILES:
+        raise ProtocolError(f"the table has {len(files)} files; the limit is {MAX_FILES}")
+    return files
 
 
 def _read_config(path: Path) -> str:

@@ -61,6 +61,7 @@ PERMITTED = MappingProxyType(
         "ring": frozenset({"worker"}),
         "heal": frozenset({"worker"}),
         "files": frozenset({"worker"}),
+        "input": frozenset({"worker"}),
         "operator": frozenset({"operator"}),
         "probe": frozenset({"seed", "worker", "verifier", "drafter", "operator"}),
         "chain": frozenset({"operator", "verifier"}),

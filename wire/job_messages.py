@@ -23,10 +23,12 @@ from p2ptrain.core.errors import ProtocolError
 from wire.messages import Message, Silence
 from wire.schema import Bound, Count, Declared, Digest, Lineage, Port
 
-LEAVE = "job.leave"
-"""A worker's request to the seed before it leaves: does no other worker, that stays, keep the state of its job?"""
+LEAVE, MEMBERS = "job.leave", "job.members"
+"""A worker's requests to the seed. Before it leaves: does no other worker, that stays, keep the state of its job? The
+other asks for ``JobMembers``."""
 MAX_STREAMS = 16
 MAX_STAGES = 256
+MAX_SENDERS = 64
 MAX_CHANGES = 64
 MAX_WINDOWS = 2**40
 MAX_SUB_CHUNK_BYTES = 64 << 20
@@ -162,6 +164,12 @@ class MemberRecord(Declared):
     first: Count
     count: Count
     healthy: bool
+
+
+class JobMembers(Declared):
+    """The answer to ``MEMBERS``: other workers of the caller's job. Their shares are empty."""
+
+    members: Annotated[list[MemberRecord], Bound(0, MAX_SENDERS)]
 
 
 class ViewAnnounced(Message, kind=20):

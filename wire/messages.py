@@ -61,7 +61,8 @@ class Hello(Message, kind=1):
     Attributes:
         purpose: what the connection is for. ``peer``: a worker, verifier or drafter to its seed. ``operator``: a
             command line or TUI to a seed. ``ring``: a member to its right neighbour. ``heal``: a member to a source of
-            the state. ``files``: to a worker that has a stage's checkpoint. ``probe``: tests whether a peer answers.
+            the state. ``files``: to a worker that has a stage's checkpoint. ``input``: to a worker of the same job, for
+            what the setting in its capability ``input`` names. ``probe``: tests whether a peer answers.
             ``enrol``: a newcomer to a seed, for a certificate. ``chain``: a client to a worker of a split model.
             ``stage``: a stage to the next one. ``model``, ``give``: to fetch and to send tensors
             (``roles.worker.stages``). ``generate``: a client to a verifier. ``draft``: a verifier to a drafter.

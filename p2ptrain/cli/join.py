@@ -133,7 +133,7 @@ class WorkerFactory:
         **capabilities: Scalar,
     ) -> MemberRun:
         from p2ptrain.cli.joining import member_options, world_of
-        from roles.worker.build import warm_up, with_data
+        from roles.worker.build import inputs_dir, warm_up, with_data
         from roles.worker.worker import Worker
 
         def build(profile: Profile, stage: Stage) -> Engine:
@@ -157,6 +157,7 @@ class WorkerFactory:
             membership=route.access.member,
             holding=parts,
             build_progress=lambda: self._doing,
+            inputs_dir=inputs_dir,
         ).run
 
     def _show_progress(self, text: str, share: float) -> None:

@@ -36,6 +36,7 @@ from p2ptrain.compute.rows import BadRow, RowCounts, Rows
 from p2ptrain.compute.sampling import Indices, permuted
 from p2ptrain.compute.text import ChatFormat, TrainingText
 from p2ptrain.compute.token_store import (
+    FACTS,
     FORMAT,
     OnProgress,
     StoreFacts,
@@ -43,6 +44,7 @@ from p2ptrain.compute.token_store import (
     TokenStore,
     lock_store,
     no_progress,
+    open_received,
     open_store,
     read_facts,
     sources_of,
@@ -202,8 +204,11 @@ def load_corpus(
     model lacks; the chat template cannot be used; ``UserError``: a file cannot be read or is not text, or too many rows
     cannot be used; ``ResourceError``: what must be held whole does not fit into memory; ``StorageError``: the tokens
     cannot be stored."""
-    files, not_read = search_files(spec.path, spec.format)
-    store = _find_or_make_store(spec, tokenizer, files, on_progress)
+    if (Path(spec.path) / FACTS).is_file():  # from another worker
+        store, not_read = open_received(Path(spec.path), spec.format, tokenizer.vocab_size, on_progress), ""
+    else:
+        files, not_read = search_files(spec.path, spec.format)
+        store = _find_or_make_store(spec, tokenizer, files, on_progress)
     facts, width, sequences = store.facts, spec.sequence_tokens + 1, 2 if spec.format == PREFERENCE else 1
     if facts.highest >= (known := model_tokens or tokenizer.vocab_size):  # ids that no text has may be beyond
         name = tokenizer.backend.id_to_token(facts.highest)

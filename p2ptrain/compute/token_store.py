@@ -18,16 +18,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from p2ptrain.compute.tokenizer import Tokens
 from p2ptrain.core.disk import RealDisk, write_atomic
-from p2ptrain.core.errors import DiskFull, StorageError
+from p2ptrain.core.errors import ConfigError, DiskFull, ProtocolError, StorageError
 from p2ptrain.core.text_files import unreadable
 from p2ptrain.core.texts import human_bytes
 
@@ -137,6 +138,35 @@ def open_store(directory: Path, on_progress: OnProgress = no_progress) -> TokenS
         return None
 
 
+def open_received(directory: Path, form: str, vocab_size: int, on_progress: OnProgress = no_progress) -> TokenStore:
+    """The store in ``directory``, which other workers sent. Raises ``ConfigError``: it is damaged, or not made for
+    ``data.format`` ``form`` and a tokenizer of ``vocab_size`` tokens."""
+    try:
+        facts = facts_untrusted((directory / FACTS).read_bytes())
+        if (facts.form, facts.vocab_size) != (form, vocab_size):
+            raise ProtocolError(f"they are of another format, or of a tokenizer of {facts.vocab_size} tokens")
+        sizes = {name: (directory / name).stat().st_size for name in facts.file_sizes}
+        if sizes != facts.file_sizes or _digest(directory, facts, on_progress) != facts.digest:
+            raise ProtocolError("they are damaged")
+        os.utime(directory / FACTS)
+        return _map_store(directory, facts)
+    except (OSError, ProtocolError) as error:
+        text = f"the tokens in {directory}, from another worker, cannot be used: {error}"
+        raise ConfigError(text, remedy="remove them, and start again: p2ptrain data clean") from None
+
+
+def facts_untrusted(data: bytes) -> StoreFacts:
+    """Parse a peer's facts of a store, without its texts for people. Raises ``ProtocolError``."""
+    try:
+        facts: StoreFacts = TypeAdapter(StoreFacts).validate_json(data)
+    except ValueError as error:
+        raise ProtocolError(f"the facts of a token store are not valid ({type(error).__name__})") from None
+    numbers = facts.numel, facts.highest, facts.vocab_size, facts.documents, facts.text_bytes
+    if facts.dtype not in ("uint8", "uint16", "int32", "int64") or not all(0 <= number < 1 << 50 for number in numbers):
+        raise ProtocolError("the facts of a token store have an invalid type or number")
+    return replace(facts, rows={}, note="", state={})
+
+
 def list_stores() -> list[Path]:
     """The directories of all stores of this user."""
     places = (stores_dir() / name for name in DISK.list_dir(stores_dir()))
@@ -203,7 +233,7 @@ class StoreWriter:
             if known and sizes and all(DISK.size(directory / name) >= size for name, size in sizes.items()):
                 facts = known  # else the disk has lost what it had flushed
             for name, size in facts.file_sizes.items():
-                os.truncate(directory / name, size)
+                DISK.truncate(directory / name, size)
         self.facts = facts
 
     def append(self, tokens: Tokens, marks: npt.NDArray[np.uint8] | None = None) -> None:

@@ -181,6 +181,7 @@ class Trainer:
             windows=len(self.batches.corpus.training),
             tokens_per_micro_batch=self._spec.micro_batch_tokens,
             validation_batches=self.batches.validation_count,
+            store=self.batches.corpus.store.directory if self.batches.corpus.store is not None else None,
         )
         if frozen := recipe.tuning.frozen_digest:
             base = frozen if recipe.stage.is_whole else recipe.initial_digest.hex()

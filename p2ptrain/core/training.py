@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 OnFinal = Callable[[int], None]
@@ -78,6 +79,7 @@ class TrainingData:
         windows: training sequences.
         tokens_per_micro_batch: positions in one micro-batch; with conversations fewer of them are targets.
         validation_batches: micro-batches of a validation, the same on every member, unless the data is private.
+        store: the directory of its tokens; None: they are in memory only.
     """
 
     digest: str
@@ -85,6 +87,7 @@ class TrainingData:
     windows: int
     tokens_per_micro_batch: int
     validation_batches: int
+    store: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

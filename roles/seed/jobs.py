@@ -30,7 +30,15 @@ from roles.seed.checkpoints import CheckpointCatalogue
 from roles.seed.events import Announcements
 from roles.seed.job_history import JobRows, StoredHistory, ViewCensus, newest_row, read_history, step_s
 from roles.seed.links import Survey
-from roles.seed.peers import ConnectedPeer, PeerTable, announcement_for, clip, members_dialled_from, ring_beats
+from roles.seed.peers import (
+    ConnectedPeer,
+    PeerTable,
+    addresses_of,
+    announcement_for,
+    clip,
+    members_dialled_from,
+    ring_beats,
+)
 from roles.seed.store import JobRecord, Records, SeedStore
 from roles.strategies import least_members, share_rule_of
 from roles.training_shape import training_of
@@ -41,7 +49,6 @@ from wire.job_messages import (
     CheckpointSaved,
     Hold,
     LedgerRows,
-    MemberRecord,
     Release,
     Report,
     SaveNow,
@@ -352,13 +359,7 @@ class JobController:
                 if (peer := ports.peers.in_job(peer_id, self.id)) is not None:
                     # as the job began: views tell what changed since
                     spec = assigned_spec(self.spec, self.record.cuts, self.record.created_at)
-                    sources = members_dialled_from(
-                        peer.host,
-                        [
-                            MemberRecord(worker.peer_id, worker.name, worker.host, worker.port, 0, 0, True)
-                            for worker in holders
-                        ],
-                    )
+                    sources = addresses_of(holders, peer.host)
                     part = {"stage": stage, "stages": stages}
                     peer.send(Assign(self.id, spec, corpus, restore_step, sources, lineage, **part))
             case co.CutsChosen(cuts):

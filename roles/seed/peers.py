@@ -281,6 +281,13 @@ def members_dialled_from(host: str, members: Iterable[MemberRecord]) -> list[Mem
     return [dataclasses.replace(member, host=host_dialled_from(host, member.host)) for member in members]
 
 
+def addresses_of(peers: Iterable[JobWorker], host: str) -> list[MemberRecord]:
+    """Where the peer at ``host`` reaches ``peers``."""
+    return members_dialled_from(
+        host, [MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, 0, 0, True) for peer in peers]
+    )
+
+
 def host_dialled_from(here: str, host: str) -> str:
     """The address of ``host`` for a peer at ``here``. For other machines, "" replaces the seed machine's loopback."""
     return "" if is_loopback(host) and not is_loopback(here) else host

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 
 from configs.schema import Profile
@@ -32,6 +33,7 @@ from roles.seed.peers import (
     ConnectedPeer,
     PeerTable,
     Services,
+    addresses_of,
     check_step,
     clean_report,
     clip,
@@ -44,7 +46,17 @@ from wire.address import dialable_host, format_address
 from wire.chain_messages import PartsHeld
 from wire.connection import Connection, last_word
 from wire.enrol import RENEW
-from wire.job_messages import LEAVE, CheckpointSaved, LedgerRows, Report, StepMetrics, ViewAnnounced
+from wire.job_messages import (
+    LEAVE,
+    MAX_SENDERS,
+    MEMBERS,
+    CheckpointSaved,
+    JobMembers,
+    LedgerRows,
+    Report,
+    StepMetrics,
+    ViewAnnounced,
+)
 from wire.messages import (
     EventNotice,
     Heartbeat,
@@ -262,6 +274,10 @@ class Seed:
                 peer.is_leaving = True
                 is_last = controller is not None and controller.is_last_holder(peer)
                 peer.send(Response(message.id, {"last": is_last}))
+            case Request() if message.method == MEMBERS and peer.trains:
+                others = [other for other in self.peers.of_job(peer.job) if peer.job and other is not peer]
+                found = addresses_of([other.offer for other in others[:MAX_SENDERS]], peer.host)
+                peer.send(Response(message.id, asdict(JobMembers(found))))
             case Request() if message.method not in ASKED_BY.get(peer.role, {RENEW}):
                 text = f"a {peer.role} may not ask for {clip(message.method, 80)!r}"
                 peer.send(Response(message.id, {}, "unknown-method", text))

@@ -85,6 +85,13 @@ def with_data(profile: Profile, path: str) -> Profile:
     return profile.model_copy(update={"data": profile.data.model_copy(update={"path": path})})
 
 
+def inputs_dir() -> Path:
+    """Where what a job reads is kept, if it came from other workers: beside the tokens that are made here."""
+    from p2ptrain.compute.token_store import stores_dir
+
+    return stores_dir()
+
+
 def engine_builder(
     *,
     device: str = "",

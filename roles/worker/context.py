@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from configs.schema import Profile
 from p2ptrain.core.threads import Thread
@@ -17,6 +19,7 @@ from roles.strategies.strategy import Factory
 from wire.address import advertised_host
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
+from wire.job_messages import MemberRecord
 from wire.messages import Hello, Message, Welcome
 
 BuildEngine = Callable[[Profile, Stage], Engine]
@@ -51,10 +54,9 @@ class PeerContext:
     def seed_host(self) -> str:
         return self.seed_at()
 
-    def hello(self, purpose: str, job: str = "", generation: int = 0) -> Hello:
-        return local_hello(
-            peer_id=self.peer_id, name=self.name, roles=["worker"], purpose=purpose, job=job, generation=generation
-        )
+    def hello(self, purpose: str, job: str = "", generation: int = 0, **more: Any) -> Hello:
+        more |= {"job": job, "generation": generation}
+        return local_hello(peer_id=self.peer_id, name=self.name, roles=["worker"], purpose=purpose, **more)
 
     async def dial(
         self, peer_id: str, host: str, port: int, hello: Hello, *, timeout_s: float = DIAL_S
@@ -84,6 +86,8 @@ class Context(PeerContext):
         build_engine: blocking; called on the compute thread.
         strategies: returns a job's strategy factory (``roles.strategies.strategy_of``).
         on_step: called after every commit with (applied, total, the step's metrics).
+        ask_members: asks the seed for the other workers of this worker's job. Raises ``NetworkError``, ``Refused``.
+        inputs_dir: where what a job reads is kept, if it came from other workers.
         build_progress: what ``build_engine`` does now and how far it is; empty: nothing that takes long.
     """
 
@@ -95,4 +99,6 @@ class Context(PeerContext):
     build_engine: BuildEngine
     strategies: Callable[[Profile], Factory]
     on_step: Callable[[int, int, dict[str, float]], None]
+    ask_members: Callable[[], Awaitable[Sequence[MemberRecord]]]
+    inputs_dir: Callable[[], Path]
     build_progress: Callable[[], str] = str

@@ -26,6 +26,7 @@ from roles.worker.checkpoint_store import CheckpointFiles, Checkpointing
 from roles.worker.context import Context
 from roles.worker.early_stop import EarlyStop
 from roles.worker.heal_source import HealSource
+from roles.worker.job_inputs import JobInputs
 from roles.worker.privacy import Budget
 from roles.worker.reports import LEDGER_FILE, LEDGER_FILE_BYTES, METRICS_FILE, METRICS_FILE_BYTES, Reports
 from wire.job_messages import MemberRecord, SettingChange
@@ -158,6 +159,7 @@ class JobState:
                 checkpoints=self.saving,
                 on_progress=self.count_progress,
             )
+        self.inputs = JobInputs(context, core.job, files.checkpoints.root.parent)
         self.boundary = BoundaryWork(context, profile=profile, checkpoints=self.saving, early=self.early)
         self.heal_source = HealSource(context, core, want_snapshot=lambda: request(Flag.SNAPSHOT), stage=stage)
 
@@ -196,14 +198,17 @@ class JobState:
         async def tell_progress() -> None:
             while True:
                 await asyncio.sleep(BUILD_PROGRESS_S)
-                if text := context.build_progress():
+                if text := self.inputs.progress or context.build_progress():
                     notify("info", "building", text)
 
         telling = self._tasks.create_task(tell_progress(), name="progress of building")
         try:
+            profile = await self.inputs.bring(profile)
+            self.inputs.serve_from(profile, None)  # others need no text that is tokenized for the rest
             self.reports.engine = engine = await context.compute.run(context.build_engine, profile, stage)
         finally:
             telling.cancel()
+        self.inputs.serve_from(profile, engine.data.store)
         if engine.data.note:
             notify("warning", "data", engine.data.note)
 
@@ -287,5 +292,6 @@ class JobState:
     def close(self) -> None:
         """Free the memory for the next job."""
         self.heal_source.cut("this worker ended")
+        self.inputs.close()
         self.reports.engine = None
         self.snapshots.close()

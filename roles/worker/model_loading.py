@@ -49,7 +49,7 @@ from roles.model_directory import (
 from roles.worker.context import PeerContext
 from roles.worker.part_cache import Part, PartCache, PartKey, part_key
 from roles.worker.stage_requests import LoadRequest, printable
-from roles.worker.transfer import PieceSource, Receiver, TransferPiece, send_range
+from roles.worker.transfer import PieceSource, Receiver, TransferPiece, most_frequent, send_range
 from wire.chain_messages import TensorRecord, TensorsPage, TensorsRequest
 from wire.connection import Connection
 from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
@@ -137,8 +137,9 @@ class ModelReceiver:
         self._loads = 0
 
     @property
-    def sources(self) -> int:
-        return len(self._receiver.sources)
+    def sources(self) -> list[str]:
+        """Names of the senders that are connected."""
+        return [source.name for source in self._receiver.sources.values()]
 
     async def serve(self, connection: Connection, sender: str) -> None:
         await self._receiver.serve(*self._source(connection, sender))
@@ -165,19 +166,43 @@ class ModelReceiver:
         failed or refused; the message names them."""
         failed: set[str] = set()
         while source := next((each for id, each in self._receiver.sources.items() if id not in failed), None):
-            try:
-                async with self._table_turn, asyncio.timeout(BEHIND_S):
-                    return await self._table_of(source, config)
-            except TimeoutError:
-                problem: P2PTrainError = DeadlineExceeded(f"it sends less than {SLOWEST_BYTES_S >> 10} KiB a second")
-            except (NetworkError, ProtocolError) as error:
-                problem = error
+            records = await self._table_of(source)
+            if records is not None:
+                if (model_id := compute_model_id(config, records.values())) == self._model:
+                    return records
+                self._drop(source, ProtocolError(f"its table is that of model {model_id}, not of {self._model}"))
             failed.add(source.id)
-            source.line.connection.abort(problem)
-            self._receiver.problems[source.name] = problem.message
         raise self._refusal()
 
-    async def _table_of(self, source: PieceSource, config: str) -> dict[str, TensorRecord]:
+    async def common_table(self) -> dict[str, TensorRecord]:
+        """The table that most senders have, of what has no id. The other senders are dropped. Raises as ``table``."""
+        found = list[tuple[PieceSource, str, dict[str, TensorRecord]]]()
+        for source in list(self._receiver.sources.values()):
+            if (records := await self._table_of(source)) is not None:
+                found.append((source, compute_model_id("", records.values()), records))
+        if (common := most_frequent(table_id for _, table_id, _ in found)) is None:
+            raise self._refusal()
+        for source, table_id, _ in found:
+            if table_id != common:
+                self._drop(source, ProtocolError("its files are not those that most workers have"))
+        return next(records for _, table_id, records in found if table_id == common)
+
+    def _drop(self, source: PieceSource, problem: P2PTrainError) -> None:
+        source.line.connection.abort(problem)
+        self._receiver.problems[source.name] = problem.message
+
+    async def _table_of(self, source: PieceSource) -> dict[str, TensorRecord] | None:
+        """None: the source does not send one, and is dropped."""
+        try:
+            async with self._table_turn, asyncio.timeout(BEHIND_S):
+                return await self._read_table(source)
+        except TimeoutError:
+            self._drop(source, DeadlineExceeded(f"it sends less than {SLOWEST_BYTES_S >> 10} KiB a second"))
+        except (NetworkError, ProtocolError) as problem:
+            self._drop(source, problem)
+        return None
+
+    async def _read_table(self, source: PieceSource) -> dict[str, TensorRecord]:
         recipient = TableReceiver()
         while not recipient.is_complete:
             waiter: asyncio.Future[TensorsPage] = source.line.new_waiter()
@@ -187,9 +212,6 @@ class ModelReceiver:
             if page.error:
                 raise ProtocolError(shortened(page.error))
             recipient.take_untrusted(page)
-        model_id = compute_model_id(config, recipient.records.values())
-        if model_id != self._model:
-            raise ProtocolError(f"its table is that of model {model_id}, not of {self._model}")
         return recipient.records
 
     async def tensors(self, records: Sequence[TensorRecord]) -> AsyncIterator[tuple[TensorRecord, bytearray]]:
@@ -433,7 +455,7 @@ class SharedModels:
                 return Refuse(RefusalCode.NOT_A_MEMBER, "a peer that sends a model must be a client of this worker")
             case "give" if not is_id(hello.job):
                 return Refuse(RefusalCode.PROTOCOL, f"invalid model id {hello.job[:40]!r}")
-            case "give" if sum(receiver.sources for receiver in self._senders.values()) >= MAX_PEERS:
+            case "give" if sum(len(receiver.sources) for receiver in self._senders.values()) >= MAX_PEERS:
                 return Refuse(RefusalCode.BUSY, f"{MAX_PEERS} connections send models to this worker", "close some")
         return None
 

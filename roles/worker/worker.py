@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from configs.schema import Checkpoint, Profile
@@ -42,12 +43,26 @@ from roles.worker.stages import PURPOSES, Holding, Stages
 from wire.client import answer_request
 from wire.connection import Connection
 from wire.enrol import RunMembership
-from wire.job_messages import LEAVE, Assign, CatchUp, Hold, PartOfModel, Release, Report, SaveNow, ViewAnnounced
+from wire.job_messages import (
+    LEAVE,
+    MEMBERS,
+    Assign,
+    CatchUp,
+    Hold,
+    JobMembers,
+    MemberRecord,
+    PartOfModel,
+    Release,
+    Report,
+    SaveNow,
+    ViewAnnounced,
+)
 from wire.messages import Heartbeat, Hello, Message, RefusalCode, Refuse, Request, Scalar, Welcome
 from wire.schema import Count, Id, instance_untrusted
 
 SAVE_S = 60.0  # how long a leaving worker may take to save a state that no other worker keeps
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
+MEMBERS_S = 10.0  # for the seed to list the workers of a job
 JOBS = "jobs"  # directory of the jobs' checkpoints, in a worker's own
 # Values of ``wire.records.PeerInfo.state``, for people. All other phases are shown as training.
 _STATE_NAMES = {
@@ -72,7 +87,7 @@ class Worker(MemberProcess):
     """One worker process; see the module's docstring.
 
     Args:
-        build_engine, strategies, on_step, build_progress: as in ``Context``.
+        build_engine, strategies, on_step, build_progress: as in ``Context``. inputs_dir: so, too; None: a worker's own.
         warm_up: blocking, called first on the compute thread, while the seed is dialled.
         holding: what is needed to hold parts of split models; None if this worker holds none.
     """
@@ -91,6 +106,7 @@ class Worker(MemberProcess):
         holding: Holding | None = None,
         strategies: Callable[[Profile], Factory] = strategy_of,
         build_progress: Callable[[], str] = str,
+        inputs_dir: Callable[[], Path] | None = None,
     ) -> None:
         super().__init__(world, identity, options, notify=notify, membership=membership)
         self._warm_up = warm_up
@@ -115,6 +131,8 @@ class Worker(MemberProcess):
             build_engine=build_engine,
             strategies=strategies,
             on_step=on_step,
+            ask_members=self._ask_members,
+            inputs_dir=inputs_dir or (lambda: identity.directory / "inputs"),
             build_progress=build_progress,
         )
         self._prober = Prober(self._context)
@@ -277,6 +295,10 @@ class Worker(MemberProcess):
         self._notify_here("info", "building", f"building {part} of job {message.job}")
         self._job_task = self._tasks.create_task(self._runner.run(), name=f"job {message.job}")
 
+    async def _ask_members(self) -> Sequence[MemberRecord]:
+        answer = await self._link.ask(MEMBERS, {}, timeout_s=MEMBERS_S)
+        return instance_untrusted(JobMembers, answer, lenient=True).members
+
     async def _answer(self, request: Request) -> None:
         self._link.send(await answer_request(request, self._carry_out_request(request)))
 
@@ -335,6 +357,10 @@ class Worker(MemberProcess):
                 return None if "worker" in hello.roles else Refuse(RefusalCode.ROLE, "only workers can fetch a state")
             case "files":
                 return self._file_sender.decide(hello)
+            case "input":
+                if (runner := self._find_runner(hello.job)) is not None:
+                    return runner.state.inputs.decide(hello)
+                return Refuse("not-here", "this worker is not on that job")
             case purpose if self._stages is not None and purpose in PURPOSES:
                 return self._stages.decide(hello)
         text = f"this is a worker: it accepts no connection for {hello.purpose[:40]!r}"
@@ -357,6 +383,8 @@ class Worker(MemberProcess):
                 await self._runner.send_state(connection, hello)
             case "files":
                 await self._file_sender.serve(connection, hello)
+            case "input" if (runner := self._find_runner(hello.job)) is not None:
+                await runner.state.inputs.serve(connection, hello)
             case purpose if self._stages is not None and purpose in PURPOSES:
                 await self._stages.serve(connection, hello)
 

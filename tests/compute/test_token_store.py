@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -25,7 +26,7 @@ from p2ptrain.compute import data, rows, tokenizing
 from p2ptrain.compute.data import Corpus, DataSpec, load_corpus, split_windows
 from p2ptrain.compute.token_store import DISK, StoreFacts, TokenStore, lock_store, read_facts, stores_dir
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.core.errors import DiskFull, UserError
+from p2ptrain.core.errors import ConfigError, DiskFull, UserError
 
 BYTES = Tokenizer.of_bytes()
 CASES: dict[str, dict[str, Any]] = {
@@ -111,6 +112,25 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def corpus_of(texts: Path, case: str, tokenizer: Tokenizer, **options: Any) -> Corpus:
     spec = DataSpec(path=str(texts / case.partition(":")[0]), sequence_tokens=24)
     return load_corpus(replace(spec, **CASES.get(case, {})), tokenizer, **options)
+
+
+@pytest.mark.parametrize("case", ["text", "chat.jsonl", "pairs.jsonl"])
+def test_a_store_from_another_worker_is_the_same_text(texts: Path, case: str, bpe: Tokenizer, tmp_path: Path) -> None:
+    made = corpus_of(texts, case, bpe)
+    assert made.store is not None
+    received = tmp_path / "received"
+    shutil.copytree(made.store.directory, received)
+    spec = replace(DataSpec(sequence_tokens=24), **CASES.get(case, {}), path=str(received))
+    found = load_corpus(spec, bpe)
+    assert (found.digest, list(found.training)) == (made.digest, list(made.training))
+    windows = np.arange(2)
+    assert np.array_equal(found.batch(windows).targets, made.batch(windows).targets)
+    with pytest.raises(ConfigError, match="of another format"):
+        load_corpus(spec, BYTES)
+    with (received / "tokens.bin").open("r+b") as file:
+        file.write(b"\x07\x07\x07\x07")
+    with pytest.raises(ConfigError, match="they are damaged"):
+        load_corpus(spec, bpe)
 
 
 def known(directory: Path) -> StoreFacts:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.compute.activations import decode_untrusted, ids_untrusted
 from p2ptrain.compute.island import COMMANDS, command_untrusted
+from p2ptrain.compute.token_store import facts_untrusted
 from p2ptrain.core.activations import ENCODINGS, IDS, activation_bytes
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.tensor_files import (
@@ -228,3 +229,19 @@ _COMMANDS = [msgpack.packb([name, *(_COMMAND_VALUES[kind] for kind in kinds)]) f
 def _check_command(body: bytes) -> None:
     name, *arguments = command_untrusted(body)
     assert tuple(map(type, arguments)) == COMMANDS[name]
+
+
+_STORE = {"path": "/a", "form": "text", "sources": "", "dtype": "uint16", "vocab_size": 300, "has_marks": False}
+_STORES = [_STORE, {**_STORE, "numel": 1 << 60}, {**_STORE, "dtype": "object"}, {**_STORE, "rows": {"count": "x"}}]
+
+
+@target(
+    "token-stores",
+    mutated(st.sampled_from([json.dumps(store).encode() for store in _STORES])) | _ODD,
+    "p2ptrain.compute.token_store.facts_untrusted",
+    peak_bytes=1 << 20,
+)
+def _check_store(data: bytes) -> None:
+    facts = facts_untrusted(data)
+    assert 0 <= facts.size_bytes <= 1 << 54
+    assert (facts.rows, facts.note) == ({}, "")

@@ -11,12 +11,20 @@ from hypothesis import strategies as st
 from p2ptrain.core.activations import ENCODINGS, activation_bytes
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.serving import PartSpec
-from roles.model_directory import FILE, TableReceiver, check_record_untrusted, is_file_name, parse_cache_untrusted
+from roles.model_directory import (
+    FILE,
+    TableReceiver,
+    check_record_untrusted,
+    files_untrusted,
+    is_file_name,
+    parse_cache_untrusted,
+)
 from roles.worker import stage_requests
 from roles.worker.model_loading import _owned_untrusted
 from tests.roles.stage_doubles import PORT, open_params, session_of
 from tests.roles.stage_stand_in import WIDTH, StandInBuilder, StandInStage, shapes_of, stand_in_config, stand_in_part
 from wire.chain_messages import MAX_REQUEST_POSITIONS, ForwardRequest, TensorRecord, TensorsPage
+from wire.job_messages import RANGE_BYTES
 
 from .engine import accepted, target
 from .strategies import FREE, REAL, TEXT, WHOLE, made, mutated
@@ -171,6 +179,26 @@ def _check_pages(pages: list[TensorsPage]) -> None:
     names = tuple(sorted(_SHAPES))
     owned = _owned_untrusted(StandInBuilder(PartSpec(CONFIG, 0, 1, 3), names), recipient.records)
     assert [tuple(record.shape) for record in owned] == [_SHAPES["embed.weight"], _SHAPES["layers.0.weight"]]
+
+
+_RANGES = st.lists(
+    made(
+        TensorRecord,
+        name=st.sampled_from(["a.bin#0", "a.bin#1", "a.bin#2", "b.json#0", "b.json", "#0", "a.bin#-1"]),
+        dtype=st.sampled_from(["U8", "U8", "F32"]),
+        shape=st.just([]),
+        size_bytes=st.sampled_from([0, 5, RANGE_BYTES, RANGE_BYTES, RANGE_BYTES + 1]),
+        digest=st.just(bytes(32)),
+    ),
+    max_size=4,
+)
+
+
+@target("input-files", _RANGES, "roles.model_directory.files_untrusted", peak_bytes=1 << 20)
+def _check_ranges(records: list[TensorRecord]) -> None:
+    for name, ranges in files_untrusted(records).items():
+        assert [record.name for record in ranges] == [f"{name}#{number}" for number in range(len(ranges))]
+        assert all(record.size_bytes == RANGE_BYTES for record in ranges[:-1])
 
 
 _CACHED = json.dumps({"files": {"/m/a": {"stamp": [5, 6], "digests": {"x": "0" * 64}}}}).encode()

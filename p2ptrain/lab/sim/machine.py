@@ -409,6 +409,9 @@ class ProcessDisk:
         node = self._machine.find(path)
         self.write_file(path, (node.data if isinstance(node, _File) else b"") + bytes(data))
 
+    def truncate(self, path: Path, size_bytes: int) -> None:
+        self.write_file(path, self._file(path).data[:size_bytes])
+
     def set_mode(self, path: Path, mode: int) -> None:
         if not self.is_dir(path):
             self._file(path)

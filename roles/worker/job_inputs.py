@@ -1,0 +1,288 @@
+"""What a job reads from its workers' disks: the model to begin with, its tokenizer, and the tokens of the text.
+
+A worker that lacks one of them fetches it from other workers of the job (purpose ``input``), by the transfer that
+brings a model's tensors (``model_loading``): files are cut into ranges, which come from several senders and are
+verified one by one. It is kept in the user's cache directory under a hash of its ranges, so other jobs find it there,
+and a fetch that was interrupted goes on. Of the text only its tokens travel. Until a worker can send it, this one
+waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, closing, suppress
+from functools import partial
+from pathlib import Path
+
+from configs.schema import Profile
+from p2ptrain.core.disk import write_atomic
+from p2ptrain.core.errors import DiskFull, NetworkError, P2PTrainError, ProtocolError, StorageError, UserError
+from p2ptrain.core.text_files import find_files, is_stdlib
+from p2ptrain.core.texts import human_bytes, shortened
+from p2ptrain.core.threads import Thread
+from roles.line import QUIET_S
+from roles.model_directory import (
+    ModelDirectory,
+    compute_model_id,
+    file_of,
+    files_untrusted,
+    hash_ranges,
+    is_file_name,
+    open_files,
+)
+from roles.worker.context import Context
+from roles.worker.model_loading import ModelReceiver, give
+from roles.worker.stage_requests import printable
+from wire.chain_messages import TensorRecord, TensorsPage, TensorsRequest
+from wire.connection import Connection
+from wire.job_messages import RANGE_BYTES
+from wire.messages import Hello, RefusalCode, Refuse
+
+TEXT = "data.path"
+INPUTS = ("model.path", "model.tokenizer", TEXT)
+"""Settings that name what a worker may lack."""
+STORE_FILES = frozenset({"tokens.bin", "marks.bin", "store.json"})
+PLACES_FILE, MAX_PLACES_BYTES = "inputs.json", 1 << 16
+MAX_RECIPIENTS = 8
+FileRanges = Mapping[str, list[TensorRecord]]
+"""By file name, the records of its ranges, in order."""
+RETRY_S = 2.0
+"""Between two attempts to find a worker that has what is missing."""
+TELL_S = 60.0
+"""Between two notices that it is missing."""
+
+
+class JobInputs:
+    """A job's inputs at one worker.
+
+    Args:
+        directory: the worker's own of this job.
+
+    Attributes:
+        progress: of a fetch, for people; empty: there is none.
+    """
+
+    def __init__(self, context: Context, job: str, directory: Path) -> None:
+        self._context, self._job = context, job
+        self._disk, self._places_file = context.world.disk, directory / PLACES_FILE
+        self._thread: Thread | None = None
+        self._sources: Mapping[str, Path] = {}  # what this worker can send
+        self._opened: dict[str, asyncio.Future[ModelDirectory]] = {}
+        self._recipients = 0
+        self.progress = ""
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+
+    @property
+    def thread(self) -> Thread:
+        """Reads, writes and hashes; apart from the one of checkpoints, because it takes long."""
+        if self._thread is None:
+            self._thread = self._context.world.threads.start("inputs of the job")
+        return self._thread
+
+    # ------------------------------------------------------------------------------------------------------- fetching
+
+    async def bring(self, profile: Profile) -> Profile:
+        """The profile with the places of its inputs on this machine. Fetches what is missing; waits for a worker that
+        has it. Raises ``StorageError`` if it cannot be written here."""
+        for key in INPUTS:
+            value = profile.value(key)
+            if not value or not _is_shared(profile, key):
+                continue
+            missing = await self.thread.submit(partial(_find_missing, profile, key))
+            if missing:
+                table, _, name = key.partition(".")
+                place = str(await self._find_or_fetch(key, value, missing))
+                changed = getattr(profile, table).model_copy(update={name: place})
+                profile = profile.model_copy(update={table: changed})
+        return profile
+
+    def serve_from(self, profile: Profile, store: Path | None) -> None:
+        """Send from now on what ``profile``, after ``bring``, names. ``store``: the tokens of its text."""
+        places = {key: Path(profile.value(key)) for key in INPUTS[:2] if profile.value(key)}
+        if store is not None:
+            places[TEXT] = store
+        self._sources = {key: place for key, place in places.items() if _is_shared(profile, key)}
+
+    async def _find_or_fetch(self, key: str, value: str, missing: str) -> Path:
+        places = await self.thread.submit(self._read_places)
+        if (known := places.get(key)) is not None and known[0] == value and self._disk.is_dir(Path(known[1])):
+            return _named(Path(known[1]), value)
+        noticed_at = -TELL_S
+        while True:
+            try:
+                found = await self._fetch(key)
+                break
+            except (StorageError, asyncio.CancelledError):
+                raise
+            except P2PTrainError as problem:
+                if (now := self._context.world.clock.now()) >= noticed_at + TELL_S:
+                    noticed_at = now
+                    text = (
+                        f"{missing}; waiting for another worker of the job that has it ({shortened(problem.message)})"
+                    )
+                    self._context.notify("warning", "waiting", text)
+            finally:
+                self.progress = ""
+            await asyncio.sleep(RETRY_S)
+        places[key] = [value, str(found)]
+        await self.thread.submit(partial(self._disk.make_dir, self._places_file.parent))
+        await self.thread.submit(partial(write_atomic, self._disk, self._places_file, json.dumps(places).encode()))
+        return _named(found, value)
+
+    def _read_places(self) -> dict[str, list[str]]:
+        """By setting: its value, and the directory of what was fetched."""
+        with suppress(StorageError, ValueError):
+            return dict(json.loads(self._disk.read(self._places_file, max_bytes=MAX_PLACES_BYTES)))
+        return {}
+
+    async def _fetch(self, key: str) -> Path:
+        context, problems = self._context, list[str]()
+        receiver = ModelReceiver(key, self.thread)
+        async with AsyncExitStack() as stack:
+            for member in await context.ask_members():
+                hello = context.hello("input", self._job, capabilities={"input": key})
+                try:
+                    connection, welcome = await context.dial(member.peer_id, member.host, member.port, hello)
+                except P2PTrainError as problem:
+                    problems.append(f"{member.name}: {problem.message}")
+                else:
+                    await stack.enter_async_context(receiver.taking(connection, printable(welcome.name)))
+            if not receiver.sources:
+                raise NetworkError("; ".join(problems) or "no other worker is on it")
+            return await self._receive(key, receiver)
+
+    async def _receive(self, key: str, receiver: ModelReceiver) -> Path:
+        records = await receiver.common_table()
+        files = files_untrusted(records.values())
+        if unknown := [name for name in files if not _may_have(key, name)]:
+            raise ProtocolError(f"a worker offers {unknown[0]!r} as a file of {key}")
+        kept = await self.thread.submit(self._context.inputs_dir)
+        place = kept / compute_model_id("", records.values())
+        if self._disk.is_dir(place):
+            return place
+        draft, began, sources = place.with_suffix(".part"), self._context.world.clock.now(), receiver.sources
+        await self.thread.submit(partial(self._disk.make_dir, kept))
+        lock = await self.thread.submit(partial(self._disk.try_lock, place.with_suffix(".lock")))
+        if lock is None:
+            raise NetworkError(f"another process of this machine fetches it to {place}")
+        with closing(lock):
+            wanted = await self.thread.submit(partial(self._begin, draft, files))
+            received_bytes, missing_bytes = 0, sum(record.size_bytes for record in wanted)
+            async for record, data in receiver.tensors(wanted):
+                file = draft / file_of(record)
+                await self.thread.submit(partial(self._disk.append_file, file, memoryview(data)))
+                received_bytes += len(data)
+                self.progress = f"fetching {key}: {received_bytes / missing_bytes:.0%} of {human_bytes(missing_bytes)}"
+            await self.thread.submit(partial(self._publish, draft, place, files))
+        took_s = self._context.world.clock.now() - began
+        text = f"fetched {key}: {human_bytes(received_bytes)} from {', '.join(sources)} in {took_s:.1f} s"
+        self._context.notify("info", "fetched", text)
+        return place
+
+    def _begin(self, draft: Path, files: FileRanges) -> list[TensorRecord]:
+        """Keep what an earlier fetch brought. Returns what is missing. Raises ``DiskFull`` before anything is asked."""
+        self._disk.make_dir(draft)
+        wanted = list[TensorRecord]()
+        for name, records in files.items():
+            self._disk.append_file(draft / name, b"")
+            self._disk.set_mode(draft / name, 0o600)
+            size_bytes, held = self._disk.size(draft / name), 0
+            for number, record in enumerate(records):
+                start = number * RANGE_BYTES
+                if start + record.size_bytes > size_bytes:
+                    break
+                if hash_ranges(self._disk.read_range(draft / name, start, start + record.size_bytes)) != record.digest:
+                    break
+                held += 1
+            self._disk.truncate(draft / name, sum(record.size_bytes for record in records[:held]))
+            wanted += records[held:]
+        need_bytes, free_bytes = sum(record.size_bytes for record in wanted), self._disk.free_bytes(draft)
+        if need_bytes > free_bytes:
+            need, free = human_bytes(need_bytes), human_bytes(free_bytes)
+            remedy = "free some space, or remove old texts: p2ptrain data clean"
+            raise DiskFull(f"what the job reads needs {need} more, and {draft.parent} has {free} free", remedy=remedy)
+        return wanted
+
+    def _publish(self, draft: Path, place: Path, files: FileRanges) -> None:
+        for name in files:
+            self._disk.sync_file(draft / name)
+        self._disk.sync_dir(draft)
+        self._disk.rename(draft, place)
+
+    # -------------------------------------------------------------------------------------------------------- sending
+
+    def decide(self, hello: Hello) -> Refuse | None:
+        """Decide on a worker that asks for an input."""
+        key = str(hello.capabilities.get("input", ""))
+        if key not in INPUTS:
+            return Refuse(RefusalCode.PROTOCOL, f"a job has no input {key[:40]!r}")
+        if self._recipients >= MAX_RECIPIENTS:
+            return Refuse(RefusalCode.BUSY, f"{MAX_RECIPIENTS} workers already fetch from this one")
+        return None
+
+    def _open(self, key: str) -> ModelDirectory | str:
+        """What is sent; or why not now. Its files are hashed at the first call."""
+        if key not in self._sources:
+            return f"it does not have {key} yet, or does not send it"
+        if key not in self._opened:
+            open_here = partial(open_files, self._sources[key], key, partial(_may_have, key))
+            self._opened[key] = self.thread.submit(open_here)
+        opened = self._opened[key]
+        if not opened.done():
+            return f"it is reading its files of {key}"
+        if (problem := opened.exception()) is not None:
+            del self._opened[key]
+            return f"it cannot send {key}: {problem}"
+        return opened.result()
+
+    async def serve(self, connection: Connection, hello: Hello) -> None:
+        """Send an input until the recipient closes. Raises as ``give``."""
+        opened = self._open(str(hello.capabilities["input"]))
+        if isinstance(opened, str):
+            await connection.expect(TensorsRequest, timeout_s=QUIET_S)
+            connection.send(TensorsPage(0, [], shortened(opened)))
+            await connection.flush(timeout_s=QUIET_S)
+            return
+        self._recipients += 1
+        try:
+            sent_bytes = await give(connection, opened, self.thread)
+        finally:
+            self._recipients -= 1
+        if sent_bytes:
+            text = f"sent {human_bytes(sent_bytes)} of {opened.model} to {printable(hello.name)}"
+            self._context.notify_here("info", "gave", text)
+
+
+def _is_shared(profile: Profile, key: str) -> bool:
+    return profile.data.share and not (key == TEXT and profile.data.private)
+
+
+def _find_missing(profile: Profile, key: str) -> str:
+    """Why an input cannot be read on this machine; empty: it is here. Reads no file."""
+    value = profile.value(key)
+    if key != TEXT:
+        return "" if os.path.exists(value) else f"{key} = {value!r} is not on this machine"
+    if not is_stdlib(value):
+        try:
+            find_files(value, profile.data.format)
+        except UserError as problem:
+            return problem.message
+    return ""
+
+
+def _named(place: Path, value: str) -> Path:
+    """The directory that was fetched; or its file, if the setting names a file of that name."""
+    return place / Path(value).name if os.path.isfile(place / Path(value).name) else place
+
+
+def _may_have(key: str, name: str) -> bool:
+    if key == TEXT:
+        return name in STORE_FILES
+    stem = name.removesuffix(".safetensors")  # no weights in other formats, which are not safe to read
+    return is_file_name(name) or (key == "model.path" and stem != name and is_file_name(f"{stem}.json"))
