@@ -77,7 +77,8 @@ def restore(
     seed: SeedOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Take a job back to a checkpoint. The steps after it are run again.
+    """Take a job back to a checkpoint. The steps after it are run again, each with the optimizer settings that it had:
+    changes of `jobs set` apply again at their steps. To undo one, set the old value again.
 
     A job of strategy 'sharded' or 'sync' can go on with another number of shards, from a checkpoint of the whole model.
 

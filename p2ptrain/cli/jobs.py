@@ -536,8 +536,8 @@ def change(
     """Change settings of a job that runs, at its next step boundary.
 
     What can change: job.steps, validation.every, checkpoint.every, and of the optimizer lr, min_lr_ratio, warmup_steps,
-    schedule, decay_share, weight_decay and clip_norm. Each change is on record with its step. A job that is done goes
-    on with more job.steps.
+    schedule, decay_share, weight_decay and clip_norm. Each change is on record with its step, and applies again after
+    `checkpoints restore`. A job that is done goes on with more job.steps.
 
     \b
     Examples:

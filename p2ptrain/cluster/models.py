@@ -19,7 +19,7 @@ from p2ptrain.core.adapters import is_adapter, is_model
 from p2ptrain.core.errors import ConfigError, NetworkError, P2PTrainError, ResourceError, StorageError, UserError
 from p2ptrain.core.footprint import LLAMAS, llama_sizes
 from p2ptrain.core.tensor_files import MAX_CONFIG_BYTES, adapter_alone, config_untrusted
-from p2ptrain.core.text_files import find_files
+from p2ptrain.core.text_files import find_files, format_of, kind_of
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.tokenizer_files import (
     check_fit,
@@ -31,7 +31,9 @@ from p2ptrain.core.tokenizer_files import (
 from ring.planning.workloads import ModelShape
 
 if TYPE_CHECKING:
-    from configs.schema import Profile
+    from collections.abc import Sequence
+
+    from configs.schema import Data, Profile
 
 FETCHED = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
 """Files of a model that are read here. Others, such as pickles, are not fetched."""
@@ -67,7 +69,7 @@ def resolve_inputs(profile: Profile, *, download: bool = False, quiet: bool = Fa
     """The profile, with the directory of a model that was fetched. Raises ``UserError`` if data or model are missing,
     and as ``model_directory``."""
     if not profile.data.private:
-        find_files(profile.data.path, profile.data.format)
+        _check_size(profile.data, find_files(profile.data.path, profile.data.format))
     tokenizer = Path(profile.model.tokenizer) if profile.model.tokenizer else None
     if not profile.model.path:
         _vocabulary(profile)
@@ -83,6 +85,16 @@ def resolve_inputs(profile: Profile, *, download: bool = False, quiet: bool = Fa
         Console(quiet=quiet).event("info", f"{found} has no weights: a new model of its config.json begins")
     model = profile.model.model_copy(update={"path": str(found)})
     return profile.model_copy(update={"model": model})
+
+
+def _check_size(data: Data, files: Sequence[Path]) -> None:
+    """Refuse plain text that is too short with any tokenizer; workers count its tokens. Raises ``ConfigError``."""
+    if any(format_of(file, data.format) != "text" or kind_of(file)[1] for file in files):
+        return
+    most, least = sum(file.stat().st_size + 3 for file in files), 2 if data.validation_fraction else 1
+    if most < least * data.sequence_tokens:  # a token has a byte at least; some more begin and end a text
+        text = f"data.path = {data.path!r} is too short for {least} sequences of {data.sequence_tokens} tokens"
+        raise ConfigError(text, remedy="name more text, or set a smaller data.sequence_tokens")
 
 
 def model_directory(name: str, *, download: bool = False, key: str = "", quiet: bool = False) -> Path:

@@ -341,6 +341,7 @@ class TrainingRun:
         if self._served is not None:
             return None
         await self._save()
+        await self._name_others()
         await end_all(self._workers)  # before the seed, so that it records what they saved
         found = dict(self._trained)
         for role, observer in self._observers.items():
@@ -367,6 +368,15 @@ class TrainingRun:
         except (TimeoutError, P2PTrainError) as error:
             text = error.message if isinstance(error, P2PTrainError) else f"it took longer than {SAVE_S:g} s"
             self._console.event("warning", f"the newest steps may not be saved: {text}")
+
+    async def _name_others(self) -> None:
+        """Name the jobs that were created meanwhile, and that are not over."""
+        own, state = {observer.job for observer in self._observers.values()}, quote(str(self._plan.root))
+        with suppress(P2PTrainError):  # the seed may be lost
+            for job in await self.client.jobs():
+                if job.state not in FINISHED_STATES and job.id not in own:
+                    go_on = f"run `p2ptrain seed --state {state}`, and `p2ptrain join` for each worker"
+                    self._console.event("warning", f"job {job.name} ({job.id}) is not done; to go on with it {go_on}")
 
     async def _summarize(self, observer: JobObserver) -> JobSummary:
         """The summary of a job; one that goes on is interrupted now."""

@@ -127,11 +127,15 @@ def test_what_is_missing_is_refused_before_anything_starts(
     assert command("jobs", "create", "--set", setting).code == 0
 
 
-def test_an_empty_text_is_refused_once_and_before_anything_starts(command: Command, tmp_path: Path) -> None:
+def test_a_text_without_enough_is_refused_once_and_before_anything_starts(command: Command, tmp_path: Path) -> None:
     (tmp_path / "x.txt").touch()
-    outcome = command("up", "--plain", "--state", str(tmp_path / "state"), "--set", f"data.path={tmp_path}")
+    typed = ("up", "--plain", "--state", str(tmp_path / "state"), "--set", f"data.path={tmp_path}")
+    outcome = command(*typed)
     said = f"error: data.path = '{tmp_path}' names only empty files\n  → name files with text\n"
     assert (outcome.code, outcome.err) == (2, said)
+    (tmp_path / "x.txt").write_text("x" * 252)
+    outcome = command(*typed)
+    assert (outcome.code, "is too short for 2 sequences of 128 tokens" in outcome.err) == (2, True)
     assert not (tmp_path / "state").exists()
 
 

@@ -182,6 +182,23 @@ async def served(machine: Machine, **options: Any) -> dict[str, Any]:
     return machine.told.pop()
 
 
+async def test_job_that_was_created_meanwhile_is_named_at_the_end(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = machine.start_peer
+
+    async def start_peer(local: LocalCluster, *where: Any, **more: Any) -> PeerProcess:
+        client = await local.connect()
+        await client.tell_job(await client.create_job("later", "tiny", PROFILE.to_spec()), "pause")
+        return await start(local, *where, **more)
+
+    machine.start_peer = start_peer  # type: ignore[method-assign]
+    assert (await machine.up(profile=PROFILE.alone(), as_json=False))["state"] == "done"
+    told = capsys.readouterr().err
+    assert "job later (" in told
+    assert f"p2ptrain seed --state {machine.root}" in told
+
+
 async def test_both_are_trained_then_served_and_the_next_start_serves_at_once(machine: Machine) -> None:
     key = machine.root / "api key"
     key.write_text("k" * 32)
