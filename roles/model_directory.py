@@ -267,14 +267,12 @@ def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
     return ModelDirectory(directory, compute_model_id(config, records), config, records, entries, stamps)
 
 
-def open_files(place: Path, title: str, may_send: Callable[[str], bool]) -> ModelDirectory:
-    """Open plain files, with a record for each range: the files of a directory that ``may_send`` accepts by name, or
-    one file. ``title``: in place of an id. Hashes a second per gigabyte. Blocking. Raises ``StorageError``."""
+def open_files(place: Path, title: str, is_needed: Callable[[str], bool]) -> ModelDirectory:
+    """Open plain files, with a record for each range: the files of a directory that are needed by their names, or one
+    file. ``title``: in place of an id. Hashes a gigabyte a second. Blocking. Raises ``StorageError``."""
     directory = place if place.is_dir() else place.parent
     stamps, entries, records = _read_stamps(directory), dict[str, TensorEntry](), list[TensorRecord]()
-    for name in sorted(stamps) if place.is_dir() else [place.name]:
-        if not may_send(name) or (is_file_name(name) and stamps[name].size_bytes > MAX_FILE_BYTES):
-            continue
+    for name in filter(is_needed, sorted(stamps)) if place.is_dir() else stamps.keys() & {place.name}:
         size_bytes = stamps[name].size_bytes
         lengths = [min(RANGE_BYTES, size_bytes - start) for start in range(0, max(size_bytes, 1), RANGE_BYTES)]
         ranges = {

@@ -194,14 +194,15 @@ def clean(
       p2ptrain data clean --all --yes
     """
     with Console(quiet=as_json).during(lambda: "starting"):
-        from p2ptrain.compute.token_store import StoreFacts, list_stores, read_facts, remove_store
+        from p2ptrain.compute.token_store import list_stores, read_facts, remove_store
 
     found = list[dict[str, Any]]()
     for directory in list_stores():
-        facts = read_facts(directory) or StoreFacts("?", "", "", "uint8", 0, has_marks=False)
-        used_at = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
-        names = {"directory": str(directory), "path": facts.path, "state": _state_of(facts), "used_at": used_at}
-        found.append(names | {"tokens": facts.numel, "bytes": facts.size_bytes})
+        facts, files = read_facts(directory), [path.stat() for path in directory.iterdir()]
+        numbers = {"tokens": facts.numel if facts else 0, "bytes": sum(file.st_size for file in files)}
+        used_at = max(file.st_mtime for file in [directory.stat(), *files])
+        names = {"directory": str(directory), "path": facts.path if facts else "?", "used_at": used_at}
+        found.append(names | numbers | {"state": _state_of(directory, facts)})
     chosen = [entry for entry in found if everything or entry["state"] != "current"]
     if not as_json:
         rows = [
@@ -222,10 +223,12 @@ def clean(
         typer.echo(f"{removed} of {len(found)} removed{being_made}", err=True)
 
 
-def _state_of(facts: StoreFacts) -> str:
-    """``current``, ``changed`` (the text), ``gone``, ``unfinished`` or ``empty``."""
-    from p2ptrain.compute.token_store import sources_of
+def _state_of(directory: Path, facts: StoreFacts | None) -> str:
+    """``current``, ``changed`` (the text), ``gone``, ``unfinished``, ``empty``, or ``fetched``: no text."""
+    from p2ptrain.compute.token_store import TOKENS, sources_of
 
+    if facts is None or directory.suffix:
+        return "unfinished" if directory.suffix or (directory / TOKENS).exists() else "fetched"
     if not facts.digest or not facts.numel:
         return "empty" if facts.digest else "unfinished"
     try:

@@ -15,10 +15,11 @@ from p2ptrain.cluster.console import Console, unless_stopped
 from p2ptrain.cluster.local_cluster import LocalCluster, threads_each
 from p2ptrain.cluster.models import SplitOptions, check_stages, config_text
 from p2ptrain.cluster.running import default_state_dir
-from p2ptrain.compute.text import TEXT_FILES, ModelText
+from p2ptrain.compute.text import ModelText
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.ids import new_id
+from p2ptrain.core.tokenizer_files import TEXT_FILES
 from p2ptrain.core.world import real_world
 from roles.serving.chain import LoadProgress, StageChain
 from roles.serving.worker_peer import ClientContext

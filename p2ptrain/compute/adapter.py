@@ -18,13 +18,13 @@ from transformers.pytorch_utils import Conv1D
 from p2ptrain.compute.activations import bytes_of
 from p2ptrain.compute.model import directory_config, outline
 from p2ptrain.compute.part import FILE_DTYPES, Conversion, OnBytes, StoredTensors
-from p2ptrain.compute.text import TEXT_FILES
 from p2ptrain.core.adapters import Adapter
 from p2ptrain.core.checkpoints import Draft
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, DiskFull, StorageError, UserError
 from p2ptrain.core.tensor_files import ADAPTER_FILE, INDEX_FILE, WEIGHTS_FILE, TensorEntry, TensorTable
 from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.tokenizer_files import TEXT_FILES
 
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 

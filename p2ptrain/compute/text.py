@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from p2ptrain.compute.rendering import TEMPLATES
-from p2ptrain.compute.tokenizer import PLAIN_CHAT, TOKENIZER_FILES, Tokenizer, library_errors
+from p2ptrain.compute.tokenizer import PLAIN_CHAT, Tokenizer, library_errors
 from p2ptrain.core.adapters import file_of
 from p2ptrain.core.errors import ConfigError, TooLong, UserError
 from p2ptrain.core.serving import Sampling, SamplingOptions, StopStrings
@@ -35,9 +35,6 @@ from p2ptrain.core.texts import shortened
 
 if TYPE_CHECKING:
     import tokenizers
-
-TEXT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
-"""Files of a model directory that this module reads."""
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _CHATS_AT_ONCE = 8

@@ -132,7 +132,7 @@ def open_store(directory: Path, on_progress: OnProgress = no_progress) -> TokenS
     try:
         if _digest(directory, facts, on_progress) != facts.digest:
             return None
-        os.utime(directory / FACTS)  # when it was last used
+        os.utime(directory)  # when it was last used
         return _map_store(directory, facts)
     except OSError:
         return None
@@ -148,7 +148,7 @@ def open_received(directory: Path, form: str, vocab_size: int, on_progress: OnPr
         sizes = {name: (directory / name).stat().st_size for name in facts.file_sizes}
         if sizes != facts.file_sizes or _digest(directory, facts, on_progress) != facts.digest:
             raise ProtocolError("they are damaged")
-        os.utime(directory / FACTS)
+        os.utime(directory)
         return _map_store(directory, facts)
     except (OSError, ProtocolError) as error:
         text = f"the tokens in {directory}, from another worker, cannot be used: {error}"

@@ -24,24 +24,13 @@ import numpy.typing as npt
 from p2ptrain.compute import first_import
 from p2ptrain.core.adapters import file_of
 from p2ptrain.core.errors import ConfigError, StorageError
-from p2ptrain.core.tokenizer_files import TOKENIZER_FILE, tokenizer_file
+from p2ptrain.core.tokenizer_files import TEMPLATE_FILE, TOKENIZER_FILE, TOKENIZER_FILES, tokenizer_file
 
 if TYPE_CHECKING:
     import tokenizers  # imported late at run time, to start faster
 
 Tokens = npt.NDArray[np.generic]
 
-TEMPLATE_FILE = "chat_template.jinja"
-TOKENIZER_FILES = (
-    TOKENIZER_FILE,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    TEMPLATE_FILE,
-)
 PLAIN_CHAT = (
     "{% for message in messages %}"
     "{{ '\\n' if not loop.first }}"

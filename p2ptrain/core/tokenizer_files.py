@@ -11,7 +11,19 @@ from typing import Any
 
 from p2ptrain.core.errors import ConfigError
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    TEMPLATE_FILE,
+)
+TEXT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+"""Files of a model directory that decide, beside its weights, what it reads and writes."""
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"})
 
 

@@ -12,17 +12,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 
 from configs.schema import Profile
+from p2ptrain.core.checkpoints import MANIFEST
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import DiskFull, NetworkError, P2PTrainError, ProtocolError, StorageError, UserError
+from p2ptrain.core.tensor_files import INDEX_FILE
 from p2ptrain.core.text_files import find_files, is_stdlib
 from p2ptrain.core.texts import human_bytes, shortened
 from p2ptrain.core.threads import Thread
+from p2ptrain.core.tokenizer_files import TEXT_FILES, TOKENIZER_FILES
 from roles.line import QUIET_S
 from roles.model_directory import (
     ModelDirectory,
@@ -44,6 +48,8 @@ from wire.messages import Hello, RefusalCode, Refuse
 TEXT = "data.path"
 INPUTS = ("model.path", "model.tokenizer", TEXT)
 """Settings that name what a worker may lack."""
+MODEL_FILES = frozenset({*TEXT_FILES, INDEX_FILE, MANIFEST})
+_WEIGHTS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.safetensors")  # other formats are not safe to read
 STORE_FILES = frozenset({"tokens.bin", "marks.bin", "store.json"})
 PLACES_FILE, MAX_PLACES_BYTES = "inputs.json", 1 << 16
 MAX_RECIPIENTS = 8
@@ -160,7 +166,8 @@ class JobInputs:
     async def _receive(self, key: str, receiver: ModelReceiver) -> Path:
         records = await receiver.common_table()
         files = files_untrusted(records.values())
-        if unknown := [name for name in files if not _may_have(key, name)]:
+        is_file = key == "model.tokenizer" and len(files) == 1  # it may have any name
+        if unknown := [name for name in files if not (_is_needed(key, name) or (is_file and is_file_name(name)))]:
             raise ProtocolError(f"a worker offers {unknown[0]!r} as a file of {key}")
         kept = await self.thread.submit(self._context.inputs_dir)
         place = kept / compute_model_id("", records.values())
@@ -231,7 +238,7 @@ class JobInputs:
         if key not in self._sources:
             return f"it does not have {key} yet, or does not send it"
         if key not in self._opened:
-            open_here = partial(open_files, self._sources[key], key, partial(_may_have, key))
+            open_here = partial(open_files, self._sources[key], key, partial(_is_needed, key))
             self._opened[key] = self.thread.submit(open_here)
         opened = self._opened[key]
         if not opened.done():
@@ -281,8 +288,8 @@ def _named(place: Path, value: str) -> Path:
     return place / Path(value).name if os.path.isfile(place / Path(value).name) else place
 
 
-def _may_have(key: str, name: str) -> bool:
-    if key == TEXT:
-        return name in STORE_FILES
-    stem = name.removesuffix(".safetensors")  # no weights in other formats, which are not safe to read
-    return is_file_name(name) or (key == "model.path" and stem != name and is_file_name(f"{stem}.json"))
+def _is_needed(key: str, name: str) -> bool:
+    """Whether a file of this name belongs to what the setting names. Other files of its directory are not sent."""
+    if key == "model.path":
+        return name in MODEL_FILES or _WEIGHTS.fullmatch(name) is not None
+    return name in (STORE_FILES if key == TEXT else TOKENIZER_FILES)

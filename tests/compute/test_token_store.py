@@ -122,7 +122,7 @@ def test_a_store_from_another_worker_is_the_same_text(texts: Path, case: str, bp
     shutil.copytree(made.store.directory, received)
     spec = replace(DataSpec(sequence_tokens=24), **CASES.get(case, {}), path=str(received))
     found = load_corpus(spec, bpe)
-    assert (found.digest, list(found.training)) == (made.digest, list(made.training))
+    assert (found.digest, len(found.training)) == (made.digest, len(made.training))
     windows = np.arange(2)
     assert np.array_equal(found.batch(windows).targets, made.batch(windows).targets)
     with pytest.raises(ConfigError, match="of another format"):

@@ -119,8 +119,8 @@ def model_of(directory: Path, size_bytes: int = 3 * RANGE_BYTES + 5) -> Profile:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
     (directory / "model.safetensors").write_bytes(random.Random(4).randbytes(size_bytes))
-    (directory / "empty.json").write_bytes(b"")
-    (directory / "pickle.bin").write_bytes(b"never sent")
+    (directory / "merges.txt").write_bytes(b"")
+    (directory / "diary.txt").write_bytes(b"never sent")
     return profile_of(str(directory))
 
 
@@ -138,7 +138,7 @@ async def test_a_model_comes_from_two_workers_and_is_found_again(host: Callable[
     async with one.serving(theirs), two.serving(model_of(tmp_path / "two" / "model")):
         found = (await lacking.inputs.bring(profile_of("/nowhere/model"))).model.path
     wanted = files_in(theirs.model.path)
-    del wanted["pickle.bin"]
+    del wanted["diary.txt"]
     assert files_in(found) == wanted
     assert [any(note.startswith("gave") for note in each.notices) for each in (one, two)] == [True, True]
     lacking.members.clear()  # nobody is asked again, also after a restart
