@@ -19,8 +19,7 @@ from p2ptrain.compute.activations import bytes_of
 from p2ptrain.compute.model import directory_config, outline
 from p2ptrain.compute.part import FILE_DTYPES, Conversion, OnBytes, StoredTensors
 from p2ptrain.core.adapters import Adapter
-from p2ptrain.core.checkpoints import Draft
-from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.disk import RealDisk, new_directory
 from p2ptrain.core.errors import ConfigError, DiskFull, StorageError, UserError
 from p2ptrain.core.tensor_files import ADAPTER_FILE, INDEX_FILE, WEIGHTS_FILE, TensorEntry, TensorTable
 from p2ptrain.core.texts import human_bytes
@@ -121,30 +120,21 @@ def write_merged(adapter: Adapter, out: Path, on_bytes: OnBytes = lambda done_by
     if (free := disk.free_bytes(out.parent)) < total_bytes:
         text = f"the merged model has {human_bytes(total_bytes)}, and {out.parent} has {human_bytes(free)} free"
         raise DiskFull(text, remedy="free some space, or name another directory")
-    draft, done_bytes = Draft(disk, disk.fresh_path(out.with_name(f".{out.name}.new")), 0), 0
-    try:
+    done_bytes = 0
+    with new_directory(disk, out) as path:
         for name in (*TEXT_FILES, *([] if WEIGHTS_FILE in files else [INDEX_FILE])):
-            if (path := adapter.file(name)).is_file():
-                draft.begin(name)
-                draft.add(path.read_bytes())
-                draft.end()
+            if (source := adapter.file(name)).is_file():
+                disk.write_file(path / name, source.read_bytes())
         for file, names in files.items():
-            disk.make_dir((draft.path / file).parent)
-            draft.begin(file)
-            draft.add(disk.read_range(table.directory / file, 0, table.entries[names[0]].start))  # of equal tensors
+            disk.make_dir((path / file).parent)
+            # The header: of equal tensors.
+            disk.write_file(path / file, disk.read_range(table.directory / file, 0, table.entries[names[0]].start))
             for name in names:
-                draft.add(memoryview(table.read(name)))
+                disk.append_file(path / file, memoryview(table.read(name)))
                 done_bytes += table.entries[name].size_bytes
                 on_bytes(done_bytes, total_bytes)
-            if draft.end()[0] != disk.size(table.directory / file):
+            if disk.size(path / file) != disk.size(table.directory / file):
                 raise StorageError(f"{table.directory / file} has tensors that {INDEX_FILE} does not name")
-        for place in {draft.path, *((draft.path / file).parent for file in files)}:
-            disk.sync_dir(place)
-        disk.rename(draft.path, out)
-        disk.sync_dir(out.parent)
-    except BaseException:
-        draft.discard()
-        raise
     return table
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.compute.rows import Rows
 from p2ptrain.compute.tokenizer import PLAIN_CHAT, library_errors
-from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.disk import RealDisk, new_directory
 from p2ptrain.core.errors import ConfigError, P2PTrainError
 from p2ptrain.core.text_files import search_files
 
@@ -128,19 +128,7 @@ def save_new(backend: tokenizers.Tokenizer, out: Path, *, chat: str) -> None:
     from transformers import PreTrainedTokenizerFast
 
     fast: Any = PreTrainedTokenizerFast  # its annotations are partial
-    disk = RealDisk()
-    disk.make_dir(out.parent)
-    draft = disk.fresh_path(out.with_name(f".{out.name}.new"))
-    disk.make_dir(draft)
-    try:
-        made = fast(tokenizer_object=backend, eos_token=END, clean_up_tokenization_spaces=False)
-        made.chat_template = CHATS[chat]
+    made = fast(tokenizer_object=backend, eos_token=END, clean_up_tokenization_spaces=False)
+    made.chat_template = CHATS[chat]
+    with new_directory(RealDisk(), out) as draft:
         made.save_pretrained(draft)
-        for file in draft.iterdir():
-            disk.sync_file(file)
-        disk.sync_dir(draft)
-        disk.rename(draft, out)
-        disk.sync_dir(out.parent)
-    except BaseException:
-        disk.remove_tree(draft)
-        raise

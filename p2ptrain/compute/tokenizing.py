@@ -17,7 +17,8 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from difflib import SequenceMatcher
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -147,34 +148,23 @@ def _span(encoding: Encoding, at: int) -> tuple[int, int]:
 def _find_join(left: Encoding, shared: int, right: Encoding) -> tuple[int, int] | None:
     """Two pieces share the characters of ``left`` from ``shared`` on. Returns how many tokens of ``left`` are used, and
     how many of ``right`` are not; None: there is no run of equal tokens in which to join them."""
-    lefts, rights = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
-    left_ids, right_ids = left.ids, right.ids
-    for at in range(len(left_ids) - 1, -1, -1):
-        first, stop = _span(left, at)
-        if first < shared:
-            break
-        lefts.append((first - shared, stop - shared, left_ids[at]))
-    lefts.reverse()
-    for at, token in enumerate(right_ids):
-        first, stop = _span(right, at)
-        if first >= OVERLAP_CHARS:
-            break
-        rights.append((first, stop, token))
-    places = {token: at for at, token in reversed(list(enumerate(rights)))}
-    best, at = (0, 0, 0), 0
-    while at < len(lefts):
-        run, there = 0, places.get(lefts[at], len(rights))
-        while lefts[at + run : at + run + 1] == rights[there + run : there + run + 1] != []:
-            run += 1
-        best, at = max(best, (run, at, there)), at + max(run, 1)
-    run, at, there = best
+
+    def tokens(encoding: Encoding, numbers: range, before: int) -> Iterator[tuple[int, int, int]]:
+        ids = encoding.ids
+        for at in numbers:
+            first, stop = _span(encoding, at)
+            yield first - before, stop - before, ids[at]
+
+    lefts = list(takewhile(lambda token: token[0] >= 0, tokens(left, range(len(left))[::-1], shared)))[::-1]
+    rights = list(takewhile(lambda token: token[0] < OVERLAP_CHARS, tokens(right, range(len(right)), 0)))
+    at, there, run = SequenceMatcher(None, lefts, rights, autojunk=False).find_longest_match()
     inside = range(LEAST_RUN // 2, run - LEAST_RUN // 2 + 1)
     # A character may have several tokens, which stay together.
     clean = [number for number in inside if lefts[at + number][0] >= lefts[at + number - 1][1]]
     if not clean:
         return None
     middle = min(clean, key=lambda number: abs(2 * number - run))
-    return len(left_ids) - len(lefts) + at + middle, there + middle
+    return len(left) - len(lefts) + at + middle, there + middle
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -202,6 +202,26 @@ def write_atomic(disk: Disk, path: Path, data: bytes, *, private: bool = False) 
 
 
 @contextmanager
+def new_directory(disk: Disk, path: Path) -> Iterator[Path]:
+    """A directory to fill, which becomes ``path`` after the block, durable; a failure leaves none."""
+    disk.make_dir(path.parent)
+    draft = disk.fresh_path(path.with_name(f".{path.name}.new"))
+    disk.make_dir(draft)
+    try:
+        yield draft
+        for place, _, names in os.walk(draft):
+            for name in names:
+                disk.sync_file(Path(place, name))
+            disk.sync_dir(Path(place))
+        disk.rename(draft, path)
+        disk.sync_dir(path.parent)
+    except BaseException:
+        with suppress(StorageError):  # the first error is raised
+            disk.remove_tree(draft)
+        raise
+
+
+@contextmanager
 def _translating(verb: str, path: Path) -> Iterator[None]:
     try:
         yield
