@@ -28,11 +28,11 @@ from p2ptrain.compute.packing import (
     TARGET,
     Marks,
     WindowPacker,
+    check_template,
     encode_conversations,
     encode_pair,
-    training_texts,
 )
-from p2ptrain.compute.rows import BadRow, RowCounts, Rows
+from p2ptrain.compute.rows import RowCounts, Rows
 from p2ptrain.compute.sampling import Indices, permuted
 from p2ptrain.compute.text import ChatFormat, TrainingText
 from p2ptrain.compute.token_store import (
@@ -61,8 +61,8 @@ PREFERENCE = "preference"
 _BLOCK_WINDOWS = 16
 NO_TARGET = -100
 """In place of a target that does not count: ``cross_entropy`` ignores it."""
-SYNC_S, SHOW_S = 5.0, 0.2
-"""Seconds between the points from which a killed process goes on, and between two reports of progress."""
+SYNC_S = 5.0
+"""Seconds between the points from which a killed process goes on."""
 
 _CHARS_PER_CALL, _TEXTS_PER_CALL = 1 << 20, 256
 _BYTES_PER_TOKEN = 8  # more than tokenizers reach: what is written at least
@@ -270,21 +270,19 @@ def _make_store(
             text = f"files of data.path = {spec.path!r} changed while they were read"
             raise UserError(text, remedy="start again when nothing writes to them, or name a copy")
 
-    began = synced = shown = time.monotonic()
+    began = synced = time.monotonic()
     first: float | None = None
     for make_state in write(writer, spec, tokenizer, rows, files):
         now, share = time.monotonic(), rows.read_bytes / total_bytes
         share = max(share, rows.text_bytes / spec.limit_bytes if spec.limit_bytes else 0)
         first = share if first is None else first  # what an earlier process read takes no time
-        if now >= shown + SHOW_S:
-            left = time_left((share - first) / max(1 - first, 1e-9), now - began)
-            on_progress(f"tokenizing {spec.path}{left}", share)
-            shown = now
-            if now >= synced + SYNC_S and make_state is not None:
-                check_unchanged()
-                writer.check_room(writer.facts.size_bytes * (1 / max(share, 1e-9) - 1))
-                writer.sync(make_state() | {"share": share})
-                synced = now
+        left = time_left((share - first) / max(1 - first, 1e-9), now - began)
+        on_progress(f"tokenizing {spec.path}{left}", share)
+        if now >= synced + SYNC_S and make_state is not None:
+            check_unchanged()
+            writer.check_room(writer.facts.size_bytes * (1 / max(share, 1e-9) - 1))
+            writer.sync(make_state() | {"share": share})
+            synced = now
     check_unchanged()
     writer.facts.rows, writer.facts.text_bytes = asdict(rows.counts), rows.text_bytes
     return writer.finish(on_progress)
@@ -323,10 +321,15 @@ def _write_conversations(
                 writer.append(window.tokens, window.marks)
         batch.clear()
 
+    check_template(form)
     if state:
         packer.restore(state["packer"])
-    for texts in training_texts(rows.rows(files, state), form, rows, spec.limit_bytes):
-        batch += texts
+    for texts in rows.made_of_rows(files, lambda values: form.training_texts(values[0]), state):
+        size_bytes = sum(len(text.encode()) for text, _ in texts)
+        if spec.limit_bytes and rows.text_bytes + size_bytes > spec.limit_bytes:
+            break
+        rows.text_bytes += size_bytes
+        batch += texts or [TrainingText("", [])]
         if len(batch) >= _TEXTS_PER_CALL or sum(len(text) for text, _ in batch) >= _CHARS_PER_CALL:
             pack()
             yield lambda: rows.state() | {"packer": packer.state()}
@@ -342,15 +345,7 @@ def _write_pairs(
 ) -> Iterator[MakeState]:
     state, form, width = writer.facts.state, ChatFormat(tokenizer, spec.date), spec.sequence_tokens + 1
     long = {"cut": state.get("cut", 0)}
-    for place, values in rows.rows(files, state):
-        try:
-            pair = encode_pair(values, form)
-        except UserError as problem:
-            rows.counts.refuse(place, problem)
-            continue
-        if not all((marks[:width] & TARGET).any() for _, marks in pair):
-            rows.counts.leave_out(place, BadRow("has no room for both answers", "set a larger data.sequence_tokens"))
-            continue
+    for pair in rows.made_of_rows(files, lambda values: encode_pair(values, form, width), state):
         writer.facts.documents += 1
         long["cut"] += any(len(ids) > width for ids, _ in pair)
         for ids, marks in pair:

@@ -8,14 +8,13 @@ window has at least one: a conversation that is cut before its first answer is l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.compute.rows import Rows
 from p2ptrain.compute.text import ASSISTANT, USER, ChatFormat, TrainingText
 from p2ptrain.compute.tokenizer import Tokens
 from p2ptrain.core.errors import ConfigError, UserError
@@ -94,29 +93,12 @@ class WindowPacker:
         ]
 
 
-def training_texts(
-    conversations: Iterable[tuple[str, list[Any]]], form: ChatFormat, rows: Rows, limit_bytes: int
-) -> Iterator[list[TrainingText]]:
-    """The texts of each conversation; none of one that the chat template refuses, which ``rows`` counts.
-
-    ``limit_bytes``: most bytes of UTF-8 of all; 0: no limit. Raises ``ConfigError``: the chat template does not show
-    where an answer begins."""
+def check_template(form: ChatFormat) -> None:
+    """Raise ``ConfigError`` if the chat template does not show where an answer begins."""
     try:
         form.training_texts(_PROBE)
     except UserError as problem:
         raise ConfigError(problem.message, remedy=problem.remedy) from problem
-    for place, (messages,) in conversations:
-        try:
-            texts = form.training_texts(messages)
-        except UserError as problem:
-            rows.counts.refuse(place, problem)
-            yield []
-            continue
-        size_bytes = sum(len(text.encode()) for text, _ in texts)
-        if limit_bytes and rows.text_bytes + size_bytes > limit_bytes:
-            return
-        rows.text_bytes += size_bytes
-        yield texts or [TrainingText("", [])]
 
 
 def encode_conversations(texts: Sequence[TrainingText], form: ChatFormat) -> Iterator[tuple[Tokens, Marks]]:
@@ -130,9 +112,9 @@ def encode_conversations(texts: Sequence[TrainingText], form: ChatFormat) -> Ite
         yield np.array(encoding.ids, form.tokenizer.dtype), marks
 
 
-def encode_pair(values: Sequence[Any], form: ChatFormat) -> list[tuple[Tokens, Marks]]:
+def encode_pair(values: Sequence[Any], form: ChatFormat, width: int) -> list[tuple[Tokens, Marks]]:
     """Ids and marks of a prompt with each of two answers, all texts or lists of messages. Raises ``UserError``: the
-    chat template refuses it."""
+    chat template refuses it; an answer begins behind ``width`` tokens."""
     tokenizer, (prompt, *answers) = form.tokenizer, values
     pair = list[tuple[Tokens, Marks]]()
     for answer in answers:
@@ -148,5 +130,7 @@ def encode_pair(values: Sequence[Any], form: ChatFormat) -> list[tuple[Tokens, M
         marks = np.zeros(len(asked) + len(answered), np.uint8)
         marks[len(asked) :] = TARGET
         marks[:1] = FIRST  # and no target: it has no token before it
+        if not (marks[:width] & TARGET).any():
+            raise UserError("it has no room for both answers", remedy="set a larger data.sequence_tokens")
         pair.append((np.array([*asked, *answered], tokenizer.dtype), marks))
     return pair

@@ -24,13 +24,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 from p2ptrain.compute.device import HOST, check_memory
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.text_files import format_of, is_stdlib, kind_of, unreadable
 from p2ptrain.core.texts import human_bytes, shortened
 
+T = TypeVar("T")
 Messages = list[dict[str, Any]]
 """A conversation: each message has a ``role`` and a ``content``, and an answer that is not learned the ``weight`` 0."""
 
@@ -80,13 +81,6 @@ class RowCounts:
             self.examples.append(f"{place} {bad.why}")
         self.remedy = self.remedy or bad.remedy
 
-    def refuse(self, place: str, problem: UserError) -> None:
-        """Count a row that a chat template refuses. Raises ``ConfigError``, a limit of this machine, which must not
-        decide which rows are learned."""
-        if isinstance(problem, ConfigError):
-            raise problem
-        self.leave_out(place, BadRow(f"is not usable: {problem.message}", problem.remedy or "leave it out"))
-
     def note(self, max_bad: float) -> str:
         """After the last row: what was left out; empty if nothing was. Raises ``UserError``: it is more than the share
         ``max_bad``."""
@@ -117,12 +111,17 @@ class Rows:
         self._keys = (key,) if key and len(self._keys) == 1 else self._keys
 
     def state(self) -> dict[str, Any]:
-        """For ``rows``, as JSON."""
+        """For ``made_of_rows``, as JSON."""
         return {"taken": self._taken, "counts": asdict(self.counts), "text_bytes": self.text_bytes}
 
-    def rows(self, files: Sequence[Path], state: Mapping[str, Any] | None = None) -> Iterator[tuple[str, list[Any]]]:
-        """The usable rows, each with its place and its values: a conversation, or a prompt and two answers, texts or
-        messages. Raises ``UserError``. ``state``: go on behind the row where ``state()`` was made."""
+    def made_of_rows(
+        self, files: Sequence[Path], make: Callable[[list[Any]], T], state: Mapping[str, Any] | None = None
+    ) -> Iterator[T]:
+        """What ``make`` makes of the values of each row: a conversation, or a prompt and two answers, texts or
+        messages. Raises ``UserError``. ``state``: go on behind the row where ``state()`` was made.
+
+        ``make`` may refuse a row by ``UserError``. Its ``ConfigError`` is raised: what this machine lacks must not
+        decide which rows are learned."""
         found = (row for file in files for row in self._values(file))
         if state:
             for _ in islice(found, state["taken"]):
@@ -132,9 +131,17 @@ class Rows:
                 state["text_bytes"],
                 state["taken"],
             )
-        for row in found:
+        for place, values in found:
             self._taken += 1
-            yield row
+            try:
+                made = make(values)
+            except ConfigError:
+                raise
+            except UserError as problem:
+                bad = BadRow(f"is not usable: {problem.message}", problem.remedy or "leave it out")
+                self.counts.leave_out(place, bad)
+            else:
+                yield made
 
     def texts(self, files: Sequence[Path], *, line_end: str = "\n", limit_bytes: int = 0) -> Iterator[TextPart]:
         """Texts that are not empty, in parts; each text ends with ``line_end``. Raises ``UserError``.

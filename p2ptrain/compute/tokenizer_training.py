@@ -75,7 +75,7 @@ class SampledText:
         if not self._is_chat:
             yield from (text for text, _ in self.rows.texts(self._files))
             return
-        for _, (messages,) in self.rows.rows(self._files):
+        for (messages,) in self.rows.made_of_rows(self._files, list):
             yield from (message["content"] for message in messages)
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.texts import install_command
+from p2ptrain.core.texts import install_command, join_some
 
 STDLIB = "stdlib"
 STDLIB_PARTS = ("asyncio", "email", "xml", "multiprocessing", "importlib", "http", "logging", "urllib")
@@ -137,9 +137,8 @@ def _named_files(path: str, form: str) -> tuple[list[Path], str]:
 
 
 def _note(left: list[str]) -> str:
-    left = list(dict.fromkeys(left))
-    more = f", and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
-    return f"not read: {', '.join(left[:_NAMED])}{more}; a glob in data.path can name them" if left else ""
+    named = join_some(list(dict.fromkeys(left)), most=_NAMED)
+    return f"not read: {named}; a glob in data.path can name them" if left else ""
 
 
 def _matches(pattern: str, left: list[str]) -> Iterator[str]:

@@ -231,7 +231,7 @@ def training_spec(profile: Profile) -> TrainingSpec:
     from p2ptrain.compute.recipe import TrainingSpec
     from p2ptrain.compute.tuning import TuningSpec
 
-    model, data, batch, lora = profile.model, profile.data, profile.batch, profile.lora
+    model, data, lora = profile.model, profile.data, profile.lora
     local, clip_norm = None, (profile.privacy.clip_norm if profile.privacy.epsilon else 0.0)
     if profile.job.strategy == "local":
         local = LocalSpec(**profile.local.model_dump(), clip_norm=clip_norm)
@@ -239,34 +239,27 @@ def training_spec(profile: Profile) -> TrainingSpec:
         averaged = LocalSpec(outer_lr=1.0, outer_momentum=0.0, fresh=True)  # the outer step is the members' average
         local = replace(averaged, proximal=profile.federated.proximal, clip_norm=clip_norm, slots=slots(profile))
     freeze_a = profile.job.strategy == "federated" and profile.federated.average == "frozen-a"
-    return TrainingSpec(
-        model=replace(
-            fill_from(ModelSpec, model),
+    spec: TrainingSpec = fill_from(
+        TrainingSpec,
+        *(profile.job, profile.batch, data, model, profile.device, profile.preference),
+        model=fill_from(
+            ModelSpec,
+            model,
             path=Path(model.path) if model.path else None,
             tokenizer=Path(model.tokenizer) if model.tokenizer else None,
         ),
         data=fill_from(DataSpec, data),
-        optimizer=OptimizerSpec(**profile.optimizer.model_dump() | {"name": profile.optimizer_name}),
-        steps=profile.job.steps,
-        seed=profile.job.seed,
-        micro_batches=batch.micro_batches,
-        micro_batch_sequences=batch.micro_batch_sequences,
+        optimizer=fill_from(OptimizerSpec, profile.optimizer, name=profile.optimizer_name),
         validation_batches=profile.validation.batches,
-        precision=profile.device.precision,
-        exact=profile.job.exact,
-        private=data.private,
         local=local,
         clip_norm=0.0 if local else clip_norm,
-        tuning=TuningSpec(
-            **lora.model_dump() | {"targets": tuple(lora.targets), "freeze": tuple(model.freeze), "freeze_a": freeze_a}
-        ),
-        keep_optimizer=model.keep_optimizer,
-        gradient_checkpointing=profile.device.gradient_checkpointing,
-        beta=profile.preference.beta,
+        tuning=fill_from(TuningSpec, lora, targets=tuple(lora.targets), freeze=tuple(model.freeze), freeze_a=freeze_a),
     )
+    return spec
 
 
-def fill_from(kind: Any, table: BaseModel) -> Any:
-    """An instance of the dataclass ``kind`` with the values that a profile's table has for its fields."""
-    names = {field.name for field in fields(kind)} & type(table).model_fields.keys()
-    return kind(**{name: getattr(table, name) for name in names})
+def fill_from(kind: Any, *tables: BaseModel, **values: Any) -> Any:
+    """An instance of the dataclass ``kind``: ``values``, and what a profile's tables have for its other fields."""
+    names = {field.name for field in fields(kind)} - values.keys()
+    found = ((name, getattr(table, name)) for table in tables for name in names & type(table).model_fields.keys())
+    return kind(**dict(found), **values)

@@ -104,7 +104,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (
         (rows, "_PART_BYTES", 7), (tokenizing, "PIECE_CHARS", 150), (tokenizing, "OVERLAP_CHARS", 100),
         (tokenizing, "_BATCH_PIECES", 2), (tokenizing, "_BATCH_TEXTS", 3), (data, "_TEXTS_PER_CALL", 8),
-        (data, "SYNC_S", 0.0), (data, "SHOW_S", 0.0),
+        (data, "SYNC_S", 0.0),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
 
