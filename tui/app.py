@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from rich.text import Text
@@ -32,7 +33,7 @@ from tui.model import LinkPhase, SeedConnection
 from tui.panels import Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
 from tui.serving import ServingPanel
 from tui.source import Connect, SeedSource
-from tui.tables import CheckpointsPanel, EventsPanel, JobsPanel, PeersPanel
+from tui.tables import CheckpointsPanel, EventsPanel, JobsPanel, PeersPanel, TablePanel
 from tui.theme import DARK, THEMES, Palette
 from wire.records import JobInfo
 
@@ -43,18 +44,6 @@ CLUSTER, CHAINS, SERVING = 1, 5, 6
 """Numbers of views: their keys. In the wide layout the last two replace the panels of ring and training."""
 STICKY_S = 7 * 86_400.0
 """Timeout of a notification that stays until a click removes it."""
-PANELS = (
-    HeaderBar,
-    RingPanel,
-    TrainingPanel,
-    ChainsPanel,
-    ServingPanel,
-    PeersPanel,
-    JobsPanel,
-    CheckpointsPanel,
-    RecoveriesPanel,
-    EventsPanel,
-)
 FOCUS_OF_VIEW = ("#peers-table", "#training", "#jobs-table", "#events-table", "#chains", "#serving")
 LEAVE = Binding("ctrl+c", "app.interrupt", show=False)
 """Ctrl+C also for dialogs, in which the app's own bindings do not work."""
@@ -191,7 +180,7 @@ class P2PTrainApp(App[bool]):
         self.view = CLUSTER
         self.wide = False
         self._refresh_hz = refresh_hz
-        self._drawings: dict[type[Any], Drawing] = {}  # by class of panel
+        self._drawings: dict[Any, Drawing] = {}  # by panel
         self._requests: set[str] = set()  # under way
         self._phase = LinkPhase.CONNECTING
 
@@ -244,18 +233,18 @@ class P2PTrainApp(App[bool]):
         if job is not None:
             self.source.watch(job.id)
         frame = Frame(store, job, now, self.clock.wall(), self.palette, self.source.address)
-        for panel_class in PANELS:
-            panel: Any = self.screen_stack[0].query_one(panel_class)
+        panels: Iterable[Any] = self.screen_stack[0].query("HeaderBar, Panel")
+        for panel in panels:
             if not panel.display or panel.size.width == 0:
                 continue
             sizes = (panel.size, *(child.size for child in panel.children))
             layout = (job.id if job else "", self.theme, sizes)
-            second = int(now) if panel_class.TIMED else 0
-            versions = (*(store.versions[topic] for topic in sorted(panel_class.TOPICS)), second)
-            last = self._drawings.get(panel_class, Drawing())
-            is_due = last.versions != versions and now - last.drawn_at >= panel_class.EVERY_S
+            second = int(now) if panel.TIMED else 0
+            versions = (*(store.versions[topic] for topic in sorted(panel.TOPICS)), second)
+            last = self._drawings.get(panel, Drawing())
+            is_due = last.versions != versions and now - last.drawn_at >= panel.EVERY_S
             if is_due or last.layout != layout:
-                self._drawings[panel_class] = Drawing(layout, versions, now)
+                self._drawings[panel] = Drawing(layout, versions, now)
                 panel.show(frame)
 
     def _choose_top_panel(self, job: JobInfo | None) -> None:
@@ -335,8 +324,8 @@ class P2PTrainApp(App[bool]):
         """Show the details of the row under the cursor. In Jobs the cursor also chooses the job in view."""
         if event.option_list.id == "jobs-table":
             self.chosen_job = event.option_id
-        for panel_class in (PeersPanel, JobsPanel, CheckpointsPanel, EventsPanel):
-            self._drawings.pop(panel_class, None)
+        for panel in self.screen_stack[0].query(TablePanel):
+            self._drawings.pop(panel, None)
         self.refresh_panels()
 
     def action_flip_theme(self) -> None:

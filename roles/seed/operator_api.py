@@ -14,18 +14,17 @@ from itertools import combinations
 from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
-from p2ptrain.core.world import Clock
 from ring.planning.measurements import known_link
 from roles.background import Background
 from roles.seed import events
 from roles.seed.admission import EnrolmentPolicy
 from roles.seed.events import first_that_fit, newest_that_fit
 from roles.seed.job_table import JobTable
-from roles.seed.jobs import JobController
+from roles.seed.jobs import JobController, JobPorts
 from roles.seed.links import Survey
 from roles.seed.overview import Overview
-from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, clip, did_you_mean, part_infos
-from roles.seed.store import RECOVERIES_KEPT, Records, SeedStore
+from roles.seed.peers import NAME_CHARS, ConnectedPeer, clip, did_you_mean, part_infos
+from roles.seed.store import RECOVERIES_KEPT, Records
 from wire.client import answer_request
 from wire.connection import Connection
 from wire.enrol import RENEW
@@ -135,17 +134,13 @@ class ClusterRequests:
 
     def __init__(
         self,
-        clock: Clock,
-        store: SeedStore,
-        overview: Overview,
-        peers: PeerTable,
+        ports: JobPorts,
         jobs: JobTable,
-        survey: Survey,
+        overview: Overview,
         enrolment: EnrolmentPolicy,
         drop_unwelcome: Callable[[], None],
     ) -> None:
-        self._clock, self._store, self._overview = clock, store, overview
-        self._peers, self._jobs, self._survey = peers, jobs, survey
+        self._ports, self._jobs, self._overview = ports, jobs, overview
         self._enrolment, self._drop_unwelcome = enrolment, drop_unwelcome
 
     def methods(self) -> dict[str, Method]:
@@ -175,8 +170,8 @@ class ClusterRequests:
             controllers = self._jobs.controllers
             live = [controller.id for controller in controllers.values() if controller.live]
             for job in (live or list(controllers)[-1:])[:4]:
-                updates.add(await self._store.call(Records.last_metrics, job, 300))
-                updates.add(await self._store.call(Records.recoveries, job, 100))
+                updates.add(await self._ports.store.call(Records.last_metrics, job, 300))
+                updates.add(await self._ports.store.call(Records.recoveries, job, 100))
             try:
                 async for some in updates.rounds():
                     for update in some:
@@ -195,16 +190,16 @@ class ClusterRequests:
         return {"peers": newest_that_fit(info.to_map() for info in infos), "total": len(infos)}
 
     async def _links_list(self, params: Params, connection: Connection) -> Result:
-        workers = [peer for peer in self._peers.connected.values() if peer.trains][:MAX_LINKED]
-        await measure_workers(workers, self._survey)
-        known, infos = self._survey.table.known, list[LinkInfo]()
+        workers = [peer for peer in self._ports.peers.connected.values() if peer.trains][:MAX_LINKED]
+        await measure_workers(workers, self._ports.survey)
+        known, infos = self._ports.survey.table.known, list[LinkInfo]()
         for first, second in combinations([worker.id for worker in workers], 2):
             if (link := known_link(known, first, second)) is not None:
                 infos.append(LinkInfo(first, second, link.latency_s, link.bandwidth_bps))
         return {"links": first_that_fit(info.to_map() for info in infos)}
 
     async def _parts_list(self, params: Params, connection: Connection) -> Result:
-        infos = part_infos(self._peers.connected.values())
+        infos = part_infos(self._ports.peers.connected.values())
         return {"parts": first_that_fit(info.to_map() for info in infos), "total": len(infos)}
 
     async def _serving_list(self, params: Params, connection: Connection) -> Result:
@@ -238,42 +233,42 @@ class ClusterRequests:
         return result
 
     async def _probe_clock(self, params: Params, connection: Connection) -> Result:
-        return {"wall": self._clock.wall()}
+        return {"wall": self._ports.clock.wall()}
 
     def _find_job(self, params: Params) -> JobController:
         return self._jobs.find(text_of(params, "job", 128))
 
     async def _jobs_ledger(self, params: Params, connection: Connection) -> Result:
         controller, after = self._find_job(params), whole_of(params, "after_step", 0, 0, 2**53)
-        head = await self._store.call(Records.ledger_head, controller.id)
-        rows = await self._store.call(Records.ledger_rows, controller.id, after, 512)
+        head = await self._ports.store.call(Records.ledger_head, controller.id)
+        rows = await self._ports.store.call(Records.ledger_rows, controller.id, after, 512)
         runs = (run.to_map() for run in runs_of(rows))
         begins = dataclasses.asdict(head) if head else None
         return {"head": begins, "runs": first_that_fit(runs), "windows": controller.record.windows}
 
     async def _jobs_views(self, params: Params, connection: Connection) -> Result:
         controller, after = self._find_job(params), whole_of(params, "after_generation", 0, 0, 2**53)
-        views = await self._store.call(Records.views, controller.id, after, MAX_ROWS)
+        views = await self._ports.store.call(Records.views, controller.id, after, MAX_ROWS)
         items = [dataclasses.asdict(view) | {"members": list(view.members)} for view in views]
         return {"views": first_that_fit(items)}
 
     async def _recoveries_list(self, params: Params, connection: Connection) -> Result:
         controller, limit = self._find_job(params), whole_of(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)
-        found = await self._store.call(Records.recoveries, controller.id, limit)
+        found = await self._ports.store.call(Records.recoveries, controller.id, limit)
         return {"recoveries": newest_that_fit(item.to_map() for item in found), "total": len(found)}
 
     async def _metrics_history(self, params: Params, connection: Connection) -> Result:
         controller, limit = self._find_job(params), whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
         after = whole_of(params, "after_step", -1, -1, 2**53)
-        rows = await self._store.call(Records.metrics, controller.id, after, limit)
+        rows = await self._ports.store.call(Records.metrics, controller.id, after, limit)
         return {"rows": [row.to_map() for row in rows]}
 
     async def _events_list(self, params: Params, connection: Connection) -> Result:
         after = whole_of(params, "after_id", 0, -MAX_ROWS, 2**53)
         limit = whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
         if after < 0:  # so many of the newest ones
-            last = await self._store.call(Records.last_event_id)
-            found = await self._store.call(Records.events, last + after, limit)
+            last = await self._ports.store.call(Records.last_event_id)
+            found = await self._ports.store.call(Records.events, last + after, limit)
             return {"events": newest_that_fit(event.to_map() for event in found)}
-        found = await self._store.call(Records.events, after, limit)
+        found = await self._ports.store.call(Records.events, after, limit)
         return {"events": first_that_fit(event.to_map() for event in found)}

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from p2ptrain import __version__
-from p2ptrain.core.world import Clock
 from ring.view import TERM_BITS
-from roles.seed.checkpoints import CheckpointCatalogue
-from roles.seed.events import Announcements, Map, Subscription
+from roles.seed.events import Map, Subscription
 from roles.seed.job_table import JobTable
-from roles.seed.peers import ConnectedPeer, PeerTable, part_infos, serving_infos
+from roles.seed.jobs import JobPorts
+from roles.seed.peers import ConnectedPeer, part_infos, serving_infos
 from wire.records import CheckpointInfo, ClusterInfo, JobInfo, PeerInfo, ServingInfo
 
 LOST_SHOWN_S = 60.0
@@ -40,18 +39,10 @@ class SeedIdentity:
 class Overview:
     """Makes the records that people see. ``address``: of the seed, for other machines."""
 
-    def __init__(
-        self,
-        identity: SeedIdentity,
-        clock: Clock,
-        peers: PeerTable,
-        jobs: JobTable,
-        checkpoints: CheckpointCatalogue,
-        announcements: Announcements,
-    ) -> None:
+    def __init__(self, identity: SeedIdentity, ports: JobPorts, jobs: JobTable) -> None:
         self.address = ""
-        self._identity, self._clock, self._started_at = identity, clock, clock.wall()
-        self._peers, self._jobs, self._checkpoints, self._announcements = peers, jobs, checkpoints, announcements
+        self._identity, self._started_at = identity, ports.clock.wall()
+        self._ports, self._peers, self._jobs = ports, ports.peers, jobs
 
     def cluster_info(self) -> ClusterInfo:
         identity, peers, jobs = self._identity, len(self._peers.connected), len(self._jobs.controllers)
@@ -67,10 +58,10 @@ class Overview:
         return serving_infos(self._peers.connected.values())
 
     def checkpoint_infos(self) -> list[CheckpointInfo]:
-        return list(self._checkpoints.known.values())
+        return list(self._ports.checkpoints.known.values())
 
     def _peer_info(self, peer: ConnectedPeer) -> PeerInfo:
-        controllers, now = self._jobs.controllers, self._clock.now()
+        controllers, now = self._jobs.controllers, self._ports.clock.now()
         controller = controllers.get(peer.job)
         if controller is None and peer.lost_at is not None:
             controller = next((item for item in controllers.values() if item.holds(peer.id)), None)
@@ -87,12 +78,12 @@ class Overview:
     def watching(self, *, with_events: bool = False) -> Iterator[Subscription]:
         """A subscription to all records of state, and to all changes within the block; ``with_events``: also to the
         newest events."""
-        with self._announcements.subscribe() as updates:
-            updates.add(self._announcements.recent if with_events else ())
+        with self._ports.announcements.subscribe() as updates:
+            updates.add(self._ports.announcements.recent if with_events else ())
             updates.touch("cluster", [""])
             updates.touch("peers", [*self._peers.connected, *self._peers.lost])
             updates.touch("jobs", self._jobs.controllers)
-            updates.touch("checkpoints", self._checkpoints.known)
+            updates.touch("checkpoints", self._ports.checkpoints.known)
             updates.touch("parts", [part.id for part in part_infos(self._peers.connected.values())])
             updates.touch("serving", [info.id for info in self.serving_infos()])
             yield updates
@@ -112,15 +103,15 @@ class Overview:
             return holder.parts[item_id].to_map() if holder and item_id in holder.parts else None
         if topic == "serving":
             return holder.serving.to_map() if holder and holder.serving else None
-        checkpoint = self._checkpoints.known.get(item_id)
+        checkpoint = self._ports.checkpoints.known.get(item_id)
         return checkpoint.to_map() if checkpoint else None
 
     async def run(self) -> None:
         """Once a second, update the ages that people see, and forget peers lost ``LOST_SHOWN_S`` ago."""
         while True:
             await asyncio.sleep(1.0)
-            lost, oldest = self._peers.lost, self._clock.now() - LOST_SHOWN_S
+            lost, oldest = self._peers.lost, self._ports.clock.now() - LOST_SHOWN_S
             forgotten = [peer.id for peer in lost.values() if (peer.lost_at or 0.0) < oldest]
             for peer_id in forgotten:
                 del lost[peer_id]
-            self._announcements.touch("peers", *forgotten, *self._peers.connected)
+            self._ports.announcements.touch("peers", *forgotten, *self._peers.connected)

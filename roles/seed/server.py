@@ -125,12 +125,10 @@ class Seed:
         )
         self.jobs = JobTable(ports)
         self.services = Services(self.peers.connected, partial(self.announcements.touch, "serving"))
-        self.overview = Overview(identity, clock, self.peers, self.jobs, self.checkpoints, self.announcements)
+        self.overview = Overview(identity, ports, self.jobs)
         self.gate = EnrolmentPolicy(authority, world, ticket_host, self.announcements.note)
         self.acceptor = Acceptor(identity, world, self.gate, self.peers)
-        cluster = ClusterRequests(
-            clock, store, self.overview, self.peers, self.jobs, self.survey, self.gate, self._drop_unwelcome
-        )
+        cluster = ClusterRequests(ports, self.jobs, self.overview, self.gate, self._drop_unwelcome)
         jobs = JobRequests(self.jobs, ports, self.acceptor.operators, check_profile)
         self.operator_api = OperatorApi(cluster.methods() | jobs.methods(), cluster.watch)
 
