@@ -112,7 +112,6 @@ class SubChunkEncoder:
 
     def __init__(self) -> None:
         self._out = np.empty(0, np.uint8)
-        self._work = (np.empty(0, np.float32), np.empty(0, np.float32))
         self._spare: list[bytearray] = []
         self._relayed: bytearray | None = None  # the last one that was passed on
 
@@ -131,25 +130,14 @@ class SubChunkEncoder:
             self._relayed = flow.relays.pop(send.relay)
             return memoryview(self._relayed)
         values = flow.array[send.start : send.stop]
-        numel = len(values)
         self._out = _at_least(self._out, codec.encoded_bytes(flow.sub_chunk_numel))
-        out = self._out[: codec.encoded_bytes(numel)]
+        out = self._out[: codec.encoded_bytes(len(values))]
         if flow.residual is None:
             codec.encode(values, out)
-            if send.final:
-                codec.decode(out, values)
-            return out.data
-        if len(self._work[0]) < numel:
-            self._work = np.empty(flow.sub_chunk_numel, np.float32), np.empty(flow.sub_chunk_numel, np.float32)
-        wanted, got = self._work[0][:numel], self._work[1][:numel]
-        residual = flow.residual[send.start : send.stop]
-        np.add(values, residual, out=wanted)
-        codec.encode(wanted, out)
-        codec.decode(out, got)
-        with np.errstate(invalid="ignore"):  # infinity - infinity: the finite check refuses the step
-            np.subtract(wanted, got, out=residual)
+        else:  # a partial sum that was sent is not needed any more
+            codec.encode_with_feedback(values, flow.residual[send.start : send.stop], out)
         if send.final:
-            values[:] = got
+            codec.decode(out, values)
         return out.data
 
 

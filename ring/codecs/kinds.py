@@ -65,6 +65,14 @@ class Codec:
         with np.errstate(all="ignore"):
             self._encode(values, out)
 
+    def encode_with_feedback(self, values: F32, residual: F32, out: U8) -> None:
+        """Encode ``values + residual``, which replaces ``values``. ``residual`` keeps what the encoding lost of it."""
+        with np.errstate(all="ignore"):  # infinity - infinity: the finite check refuses the step
+            values += residual
+            self.encode(values, out)
+            self.decode(out, residual)
+            np.subtract(values, residual, out=residual)
+
     def decode(self, encoded: U8, out: F32) -> None:
         """Decode ``encoded`` (encoded_bytes(numel),) into ``out`` (numel,). Raises ``ProtocolError``."""
         self._check_untrusted(encoded, out)

@@ -470,14 +470,11 @@ class VersionWorker:
             return buffer.view(np.uint8)
         encoded_bytes, values = codec.encoded_bytes(codec_numel), buffer[:codec_numel]
         encoded = np.empty(contribution_bytes(self._engine, codec), np.uint8)
-        if residual is not None:
-            values += residual
-        codec.encode(values, encoded[:encoded_bytes])
         encoded[encoded_bytes:] = buffer[codec_numel:].view(np.uint8)
-        if residual is not None:
-            codec.decode(encoded[:encoded_bytes], residual)
-            with np.errstate(all="ignore"):
-                np.subtract(values, residual, out=residual)
+        if residual is None:
+            codec.encode(values, encoded[:encoded_bytes])
+        else:
+            codec.encode_with_feedback(values, residual, encoded[:encoded_bytes])
             np.nan_to_num(residual, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
         return encoded
 
