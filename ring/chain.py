@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -47,24 +47,10 @@ Payload = npt.NDArray[np.uint8]
 
 
 class Hop:
-    """The payloads to and from one neighbour, in order.
+    """The payloads of a chain to and from one neighbour, in order."""
 
-    Args:
-        on_moved: called when a payload arrived, and when the kernel took one.
-        on_error: called with the connection that failed, and the error.
-    """
-
-    def __init__(
-        self,
-        neighbour: Neighbour,
-        generation: int,
-        *,
-        on_moved: Callable[[], None],
-        on_error: Callable[[Connection, P2PTrainError], None],
-    ) -> None:
-        self.neighbour = neighbour
-        self._generation = generation
-        self._on_moved, self._on_error = on_moved, on_error
+    def __init__(self, chain: Chain, neighbour: Neighbour) -> None:
+        self.neighbour, self._chain, self._generation = neighbour, chain, chain.view.generation
         self._expected: deque[int] = deque()  # streams that no buffer is posted for yet
         self._nbytes = self._max_buffers = 0  # size of a buffer; the most held at a time
         self._held_buffers = 0  # posted, full or in use
@@ -127,14 +113,14 @@ class Hop:
                 done = partial(self._take, stream, buffer)
                 bulk.post(buffer.data, generation=self._generation, stream=stream, done=done)
             except P2PTrainError as error:
-                self._on_error(bulk, error)
+                self._chain.links.take_failure(bulk, error)
                 return
 
     def _take(self, stream: int, buffer: Payload) -> None:
         if self._stopped:
             return
         self._posted.discard(stream)
-        self._on_moved()
+        self._chain.progress += 1
         waiting = self._waiting.pop(stream, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(buffer)
@@ -161,7 +147,7 @@ class Hop:
         return bulks[stream % len(bulks)]
 
     def _drained(self, bulk: Connection) -> None:
-        self._on_moved()
+        self._chain.progress += 1
         self._pump(bulk)
 
     def _pump(self, bulk: Connection) -> None:
@@ -174,7 +160,7 @@ class Hop:
             try:
                 bulk.send_bulk(payload.data, generation=self._generation, stream=stream)
             except P2PTrainError as error:
-                self._on_error(bulk, error)
+                self._chain.links.take_failure(bulk, error)
                 return
         self._resolve_flushed()
 
@@ -182,15 +168,15 @@ class Hop:
         if self._flushing is not None and not self._flushing.done() and self.flushed:
             self._flushing.set_result(None)
 
-    def stop(self, failure: Callable[[], P2PTrainError]) -> None:
-        """Touch no memory from now on, whatever still arrives. Futures that are waited for fail with ``failure()``."""
+    def stop(self) -> None:
+        """Touch no memory from now on, whatever still arrives. Futures that are waited for fail."""
         self._stopped = True
         for bulk in self.neighbour.bulks:
             bulk.on_drained = None
             self._queues[bulk].clear()
         for future in (*self._waiting.values(), self._flushing):
             if future is not None and not future.done():
-                future.set_exception(failure())
+                future.set_exception(self._chain.links.failure())
                 future.exception()  # marks it as retrieved: perhaps nobody awaits it any more
         self._waiting.clear()
 
@@ -228,12 +214,7 @@ class Chain:
         self._next_stream = _FIRST_STREAM
         self._streams: range | None = None  # of the current step
         self.links = NeighbourLinks(self, world.clock, view, rank, left=before, right=after, what="chain")
-        self._before, self._after = (
-            Hop(neighbour, view.generation, on_moved=self._moved, on_error=self.links.take_failure)
-            if neighbour
-            else None
-            for neighbour in (before, after)
-        )
+        self._before, self._after = (Hop(self, neighbour) if neighbour else None for neighbour in (before, after))
 
     # ---------------------------------------------------------------------------------------------- forming and ending
 
@@ -473,9 +454,6 @@ class Chain:
             del self._waits[hop]
         future.result()
 
-    def _moved(self) -> None:
-        self.progress += 1
-
     # ---------------------------------------------------------------------------- what ``links`` calls (``LinksOwner``)
 
     def is_busy(self) -> bool:
@@ -490,4 +468,4 @@ class Chain:
 
     def settle(self) -> None:
         for hop in self._hops:
-            hop.stop(self.links.failure)
+            hop.stop()

@@ -236,16 +236,11 @@ class EmulatedNetwork:
         return await self._inner.listen(host, port, self._emulated(factory, self._preset_of), on_problem)
 
     def _emulated(self, factory: ProtocolFactory, preset_of: PresetOf) -> ProtocolFactory:
-        def wrapped() -> asyncio.BufferedProtocol:
-            rng = random.Random(self._seeds.getrandbits(64))  # noqa: S311
-            opened_at = asyncio.get_running_loop().time()
-
-            def shaper_to(host: str, port: int) -> LinkShaper:
-                return LinkShaper(preset_of(host, port), rng, opened_at=opened_at)
-
-            return EmulatedTransport(factory(), shaper_to)
-
-        return wrapped
+        return lambda: EmulatedTransport(
+            factory(),
+            preset_of,
+            random.Random(self._seeds.getrandbits(64)),  # noqa: S311
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -264,10 +259,11 @@ class _Piece:
 class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
     """One side of an emulated connection, between the real protocol and the inner transport. It queues only writes."""
 
-    def __init__(self, protocol: asyncio.BufferedProtocol, shaper_to: Callable[[str, int], LinkShaper]) -> None:
+    def __init__(self, protocol: asyncio.BufferedProtocol, preset_of: PresetOf, rng: random.Random) -> None:
         super().__init__(protocol)
-        self._shaper_to = shaper_to
+        self._preset_of, self._rng = preset_of, rng
         self._loop = asyncio.get_running_loop()
+        self._opened_at = self._loop.time()
         self._queue: deque[_Piece] = deque()
         self._unsent: deque[_Piece] = deque()  # pieces of the queue that have no room yet
         self._unsent_bytes = self._held_bytes = 0
@@ -334,8 +330,8 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._inner = cast(asyncio.Transport, transport)  # uvloop's do not subclass it
         peername = transport.get_extra_info("peername") or ("", 0)  # None if the connection is lost already
-        self._shaper = self._shaper_to(*peername[:2])
-        preset = self._shaper.preset
+        preset = self._preset_of(*peername[:2])
+        self._shaper = LinkShaper(preset, self._rng, opened_at=self._opened_at)
         in_flight_bytes = (preset.rate_bps or 1e9) / 8 * (preset.delay_s + preset.jitter_s)
         # The bandwidth-delay product plus a reserve, so that the link never idles.
         self._buffer_bytes = min(int(in_flight_bytes) + SPARE_BYTES, 8 << 20)

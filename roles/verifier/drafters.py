@@ -97,29 +97,19 @@ class DraftSession:
 class DrafterLink:
     """See the module's docstring. ``run`` keeps it connected.
 
-    Args:
-        on_change: called when sessions can be opened there, and when they no longer can.
-
     Attributes:
         at: address of the drafter. model: its averages. line: the connection; None: there is none.
         is_connected: the drafter answers. not_before: time of the next dial.
     """
 
-    def __init__(
-        self,
-        context: ClientContext,
-        at: DrafterAddress,
-        tokens: Vocabulary,
-        *,
-        on_change: Callable[[DrafterLink], None],
-    ) -> None:
-        self.at, self.tokens = at, tokens
+    def __init__(self, drafters: Drafters, at: DrafterAddress) -> None:
+        self.at, self.tokens = at, drafters.tokens
         self.model = DrafterModel()
         self.line: Line | None = None
         self.is_connected = False
         self.not_before = 0.0
-        self._context, self._on_change = context, on_change
-        self._now = context.world.clock.now
+        self._drafters, self._context = drafters, drafters.context
+        self._now = self._context.world.clock.now
         self._calls = PendingCalls()
         self._sessions: dict[int, DraftSession] = {}  # by stream
         self._last_stream = 0
@@ -163,7 +153,7 @@ class DrafterLink:
             self._calls.fail_all(at.name)
             for session in list(self._sessions.values()):
                 self.lose(session)
-            self._on_change(self)
+            self._drafters.on_change(self)
         raise line.connection.close_cause or problem
 
     async def _measure(self, line: Line) -> None:
@@ -180,7 +170,7 @@ class DrafterLink:
                     away = f"{1e3 * self.model.latency_s:.1f} ms away"
                     text = f"drafter {self.at.name} drafts with {self.at.model}, {away}"
                     self._notify("info", "drafter", text, about="there")
-                    self._on_change(self)
+                    self._drafters.on_change(self)
                 await asyncio.sleep(FIRST_WAIT_S if round_trip.count < 9 else PING_S)
         except NetworkError as problem:
             line.connection.abort(problem)
@@ -273,7 +263,7 @@ class Drafters:
     """
 
     def __init__(self, context: ClientContext, tokens: Vocabulary) -> None:
-        self._context, self.tokens = context, tokens
+        self.context, self.tokens = context, tokens
         self._links: dict[str, DrafterLink] = {}  # by peer id
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._listed: set[str] = set()
@@ -292,7 +282,7 @@ class Drafters:
                 return
             link = self._links.get(peer_id)
             if link is None:
-                link = self._links[peer_id] = DrafterLink(self._context, at, self.tokens, on_change=self._on_change)
+                link = self._links[peer_id] = DrafterLink(self, at)
                 self._lives[peer_id] = self._tasks.start(link.run(), f"drafter {at.name}")
             link.at = at  # address of the next dial
         for peer_id in self._links.keys() - listed.keys():
@@ -318,17 +308,18 @@ class Drafters:
         if at.peer_id != self._unfit:
             self._unfit = at.peer_id
             text = f"drafter {at.name} cannot be used here: {at.model} has another tokenizer"
-            self._context.notify("warning", "other-tokenizer", f"{text}; draft with a model of the same family")
+            self.context.notify("warning", "other-tokenizer", f"{text}; draft with a model of the same family")
         return False
 
     def _forget(self, link: DrafterLink) -> None:
         """Stop dialling a drafter that is neither connected nor listed. One that misbehaved is kept until its wait
         ends, so that it cannot come back at once."""
-        if not link.is_connected and link.not_before <= self._context.world.clock.now():
+        if not link.is_connected and link.not_before <= self.context.world.clock.now():
             self._links.pop(link.at.peer_id, None)
             self._lives.pop(link.at.peer_id).cancel()
 
-    def _on_change(self, link: DrafterLink) -> None:
+    def on_change(self, link: DrafterLink) -> None:
+        """Sessions can be opened there now, or no longer can."""
         if link.is_connected:
             for text in list(self.texts):
                 text.open_session()
